@@ -1,0 +1,58 @@
+# `make demo` trains a small model on real text; `make test` runs every check that needs no GPU.
+# Each makes its own .venv first. PYTHON names another Python (3.12 or newer).
+
+PYTHON ?= python3
+# The version that the GPU images ship; the kernels are compiled and tested with it.
+JAX ?= 0.11.2
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+ifeq ($(GPU),)
+export JAX_PLATFORMS ?= cpu
+CUDA :=
+else
+CUDA := ,cuda
+endif
+
+.PHONY: demo test test-gpu lint newest clean
+
+demo: .venv/.demo
+	$(BIN)/jax-kernels demo $(ARGS)
+
+test: .venv/.dev lint
+	$(BIN)/python -m pytest -n 2 --dist=worksteal $(ARGS)
+	$(MAKE) newest
+
+test-gpu: .venv/.dev
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# Import and numerics on the newest jax, in an environment of its own.
+newest: .venv-newest/.ready
+	.venv-newest/bin/python -m pytest -n 2 tests/test_import.py tests/ops -m "not gpu and not compile"
+
+.venv/.python:
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 12) else "Python 3.12 or newer is needed; set PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/.demo: .venv/.python pyproject.toml
+	$(BIN)/python -m pip install -q -e '.[flax,torch,cli$(CUDA)]' 'jax==$(JAX)'
+	touch $@
+
+.venv/.dev: .venv/.demo
+	$(BIN)/python -m pip install -q -e '.[dev$(CUDA)]' 'jax==$(JAX)' 'jax-cuda13-plugin==$(JAX)' 'jax-cuda13-pjrt==$(JAX)'
+	touch $@
+
+.venv-newest/.ready: .venv/.python pyproject.toml
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install -q -e . 'pytest>=8.4' 'pytest-xdist>=3.7' 'pytest-timeout>=2.4' 'hypothesis>=6.130'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-newest build dist *.egg-info

@@ -1,0 +1,9 @@
+"""jax_kernels: attention and matmul kernels in JAX Pallas, for JAX, Flax and PyTorch."""
+
+from jax_kernels.device import DeviceInfo as DeviceInfo
+from jax_kernels.device import device_info as device_info
+from jax_kernels.dispatch import Plan as Plan
+from jax_kernels.dispatch import explain as explain
+from jax_kernels.ops.attention import flash_attention as flash_attention
+
+__version__ = "0.1.0"

@@ -1,0 +1,142 @@
+"""From a request to a plan: which implementation of an op serves it, with which blocks, and why.
+
+An op owns a table of `Implementation`s; `choose` walks it in the order that the block specs give for the
+device. Nothing here knows an op's arguments: an implementation judges a request with its own `supports`.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jax_kernels.device import DeviceInfo, device_info
+
+__all__ = ["Implementation", "Plan", "Request", "choose", "explain", "interpreting", "on_device", "target_device"]
+
+_TARGET: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("jax_kernels_target", default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is asked of an op, without the arrays. Ops derive their own from it."""
+
+    op: str
+    device: DeviceInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to run an op.
+
+    supports(request) gives None, or the reason why the request cannot be served, forward and backward alike.
+    config(request) gives the blocks and where they came from: "block spec", "tuned cache" or "heuristic".
+    forward and backward are the op's own; a None backward means that JAX differentiates forward itself.
+    """
+
+    name: str
+    supports: Callable[[Any], str | None]
+    config: Callable[[Any], tuple[Any, str]]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What will run.
+
+    implementation: its name. config: its blocks (None where it has none). source: where they came from.
+    why: one line. passed_over: the implementations tried before it, each with the reason.
+    """
+
+    op: str
+    implementation: str
+    config: Any
+    source: str
+    why: str
+    passed_over: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.implementation} ({self.why})", f"  blocks: {self.config} from {self.source}"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.passed_over]
+        return "\n".join(lines)
+
+
+def choose(
+    request: Request,
+    table: Mapping[str, Implementation],
+    order: Sequence[str],
+    implementation: str | None = None,
+) -> Plan:
+    """The plan for a request: the named implementation, or the first of `order` that can serve it.
+
+    Raises ValueError for an unknown name, and NotImplementedError, with every reason, where none can serve.
+    """
+    if implementation is not None:
+        if implementation not in table:
+            known = ", ".join(repr(name) for name in table)
+            raise ValueError(f"implementation={implementation!r} is not known for {request.op}; want one of {known}")
+        reason = table[implementation].supports(request)
+        if reason is not None:
+            raise NotImplementedError(f"implementation={implementation!r} cannot serve this {request.op}: {reason}")
+        config, source = table[implementation].config(request)
+        return Plan(request.op, implementation, config, source, "asked for by name")
+
+    passed_over: list[tuple[str, str]] = []
+    for name in order:
+        reason = table[name].supports(request)
+        if reason is None:
+            config, source = table[name].config(request)
+            why = f"the fastest that serves this on {request.device.name}"
+            return Plan(request.op, name, config, source, why, tuple(passed_over))
+        passed_over.append((name, reason))
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+    raise NotImplementedError(f"no implementation serves this {request.op} on {request.device.name}: {reasons}")
+
+
+def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+    """The Plan of `op(*args, **kwargs)`, without running it. Arrays may be `jax.ShapeDtypeStruct`s.
+
+    Raises what the call itself would raise for these arguments; TypeError where `op` has no plan.
+    """
+    plan = getattr(op, "plan", None)
+    if plan is None:
+        raise TypeError(f"op: got {op!r}, want an op of this library (flash_attention, ...)")
+    return plan(*args, **kwargs)
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Pallas interpret mode (JAX_KERNELS_INTERPRET=1): for debugging on any machine."""
+    return os.environ.get("JAX_KERNELS_INTERPRET", "") not in ("", "0")
+
+
+@contextlib.contextmanager
+def on_device(device: DeviceInfo | str) -> Iterator[DeviceInfo]:
+    """Plan for this device inside the block, whatever the machine has: compiling ahead, and the bridge, use it."""
+    info = device if isinstance(device, DeviceInfo) else device_info(device)
+    token = _TARGET.set(info)
+    try:
+        yield info
+    finally:
+        _TARGET.reset(token)
+
+
+def target_device(*arrays: Any) -> DeviceInfo:
+    """The device a call will run on: on_device's, else that of the first concrete array, else JAX's default."""
+    target = _TARGET.get()
+    if target is not None:
+        return target
+    for array in arrays:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            return _info(next(iter(array.devices())))
+    default = jax.config.jax_default_device
+    return _info(default if isinstance(default, jax.Device) else None)
+
+
+@functools.cache
+def _info(device: Any) -> DeviceInfo:
+    return device_info(device)

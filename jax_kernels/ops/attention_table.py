@@ -1,0 +1,190 @@
+"""What can run flash_attention, and for which requests."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels.dispatch import Implementation, Request, interpreting
+from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton
+from jax_kernels.reference import attention as reference
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRequest(Request):
+    """A flash_attention call without its arrays. q_offset: None where it is an array."""
+
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    is_causal: bool
+    has_mask: bool
+    has_kv_lengths: bool
+    q_offset: int | None
+    return_lse: bool
+    deterministic: bool
+    precision: str | None
+
+    @property
+    def bits(self) -> int:
+        return 32 if self.dtype == "float32" else 16
+
+
+def order(request: AttentionRequest) -> tuple[str, ...]:
+    """The implementations for this request, the fastest first."""
+    return block_specs.attention_order(request.device.compute_capability)
+
+
+def _row(name: str, request: AttentionRequest):
+    return block_specs.attention_row(
+        request.device.compute_capability,
+        name,
+        head_dim=max(request.head_dim, request.v_head_dim),
+        bits=request.bits,
+        is_causal=request.is_causal,
+    )
+
+
+def _config(name: str):
+    def config(request: AttentionRequest) -> tuple[Any, str]:
+        row, source = _row(name, request)
+        return Blocks(row.forward, row.backward, request.device.core_count), source
+
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """The blocks of both directions, and how many streaming multiprocessors a persistent kernel fills."""
+
+    forward: Any
+    backward: Any
+    core_count: int
+
+
+def _no_gpu(name: str, request: AttentionRequest) -> str | None:
+    if request.device.compute_capability is not None or interpreting():
+        return None
+    return f"it needs an NVIDIA GPU, and this runs on {request.device.name} (JAX_KERNELS_INTERPRET=1 interprets it)"
+
+
+def _supports_mosaic(request: AttentionRequest) -> str | None:
+    capability = request.device.compute_capability
+    if capability is not None and capability[0] != 9:
+        return f"it needs Hopper (compute capability 9.0), and {request.device.name} is {request.device.architecture}"
+    if request.bits != 16:
+        return "its wgmma products take bfloat16 and float16 here, not float32"
+    if request.has_mask:
+        return "it does not take a dense mask"
+    if request.deterministic:
+        return "its one-pass backward adds dq in arrival order, which deterministic=True rules out"
+    return _no_gpu("mosaic_gpu", request)
+
+
+def _supports_triton(request: AttentionRequest) -> str | None:
+    capability = request.device.compute_capability
+    if capability is not None and capability < (8, 0):
+        return f"it needs compute capability 8.0, and {request.device.name} has {capability[0]}.{capability[1]}"
+    if request.has_mask:
+        return "it does not take a dense mask"
+    return _no_gpu("triton", request)
+
+
+def _supports_cudnn(request: AttentionRequest) -> str | None:
+    capability = request.device.compute_capability
+    if capability is None:
+        return f"it needs an NVIDIA GPU, and this runs on {request.device.name}"
+    if capability < (8, 0):
+        return f"it needs compute capability 8.0, and {request.device.name} has {capability[0]}.{capability[1]}"
+    if request.bits != 16:
+        return "it takes bfloat16 and float16, not float32"
+    if request.return_lse:
+        return "its backward takes no gradient of the log-sum-exp"
+    if request.q_offset != 0:
+        return "its causal mask starts at position 0: q_offset must be 0"
+    if request.deterministic:
+        return "its backward is not deterministic without XLA's own flag"
+    limit = 256 if capability >= (9, 0) else 128
+    if max(request.head_dim, request.v_head_dim) > limit:
+        return f"its head_dim is at most {limit} here"
+    if request.head_dim != request.v_head_dim:
+        return "it needs one head_dim for query, key and value"
+    if request.head_dim % 8:
+        return "it needs a head_dim that is a multiple of 8"
+    if request.has_mask and (request.q_length % 2 or request.kv_length % 2):
+        return "with a mask it needs even lengths"
+    return None
+
+
+def _cudnn(query, key, value, mask, kv_lengths, q_offset, *, is_causal, scale, precision, out_dtype, config, interpret):
+    dead = None  # where a query has no key: cuDNN would average over all values
+    if kv_lengths is not None:
+        dead = (kv_lengths <= 0)[:, None, None, None]
+        kv_lengths = jnp.clip(kv_lengths, 1, key.shape[1])
+    if mask is not None:
+        keep = mask
+        if kv_lengths is not None:
+            keep = keep & (jnp.arange(key.shape[1]) < kv_lengths[:, None, None, None])
+        if is_causal:
+            keep = keep & (jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1]))
+        empty = ~keep.any(axis=-1, keepdims=True).swapaxes(1, 2)
+        dead = empty if dead is None else dead | empty
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], query.shape[1], key.shape[1]))
+    out = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=None if kv_lengths is None else jnp.full_like(kv_lengths, query.shape[1]),
+        key_value_seq_lengths=kv_lengths,
+        implementation="cudnn",
+    )
+    out = out if dead is None else jnp.where(dead, 0, out)
+    return out.astype(out_dtype), None
+
+
+def _xla_forward(query, key, value, mask, kv_lengths, q_offset, *, config, interpret, **options):
+    return reference.forward(query, key, value, mask, kv_lengths, q_offset, **options)
+
+
+def _xla_backward(query, key, value, mask, kv_lengths, q_offset, *results, config, interpret, **options):
+    return reference.backward(query, key, value, mask, kv_lengths, q_offset, *results, **options)
+
+
+def _maskless(kernel, direction):
+    """A kernel without the mask argument that the table's functions have, given the blocks of its direction."""
+
+    def run(query, key, value, mask, kv_lengths, q_offset, *results, config, **options):
+        blocks = {"config": getattr(config, direction), "core_count": config.core_count}
+        return kernel(query, key, value, kv_lengths, q_offset, *results, **blocks, **options)
+
+    return run
+
+
+IMPLEMENTATIONS = {
+    "mosaic_gpu": Implementation(
+        "mosaic_gpu",
+        _supports_mosaic,
+        _config("mosaic_gpu"),
+        _maskless(forward_sm90.attention_forward, "forward"),
+        _maskless(backward_sm90.attention_backward, "backward"),
+    ),
+    "triton": Implementation(
+        "triton",
+        _supports_triton,
+        _config("triton"),
+        _maskless(forward_triton.attention_forward, "forward"),
+        _maskless(backward_triton.attention_backward, "backward"),
+    ),
+    "cudnn": Implementation("cudnn", _supports_cudnn, lambda request: (None, "heuristic"), _cudnn, None),
+    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward),
+}

@@ -1,0 +1,1 @@
+"""The kernels. Nothing here knows Flax, PyTorch, the public API or which GPU it runs on."""

@@ -1,0 +1,2 @@
+def attention_backward(*args, **kwargs):
+    raise NotImplementedError

@@ -1,0 +1,2 @@
+def attention_forward(*args, **kwargs):
+    raise NotImplementedError

@@ -1,0 +1,41 @@
+"""Per-GPU block specs: one file of literal rows per compute capability, and the look-up in them."""
+
+from jax_kernels.pallas.block_specs import sm80, sm86, sm89, sm90, sm100, sm120
+from jax_kernels.pallas.block_specs.specs import AttentionRow
+
+_FILES = {80: sm80, 86: sm86, 89: sm89, 90: sm90, 100: sm100, 120: sm120}
+
+
+def nearest(compute_capability: tuple[int, int]):
+    """The block spec file for a compute capability, and whether it is its own (else the nearest older one)."""
+    number = compute_capability[0] * 10 + compute_capability[1]
+    known = max((key for key in _FILES if key <= number), default=80)
+    return _FILES[known], known == number
+
+
+def attention_order(compute_capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """The implementations of attention on this GPU, the fastest first; only "xla" without a GPU."""
+    if compute_capability is None or compute_capability < (8, 0):
+        return ("xla",)
+    return nearest(compute_capability)[0].ATTENTION_ORDER
+
+
+def attention_row(
+    compute_capability: tuple[int, int] | None, implementation: str, *, head_dim: int, bits: int, is_causal: bool
+) -> tuple[AttentionRow, str]:
+    """The row for this attention, and where it came from ("block spec" or "heuristic").
+
+    Without a GPU (interpret mode) the rows of sm_80 and sm_90 serve. Raises LookupError where no row fits.
+    """
+    if compute_capability is None:
+        compute_capability = (9, 0) if implementation == "mosaic_gpu" else (8, 0)
+    file, own = nearest(compute_capability)
+    for row in file.ATTENTION:
+        if (
+            row.implementation == implementation
+            and head_dim <= row.head_dim
+            and bits == row.bits
+            and row.is_causal in (None, is_causal)
+        ):
+            return row, "block spec" if own else "heuristic"
+    raise LookupError(f"no {implementation} row for head_dim={head_dim}, {bits} bits")

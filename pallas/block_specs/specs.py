@@ -1,0 +1,97 @@
+"""The types of the block spec rows. Each checks itself, so that a wrong row fails where it is written."""
+
+import dataclasses
+from typing import Any
+
+
+def _positive(spec: Any, **multiples: int) -> None:
+    for name, multiple in multiples.items():
+        value = getattr(spec, name)
+        if value <= 0 or value % multiple:
+            raise ValueError(f"{type(spec).__name__}.{name}={value} must be a positive multiple of {multiple}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionForwardSm90:
+    """Blocks of the Hopper forward: 64 queries per compute warpgroup."""
+
+    compute_warpgroups: int
+    block_kv: int
+    stages: int
+    # The output is staged in the query's shared memory: room for more key and value stages.
+    share_q_out: bool = False
+    # Warpgroups take turns to issue their products (a named barrier), so that softmax and wgmma alternate.
+    take_turns: bool = True
+
+    def __post_init__(self) -> None:
+        _positive(self, compute_warpgroups=1, block_kv=64, stages=1)
+        if self.compute_warpgroups not in (2, 3):
+            raise ValueError(f"AttentionForwardSm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.compute_warpgroups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of a compute and of the memory warpgroup."""
+        return (240, 24) if self.compute_warpgroups == 2 else (160, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionBackwardSm90:
+    """Blocks of the one-pass Hopper backward: two compute warpgroups share one block of keys."""
+
+    block_q: int
+    q_stages: int = 2
+    do_stages: int = 2
+    # Key blocks start their walk over the queries this many blocks apart, which spreads the additions to dq.
+    rotate: int = 0
+    # Heads that run next to one another, so that the long and the short key blocks of causal work mix.
+    heads_together: int = 1
+
+    def __post_init__(self) -> None:
+        _positive(self, block_q=64, q_stages=1, do_stages=1, heads_together=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionForwardTriton:
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        _positive(self, block_q=16, block_kv=16, num_warps=1, num_stages=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionBackwardTriton:
+    """Blocks of the two passes: dkv owns a block of keys and walks the queries, dq the other way round."""
+
+    block_q_dkv: int
+    block_kv_dkv: int
+    block_q_dq: int
+    block_kv_dq: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        _positive(self, block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16, num_warps=1, num_stages=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionRow:
+    """The blocks for one kind of attention. The first row that matches is taken.
+
+    head_dim: the largest head_dim (of key or value) it serves. bits: 16 for bf16 and fp16, 32 for float32.
+    is_causal: None serves both. note: the measurement, or the reason, behind the numbers.
+    """
+
+    implementation: str
+    head_dim: int
+    bits: int
+    forward: Any
+    backward: Any
+    is_causal: bool | None = None
+    note: str = ""
