@@ -50,54 +50,87 @@ _SHARED_MEMORY = {
 
 
 @dataclasses.dataclass(frozen=True)
-class _Known:
-    """A GPU by its data sheet. memory in bytes, bandwidth in bytes per second."""
+class _Gpu:
+    """A GPU by its data sheet. name: as the driver gives it. memory in bytes, bandwidth in bytes per second."""
 
     name: str
     compute_capability: tuple[int, int]
     core_count: int
     memory: int
-    bandwidth: int | None
+    bandwidth: int
+    also: tuple[str, ...] = ()
 
 
-# From the vendor's data sheets; the first row whose every word is in the asked name serves it.
-_KNOWN = {
-    "gb200": _Known("NVIDIA GB200", (10, 0), 148, 186 * GB, 8000 * GB),
-    "gb300": _Known("NVIDIA GB300", (10, 3), 148, 288 * GB, 8000 * GB),
-    "b300": _Known("NVIDIA B300", (10, 3), 148, 288 * GB, 8000 * GB),
-    "b200": _Known("NVIDIA B200", (10, 0), 148, 180 * GB, 8000 * GB),
-    "rtx pro 6000 blackwell": _Known("NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 96 * GIB, 1792 * GB),
-    "rtx 5090": _Known("NVIDIA GeForce RTX 5090", (12, 0), 170, 32 * GIB, 1792 * GB),
-    "rtx 5080": _Known("NVIDIA GeForce RTX 5080", (12, 0), 84, 16 * GIB, 960 * GB),
-    "gh200": _Known("NVIDIA GH200", (9, 0), 132, 96 * GB, 4000 * GB),
-    "h200": _Known("NVIDIA H200", (9, 0), 132, 141 * GB, 4800 * GB),
-    "h100 pcie": _Known("NVIDIA H100 PCIe", (9, 0), 114, 80 * GB, 2000 * GB),
-    "h100": _Known("NVIDIA H100", (9, 0), 132, 80 * GB, 3350 * GB),
-    "h800": _Known("NVIDIA H800", (9, 0), 132, 80 * GB, 3350 * GB),
-    "l40s": _Known("NVIDIA L40S", (8, 9), 142, 48 * GB, 864 * GB),
-    "l40": _Known("NVIDIA L40", (8, 9), 142, 48 * GB, 864 * GB),
-    "l4": _Known("NVIDIA L4", (8, 9), 58, 24 * GB, 300 * GB),
-    "rtx 4090": _Known("NVIDIA GeForce RTX 4090", (8, 9), 128, 24 * GIB, 1008 * GB),
-    "rtx 4080": _Known("NVIDIA GeForce RTX 4080", (8, 9), 76, 16 * GIB, 717 * GB),
-    "rtx 6000 ada": _Known("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 48 * GIB, 960 * GB),
-    "a100 40gb": _Known("NVIDIA A100 40GB", (8, 0), 108, 40 * GB, 1555 * GB),
-    "a100": _Known("NVIDIA A100 80GB", (8, 0), 108, 80 * GB, 2039 * GB),
-    "a30": _Known("NVIDIA A30", (8, 0), 56, 24 * GB, 933 * GB),
-    "a40": _Known("NVIDIA A40", (8, 6), 84, 48 * GB, 696 * GB),
-    "a10g": _Known("NVIDIA A10G", (8, 6), 80, 24 * GB, 600 * GB),
-    "a10": _Known("NVIDIA A10", (8, 6), 72, 24 * GB, 600 * GB),
-    "rtx a6000": _Known("NVIDIA RTX A6000", (8, 6), 84, 48 * GIB, 768 * GB),
-    "a6000": _Known("NVIDIA RTX A6000", (8, 6), 84, 48 * GIB, 768 * GB),
-    "rtx 3090": _Known("NVIDIA GeForce RTX 3090", (8, 6), 82, 24 * GIB, 936 * GB),
-    "rtx 3080": _Known("NVIDIA GeForce RTX 3080", (8, 6), 68, 10 * GIB, 760 * GB),
-    "t4": _Known("Tesla T4", (7, 5), 40, 16 * GB, 320 * GB),
-    "rtx 2080 ti": _Known("NVIDIA GeForce RTX 2080 Ti", (7, 5), 68, 11 * GIB, 616 * GB),
-    "v100": _Known("Tesla V100", (7, 0), 80, 16 * GB, 900 * GB),
-    "p100": _Known("Tesla P100", (6, 0), 56, 16 * GB, 732 * GB),
-    "gtx 1080 ti": _Known("NVIDIA GeForce GTX 1080 Ti", (6, 1), 28, 11 * GIB, 484 * GB),
-}
-# A name without its series: "4090" is taken for "rtx 4090".
-_SHORT = {key.split()[-1] if key.startswith("rtx 4") or key.startswith(("rtx 3", "rtx 5")) else key: key for key in _KNOWN}
+# From the vendor's data sheets. Names are compared by their words (see _words), so "h100 80gb" is the first
+# H100 here; `also` holds names with other words for the same data, the shortest first.
+_GPUS = (
+    _Gpu("NVIDIA GB300", (10, 3), 152, 288 * GB, 8000 * GB),
+    _Gpu("NVIDIA B300", (10, 3), 148, 288 * GB, 8000 * GB),
+    _Gpu("NVIDIA GB200", (10, 0), 152, 186 * GB, 8000 * GB),
+    _Gpu("NVIDIA B200", (10, 0), 148, 180 * GB, 8000 * GB),
+    _Gpu(
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        (12, 0),
+        188,
+        96 * GIB,
+        1792 * GB,
+        also=(
+            "pro 6000",
+            "pro 6000 blackwell",
+            "pro 6000 blackwell server edition",
+            "pro 6000 blackwell max-q workstation edition",
+        ),
+    ),
+    _Gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, 32 * GIB, 1792 * GB),
+    _Gpu("NVIDIA GeForce RTX 5080", (12, 0), 84, 16 * GIB, 960 * GB),
+    _Gpu("NVIDIA GH200 480GB", (9, 0), 132, 96 * GB, 4000 * GB, also=("gh200", "gh200 96gb")),
+    _Gpu("NVIDIA GH200 144G HBM3e", (9, 0), 132, 144 * GB, 4900 * GB),
+    _Gpu("NVIDIA H200", (9, 0), 132, 141 * GB, 4800 * GB, also=("h200 141gb", "h200 nvl")),
+    _Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 80 * GB, 3350 * GB, also=("h100",)),
+    _Gpu("NVIDIA H100 PCIe", (9, 0), 114, 80 * GB, 2000 * GB, also=("h100 80gb pcie",)),
+    _Gpu("NVIDIA H100 NVL", (9, 0), 132, 94 * GB, 3900 * GB, also=("h100 94gb nvl",)),
+    _Gpu("NVIDIA H800", (9, 0), 132, 80 * GB, 3350 * GB, also=("h800 80gb",)),
+    _Gpu("NVIDIA H20", (9, 0), 78, 96 * GB, 4000 * GB, also=("h20 96gb",)),
+    _Gpu("NVIDIA L40S", (8, 9), 142, 48 * GB, 864 * GB),
+    _Gpu("NVIDIA L40", (8, 9), 142, 48 * GB, 864 * GB),
+    _Gpu("NVIDIA L4", (8, 9), 58, 24 * GB, 300 * GB),
+    _Gpu("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 48 * GIB, 960 * GB),
+    _Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 24 * GIB, 1008 * GB),
+    _Gpu("NVIDIA GeForce RTX 4080", (8, 9), 76, 16 * GIB, 717 * GB),
+    _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 * GB, 2039 * GB, also=("a100",)),
+    _Gpu("NVIDIA A100 80GB PCIe", (8, 0), 108, 80 * GB, 1935 * GB, also=("a100 pcie",)),
+    _Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40 * GB, 1555 * GB, also=("a100 40gb pcie",)),
+    _Gpu("NVIDIA A800-SXM4-80GB", (8, 0), 108, 80 * GB, 2039 * GB, also=("a800",)),
+    _Gpu("NVIDIA A30", (8, 0), 56, 24 * GB, 933 * GB),
+    _Gpu("NVIDIA A40", (8, 6), 84, 48 * GB, 696 * GB),
+    _Gpu("NVIDIA A10G", (8, 6), 80, 24 * GB, 600 * GB),
+    _Gpu("NVIDIA A10", (8, 6), 72, 24 * GB, 600 * GB),
+    _Gpu("NVIDIA RTX A6000", (8, 6), 84, 48 * GIB, 768 * GB),
+    _Gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 24 * GIB, 936 * GB),
+    _Gpu("NVIDIA GeForce RTX 3080", (8, 6), 68, 10 * GIB, 760 * GB),
+    _Gpu("Tesla T4", (7, 5), 40, 16 * GB, 320 * GB),
+    _Gpu("NVIDIA GeForce RTX 2080 Ti", (7, 5), 68, 11 * GIB, 616 * GB),
+    _Gpu("Tesla V100-SXM2-16GB", (7, 0), 80, 16 * GB, 900 * GB, also=("v100", "v100 16gb pcie")),
+    _Gpu("Tesla V100-SXM2-32GB", (7, 0), 80, 32 * GB, 900 * GB, also=("v100 32gb pcie",)),
+    _Gpu("Tesla P100-PCIE-16GB", (6, 0), 56, 16 * GB, 732 * GB, also=("p100", "p100 16gb")),
+    _Gpu("NVIDIA GeForce GTX 1080 Ti", (6, 1), 28, 11 * GIB, 484 * GB),
+)
+
+
+def _words(name: str) -> list[str]:
+    """What tells one GPU from another in its name: not the maker, the series, the socket or the kind of memory.
+
+    Every other word counts: an "RTX 4090 Laptop GPU" and a MIG slice of an A100 are not the GPUs of this table.
+    """
+    name = re.sub(r"nvidia|geforce|quadro|tesla|[rg]tx|generation", " ", name.lower())
+    return [word for word in re.findall(r"\w+", name) if not re.fullmatch(r"sxm\d?|hbm\de?", word)]
+
+
+_BY_WORDS = {frozenset(_words(name)): gpu for gpu in _GPUS for name in (gpu.name, *gpu.also)}
+
+
+def _find(name: str) -> _Gpu | None:
+    return _BY_WORDS.get(frozenset(_words(name)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +138,11 @@ class DeviceInfo:
     """A device as the kernels' planner sees it.
 
     name: as the driver gives it. architecture: "Hopper", "Ada", ...; "CPU" without a GPU.
-    compute_capability: (major, minor), None without a GPU. total_memory_bytes: device memory; of a CPU,
-    None. core_count: streaming multiprocessors, or 1. shared_memory_per_block: bytes, the most one block
-    may have. memory_bandwidth: bytes per second by the data sheet, None where unknown. optimal_dtype: the
-    dtype name to train in. implementations: those of attention that can run, the fastest first.
+    compute_capability: (major, minor), None without a GPU. total_memory_bytes: device memory by the data sheet,
+    of a GPU that has none here what XLA may allocate, of a CPU None. core_count: streaming multiprocessors, or
+    1. shared_memory_per_block: bytes, the most one block may have. memory_bandwidth: bytes per second by the
+    data sheet, None where unknown. optimal_dtype: the dtype name to train in. implementations: those of
+    attention that this device has, the fastest first.
     """
 
     name: str
@@ -128,23 +162,10 @@ class DeviceInfo:
 CPU = DeviceInfo("CPU", "CPU", None, None, 1, 0, None, True, False, False, "float32", ("xla",))
 
 
-def _words(name: str) -> list[str]:
-    return re.findall(r"[a-z]+\d*[a-z]*|\d+[a-z]*", name.lower())
-
-
-def _find(name: str) -> _Known | None:
-    words = _words(name)
-    for key, known in _KNOWN.items():
-        if all(word in words for word in key.split()):
-            return known
-    short = _SHORT.get(words[-1]) if words else None
-    return _KNOWN[short] if short else None
-
-
 def _implementations(capability: tuple[int, int]) -> tuple[str, ...]:
     if capability < (8, 0):
         return ("xla",)
-    if capability >= (9, 0) and capability < (10, 0):
+    if capability[0] == 9:
         return ("mosaic_gpu", "cudnn", "triton", "xla")
     return ("cudnn", "triton", "xla")
 
@@ -157,7 +178,7 @@ def _describe(
     bandwidth: int | None,
     shared_memory: int | None = None,
 ) -> DeviceInfo:
-    known = max((c for c in ARCHITECTURES if c <= capability), default=(6, 0))
+    known = max((c for c in ARCHITECTURES if c <= capability), default=min(ARCHITECTURES))
     bf16 = capability >= (8, 0)
     tensor_cores = capability >= (7, 0)
     return DeviceInfo(
@@ -176,43 +197,54 @@ def _describe(
     )
 
 
-def device_info(device: str | Any | None = None) -> DeviceInfo:
+def _named(name: str) -> DeviceInfo:
+    if name.strip().lower() == "cpu":
+        return CPU
+    gpu = _find(name)
+    if gpu is None:
+        names = ", ".join(min((" ".join(_words(n)) for n in (g.name, *g.also)), key=len) for g in _GPUS)
+        raise ValueError(f"device: got {name!r}, want cpu or the name of a GPU: {names}")
+    return _describe(gpu.name, gpu.compute_capability, gpu.memory, gpu.core_count, gpu.bandwidth)
+
+
+def _default_device() -> Any:
+    default = jax.config.jax_default_device
+    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+
+
+def device_info(device: "str | jax.Device | DeviceInfo | None" = None) -> DeviceInfo:
     """Describes a device.
 
-    device: a `jax.Device`; a name such as "h200", "NVIDIA A100-SXM4-80GB" or "cpu", for planning without the
-    GPU; None for JAX's default device. A machine without a GPU is described as a CPU, without an error.
+    device: a `jax.Device`; a name as the driver gives it ("NVIDIA A100-SXM4-80GB") or short ("a100", "4090",
+    "cpu"), for planning without the GPU; None for JAX's default device. A machine without a GPU is described
+    as a CPU, without an error.
 
     Raises ValueError for a name that is not known, and TypeError for anything else.
     """
     if isinstance(device, DeviceInfo):
         return device
     if isinstance(device, str):
-        if device.lower() == "cpu":
-            return CPU
-        known = _find(device)
-        if known is None:
-            names = ", ".join(sorted(_KNOWN))
-            raise ValueError(f"device={device!r} is not a GPU this library knows; want 'cpu' or one of {names}")
-        return _describe(known.name, known.compute_capability, known.memory, known.core_count, known.bandwidth)
+        return _named(device)
     if device is None:
         try:
-            device = jax.devices()[0]
+            device = _default_device()
         except RuntimeError:  # no backend could start: plan for the CPU
             return CPU
     if not hasattr(device, "platform"):
         raise TypeError(f"device: got {type(device).__name__}, want a jax.Device, a name or None")
-    capability = getattr(device, "compute_capability", None)
-    if device.platform not in ("gpu", "cuda") or not capability or not re.fullmatch(r"\d+\.\d+", str(capability)):
+    if device.platform == "cpu":
         return CPU
-    major, minor = (int(part) for part in str(capability).split("."))
-    known = _find(device.device_kind)
-    stats = device.memory_stats() if hasattr(device, "memory_stats") else None
-    memory = (stats or {}).get("bytes_limit") if known is None else known.memory
+    capability = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    if capability is None:  # not NVIDIA's: XLA serves it
+        return dataclasses.replace(CPU, name=device.device_kind, architecture=device.platform.upper())
+    major, minor = (int(part) for part in capability.groups())
+    gpu = _find(device.device_kind)
+    memory = gpu.memory if gpu else (device.memory_stats() or {}).get("bytes_limit")
     return _describe(
         device.device_kind,
         (major, minor),
         memory,
-        getattr(device, "core_count", None) or (known.core_count if known else 1),
-        known.bandwidth if known else None,
+        getattr(device, "core_count", None) or (gpu.core_count if gpu else 1),
+        gpu.bandwidth if gpu else None,
         getattr(device, "shared_memory_per_block_optin", None),
     )

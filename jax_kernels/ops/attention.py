@@ -342,22 +342,24 @@ def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
     return jnp.asarray(mask).reshape(full)
 
 
-def _integers(name: str, x: Any) -> Any:
+def _integers(name: str, x: Any, want: str) -> Any:
     if not isinstance(x, jax.Array | np.ndarray | np.integer | list | tuple | jax.ShapeDtypeStruct):
-        raise TypeError(f"{name}: got {type(x).__name__}, want an int32 array")
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    if not isinstance(x, jax.Array):
+        raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
+    if isinstance(x, list | tuple | np.integer):
         x = np.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: got dtype {x.dtype}, want int32")
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.int32))
+    if isinstance(x, np.ndarray) and (x != x.astype(np.int32)).any():
+        raise ValueError(f"{name}: got values up to {np.abs(x).max()}, want int32")
     return jnp.asarray(x, jnp.int32)
 
 
 def _lengths(kv_lengths: Any, batch: int) -> Any:
     if kv_lengths is None:
         return None
-    kv_lengths = _integers("kv_lengths", kv_lengths)
+    kv_lengths = _integers("kv_lengths", kv_lengths, "an int32 array")
     if kv_lengths.shape != (batch,):
         raise ValueError(f"kv_lengths: got shape {kv_lengths.shape}, want [batch] = ({batch},)")
     return kv_lengths
@@ -369,7 +371,7 @@ def _offset(q_offset: Any, batch: int) -> tuple[int | None, Any]:
         if not -(1 << 30) < q_offset < 1 << 30:
             raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
         return int(q_offset), None
-    q_offset = _integers("q_offset", q_offset)
+    q_offset = _integers("q_offset", q_offset, "an int or an int32 array")
     if q_offset.shape not in ((), (batch,)):
         raise ValueError(f"q_offset: got shape {q_offset.shape}, want an int, a scalar or [batch] = ({batch},)")
     if isinstance(q_offset, jax.ShapeDtypeStruct):
@@ -382,5 +384,9 @@ def _deterministic() -> bool:
     import os
 
     flags = os.environ.get("XLA_FLAGS", "").split()
-    on = [f for f in flags if f.partition("=")[0] in ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")]
+    on = [
+        f
+        for f in flags
+        if f.partition("=")[0] in ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+    ]
     return bool(on) and on[-1].partition("=")[2].lower() in ("", "true", "1")

@@ -186,5 +186,7 @@ IMPLEMENTATIONS = {
         _maskless(backward_triton.attention_backward, "backward"),
     ),
     "cudnn": Implementation("cudnn", _supports_cudnn, lambda request: (None, "heuristic"), _cudnn, None),
-    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward),
+    "xla": Implementation(
+        "xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward
+    ),
 }

@@ -1,2 +1,357 @@
-def attention_backward(*args, **kwargs):
-    raise NotImplementedError
+"""Attention backward on Hopper: dquery, dkey and dvalue in one pass, five products per tile.
+
+A CTA owns a block of keys of one kv head and walks the queries of every head of its group, so that dkey and
+dvalue stay in registers, in float32, from the first query to the last. The scores are computed transposed:
+P^T and dS^T are then operands in registers. dS goes through shared memory once, transposed for dquery, which
+the tensor memory accelerator adds to a float32 array in device memory, in the order of arrival.
+
+Two compute warpgroups share the work. Up to head_dim 128 each owns 64 of 128 keys ("keys"); above that the
+float32 sums of 64 keys fill the registers of two warpgroups, so each owns half of the columns of the same 64
+keys ("columns") and both compute the scores: seven products instead of five.
+
+Per tile of block_q x block_kv: 10 * block_q * block_kv * head_dim FLOPs (14 with "columns"); block_q * head_dim
+float32 additions to device memory, which the L2 cache absorbs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention import tiles
+from jax_kernels.pallas.attention.hopper import COLUMN, SWIZZLED, SWIZZLED_F32, WGMMA, pad_for_tma
+from jax_kernels.pallas.attention.softmax import LOG2E
+
+COMPUTE_WGS = 2
+REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
+
+
+def attention_backward(
+    query, key, value, kv_lengths, q_offset, out, lse, dout, dlse, *, is_causal, scale, precision, config,
+    core_count, interpret,
+):  # fmt: skip
+    """See the package's docstring. config: AttentionBackwardSm90. dquery is summed in order of arrival."""
+    del precision, core_count  # 16-bit inputs only; one CTA a block of keys
+    q_length, kv_length = query.shape[1], key.shape[1]
+    delta = jnp.einsum("bthd,bthd->bht", out, dout, preferred_element_type=jnp.float32)
+    dead = jnp.isneginf(lse)
+    if dlse is not None:
+        delta = delta - jnp.where(dead, 0.0, dlse)
+    # exp2(score - inf) = 0: rows without keys, and rows past the end, pass nothing.
+    short = -q_length % config.block_q
+    rows = [(0, 0), (0, 0), (0, short)]
+    lse = jnp.pad(jnp.where(dead, jnp.inf, lse * LOG2E), rows, constant_values=jnp.inf)
+    delta = jnp.pad(delta, rows)
+
+    widest = max(query.shape[-1], value.shape[-1])
+    width = next(w for w in (64, 128, 256) if w >= widest)
+    padded = [pad_for_tma(x, width) for x in (query, key, value, dout)]
+    bounds = tiles.bounds_array(q_offset, kv_lengths, query.shape[0], kv_length)
+    kernel = _kernel(
+        *padded[:2], bounds, q_offset, kv_length, is_causal=is_causal, scale=scale, config=config, interpret=interpret
+    )
+    dq_sum = jax.new_ref(jnp.zeros(padded[0].shape, jnp.float32))
+    dk, dv = kernel(*([] if bounds is None else [bounds]), *padded, lse, delta, dq_sum)
+    dq = (jax.freeze(dq_sum) * scale).astype(query.dtype)
+    return tuple(dx[:, : x.shape[1], :, : x.shape[3]] for dx, x in ((dq, query), (dk, key), (dv, value)))
+
+
+def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config, interpret):
+    batch, q_length, heads, head_dim = query.shape
+    kv_heads = key.shape[2]
+    group = heads // kv_heads
+    dtype = query.dtype
+    block_q, q_stages, do_stages = config.block_q, config.q_stages, config.do_stages
+    columns = head_dim > 128  # else "keys"
+    row_groups = 1 if columns else COMPUTE_WGS
+    halves = COMPUTE_WGS if columns else 1
+    width = head_dim // halves
+    block_kv = 64 * row_groups
+    # Whether the next step's scores are computed behind this step's gradients; "columns" lacks the registers.
+    ahead = not columns
+    chunks, q_chunks = head_dim // 64, block_q // 64
+    # 64 x 64 blocks of dquery that a warpgroup stores in a step.
+    dq_blocks = chunks * q_chunks // COMPUTE_WGS
+    if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
+        raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
+    q_blocks, kv_blocks = pl.cdiv(q_length, block_q), pl.cdiv(kv_length, block_kv)
+    together = config.heads_together if (batch * kv_heads) % config.heads_together == 0 else 1
+    has_bounds = bounds is not None
+    may_end = has_bounds or kv_length % block_kv != 0
+    predicate = is_causal or may_end
+
+    def body(refs, scratch):
+        bounds_ref, q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, dq_gmem, dk_gmem, dv_gmem = refs
+        (
+            k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem,
+            kv_ready, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
+        ) = scratch  # fmt: skip
+        wg = lax.axis_index("wg")
+        cta = lax.axis_index("cta")
+
+        def recomputed(index):
+            # Keeps the arithmetic on an index where it is written: hoisted out of the loop, its results spill.
+            return lax.optimization_barrier(_i32(index))
+
+        def block(cta):
+            """(batch entry, kv head, block of keys) of a CTA. Heads that run together alternate."""
+            per_round = kv_blocks * together
+            round_, within = lax.div(cta, per_round), lax.rem(cta, per_round)
+            batch_head = round_ * together + lax.rem(within, together)
+            return lax.div(batch_head, kv_heads), lax.rem(batch_head, kv_heads), lax.div(within, together)
+
+        b, kv_head, kv_index = block(cta)
+        kv_start = kv_index * block_kv
+        limits = tiles.limits(bounds_ref, b, q_offset, kv_length, is_causal=is_causal)
+        blocks = limits.query_blocks(kv_start, block_kv, block_q, q_length).at_least_one()
+        steps = blocks.count * group
+
+        def place(step):
+            """(head, block of queries, whether it is partial) of a step."""
+            if group == 1:
+                head, nth = kv_head, step
+            else:
+                head = kv_head * group + lax.div(step, _i32(blocks.count))
+                nth = lax.rem(step, _i32(blocks.count))
+            q_block = blocks.at(nth)
+            if config.rotate and not is_causal:
+                q_block = lax.rem(q_block + kv_index * config.rotate, jnp.int32(q_blocks))
+            return head, q_block, nth < blocks.partial
+
+        @pl.when(wg == COMPUTE_WGS)
+        def _memory():
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            for r in range(row_groups):
+                rows = pl.ds(kv_start + 64 * r, 64)
+                for c in range(chunks):
+                    plgpu.copy_gmem_to_smem(k_gmem.at[b, rows, kv_head, pl.ds(64 * c, 64)], k_smem.at[c, r], kv_ready)
+                for half in range(halves):
+                    source = v_gmem.at[b, rows, kv_head, pl.ds(width * half, width)]
+                    plgpu.copy_gmem_to_smem(source, v_smem.at[r, half], kv_ready)
+
+            def load(step, _):
+                head, q_block, _ = place(step)
+                rows = pl.ds(q_block * block_q, block_q)
+
+                def load_rows(gmem, smem, row_gmem, row_smem, ready, free, stages):
+                    slot = lax.rem(step, jnp.int32(stages))
+
+                    @pl.when(step >= stages)
+                    def _():
+                        plgpu.barrier_wait(free.at[slot])
+
+                    for half in range(halves):
+                        source = gmem.at[b, rows, head, pl.ds(width * half, width)]
+                        plgpu.copy_gmem_to_smem(source, smem.at[slot, half], ready.at[slot])
+                    plgpu.copy_gmem_to_smem(row_gmem.at[b, head, rows], row_smem.at[slot], ready.at[slot])
+
+                load_rows(q_gmem, q_smem, lse_gmem, lse_smem, q_ready, q_free, q_stages)
+                load_rows(do_gmem, do_smem, delta_gmem, delta_smem, do_ready, do_free, do_stages)
+
+            lax.fori_loop(0, steps, load, None)
+
+        @pl.when(wg < COMPUTE_WGS)
+        def _compute():
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            plgpu.barrier_wait(kv_ready)
+            my_keys = kv_start if columns else kv_start + 64 * wg
+
+            def issue_scores(s_acc, row_group, slot):
+                for c in range(chunks):
+                    half, start = divmod(64 * c, width)
+                    plgpu.wgmma(s_acc, k_smem.at[c, row_group], q_smem.at[slot, half, :, start : start + 64].T)
+
+            def dq_parts(w):
+                """(chunk of columns, first row within the block of queries) of this warpgroup's dquery blocks."""
+                if columns:
+                    return [(w * dq_blocks + i, 0) for i in range(dq_blocks)]
+                return [(w, 0)] if q_chunks == 1 else [(0, w)]
+
+            def walk(dk_acc, dv_acc):
+                def step(i, s):
+                    w = recomputed(wg)
+                    row_group, my_half = (recomputed(0), w) if columns else (w, 0)
+                    slot, do_slot = lax.rem(i, jnp.int32(q_stages)), lax.rem(i, jnp.int32(do_stages))
+                    head, q_block, is_partial = place(i)
+                    q_start = q_block * block_q
+                    # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
+                    if not ahead:
+                        plgpu.barrier_wait(q_ready.at[slot])
+                    plgpu.barrier_wait(do_ready.at[do_slot])
+
+                    def apply_predicate(s):
+                        keep = limits.keep(s.shape, my_keys, q_start, layout=WGMMA, kv_axis=0, may_end=may_end)
+                        return jnp.where(keep, s, -jnp.inf)
+
+                    def masked(s):
+                        # One loop with a branch, not two loops: what lives across a loop more would spill.
+                        return lax.cond(is_partial, apply_predicate, lambda s: s, s) if predicate else s
+
+                    if ahead:
+                        s = masked(s)
+
+                    def weights(dp_acc, *s_acc):
+                        if not ahead:
+                            issue_scores(*s_acc, row_group, slot)
+                        for half in range(halves):
+                            plgpu.wgmma(dp_acc, v_smem.at[row_group, half], do_smem.at[do_slot, half].T)
+                        scores = s if ahead else masked(plgpu.wgmma_accumulator_load(*s_acc, wait_n=halves))
+                        lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
+                        p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(lse, scores.shape, [1]))
+                        p16 = p.astype(dtype)
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                        delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMN, optimized=False)
+                        ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
+                        return p16, ds.astype(dtype)
+
+                    p16, ds16 = pl.run_scoped(weights, *[plgpu.ACC((64, block_q))] * (1 if ahead else 2))
+                    plgpu.wgmma(dv_acc, p16, do_smem.at[do_slot, my_half])
+
+                    if not columns:  # the other warpgroup may still read the last step's dS
+
+                        @pl.when(i > 0)
+                        def _():
+                            plgpu.barrier_wait(ds_free)
+
+                    for e in range(q_chunks):
+                        part = ds16[:, 64 * e : 64 * (e + 1)] if q_chunks > 1 else ds16
+                        ds_smem.at[w, e][...] = part
+                    plgpu.commit_smem()
+                    if not columns:
+                        plgpu.barrier_arrive(ds_ready)
+                    next_slot = lax.rem(i + 1, jnp.int32(q_stages))
+
+                    if ahead:
+
+                        @pl.when(i + 1 < steps)
+                        def _():
+                            plgpu.barrier_wait(q_ready.at[next_slot])
+
+                    if not columns:
+                        plgpu.barrier_wait(ds_ready)
+
+                    def store_dq(part, value, rows):
+                        chunk, row = part
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        dq_smem.at[w][...] = value
+                        plgpu.commit_smem()
+                        entry = block(recomputed(cta))[0]
+                        target = dq_gmem.at[entry, pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
+                        plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
+
+                    def gradients(dq_acc):
+                        chunk, row = dq_parts(w)[0]
+                        for source in [w] if columns else range(COMPUTE_WGS):
+                            keys = k_smem.at[chunk, row_group if columns else source]
+                            plgpu.wgmma(dq_acc, ds_smem.at[source, row].T, keys)
+                        plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half])
+                        plgpu.wgmma_wait((1 if columns else COMPUTE_WGS) + 1)
+                        plgpu.barrier_arrive(do_free.at[do_slot])
+                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+                        if not columns:
+                            plgpu.barrier_arrive(ds_free)
+                        store_dq((chunk, row), dq, head)
+
+                    pl.run_scoped(gradients, plgpu.ACC((64, 64)))
+
+                    def more_dq(dq_acc, part):
+                        plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[part[0], row_group])
+                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), head)
+
+                    for part in dq_parts(w)[1:]:
+                        pl.run_scoped(functools.partial(more_dq, part=part), plgpu.ACC((64, 64)))
+
+                    def next_scores(s_acc):
+                        # In the last step this works on a stale tile, and is dropped.
+                        issue_scores(s_acc, row_group, next_slot)
+                        plgpu.wgmma_wait(chunks)
+                        plgpu.barrier_arrive(q_free.at[slot])
+                        return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+                    if ahead:
+                        return pl.run_scoped(next_scores, plgpu.ACC((64, block_q)))
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(q_free.at[slot])
+                    return None
+
+                def first_scores(s_acc):
+                    issue_scores(s_acc, 0 if columns else wg, 0)
+                    return s_acc[...]
+
+                s = pl.run_scoped(first_scores, plgpu.ACC((64, block_q))) if ahead else None
+                lax.fori_loop(0, steps, step, s)
+                return dk_acc[...], dv_acc[...]
+
+            if ahead:
+                plgpu.barrier_wait(q_ready.at[0])
+            dk, dv = pl.run_scoped(walk, plgpu.ACC((64, width)), plgpu.ACC((64, width)))
+            b, kv_head, kv_index = block(recomputed(cta))
+            w = recomputed(wg)
+            row_group, my_half = (0, w) if columns else (w, 0)
+            rows = pl.ds(kv_index * block_kv + 64 * row_group, 64)
+            plgpu.barrier_arrive(last_read)  # the other warpgroup may still read K, and with "columns" V
+            if columns:
+                plgpu.barrier_wait(last_read)
+            v_smem.at[row_group, my_half][...] = dv.astype(dtype)
+            plgpu.commit_smem()
+            target = dv_gmem.at[b, rows, kv_head, pl.ds(my_half * width, width)]
+            plgpu.copy_smem_to_gmem(v_smem.at[row_group, my_half], target)
+            if not columns:
+                plgpu.barrier_wait(last_read)
+            dk = (dk * scale).astype(dtype)
+            my_chunks = [my_half * (width // 64) + c for c in range(width // 64)]
+            for c, chunk in enumerate(my_chunks):
+                k_smem.at[chunk, row_group][...] = dk[:, 64 * c : 64 * (c + 1)] if width > 64 else dk
+            plgpu.commit_smem()
+            for chunk in my_chunks:
+                target = dk_gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
+                plgpu.copy_smem_to_gmem(k_smem.at[chunk, row_group], target)
+            plgpu.wait_smem_to_gmem(0)
+
+    def entry(*refs):
+        tile_smem = lambda *shape: plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
+        barriers = lambda count, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+        pl.run_scoped(
+            lambda *scratch: body(refs if has_bounds else (None, *refs), scratch),
+            tile_smem(chunks, row_groups, 64, 64),
+            tile_smem(row_groups, halves, 64, width),
+            tile_smem(q_stages, halves, block_q, width),
+            tile_smem(do_stages, halves, block_q, width),
+            tile_smem(COMPUTE_WGS, q_chunks, 64, 64),
+            plgpu.SMEM((COMPUTE_WGS, 64, 64), jnp.float32, transforms=SWIZZLED_F32),
+            plgpu.SMEM((q_stages, block_q), jnp.float32),
+            plgpu.SMEM((do_stages, block_q), jnp.float32),
+            plgpu.Barrier(num_arrivals=row_groups * (chunks + halves)),
+            barriers(q_stages, halves + 1),
+            barriers(do_stages, halves + 1),
+            barriers(q_stages, COMPUTE_WGS),
+            barriers(do_stages, COMPUTE_WGS),
+            plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+            plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+            plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+            collective_axes="wg",
+        )
+
+    shape = jax.ShapeDtypeStruct(key.shape, dtype)
+    return plgpu.kernel(
+        entry,
+        out_type=[shape, shape],
+        grid=(batch * kv_heads * kv_blocks,),
+        grid_names=("cta",),
+        num_threads=COMPUTE_WGS + 1,
+        thread_name="wg",
+        kernel_name="attention_backward_sm90",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            unsafe_no_auto_barriers=True,
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )
+
+
+def _i32(x):
+    return jnp.int32(x) if isinstance(x, int) else x

@@ -1,0 +1,280 @@
+"""Attention side by side: this library against its peers, in one run, alternating, by device time.
+
+    PYTHONPATH=. python benchmarks/attention.py --shapes "2,8192,16,128;2,8192,32,64" --causal both --mode fwd,bwd
+
+Every contender of a case is checked against float32 first, then all take turns of the same length, round
+after round, over inputs that overflow the L2 cache. What cannot run is listed with the reason.
+"""
+
+import argparse
+import dataclasses
+import faulthandler
+import functools
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import report
+from cases import DTYPES, MODES, Case, Oracle, input_sets, parse_shape
+from contenders import OURS, PEERS, build, framework, unavailable
+from device_activity import DeviceActivity
+from timing import METHODS, Contender, Timer, alternate, first_line, host_timer, make_timer, spread, wait
+
+SHAPES = "2,8192,16,128;2,8192,32,64"
+say = functools.partial(print, flush=True)
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=SHAPES, help="batch,seq,heads,head_dim[,kv_heads], separated by ';'")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument("--causal", choices=("no", "yes", "both"), default="both")
+    parser.add_argument("--mode", default="fwd,bwd", help=f"comma list of {', '.join(MODES)}")
+    parser.add_argument("--implementations", default="mosaic_gpu,triton", help=f"ours: comma list of {', '.join(OURS)}")
+    parser.add_argument("--peers", default=",".join(PEERS), help=f"comma list of {', '.join(PEERS)}; '' for none")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.2, help="queued work of one turn")
+    parser.add_argument("--budget", type=float, default=540, help="seconds after which the run ends, whatever is left")
+    parser.add_argument("--timer", choices=tuple(METHODS), help="default cupti; --self-check tries them all")
+    parser.add_argument("--ceiling", type=int, default=8192, help="size of the square matmul behind the ceilings")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
+    parser.add_argument("--plot", type=pathlib.Path, help="PNG file")
+    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
+    parser.add_argument("--self-check", action="store_true", help="one matmul and one attention under every timer")
+    args = parser.parse_args(argv)
+    try:
+        args.shapes = [parse_shape(text) for text in args.shapes.split(";") if text.strip()]
+        args.mode = _names("mode", args.mode, MODES)
+        args.implementations = _names("implementations", args.implementations, OURS)
+        args.peers = _names("peers", args.peers, PEERS)
+        if args.rounds < 1 or args.seconds <= 0 or args.budget <= 0:
+            raise ValueError("rounds, seconds, budget: want positive numbers")
+        cases(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def _names(argument: str, text: str, known: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{argument}: got {name!r}, want some of {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    causal = {"no": [False], "yes": [True], "both": [False, True]}[args.causal]
+    return [Case(*s, args.dtype, c, mode) for s in args.shapes for c in causal for mode in args.mode]
+
+
+def prepare_process() -> None:
+    """Settings that JAX and PyTorch read when they first touch the GPU."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # the other half is PyTorch's
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # torch.profiler gives CUPTI back after each session
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_gpu_enable_command_buffer" not in flags:  # CUPTI sees kernels one by one only outside CUDA graphs
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=".strip()
+
+
+def matmul(which: str, size: int) -> Contender:
+    """The contender behind a ceiling: bf16 [size, size] @ [size, size] in "jax" or "torch"."""
+    contender = Contender(f"matmul-{which}", which, plan=f"bf16 {size}^3 matmul")
+    key_x, key_w = jax.random.split(jax.random.key(1))
+    x, w = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in (key_x, key_w))
+    if which == "jax":
+        product = jax.jit(jnp.matmul)
+        contender.call = lambda index: product(x, w)
+    else:
+        import torch
+
+        tx, tw = (torch.from_dlpack(array).clone() for array in (x, w))
+        contender.call = lambda index: tx @ tw
+    wait(contender.call(0), which)
+    return contender
+
+
+def choose_timer(name: str, frameworks: Sequence[str]) -> tuple[str, Timer]:
+    """The timer, tried on a small matmul of each framework; "events" instead of a device timer that does not work."""
+    timer: Timer | None = None
+    try:
+        timer = make_timer(name)
+        for which in frameworks:
+            timer(matmul(which, 256).call, 3, which)  # type: ignore[arg-type]
+    except Exception as error:
+        if name not in ("cupti", "profilers") or jax.default_backend() != "gpu":
+            raise
+        say(f"timer {name!r} does not work here ({first_line(error)}): timing by CUDA events instead")
+        close(timer)
+        return "events", make_timer("events")
+    return name, timer
+
+
+def close(timer: Timer | None) -> None:
+    if isinstance(timer, DeviceActivity):
+        timer.close()
+
+
+class Run:
+    """One run of the benchmark: its results grow, and are written, case by case."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.start = time.monotonic()
+        # What is under way when this passes still has to end within the budget.
+        self.deadline = self.start + 0.95 * args.budget
+        names = args.implementations + args.peers
+        usable = any(framework(name) == "torch" and unavailable(name) is None for name in names)
+        self.frameworks = ["jax", "torch"] if usable else ["jax"]
+        self.timer: Timer = host_timer
+        self.told: set[tuple[str, str]] = set()
+        self.results: dict[str, Any] = {
+            "schema": report.SCHEMA,
+            "environment": report.environment(args.commit, usable),
+            "arguments": {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()},
+            "timer": "",
+            "method": {},
+            "ceilings": {},
+            "rows": [],
+            "complete": False,
+        }
+
+    def everything(self) -> None:
+        name, self.timer = choose_timer(self.args.timer or "cupti", self.frameworks)
+        self.results |= {"timer": name, "method": {which: METHODS[name][which] for which in self.frameworks}}
+        self.ceilings()
+        shape: Any = None
+        sets: list = []
+        oracles: dict[bool, Oracle] = {}
+        for case in cases(self.args):
+            say(f"{case.label} ({time.monotonic() - self.start:.0f} s)")
+            if shape != case.shape and time.monotonic() < self.deadline:
+                shape, sets, oracles = case.shape, input_sets(case), {}
+            self.case(case, sets, oracles)
+            self.save()
+        self.results["complete"] = all(row["status"] != "skipped" for row in self.results["rows"])
+        self.save()
+
+    def ceilings(self) -> None:
+        contenders = [matmul(which, self.args.ceiling) for which in self.frameworks]
+        self._alternate(contenders)
+        for contender in contenders:
+            median = spread(contender.times)["median"] if contender.times else None
+            self.results["ceilings"][contender.framework] = {
+                "what": contender.plan,
+                "times_ms": contender.times,
+                "tflops": median and 2 * self.args.ceiling**3 / median / 1e9,
+                "reason": contender.reason,
+            }
+
+    def case(self, case: Case, sets: list, oracles: dict[bool, Oracle]) -> None:
+        contenders = []
+        for name in self.args.implementations + self.args.peers:
+            if time.monotonic() > self.deadline:
+                contender = Contender(name, framework(name))
+                contender.give_up("skipped", "the time budget was spent before it was built")
+            else:
+                if case.causal not in oracles:
+                    oracles[case.causal] = Oracle(case, sets[0])
+                contender = build(name, case, sets, oracles[case.causal].of_mode(case.mode))
+                self.announce(contender)
+            contenders.append(contender)
+        self._alternate(contenders)
+        ceilings = {which: ceiling["tflops"] for which, ceiling in self.results["ceilings"].items()}
+        self.results["rows"] += report.rows(case, contenders, ceilings, self.results["method"])
+
+    def announce(self, contender: Contender) -> None:
+        """One line on a contender that was built; what is unavailable for one reason all along is told once."""
+        if contender.status == "ok":
+            say(f"  {contender.name}: error {contender.error:.2e}, {contender.plan}")
+        elif (contender.name, contender.reason) not in self.told:
+            self.told.add((contender.name, contender.reason))
+            say(f"  {contender.name}: {contender.status}: {contender.reason}")
+
+    def _alternate(self, contenders: Sequence[Contender]) -> None:
+        options = {"rounds": self.args.rounds, "seconds": self.args.seconds, "deadline": self.deadline}
+        alternate(contenders, self.timer, say=say, **options)
+
+    def save(self) -> None:
+        if self.args.output is not None:
+            report.write_json(self.args.output, self.results)
+
+    def stop(self) -> None:
+        """Ends a process whose budget is spent while something does not return."""
+        say(f"the budget of {self.args.budget:.0f} s is spent and a contender has not returned: stopping")
+        self.save()
+        report.print_table(self.results)
+        os._exit(2)
+
+
+def self_check(args: argparse.Namespace) -> int:
+    """Prints one matmul and one attention of each framework under every timer; returns how many readings failed."""
+    case = Case(*args.shapes[0], args.dtype, args.causal == "yes", args.mode[0])
+    say(f"{report.environment(args.commit)}")
+    sets = input_sets(case)
+    oracle = Oracle(case, sets[0])
+    contenders = [matmul("jax", args.ceiling)]
+    for name in (*args.implementations, "jax-cudnn", "torch-cudnn"):
+        contender = build(name, case, sets, oracle)
+        say(f"{name}: {contender.status} {contender.reason} {contender.plan}")
+        if contender.status == "ok":
+            contenders.append(contender)
+    if unavailable("torch-cudnn") is None:
+        contenders.insert(1, matmul("torch", args.ceiling))
+    failures = 0
+    # "profilers" comes last: the JAX profiler detaches CUPTI from the process when it is done.
+    for name in [args.timer] if args.timer else ["host", "events", "cupti", "profilers"]:
+        say(f"\ntimer {name}: {METHODS[name]}")
+        try:
+            timer = make_timer(name)
+        except Exception as error:
+            say(f"  does not start: {first_line(error)}")
+            failures += 1
+            continue
+        for contender in contenders:
+            trial = dataclasses.replace(contender, times=[], reading=None, note="")
+            alternate([trial], timer, rounds=3, seconds=args.seconds)
+            if trial.status != "ok":
+                say(f"  {contender.name}: {trial.status}: {trial.reason}")
+                failures += 1
+                continue
+            times = ", ".join(f"{ms:.4f}" for ms in trial.times)
+            say(f"  {contender.name}: {times} ms a call ({trial.calls} calls a turn) {trial.note}")
+            for kernel, ms in trial.reading.kernels.items() if trial.reading else ():
+                say(f"      {ms:.4f} ms  {kernel[:110]}")
+        close(timer)
+    return failures
+
+
+def benchmark(args: argparse.Namespace) -> int:
+    run = Run(args)
+    watchdog = threading.Timer(args.budget, run.stop)
+    watchdog.daemon = True
+    watchdog.start()
+    run.everything()
+    watchdog.cancel()
+    report.print_table(run.results)
+    if args.plot is not None:
+        report.plot(run.results, args.plot)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    prepare_process()
+    # The last resort, for a thread that waits for the device with the interpreter's lock in its hands.
+    faulthandler.dump_traceback_later(args.budget + 15, exit=True, file=sys.__stderr__)
+    try:
+        return min(self_check(args), 1) if args.self_check else benchmark(args)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

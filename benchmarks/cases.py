@@ -1,0 +1,154 @@
+"""What is timed: one attention of one shape, its inputs, its operation count, and the check of its results."""
+
+import copy
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels.reference import attention as reference
+
+MODES = ("fwd", "bwd", "fwdbwd")
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+# Twice the L2 cache of an H200 (60 MB): what one call reads, the calls before it have pushed out.
+ROTATION_BYTES = 120e6
+# Relative error (2-norm, against float32) above which a result counts as wrong. bf16 rounding alone gives 0.003.
+TOLERANCE = 2e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention. seq is the length of query, key and value. dtype: "bf16" or "fp16".
+
+    mode: "fwd"; "bwd", the whole backward op on its own; "fwdbwd", both in one call.
+    """
+
+    batch: int
+    seq: int
+    heads: int
+    head_dim: int
+    kv_heads: int
+    dtype: str
+    causal: bool
+    mode: str
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seq", "heads", "head_dim", "kv_heads"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, want a positive number")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: got {self.kv_heads}, want a divisor of the {self.heads} heads")
+        if self.mode not in MODES:
+            raise ValueError(f"mode: got {self.mode!r}, want one of {', '.join(MODES)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: got {self.dtype!r}, want one of {', '.join(DTYPES)}")
+
+    @property
+    def flops(self) -> float:
+        """Multiply-adds counted twice: two products forward, five backward; causal work is half."""
+        forward = 4 * self.batch * self.heads * self.seq * self.seq * self.head_dim * (0.5 if self.causal else 1)
+        return forward * {"fwd": 1, "bwd": 2.5, "fwdbwd": 3.5}[self.mode]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        return self.batch, self.seq, self.heads, self.head_dim, self.kv_heads
+
+    @property
+    def label(self) -> str:
+        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        mask = "causal" if self.causal else "full"
+        return f"{self.batch}x{self.seq} {heads}x{self.head_dim} {self.dtype} {mask} {self.mode}"
+
+    def tflops(self, milliseconds: float) -> float:
+        return self.flops / milliseconds / 1e9
+
+
+def parse_shape(text: str) -> tuple[int, int, int, int, int]:
+    """ "2,8192,16,128" or, with grouped heads, "2,8192,16,128,4" -> (batch, seq, heads, head_dim, kv_heads)."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (4, 5):
+        raise ValueError(f"shape: got {text!r}, want batch,seq,heads,head_dim[,kv_heads]")
+    batch, seq, heads, head_dim, *rest = numbers
+    return batch, seq, heads, head_dim, rest[0] if rest else heads
+
+
+@dataclasses.dataclass(frozen=True)
+class InputSet:
+    """query and dout: [B, T, H, D]; key and value: [B, S, Hkv, D]. JAX arrays."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    dout: jax.Array
+
+    @property
+    def qkv(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return self.query, self.key, self.value
+
+
+def input_sets(case: Case, seed: int = 0) -> list[InputSet]:
+    """Standard normal inputs: as many sets as it takes for one round of them to overflow the L2 cache."""
+    queries = (case.batch, case.seq, case.heads, case.head_dim)
+    keys = (case.batch, case.seq, case.kv_heads, case.head_dim)
+    size = 2 * 2 * (math.prod(queries) + math.prod(keys))  # query, key, value, out: two bytes an element
+    count = 1 if size >= ROTATION_BYTES / 2 else min(64, math.ceil(ROTATION_BYTES / size))
+    normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    sets = []
+    for index in range(count):
+        arrays = jax.random.split(jax.random.fold_in(jax.random.key(seed), index), 4)
+        shapes = (queries, keys, keys, queries)
+        sets.append(InputSet(*(normal(k, shape, DTYPES[case.dtype]) for k, shape in zip(arrays, shapes, strict=True))))
+    return sets
+
+
+class Oracle:
+    """Float32 results of the first and the last (batch, key head) of an input set, with every query head of it."""
+
+    def __init__(self, case: Case, inputs: InputSet):
+        group = case.heads // case.kv_heads
+        self.corners = []
+        for batch, head in sorted({(0, 0), (case.batch - 1, case.kv_heads - 1)}):
+            queries, keys = slice(head * group, (head + 1) * group), slice(head, head + 1)
+            q, do = (_cut(x, batch, queries) for x in (inputs.query, inputs.dout))
+            k, v = (_cut(x, batch, keys) for x in (inputs.key, inputs.value))
+            want = [np.asarray(x) for x in _float32_attention(q, k, v, do, case.causal)]
+            self.corners.append((batch, queries, keys, want))
+        self.mode = case.mode
+
+    def of_mode(self, mode: str) -> "Oracle":
+        """The same results, to judge outputs of another mode."""
+        other = copy.copy(self)
+        other.mode = mode
+        return other
+
+    def error(self, outputs: tuple) -> float:
+        """The largest relative error among outputs: (out,), (dq, dk, dv) or (out, dq, dk, dv), [B, T, H, D] each."""
+        errors = []
+        for batch, queries, keys, want in self.corners:
+            picks = (queries, queries, keys, keys)
+            names = {"fwd": [0], "bwd": [1, 2, 3], "fwdbwd": [0, 1, 2, 3]}[self.mode]
+            for output, which in zip(outputs, names, strict=True):
+                got = _numpy(output[batch : batch + 1, :, picks[which]])
+                errors.append(np.linalg.norm(got - want[which]) / np.linalg.norm(want[which]))
+        return float(np.max(errors))  # NaN if any is
+
+
+def _cut(x, batch, heads):
+    return x[batch : batch + 1, :, heads].astype(jnp.float32)
+
+
+def _numpy(x) -> np.ndarray:
+    """A JAX array or a torch tensor of any 16-bit type as float32 NumPy."""
+    return np.asarray(x.astype(jnp.float32)) if isinstance(x, jax.Array) else x.detach().float().cpu().numpy()
+
+
+@jax.jit(static_argnums=4)
+def _float32_attention(q, k, v, do, causal):
+    options = {"is_causal": causal, "scale": 1 / math.sqrt(q.shape[-1]), "precision": "fp32"}
+    out, lse = reference.forward(q, k, v, None, None, 0, out_dtype=jnp.float32, **options)
+    return (out, *reference.backward(q, k, v, None, None, 0, out, lse, do, None, **options))

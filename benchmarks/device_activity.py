@@ -1,0 +1,165 @@
+"""Device time by CUPTI's activity records, for whatever launched the work: JAX and PyTorch alike.
+
+JAX's own profiler (jax.experimental.mosaic.gpu.profiler) records kernels only, so that the zeroing of an
+accumulator, which XLA does with a memset, would go uncounted; and CUPTI serves one subscriber, so that two
+frameworks' profilers get in each other's way. Activity records need no subscriber.
+"""
+
+import atexit
+import ctypes
+import importlib.util
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from timing import Call, Reading, queue, wait
+
+# CUpti_ActivityKind, cupti_activity.h.
+MEMCPY, MEMSET, KERNEL, CONCURRENT_KERNEL = 1, 2, 3, 10
+ENABLED = (CONCURRENT_KERNEL, MEMSET, MEMCPY)
+NAMES = {MEMCPY: "[copy]", MEMSET: "[memset]"}
+
+BUFFER_BYTES = 8 << 20
+FLUSH_FORCED = 1
+
+_Bytes = ctypes.POINTER(ctypes.c_uint8)
+_Requested = ctypes.CFUNCTYPE(
+    None, ctypes.POINTER(_Bytes), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
+)
+_Completed = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, _Bytes, ctypes.c_size_t, ctypes.c_size_t)
+
+
+class _Record(ctypes.Structure):
+    """The fields that kernels, memsets and copies have at the same place since CUDA 11.
+
+    name is read of kernels alone: the others end, or have something else, there.
+    """
+
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("_others", ctypes.c_uint8 * 12),
+        ("start", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+    )
+
+
+_NAME_OFFSET = 104  # of CUpti_ActivityKernel5 to CUpti_ActivityKernel11
+
+
+def find_library() -> str:
+    """The libcupti that the process has loaded, else that of the nvidia packages, else the linker's."""
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists():
+        for line in maps.read_text().splitlines():
+            path = line.rpartition(" ")[2]
+            if pathlib.Path(path).name.startswith("libcupti.so"):
+                return path
+    spec = importlib.util.find_spec("nvidia")
+    for root in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
+        for pattern in ("cu13/lib/libcupti.so*", "cuda_cupti/lib/libcupti.so*"):
+            found = sorted(pathlib.Path(root).glob(pattern))
+            if found:
+                return str(found[0])
+    return "libcupti.so.13"
+
+
+def busy(intervals: Sequence[tuple[int, int]]) -> int:
+    """The length of the union of (start, end): time that overlapping kernels share counts once."""
+    total, reached = 0, 0
+    for start, end in sorted(intervals):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+class DeviceActivity:
+    """The "cupti" timer. Collects from its making until the process ends; make one, before anything is compiled.
+
+    Raises RuntimeError, with CUPTI's own words, where CUPTI refuses; OSError where it is not to be found.
+    """
+
+    def __init__(self, library: Any = None):
+        self._cupti = ctypes.CDLL(find_library()) if library is None else library
+        self._lent: dict[int, Any] = {}
+        self._records: list[tuple[str, int, int]] = []
+        self._trouble: list[str] = []
+        # CUPTI keeps the addresses: the two function objects must live as long as it does.
+        self._callbacks = (_Requested(self._lend), _Completed(self._take_back))
+        self._do("cuptiActivityRegisterCallbacks", *self._callbacks)
+        for kind in ENABLED:
+            self._do("cuptiActivityEnable", ctypes.c_int(kind))
+        atexit.register(self.close)  # a buffer handed back after Python has ended would crash the process
+
+    def __call__(self, call: Call, calls: int, framework: str) -> Reading:
+        self._collect()
+        wait(queue(call, calls), framework)
+        return reading(self._collect(), calls)
+
+    def close(self) -> None:
+        """Ends the collection; CUPTI hands back the buffers it holds."""
+        atexit.unregister(self.close)
+        for kind in ENABLED:
+            self._cupti.cuptiActivityDisable(ctypes.c_int(kind))
+        self._cupti.cuptiActivityFlushAll(ctypes.c_uint32(FLUSH_FORCED))
+
+    def _do(self, function: str, *arguments: Any) -> None:
+        result = getattr(self._cupti, function)(*arguments)
+        if result != 0:
+            words = ctypes.c_char_p()
+            self._cupti.cuptiGetResultString(ctypes.c_int(result), ctypes.byref(words))
+            raise RuntimeError(f"{function}: {(words.value or b'').decode()} ({result})")
+
+    def _collect(self) -> list[tuple[str, int, int]]:
+        """(name, start, end) in ns of all that has run since the last call."""
+        self._do("cuptiActivityFlushAll", ctypes.c_uint32(FLUSH_FORCED))
+        dropped = ctypes.c_size_t(0)
+        self._do("cuptiActivityGetNumDroppedRecords", None, ctypes.c_uint32(0), ctypes.byref(dropped))
+        records, self._records = self._records, []
+        trouble, self._trouble = self._trouble, []
+        if trouble:
+            raise RuntimeError(f"reading CUPTI's records failed: {trouble[0]}")
+        if dropped.value:
+            raise RuntimeError(f"CUPTI dropped {dropped.value} records")
+        return records
+
+    def _lend(self, buffer: Any, size: Any, most: Any) -> None:
+        memory = ctypes.create_string_buffer(BUFFER_BYTES + 8)
+        address = (ctypes.addressof(memory) + 7) // 8 * 8
+        self._lent[address] = memory
+        buffer[0] = ctypes.cast(ctypes.c_void_p(address), _Bytes)
+        size[0] = BUFFER_BYTES
+        most[0] = 0  # as many records as fit
+
+    def _take_back(self, context: Any, stream: int, buffer: Any, size: int, valid: int) -> None:
+        try:  # an exception could not leave a C callback: it is raised by _collect
+            self._records += records(self._cupti.cuptiActivityGetNextRecord, buffer, valid)
+        except Exception as error:
+            self._trouble.append(repr(error))
+        self._lent.pop(ctypes.addressof(buffer.contents), None)
+
+
+def records(next_record: Callable[..., int], buffer: Any, valid: int) -> list[tuple[str, int, int]]:
+    """(name, start, end) of the kernels, memsets and copies in a buffer of `valid` bytes."""
+    found = []
+    record = ctypes.c_void_p(None)
+    while next_record(buffer, ctypes.c_size_t(valid), ctypes.byref(record)) == 0 and record.value:
+        fields = _Record.from_address(record.value)
+        if fields.kind in NAMES:
+            found.append((NAMES[fields.kind], fields.start, fields.end))
+        elif fields.kind in (KERNEL, CONCURRENT_KERNEL):
+            name = ctypes.c_char_p.from_address(record.value + _NAME_OFFSET).value or b"?"
+            found.append((name.decode(errors="replace"), fields.start, fields.end))
+    return found
+
+
+def reading(found: Sequence[tuple[str, int, int]], calls: int) -> Reading:
+    """One call's share of (name, start, end) in ns. Raises RuntimeError for no records or unfinished ones."""
+    if not found:
+        raise RuntimeError("CUPTI saw no device activity")
+    if any(end < start or end == 0 for _, start, end in found):
+        raise RuntimeError("CUPTI handed over records of work that had not finished")
+    kernels: dict[str, float] = {}
+    for name, start, end in found:
+        kernels[name] = kernels.get(name, 0.0) + (end - start) / 1e6 / calls
+    total = busy([(start, end) for _, start, end in found]) / 1e6 / calls
+    return Reading(total, kernels, len(found) / calls)

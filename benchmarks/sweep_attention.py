@@ -1,0 +1,343 @@
+"""Times many block specs of one kernel, to choose the rows of jax_kernels.pallas.block_specs.
+
+    PYTHONPATH=. python benchmarks/sweep_attention.py --head-dim 128 --causal yes --direction fwd --output sweep.json
+
+Each config is compiled, checked against the control (cuDNN; "xla" without a GPU), timed and printed; the control
+has a turn every few configs. The fastest ones and the control then alternate for the final figures. A config that
+raises is listed; after one that hangs or crashes its process, another process goes on with the rest.
+"""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import report
+from attention import choose_timer, prepare_process, say
+from cases import DTYPES, TOLERANCE, Case, InputSet, Oracle, input_sets, parse_shape
+from contenders import build
+from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
+
+from jax_kernels.device import device_info
+from jax_kernels.dispatch import interpreting
+from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton
+from jax_kernels.pallas.block_specs import attention_row
+from jax_kernels.pallas.block_specs.specs import (
+    AttentionBackwardSm90,
+    AttentionBackwardTriton,
+    AttentionForwardSm90,
+    AttentionForwardTriton,
+)
+from jax_kernels.reference import attention as reference
+
+KERNELS: dict[tuple[str, str], tuple[Callable, Any]] = {
+    ("mosaic_gpu", "fwd"): (forward_sm90.attention_forward, AttentionForwardSm90),
+    ("mosaic_gpu", "bwd"): (backward_sm90.attention_backward, AttentionBackwardSm90),
+    ("triton", "fwd"): (forward_triton.attention_forward, AttentionForwardTriton),
+    ("triton", "bwd"): (backward_triton.attention_backward, AttentionBackwardTriton),
+}
+SHARED_MEMORY = 227 << 10  # of a block on Hopper
+LOST = 75  # exit status of a process that one config has made useless for the others
+
+# Forward on Hopper: (compute_warpgroups, block_kv) and stages by head_dim; share_q_out and take_turns vary over all.
+FORWARD_SM90 = {
+    64: ((3, 128), (2, 128), (3, 192), (2, 192), (2, 256), (3, 64), (2, 64)),
+    128: ((2, 128), (2, 192), (2, 64), (3, 128), (3, 64)),
+    256: ((2, 64), (2, 128), (3, 64)),
+}
+STAGES = {64: (3, 4, 2, 5), 128: (2, 3, 4), 256: (2, 1)}
+# Backward on Hopper: block_q by head_dim, as the kernel's registers allow it.
+BACKWARD_SM90_BLOCK_Q = {64: 128, 128: 64, 256: 64}
+BACKWARD_SM90_STAGES = ((2, 2), (2, 1), (3, 2), (1, 1), (3, 1), (3, 3))
+ROTATE = (5, 0, 1, 3, 7, 11)  # full attention only: causal work starts at the diagonal
+HEADS_TOGETHER = (1, 4, 2, 8, 16)
+# Triton: (block_q, block_kv), num_warps and num_stages.
+FORWARD_TRITON = ((128, 64), (128, 128), (64, 64), (128, 32), (64, 128), (64, 32))
+# (block_q_dkv, block_kv_dkv, block_q_dq, block_kv_dq)
+BACKWARD_TRITON = (
+    (64, 64, 64, 64),
+    (32, 64, 64, 32),
+    (64, 128, 128, 64),
+    (32, 128, 128, 32),
+    (128, 128, 128, 128),
+    (32, 32, 32, 32),
+)
+WARPS_AND_STAGES = ((4, 2), (8, 2), (4, 3), (8, 3), (4, 1), (4, 4))
+
+
+def grid(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
+    """The configs to try: the row that stands for Hopper, then the lists above, the likely ones first."""
+    row, _ = attention_row((9, 0), implementation, head_dim=head_dim, bits=16, is_causal=causal)
+    standing = row.forward if direction == "fwd" else row.backward
+    return list(dict.fromkeys([standing, *_listed(implementation, direction, head_dim, causal)]))
+
+
+def _listed(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
+    """Every combination, without those whose tiles overflow shared memory."""
+    width = next(w for w in (64, 128, 256) if head_dim <= w)
+    if (implementation, direction) == ("mosaic_gpu", "fwd"):
+        free = itertools.product(STAGES[width], (False, True), (True, False))
+        configs: list[Any] = [
+            AttentionForwardSm90(wgs, block_kv, stages, share_q_out=share, take_turns=turns)
+            for (stages, share, turns), (wgs, block_kv) in itertools.product(free, FORWARD_SM90[width])
+        ]
+        return [c for c in configs if forward_sm90_bytes(c, width) <= SHARED_MEMORY]
+    if (implementation, direction) == ("mosaic_gpu", "bwd"):
+        block_q = BACKWARD_SM90_BLOCK_Q[width]
+        orders = [(0, h) for h in HEADS_TOGETHER] if causal else [(r, h) for h in (1, 4) for r in ROTATE]
+        configs = [
+            AttentionBackwardSm90(block_q, q, do, rotate, heads)
+            for (q, do), (rotate, heads) in itertools.product(BACKWARD_SM90_STAGES, orders)
+        ]
+        return [c for c in configs if backward_sm90_bytes(c, width) <= SHARED_MEMORY]
+    if direction == "fwd":
+        return [AttentionForwardTriton(*b, *ws) for ws, b in itertools.product(WARPS_AND_STAGES, FORWARD_TRITON)]
+    return [AttentionBackwardTriton(*b, *ws) for ws, b in itertools.product(WARPS_AND_STAGES, BACKWARD_TRITON)]
+
+
+def forward_sm90_bytes(config: AttentionForwardSm90, head_dim: int) -> int:
+    """Shared memory of the tiles: query, out, and stages of keys and values, two bytes an element."""
+    queries = config.block_q * head_dim * 2 * (1 if config.share_q_out else 2)
+    return queries + config.stages * 2 * config.block_kv * head_dim * 2
+
+
+def backward_sm90_bytes(config: AttentionBackwardSm90, head_dim: int) -> int:
+    """Shared memory of the tiles: keys, values, stages of queries and dout, dS, and dq in float32."""
+    block_kv = 64 if head_dim > 128 else 128
+    stages = (config.q_stages + config.do_stages) * config.block_q * head_dim * 2
+    return 2 * block_kv * head_dim * 2 + stages + block_kv * config.block_q * 2 + 2 * 64 * 64 * 4
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--implementation", choices=("mosaic_gpu", "triton"), default="mosaic_gpu")
+    parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
+    parser.add_argument("--causal", choices=("no", "yes"), default="no")
+    parser.add_argument("--head-dim", type=int, default=128, help="with the shape 2, 8192, 2048 / head_dim, head_dim")
+    parser.add_argument("--shape", help="batch,seq,heads,head_dim[,kv_heads] instead of --head-dim")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument("--configs", help="fields in order instead of the grid: '2,128,2;3,128,3,False,False'")
+    parser.add_argument("--seconds", type=float, default=0.1, help="queued work of one turn")
+    parser.add_argument("--turns", type=int, default=2, help="turns of a config when it is first timed")
+    parser.add_argument("--control-every", type=int, default=4, help="configs between two turns of the control")
+    parser.add_argument("--limit", type=float, default=60, help="seconds that one config may take in all")
+    parser.add_argument("--finalists", type=int, default=4, help="how many alternate with the control at the end")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of that alternation")
+    parser.add_argument("--budget", type=float, default=240, help="seconds after which the run ends")
+    parser.add_argument("--timer", choices=tuple(METHODS), default="cupti")
+    parser.add_argument("--output", type=pathlib.Path, required=True, help="JSON file")
+    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
+    parser.add_argument("--worker-until", type=float, help=argparse.SUPPRESS)  # time.time() of the budget's end
+    args = parser.parse_args(argv)
+    try:
+        if args.shape is None and not 0 < args.head_dim <= 256:
+            raise ValueError(f"head-dim: got {args.head_dim}, want 1 to 256")
+        shape = parse_shape(args.shape or f"2,8192,{max(1, 2048 // args.head_dim)},{args.head_dim}")
+        args.case = Case(*shape, args.dtype, args.causal == "yes", args.direction)
+        kind = KERNELS[args.implementation, args.direction][1]
+        if args.configs is None:
+            args.configs = grid(args.implementation, args.direction, args.case.head_dim, args.case.causal)
+        else:
+            args.configs = [kind(*ast.literal_eval(f"({text},)")) for text in args.configs.split(";") if text.strip()]
+    except (ValueError, TypeError, SyntaxError) as error:
+        parser.error(str(error))
+    return args
+
+
+def make(args: argparse.Namespace, config: Any, sets: Sequence[InputSet], saved: Sequence[tuple]) -> Call:
+    """The kernel itself, jitted, with this config. saved: (out, lse) of each input set, for a backward."""
+    kernel, _ = KERNELS[args.implementation, args.direction]
+    options = {
+        "is_causal": args.case.causal,
+        "scale": 1 / math.sqrt(args.case.head_dim),
+        "precision": None,
+        "config": config,
+        "core_count": device_info().core_count,
+        "interpret": interpreting(),
+    }
+    if args.direction == "fwd":
+        forward = jax.jit(lambda q, k, v: kernel(q, k, v, None, 0, out_dtype=q.dtype, **options)[:1])
+        return lambda i: forward(*sets[i % len(sets)].qkv)
+    backward = jax.jit(lambda qkv, results, do: kernel(*qkv, None, 0, *results, do, None, **options))
+    return lambda i: backward(sets[i % len(sets)].qkv, saved[i % len(sets)], sets[i % len(sets)].dout)
+
+
+@jax.jit
+def difference(outputs: tuple, wanted: tuple) -> jax.Array:
+    """The largest relative error (2-norm, over the whole array) among outputs."""
+    pairs = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in zip(outputs, wanted, strict=True)]
+    return jnp.max(jnp.stack([jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in pairs]))
+
+
+def row_of(config: Any, **row: Any) -> dict[str, Any]:
+    return {"config": repr(config), "fields": dataclasses.asdict(config), **row}
+
+
+class Sweep:
+    """One process of a sweep. Configs that the output file holds from an earlier process are not tried again."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.deadline = time.monotonic() + 0.95 * (args.worker_until - time.time())
+        self.rows: list[dict[str, Any]] = []
+        self.results: dict[str, Any] = {"rows": self.rows, "control": [], "finals": []}
+        if args.output.exists():
+            self.results = json.loads(args.output.read_text())
+            self.rows = self.results["rows"]
+        self.contenders: dict[str, Contender] = {}
+
+    def everything(self) -> None:
+        args, case = self.args, self.args.case
+        name, self.timer = choose_timer(args.timer, ["jax"])
+        self.results |= {
+            "schema": report.SCHEMA,
+            "environment": report.environment(args.commit),
+            "case": dataclasses.asdict(case),
+            "implementation": args.implementation,
+            "timer": name,
+            "method": METHODS[name]["jax"],
+        }
+        sets = input_sets(case)
+        control = build("jax-cudnn" if jax.default_backend() == "gpu" else "xla", case, sets, Oracle(case, sets[0]))
+        if control.status != "ok":
+            raise RuntimeError(f"the control {control.name} does not run: {control.reason}")
+        self.wanted = control.call(0)  # type: ignore[misc]
+        saved: list = []
+        if args.direction == "bwd":  # of the reference: every config gets the same, right, residuals
+            scale = 1 / math.sqrt(case.head_dim)
+            options = {"is_causal": case.causal, "scale": scale, "precision": "fp32", "out_dtype": DTYPES[case.dtype]}
+            forward = jax.jit(functools.partial(reference.forward, **options))
+            saved = [forward(*s.qkv, None, None, 0) for s in sets]
+        say(f"{case.label}: {len(args.configs)} configs of {args.implementation}, control {control.name}")
+        tried = {row["config"] for row in self.rows}
+        left = [config for config in args.configs if repr(config) not in tried]
+        for number, config in enumerate(left):
+            if time.monotonic() > self.deadline:
+                say(f"  the time budget is spent: {len(left) - number} configs were not tried")
+                self.rows += [row_of(c, status="skipped", reason="the time budget was spent") for c in left[number:]]
+                break
+            if number % args.control_every == 0:
+                self.turn_of(control)
+            self.try_one(config, sets, saved, control)
+        self.save()
+        self.finals(control)
+
+    def turn_of(self, control: Contender) -> None:
+        take_turn(control, self.timer, self.args.seconds)
+        self.results["control"] = control.times
+        say(f"  control {control.name}: {self.figures(control.times[-1])}")
+
+    def figures(self, ms: float) -> str:
+        return f"{ms:.4f} ms, {self.args.case.tflops(ms):.0f} TFLOP/s"
+
+    def try_one(self, config: Any, sets: Sequence[InputSet], saved: Sequence[tuple], control: Contender) -> None:
+        contender = Contender(repr(config), "jax", plan=repr(config))
+        self.rows.append(row_of(config, status="crashed", reason="the process ended with it"))  # until it has returned
+        self.save()
+        watchdog = threading.Timer(self.args.limit, self.hung, [config])
+        watchdog.daemon = True
+        watchdog.start()
+        row: dict[str, Any] = {}
+        try:
+            contender.call = make(self.args, config, sets, saved)
+            outputs = contender.call(0)
+            wait(outputs, "jax")
+            error = float(difference(tuple(outputs), tuple(self.wanted)))
+            row["error"] = error if math.isfinite(error) else None
+            if not error <= TOLERANCE:
+                row |= {"status": "wrong", "reason": f"relative error {error:.2g} against {control.name}"}
+            else:
+                for _ in range(self.args.turns):
+                    take_turn(contender, self.timer, self.args.seconds)
+                ms = spread(contender.times)["median"]
+                row |= {"status": "ok", "times_ms": contender.times, "ms": ms, "tflops": self.args.case.tflops(ms)}
+                row["ratio"] = control.times[-1] / ms
+                self.contenders[contender.name] = contender
+        except Exception as error:
+            row |= {"status": "failed", "reason": first_line(error)}
+        finally:
+            watchdog.cancel()
+        self.finish(config, **row)
+        if row["status"] == "failed":
+            self.check_device(control)
+
+    def finish(self, config: Any, **row: Any) -> None:
+        self.rows[-1] = row_of(config, **row)
+        if row["status"] == "ok":
+            told = f"{self.figures(row['ms'])}, {row['ratio']:.3f} x control, error {row['error']:.1e}"
+        else:
+            told = f"{row['status']}: {row['reason']}"
+        say(f"  {config!r}: {told}")
+        self.save()
+
+    def hung(self, config: Any) -> None:
+        self.finish(config, status="timeout", reason=f"it did not come back within {self.args.limit:.0f} s")
+        os._exit(LOST)
+
+    def check_device(self, control: Contender) -> None:
+        """After a failure: an illegal access breaks the process's GPU context, and all that would come after it."""
+        try:
+            wait(control.call(0), "jax")  # type: ignore[misc]
+        except Exception as error:
+            say(f"  the device is lost to this process ({first_line(error)}): going on in another")
+            os._exit(LOST)
+
+    def finals(self, control: Contender) -> None:
+        """The fastest configs of this process and the control, round after round."""
+        best = sorted(self.contenders.values(), key=lambda c: spread(c.times)["median"])[: self.args.finalists]
+        trials = [dataclasses.replace(c, times=[]) for c in (control, *best)]
+        end = time.monotonic() + self.args.worker_until - time.time() - 2  # the process has to end by then
+        alternate(trials, self.timer, rounds=self.args.rounds, seconds=self.args.seconds, deadline=end)
+        say(f"alternating, {self.args.case.label}:")
+        self.results["finals"] = []
+        for trial in trials:
+            if trial.status != "ok" or not trial.times:
+                say(f"  {trial.name}: {trial.status}: {trial.reason}")
+                continue
+            ms, ratio = spread(trial.times)["median"], speed_ratio(trial.times, trials[0].times)
+            entry = {"name": trial.name, "times_ms": trial.times, "ms": ms, "tflops": self.args.case.tflops(ms)}
+            self.results["finals"].append(entry | {"ratio": ratio})
+            say(f"  {trial.name}: {self.figures(ms)}, {ratio:.3f} x control, {len(trial.times)} rounds")
+        self.save()
+
+    def save(self) -> None:
+        report.write_json(self.args.output, self.results)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = arguments(argv)
+    prepare_process()
+    if args.worker_until is not None:
+        Sweep(args).everything()
+        return 0
+    args.output.unlink(missing_ok=True)
+    until = time.time() + args.budget
+    tried = 0
+    while True:  # a worker that a kernel hangs or crashes takes its GPU context with it
+        command = [sys.executable, __file__, *argv, "--worker-until", str(until)]
+        try:
+            status = subprocess.run(command, check=False, timeout=max(until - time.time(), 1)).returncode
+        except subprocess.TimeoutExpired:
+            say(f"the budget of {args.budget:.0f} s is spent: stopping")
+            return 2
+        before, tried = tried, len(json.loads(args.output.read_text())["rows"]) if args.output.exists() else 0
+        if tried == before or (status >= 0 and status != LOST):
+            return abs(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

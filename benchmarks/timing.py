@@ -1,0 +1,240 @@
+"""Timers, and the loop that alternates contenders under one duty cycle.
+
+A timer is a function (call, calls, framework) -> Reading: call(i) queues the i-th call and returns its outputs,
+framework ("jax" or "torch") says how to wait for them.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+Call = Callable[[int], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """ms: of one call. By device timers also kernels: name -> ms of one call, and launches: activities of one call."""
+
+    ms: float
+    kernels: dict[str, float] = dataclasses.field(default_factory=dict)
+    launches: float | None = None
+
+
+Timer = Callable[[Call, int, str], Reading]
+
+# What each --timer reads, by framework; the report prints it beside the figures.
+METHODS = {
+    "cupti": {
+        "jax": "CUPTI: device time in which a kernel, memset or copy of the call ran",
+        "torch": "CUPTI: device time in which a kernel, memset or copy of the call ran",
+    },
+    "profilers": {
+        "jax": "jax.experimental.mosaic.gpu.profiler (CUPTI): sum of kernels; it sees no memsets or copies",
+        "torch": "torch.profiler (CUPTI): sum of kernels, memsets and copies",
+    },
+    "events": {
+        "jax": "CUDA events around the queue of calls, gaps between kernels included",
+        "torch": "CUDA events around the queue of calls, gaps between kernels included",
+    },
+    "host": {
+        "jax": "host clock around the queue of calls, dispatch included: not device time",
+        "torch": "host clock around the queue of calls, dispatch included: not device time",
+    },
+}
+
+
+def wait(outputs: Any, framework: str) -> None:
+    """Blocks until everything queued up to outputs has run."""
+    if framework == "jax":
+        jax.block_until_ready(outputs)
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def queue(call: Call, calls: int) -> Any:
+    outputs = None
+    for index in range(calls):
+        outputs = call(index)
+    return outputs
+
+
+def host_timer(call: Call, calls: int, framework: str) -> Reading:
+    start = time.perf_counter()
+    wait(queue(call, calls), framework)
+    return Reading((time.perf_counter() - start) * 1e3 / calls)
+
+
+def events_timer(call: Call, calls: int, framework: str) -> Reading:
+    """From the end of one call to the end of the last of `calls` more, by CUDA events on a torch stream."""
+    import torch
+
+    stream = torch.cuda.Stream() if framework == "jax" else torch.cuda.current_stream()
+
+    def mark(outputs: Any) -> torch.cuda.Event:
+        if framework == "jax":  # exporting makes the stream wait for the array, without blocking the host
+            jax.tree.leaves(outputs)[0].__dlpack__(stream=stream.cuda_stream)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    start = mark(call(0))
+    end = mark(queue(call, calls))
+    end.synchronize()
+    return Reading(start.elapsed_time(end) / calls)
+
+
+def profilers_timer(call: Call, calls: int, framework: str) -> Reading:
+    """Each framework's own profiler. CUPTI takes one subscriber: each session ends before the next begins."""
+    read = _mosaic_profiler if framework == "jax" else _torch_profiler
+    return summed(read(call, calls), calls)
+
+
+def _mosaic_profiler(call: Call, calls: int) -> list[tuple[str, float]]:
+    # The two calls behind jax.experimental.mosaic.gpu.profiler.Cupti.measure, which gives every call the same
+    # arguments; here they rotate.
+    from jax._src.lib import mosaic_gpu
+
+    mosaic_gpu._mosaic_gpu_ext._cupti_init()
+    try:
+        wait(queue(call, calls), "jax")
+    finally:
+        timings = mosaic_gpu._mosaic_gpu_ext._cupti_get_timings(True)
+    return list(timings)
+
+
+def _torch_profiler(call: Call, calls: int) -> list[tuple[str, float]]:
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        wait(queue(call, calls), "torch")
+    events = profiler.profiler.kineto_results.events()
+    on_device = [e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()]
+    return [(event.name(), event.duration_ns() / 1e6) for event in on_device]
+
+
+def summed(timings: Sequence[tuple[str, float]], calls: int) -> Reading:
+    """The Reading behind (kernel name, ms) of every device activity of `calls` calls."""
+    if not timings:
+        raise RuntimeError("the profiler saw no device activity")
+    kernels: dict[str, float] = {}
+    for name, ms in timings:
+        kernels[name] = kernels.get(name, 0.0) + ms / calls
+    return Reading(sum(kernels.values()), kernels, len(timings) / calls)
+
+
+def make_timer(name: str) -> Timer:
+    """The timer of --timer. Raises RuntimeError where it needs a GPU and there is none, ValueError if unknown."""
+    if name not in METHODS:
+        raise ValueError(f"timer: got {name!r}, want one of {', '.join(METHODS)}")
+    if name == "host":
+        return host_timer
+    if jax.default_backend() != "gpu":
+        raise RuntimeError(f"timer={name!r} reads a GPU, and JAX runs on {jax.default_backend()}; want timer='host'")
+    if name == "cupti":
+        from device_activity import DeviceActivity
+
+        return DeviceActivity()
+    return {"events": events_timer, "profilers": profilers_timer}[name]
+
+
+@dataclasses.dataclass
+class Contender:
+    """One implementation of one case, and what was found.
+
+    status: "ok", "unavailable", "failed", "wrong" or "skipped", with the reason in words. times: ms of one
+    call, one entry a round, None where its turn did not come. note: anything odd about the readings.
+    """
+
+    name: str
+    framework: str
+    call: Call | None = None
+    plan: str = ""
+    status: str = "ok"
+    reason: str = ""
+    note: str = ""
+    error: float | None = None
+    times: list[float] = dataclasses.field(default_factory=list)
+    reading: Reading | None = None
+    calls: int = 0
+
+    def give_up(self, status: str, reason: str) -> None:
+        self.status, self.reason, self.call = status, reason, None
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def take_turn(contender: Contender, timer: Timer, seconds: float) -> None:
+    """One turn: an untimed call, then as many queued calls as fill `seconds` (3 to 2000)."""
+    call = contender.call
+    assert call is not None
+    if contender.reading is None:
+        contender.reading = host_timer(call, 2, contender.framework)
+    contender.calls = min(max(round(seconds * 1e3 / max(contender.reading.ms, 1e-6)), 3), 2000)
+    wait(call(0), contender.framework)
+    contender.reading = timer(call, contender.calls, contender.framework)
+    contender.times.append(contender.reading.ms)
+    launches = contender.reading.launches
+    if launches is not None and launches != round(launches):
+        contender.note = f"{launches:.2f} device activities a call: not a whole number"
+
+
+def alternate(
+    contenders: Sequence[Contender],
+    timer: Timer,
+    *,
+    rounds: int,
+    seconds: float,
+    deadline: float = float("inf"),
+    say: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Gives every contender one turn a round, in order, until the rounds or the time (time.monotonic) are spent.
+
+    A contender that raises is marked as failed and left out; the others go on.
+    """
+    for number in range(rounds):
+        for contender in contenders:
+            if contender.status != "ok":
+                continue
+            if time.monotonic() + seconds > deadline:
+                say(f"  the time budget is spent: stopped in round {number + 1} of {rounds}")
+                for late in contenders:
+                    if late.status == "ok" and not late.times:
+                        late.give_up("skipped", "the time budget was spent before its first turn")
+                return
+            try:
+                take_turn(contender, timer, seconds)
+            except Exception as error:
+                contender.give_up("failed", first_line(error))
+                say(f"  {contender.name}: failed: {contender.reason}")
+    for contender in contenders:
+        if contender.status == "ok":
+            times = ", ".join(f"{ms:.4f}" for ms in contender.times)
+            say(f"  {contender.name}: {times} ms")
+
+
+def spread(times: Sequence[float]) -> dict[str, float]:
+    """Median, least, greatest and interquartile range of times (one or more)."""
+    quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [times[0]] * 3
+    return {
+        "median": statistics.median(times),
+        "min": min(times),
+        "max": max(times),
+        "iqr": quartiles[2] - quartiles[0],
+    }
+
+
+def speed_ratio(times: Sequence[float], control: Sequence[float]) -> float:
+    """How many times faster than the control: the median over the rounds that both have, which cancels drift."""
+    pairs = list(zip(control, times, strict=False))
+    return statistics.median(theirs / ours for theirs, ours in pairs)

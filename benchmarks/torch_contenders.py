@@ -1,0 +1,105 @@
+"""Contenders that run in PyTorch, on the JAX arrays' own values.
+
+Each gets the layout it is fastest in: [B, H, T, D], contiguous, for scaled_dot_product_attention and
+flex_attention, [B, T, H, D] for FlashAttention-4.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cases import Case, InputSet, Oracle
+from contenders import Built
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def build(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
+    function, plan, heads_first = _MAKERS[name](case)
+    tensors = [tuple(_tensor(x, heads_first) for x in (*s.qkv, s.dout)) for s in sets]
+    return Built(in_mode(function, case.mode, tensors, heads_first), plan)
+
+
+def _tensor(x: Any, heads_first: bool) -> torch.Tensor:
+    shared = torch.from_dlpack(x)
+    return shared.transpose(1, 2).contiguous() if heads_first else shared.clone()
+
+
+def in_mode(function: Attention, mode: str, tensors: Sequence[tuple], heads_first: bool) -> Callable[[int], tuple]:
+    """call(i) of the mode over (q, k, v, do) tuples; outputs are [B, T, H, D] views."""
+
+    def view(outputs: Sequence[torch.Tensor]) -> tuple:
+        return tuple(x.transpose(1, 2) for x in outputs) if heads_first else tuple(outputs)
+
+    if mode == "fwd":
+
+        @torch.no_grad()
+        def forward(index: int) -> tuple:
+            return view([function(*tensors[index % len(tensors)][:3])])
+
+        return forward
+
+    leaves = [(*(x.detach().requires_grad_() for x in qkv), do) for *qkv, do in tensors]
+    if mode == "bwd":
+        saved = [function(*qkv) for *qkv, _ in leaves]
+
+        def backward(index: int) -> tuple:
+            *qkv, do = leaves[index % len(leaves)]
+            return view(torch.autograd.grad(saved[index % len(leaves)], qkv, do, retain_graph=True))
+
+        return backward
+
+    def both(index: int) -> tuple:
+        *qkv, do = leaves[index % len(leaves)]
+        out = function(*qkv)
+        return view([out.detach(), *torch.autograd.grad(out, qkv, do)])
+
+    return both
+
+
+def _sdpa(backend: SDPBackend, case: Case) -> tuple[Attention, str, bool]:
+    options = {"is_causal": case.causal, "enable_gqa": case.heads != case.kv_heads}
+
+    def function(q, k, v):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
+    return function, f"scaled_dot_product_attention, {backend.name}", True
+
+
+def _flex(case: Case) -> tuple[Attention, str, bool]:
+    import torch._dynamo.config
+    import torch._functorch.config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._functorch.config.donated_buffer = False  # the backward runs many times on one forward's buffers
+    torch._dynamo.config.recompile_limit = 1000
+    options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads}
+    if case.causal:
+        causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+        options["block_mask"] = create_block_mask(causal, None, None, case.seq, case.seq, device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = "block mask from the causal rule" if case.causal else "no mask"
+    return functools.partial(compiled, **options), f"torch.compile(flex_attention), {mask}", True
+
+
+def _fa4(case: Case) -> tuple[Attention, str, bool]:
+    from flash_attn.cute import flash_attn_func
+
+    def function(q, k, v):
+        result = flash_attn_func(q, k, v, softmax_scale=1 / math.sqrt(case.head_dim), causal=case.causal)
+        return result[0] if isinstance(result, tuple) else result  # newer releases return lse too
+
+    return function, "flash_attn.cute.flash_attn_func", False
+
+
+_MAKERS: dict[str, Callable[[Case], tuple[Attention, str, bool]]] = {
+    "torch-cudnn": functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "torch-fa2": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+    "torch-flex": _flex,
+    "fa4": _fa4,
+}

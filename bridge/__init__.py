@@ -1,0 +1,13 @@
+"""The PyTorch bridge: this library's operators, and any JAX function, on PyTorch tensors.
+
+Importing it keeps JAX from taking most of the GPU's memory at its first use (see `memory`).
+"""
+
+from jax_kernels.bridge.memory import leave_memory_to_torch
+
+leave_memory_to_torch()
+
+from jax_kernels.bridge import nn as nn  # noqa: E402
+from jax_kernels.bridge.attention import flash_attention as flash_attention  # noqa: E402
+from jax_kernels.bridge.attention import scaled_dot_product_attention as scaled_dot_product_attention  # noqa: E402
+from jax_kernels.bridge.function import from_jax as from_jax  # noqa: E402

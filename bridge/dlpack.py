@@ -1,0 +1,257 @@
+"""How arrays cross between PyTorch and JAX: which tensors, in which order on the GPU, and who owns the memory.
+
+In: JAX reads the tensor's own memory, once the work queued on PyTorch's current stream has run. Tensors that
+JAX cannot read as they are (strided, lazily conjugated or negated, badly aligned) are copied first.
+
+Out: PyTorch owns every output. JAX's memory is copied to a new tensor on PyTorch's current stream, after
+JAX's work and without waiting on the host, and is given back to JAX once the copy has run. A tensor over
+JAX's own memory would not be safe: when it dies, JAX reuses the memory at once, though another stream may
+still read it, and `Tensor.record_stream` knows nothing of JAX's allocator. The copy costs the time to read
+and write the output once.
+
+jaxlib's own DLPack functions are used where they are found under the names that jax 0.11 and 0.12 have: the
+public ones cost more than twice the time of a call.
+"""
+
+import atexit
+import collections
+import functools
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+
+__all__ = ["check_dtype", "export_arrays", "import_tensors", "jax_device", "jax_dtype", "torch_dtype"]
+
+_NARROW = (
+    *("bfloat16", "float16", "float32", "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "complex64"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
+# What JAX narrows to 32 bits, silently, unless jax_enable_x64 is set.
+_WIDE = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}
+
+_TO_JAX = {getattr(torch, name): jnp.dtype(name) for name in (*_NARROW, *_WIDE)}
+_TO_TORCH = {name: dtype for dtype, name in _TO_JAX.items()}
+
+# XLA reads its arguments with vector loads of this many bytes.
+_ALIGNMENT = {"cpu": 64, "cuda": 16}
+_DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raises TypeError, naming the argument, where JAX cannot take the dtype as it is."""
+    short = str(dtype).removeprefix("torch.")
+    if dtype not in _TO_JAX:
+        raise TypeError(f"{name}: got dtype {dtype}, which JAX does not take; cast it first")
+    if short in _WIDE and not jax.config.jax_enable_x64:
+        raise TypeError(
+            f"{name}: got dtype {dtype}, which JAX narrows to 32 bits; cast it first, with .to(torch.{_WIDE[short]}), "
+            "or set jax_enable_x64"
+        )
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """The NumPy dtype that JAX has for a PyTorch dtype."""
+    return _TO_JAX[dtype]
+
+
+def torch_dtype(name: str, dtype: Any) -> torch.dtype:
+    """The PyTorch dtype of a JAX array; TypeError, naming the array, where there is none."""
+    if dtype not in _TO_TORCH:
+        raise TypeError(f"{name}: got dtype {dtype}, which PyTorch does not take; cast it first")
+    return _TO_TORCH[dtype]
+
+
+@functools.cache
+def jax_device(device: torch.device) -> jax.Device:
+    """The JAX device that is this PyTorch device.
+
+    Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and RuntimeError where JAX does not
+    have it.
+    """
+    if device.type not in _DLPACK_DEVICE:
+        raise ValueError(f"got a tensor on {device}, want one on a CPU or a CUDA device")
+    try:
+        devices = jax.local_devices(backend=device.type)
+    except RuntimeError as error:
+        hint = "install jax[cuda13]" if device.type == "cuda" else "add cpu to JAX_PLATFORMS"
+        raise RuntimeError(
+            f"got a tensor on {device}, but JAX has no {device.type} backend ({hint}): {error}"
+        ) from error
+    if device.type == "cpu":
+        return devices[0]
+    for candidate in devices:
+        if candidate.local_hardware_id == device.index:
+            return candidate
+    raise RuntimeError(f"got a tensor on {device}, but JAX sees only {devices}")
+
+
+def import_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list[jax.Array], list[torch.Tensor]]:
+    """JAX arrays over the tensors' memory, and the tensors that own it.
+
+    Keep the owners until the results have been exported: before that, PyTorch may give a dead tensor's memory
+    away while JAX still reads it. The tensors must all be on `device`, and must not be written to by JAX
+    (never donate the arrays).
+    """
+    owners = [_readable(tensor) for tensor in tensors]
+    # Of a tensor that lives on in the caller's hands one could not see when JAX lets go of it.
+    lent = [owner.detach() for owner in owners]
+    for tensor in lent:
+        _LENT[next(_LOANS)] = tensor
+    target = jax_device(device)
+    filled = [tensor for tensor in lent if tensor.numel()]
+    arrays = iter(_over(filled, device, target))
+    return [next(arrays) if t.numel() else jnp.zeros(t.shape, _TO_JAX[t.dtype], device=target) for t in owners], owners
+
+
+def export_arrays(arrays: Iterable[jax.Array], device: torch.device) -> list[torch.Tensor]:
+    """New tensors, owned by PyTorch, with the arrays' values. Never waits for the GPU on the host."""
+    arrays = list(arrays)
+    for index, array in enumerate(arrays):
+        torch_dtype(f"output {index}", array.dtype)
+    if device.type == "cpu":
+        jax.block_until_ready(arrays)
+        return [_view(array, None).clone() if array.size else _empty(array, device) for array in arrays]
+    stream = torch.cuda.current_stream(device)
+    # 0, the default stream's handle, means something else in DLPack, where 1 stands for it.
+    handle = stream.cuda_stream or 1
+    views = [_view(array, handle) if array.size else _empty(array, device) for array in arrays]
+    with torch.cuda.device(device):
+        tensors = [view.clone(memory_format=torch.contiguous_format) for view in views]
+        _HELD.hold(stream, views)
+    return tensors
+
+
+def _empty(array: jax.Array, device: torch.device) -> torch.Tensor:
+    return torch.empty(array.shape, dtype=_TO_TORCH[array.dtype], device=device)
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy of it, in the one form that JAX reads rightly."""
+    tensor = tensor.detach()
+    # DLPack carries neither of these bits: JAX would read the wrong sign.
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    # JAX takes some permutations, but compiles anew for each.
+    tensor = tensor.contiguous()
+    if tensor.data_ptr() % _ALIGNMENT[tensor.device.type]:
+        tensor = tensor.clone()
+    return tensor
+
+
+def _private() -> tuple[Any, Any] | None:
+    """jaxlib's DLPack functions, in and out, or None where they are not found."""
+    try:
+        from jax._src.lib import _jax
+
+        return _jax.dlpack_managed_tensor_to_buffer, _jax.buffer_to_dlpack_managed_tensor
+    except (ImportError, AttributeError):
+        return None
+
+
+_PRIVATE = _private()
+
+
+def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device) -> list[jax.Array]:
+    """Arrays over the memory of readable tensors; on a GPU, JAX waits for PyTorch's current stream."""
+    if _PRIVATE is None:
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                return [jax.dlpack.from_dlpack(tensor, device=target, copy=False) for tensor in tensors]
+        # A pinned tensor would call itself a GPU's.
+        tensors = [tensor.clone() if tensor.is_pinned() else tensor for tensor in tensors]
+        return [jax.dlpack.from_dlpack(tensor, device=target, copy=False) for tensor in tensors]
+    stream = None
+    if device.type == "cuda":
+        stream = target.get_stream_for_external_ready_events()
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(device))
+        torch.cuda.ExternalStream(stream, device=device).wait_event(ready)
+    code = _DLPACK_DEVICE[device.type]
+    return [_PRIVATE[0](torch.utils.dlpack.to_dlpack(tensor), target, stream, None, code) for tensor in tensors]
+
+
+def _view(array: jax.Array, stream: int | None) -> torch.Tensor:
+    """A tensor over JAX's memory; on a GPU, `stream` waits for JAX."""
+    if _PRIVATE is not None:
+        return torch.utils.dlpack.from_dlpack(_PRIVATE[1](array, stream=stream))
+    return torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=stream))
+
+
+class _Entry(NamedTuple):
+    copied: torch.cuda.Event
+    memory: list[torch.Tensor]
+    size: int
+
+
+class _Held:
+    """JAX's memory that a PyTorch stream may still be reading: kept until the stream has passed the copy.
+
+    One queue for each stream, in the stream's own order. Queues are looked at on later calls. Where the host
+    runs so far ahead that more than a sixteenth of the GPU's memory is held, it waits for the oldest copy.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[tuple[int, int], collections.deque[_Entry]] = {}
+        self._sizes: dict[int, int] = collections.defaultdict(int)
+
+    def hold(self, stream: torch.cuda.Stream, memory: list[torch.Tensor]) -> None:
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        index = stream.device_index
+        size = sum(tensor.nbytes for tensor in memory)
+        released = []  # freed after the lock is, as freeing runs code of JAX's
+        with self._lock:
+            queue = self._queues.setdefault((index, stream.cuda_stream), collections.deque())
+            queue.append(_Entry(copied, memory, size))
+            self._sizes[index] += size
+            for (owner, _), entries in self._queues.items():
+                while owner == index and entries and entries[0].copied.query():
+                    released.append(entries.popleft())
+                    self._sizes[index] -= released[-1].size
+            while self._sizes[index] > _memory_to_hold(index) and len(queue) > 1:
+                queue[0].copied.synchronize()
+                released.append(queue.popleft())
+                self._sizes[index] -= released[-1].size
+
+    def clear(self) -> None:
+        """Waits for every copy and gives the memory back."""
+        with self._lock:
+            for queue in self._queues.values():
+                for entry in queue:
+                    entry.copied.synchronize()
+            self._queues.clear()
+            self._sizes.clear()
+
+
+@functools.cache
+def _memory_to_hold(index: int) -> int:
+    return torch.cuda.get_device_properties(index).total_memory // 16
+
+
+_HELD = _Held()
+# The tensors that JAX may still be reading, by a running number.
+_LENT: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+_LOANS = itertools.count()
+
+
+@atexit.register
+def _finish() -> None:
+    """Waits until neither side uses the other's memory.
+
+    JAX's threads let go of a tensor under the interpreter's lock: once the interpreter is gone, that aborts
+    the process.
+    """
+    _HELD.clear()
+    deadline = time.monotonic() + 10
+    while _LENT and time.monotonic() < deadline:
+        time.sleep(0.001)

@@ -1,0 +1,227 @@
+"""PyTorch modules built on this library's attention."""
+
+import math
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from jax_kernels.bridge.attention import flash_attention
+
+__all__ = ["MLP", "Attention", "Block", "Linear", "RMSNorm", "Transformer", "rotary_embedding"]
+
+_REQUIRED = ("vocab_size", "model_dim", "num_layers", "num_heads")
+_DEFAULTS = {
+    "num_kv_heads": None,
+    "head_dim": None,
+    "mlp_dim": None,
+    "rope_theta": 10000.0,
+    "norm_eps": 1e-6,
+    "tie_embeddings": True,
+    "dtype": "float32",
+    "param_dtype": "float32",
+    "remat": False,
+    "implementation": None,
+}
+
+
+class Linear(torch.nn.Linear):
+    """torch.nn.Linear without bias, its weight cast to the input's dtype."""
+
+    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+        super().__init__(in_features, out_features, bias=False, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Normal, with variance 1 / in_features."""
+        torch.nn.init.normal_(self.weight, std=self.in_features**-0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(torch.nn.Module):
+    """x / sqrt(mean(x²) + eps) * weight over the last axis, computed in float32, in x's dtype."""
+
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(dim, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (wide * (inverse * self.weight.float())).to(x.dtype)
+
+
+def rotary_embedding(x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
+    """Rotary position embedding, in the rotate_half convention; jax_kernels.models.rotary_embedding on tensors.
+
+    x: [..., T, H, D] with D even. positions: [T] or [..., T]. Returns x's shape and dtype; computed in float32.
+    """
+    head_dim = x.shape[-1]
+    if head_dim % 2:
+        raise ValueError(f"x: got head_dim {head_dim}, want an even one: rotary embedding turns pairs")
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=x.device) / head_dim)
+    angles = (positions.float()[..., None] * frequencies)[..., None, :]
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class Attention(torch.nn.Module):
+    """Causal self-attention with rotary embedding and grouped key and value heads: [B, T, model_dim] to the same."""
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.rope_theta = shape.rope_theta
+        self.implementation = shape.implementation
+        heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.q_proj = Linear(shape.model_dim, heads, shape.param_dtype)
+        self.k_proj = Linear(shape.model_dim, kv_heads, shape.param_dtype)
+        self.v_proj = Linear(shape.model_dim, kv_heads, shape.param_dtype)
+        self.out_proj = Linear(heads, shape.model_dim, shape.param_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        split = lambda y: y.unflatten(-1, (-1, self.head_dim))
+        query, key, value = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
+        positions = torch.arange(x.shape[1], device=x.device)
+        query = rotary_embedding(query, positions, self.rope_theta)
+        key = rotary_embedding(key, positions, self.rope_theta)
+        out = flash_attention(query, key, value, is_causal=True, implementation=self.implementation)
+        return self.out_proj(out.flatten(-2))
+
+
+class MLP(torch.nn.Module):
+    """The gated MLP: down_proj(silu(gate_proj(x)) * up_proj(x))."""
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__()
+        self.gate_proj = Linear(shape.model_dim, shape.mlp_dim, shape.param_dtype)
+        self.up_proj = Linear(shape.model_dim, shape.mlp_dim, shape.param_dtype)
+        self.down_proj = Linear(shape.mlp_dim, shape.model_dim, shape.param_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(torch.nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, shape: Any) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
+        self.attention = Attention(shape)
+        self.mlp_norm = RMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(torch.nn.Module):
+    """jax_kernels.models.Transformer in PyTorch: the same forward, from the same weights (load_flax_state).
+
+    A causal decoder: token embedding, blocks with RMSNorm before attention and MLP, a final RMSNorm, a head.
+
+    Args:
+      config: a jax_kernels.models.TransformerConfig, or a mapping with its fields.
+
+    Raises:
+      ValueError: a field is missing or unknown, or does not fit the others.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        shape = _shape(config)
+        self.dtype = shape.dtype
+        self.remat = shape.remat
+        self.embed = torch.nn.Embedding(shape.vocab_size, shape.model_dim, dtype=shape.param_dtype)
+        torch.nn.init.normal_(self.embed.weight, std=shape.model_dim**-0.5)
+        self.layers = torch.nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.final_norm = RMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
+        self.head = None if shape.tie_embeddings else Linear(shape.model_dim, shape.vocab_size, shape.param_dtype)
+
+    def forward(self, tokens: torch.Tensor | None = None, *, embeddings: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of the next token at every position.
+
+        Args:
+          tokens: integers [B, T].
+          embeddings: [B, T, model_dim], instead of tokens: what `embed` gives. For gradients by the input.
+
+        Returns:
+          float32 [B, T, vocab_size].
+
+        Raises:
+          ValueError: not exactly one of tokens and embeddings is given.
+        """
+        if (tokens is None) == (embeddings is None):
+            raise ValueError("tokens, embeddings: want exactly one of them")
+        x = (self.embed(tokens) if embeddings is None else embeddings).to(self.dtype)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.remat and torch.is_grad_enabled() else layer(x)
+        x = self.final_norm(x)
+        if self.head is not None:
+            return self.head(x).float()
+        return functional.linear(x, self.embed.weight.to(x.dtype)).float()
+
+    @torch.no_grad()
+    def load_flax_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Copies the parameters of a jax_kernels.models.Transformer, as its flat_parameters gives them.
+
+        Raises ValueError where names or shapes are not those of this model; it is unchanged then.
+        """
+        parameters = {_flax_name(name): parameter for name, parameter in self.named_parameters()}
+        missing, unknown = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
+        if missing or unknown:
+            raise ValueError(f"state: got names that do not fit; missing: {missing}, unknown: {unknown}")
+        loaded = {}
+        for name, parameter in parameters.items():
+            # NumPy has no bfloat16 that PyTorch knows; float32 holds every value of it.
+            array = torch.from_numpy(np.array(state[name], np.float32))
+            loaded[name] = array.T if name.endswith(".kernel") else array
+            if loaded[name].shape != parameter.shape:
+                raise ValueError(f"state[{name!r}]: got shape {tuple(array.shape)}, which does not fit this model")
+        for name, parameter in parameters.items():
+            parameter.copy_(loaded[name])
+
+
+def _flax_name(name: str) -> str:
+    if name == "embed.weight":
+        return "embed"
+    return name.removesuffix("weight") + ("scale" if name.endswith("norm.weight") else "kernel")
+
+
+def _shape(config: Any) -> types.SimpleNamespace:
+    """The fields of a config with their defaults, dtypes as torch.dtypes."""
+    if isinstance(config, Mapping):
+        unknown = sorted(config.keys() - {*_REQUIRED, *_DEFAULTS})
+        if unknown:
+            raise ValueError(f"config: got unknown fields {unknown}")
+        given = dict(config)
+    else:
+        given = {name: getattr(config, name) for name in (*_REQUIRED, *_DEFAULTS) if hasattr(config, name)}
+    missing = [name for name in _REQUIRED if name not in given]
+    if missing:
+        raise ValueError(f"config: got no {', '.join(missing)}")
+    shape = types.SimpleNamespace(**{**_DEFAULTS, **given})
+    if shape.num_kv_heads is None:
+        shape.num_kv_heads = shape.num_heads
+    if shape.head_dim is None:
+        if shape.model_dim % shape.num_heads:
+            raise ValueError(f"config: num_heads={shape.num_heads} must divide model_dim={shape.model_dim}")
+        shape.head_dim = shape.model_dim // shape.num_heads
+    if shape.mlp_dim is None:
+        shape.mlp_dim = math.ceil(shape.model_dim * 8 / 3 / 64) * 64
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(f"config: num_kv_heads={shape.num_kv_heads} must divide num_heads={shape.num_heads}")
+    for name in ("dtype", "param_dtype"):
+        if getattr(shape, name) not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"config: got {name}={getattr(shape, name)!r}, want 'float32', 'bfloat16' or 'float16'")
+        setattr(shape, name, getattr(torch, getattr(shape, name)))
+    return shape

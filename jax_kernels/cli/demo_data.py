@@ -1,0 +1,114 @@
+"""The demo's text: bytes read in a fixed order, split into train and held-out blocks, batches drawn by step."""
+
+import dataclasses
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["Corpus", "CorpusError", "read_corpus", "standard_library", "unigram_entropy"]
+
+MAX_BYTES = 16 * 10**6
+# A block holds this many training windows, and every HELD_OUT_EVERY-th block is held out.
+WINDOWS_PER_BLOCK = 8
+HELD_OUT_EVERY = 10
+
+
+class CorpusError(ValueError):
+    """The text cannot be trained on; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Bytes in blocks; windows never cross a block's end, so nothing held out is ever trained on.
+
+    train, held_out: uint8 [blocks, block_length]; a window is seq_len + 1 bytes, inputs and targets.
+    source: where the bytes came from. sha256: of all of them.
+    """
+
+    train: np.ndarray
+    held_out: np.ndarray
+    seq_len: int
+    source: str
+    sha256: str
+
+    @property
+    def size(self) -> int:
+        return self.train.size + self.held_out.size
+
+    def batch(self, batch_size: int, seed: int, step: int) -> np.ndarray:
+        """The windows of one step, uint8 [batch_size, seq_len + 1]: a function of (seed, step) alone."""
+        rng = np.random.default_rng((seed, step))
+        block = rng.integers(len(self.train), size=batch_size)
+        start = rng.integers(self.train.shape[1] - self.seq_len, size=batch_size)
+        return self.train[block[:, None], start[:, None] + np.arange(self.seq_len + 1)]
+
+    def held_out_batches(self, batch_size: int, limit: int) -> np.ndarray:
+        """Up to `limit` batches of windows, evenly spread over the held-out blocks: uint8 [n, b, seq_len + 1]."""
+        windows = self.held_out.reshape(-1, self.seq_len + 1)
+        size = min(batch_size, len(windows))
+        count = min(limit, len(windows) // size)
+        chosen = np.linspace(0, len(windows) - 1, count * size).astype(int)
+        return windows[chosen].reshape(count, size, -1)
+
+
+def standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def read_corpus(path: Path | None, seq_len: int) -> Corpus:
+    """Reads a file, every text file of a folder, or by default the .py source of Python's standard library.
+
+    Files are taken in the order of their paths, up to MAX_BYTES; files with a NUL byte are no text and are passed
+    over, and so are hidden ones. Raises CorpusError where there is too little or nothing to read.
+    """
+    if path is None:
+        root = standard_library()
+        # site-packages is not the standard library, and its tests are half of the rest.
+        skip = {"site-packages", "test", "tests", "idle_test"}
+        files = [file for file in _files(root) if file.suffix == ".py" and not skip & set(file.relative_to(root).parts)]
+        source = f"{root}/**/*.py"
+    elif path.is_dir():
+        files, source = _files(path), str(path)
+    elif path.is_file():
+        files, source = [path], str(path)
+    else:
+        raise CorpusError(f"{path} is neither a file nor a folder")
+
+    parts, size = [], 0
+    for file in files:
+        try:
+            part = file.read_bytes()
+        except OSError as error:
+            raise CorpusError(f"cannot read {file}: {error.strerror}") from error
+        if b"\0" in part:
+            if file == path:
+                raise CorpusError(f"{path} is not text: it has NUL bytes")
+            continue
+        parts.append(part)
+        size += len(part)
+        if size >= MAX_BYTES:
+            break
+    data = np.frombuffer(b"".join(parts)[:MAX_BYTES], np.uint8)
+
+    block_length = WINDOWS_PER_BLOCK * (seq_len + 1)
+    need = HELD_OUT_EVERY * block_length
+    if len(data) < need:
+        raise CorpusError(f"{source} has {len(data)} bytes of text, want at least {need} for --seq-len {seq_len}")
+    blocks = data[: len(data) // block_length * block_length].reshape(-1, block_length)
+    held_out = np.arange(len(blocks)) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+    return Corpus(blocks[~held_out], blocks[held_out], seq_len, source, hashlib.sha256(data.tobytes()).hexdigest())
+
+
+def _files(root: Path) -> list[Path]:
+    """Every file below root that is not hidden, in the order of their relative paths on any system."""
+    files = ((file.relative_to(root), file) for file in root.rglob("*") if file.is_file())
+    return [file for relative, file in sorted(files) if not any(part.startswith(".") for part in relative.parts)]
+
+
+def unigram_entropy(data: np.ndarray) -> float:
+    """Entropy of the byte frequencies, in bits per byte: the best a model can do that looks at no context."""
+    counts = np.bincount(data.ravel(), minlength=256)
+    frequencies = counts[counts > 0] / data.size
+    return float(-(frequencies * np.log2(frequencies)).sum())

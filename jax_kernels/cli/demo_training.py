@@ -1,0 +1,188 @@
+"""The demo's training: model and optimizer, the jitted step, held-out loss, checkpoints, sampling."""
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from jax_kernels.models import Transformer, TransformerConfig
+
+__all__ = ["Checkpoints", "Settings", "Trainer", "bits_per_byte", "sample"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """All that a training run depends on, besides its length and the text itself. Kept in the checkpoint.
+
+    learning_rate: the peak. decay_steps: it warms up, then falls along a cosine until this step, so that a run
+    which stops before can be resumed to the same end. text: the path given, or None; sha256: of the bytes read.
+    """
+
+    model: TransformerConfig
+    seq_len: int
+    batch_size: int
+    learning_rate: float
+    decay_steps: int
+    seed: int
+    text: str | None
+    sha256: str
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Settings":
+        return cls(**{**fields, "model": TransformerConfig(**fields["model"])})
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """AdamW with clipped gradients; weight decay on matrices only."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=settings.learning_rate,
+        warmup_steps=max(1, settings.decay_steps // 20),
+        decay_steps=max(2, settings.decay_steps),
+        end_value=settings.learning_rate / 10,
+    )
+    matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices),
+    )
+
+
+def bits_per_byte(nats: Any) -> Any:
+    return nats / math.log(2)
+
+
+def mean_loss(model: Transformer, windows: jax.Array) -> jax.Array:
+    """Mean cross-entropy, nats per byte, of windows [B, T + 1]: each byte is predicted from those before it."""
+    windows = windows.astype(jnp.int32)
+    logits = model(windows[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+
+class Trainer:
+    """The state of a run on the device, and the compiled functions on it.
+
+    state: {"params": nnx.State, "optimizer": the optax state}; every step takes it over (donation) and makes a new
+    one. step: how many steps it has had.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.optimizer = make_optimizer(settings)
+
+        @nnx.jit
+        def create(rngs: nnx.Rngs) -> Transformer:
+            return Transformer(settings.model, rngs=rngs)
+
+        self.graphdef, params = nnx.split(create(nnx.Rngs(settings.seed)), nnx.Param)
+        self.state = {"params": params, "optimizer": jax.jit(self.optimizer.init)(params)}
+        self.step = 0
+        self._loss = jax.jit(lambda params, windows: mean_loss(nnx.merge(self.graphdef, params), windows))
+
+    @functools.cached_property
+    def _train(self) -> Any:
+        @functools.partial(jax.jit, donate_argnums=0)
+        def train(state, windows):
+            loss = lambda params: mean_loss(nnx.merge(self.graphdef, params), windows)
+            nats, gradients = jax.value_and_grad(loss)(state["params"])
+            updates, optimizer = self.optimizer.update(gradients, state["optimizer"], state["params"])
+            return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, nats
+
+        shape = (self.settings.batch_size, self.settings.seq_len + 1)
+        return train.lower(self.state, jax.ShapeDtypeStruct(shape, jnp.uint8)).compile()
+
+    def compile(self) -> None:
+        """Compiles the step, which otherwise happens within the first one."""
+        _ = self._train
+
+    def train(self, windows: np.ndarray) -> jax.Array:
+        """One step. Returns its loss in nats per byte, on the device and perhaps not yet computed."""
+        self.state, nats = self._train(self.state, windows)
+        self.step += 1
+        return nats
+
+    def evaluate(self, batches: np.ndarray) -> float:
+        """Bits per byte of batches [n, b, T + 1]."""
+        return float(np.mean([bits_per_byte(float(self._loss(self.state["params"], batch))) for batch in batches]))
+
+    @property
+    def params(self) -> nnx.State:
+        return self.state["params"]
+
+
+class Checkpoints:
+    """The newest checkpoint of a run in a folder: the trainer's state, and `run`, a JSON value, together.
+
+    replace: the first save takes the place of whatever checkpoints the folder has.
+    """
+
+    def __init__(self, folder: Path, *, replace: bool) -> None:
+        self._replace = replace
+        self._manager = ocp.CheckpointManager(
+            folder.resolve(),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=ocp.checkpoint_managers.LatestN(1),
+                # An asynchronous save on the CPU would read buffers that the next step takes over.
+                enable_async_checkpointing=False,
+            ),
+        )
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint, None where there is none."""
+        return self._manager.latest_step()
+
+    def save(self, trainer: Trainer, run: Any) -> None:
+        if self._replace:
+            for step in self._manager.all_steps():
+                self._manager.delete(step)
+            self._replace = False
+        items = ocp.args.Composite(state=ocp.args.StandardSave(trainer.state), run=ocp.args.JsonSave(run))
+        self._manager.save(trainer.step, args=items)
+
+    def load_run(self) -> Any:
+        return self._manager.restore(self.latest, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+
+    def load_state(self, trainer: Trainer) -> None:
+        """Puts the trainer where the checkpoint was."""
+        step = self.latest
+        if step is None:
+            raise FileNotFoundError(f"no checkpoint in {self._manager.directory}")
+        shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, trainer.state)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        trainer.state = self._manager.restore(step, args=items).state
+        trainer.step = step
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, temperature: float = 0.8) -> bytes:
+    """`length` bytes drawn one by one after the prompt (uint8 [P]), each from the cache of those before it."""
+    # Decoding asks for other things than training: a start within the sequence, one query.
+    config = dataclasses.replace(trainer.settings.model, implementation=None)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+
+    @jax.jit
+    def generate(params, prompt, key):
+        model = nnx.merge(graphdef, params)
+
+        def one(carry, key):
+            logits, cache = carry
+            token = jax.random.categorical(key, logits[:, -1:] / temperature).astype(jnp.int32)
+            return model(token, cache=cache), token[0, 0]
+
+        start = model(prompt[None], cache=model.init_cache(1, len(prompt) + length))
+        start = (start[0][:, -1:], start[1])
+        return jax.lax.scan(one, start, jax.random.split(key, length))[1]
+
+    tokens = generate(trainer.params, jnp.asarray(prompt, jnp.int32), jax.random.key(seed))
+    return np.asarray(tokens).astype(np.uint8).tobytes()

@@ -1,0 +1,105 @@
+"""jax-kernels info: the device, the versions, and which implementation of which op can run here."""
+
+import dataclasses
+import importlib.metadata
+import json
+import platform
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jax_kernels import dispatch
+from jax_kernels.cli import UserError
+from jax_kernels.device import DeviceInfo, device_info
+from jax_kernels.ops import attention_table
+from jax_kernels.ops.attention import flash_attention
+
+PACKAGES = ("jax-kernels", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "flax", "torch", "transformers")
+
+# Every op with the call that it is judged by: its arrays' shapes, in a 16-bit dtype that the device has.
+OPS = {"flash_attention": (flash_attention, attention_table.IMPLEMENTATIONS, ((1, 1024, 8, 128),) * 3)}
+
+
+def find_device(name: str | None) -> DeviceInfo:
+    """The named device, or this machine's. Raises UserError."""
+    try:
+        return device_info(name)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of Python and the packages that matter, None where one is not installed; nothing is imported."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def abilities(device: DeviceInfo) -> dict[str, dict[str, str | None]]:
+    """op -> implementation -> None where it can run on the device, else the reason."""
+    found: dict[str, dict[str, str | None]] = {}
+    dtype = jnp.dtype("bfloat16" if device.supports_bf16 else "float16")
+    for op, (function, implementations, shapes) in OPS.items():
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        found[op] = {}
+        for name in implementations:
+            try:
+                with dispatch.on_device(device):
+                    dispatch.explain(function, *arrays, implementation=name)
+            except NotImplementedError as error:
+                found[op][name] = str(error).removeprefix(f"implementation={name!r} cannot serve this {op}: ")
+            else:
+                found[op][name] = None
+    return found
+
+
+def _device_rows(device: DeviceInfo) -> dict[str, str]:
+    rows = {"device": device.name, "architecture": device.architecture}
+    if device.compute_capability is not None:
+        rows["compute capability"] = "{}.{}".format(*device.compute_capability)
+        rows["streaming multiprocessors"] = str(device.core_count)
+        rows["shared memory per block"] = f"{device.shared_memory_per_block / 1024:g} KiB"
+    if device.total_memory_bytes is not None:
+        rows["memory"] = f"{device.total_memory_bytes / 1e9:.0f} GB"
+    if device.memory_bandwidth is not None:
+        rows["memory bandwidth"] = f"{device.memory_bandwidth / 1e9:.0f} GB/s"
+    has = {"bfloat16": device.supports_bf16, "float8": device.supports_fp8, "tensor cores": device.has_tensor_cores}
+    rows |= {name: "yes" if value else "no" for name, value in has.items()}
+    rows["train in"] = device.optimal_dtype
+    return rows
+
+
+def _two_columns(rows: dict[str, str]) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for row in rows.items():
+        table.add_row(*row)
+    return table
+
+
+def info(
+    device: Annotated[str | None, typer.Option(help="A GPU that need not be here: h200, 'rtx 4090', cpu, ...")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show the device, the versions, and which implementation of which op can run."""
+    described = find_device(device)
+    can = abilities(described)
+    if as_json:
+        report: dict[str, Any] = {"device": dataclasses.asdict(described), "versions": versions(), "ops": can}
+        print(json.dumps(report, indent=2))
+        return
+    console = Console()
+    console.print(_two_columns(_device_rows(described)), "")
+    console.print(_two_columns({name: version or "not installed" for name, version in versions().items()}), "")
+    table = Table("op", "implementation", "can run")
+    for op, implementations in can.items():
+        for name, reason in implementations.items():
+            table.add_row(op, name, "yes" if reason is None else f"no: {reason}")
+    console.print(table)

@@ -1,0 +1,12 @@
+"""Flax: attention_fn for Flax's own modules, and nnx modules built on this library's attention.
+
+Needs the `flax` extra. Nothing else in the library imports Flax.
+"""
+
+from jax_kernels.models.attention import KVCache as KVCache
+from jax_kernels.models.attention import MultiHeadAttention as MultiHeadAttention
+from jax_kernels.models.attention import rotary_embedding as rotary_embedding
+from jax_kernels.models.attention_fn import attention_fn as attention_fn
+from jax_kernels.models.config import TransformerConfig as TransformerConfig
+from jax_kernels.models.transformer import Transformer as Transformer
+from jax_kernels.models.transformer import flat_parameters as flat_parameters

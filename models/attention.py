@@ -1,0 +1,198 @@
+"""Multi-head attention as an nnx module, with rotary embedding and a key-value cache of static length."""
+
+import dataclasses
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_kernels.models.config import check_heads
+from jax_kernels.ops.attention import flash_attention
+
+__all__ = ["KVCache", "MultiHeadAttention", "rotary_embedding"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of the tokens so far; a pytree whose shapes never change, so that jit compiles once.
+
+    key, value: [B, max_length, num_kv_heads, head_dim]; the keys are already rotated.
+    length: int32 scalar, how many positions are filled.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    length: jax.Array
+
+    @property
+    def max_length(self) -> int:
+        return self.key.shape[1]
+
+
+def rotary_embedding(x: jax.Array, positions: jax.Array, theta: float = 10000.0) -> jax.Array:
+    """Rotary position embedding, in the rotate_half convention (that of GPT-NeoX and Llama in Hugging Face).
+
+    Equivalent to the following JAX code::
+
+        angles = positions[..., None] / theta ** (arange(0, D, 2) / D)
+        cos, sin = (concatenate([f(angles)] * 2, axis=-1)[..., None, :] for f in (cos, sin))
+        out = x * cos + concatenate([-x[..., D // 2 :], x[..., : D // 2]], axis=-1) * sin
+
+    Args:
+      x: [..., T, H, D] with D even.
+      positions: [T] or [..., T], of the tokens.
+      theta: base of the frequencies.
+
+    Returns:
+      [..., T, H, D] in x's dtype; computed in float32.
+
+    Raises:
+      ValueError: D is odd.
+
+    Source: Su et al., "RoFormer" (2021), arXiv:2104.09864.
+    """
+    head_dim = x.shape[-1]
+    if head_dim % 2:
+        raise ValueError(f"x: got head_dim {head_dim}, want an even one: rotary embedding turns pairs")
+    frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    angles = (positions.astype(jnp.float32)[..., None] * frequencies)[..., None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class MultiHeadAttention(nnx.Module):
+    """Self-attention over [B, T, model_dim] by this library's flash_attention, with grouped key and value heads.
+
+    Parameters, all without bias: q_proj.kernel [model_dim, num_heads * head_dim], k_proj.kernel and v_proj.kernel
+    [model_dim, num_kv_heads * head_dim], out_proj.kernel [num_heads * head_dim, model_dim].
+
+    Args:
+      model_dim: width of input and output.
+      num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
+      head_dim: per head, up to 256 (None: model_dim / num_heads).
+      use_rotary, rope_theta: rotate queries and keys by their positions (see rotary_embedding).
+      is_causal: a token attends to itself and to earlier tokens only.
+      dtype: dtype of the computation and of the output; param_dtype: of the parameters.
+      implementation: of the attention, as in flash_attention.
+      rngs: initialises the kernels (LeCun normal), from its stream `params`.
+
+    Raises:
+      ValueError, TypeError: an argument is out of range, naming it.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        use_rotary: bool = True,
+        rope_theta: float = 10000.0,
+        is_causal: bool = True,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        num_kv_heads, head_dim = check_heads("", model_dim, num_heads, num_kv_heads, head_dim)
+        if use_rotary and head_dim % 2:
+            raise ValueError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
+        self.model_dim = model_dim
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.use_rotary = use_rotary
+        self.rope_theta = rope_theta
+        self.is_causal = is_causal
+        self.dtype = jnp.dtype(dtype)
+        self.implementation = implementation
+
+        def linear(in_features: int, out_features: int) -> nnx.Linear:
+            return nnx.Linear(
+                in_features, out_features, use_bias=False, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs
+            )
+
+        self.q_proj = linear(model_dim, num_heads * head_dim)
+        self.k_proj = linear(model_dim, num_kv_heads * head_dim)
+        self.v_proj = linear(model_dim, num_kv_heads * head_dim)
+        self.out_proj = linear(num_heads * head_dim, model_dim)
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
+        """An empty cache for `batch` sequences of up to `max_length` tokens. dtype: default the module's."""
+        shape = (batch, max_length, self.num_kv_heads, self.head_dim)
+        dtype = self.dtype if dtype is None else dtype
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+
+    @overload
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, cache: None = None) -> jax.Array: ...
+
+    @overload
+    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, cache: KVCache) -> tuple[jax.Array, KVCache]: ...
+
+    def __call__(
+        self, x: jax.Array, *, mask: jax.Array | None = None, cache: KVCache | None = None
+    ) -> jax.Array | tuple[jax.Array, KVCache]:
+        """Attends within x, or, with a cache, to the cached tokens and x.
+
+        Args:
+          x: [B, T, model_dim]. With a cache these are the next T tokens: a whole prompt, one token, or several.
+          mask: bool, broadcastable to [B, num_heads, T, S], True = attend, combined with is_causal; S is T, or
+            the cache's max_length.
+          cache: from init_cache or from the call before. Not changed.
+
+        Returns:
+          out [B, T, model_dim] in dtype; with a cache (out, the new cache).
+
+        Raises:
+          ValueError: x or the cache has the wrong shape, or the cache has no room for T tokens. A traced length
+            cannot be checked: under jit, a call past the cache's end returns NaN.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.model_dim:
+            raise ValueError(f"x: got shape {x.shape}, want [batch, length, {self.model_dim}]")
+        batch, length = x.shape[:2]
+        start = 0 if cache is None else cache.length
+        query = self.q_proj(x).reshape(batch, length, self.num_heads, self.head_dim)
+        key = self.k_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        value = self.v_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        if self.use_rotary:
+            positions = start + jnp.arange(length)
+            query = rotary_embedding(query, positions, self.rope_theta)
+            key = rotary_embedding(key, positions, self.rope_theta)
+        options: dict[str, Any] = {"mask": mask, "is_causal": self.is_causal, "implementation": self.implementation}
+        if cache is None:
+            return self._project(flash_attention(query, key, value, **options))
+
+        cache = _append(cache, key, value)
+        out = flash_attention(
+            query,
+            cache.key.astype(self.dtype),
+            cache.value.astype(self.dtype),
+            q_offset=start,
+            kv_lengths=jnp.full((batch,), cache.length),
+            **options,
+        )
+        out = jnp.where(cache.length <= cache.max_length, self._project(out), jnp.nan)
+        return out, cache
+
+    def _project(self, out: jax.Array) -> jax.Array:
+        return self.out_proj(out.reshape(*out.shape[:2], self.num_heads * self.head_dim))
+
+
+def _append(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
+    batch, length, kv_heads, head_dim = key.shape
+    if cache.key.shape != (batch, cache.max_length, kv_heads, head_dim) or cache.value.shape != cache.key.shape:
+        raise ValueError(
+            f"cache: got key {cache.key.shape} and value {cache.value.shape}, "
+            f"want [batch, max_length, num_kv_heads, head_dim] = [{batch}, max_length, {kv_heads}, {head_dim}]"
+        )
+    filled = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
+    if filled + length > cache.max_length:
+        raise ValueError(
+            f"cache: got {length} tokens after {filled}, want at most max_length={cache.max_length} in all"
+        )
+    write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), cache.length, axis=1)
+    return KVCache(write(cache.key, key), write(cache.value, value), cache.length + length)

@@ -1,0 +1,111 @@
+"""attention_fn: this library's attention inside Flax's own multi-head attention modules."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels.ops.attention import flash_attention
+
+__all__ = ["attention_fn"]
+
+
+def attention_fn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    is_causal: bool = False,
+    force_fp32_for_softmax: bool = False,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    input_positions: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Drops into `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention` as `attention_fn`::
+
+        nnx.MultiHeadAttention(num_heads=8, in_features=512, attention_fn=attention_fn, decode=False, rngs=rngs)
+
+    It computes what Flax's `dot_product_attention` does, with this library's flash_attention. The one
+    difference: a query that may attend to no key gives 0, where Flax gives the mean of all values.
+    `functools.partial(attention_fn, implementation="xla")` forces an implementation.
+
+    Args:
+      query: [batch..., T, H, D], with any number of batch axes, also none.
+      key: [batch..., S, Hkv, D]; Hkv divides H.
+      value: [batch..., S, Hkv, Dv].
+      mask: broadcastable to [batch..., H, T, S]; bool, or float32 zeros and ones as Flax's make_causal_mask
+        and combine_masks give them.
+      deterministic, dropout_rate: dropout is off where deterministic is True or the rate is 0; then
+        dropout_rng and broadcast_dropout have no meaning, as in Flax.
+      dtype: dtype of the computation; default: the promoted dtype of query, key and value.
+      precision: a jax.lax.Precision or its name. float32 products are always exact, so each is met.
+      is_causal: attend to keys j <= i only (top-left aligned), on top of the mask.
+      force_fp32_for_softmax: the softmax is always in float32.
+      implementation: as in flash_attention.
+
+    Returns:
+      [batch..., T, H, Dv] in dtype.
+
+    Raises:
+      NotImplementedError: bias, dropout, sown attention weights (module), an einsum of the caller's,
+        input_positions, or a precision that is no jax.lax.Precision was asked for.
+      ValueError, TypeError: as flash_attention raises them.
+    """
+    if not deterministic and dropout_rate > 0:
+        raise NotImplementedError(
+            f"dropout_rate: got {dropout_rate} with deterministic=False, want 0: attention_fn has no dropout"
+        )
+    refused = {
+        "bias": (bias, "a bias added to the scores"),
+        "module": (module, "attention weights to sow: they are never stored"),
+        "qk_attn_weights_einsum": (qk_attn_weights_einsum, "products by the caller's einsum"),
+        "attn_weights_value_einsum": (attn_weights_value_einsum, "products by the caller's einsum"),
+        "input_positions": (input_positions, "positions: it applies no rotary embedding"),
+    }
+    for name, (argument, meaning) in refused.items():
+        if argument is not None:
+            raise NotImplementedError(
+                f"{name}: got a {type(argument).__name__}, want None: attention_fn has no {meaning}"
+            )
+    try:
+        jax.lax.Precision(precision)
+    except ValueError:
+        raise NotImplementedError(f"precision: got {precision!r}, want a jax.lax.Precision or None") from None
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim < 3:
+            raise ValueError(f"{name}: got shape {x.shape}, want [batch..., length, heads, head_dim]")
+        if x.shape[:-3] != query.shape[:-3]:
+            raise ValueError(f"{name}: got batch axes {x.shape[:-3]}, want query's {query.shape[:-3]}")
+
+    batch = query.shape[:-3]
+    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    query, key, value = (x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    if mask is not None:
+        mask = _joined_mask(mask, batch, (query.shape[2], query.shape[1], key.shape[1]))
+    out = flash_attention(query, key, value, mask=mask, is_causal=is_causal, implementation=implementation)
+    return out.reshape(*batch, *out.shape[1:])
+
+
+def _joined_mask(mask: Any, batch: tuple[int, ...], scores: tuple[int, int, int]) -> Any:
+    """A mask broadcastable to [batch..., H, T, S] with its batch axes joined to one, the others as they are."""
+    want = (*batch, *scores)
+    shape = (1,) * (len(want) - mask.ndim) + tuple(mask.shape)
+    if len(shape) > len(want) or any(got not in (1, full) for got, full in zip(shape, want, strict=True)):
+        raise ValueError(f"mask: got shape {mask.shape}, want one broadcastable to [batch..., H, T, S] = {want}")
+    # In NumPy a mask that is known while jit traces stays known, so that flash_attention can check its values.
+    xp = jnp if isinstance(mask, jax.core.Tracer) else np
+    mask = xp.asarray(mask).reshape(shape)
+    if math.prod(shape[:-3]) > 1:
+        mask = xp.broadcast_to(mask, (*batch, *shape[-3:]))
+    return mask.reshape(-1, *shape[-3:])

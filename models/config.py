@@ -1,0 +1,109 @@
+"""TransformerConfig: the shape of a decoder, checked where it is written."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+__all__ = ["TransformerConfig", "check_heads"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The shape of a decoder-only Transformer.
+
+    vocab_size: number of token ids; 256 for bytes.
+    model_dim: width of the residual stream.
+    num_layers: number of blocks.
+    num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
+    head_dim: per head, even, up to 256 (None: model_dim / num_heads).
+    mlp_dim: width of the gated MLP (None: 8/3 of model_dim, rounded up to a multiple of 64).
+    rope_theta: base of the rotary frequencies. norm_eps: epsilon of the RMSNorms.
+    tie_embeddings: the head is the transposed token embedding instead of a matrix of its own.
+    dtype: dtype of the computation, by name; bfloat16 is what to train in on GPUs. param_dtype: of the parameters.
+    remat: recompute each block in the backward instead of keeping its activations.
+    implementation: of the attention, as in flash_attention.
+
+    None is replaced by the value it stands for. Raises ValueError, or TypeError, naming the field.
+    """
+
+    vocab_size: int
+    model_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_dim: int | None = None
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    remat: bool = False
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "model_dim", "num_layers"):
+            _positive(f"TransformerConfig.{name}", getattr(self, name))
+        kv_heads, head_dim = check_heads(
+            "TransformerConfig.", self.model_dim, self.num_heads, self.num_kv_heads, self.head_dim
+        )
+        if head_dim % 2:
+            raise ValueError(f"TransformerConfig.head_dim={head_dim} must be even: rotary embedding turns pairs")
+        mlp_dim = math.ceil(self.model_dim * 8 / 3 / 64) * 64 if self.mlp_dim is None else self.mlp_dim
+        _positive("TransformerConfig.mlp_dim", mlp_dim)
+        for name in ("rope_theta", "norm_eps"):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise TypeError(f"TransformerConfig.{name}={number!r} must be a number")
+            if not (number > 0 and math.isfinite(number)):
+                raise ValueError(f"TransformerConfig.{name}={number} must be positive and finite")
+        for name in ("tie_embeddings", "remat"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a bool")
+        for name in ("dtype", "param_dtype"):
+            dtype = _dtype_name(getattr(self, name))
+            if dtype not in DTYPES:
+                raise ValueError(f"TransformerConfig.{name}={getattr(self, name)!r} must be one of {', '.join(DTYPES)}")
+            object.__setattr__(self, name, dtype)
+        if self.implementation is not None and not isinstance(self.implementation, str):
+            raise TypeError(f"TransformerConfig.implementation={self.implementation!r} must be a name or None")
+        object.__setattr__(self, "num_kv_heads", kv_heads)
+        object.__setattr__(self, "head_dim", head_dim)
+        object.__setattr__(self, "mlp_dim", mlp_dim)
+
+
+def check_heads(
+    prefix: str, model_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int]:
+    """(num_kv_heads, head_dim) with their defaults; raises ValueError or TypeError naming `prefix` + the argument."""
+    _positive(f"{prefix}num_heads", num_heads)
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    _positive(f"{prefix}num_kv_heads", kv_heads)
+    if num_heads % kv_heads:
+        raise ValueError(f"{prefix}num_kv_heads={kv_heads} must divide num_heads={num_heads}")
+    if head_dim is None:
+        if model_dim % num_heads:
+            raise ValueError(f"{prefix}num_heads={num_heads} must divide model_dim={model_dim}, or give head_dim")
+        head_dim = model_dim // num_heads
+    _positive(f"{prefix}head_dim", head_dim)
+    if head_dim > 256:
+        raise ValueError(f"{prefix}head_dim={head_dim} must be at most 256")
+    return kv_heads, head_dim
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} must be an int")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be positive")
+
+
+def _dtype_name(dtype: Any) -> str:
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return str(dtype)

@@ -1,0 +1,44 @@
+"""The scripts of benchmarks/ import one another as siblings: their folder goes on the path."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+
+@pytest.fixture
+def run_script():
+    """run_script(name, *argv): a finished process of a script, started from the root, on the CPU."""
+
+    def run(script, *argv):
+        command = [sys.executable, str(BENCHMARKS / script), *argv]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_KERNELS_INTERPRET": ""}
+        options = {"cwd": BENCHMARKS.parent, "env": environment, "timeout": 240}
+        return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+    return run
+
+
+@pytest.fixture
+def make_case():
+    """make_case(mode, causal, shape): a small Case with grouped heads."""
+    import cases
+
+    def make(mode="fwd", causal=True, shape=(1, 64, 4, 16, 2)):
+        return cases.Case(*shape, "bf16", causal, mode)
+
+    return make
+
+
+@pytest.fixture
+def without_gpu(monkeypatch):
+    """For what a machine without a GPU is told."""
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has a GPU; JAX_PLATFORMS=cpu runs this test")
+    monkeypatch.delenv("JAX_KERNELS_INTERPRET", raising=False)

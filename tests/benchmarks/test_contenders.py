@@ -1,0 +1,175 @@
+"""The contenders: what cannot run says why, what is wrong is not timed, a backward runs no forward."""
+
+import importlib
+import sys
+import types
+
+import cases
+import contenders
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+def test_what_cannot_run_says_why(make_case, without_gpu):
+    given = make_case()
+    sets = cases.input_sets(given)[:1]
+    oracle = cases.Oracle(given, sets[0])
+    told = {name: contenders.build(name, given, sets, oracle) for name in contenders.PEERS}
+    assert set(told) == {"torch-cudnn", "torch-fa2", "torch-flex", "jax-cudnn", "jax-triton", "tokamax", "fa4"}
+    assert {c.status for c in told.values()} == {"unavailable"}
+    assert told["jax-cudnn"].reason == "it needs an NVIDIA GPU, and JAX runs on cpu"
+    assert [name for name, c in told.items() if c.framework == "torch"] == [
+        "torch-cudnn", "torch-fa2", "torch-flex", "fa4",
+    ]  # fmt: skip
+    mosaic = contenders.build("mosaic_gpu", given, sets, oracle)
+    assert mosaic.status == "unavailable"
+    assert "it needs an NVIDIA GPU, and this runs on CPU" in mosaic.reason
+
+
+def test_missing_modules_are_named(monkeypatch):
+    monkeypatch.setitem(contenders._NEEDS, "tokamax", ("no_such_module_here",))
+    assert contenders.unavailable("tokamax") == "the Python module no_such_module_here is not installed"
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
+def test_wrong_results_are_not_timed(mode, monkeypatch, make_case):
+    given = make_case(mode)
+    sets = cases.input_sets(given)[:1]
+    oracle = cases.Oracle(given, sets[0])
+    right = contenders.build("xla", given, sets, oracle)
+    assert (right.status, right.plan) == ("ok", "xla")
+    assert 1e-4 < right.error < 5e-3
+    honest = contenders._ours
+
+    def off(name, *arguments):
+        built = honest(name, *arguments)
+        return contenders.Built(lambda index: (*built.call(index)[:-1], built.call(index)[-1] * 1.03), built.plan)
+
+    monkeypatch.setattr(contenders, "_ours", off)
+    wrong = contenders.build("xla", given, sets, oracle)
+    assert (wrong.status, wrong.call) == ("wrong", None)
+    assert wrong.reason.startswith("relative error 0.03")
+    assert wrong.reason.endswith(", want at most 0.02")
+
+
+def test_nan_is_wrong(monkeypatch, make_case):
+    given = make_case()
+    sets = cases.input_sets(given)[:1]
+    poisoned = lambda *_: contenders.Built(lambda index: (sets[0].query * jnp.nan,), "")
+    monkeypatch.setattr(contenders, "_ours", poisoned)
+    assert contenders.build("xla", given, sets, cases.Oracle(given, sets[0])).status == "wrong"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_split_backward_runs_no_forward(causal, make_case):
+    given = make_case("bwd", causal)
+    sets = cases.input_sets(given)[:2]
+
+    def function(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="xla")
+
+    traced = []
+    monkeypatch = pytest.MonkeyPatch()
+    real = jax.jit
+    with monkeypatch.context() as patch:
+        patch.setattr(contenders.jax, "jit", lambda f, *a, **k: traced.append(real(f, *a, **k)) or traced[-1])
+        call = contenders.split_backward(function, sets)
+    _, backward = traced
+    _, vjp = real(lambda *qkv: jax.vjp(function, *qkv))(*sets[0].qkv)
+    program = str(backward.trace(jax.tree.leaves(vjp), sets[0].dout).jaxpr)
+    assert program.count("dot_general[") == 4  # a forward would add two
+    assert "= exp " not in program
+    both = str(jax.make_jaxpr(lambda do, *qkv: jax.vjp(function, *qkv)[1](do))(sets[0].dout, *sets[0].qkv))
+    assert both.count("dot_general[") == 6
+    assert "= exp " in both
+    for index in range(3):  # the sets rotate, each with its own residuals
+        inputs = sets[index % 2]
+        assert cases.Oracle(given, inputs).error(call(index)) < 1e-2
+    assert cases.Oracle(given, sets[0]).error(call(1)) > 0.5
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
+def test_jax_triton_keeps_its_fastest_variant(mode, monkeypatch, make_case):
+    monkeypatch.setattr(contenders, "_JAX_TRITON_FORWARD", ((64, 64, None, 2), (32, 64, 4, 2)))
+    monkeypatch.setattr(contenders, "_JAX_TRITON_BACKWARD", ((64, 64, 64, 64),))
+    with pytest.warns(DeprecationWarning, match="tokamax"):
+        module = importlib.reload(importlib.import_module("jax.experimental.pallas.ops.gpu.attention"))
+    mha = module.mha
+
+    def interpreted(*arguments, **named):  # by name it is called from its own forward rule
+        return mha(*arguments, **named) if named else mha(*arguments, None, True)
+
+    monkeypatch.setattr(module, "mha", interpreted)
+    given = make_case(mode, True, (1, 64, 2, 64, 2))
+    sets = cases.input_sets(given)[:1]
+    oracle = cases.Oracle(given, sets[0])
+    built = contenders._jax_triton(given, sets, oracle)
+    assert oracle.error(built.call(0)) < 1e-2
+    assert built.plan.startswith("mha num_warps=")
+    assert ("block_q_dkv=64" in built.plan) == (mode != "fwd")
+    with pytest.raises(NotImplementedError, match="no grouped heads"):
+        contenders._jax_triton(make_case(mode), sets, oracle)
+
+
+def test_fastest_passes_over_wrong_and_broken_variants(monkeypatch, make_case):
+    given = make_case()
+    sets = cases.input_sets(given)[:1]
+    oracle = cases.Oracle(given, sets[0])
+    function = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    right = lambda: contenders.from_function(function, given, sets, "right")
+    wrong = lambda: contenders.Built(lambda index: (sets[0].query,), "wrong")
+
+    def broken():
+        raise ValueError("does not compile")
+
+    label, built = contenders.fastest([("broken", broken), ("wrong", wrong), ("right", right)], oracle)
+    assert (label, built.plan) == ("right", "right")
+    with pytest.raises(ValueError, match="does not compile"):
+        contenders.fastest([("wrong", wrong), ("broken", broken)], oracle)
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd"])
+def test_tokamax_says_whether_it_is_tuned(mode, monkeypatch, make_case):
+    calls = []
+
+    def dot_product_attention(q, k, v, *, is_causal, implementation):
+        if implementation != "mosaic":
+            raise ValueError(f"Unknown implementation: {implementation}")
+        return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
+
+    def autotune(function, *arguments):
+        calls.append(len(arguments))
+        raise RuntimeError("no GPU to tune on")
+
+    fake = types.SimpleNamespace(dot_product_attention=dot_product_attention, autotune=autotune)
+    monkeypatch.setitem(sys.modules, "tokamax", fake)
+    given = make_case(mode)
+    sets = cases.input_sets(given)[:1]
+    built = contenders._tokamax(given, sets, cases.Oracle(given, sets[0]))
+    assert built.plan == "tokamax mosaic, not tuned: RuntimeError: no GPU to tune on"
+    assert set(calls) == {3 if mode == "fwd" else 4}
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_torch_modes(mode, heads_first, make_case):
+    torch_contenders = importlib.import_module("torch_contenders")
+    import torch
+
+    given = make_case(mode)
+    sets = cases.input_sets(given)[:2]
+    tensors = [tuple(torch_contenders._tensor(x, heads_first) for x in (*s.qkv, s.dout)) for s in sets]
+    assert tensors[0][0].shape == ((1, 4, 64, 16) if heads_first else (1, 64, 4, 16))
+    assert tensors[0][0].is_contiguous()
+
+    def function(q, k, v):
+        if not heads_first:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        out = sdpa(q, k, v, is_causal=True, enable_gqa=True)
+        return out if heads_first else out.transpose(1, 2)
+
+    call = torch_contenders.in_mode(function, mode, tensors, heads_first)
+    for index in range(3):
+        assert cases.Oracle(given, sets[index % 2]).error(call(index)) < 1e-2

@@ -1,0 +1,101 @@
+"""The search for block specs, on fake kernels and a host clock."""
+
+import json
+import types
+
+import cases
+import pytest
+import sweep_attention as sweep
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+def test_grids_hold_no_config_twice_and_fit(implementation, causal, head_dim):
+    from jax_kernels.pallas.block_specs import attention_row
+
+    row, _ = attention_row((9, 0), implementation, head_dim=head_dim, bits=16, is_causal=causal)
+    for direction, standing in (("fwd", row.forward), ("bwd", row.backward)):
+        grid = sweep.grid(implementation, direction, head_dim, causal)
+        assert grid[0] == standing
+        assert len(set(grid)) == len(grid) >= 4
+        assert {type(config) for config in grid} == {sweep.KERNELS[implementation, direction][1]}
+    if implementation == "mosaic_gpu":
+        used = [sweep.forward_sm90_bytes(c, head_dim) for c in sweep.grid(implementation, "fwd", head_dim, causal)]
+        assert max(used) <= 227 * 1024
+
+
+def test_sweep_arguments(capsys):
+    argv = ["--output", "x.json", "--head-dim", "64", "--configs", "2,128,3;3,128,2,True,False"]
+    args = sweep.arguments(argv)
+    assert args.case == cases.Case(2, 8192, 32, 64, 32, "bf16", False, "fwd")
+    assert args.configs == [
+        sweep.AttentionForwardSm90(2, 128, 3),
+        sweep.AttentionForwardSm90(3, 128, 2, share_q_out=True, take_turns=False),
+    ]
+    with pytest.raises(SystemExit):
+        sweep.arguments(["--output", "x.json", "--configs", "7,128,3"])
+    assert "compute_warpgroups=7 must be 2 or 3" in capsys.readouterr().err
+
+
+def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):
+    """A right config, a wrong one and a broken one; the kernel is the reference in their place."""
+
+    def kernel(q, k, v, kv_lengths, q_offset, *, config, core_count, interpret, **options):
+        assert (kv_lengths, q_offset, core_count) == (None, 0, 1)
+        if config.block_q == 32:
+            raise ValueError("does not fit\nin any way")
+        out, lse = sweep.reference.forward(q, k, v, None, None, 0, **options)
+        return (out * 2 if config.block_q == 16 else out), lse
+
+    monkeypatch.setitem(sweep.KERNELS, ("triton", "fwd"), (kernel, sweep.AttentionForwardTriton))
+    monkeypatch.setattr(sweep, "prepare_process", lambda: None)
+    output = tmp_path / "sweep.json"
+    argv = [
+        "--implementation", "triton", "--shape", "1,64,2,16", "--causal", "yes", "--timer", "host", "--seconds", "0.01",
+        "--configs", "64,64,4,2;32,32,4,2;16,16,4,2;128,64,4,2", "--rounds", "2", "--control-every", "2",
+        "--worker-until", str(sweep.time.time() + 60), "--output", str(output),
+    ]  # fmt: skip
+    assert sweep.main(argv) == 0
+    results = json.loads(output.read_text())
+    assert [row["status"] for row in results["rows"]] == ["ok", "failed", "wrong", "ok"]
+    assert results["rows"][1]["reason"] == "ValueError: does not fit"
+    assert results["rows"][2]["error"] == pytest.approx(1, abs=0.01)
+    assert results["rows"][0]["fields"] == {"block_q": 64, "block_kv": 64, "num_warps": 4, "num_stages": 2}
+    assert len(results["control"]) == 2
+    assert [entry["name"][:6] for entry in results["finals"]] == ["xla", "Attent", "Attent"]
+    assert results["finals"][0]["ratio"] == 1
+    capsys.readouterr()
+    assert sweep.main(argv) == 0  # what the file holds is not tried again
+    assert len(json.loads(output.read_text())["rows"]) == 4
+
+
+@pytest.mark.timeout(300)
+def test_a_config_that_does_not_return_is_left_behind(tmp_path, run_script):
+    output = tmp_path / "sweep.json"
+    done = run_script(
+        "sweep_attention.py", "--implementation", "triton", "--shape", "1,64,2,16", "--timer", "host",
+        "--configs", "32,32,4,1;64,32,4,1", "--limit", "0.0001", "--budget", "120", "--output", str(output),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["status"] for row in rows] == ["timeout", "timeout"]
+    assert rows[0]["reason"] == "it did not come back within 0 s"
+
+
+def test_a_config_that_crashes_its_process_is_not_tried_again(tmp_path, monkeypatch):
+    """The process is a stand-in, which dies within the first config, then within the set-up of the next one."""
+    output, statuses = tmp_path / "sweep.json", []
+
+    def process(command, check, timeout):
+        assert command[-2] == "--worker-until"
+        assert timeout <= 30
+        if not statuses:
+            output.write_text(json.dumps({"rows": [{"config": "a", "status": "crashed"}]}))
+        statuses.append(-6)
+        return types.SimpleNamespace(returncode=-6)
+
+    monkeypatch.setattr(sweep, "prepare_process", lambda: None)
+    monkeypatch.setattr(sweep.subprocess, "run", process)
+    assert sweep.main(["--output", str(output), "--budget", "30"]) == 6
+    assert len(statuses) == 2

@@ -1,0 +1,184 @@
+"""The timers and the alternation, with fake timers and a fake CUPTI."""
+
+import ctypes
+
+import device_activity
+import pytest
+import timing
+
+
+class FakeTimer:
+    """Says what it was asked, and takes as long as it is told."""
+
+    def __init__(self, ms, launches=None):
+        self.ms, self.launches, self.turns = ms, launches, []
+
+    def __call__(self, call, calls, framework):
+        name = call(0)
+        self.turns.append((name, calls, framework))
+        if name == "broken" and len(self.turns) > 3:
+            raise RuntimeError("out of luck\nand more")
+        return timing.Reading(self.ms[name], {}, self.launches)
+
+
+def named(name, framework="jax"):
+    made = timing.Contender(name, framework, call=lambda index: name)
+    made.reading = timing.Reading(1.0)
+    return made
+
+
+def test_contenders_take_turns():
+    timer = FakeTimer({"a": 1.0, "b": 2.0, "c": 4.0})
+    made = [named("a"), named("b", "torch"), named("c")]
+    timing.alternate(made, timer, rounds=3, seconds=0.02)
+    assert [turn[0] for turn in timer.turns] == ["a", "b", "c"] * 3
+    assert [turn[2] for turn in timer.turns[:3]] == ["jax", "torch", "jax"]
+    # Every turn is 20 ms long once the first round has told how long a call takes.
+    assert [turn[1] for turn in timer.turns[3:6]] == [20, 10, 5]
+    assert made[1].times == [2.0, 2.0, 2.0]
+
+
+def test_a_failing_contender_ends_nothing():
+    timer = FakeTimer({"a": 1.0, "broken": 2.0, "c": 4.0})
+    made, said = [named("a"), named("broken"), named("c")], []
+    timing.alternate(made, timer, rounds=3, seconds=0.02, say=said.append)
+    assert [turn[0] for turn in timer.turns] == ["a", "broken", "c", "a", "broken", "c", "a", "c"]
+    assert (made[1].status, made[1].reason) == ("failed", "RuntimeError: out of luck")
+    assert said[0] == "  broken: failed: RuntimeError: out of luck"
+    assert made[0].times == [1.0] * 3
+
+
+def test_a_spent_budget_skips(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(timing.time, "monotonic", lambda: next(clock))
+    made, said = [named("a"), named("b"), named("c")], []
+    timing.alternate(made, FakeTimer(dict.fromkeys("abc", 1.0)), rounds=3, seconds=0.5, deadline=2, say=said.append)
+    assert [c.status for c in made] == ["ok", "ok", "skipped"]
+    assert made[2].reason == "the time budget was spent before its first turn"
+    assert said == ["  the time budget is spent: stopped in round 1 of 3"]
+
+
+def test_an_odd_count_of_launches_is_noted():
+    made = named("a")
+    timing.alternate([made], FakeTimer({"a": 1.0}, launches=2.5), rounds=1, seconds=0.01)
+    assert made.note == "2.50 device activities a call: not a whole number"
+
+
+def test_timers_without_a_gpu(without_gpu):
+    assert timing.make_timer("host") is timing.host_timer
+    for name in ("cupti", "events", "profilers"):
+        with pytest.raises(RuntimeError, match=f"timer='{name}' reads a GPU, and JAX runs on cpu"):
+            timing.make_timer(name)
+    with pytest.raises(ValueError, match="timer: got 'sundial'"):
+        timing.make_timer("sundial")
+
+
+def test_profiler_sums_all_activities_of_a_call():
+    reading = timing.summed([("kernel", 1.0), ("memset", 0.25)] * 4, 4)
+    assert (reading.ms, reading.launches) == (1.25, 2.0)
+    assert reading.kernels == {"kernel": 1.0, "memset": 0.25}
+    with pytest.raises(RuntimeError, match="no device activity"):
+        timing.summed([], 4)
+
+
+class FakeCupti:
+    """Hands each queued record to the library's own callbacks, laid out as in cupti_activity.h."""
+
+    def __init__(self):
+        self.waiting, self.enabled, self.dropped, self.result = [], [], 0, 0
+        self.names = []
+
+    def add(self, kind, start, end, name=b""):
+        record = ctypes.create_string_buffer(b"\xee" * 160, 160)
+        ctypes.c_uint32.from_buffer(record, 0).value = kind
+        ctypes.c_uint64.from_buffer(record, 16).value = start
+        ctypes.c_uint64.from_buffer(record, 24).value = end
+        if name:
+            self.names.append(ctypes.create_string_buffer(name))
+            ctypes.c_uint64.from_buffer(record, 104).value = ctypes.addressof(self.names[-1])
+        self.waiting.append(bytes(record))
+
+    def cuptiActivityRegisterCallbacks(self, requested, completed):
+        self.requested, self.completed = requested, completed
+        return self.result
+
+    def cuptiActivityEnable(self, kind):
+        self.enabled.append(kind.value)
+        return 0
+
+    def cuptiActivityDisable(self, kind):
+        self.enabled.remove(kind.value)
+        return 0
+
+    def cuptiGetResultString(self, result, words):
+        words._obj.value = b"CUPTI_ERROR_NOT_INITIALIZED"
+
+    def cuptiActivityGetNumDroppedRecords(self, context, stream, dropped):
+        dropped._obj.value = self.dropped
+        return 0
+
+    def cuptiActivityFlushAll(self, flag):
+        assert flag.value == 1
+        if self.waiting:
+            buffer = ctypes.POINTER(ctypes.c_uint8)()
+            size, most = ctypes.c_size_t(), ctypes.c_size_t(7)
+            self.requested(ctypes.pointer(buffer), ctypes.pointer(size), ctypes.pointer(most))
+            self.start = ctypes.addressof(buffer.contents)
+            assert (self.start % 8, most.value) == (0, 0)
+            content = b"".join(self.waiting)
+            assert size.value >= len(content)
+            ctypes.memmove(buffer, content, len(content))
+            self.waiting = []
+            self.completed(None, 0, buffer, size, len(content))
+        return 0
+
+    def cuptiActivityGetNextRecord(self, buffer, valid, record):
+        following = record._obj.value + 160 if record._obj.value else self.start
+        if following >= self.start + valid.value:
+            return 12
+        record._obj.value = following
+        return 0
+
+
+def test_cupti_counts_kernels_memsets_and_copies():
+    cupti = FakeCupti()
+    timer = device_activity.DeviceActivity(cupti)
+    assert cupti.enabled == [10, 2, 1]
+    cupti.add(10, 1, 10**9, b"before")  # what ran before the turn does not count
+
+    def call(index):
+        start = (index + 1) * 10_000_000
+        cupti.add(2, start, start + 500_000)
+        cupti.add(10, start + 500_000, start + 2_000_000, b"attention")
+        cupti.add(1, start + 1_500_000, start + 2_250_000)  # overlaps the kernel by 0.5 ms
+        cupti.add(22, start, start + 9_000_000)  # of no kind that was asked for
+        return ()
+
+    reading = timer(call, 4, "jax")
+    assert reading.ms == pytest.approx(2.25)
+    assert reading.kernels == pytest.approx({"[memset]": 0.5, "attention": 1.5, "[copy]": 0.75})
+    assert reading.launches == 3
+    assert timer._lent == {}
+    timer.close()
+    assert cupti.enabled == []
+
+
+def test_cupti_trouble_is_told():
+    cupti = FakeCupti()
+    timer = device_activity.DeviceActivity(cupti)
+    with pytest.raises(RuntimeError, match="CUPTI saw no device activity"):
+        timer(lambda index: (), 3, "jax")
+    with pytest.raises(RuntimeError, match="had not finished"):
+        timer(lambda index: cupti.add(10, 5, 0, b"late") or (), 3, "jax")
+    cupti.dropped = 2
+    with pytest.raises(RuntimeError, match="dropped 2 records"):
+        timer(lambda index: cupti.add(10, 5, 6, b"k") or (), 3, "jax")
+    broken = FakeCupti()
+    broken.result = 15
+    with pytest.raises(RuntimeError, match=r"cuptiActivityRegisterCallbacks: CUPTI_ERROR_NOT_INITIALIZED \(15\)"):
+        device_activity.DeviceActivity(broken)
+
+
+def test_busy_time_is_a_union():
+    assert device_activity.busy([(0, 10), (2, 5), (8, 12), (20, 25)]) == 17
+    assert device_activity.busy([]) == 0

@@ -1,0 +1,49 @@
+"""What the bridge's tests share: attention in float64, in plain PyTorch."""
+
+import math
+
+import pytest
+import torch
+
+
+def attention(query, key, value, *, mask=None, is_causal=False, kv_lengths=None, q_offset=0, scale=None):
+    """(out [B, T, H, Dv], lse [B, H, T]) in float64, differentiable, of tensors in flash_attention's layout."""
+    query, key, value = query.double(), key.double(), value.double()
+    group = query.shape[2] // key.shape[2]
+    key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scores = torch.einsum("bthd,bshd->bhts", query, key) * scale
+    keep = torch.ones_like(scores, dtype=torch.bool)
+    columns = torch.arange(key.shape[1], device=query.device)
+    if is_causal:
+        offset = torch.as_tensor(q_offset, device=query.device).reshape(-1, 1)
+        rows = offset + torch.arange(query.shape[1], device=query.device)
+        keep = keep & (rows[:, None, :, None] >= columns)
+    if kv_lengths is not None:
+        keep = keep & (columns < kv_lengths[:, None, None, None])
+    if mask is not None:
+        keep = keep & mask
+    dead = ~keep.any(-1)
+    scores = scores.masked_fill(~keep, -math.inf)
+    lse = torch.logsumexp(torch.where(dead[..., None], torch.zeros_like(scores), scores), dim=-1)
+    lse = lse.masked_fill(dead, -math.inf)
+    weights = torch.exp(scores - lse.masked_fill(dead, 0.0)[..., None])
+    return torch.einsum("bhts,bshd->bthd", weights, value), lse
+
+
+@pytest.fixture
+def reference():
+    return attention
+
+
+@pytest.fixture
+def make_qkv():
+    """Random query, key and value that require a gradient."""
+
+    def make(batch=2, length=24, heads=4, head_dim=16, *, kv_length=None, kv_heads=None, dtype=torch.float32, **place):
+        generator = torch.Generator().manual_seed(length * 1000 + head_dim)
+        kv_shape = (batch, kv_length or length, kv_heads or heads, head_dim)
+        shapes = ((batch, length, heads, head_dim), kv_shape, kv_shape)
+        return [torch.randn(shape, generator=generator).to(dtype=dtype, **place).requires_grad_() for shape in shapes]
+
+    return make

@@ -1,0 +1,234 @@
+"""flash_attention and scaled_dot_product_attention on CPU tensors: numbers, gradients, errors."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from jax_kernels import bridge
+
+CASES = {
+    "plain": ({}, {}),
+    "causal, odd lengths": ({"length": 17, "kv_length": 29}, {"is_causal": True, "q_offset": 12}),
+    "grouped heads": ({"kv_heads": 2}, {"is_causal": True}),
+    "one kv head, head_dim 5": ({"kv_heads": 1, "head_dim": 5}, {}),
+    "scale": ({}, {"scale": -0.3}),
+    "mask": ({"length": 9}, {"mask": torch.arange(9)[:, None] % 3 != torch.arange(9) % 3}),
+    "rows without keys": ({"length": 8}, {"mask": torch.arange(8)[:, None].expand(8, 8) > 2}),
+    "kv_lengths": ({}, {"kv_lengths": torch.tensor([5, 24], dtype=torch.int32)}),
+    "q_offset per entry": ({}, {"is_causal": True, "q_offset": torch.tensor([-3, 7], dtype=torch.int32)}),
+}
+
+
+def gradients(results, inputs, cotangents):
+    """Gradients in the order of inputs, of results weighted by cotangents."""
+    total = sum((r.double() * c).sum() for r, c in zip(results, cotangents, strict=True))
+    return torch.autograd.grad(total, inputs)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers(case, make_qkv, reference):
+    shape, options = CASES[case]
+    inputs = make_qkv(**shape)
+    out, lse = bridge.flash_attention(*inputs, return_lse=True, implementation="xla", **options)
+    want_out, want_lse = reference(*inputs, **options)
+    assert out.dtype == lse.dtype == torch.float32
+    assert out.shape == want_out.shape
+    torch.testing.assert_close(out.double(), want_out, atol=3e-6, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=3e-6, rtol=0)
+    without_lse = bridge.flash_attention(*(x.detach() for x in inputs), **options)
+    torch.testing.assert_close(without_lse, out.detach(), atol=1e-6, rtol=0)
+
+    alive = lse.detach() > -torch.inf
+    cotangents = torch.randn(out.shape, dtype=torch.float64), torch.randn(lse.shape, dtype=torch.float64) * alive
+    finite = lambda x: torch.where(alive, x, torch.zeros_like(x))
+    got = gradients((out, finite(lse)), inputs, cotangents)
+    want = gradients((want_out, finite(want_lse)), inputs, cotangents)
+    for name, ours, theirs in zip("qkv", got, want, strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(
+            ours.double(), theirs.double(), atol=2e-5, rtol=0, msg=lambda m, n=name: f"d{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_errors_are_no_larger_than_pytorchs(dtype, make_qkv, reference):
+    inputs = make_qkv(length=64, dtype=dtype)
+    cotangent = torch.randn(inputs[0].shape, dtype=torch.float64)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    exact_out, _ = reference(*exact, is_causal=True)
+    want = (exact_out, *gradients((exact_out,), exact, (cotangent,)))
+
+    ours = bridge.flash_attention(*inputs, is_causal=True)
+    theirs = functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in inputs), is_causal=True)
+    theirs = theirs.transpose(1, 2)
+    assert ours.dtype == dtype
+    for name, a, b, c in zip(
+        ("out", "dq", "dk", "dv"),
+        (ours, *gradients((ours,), inputs, (cotangent,))),
+        (theirs, *gradients((theirs,), inputs, (cotangent,))),
+        want,
+        strict=True,
+    ):
+        error, bound = ((x.double() - c).norm() for x in (a, b))
+        assert error <= 1.1 * bound, name
+
+
+@pytest.mark.parametrize("needed", list(itertools.product([True, False], repeat=3))[:-1], ids=str)
+def test_only_the_asked_gradients(needed, make_qkv, reference):
+    inputs = [x.detach().requires_grad_(n) for x, n in zip(make_qkv(), needed, strict=True)]
+    bridge.flash_attention(*inputs).square().sum().backward()
+    got = [x.grad for x in inputs]
+    assert [x is not None for x in got] == list(needed)
+    asked = [x for x in inputs if x.requires_grad]
+    want = torch.autograd.grad(reference(*inputs)[0].square().sum(), asked)
+    for ours, theirs in zip((x for x in got if x is not None), want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_gradient_through_lse_alone(make_qkv, reference):
+    inputs = make_qkv()
+    _, lse = bridge.flash_attention(*inputs, return_lse=True)
+    got = torch.autograd.grad(lse.square().sum(), inputs)
+    want = torch.autograd.grad(reference(*inputs)[1].square().sum(), inputs[:2])
+    for ours, theirs in zip(got[:2], want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    assert torch.count_nonzero(got[2]) == 0
+
+
+def test_no_gradient_is_tracked_where_none_is_asked(make_qkv):
+    inputs = make_qkv()
+    with torch.no_grad():
+        assert not bridge.flash_attention(*inputs).requires_grad
+    assert not bridge.flash_attention(*(x.detach() for x in inputs)).requires_grad
+    assert bridge.flash_attention(*inputs).requires_grad
+
+
+def test_strided_inputs_and_cotangents(make_qkv, reference):
+    joint = torch.randn(2, 24, 3, 4, 16, requires_grad=True)
+    out = bridge.flash_attention(*joint.unbind(2), is_causal=True)
+    want, _ = reference(*joint.unbind(2), is_causal=True)
+    torch.testing.assert_close(out.double(), want, atol=3e-6, rtol=0)
+    # A sum's cotangent has stride 0.
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sum(), joint)[0], torch.autograd.grad(want.sum(), joint)[0], atol=1e-5, rtol=0
+    )
+
+
+def test_inputs_may_change_after_the_call(make_qkv):
+    inputs = [x.detach() for x in make_qkv()]
+    want = bridge.flash_attention(*(x.clone() for x in inputs))
+    out = bridge.flash_attention(*inputs)
+    for x in inputs:
+        x.zero_()
+    torch.testing.assert_close(out, want, atol=0, rtol=0)
+
+
+def test_autocast(make_qkv):
+    inputs = make_qkv()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = bridge.flash_attention(*inputs)
+    assert out.dtype == torch.bfloat16
+    want = bridge.flash_attention(*(x.detach().bfloat16() for x in inputs))
+    torch.testing.assert_close(out.detach(), want, atol=0, rtol=0)
+    assert {x.dtype for x in torch.autograd.grad(out.sum(), inputs)} == {torch.float32}
+
+
+def test_deterministic_follows_torch(monkeypatch, make_qkv):
+    seen = []
+    inference = bridge.attention._inference_op
+    monkeypatch.setattr(bridge.attention, "_inference_op", lambda *args: seen.append(args[10]) or inference(*args))
+    inputs = [x.detach() for x in make_qkv()]
+    bridge.flash_attention(*inputs)
+    torch.use_deterministic_algorithms(True)
+    try:
+        bridge.flash_attention(*inputs)
+        bridge.flash_attention(*inputs, deterministic=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [None, True, False]
+
+
+ZEROS = torch.zeros(2, 8, 4, 16)
+INT32, INT64 = torch.ones(2, dtype=torch.int32), torch.ones(2, dtype=torch.int64)
+ERRORS = [
+    ((ZEROS.numpy(), ZEROS, ZEROS), {}, TypeError, r"^query: got numpy\.ndarray, want a torch\.Tensor"),
+    ((ZEROS, ZEROS, None), {}, TypeError, r"^value: got builtins\.NoneType, want a torch\.Tensor"),
+    ((ZEROS.double(),) * 3, {}, TypeError, r"^query: got dtype torch\.float64, want .*query\.to\(torch\.float32\)"),
+    ((ZEROS, ZEROS.long(), ZEROS), {}, TypeError, r"^key: got dtype torch\.int64, want .*key\.to\(torch\.float32\)"),
+    ((ZEROS, ZEROS.half(), ZEROS), {}, TypeError, "^key: got dtype float16, want query's dtype float32"),
+    ((ZEROS, ZEROS.to("meta"), ZEROS), {}, ValueError, "^key: got a tensor on meta, want one on a CPU or a CUDA"),
+    ((ZEROS.to_sparse(), ZEROS, ZEROS), {}, ValueError, r"^query: got layout torch\.sparse_coo, want a dense"),
+    ((ZEROS[0], ZEROS, ZEROS), {}, ValueError, r"^query: got shape \(8, 4, 16\), want 4 axes"),
+    ((ZEROS, ZEROS[:, :, :3], ZEROS[:, :, :3]), {}, ValueError, "^key: got 3 heads, want a divisor of query's 4"),
+    ((ZEROS, ZEROS[..., :8], ZEROS), {}, ValueError, "^key: got head_dim 8, want query's head_dim 16"),
+    ((ZEROS,) * 3, {"mask": torch.zeros(8, 8)}, TypeError, r"^mask: got dtype torch\.float32, want torch\.bool"),
+    ((ZEROS,) * 3, {"mask": torch.ones(8, 7).bool()}, ValueError, r"^mask: got shape \(8, 7\), want a shape broadcast"),
+    ((ZEROS,) * 3, {"kv_lengths": INT64}, TypeError, r"^kv_lengths: got dtype torch\.int64, want torch\.int32; cast"),
+    ((ZEROS,) * 3, {"kv_lengths": [3, 4]}, TypeError, r"^kv_lengths: got builtins\.list, want a torch\.Tensor"),
+    ((ZEROS,) * 3, {"kv_lengths": INT32[:1]}, ValueError, r"^kv_lengths: got shape \(1,\), want \[batch\]"),
+    ((ZEROS,) * 3, {"q_offset": INT64}, TypeError, r"^q_offset: got dtype torch\.int64, want torch\.int32; cast"),
+    ((ZEROS,) * 3, {"q_offset": 1.5}, TypeError, "^q_offset: got float, want an int or an int32 tensor"),
+    ((ZEROS,) * 3, {"is_causal": 1}, TypeError, "^is_causal: got int, want a bool"),
+    ((ZEROS,) * 3, {"deterministic": 1}, TypeError, "^deterministic: got int, want True, False or None"),
+    ((ZEROS,) * 3, {"scale": torch.tensor(1.0)}, TypeError, "^scale: got Tensor, want a number"),
+    ((ZEROS,) * 3, {"scale": float("nan")}, ValueError, "^scale: got nan, want a finite number"),
+    ((ZEROS,) * 3, {"precision": "fp8"}, ValueError, "^precision: got 'fp8', want"),
+    ((ZEROS,) * 3, {"implementation": 3}, TypeError, "^implementation: got int, want a name or None"),
+    ((ZEROS,) * 3, {"implementation": "fast"}, ValueError, "^implementation='fast' is not known"),
+    ((ZEROS,) * 3, {"implementation": "mosaic_gpu"}, NotImplementedError, "'mosaic_gpu' cannot serve this"),
+]
+
+
+@pytest.mark.parametrize(("args", "options", "error", "message"), ERRORS, ids=[case[3] for case in ERRORS])
+def test_errors(args, options, error, message):
+    with pytest.raises(error, match=message):
+        bridge.flash_attention(*args, **options)
+
+
+@pytest.mark.parametrize("name", ["bias", "window", "segment_ids", "score_mod", "sinks", "softcap"])
+def test_arguments_that_are_not_served(name):
+    with pytest.raises(NotImplementedError, match=f"^{name}: not served yet"):
+        bridge.flash_attention(ZEROS, ZEROS, ZEROS, **{name: 3})
+
+
+SDPA = {
+    "plain": ((2, 4, 24, 16), (2, 4, 24, 16), {}),
+    "causal, odd lengths": ((2, 4, 17, 16), (2, 4, 29, 16), {"is_causal": True}),
+    "grouped heads": ((2, 4, 24, 16), (2, 2, 24, 16), {"enable_gqa": True, "is_causal": True}),
+    "mask of two axes": ((2, 4, 9, 8), (2, 4, 11, 8), {"attn_mask": torch.rand(9, 11) > 0.4}),
+    "mask for each entry": ((2, 4, 9, 8), (2, 4, 11, 8), {"attn_mask": torch.rand(2, 1, 1, 11) > 0.4, "scale": 0.2}),
+    "rows without keys": ((1, 2, 4, 8), (1, 2, 4, 8), {"attn_mask": torch.arange(4)[:, None].expand(4, 4) > 1}),
+}
+
+
+@pytest.mark.parametrize("case", SDPA)
+def test_scaled_dot_product_attention_is_pytorchs(case):
+    q_shape, kv_shape, options = SDPA[case]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in (q_shape, kv_shape, kv_shape)]
+    results = [
+        f(*inputs, **options) for f in (bridge.scaled_dot_product_attention, functional.scaled_dot_product_attention)
+    ]
+    torch.testing.assert_close(*results, atol=3e-6, rtol=0)
+    cotangent = torch.randn_like(results[0])
+    for ours, theirs in zip(*(torch.autograd.grad(r, inputs, cotangent) for r in results), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+HEADS = torch.zeros(1, 4, 8, 16)
+SDPA_ERRORS = [
+    ({"dropout_p": 0.1}, NotImplementedError, r"^dropout_p: got 0\.1, want 0"),
+    ({"attn_mask": torch.zeros(8, 8)}, NotImplementedError, r"^attn_mask: got dtype torch\.float32, want torch\.bool"),
+    ({"attn_mask": torch.zeros(8, 8).int()}, TypeError, r"^attn_mask: got dtype torch\.int32, want torch\.bool"),
+    ({"attn_mask": torch.ones(8, 8).bool(), "is_causal": True}, ValueError, "^attn_mask, is_causal: got both"),
+    ({"key": HEADS[:, :2], "value": HEADS[:, :2]}, ValueError, "^query, key, value: got 4, 2 and 2 heads"),
+    ({"query": HEADS[0]}, ValueError, r"^query: got shape \(4, 8, 16\), want 4 axes \[batch, heads, length"),
+    ({"query": 3}, TypeError, r"^query: got builtins\.int, want a torch\.Tensor"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), SDPA_ERRORS, ids=[case[2] for case in SDPA_ERRORS])
+def test_scaled_dot_product_attention_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        bridge.scaled_dot_product_attention(**{"query": HEADS, "key": HEADS, "value": HEADS, **options})

@@ -1,0 +1,192 @@
+"""What crosses between PyTorch and JAX, and in which form."""
+
+import time
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jax_kernels import bridge
+from jax_kernels.bridge import dlpack
+
+CPU = torch.device("cpu")
+NARROW = [
+    *(torch.bfloat16, torch.float16, torch.float32, torch.bool, torch.int8, torch.int16, torch.int32),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
+]
+
+
+def values(array):
+    """The array's values as a tensor that owns its memory."""
+    return dlpack.export_arrays([array], CPU)[0]
+
+
+@pytest.fixture(params=["private", "public"])
+def route(request, monkeypatch):
+    if request.param == "public":
+        monkeypatch.setattr(dlpack, "_PRIVATE", None)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_dtypes_cross_without_a_copy(dtype, route):
+    tensor = torch.arange(256, dtype=torch.uint8).remainder(2 if dtype == torch.bool else 100).repeat(8).view(dtype)
+    dlpack.check_dtype("x", dtype)
+    (array,), owners = dlpack.import_tensors([tensor], CPU)
+    assert array.unsafe_buffer_pointer() == tensor.data_ptr() == owners[0].data_ptr()
+    assert array.dtype == dlpack.jax_dtype(dtype)
+    (back,) = dlpack.export_arrays([array], CPU)
+    assert back.dtype == dtype
+    assert back.data_ptr() != tensor.data_ptr()
+    assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrow"),
+    [("float64", "float32"), ("int64", "int32"), ("uint64", "uint32"), ("complex128", "complex64")],
+)
+def test_64_bit_dtypes_are_refused(dtype, narrow):
+    with pytest.raises(TypeError, match=rf"^x: got dtype torch\.{dtype}, which JAX narrows .* \.to\(torch\.{narrow}\)"):
+        dlpack.check_dtype("x", getattr(torch, dtype))
+
+
+def test_64_bit_dtypes_are_taken_where_jax_has_them():
+    double = bridge.from_jax(lambda x: x * 2)
+    with jax.enable_x64(True):
+        assert double(torch.tensor([2**40])).tolist() == [2**41]
+    with pytest.raises(TypeError, match=r"tensor argument 0: got dtype torch\.int64"):
+        double(torch.tensor([2**40]))
+
+
+def test_dtypes_unknown_to_either_side_are_refused():
+    with pytest.raises(TypeError, match=r"x: got dtype torch\.complex32, which JAX does not take"):
+        dlpack.check_dtype("x", torch.complex32)
+    with pytest.raises(TypeError, match="out: got dtype int4, which PyTorch does not take"):
+        dlpack.torch_dtype("out", jnp.dtype("int4"))
+
+
+TENSORS = {
+    "transposed": lambda: torch.randn(64, 32).T,
+    "permuted": lambda: torch.randn(2, 8, 4, 16).transpose(1, 2),
+    "sliced": lambda: torch.randn(64, 32)[:, :16],
+    "strided": lambda: torch.randn(64)[::2],
+    "stride 0": lambda: torch.randn(1, 64).expand(32, 64),
+    "chunk of a joint projection": lambda: torch.randn(8, 96).chunk(3, -1)[1],
+    "misaligned": lambda: torch.randn(65)[1:],
+    "0-d": lambda: torch.tensor(3.5),
+    "empty": lambda: torch.zeros(0, 4),
+    "requires_grad": lambda: torch.randn(64, requires_grad=True),
+    "parameter": lambda: torch.nn.Parameter(torch.randn(64)),
+    "conjugate bit": lambda: torch.randn(64, dtype=torch.complex64).conj(),
+    "negative bit": lambda: torch._neg_view(torch.randn(64)),
+    "both bits": lambda: torch.randn(64, dtype=torch.complex64).conj().imag,
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_every_form_arrives_with_its_values(case, route):
+    tensor = TENSORS[case]()
+    (array,), _ = dlpack.import_tensors([tensor], CPU)
+    assert array.shape == tuple(tensor.shape)
+    want = tensor.detach().resolve_conj().resolve_neg()
+    assert np.array_equal(np.asarray(array), want.numpy())
+    assert torch.equal(values(array), want)
+    # Through a jitted function too, which is where XLA would read a wrong layout.
+    assert torch.equal(values(jax.jit(lambda x: -x)(array)), -want)
+
+
+def test_outputs_are_owned_by_torch():
+    array = jnp.arange(64.0)
+    first, second = dlpack.export_arrays([array, array], CPU)
+    first += 1
+    assert np.asarray(array).tolist() == second.tolist() == list(range(64))
+
+
+def test_lent_tensors_come_back():
+    tensors = [torch.randn(2, 16, 4, 32, requires_grad=True) for _ in range(3)]
+    bridge.flash_attention(*tensors).sum().backward()
+    deadline = time.monotonic() + 10
+    while dlpack._LENT and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(dlpack._LENT) == 0
+
+
+def test_devices():
+    assert dlpack.jax_device(CPU).platform == "cpu"
+    with pytest.raises(ValueError, match="got a tensor on meta, want one on a CPU or a CUDA device"):
+        dlpack.jax_device(torch.device("meta"))
+
+
+def test_a_device_that_jax_lacks(monkeypatch):
+    def local_devices(backend):
+        if backend == "cuda":
+            raise RuntimeError("no such backend")
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    with pytest.raises(
+        RuntimeError, match=r"got a tensor on cuda:9, but JAX has no cuda backend \(install jax\[cuda13\]"
+    ):
+        dlpack.jax_device(torch.device("cuda", 9))
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [types.SimpleNamespace(local_hardware_id=0)])
+    with pytest.raises(RuntimeError, match="got a tensor on cuda:9, but JAX sees only"):
+        dlpack.jax_device(torch.device("cuda", 9))
+
+
+class Event:
+    """A CUDA event that has passed when a test says so."""
+
+    made: list["Event"]
+
+    def __init__(self):
+        self.passed = False
+        Event.made.append(self)
+
+    def record(self, stream):
+        pass
+
+    def query(self):
+        return self.passed
+
+    def synchronize(self):
+        self.passed = True
+
+
+@pytest.fixture
+def held(monkeypatch):
+    Event.made = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(dlpack, "_memory_to_hold", lambda index: 1000)
+    return dlpack._Held()
+
+
+def sizes(held):
+    return {key[1]: [entry.size for entry in queue] for key, queue in held._queues.items()}
+
+
+def test_memory_is_held_until_its_copy_has_run(held):
+    stream = types.SimpleNamespace(device_index=0, cuda_stream=7)
+    other = types.SimpleNamespace(device_index=0, cuda_stream=8)
+    held.hold(stream, [torch.zeros(25)])
+    held.hold(other, [torch.zeros(50)])
+    held.hold(stream, [torch.zeros(5)])
+    assert sizes(held) == {7: [100, 20], 8: [200]}
+    Event.made[0].passed = True
+    held.hold(other, [torch.zeros(1)])
+    assert sizes(held) == {7: [20], 8: [200, 4]}
+    assert held._sizes[0] == 224
+    held.clear()
+    assert all(event.passed for event in Event.made)
+    assert not held._queues
+
+
+def test_the_host_waits_when_too_much_is_held(held):
+    stream = types.SimpleNamespace(device_index=0, cuda_stream=7)
+    for _ in range(4):
+        held.hold(stream, [torch.zeros(100)])  # 400 bytes of the 1000 allowed
+    assert [event.passed for event in Event.made] == [True, True, False, False]
+    held.hold(stream, [torch.zeros(1000)])  # a call's own memory is never waited for
+    assert [event.passed for event in Event.made] == [True, True, True, True, False]
+    assert sizes(held) == {7: [4000]}

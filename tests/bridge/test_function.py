@@ -1,0 +1,219 @@
+"""from_jax: any JAX function as a PyTorch function."""
+
+import gc
+import typing
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from jax_kernels import bridge, flash_attention
+from jax_kernels.bridge import function as module
+
+
+def in_jax(tree, *, power, name="unused", flag=True):
+    x, (y, index) = tree["x"], tree["pair"]
+    return {"a": jnp.sin(x) * power * y, "b": [x @ x.T, index + 1], "none": None, "exp": jnp.exp(y)}
+
+
+def in_torch(tree, *, power, name="unused", flag=True):
+    x, (y, index) = tree["x"], tree["pair"]
+    return {"a": torch.sin(x) * power * y, "b": [x @ x.T, index + 1], "none": None, "exp": torch.exp(y)}
+
+
+bridged = bridge.from_jax(in_jax)
+
+
+def loss(function, x, y, index, power=2.0):
+    results = function({"x": x, "pair": (y, index)}, power=power, flag=False)
+    assert list(results) == ["a", "b", "none", "exp"]
+    assert results["none"] is None
+    return results["a"].sum() + results["b"][0].square().sum() + (results["exp"] * 3).sum(), results["b"][1]
+
+
+def make(size=5):
+    x, y = (torch.randn(size, size, requires_grad=True) for _ in range(2))
+    return x, y, torch.arange(size, dtype=torch.int32)
+
+
+def compare(function, x, y, index, *rest):
+    results = []
+    for f in (bridged, in_torch):
+        total, plus = function(f, x, y, index, *rest)
+        assert not plus.requires_grad
+        results.append((total, plus, *torch.autograd.grad(total, (x, y))))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-5)
+
+
+def test_trees_constants_and_gradients():
+    compare(loss, *make())
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend):
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend=backend, fullgraph=True)
+    compare(compiled, *make())
+    with torch.no_grad():
+        x, y, index = make()
+        torch.testing.assert_close(compiled(bridged, x, y, index), loss(in_torch, x, y, index), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_compile_with_changing_sizes_and_numbers():
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    for size, power in ((3, 2), (4, 3), (5, 0.5), (6, 1.5)):
+        compare(compiled, *make(size), power)
+
+
+def test_func_grad():
+    x, y, index = make()
+    got, want = (
+        torch.func.grad(lambda x: loss(f, x, y.detach(), index)[0])(x.detach())  # noqa: B023
+        for f in (bridged, in_torch)
+    )
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
+
+
+def test_only_what_is_asked_is_differentiated():
+    x, y, index = make()
+    total, _ = loss(bridged, x.detach(), y, index)
+    assert torch.autograd.grad(total, y)[0].shape == y.shape
+    with torch.no_grad():
+        assert not loss(bridged, x, y, index)[0].requires_grad
+    assert not loss(bridged, x.detach(), y.detach(), index)[0].requires_grad
+
+
+def test_an_output_without_a_gradient_counts_as_zero():
+    two = bridge.from_jax(lambda x: (x**2, x**3))
+    x = torch.randn(7, requires_grad=True)
+    torch.testing.assert_close(torch.autograd.grad(two(x)[1].sum(), x)[0], 3 * x.detach() ** 2)
+
+
+def test_nothing_is_kept_twice():
+    kept = []
+    exp = bridge.from_jax(lambda x, y: jnp.exp(x) * y)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        x, y = torch.randn(6, requires_grad=True), torch.randn(6, requires_grad=True)
+        out = exp(x, y)
+    # exp(x) is a result of its own; y is the input's own memory.
+    assert len(kept) == 2
+    assert sorted(k.data_ptr() == y.data_ptr() for k in kept) == [False, True]
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), (x, y)), (torch.exp(x) * y, torch.exp(x)))
+
+
+def test_complex_gradients_follow_pytorchs_convention():
+    z = torch.randn(6, dtype=torch.complex64, requires_grad=True)
+    w = torch.randn(6, dtype=torch.complex64, requires_grad=True)
+    ours = bridge.from_jax(lambda z, w: jnp.exp(1j * z) * jnp.conj(w) * z)(z, w)
+    theirs = torch.exp(1j * z) * torch.conj(w) * z
+    torch.testing.assert_close(ours, theirs)
+    cotangent = torch.randn(6, dtype=torch.complex64)
+    got, want = (torch.autograd.grad(r, (z, w), cotangent) for r in (ours, theirs))
+    torch.testing.assert_close(got, want)
+
+
+def test_identity_gives_a_tensor_of_its_own():
+    x = torch.randn(64)
+    first, second = bridge.from_jax(lambda x: (x, x))(x)
+    first += 1
+    torch.testing.assert_close(first, x + 1)
+    torch.testing.assert_close(second, x)
+
+
+class Pair(typing.NamedTuple):
+    left: typing.Any
+    right: typing.Any
+
+
+def test_namedtuples_and_equal_constants_of_other_types():
+    seen = []
+
+    def function(pair, number):
+        seen.append(number)
+        return Pair(pair.left + number, pair.right)
+
+    swap = bridge.from_jax(function)
+    for number in (1, True, 1.0):
+        result = swap(Pair(torch.zeros(2), torch.ones(2)), number)
+        assert isinstance(result, Pair)
+        assert result.left.tolist() == [1, 1]
+    assert [type(x) for x in seen if x is not None][:1] == [int]
+    assert {type(x) for x in seen} == {int, bool, float}
+
+
+def test_two_functions_of_one_name_stay_apart():
+    def make(factor):
+        def scale(x):
+            return x * factor
+
+        return bridge.from_jax(scale)
+
+    functions = [make(factor) for factor in (2, 3)]
+    gc.collect()
+    assert [f(torch.ones(1)).item() for f in functions] == [2, 3]
+    assert bridge.from_jax(in_jax) is not bridged
+
+
+def test_this_librarys_own_op_inside():
+    op = bridge.from_jax(lambda q, k, v: flash_attention(q, k, v, is_causal=True))
+    inputs = [torch.randn(1, 8, 2, 8, requires_grad=True) for _ in range(3)]
+    results = op(*inputs), bridge.flash_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(*results, atol=1e-6, rtol=0)
+    got, want = (torch.autograd.grad(r.square().sum(), inputs) for r in results)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+
+
+def test_opcheck():
+    x, y, index = make()
+    loss(bridged, x, y, index)
+    plan = next(name for name, plan in module._PLANS.items() if name.startswith("in_jax") and plan.grads)
+    tensors = [torch.randn(5, 5), torch.randn(5, 5), index]
+    if module._PLANS[plan].grads[0][0] != (5, 5):
+        pytest.fail("the first plan is not that of this size")
+    checks = torch.library.opcheck(torch.ops.jax_kernels.call.default, (tensors, plan))
+    assert set(checks.values()) == {"SUCCESS"}
+    assert torch.Tag.cudagraph_unsafe in torch.ops.jax_kernels.call.default.tags
+
+
+def test_differentiating_twice_raises():
+    x, y, index = make()
+    (first,) = torch.autograd.grad(loss(bridged, x, y, index)[0], x, create_graph=True)
+    with pytest.raises(RuntimeError, match="from_jax: double backward is not supported"):
+        first.sum().backward()
+
+
+def test_errors():
+    x = torch.zeros(3)
+    double = bridge.from_jax(lambda x, *rest: x * 2)
+    with pytest.raises(TypeError, match=r"^function: got int, want a function"):
+        bridge.from_jax(3)
+    with pytest.raises(ValueError, match=r"^got no tensor among the arguments"):
+        double(3)
+    with pytest.raises(
+        TypeError, match=r"^tensor argument 1: got dtype torch\.float64, .* with \.to\(torch\.float32\)"
+    ):
+        double(x, x.double())
+    with pytest.raises(
+        ValueError, match=r"^tensor argument 1: got a tensor on meta, want the device of the others, cpu"
+    ):
+        double(x, x.to("meta"))
+    with pytest.raises(ValueError, match=r"^tensor argument 0: got layout torch.sparse_coo"):
+        double(x.to_sparse())
+    with pytest.raises(TypeError, match=r"^got an argument that is neither a tensor nor hashable"):
+        double(x, jnp.ones(3))
+    with pytest.raises(TypeError, match=r"^output: got dtype int4, which PyTorch does not take"):
+        bridge.from_jax(lambda x: x.astype("int4"))(x)
+    with pytest.raises(NotImplementedError, match=r"torch\.func\.vmap is not supported by from_jax; use jax\.vmap"):
+        torch.func.vmap(double)(x)
+    with pytest.raises(RuntimeError, match=r"^lost_0: a graph that calls a from_jax function runs only in the process"):
+        torch.ops.jax_kernels.call([x], "lost_0")
+
+
+def test_jitted_and_vmapped_functions():
+    outer = bridge.from_jax(jax.jit(jax.vmap(jnp.outer)))
+    x, y = torch.randn(3, 4), torch.randn(3, 5)
+    torch.testing.assert_close(outer(x, y), x[:, :, None] * y[:, None])

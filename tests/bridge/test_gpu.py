@@ -1,0 +1,286 @@
+"""The bridge on a GPU: streams, who owns which memory, devices."""
+
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from jax_kernels import bridge
+from jax_kernels.bridge import dlpack
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(300),
+]
+SLEEP = 20_000_000  # cycles: about 12 ms on an H200
+SHAPE = (2, 512, 4, 64)
+
+
+def make(dtype=torch.bfloat16, shape=SHAPE, device="cuda"):
+    return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def detached(dtype=torch.bfloat16, shape=SHAPE, device="cuda"):
+    return [x.detach() for x in make(dtype, shape, device)]
+
+
+def attend(*inputs, **options):
+    """The reference implementation on the GPU: the bridge is what is tested here."""
+    return bridge.flash_attention(*inputs, implementation="xla", **options)
+
+
+def close(got, want, dtype=torch.bfloat16):
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    assert error < (2e-5 if dtype == torch.float32 else 1e-2), float(error)
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_numbers(implementation, dtype, reference):
+    inputs = make(dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    out, lse = bridge.flash_attention(*inputs, is_causal=True, return_lse=True, implementation=implementation)
+    want_out, want_lse = reference(*exact, is_causal=True)
+    assert out.device == lse.device == inputs[0].device
+    close(out, want_out, dtype)
+    close(lse, want_lse, dtype)
+    cotangent = torch.randn_like(out)
+    got = torch.autograd.grad((out.double() * cotangent).sum() + lse.sin().sum(), inputs)
+    want = torch.autograd.grad((want_out * cotangent).sum() + want_lse.sin().sum(), exact)
+    for ours, theirs in zip(got, want, strict=True):
+        close(ours, theirs, dtype)
+
+
+def test_the_host_does_not_wait():
+    inputs = make()
+    for _ in range(3):
+        attend(*inputs).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50 * SLEEP)
+    start = time.perf_counter()
+    attend(*inputs).sum().backward()
+    queued = time.perf_counter() - start
+    torch.cuda.synchronize()
+    total = time.perf_counter() - start
+    assert queued < total / 2, (queued, total)
+
+
+@pytest.mark.parametrize("route", ["private", "public"])
+def test_a_side_stream_is_followed_in_and_out(route, monkeypatch):
+    if route == "public":
+        monkeypatch.setattr(dlpack, "_PRIVATE", None)
+    sources = detached()
+    want = attend(*sources)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    for _ in range(10):
+        with torch.cuda.stream(side):
+            inputs = [torch.zeros_like(x) for x in sources]
+            torch.cuda._sleep(SLEEP)
+            for x, source in zip(inputs, sources, strict=True):
+                x.copy_(source)  # late: JAX must wait for it
+            out = attend(*inputs)
+            for x in inputs:
+                x.zero_()  # must wait for JAX
+            result = out.clone()
+        torch.cuda.synchronize()
+        assert torch.equal(result, want)
+
+
+def test_backward_on_a_side_stream():
+    inputs = make()
+    want = torch.autograd.grad(attend(*inputs).float().square().sum(), inputs)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP)
+        got = torch.autograd.grad(attend(*inputs).float().square().sum(), inputs)
+    torch.cuda.synchronize()
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_outputs_read_on_a_second_stream_stay_whole():
+    inputs = detached()
+    want = attend(*inputs)
+    other = [x * 0 for x in inputs]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    corrupted = 0
+    for _ in range(50):
+        out = attend(*inputs)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)
+            copy = out.clone()
+        out.record_stream(side)
+        del out
+        for _ in range(4):
+            attend(*other)
+        torch.cuda.synchronize()
+        corrupted += not torch.equal(copy, want)
+    assert corrupted == 0
+
+
+def test_jax_keeps_its_memory_until_it_is_copied(monkeypatch):
+    """The copy is made late, and JAX's own work, which knows nothing of PyTorch's stream, runs meanwhile."""
+    inputs = detached()
+    want = attend(*inputs)
+    view = dlpack._view
+
+    def late(array, stream):
+        tensor = view(array, stream)
+        torch.cuda._sleep(SLEEP)
+        return tensor
+
+    monkeypatch.setattr(dlpack, "_view", late)
+    fill = jax.jit(lambda seed: jnp.full(SHAPE, seed, jnp.bfloat16))
+    fill(0).block_until_ready()
+    torch.cuda.synchronize()
+    corrupted = 0
+    for seed in range(50):
+        out = attend(*inputs)
+        own = [fill(seed) for _ in range(4)]
+        jax.block_until_ready(own)
+        torch.cuda.synchronize()
+        corrupted += not torch.equal(out, want)
+    assert corrupted == 0
+
+
+def test_memory_is_given_back():
+    inputs = detached()
+    for _ in range(100):
+        attend(*inputs)
+    torch.cuda.synchronize()
+    attend(*inputs)
+    torch.cuda.synchronize()
+    attend(*inputs)
+    size = inputs[0].nbytes
+    assert sum(entry.size for queue in dlpack._HELD._queues.values() for entry in queue) <= 2 * size
+    assert dlpack._HELD._sizes[inputs[0].device.index] <= 2 * size
+    device = dlpack.jax_device(inputs[0].device)
+    torch.cuda.synchronize()
+    before = device.memory_stats()["bytes_in_use"]
+    for _ in range(100):
+        attend(*inputs)
+    torch.cuda.synchronize()
+    assert device.memory_stats()["bytes_in_use"] <= before + 4 * size
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.stack([x, x], dim=-1)[..., 0],
+        lambda x: torch._neg_view(-x),
+    ],
+    ids=["misaligned", "transposed", "strided", "negative bit"],
+)
+def test_every_form_arrives_with_its_values(form):
+    inputs = detached(torch.float32)
+    formed = [form(x).requires_grad_() for x in inputs]
+    assert all(torch.equal(a, b) for a, b in zip(inputs, formed, strict=True))
+    out = attend(*formed)
+    assert torch.equal(out, attend(*inputs))
+    assert torch.autograd.grad(out.sum(), formed)[0].shape == SHAPE
+
+
+def test_inputs_are_read_in_place_and_outputs_are_pytorchs():
+    (x, *_) = detached()
+    (array,), _ = dlpack.import_tensors([x], x.device)
+    assert array.unsafe_buffer_pointer() == x.data_ptr()
+    assert array.devices() == {dlpack.jax_device(x.device)}
+    (out,) = dlpack.export_arrays([array], x.device)
+    assert out.data_ptr() != x.data_ptr()
+    assert torch.equal(out, x)
+
+
+def test_empty_and_scalar_tensors_cross():
+    both = bridge.from_jax(lambda x, y: (x + 1, y * 2))
+    empty, two = both(torch.zeros(0, 3, device="cuda"), torch.tensor(1.0, device="cuda"))
+    assert empty.shape == (0, 3)
+    assert empty.device.type == "cuda"
+    assert two.item() == 2
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("route", ["private", "public"])
+def test_cpu_tensors_run_on_the_cpu(pinned, route, monkeypatch, reference):
+    if route == "public":
+        monkeypatch.setattr(dlpack, "_PRIVATE", None)
+    inputs = [x.detach().pin_memory() if pinned else x.detach() for x in make(torch.float32, device="cpu")]
+    out = bridge.flash_attention(*inputs)
+    assert out.device.type == "cpu"
+    close(out, reference(*inputs)[0], torch.float32)
+
+
+def test_mixed_devices_are_refused():
+    query, key, value = detached()
+    lengths = torch.ones(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^key: got a tensor on cpu, want query's device cuda:0"):
+        bridge.flash_attention(query, key.cpu(), value)
+    with pytest.raises(ValueError, match=r"^kv_lengths: got a tensor on cpu, want query's device cuda:0"):
+        bridge.flash_attention(query, key, value, kv_lengths=lengths)
+    with pytest.raises(
+        ValueError, match=r"^tensor argument 1: got a tensor on cuda:0, want the device of the others, cpu"
+    ):
+        bridge.from_jax(jnp.add)(query.cpu(), key)
+
+
+def test_the_second_gpu():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+    inputs = make(device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    out = attend(*inputs)
+    assert out.device == torch.device("cuda", 1)
+    out.sum().backward()
+    close(out, attend(*(x.detach().to("cuda:0") for x in inputs)).to("cuda:1"))
+
+
+def test_capture_in_a_cuda_graph_is_refused():
+    inputs = detached()
+    want = attend(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), torch.cuda.graph(graph):
+        attend(*inputs)
+    torch.cuda.synchronize()
+    assert torch.equal(attend(*inputs), want)
+
+
+def test_compile_with_cuda_graphs_leaves_the_operator_out():
+    torch._dynamo.reset()
+
+    def function(*inputs):
+        return attend(inputs[0] * 2, *inputs[1:]).sin()
+
+    compiled = torch.compile(function, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):
+        inputs = detached()
+        close(compiled(*inputs).clone(), function(*inputs))
+
+
+PROGRAM = """
+import torch
+import jax_kernels.bridge as bridge
+tensors = [torch.randn(2, 512, 4, 64, device="cuda", requires_grad=True) for _ in range(3)]
+for _ in range(20):
+    bridge.flash_attention(*tensors, implementation="xla").sum().backward()
+torch.cuda._sleep(100_000_000)
+bridge.flash_attention(*tensors, implementation="xla").sum().backward()
+"""
+
+
+def test_a_process_ends_in_peace():
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "terminate" not in done.stderr

@@ -1,0 +1,104 @@
+"""The PyTorch Transformer is the Flax one."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jax_kernels import bridge, models
+
+SHAPE = {"vocab_size": 61, "model_dim": 48, "num_layers": 2, "num_heads": 4}
+CONFIGS = {
+    "tied": {},
+    "untied, grouped heads": {"num_kv_heads": 2, "tie_embeddings": False},
+    "head_dim and theta of its own": {"num_kv_heads": 1, "head_dim": 10, "rope_theta": 500.0, "mlp_dim": 80},
+    "remat": {"remat": True, "norm_eps": 1e-3},
+}
+
+
+def both(**fields):
+    config = models.TransformerConfig(**SHAPE, **fields)
+    flax = models.Transformer(config, rngs=nnx.Rngs(3))
+    module = bridge.nn.Transformer(config)
+    module.load_flax_state(models.flat_parameters(flax))
+    return flax, module
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_logits_and_input_gradients(case):
+    flax, module = both(**CONFIGS[case])
+    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (2, 19))
+    want = np.asarray(flax(jnp.asarray(tokens)))
+    got = module(torch.from_numpy(tokens))
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got.detach().numpy(), want, atol=2e-5, rtol=0)
+
+    embeddings = np.asarray(flax.embed_tokens(jnp.asarray(tokens)))
+    weights = np.random.default_rng(1).standard_normal(want.shape).astype(np.float32)
+    loss = lambda model, x: (model(embeddings=x) * weights).sum()
+    want = nnx.grad(loss, argnums=1)(flax, jnp.asarray(embeddings))
+    x = torch.tensor(embeddings, requires_grad=True)
+    (module(embeddings=x) * torch.from_numpy(weights)).sum().backward()
+    scale = float(np.abs(want).max())
+    np.testing.assert_allclose(x.grad.numpy(), np.asarray(want), atol=5e-6 * scale, rtol=0)
+    assert all(parameter.grad is not None for name, parameter in module.named_parameters() if name != "embed.weight")
+
+
+def test_bfloat16():
+    flax, module = both(dtype="bfloat16")
+    tokens = np.arange(19)[None]
+    want = np.asarray(both()[0](jnp.asarray(tokens)))
+    error = lambda logits: np.linalg.norm(np.asarray(logits) - want)
+    got = module(torch.from_numpy(tokens))
+    assert got.dtype == torch.float32
+    assert error(got.detach()) <= 1.3 * error(flax(jnp.asarray(tokens)))
+
+
+def test_bfloat16_parameters_are_loaded_exactly():
+    flax, module = both(param_dtype="bfloat16")
+    want = models.flat_parameters(flax)["layers.1.mlp.up_proj.kernel"].astype(np.float32)
+    got = module.layers[1].mlp.up_proj.weight
+    assert got.dtype == torch.bfloat16
+    assert np.array_equal(got.detach().float().numpy().T, want)
+
+
+def test_config_as_a_mapping():
+    module = bridge.nn.Transformer(SHAPE)
+    flax = models.Transformer(models.TransformerConfig(**SHAPE), rngs=nnx.Rngs(0))
+    module.load_flax_state(models.flat_parameters(flax))
+    std = float(bridge.nn.Linear(400, 500, torch.float32).weight.detach().std())
+    assert abs(std - 400**-0.5) < 0.03 * 400**-0.5
+
+
+@pytest.mark.timeout(300)
+def test_compiles_in_one_graph():
+    torch._dynamo.reset()
+    module = bridge.nn.Transformer(SHAPE)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    tokens = torch.arange(12).reshape(2, 6)
+    torch.testing.assert_close(compiled(tokens), module(tokens), atol=1e-5, rtol=0)
+
+
+def test_errors():
+    module = bridge.nn.Transformer(SHAPE)
+    with pytest.raises(ValueError, match=r"^tokens, embeddings: want exactly one of them"):
+        module()
+    state = models.flat_parameters(models.Transformer(models.TransformerConfig(**SHAPE), rngs=nnx.Rngs(0)))
+    before = module.embed.weight.clone()
+    with pytest.raises(ValueError, match=r"missing: \['embed'\], unknown: \['emb'\]"):
+        module.load_flax_state({"emb": 0, **{k: v for k, v in state.items() if k != "embed"}})
+    with pytest.raises(ValueError, match=r"^state\['final_norm.scale'\]: got shape \(3,\), which does not fit"):
+        module.load_flax_state({**state, "final_norm.scale": np.ones(3)})
+    assert torch.equal(module.embed.weight, before)
+    for config, message in (
+        ({"vocab_size": 3}, "config: got no model_dim, num_layers, num_heads"),
+        ({**SHAPE, "depth": 3}, r"config: got unknown fields \['depth'\]"),
+        ({**SHAPE, "num_heads": 5}, "config: num_heads=5 must divide model_dim=48"),
+        ({**SHAPE, "num_kv_heads": 3}, "config: num_kv_heads=3 must divide num_heads=4"),
+        ({**SHAPE, "dtype": "int8"}, "config: got dtype='int8', want"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bridge.nn.Transformer(config)
+    with pytest.raises(ValueError, match=r"^x: got head_dim 5, want an even one"):
+        bridge.nn.rotary_embedding(torch.zeros(1, 2, 1, 5), torch.arange(2))

@@ -1,0 +1,130 @@
+"""torch.func's transforms, checkpointing, and differentiating twice."""
+
+import pytest
+import torch
+from torch.func import grad, vmap
+from torch.utils.checkpoint import checkpoint
+
+from jax_kernels import bridge
+
+
+def stacked(function, count, *inputs):
+    """What vmap should give: the function of each slice."""
+    results = [function(*(x[i] for x in inputs)) for i in range(count)]
+    return (
+        tuple(torch.stack(x) for x in zip(*results, strict=True))
+        if isinstance(results[0], tuple)
+        else torch.stack(results)
+    )
+
+
+def close(got, want, atol=1e-5):
+    torch.testing.assert_close(got, want, atol=atol, rtol=0)
+
+
+def test_grad(make_qkv, reference):
+    inputs = [x.detach() for x in make_qkv()]
+
+    def loss(function):
+        def of(*x):
+            out, lse = function(*x)
+            return (out**2).sum() + lse.sin().sum()
+
+        return grad(of, (0, 1, 2))(*inputs)
+
+    close(loss(lambda *x: bridge.flash_attention(*x, return_lse=True)), loss(reference))
+
+
+def test_grad_without_lse(make_qkv, reference):
+    query, key, value = (x.detach() for x in make_qkv())
+    got = grad(lambda k: bridge.flash_attention(query, k, value).square().sum())(key)
+    close(got, grad(lambda k: reference(query, k, value)[0].square().sum())(key))
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+def test_vmap(make_qkv):
+    inputs = [torch.stack([x.detach(), x.detach().flip(1), x.detach() / 2]) for x in make_qkv()]
+    close(vmap(bridge.flash_attention)(*inputs), stacked(bridge.flash_attention, 3, *inputs))
+    both = lambda *x: bridge.flash_attention(*x, return_lse=True)
+    close(vmap(both)(*inputs), stacked(both, 3, *inputs))
+    query, key, value = inputs
+    moved = vmap(bridge.flash_attention, (1, None, None))(query.movedim(0, 1), key[0], value[0])
+    close(moved, torch.stack([bridge.flash_attention(q, key[0], value[0]) for q in query]))
+
+
+MASKS = {
+    "one mask": (None, torch.rand(24, 24) > 0.3),
+    "one mask for each entry": (None, torch.rand(2, 1, 24, 24) > 0.3),
+    "mapped, two axes": (0, torch.rand(3, 24, 24) > 0.3),
+    "mapped, four axes": (0, torch.rand(3, 2, 1, 1, 24) > 0.3),
+    "mapped, one entry": (0, torch.rand(3, 1, 4, 24, 24) > 0.3),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_vmap_of_masks(case, make_qkv):
+    dim, mask = MASKS[case]
+    inputs = [torch.stack([x.detach() / (i + 1) for i in range(3)]) for x in make_qkv()]
+    function = lambda q, k, v, m: bridge.flash_attention(q, k, v, mask=m)
+    got = vmap(function, (0, 0, 0, dim))(*inputs, mask)
+    close(got, stacked(function, 3, *inputs, mask if dim == 0 else mask.expand(3, *mask.shape)))
+
+
+@pytest.mark.parametrize("offset_shape", [(3,), (3, 2)], ids=str)
+def test_vmap_of_lengths_and_offsets(offset_shape, make_qkv):
+    inputs = [torch.stack([x.detach() / (i + 1) for i in range(3)]) for x in make_qkv()]
+    lengths = torch.tensor([[3, 24], [9, 1], [20, 0]], dtype=torch.int32)
+    offsets = torch.arange(-2, -2 + 3 * (len(offset_shape) * 2 - 1), dtype=torch.int32)[
+        : 3 * (2 if len(offset_shape) == 2 else 1)
+    ]
+    offsets = offsets.reshape(offset_shape)
+    function = lambda q, k, v, n, o: bridge.flash_attention(q, k, v, kv_lengths=n, q_offset=o, is_causal=True)
+    close(vmap(function)(*inputs, lengths, offsets), stacked(function, 3, *inputs, lengths, offsets))
+    fixed = lambda q, k, v: function(q, k, v, lengths[0], offsets[0])
+    close(vmap(fixed)(*inputs), stacked(fixed, 3, *inputs))
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+def test_vmap_of_grad(make_qkv):
+    inputs = [torch.stack([x.detach() / (i + 1) for i in range(3)]) for x in make_qkv()]
+    loss = grad(lambda *x: bridge.flash_attention(*x, is_causal=True).square().sum(), (0, 1, 2))
+    close(vmap(loss)(*inputs), stacked(loss, 3, *inputs), atol=1e-4)
+
+
+def test_grad_of_vmap_adds_over_what_is_shared(make_qkv):
+    query, key, value = (x.detach() for x in make_qkv())
+    queries = torch.stack([query, query.flip(1)])
+    got = grad(lambda k: vmap(bridge.flash_attention, (0, None, None))(queries, k, value).square().sum())(key)
+    each = [grad(lambda k, q=q: bridge.flash_attention(q, k, value).square().sum())(key) for q in queries]
+    close(got, sum(each), atol=1e-4)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(use_reentrant, make_qkv):
+    inputs = make_qkv()
+    want = torch.autograd.grad(bridge.flash_attention(*inputs).square().sum(), inputs)
+    out = checkpoint(bridge.flash_attention, *inputs, use_reentrant=use_reentrant)
+    out.square().sum().backward()
+    close([x.grad for x in inputs], list(want), atol=0)
+
+
+def test_saved_tensor_hooks_see_everything_that_is_kept(make_qkv):
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(x.shape) or x, lambda x: x):
+        bridge.flash_attention(*make_qkv())
+    assert packed == [(2, 24, 4, 16)] * 4 + [(2, 4, 24)]
+
+
+TWICE = "double backward is not supported"
+
+
+def test_differentiating_twice_raises(make_qkv):
+    inputs = make_qkv()
+    first = torch.autograd.grad(bridge.flash_attention(*inputs).square().sum(), inputs, create_graph=True)
+    assert all(x.requires_grad for x in first)
+    with pytest.raises(RuntimeError, match=f"flash_attention: {TWICE}"):
+        torch.autograd.grad(first[0].sum(), inputs)
+    query, key, value = (x.detach() for x in inputs)
+    once = grad(lambda q: bridge.flash_attention(q, key, value).sum())
+    with pytest.raises(RuntimeError, match=f"flash_attention: {TWICE}"):
+        grad(lambda q: once(q).sum())(query)

@@ -1,0 +1,31 @@
+"""What every test of the suite shares: the platform, the gpu marker, hypothesis' settings."""
+
+import os
+import shutil
+
+# Before JAX starts. Without a GPU, a CUDA plugin that is installed (to compile for one) must not be tried.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Other processes of the suite, and PyTorch, use the same GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import hypothesis
+import jax
+import pytest
+
+hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None, print_blob=False)
+hypothesis.settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if jax.default_backend() == "gpu":
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def no_interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels as they are dispatched without JAX_KERNELS_INTERPRET, whatever the caller's environment says."""
+    monkeypatch.delenv("JAX_KERNELS_INTERPRET", raising=False)

@@ -1,0 +1,165 @@
+"""The nnx MultiHeadAttention: against a plain evaluation, its rotary embedding, and its key-value cache."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_kernels.models import KVCache, MultiHeadAttention, rotary_embedding
+
+WIDTH, BATCH, LENGTH = 32, 2, 11
+
+forward = nnx.jit(lambda attention, x, mask=None: attention(x, mask=mask))
+decode = nnx.jit(lambda attention, x, cache: attention(x, cache=cache))
+
+
+def module(**options):
+    return MultiHeadAttention(WIDTH, 4, rngs=nnx.Rngs(0), **options)
+
+
+def inputs(length=LENGTH, seed=1):
+    return jax.random.normal(jax.random.key(seed), (BATCH, length, WIDTH))
+
+
+def rotate_in_complex(x, theta):
+    """Rotary embedding by complex numbers, in float64: x is [B, T, H, D]."""
+    half = x.shape[-1] // 2
+    angles = np.arange(x.shape[1])[:, None] * theta ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None, :]
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+def plain(attention, x, mask=True):
+    """The module in float64 NumPy."""
+    x = np.asarray(x, np.float64)
+    project = lambda linear, heads: (x @ np.asarray(linear.kernel[...], np.float64)).reshape(*x.shape[:2], heads, -1)
+    q = project(attention.q_proj, attention.num_heads)
+    k, v = (project(linear, attention.num_kv_heads) for linear in (attention.k_proj, attention.v_proj))
+    if attention.use_rotary:
+        q, k = (rotate_in_complex(y, attention.rope_theta) for y in (q, k))
+    k, v = (np.repeat(y, attention.num_heads // attention.num_kv_heads, axis=2) for y in (k, v))
+    scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(attention.head_dim)
+    keep = np.tril(np.ones(scores.shape[-2:], bool)) if attention.is_causal else True
+    scores = np.where(keep & np.asarray(mask), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out = np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
+    return out.reshape(*x.shape[:2], -1) @ np.asarray(attention.out_proj.kernel[...], np.float64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 1, "head_dim": 10},
+        {"use_rotary": False, "is_causal": False, "head_dim": 5},
+        {"rope_theta": 100.0, "is_causal": False},
+    ],
+    ids=str,
+)
+def test_equals_a_plain_evaluation(options):
+    attention, x = module(**options), inputs()
+    np.testing.assert_allclose(forward(attention, x), plain(attention, x), atol=2e-6)
+
+
+def test_mask_combines_with_causal():
+    attention, x = module(), inputs()
+    mask = jax.random.bernoulli(jax.random.key(2), 0.5, (BATCH, 1, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
+    np.testing.assert_allclose(forward(attention, x, mask), plain(attention, x, mask), atol=2e-6)
+
+
+def test_computes_in_dtype_and_keeps_parameters_in_param_dtype():
+    attention, x = module(dtype=jnp.bfloat16), inputs()
+    out = forward(attention, x)
+    assert out.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(attention, nnx.Param))} == {jnp.dtype(jnp.float32)}
+    np.testing.assert_allclose(out.astype(jnp.float32), plain(attention, x), atol=2e-2)
+
+
+def test_rotary_scores_depend_on_the_distance_alone():
+    q, k = (jax.random.normal(jax.random.key(i), (1, LENGTH, 2, 16)) for i in range(2))
+    scores = lambda shift: jnp.einsum(
+        "bthd,bshd->bhts", *(rotary_embedding(x, jnp.arange(LENGTH) + shift) for x in (q, k)), precision="highest"
+    )
+    np.testing.assert_allclose(scores(0), scores(1000), atol=2e-3)
+    assert float(jnp.abs(scores(0) - jnp.einsum("bthd,bshd->bhts", q, k)).max()) > 0.1
+
+
+def test_rotary_positions_may_differ_by_batch():
+    x = jax.random.normal(jax.random.key(0), (2, LENGTH, 2, 16))
+    positions = jnp.stack([jnp.arange(LENGTH), jnp.arange(LENGTH) + 3])
+    out = rotary_embedding(x, positions)
+    np.testing.assert_array_equal(out[1], rotary_embedding(x[1:], positions[1])[0])
+    np.testing.assert_array_equal(rotary_embedding(x, jnp.zeros(LENGTH)), x)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (5, 1, 3, 2), (LENGTH,)], ids=str)
+def test_decoding_equals_the_full_forward(kv_heads, chunks):
+    attention, x = module(num_kv_heads=kv_heads), inputs()
+    cache, outs, start = attention.init_cache(BATCH, 16), [], 0
+    for length in chunks:
+        out, cache = decode(attention, x[:, start : start + length], cache)
+        outs.append(out)
+        start += length
+    assert int(cache.length) == LENGTH
+    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x), atol=1e-6)
+
+
+def test_a_step_compiles_once():
+    attention, x, traces = module(), inputs(), []
+
+    @nnx.jit
+    def step(attention, x, cache):
+        traces.append(x.shape)
+        return attention(x, cache=cache)
+
+    cache = attention.init_cache(BATCH, LENGTH)
+    for i in range(LENGTH):
+        _, cache = step(attention, x[:, i : i + 1], cache)
+    assert traces == [(BATCH, 1, WIDTH)]
+
+
+def test_the_cache_keeps_its_dtype_and_is_not_changed():
+    attention, x = module(), inputs()
+    empty = attention.init_cache(BATCH, 16, jnp.bfloat16)
+    _, cache = decode(attention, x, empty)
+    assert cache.key.dtype == cache.value.dtype == jnp.bfloat16
+    assert cache.key.shape == (BATCH, 16, 4, 8)
+    assert int(empty.length) == 0
+    assert not np.asarray(empty.key, np.float32).any()
+
+
+def test_a_full_cache_is_an_error():
+    attention, x = module(), inputs()
+    _, cache = decode(attention, x, attention.init_cache(BATCH, 16))
+    with pytest.raises(ValueError, match="cache: got 6 tokens after 11, want at most max_length=16 in all"):
+        attention(x[:, :6], cache=cache)
+    assert np.isnan(decode(attention, x[:, :6], cache)[0]).all()
+    assert np.isfinite(decode(attention, x[:, :5], cache)[0]).all()
+
+
+def test_bad_arguments_are_named():
+    for options, message in [
+        ({"num_kv_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0 must be positive"),
+        ({"head_dim": 300}, "head_dim=300 must be at most 256"),
+        ({"head_dim": 5}, "head_dim=5 must be even"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            module(**options)
+    with pytest.raises(ValueError, match="num_heads=5 must divide model_dim=32"):
+        MultiHeadAttention(WIDTH, 5, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"num_heads=4\.0 must be an int"):
+        MultiHeadAttention(WIDTH, 4.0, rngs=nnx.Rngs(0))
+    attention = module()
+    with pytest.raises(ValueError, match=r"x: got shape \(2, 11, 31\), want \[batch, length, 32\]"):
+        attention(inputs()[..., :31])
+    cache = attention.init_cache(BATCH + 1, 16)
+    with pytest.raises(ValueError, match=r"cache: got key \(3, 16, 4, 8\)"):
+        attention(inputs(), cache=cache)
+    with pytest.raises(ValueError, match="cache: got key"):
+        attention(inputs(), cache=KVCache(cache.key[:BATCH], cache.value[:BATCH, :8], cache.length))
+    with pytest.raises(ValueError, match="x: got head_dim 5"):
+        rotary_embedding(jnp.zeros((1, 2, 3, 5)), jnp.arange(2))

@@ -1,0 +1,190 @@
+"""The Transformer: its parameters by name, decoding, recomputation, gradients by the input, its config's checks."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_kernels.models import Transformer, TransformerConfig, flat_parameters
+
+CONFIG = TransformerConfig(vocab_size=50, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48)
+BATCH, LENGTH = 2, 11
+
+forward = nnx.jit(lambda transformer, tokens: transformer(tokens))
+
+
+def model(**changes):
+    return Transformer(dataclasses.replace(CONFIG, **changes), rngs=nnx.Rngs(0))
+
+
+def tokens():
+    return jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, CONFIG.vocab_size)
+
+
+def plain(config, parameters, tokens):
+    """The forward that the docstring describes, in float64 NumPy from flat_parameters alone."""
+    p = {name: np.asarray(array, np.float64) for name, array in parameters.items()}
+    norm = lambda x, scale: x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale
+    half = config.head_dim // 2
+
+    def rotate(x):
+        angles = np.arange(LENGTH)[:, None] * config.rope_theta ** (-np.arange(half) / half)
+        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None, :]
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    x = p["embed"][np.asarray(tokens)]
+    for i in range(config.num_layers):
+        kernel = lambda name, i=i: p[f"layers.{i}.{name}.kernel"]
+        h = norm(x, p[f"layers.{i}.attention_norm.scale"])
+        heads = lambda name, h=h, kernel=kernel: (h @ kernel(f"attention.{name}")).reshape(
+            BATCH, LENGTH, -1, config.head_dim
+        )
+        q, k, v = rotate(heads("q_proj")), rotate(heads("k_proj")), heads("v_proj")
+        k, v = (np.repeat(y, config.num_heads // config.num_kv_heads, axis=2) for y in (k, v))
+        scores = np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(config.head_dim)
+        weights = np.exp(np.where(np.tril(np.ones((LENGTH, LENGTH), bool)), scores, -np.inf))
+        out = np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
+        x = x + out.reshape(BATCH, LENGTH, -1) @ kernel("attention.out_proj")
+        h = norm(x, p[f"layers.{i}.mlp_norm.scale"])
+        gate = h @ kernel("mlp.gate_proj")
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ kernel("mlp.up_proj"))) @ kernel("mlp.down_proj")
+    head = p["embed"].T if config.tie_embeddings else p["head.kernel"]
+    return norm(x, p["final_norm.scale"]) @ head
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_is_what_its_docstring_says(tie_embeddings):
+    transformer = model(tie_embeddings=tie_embeddings)
+    logits = forward(transformer, tokens())
+    assert logits.dtype == jnp.float32
+    want = plain(transformer.config, flat_parameters(transformer), tokens())
+    np.testing.assert_allclose(logits, want, atol=5e-6)
+
+
+def test_parameter_names_and_shapes():
+    layer = {
+        "attention_norm.scale": (32,),
+        "attention.q_proj.kernel": (32, 32),
+        "attention.k_proj.kernel": (32, 16),
+        "attention.v_proj.kernel": (32, 16),
+        "attention.out_proj.kernel": (32, 32),
+        "mlp_norm.scale": (32,),
+        "mlp.gate_proj.kernel": (32, 48),
+        "mlp.up_proj.kernel": (32, 48),
+        "mlp.down_proj.kernel": (48, 32),
+    }
+    want = {f"layers.{i}.{name}": shape for i in range(2) for name, shape in layer.items()}
+    want |= {"embed": (50, 32), "final_norm.scale": (32,)}
+    got = flat_parameters(model())
+    assert {name: array.shape for name, array in got.items()} == want
+    assert {type(array) for array in got.values()} == {np.ndarray}
+    assert flat_parameters(model(tie_embeddings=False))["head.kernel"].shape == (32, 50)
+
+
+@pytest.mark.parametrize("chunks", [(1,) * LENGTH, (6, 1, 4)], ids=str)
+def test_decoding_equals_the_full_forward(chunks):
+    transformer, traces = model(), []
+
+    @nnx.jit
+    def step(transformer, tokens, cache):
+        traces.append(tokens.shape)
+        return transformer(tokens, cache=cache)
+
+    cache, outs, start = transformer.init_cache(BATCH, 16), [], 0
+    for length in chunks:
+        out, cache = step(transformer, tokens()[:, start : start + length], cache)
+        outs.append(out)
+        start += length
+    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(transformer, tokens()), atol=5e-6)
+    assert len(traces) == len(set(chunks))
+
+
+def test_no_token_sees_a_later_one():
+    transformer = model()
+    changed = tokens().at[:, 6].add(1) % CONFIG.vocab_size
+    before, after = forward(transformer, tokens()), forward(transformer, changed)
+    np.testing.assert_array_equal(before[:, :6], after[:, :6])
+    assert (np.abs(before - after)[:, 6:].max((0, 2)) > 1e-4).all()
+
+
+def test_remat_changes_no_gradient():
+    gradient = nnx.jit(nnx.grad(lambda transformer: (transformer(tokens()) ** 2).mean()))
+    jax.tree.map(
+        lambda got, want: np.testing.assert_allclose(got, want, atol=1e-6),
+        gradient(model(remat=True)),
+        gradient(model()),
+    )
+    graphdef, state = nnx.split(model(remat=True))
+    assert "remat" in str(jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(tokens()))(state))
+
+
+def test_embeddings_instead_of_tokens():
+    transformer = model()
+    embeddings = transformer.embed_tokens(tokens())
+    loss = lambda transformer, embeddings: (transformer(embeddings=embeddings) ** 2).mean()
+    value, gradient = nnx.jit(nnx.value_and_grad(loss, argnums=1))(transformer, embeddings)
+    np.testing.assert_allclose(value, (forward(transformer, tokens()) ** 2).mean(), rtol=1e-6)
+    # Along a direction the gradient is the slope of the loss.
+    direction = jax.random.normal(jax.random.key(2), embeddings.shape) * 1e-2
+    slope = (
+        nnx.jit(loss)(transformer, embeddings + direction) - nnx.jit(loss)(transformer, embeddings - direction)
+    ) / 2
+    np.testing.assert_allclose(jnp.vdot(gradient, direction), slope, rtol=2e-2)
+
+
+def test_bfloat16_compute_has_float32_logits_and_parameters():
+    transformer = model(dtype="bfloat16")
+    logits = forward(transformer, tokens())
+    assert logits.dtype == jnp.float32
+    assert {array.dtype for array in flat_parameters(transformer).values()} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(logits, forward(model(), tokens()), atol=0.1)
+
+
+def test_config_fills_its_defaults():
+    config = TransformerConfig(vocab_size=256, model_dim=96, num_layers=1, num_heads=6)
+    assert (config.num_kv_heads, config.head_dim, config.mlp_dim) == (6, 16, 256)
+    assert TransformerConfig(256, 32, 1, 2, dtype=jnp.bfloat16).dtype == "bfloat16"
+    assert hash(config) == hash(dataclasses.replace(config))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"vocab_size": 0}, ValueError, "TransformerConfig.vocab_size=0 must be positive"),
+        ({"num_layers": 1.5}, TypeError, "TransformerConfig.num_layers=1.5 must be an int"),
+        ({"num_heads": 5, "head_dim": None}, ValueError, "num_kv_heads=2 must divide num_heads=5"),
+        ({"num_heads": 6, "head_dim": None}, ValueError, "num_heads=6 must divide model_dim=32"),
+        ({"head_dim": 7}, ValueError, "TransformerConfig.head_dim=7 must be even"),
+        ({"head_dim": 512}, ValueError, "TransformerConfig.head_dim=512 must be at most 256"),
+        ({"mlp_dim": -1}, ValueError, "TransformerConfig.mlp_dim=-1 must be positive"),
+        ({"rope_theta": 0.0}, ValueError, "TransformerConfig.rope_theta=0.0 must be positive and finite"),
+        ({"norm_eps": "small"}, TypeError, "TransformerConfig.norm_eps='small' must be a number"),
+        ({"tie_embeddings": 1}, TypeError, "TransformerConfig.tie_embeddings=1 must be a bool"),
+        ({"dtype": "float64"}, ValueError, "TransformerConfig.dtype='float64' must be one of float32, bfloat16"),
+        ({"dtype": "half a float"}, ValueError, "TransformerConfig.dtype='half a float' must be one of"),
+        ({"implementation": 3}, TypeError, "TransformerConfig.implementation=3 must be a name or None"),
+    ],
+    ids=str,
+)
+def test_config_errors(changes, error, message):
+    with pytest.raises(error, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+def test_bad_inputs_are_named():
+    transformer = model()
+    with pytest.raises(ValueError, match="want exactly one of them"):
+        transformer()
+    with pytest.raises(ValueError, match=r"tokens: got float32 \(2, 11\), want integers"):
+        transformer(tokens().astype(jnp.float32))
+    with pytest.raises(ValueError, match="cache: got 1 entries, want one for each of the 2 layers"):
+        transformer(tokens(), cache=transformer.init_cache(BATCH, 16)[:1])
+    assert np.isnan(forward(transformer, tokens().at[0, 0].set(CONFIG.vocab_size))[0]).all()
+
+
+def test_a_named_implementation_reaches_the_attention():
+    with pytest.raises(ValueError, match="implementation='fast' is not known"):
+        model(implementation="fast")(tokens())

@@ -1,0 +1,266 @@
+"""flash_attention against float64, and under JAX's transformations; on a GPU, every implementation it has."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kernels import flash_attention
+from jax_kernels.ops.attention_table import IMPLEMENTATIONS
+from jax_kernels.reference import attention as reference
+from jax_kernels.testing import (
+    ATTENTION_CASES,
+    GPU_ATTENTION_CASES,
+    AttentionCase,
+    attention_float64,
+    attention_inputs,
+    rms_error,
+    run_attention,
+    tolerance,
+    why_not,
+)
+
+xla = functools.partial(flash_attention, implementation="xla")
+with_lse = functools.partial(xla, return_lse=True)
+
+
+@functools.lru_cache(maxsize=4)
+def right_answer(case, lse_gradient):
+    arrays = attention_inputs(case)
+    return attention_float64(case, *(arrays if lse_gradient else arrays[:-1]))
+
+
+def errors(case, got):
+    want = right_answer(case, "lse" in got)
+    return {name: rms_error(x, getattr(want, name)) for name, x in got.items()}
+
+
+def check_dead(case, got):
+    """Queries without a key and keys without a query give exact zeros, and lse = -inf."""
+    arguments = {"mask": None, "kv_lengths": case.arguments["kv_lengths"], "is_causal": case.is_causal}
+    positions = reference.positions(case.q_length, case.arguments["q_offset"])
+    live = reference.live(positions, jnp.arange(case.kv_length), **arguments)
+    live = np.broadcast_to(live, (case.batch, 1, case.q_length, case.kv_length))[:, 0]
+    dead_queries, dead_keys = ~live.any(axis=2), ~live.any(axis=1)
+    for name, dead in (("out", dead_queries), ("dq", dead_queries), ("dk", dead_keys), ("dv", dead_keys)):
+        assert not np.asarray(got[name])[dead].any(), f"{name} is not 0 where nothing attends"
+    if "lse" in got:
+        np.testing.assert_array_equal(np.isneginf(got["lse"]).any(axis=1), dead_queries)
+
+
+def check(case, implementation, bounds):
+    got = run_attention(case, attention_inputs(case), implementation)
+    assert {str(got[name].dtype) for name in ("out", "dq", "dk", "dv")} == {case.dtype}
+    over = {name: error for name, error in errors(case, got).items() if not error <= bounds[name]}
+    assert not over, f"errors {over} above {bounds}"
+    check_dead(case, got)
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_against_float64(case):
+    check(case, "xla", tolerance(case))
+
+
+def poison():
+    """Leaves NaN in the GPU memory that the next arrays will be given."""
+    for _ in range(2):
+        jax.block_until_ready([jnp.full(size, jnp.nan, jnp.float32) for size in (1 << 28, 1 << 24, 1 << 20)])
+
+
+@functools.lru_cache(maxsize=4)
+def gpu_bounds(case):
+    """16-bit may have 1.1 times the error of cuDNN, where it serves, or of the plain evaluation."""
+    bounds = tolerance(case)
+    if case.dtype == "float32" or why_not(case, "cudnn") is not None:
+        return bounds
+    cudnn = errors(case, run_attention(case, attention_inputs(case), "cudnn"))
+    return {name: max(bound, 1.1 * cudnn.get(name, 0)) for name, bound in bounds.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", ATTENTION_CASES + GPU_ATTENTION_CASES, ids=str)
+@pytest.mark.timeout(300)
+def test_on_gpu_against_float64(case, implementation):
+    reason = why_not(case, implementation)
+    if reason is not None:
+        pytest.skip(reason)
+    bounds = gpu_bounds(case)
+    poison()
+    check(case, implementation, bounds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "case", [c for c in GPU_ATTENTION_CASES if c.name in ("long_128_causal", "long_fp32")], ids=str
+)
+def test_on_gpu_the_same_bits(case, implementation):
+    """The forward always, the backward with deterministic=True."""
+    reason = why_not(case, implementation)
+    if reason is not None:
+        pytest.skip(reason)
+    arrays = attention_inputs(case)
+    once, twice = (run_attention(case, arrays, implementation) for _ in range(2))
+    for name in {"out", "lse"} & set(once):
+        np.testing.assert_array_equal(once[name], twice[name])
+    if implementation in ("triton", "xla"):
+        once, twice = (run_attention(case, arrays, implementation, deterministic=True) for _ in range(2))
+        for name in once:
+            np.testing.assert_array_equal(once[name], twice[name])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"is_causal": True}, {"mask": np.tri(37, 52, 9, bool)}, {"kv_lengths": np.array([52, 3], np.int32)}],
+    ids=["full", "causal", "mask", "kv_lengths"],
+)
+def test_the_oracle_is_attention(arguments, kv_heads):
+    """The float64 reference, on which all else rests, against JAX's own attention."""
+    case = AttentionCase(
+        "", q_length=37, kv_length=52, heads=4, kv_heads=kv_heads, head_dim=16, v_head_dim=16, dtype="float32"
+    )
+    query, key, value, *_ = attention_inputs(case)
+    got, _ = reference.oracle(query, key, value, **arguments)
+    lengths = arguments.get("kv_lengths")
+    want = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        mask=arguments.get("mask"),
+        is_causal=arguments.get("is_causal", False),
+        key_value_seq_lengths=lengths,
+        query_seq_lengths=None if lengths is None else np.full_like(lengths, 37),
+    )
+    np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+# Heads in groups, an offset, lengths, rows without keys: in float32, where small errors show.
+SMALL = next(case for case in ATTENTION_CASES if case.name == "everything")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of 16 queries in the "xla" implementation, whatever the shapes."""
+    monkeypatch.setattr(reference, "CHUNK_BYTES", 1)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_chunks(small_chunks):
+    assert reference._chunk_length(*attention_inputs(SMALL)[:2]) == 16
+    check(SMALL, "xla", tolerance(SMALL))
+    # A chunk sums dk and dv in float32, whatever the inputs are.
+    case = AttentionCase("chunks_bf16", q_length=300, kv_length=70, is_causal=True, kv_heads=1)
+    check(case, "xla", tolerance(case))
+
+
+MASK = np.random.default_rng(1).random((2, 4, 45, 38)) < 0.3
+MASK[1, 2, 7:9] = False  # queries without a key
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [MASK, MASK[:1], MASK[:, :1], MASK[:, :, :1], MASK[0], MASK[0, 0], MASK[0, 0, :1], MASK.astype(np.float32)],
+    ids=["full", "one_batch", "one_head", "one_query", "3d", "2d", "row", "float32"],
+)
+def test_dense_mask(mask, small_chunks):
+    query, key, value, dout, dlse = attention_inputs(SMALL)
+    arguments = {"kv_lengths": np.asarray(SMALL.kv_lengths, np.int32), "is_causal": True}
+    got, got_vjp = jax.vjp(jax.jit(functools.partial(with_lse, mask=mask, q_offset=2, **arguments)), query, key, value)
+    full = jnp.broadcast_to(mask != 0, MASK.shape)
+    oracle = functools.partial(reference.oracle, mask=full, q_offset=2, **arguments)
+    want, want_vjp = jax.vjp(oracle, query, key, value)
+    for g, w in zip((*got, *got_vjp((dout, dlse))), (*want, *want_vjp((dout, dlse))), strict=True):
+        assert rms_error(g, w) < 2e-6
+    if mask is MASK:
+        assert np.isneginf(got[1][1, 2, 7:9]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 4, 64, 96), (1, 1, 64, 96), (2, 1, 1, 96)])
+def test_on_gpu_dense_mask_by_cudnn(shape):
+    case = AttentionCase("", q_length=64, kv_length=96, heads=4)
+    query, key, value, dout, _ = attention_inputs(case)
+    mask = np.random.default_rng(1).random(shape) < 0.3
+    mask[0, 0, 0] = False
+    results = []
+    for implementation in ("cudnn", "xla"):
+        f = jax.jit(functools.partial(flash_attention, mask=mask, is_causal=True, implementation=implementation))
+        out, vjp = jax.vjp(f, query, key, value)
+        results.append((out, *vjp(dout)))
+    for got, want in zip(*results, strict=True):
+        assert rms_error(got, want) < 6e-3  # two results in bfloat16
+    dead = ~(mask & np.tri(64, 96, dtype=bool)).any(axis=-1).swapaxes(1, 2)
+    assert not np.asarray(results[0][0])[np.broadcast_to(dead, (2, 64, 4))].any()
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.7, 0, np.float32(2)], ids=str)
+def test_scale(scale):
+    query, key, value, dout, dlse = attention_inputs(SMALL)
+    got, got_vjp = jax.vjp(jax.jit(functools.partial(with_lse, scale=scale)), query, key, value)
+    want, want_vjp = jax.vjp(functools.partial(reference.oracle, scale=float(scale)), query, key, value)
+    for g, w in zip((*got, *got_vjp((dout, dlse))), (*want, *want_vjp((dout, dlse))), strict=True):
+        assert rms_error(g, w) < 2e-6
+
+
+def test_masked_keys_have_no_say():
+    """Other numbers in keys that do not count leave every bit of the output as it was."""
+    query, key, value, *_ = attention_inputs(SMALL)
+    f = jax.jit(functools.partial(with_lse, kv_lengths=np.array([30, 38]), is_causal=True))
+    before = f(query, key, value)
+    after = f(query, *(x.at[0, 30:].set(1e4) for x in (key, value)))
+    causal = f(query, *(x.at[:, 20:].set(-1e4) for x in (key, value)))
+    for x, y, z in zip(before, after, causal, strict=True):
+        np.testing.assert_array_equal(x, y)
+        rows = (slice(None), slice(None, 20)) if x.ndim == 4 else (..., slice(None, 20))
+        np.testing.assert_array_equal(x[rows], z[rows])
+
+
+def test_traced_offset_and_lengths_are_the_static_ones():
+    query, key, value, *_ = attention_inputs(SMALL)
+    traced = jax.jit(
+        lambda offset, lengths: with_lse(query, key, value, is_causal=True, q_offset=offset, kv_lengths=lengths)
+    )
+    for offset, lengths in ((3, (1, 38)), (-2, (0, 9)), (np.array([-2, 4], np.int32), (38, 100))):
+        want = with_lse(query, key, value, is_causal=True, q_offset=offset, kv_lengths=np.asarray(lengths))
+        for g, w in zip(traced(offset, np.asarray(lengths, np.int32)), want, strict=True):
+            assert rms_error(g, w) < 1e-6
+
+
+@st.composite
+def any_case(draw):
+    batch, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    q_length, kv_length = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    offset = st.integers(-45, 45)
+    return AttentionCase(
+        "any",
+        batch=batch,
+        q_length=q_length,
+        kv_length=kv_length,
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 24)),
+        v_head_dim=draw(st.integers(1, 24)),
+        dtype="float32",
+        is_causal=draw(st.booleans()),
+        q_offset=draw(st.one_of(offset, st.tuples(*[offset] * batch))),
+        kv_lengths=draw(st.none() | st.tuples(*[st.integers(0, kv_length + 3)] * batch)),
+    )
+
+
+@hypothesis.given(any_case(), st.integers(0, 1000))
+@hypothesis.settings(max_examples=12)
+def test_any_case(case, seed):
+    arrays = attention_inputs(case, seed)
+    got = run_attention(case, arrays, "xla")
+    want = attention_float64(case, *arrays)
+    for name, x in got.items():
+        np.testing.assert_allclose(x, getattr(want, name), rtol=1e-5, atol=1e-5, err_msg=name)
+    check_dead(case, got)

@@ -1,0 +1,227 @@
+"""flash_attention under JAX's transformations and at lengths whose score matrix fits nowhere ("xla" on a CPU)."""
+
+import functools
+import math
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kernels import flash_attention
+from jax_kernels.reference import attention as reference
+from jax_kernels.testing import ATTENTION_CASES, AttentionCase, attention_float64, attention_inputs, rms_error, why_not
+
+xla = functools.partial(flash_attention, implementation="xla")
+with_lse = functools.partial(xla, return_lse=True)
+
+# Heads in groups, an offset, lengths, rows without keys: in float32, where small errors show.
+SMALL = next(case for case in ATTENTION_CASES if case.name == "everything")
+
+
+@pytest.mark.parametrize("argnums", [0, 1, 2, (0, 2)], ids=str)
+def test_gradient_of_some_inputs(argnums):
+    query, key, value, dout, dlse = attention_inputs(SMALL)
+
+    def loss(*qkv):
+        out, lse = with_lse(*qkv, is_causal=True)
+        return (out * dout).sum() + (lse * dlse).sum()
+
+    all_three = jax.jit(jax.grad(loss, (0, 1, 2)))(query, key, value)
+    some = jax.jit(jax.grad(loss, argnums))(query, key, value)
+    for got, index in zip(jax.tree.leaves(some), np.atleast_1d(argnums), strict=True):
+        assert rms_error(got, all_three[index]) < 1e-6
+
+
+def test_gradient_through_lse_alone():
+    query, key, value, dout, dlse = attention_inputs(SMALL)
+    want = attention_float64(SMALL, query, key, value, jnp.zeros_like(dout), dlse)
+
+    def loss(*qkv):
+        lse = with_lse(*qkv, **SMALL.arguments)[1]
+        return (jnp.where(jnp.isneginf(lse), 0, lse) * dlse).sum()
+
+    dq, dk, dv = jax.jit(jax.grad(loss, (0, 1, 2)))(query, key, value)
+    assert rms_error(dq, want.dq) < 2e-6
+    assert rms_error(dk, want.dk) < 2e-6
+    assert not dv.any()
+
+
+def test_halves_of_the_keys_merge_by_lse():
+    """The identity that ring, dilated and split-KV attention rest on, with its gradient."""
+    query, key, value, dout, dlse = attention_inputs(SMALL)
+
+    def merged(query, key, value):
+        (a, l_a), (b, l_b) = (with_lse(query, key[:, half], value[:, half]) for half in (slice(0, 17), slice(17, None)))
+        lse = jnp.logaddexp(l_a, l_b)
+        share = lambda x: jnp.exp(x - lse).swapaxes(1, 2)[..., None]
+        return a * share(l_a) + b * share(l_b), lse
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def results(f, *qkv):
+        outs, vjp = jax.vjp(f, *qkv)
+        return (*outs, *vjp((dout, dlse)))
+
+    for got, want in zip(results(merged, query, key, value), results(with_lse, query, key, value), strict=True):
+        assert rms_error(got, want) < 2e-6
+
+
+def loss_of(query, key, value, mask=None, kv_lengths=None, q_offset=0):
+    out, lse = with_lse(query, key, value, mask=mask, kv_lengths=kv_lengths, q_offset=q_offset, is_causal=True)
+    return (out * jnp.cos(out)).sum() + jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse)).sum()
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "shapes"),
+    [
+        ((0, 0, 0), {}),
+        ((0, None, None), {}),
+        ((None, 1, 0), {}),
+        ((0, None, 0, 0, None), {"mask": (3, 1, 1, 9, 11), "kv_lengths": (2,)}),
+        ((None, 0, 0, None, 0, 0), {"mask": (2, 4, 9, 11), "kv_lengths": (3, 2), "q_offset": (3,)}),
+        ((0, 0, 0, None, None, None), {"mask": (9, 11), "q_offset": (2,)}),
+    ],
+    ids=["all", "query", "key_value", "mask", "lengths_offset", "shared_mask"],
+)
+def test_vmap(in_axes, shapes):
+    """vmap, vmap(grad) and grad(vmap) are a loop over the mapped axis."""
+    random = np.random.default_rng(0)
+    in_axes = in_axes + (None,) * (6 - len(in_axes))
+    arrays = []
+    for axis, (length, heads, width) in zip(in_axes, ((9, 4, 8), (11, 2, 8), (11, 2, 6)), strict=False):
+        x = random.standard_normal((2, length, heads, width), np.float32)
+        x = x if axis is None else np.stack([x, 2 * x, x - 1], axis)
+        arrays.append(jnp.asarray(x))
+    mask = jnp.asarray(random.random(shapes["mask"]) < 0.7) if "mask" in shapes else None
+    lengths = jnp.asarray(random.integers(0, 12, shapes["kv_lengths"]), jnp.int32) if "kv_lengths" in shapes else None
+    offset = jnp.asarray(random.integers(0, 5, shapes["q_offset"]), jnp.int32) if "q_offset" in shapes else 0
+    arrays += [mask, lengths, offset]
+    if isinstance(offset, int):
+        arrays, in_axes = arrays[:-1], in_axes[:-1]
+
+    take = lambda i: [x if axis is None else jnp.take(x, i, axis) for x, axis in zip(arrays, in_axes, strict=True)]
+    grad = jax.grad(loss_of, (0, 1, 2))
+    loop = [jax.jit(lambda *a: (loss_of(*a), grad(*a)))(*take(i)) for i in range(3)]
+    want = jax.tree.map(lambda *x: jnp.stack(x), *loop)
+    np.testing.assert_allclose(jax.jit(jax.vmap(loss_of, in_axes))(*arrays), want[0], rtol=2e-6, atol=1e-5)
+    for got, w in zip(jax.jit(jax.vmap(grad, in_axes))(*arrays), want[1], strict=True):
+        assert rms_error(got, w) < 2e-6
+
+    total = lambda *qkv: jax.vmap(loss_of, in_axes)(*qkv, *arrays[3:]).sum()
+    for got, w, axis in zip(jax.jit(jax.grad(total, (0, 1, 2)))(*arrays[:3]), want[1], in_axes, strict=False):
+        assert rms_error(got, w.sum(0) if axis is None else jnp.moveaxis(w, 0, axis)) < 2e-6
+
+
+def test_vmap_of_vmap():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 1, 9, 2, 8), np.float32))
+    got = jax.jit(jax.vmap(jax.vmap(xla)))(x, x, x)
+    want = xla(*(x.reshape(6, 9, 2, 8),) * 3).reshape(got.shape)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+@pytest.mark.timeout(180)
+def test_jit_scan_remat_shard_map():
+    """A stack of layers over a 2 x 2 mesh of batch and heads is the same on one device."""
+    script = textwrap.dedent("""
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import PartitionSpec as P
+        from jax_kernels import flash_attention
+
+        mesh = jax.make_mesh((2, 2), ("data", "model"))
+        spec = P("data", None, "model", None)
+
+        def attend(x):
+            return flash_attention(x, x[:, :, ::2], x[:, :, ::2], is_causal=True)
+
+        def stack(attend, x, scales):
+            layer = jax.checkpoint(lambda x, scale: (x + attend(x * scale), None))
+            return jnp.sin(jax.lax.scan(layer, x, scales)[0]).sum()
+
+        x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 21, 8, 16), np.float32))
+        scales = jnp.asarray([0.5, 1.0, 1.5])
+        sharded = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
+        placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
+        want = jax.jit(jax.value_and_grad(lambda x: stack(attend, x, scales)))(x)
+        got = jax.jit(jax.value_and_grad(lambda x: stack(sharded, x, scales)))(placed)
+        assert len(got[1].sharding.device_set) == 4, got[1].sharding
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+        np.testing.assert_allclose(got[1], want[1], atol=1e-5)
+        # Without shard_map, XLA partitions it by itself.
+        alone = jax.jit(jax.value_and_grad(lambda x: stack(attend, x, scales)))(placed)
+        np.testing.assert_allclose(alone[1], want[1], atol=1e-5)
+    """)
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=170, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def loss_and_gradients(implementation):
+    def loss(query, key, value):
+        out, lse = flash_attention(query, key, value, is_causal=True, return_lse=True, implementation=implementation)
+        return out.astype(jnp.float32).sum() + lse.sum()
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+
+def test_no_score_matrix():
+    """At 32,768 tokens nothing of query length times key length is made, forward or backward (compiled only)."""
+    length = 32768
+    x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
+    lowered = loss_and_gradients("xla").lower(x, x, x)
+    shapes = re.findall(r"tensor<((?:\d+x)+)\w+>", lowered.as_text())
+    largest = max(math.prod(int(n) for n in shape[:-1].split("x")) for shape in shapes)
+    assert x.size <= largest <= reference.CHUNK_BYTES / 4 < length**2 / 8
+    # The whole score matrix would take 8.6 GB in float32.
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 6 * reference.CHUNK_BYTES
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+def test_131072_tokens():
+    """Causal 16 x 128 forward and backward on Hopper: right in its last rows, in memory that grows with the tokens."""
+    reason = why_not(AttentionCase("", head_dim=128, v_head_dim=128, is_causal=True), "mosaic_gpu")
+    if reason is not None:
+        pytest.skip(reason)
+    script = textwrap.dedent("""
+        import jax, jax.numpy as jnp
+        from jax_kernels import flash_attention
+        from jax_kernels.testing import rms_error
+
+        length, last = 131072, 64
+        keys = jax.random.split(jax.random.key(0), 4)
+        query, key, value, dout = (jax.random.normal(k, (1, length, 16, 128), jnp.bfloat16) for k in keys)
+
+        @jax.jit
+        def run(query, key, value, dout):
+            f = lambda *qkv: flash_attention(*qkv, is_causal=True, return_lse=True, implementation="mosaic_gpu")
+            (out, lse), vjp = jax.vjp(f, query, key, value)
+            return out, lse, *vjp((dout, jnp.zeros_like(lse)))
+
+        out, lse, dq, dk, dv = jax.block_until_ready(run(query, key, value, dout))
+        peak = jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]
+        # query, key, value, dout, out, dq, dk, dv, and dq in float32 once more: ten arrays of query's size.
+        assert peak < 13 * query.nbytes, f"{peak / query.nbytes:.1f} arrays of query's size"
+
+        @jax.jit
+        def tail(query, key, value, dout):
+            f = lambda q: flash_attention(q, key, value, is_causal=True, q_offset=length - last, implementation="xla")
+            out, vjp = jax.vjp(f, query[:, -last:])
+            return out, *vjp(dout[:, -last:])
+
+        want, want_dq = tail(query, key, value, dout)
+        for name, got, right in (("out", out, want), ("dq", dq, want_dq)):
+            error = rms_error(got[:, -last:], right)
+            assert error < 6e-3, (name, error)  # two results in bfloat16
+        # The last key is seen by the last query alone, and the sum of P over keys is 1 in every row.
+        total = jnp.sum(dv, axis=1, dtype=jnp.float32), jnp.sum(dout, axis=1, dtype=jnp.float32)
+        assert rms_error(*total) < 2e-2, rms_error(*total)
+        assert bool(jnp.isfinite(dk.astype(jnp.float32)).all()) and bool(jnp.isfinite(lse).all())
+    """)
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=380, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,171 @@
+"""JAX's Mosaic GPU interpreter, with what the Hopper attention kernels need and it lacks.
+
+The stock interpreter (jax 0.11) has no wgmma with its first operand in registers, and no adding stores.
+Run as a script it checks one case and prints JSON: it is a script because a kernel that deadlocks hangs its
+process, and a process can be killed.
+
+    python tests/pallas/mosaic_interpreter.py '{"batch": 1, ..., "races": true}'
+"""
+
+import json
+import os
+import sys
+import threading
+
+os.environ.setdefault("NPROC", "32")  # the interpreter's thread pool: kernels with many waiting threads starve it
+os.environ["JAX_KERNELS_INTERPRET"] = "1"
+
+import jax
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import primitives
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
+from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
+from jax._src.state import types as state_types
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_ADDING = threading.Lock()
+
+
+class AddingStore(callbacks.AsyncCopySmemToGmemTask):
+    """A TMA store with reduction_op="add". Two of them on one address are no race."""
+
+    def __call__(self, tma_thread_id):
+        memory = callbacks._get_shared_memory()
+        self.pre_read(tma_thread_id, memory)
+        read = lambda key, access: memory.get_buffer_content(
+            key, access, self.thread, increment_clock=False, logging_info=self.logging_info
+        )[0]
+        value = read(self.src_allocation_key, self.src_access)
+        if memory.detect_races:
+            self.clock.inc(tma_thread_id)
+            self.write_clock = self.clock.copy()
+        shape = tuple(memory.buffer_shape_and_dtype(self.dst_allocation_key).shape)
+        clipped = callbacks._clip_store_to_shape(self.dst_access, value, shape)
+        if clipped is not None:
+            access, value = clipped
+            with _ADDING:
+                total = read(self.dst_allocation_key, access) + value
+                memory.store_buffer_content(
+                    self.dst_allocation_key, access, total, self.thread, logging_info=self.logging_info
+                )
+        self.post_write(tma_thread_id, memory)
+
+
+def _copy_smem_to_gmem(original):
+    @callbacks.fail_on_exception
+    def copy(*, reduction_op, **kwargs):
+        if reduction_op is None:
+            return original(reduction_op=None, **kwargs)
+        assert reduction_op == "add", reduction_op
+        task = callbacks.AsyncCopySmemToGmemTask
+        callbacks.AsyncCopySmemToGmemTask = AddingStore
+        try:
+            return original(reduction_op=None, **kwargs)
+        finally:
+            callbacks.AsyncCopySmemToGmemTask = task
+
+    def locked(**kwargs):
+        with _PATCHING:
+            return copy(**kwargs)
+
+    return locked
+
+
+_PATCHING = threading.RLock()
+
+
+def _wgmma(original):
+    """Puts a register operand into a buffer of its own for the length of the product."""
+
+    def wgmma(self, eqn, token, get_invals):
+        if isinstance(eqn.invars[1].aval, state_types.AbstractRef):
+            return original(self, eqn, token, get_invals)
+        invals = list(get_invals())
+        token, request = callbacks.call_make_allocation_request_array(
+            token=token,
+            compute_unit=self.thread,
+            memory_space_id=shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS),
+            initial_ref_count=1,
+        )
+        token, invals[1] = callbacks.call_allocate_buffer(
+            token=token,
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            allocation_request_as_array=request,
+            value=invals[1],
+            source_info=eqn.source_info,
+        )
+        token, out = original(self, eqn, token, lambda: invals)
+        token = callbacks.call_deallocate_buffer(
+            token=token,
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            allocation_key_as_array=invals[1],
+            source_info=eqn.source_info,
+        )
+        return token, out
+
+    return wgmma
+
+
+class _Primitives:
+    """The primitives' module as the interpreter sees it: an accumulator's store where TMEM's store stood."""
+
+    def __getattr__(self, name):
+        return getattr(primitives, "wgmma_accumulator_store_p" if name == "async_store_tmem_p" else name)
+
+
+def _accumulator_store(self, eqn, token, accumulator, value, **_):
+    token, _ = callbacks.call_swap(
+        token=token,
+        result_shape_and_dtype=eqn.invars[1].aval,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        allocation_key_as_array=accumulator,
+        transforms=(),
+        val=value,
+        mask=None,
+        source_info=eqn.source_info,
+    )
+    return token, [value]
+
+
+def install() -> None:
+    interpreter = jaxpr_interpret.JaxprInterpreter
+    jaxpr_interpret.gpu_primitives = _Primitives()
+    interpreter._interpret_async_store_tmem_p = _accumulator_store
+    interpreter._interpret_wgmma_ref_p = _wgmma(interpreter._interpret_wgmma_ref_p)
+    callbacks.copy_smem_to_gmem = _copy_smem_to_gmem(callbacks.copy_smem_to_gmem)
+    deallocate = shared_memory.Barrier.deallocate
+
+    def tolerant(self):  # kernels end without waiting for a barrier's last phase, which hardware allows
+        try:
+            deallocate(self)
+        except ValueError as error:
+            if "was deallocated, thread" not in str(error):
+                raise
+
+    shared_memory.Barrier.deallocate = tolerant
+
+
+def run(case: dict) -> dict:
+    """Errors of the forward and the backward of one case against float64, and the races that were seen."""
+    from jax_kernels import testing
+
+    races = case.pop("races", False)
+    case = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
+    case = testing.AttentionCase(name="interpreted", **case)
+    params = plgpu.InterpretGPUParams(detect_races=races)
+    arrays = testing.attention_inputs(case, seed=0)
+    with plgpu.force_gpu_interpret_mode(params):
+        got = testing.run_attention(case, arrays, "mosaic_gpu")
+        got = {name: jax.block_until_ready(x) for name, x in got.items()}
+    found = bool(callbacks.get_races().races_found) if races else False
+    want = testing.attention_float64(case, *arrays)._asdict()
+    errors = {name: testing.rms_error(got[name], want[name]) for name in want}
+    return {"errors": errors, "bounds": testing.tolerance(case), "races": found}
+
+
+if __name__ == "__main__":
+    install()
+    print(json.dumps(run(json.loads(sys.argv[1]))))

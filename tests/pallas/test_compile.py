@@ -1,0 +1,121 @@
+"""Every block spec row, compiled for its GPU generation without the GPU, and held to compile_budget.json.
+
+`python tests/pallas/test_compile.py [WORD...]` compiles the rows whose name has all the words, and writes what it
+finds into the budget. What spills there needs a reason, in "why" next to the figures, written by hand.
+"""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from aot import TIMEOUT, Spec, compile_spec
+
+from jax_kernels.pallas import block_specs
+
+GPUS = {80: "a100", 86: "a6000", 89: "rtx4090", 90: "h200", 100: "b200", 120: "rtx pro 6000"}
+BUDGET = Path(__file__).with_name("compile_budget.json")
+
+
+def rows():
+    """(GPU, row, Spec) of everything to compile."""
+    for number, file in block_specs._FILES.items():
+        for row in file.ATTENTION:
+            # Of Triton's kernels, the causal one has both loops: the plain one is a part of it.
+            both = row.implementation == "mosaic_gpu" and row.is_causal is None
+            for is_causal in (True, False) if both else (row.is_causal in (None, True),):
+                for precision in ("fp32", "tf32") if row.bits == 32 else ("",):
+                    yield GPUS[number], row, _spec(row, is_causal, precision)
+
+
+def _spec(row, is_causal, precision):
+    return Spec(
+        implementation=row.implementation,
+        head_dim=row.head_dim,
+        dtype="float32" if row.bits == 32 else "bfloat16",
+        precision=precision,
+        is_causal=is_causal,
+        lse=True,
+    )
+
+
+def name(gpu, spec):
+    kind = spec.precision or spec.dtype
+    return f"{gpu}, {spec.implementation}, {spec.head_dim}, {kind}{', causal' if spec.is_causal else ''}"
+
+
+ROWS = {name(gpu, spec): (gpu, row, spec) for gpu, row, spec in rows()}
+
+
+def figures(report):
+    """What the budget says of each kernel. Registers are given out in eights."""
+    found = {}
+    for kernel, got in sorted(report["kernels"].items()):
+        found[kernel] = {
+            "registers": -(-got["registers"] // 8) * 8,
+            "spills": got["spill_stores"] + got["spill_loads"],
+            "shared_memory": got["shared_memory"],
+            "notes": sorted({note[1:6] for note in got["notes"]}),
+        }
+    return found
+
+
+def test_every_generation_is_compiled():
+    assert set(GPUS) == set(block_specs._FILES)
+
+
+def test_the_budget_has_the_rows_that_there_are():
+    assert sorted(json.loads(BUDGET.read_text())) == sorted(ROWS)
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(TIMEOUT + 30)
+@pytest.mark.parametrize("entry", ROWS)
+def test_row(entry):
+    gpu, row, spec = ROWS[entry]
+    capability = next(number for number, gpu_of_file in GPUS.items() if gpu_of_file == gpu)
+    planned, _ = block_specs.attention_row(
+        divmod(capability, 10), row.implementation, head_dim=row.head_dim, bits=row.bits, is_causal=spec.is_causal
+    )
+    assert planned is row, "a row before it takes everything that it could serve"
+
+    report = compile_spec(gpu, spec)
+    assert report["error"] is None, report["error"]
+    got = figures(report)
+    budget = json.loads(BUDGET.read_text()).get(entry)
+    assert budget is not None, f"not in {BUDGET.name}; ptxas says {got}"
+    why = budget.pop("why", None)
+    assert sorted(got) == sorted(budget)
+    for kernel, found in got.items():
+        if spec.implementation == "mosaic_gpu":
+            assert found["spills"] == 0, kernel
+            assert found["notes"] == [], kernel
+        assert (budget[kernel]["spills"] == 0 and budget[kernel]["notes"] == []) or why, "spills need a reason"
+        for figure in ("registers", "spills", "shared_memory"):
+            assert found[figure] <= budget[kernel][figure], (kernel, figure)
+        assert set(found["notes"]) <= set(budget[kernel]["notes"]), kernel
+
+
+def write(words):
+    budget = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
+    budget = {entry: held for entry, held in budget.items() if entry in ROWS}
+    chosen = [entry for entry in ROWS if all(word in entry for word in words)]
+    with ThreadPoolExecutor(2) as pool:
+        reports = pool.map(lambda entry: compile_spec(ROWS[entry][0], ROWS[entry][2]), chosen)
+        for entry, report in zip(chosen, reports, strict=True):
+            if report["error"]:
+                print(f"{entry}: {report['error']}", file=sys.stderr)
+                continue
+            why = {key: text for key, text in budget.get(entry, {}).items() if key == "why"}
+            budget[entry] = figures(report) | why
+            print(entry, budget[entry], flush=True)
+    text = json.dumps({entry: budget[entry] for entry in ROWS if entry in budget}, indent=1)
+    BUDGET.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    write(sys.argv[1:])

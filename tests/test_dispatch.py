@@ -1,0 +1,165 @@
+"""From a request to a plan: choose, explain, on_device."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_kernels import Plan, dispatch, explain, flash_attention
+from jax_kernels.device import device_info
+from jax_kernels.dispatch import Implementation, Request, choose
+from jax_kernels.ops.attention_table import IMPLEMENTATIONS
+
+pytestmark = pytest.mark.usefixtures("no_interpret")
+
+
+def attention_on(device, *, heads=8, kv_heads=8, head_dim=128, dtype="bfloat16", length=1024, **kwargs):
+    query = jax.ShapeDtypeStruct((2, length, heads, head_dim), jnp.dtype(dtype))
+    key = jax.ShapeDtypeStruct((2, length, kv_heads, head_dim), jnp.dtype(dtype))
+    with dispatch.on_device(device):
+        return explain(flash_attention, query, key, key, **kwargs)
+
+
+def implementation(name, reason):
+    return Implementation(name, lambda request: reason, lambda request: (name, "block spec"), None, None)
+
+
+def table(**reasons):
+    return {name: implementation(name, reason) for name, reason in reasons.items()}
+
+
+REQUEST = Request("an_op", device_info("h200"))
+
+
+def test_choose_takes_the_first_that_serves():
+    plan = choose(REQUEST, table(fast="too old", good=None, slow=None), ("fast", "good", "slow"))
+    assert (plan.op, plan.implementation, plan.source) == ("an_op", "good", "block spec")
+    assert plan.passed_over == (("fast", "too old"),)
+    assert str(plan).splitlines() == [
+        "an_op: good (the fastest that serves this on NVIDIA H200)",
+        f"  blocks: {plan.config} from block spec",
+        "  not fast: too old",
+    ]
+
+
+def test_choose_by_name():
+    plan = choose(REQUEST, table(fast=None, good=None), ("fast", "good"), "good")
+    assert (plan.implementation, plan.why, plan.passed_over) == ("good", "asked for by name", ())
+
+
+def test_choose_by_name_that_cannot_serve():
+    with pytest.raises(NotImplementedError, match="'fast' cannot serve this an_op: too old"):
+        choose(REQUEST, table(fast="too old", good=None), ("fast", "good"), "fast")
+
+
+def test_choose_unknown_name():
+    with pytest.raises(ValueError, match="implementation='nope' is not known for an_op; want one of 'fast', 'good'"):
+        choose(REQUEST, table(fast=None, good=None), ("fast", "good"), "nope")
+
+
+def test_choose_gives_every_reason_where_none_serves():
+    with pytest.raises(NotImplementedError, match=r"no implementation .* on NVIDIA H200: a: too old; b: too new"):
+        choose(REQUEST, table(a="too old", b="too new"), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("device", "kwargs", "name"),
+    [
+        ("h200", {}, "mosaic_gpu"),
+        ("h100", {"is_causal": True, "return_lse": True}, "mosaic_gpu"),
+        ("h200", {"dtype": "float32"}, "triton"),
+        ("h200", {"deterministic": True}, "triton"),
+        ("a100", {}, "cudnn"),
+        ("a100", {"head_dim": 256}, "triton"),
+        ("a100", {"return_lse": True}, "triton"),
+        ("rtx 4090", {"q_offset": 3}, "triton"),
+        ("b200", {}, "cudnn"),
+        ("t4", {"dtype": "float16"}, "xla"),
+        ("cpu", {}, "xla"),
+    ],
+)
+def test_attention_plans(device, kwargs, name):
+    plan = attention_on(device, **kwargs)
+    assert plan.implementation == name
+    order = device_info(device).implementations
+    assert tuple(other for other, _ in plan.passed_over) == order[: order.index(name)]
+    assert all(reason for _, reason in plan.passed_over)
+
+
+def test_dense_mask_goes_to_what_takes_it():
+    mask = jax.ShapeDtypeStruct((1024, 1024), jnp.dtype(bool))
+    plan = attention_on("h200", mask=mask)
+    assert plan.implementation == "cudnn"
+    assert plan.passed_over == (("mosaic_gpu", "it does not take a dense mask"),)
+
+
+def test_plan_has_the_blocks_of_the_device():
+    plan = attention_on("h200", is_causal=True)
+    assert plan.source == "block spec"
+    assert plan.config.core_count == 132
+    assert plan.config.forward.block_kv % 64 == 0
+    # A capability without rows of its own takes the nearest older one's.
+    tomorrow = dataclasses.replace(device_info("a100"), compute_capability=(8, 7))
+    assert attention_on(tomorrow, return_lse=True).source == "heuristic"
+
+
+@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if name != "xla"])
+def test_gpu_implementation_without_a_gpu(name):
+    with pytest.raises(NotImplementedError, match=rf"'{name}' cannot serve .*: it needs an NVIDIA GPU.* on CPU"):
+        attention_on("cpu", implementation=name)
+
+
+@pytest.mark.parametrize(("name", "device"), [("mosaic_gpu", "a100"), ("mosaic_gpu", "b200"), ("triton", "v100")])
+def test_generation_without_a_kernel(name, device):
+    with pytest.raises(NotImplementedError, match=rf"it needs .*, and {device_info(device).name}"):
+        attention_on(device, implementation=name)
+
+
+def test_interpret_lets_kernels_serve_without_a_gpu(monkeypatch):
+    for value, on in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("JAX_KERNELS_INTERPRET", value)
+        assert dispatch.interpreting() is on
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    for name in ("mosaic_gpu", "triton"):
+        assert attention_on("cpu", implementation=name).implementation == name
+    assert attention_on("cpu").implementation == "xla"
+
+
+def test_explain_is_what_the_call_does():
+    query = jnp.ones((1, 8, 2, 16))
+    plan = explain(flash_attention, query, query, query, is_causal=True)
+    assert isinstance(plan, Plan)
+    assert plan.implementation == device_info().implementations[-1] or jax.default_backend() == "gpu"
+    with pytest.raises(ValueError, match="key: got head_dim 8"):
+        explain(flash_attention, query, query[..., :8], query)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
+        explain(flash_attention, query, query, query, causal=True)
+    with pytest.raises(TypeError, match="3 positional arguments"):
+        explain(flash_attention, query, query, query, query)
+
+
+def test_explain_of_something_else():
+    with pytest.raises(TypeError, match=r"op: got .*, want an op of this library"):
+        explain(jnp.matmul, 1, 2)
+
+
+def test_on_device_ends_with_its_block():
+    before = dispatch.target_device()
+    with dispatch.on_device("h200") as outer:
+        assert dispatch.target_device() is outer
+        with dispatch.on_device("a100") as inner:
+            assert dispatch.target_device() is inner
+        assert dispatch.target_device() is outer
+    with contextlib.suppress(RuntimeError), dispatch.on_device("h200"):
+        raise RuntimeError
+    assert dispatch.target_device() == before
+
+
+def test_target_device_follows_the_arrays():
+    cpu = jax.devices("cpu")[0]
+    array = jax.device_put(jnp.ones(3), cpu)
+    assert dispatch.target_device(array) == device_info(cpu)
+    with jax.default_device(cpu):
+        assert dispatch.target_device() == device_info(cpu)
