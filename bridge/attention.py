@@ -1,15 +1,16 @@
-"""flash_attention on PyTorch tensors: its operators, their gradient, and PyTorch's own signature over them."""
+"""flash_attention on PyTorch tensors: its operators and their gradient."""
 
 import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from jax_kernels.bridge import dlpack, library
 from jax_kernels.ops import attention
 
-__all__ = ["flash_attention", "scaled_dot_product_attention"]
+__all__ = ["check_tensor", "flash_attention"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -87,16 +88,16 @@ def flash_attention(
     if any(argument is not None for argument in later.values()):
         _refuse(later)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _check_tensor(name, tensor, query)
+        check_tensor(name, tensor, query)
         if tensor.dtype not in _DTYPES:
             raise TypeError(
-                f"{name}: got dtype {tensor.dtype}, want torch.bfloat16, torch.float16 or torch.float32; cast it first, with "
+                f"{name}: got dtype {tensor.dtype}, want torch.bfloat16, torch.float16 or torch.float32; cast it, with "
                 f"{name}.to(torch.float32)"
             )
         if tensor.ndim != 4:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want 4 axes [batch, length, heads, head_dim]")
     if mask is not None:
-        _check_tensor("mask", mask, query)
+        check_tensor("mask", mask, query)
         if mask.dtype != torch.bool:
             raise TypeError(
                 f"mask: got dtype {mask.dtype}, want torch.bool (True = attend); an additive mask is a bias"
@@ -128,68 +129,6 @@ def flash_attention(
     return _forward_op(*arguments) if return_lse else _inference_op(*arguments)
 
 
-def scaled_dot_product_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """torch.nn.functional.scaled_dot_product_attention by flash_attention.
-
-    Args:
-      query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]; bfloat16, float16 or float32. They are
-        copied once to flash_attention's layout, unless they are transposed views of it.
-      attn_mask: bool, broadcastable to [B, H, T, S], True where a query may attend. A query that may attend to
-        nothing has an output of 0.
-      is_causal: keep key j for query i where i >= j, aligned top-left.
-      scale: multiplies the scores; default 1 / sqrt(D).
-      enable_gqa: allow fewer key and value heads than query heads.
-
-    Returns:
-      [B, H, T, Dv] in query's dtype: a transposed view of [B, T, H, Dv].
-
-    Raises:
-      NotImplementedError: dropout_p is not 0, or attn_mask is a float mask, which is added to the scores.
-      ValueError: both attn_mask and is_causal are given, or head counts differ without enable_gqa.
-      Otherwise what flash_attention raises.
-    """
-    if dropout_p != 0:
-        raise NotImplementedError(f"dropout_p: got {dropout_p}, want 0: dropout is not served")
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _check_tensor(name, tensor, query)
-        if tensor.ndim != 4:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want 4 axes [batch, heads, length, head_dim]")
-    if attn_mask is not None:
-        if isinstance(attn_mask, torch.Tensor) and attn_mask.is_floating_point():
-            raise NotImplementedError(
-                f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool (True = attend): a mask that is added to the "
-                "scores is not served"
-            )
-        _check_tensor("attn_mask", attn_mask, query)
-        if attn_mask.dtype != torch.bool:
-            raise TypeError(f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool (True = attend)")
-        if is_causal:
-            raise ValueError("attn_mask, is_causal: got both, want one of them")
-    if not enable_gqa and not query.shape[1] == key.shape[1] == value.shape[1]:
-        raise ValueError(
-            f"query, key, value: got {query.shape[1]}, {key.shape[1]} and {value.shape[1]} heads, want one number of "
-            "heads, or enable_gqa=True"
-        )
-    out = flash_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        mask=attn_mask,
-        is_causal=is_causal,
-        scale=scale,
-    )
-    return out.transpose(1, 2)
-
-
 def _refuse(later: dict[str, Any]) -> None:
     """Raises for arguments that the operators do not carry, what JAX's function raises wherever it does."""
     attention.prepare(query=None, key=None, value=None, **later)
@@ -197,7 +136,8 @@ def _refuse(later: dict[str, Any]) -> None:
     raise NotImplementedError(f"{names}: not served yet on PyTorch tensors; want None")
 
 
-def _check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
+def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
+    """Raises, naming the argument, unless it is a dense tensor on query's device, a CPU or a CUDA one."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: got {type(tensor).__module__}.{type(tensor).__name__}, want a torch.Tensor")
     if tensor.layout != torch.strided:
@@ -209,7 +149,7 @@ def _check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
 
 
 def _check_int32(name: str, tensor: Any, query: torch.Tensor) -> None:
-    _check_tensor(name, tensor, query)
+    check_tensor(name, tensor, query)
     if tensor.dtype != torch.int32:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, want torch.int32; cast it with {name}.to(torch.int32)")
 
@@ -243,7 +183,7 @@ def _forward(device: torch.device, options: _Options):
         out, lse = attention.attention_forward(call, *prepared)
         if lse is None:  # nothing reads it, but the operator's results must not depend on the plan
             batch, length, heads = out.shape[:3]
-            lse = jax.numpy.zeros((batch, heads, length), jax.numpy.float32)
+            lse = jnp.zeros((batch, heads, length), jnp.float32)
         return out, lse
 
     return jax.jit(forward)
@@ -258,14 +198,15 @@ def _inference(device: torch.device, options: _Options):
 @functools.cache
 def _backward(device: torch.device, options: _Options):
     def backward(query, key, value, mask, kv_lengths, q_offset_array, out, lse, dout, dlse):
-        def prepared(*qkv):
-            call, arrays = _prepare(options, *qkv, mask, kv_lengths, q_offset_array)
-            return arrays[:3], (call, arrays)
+        def prepare(query, key, value):
+            return _prepare(options, query, key, value, mask, kv_lengths, q_offset_array)
 
+        call, arrays = prepare(query, key, value)
         # prepare may change query, key and value, as it does for a negative scale.
-        _, pullback, (call, arrays) = jax.vjp(prepared, query, key, value, has_aux=True)
-        dout = jax.numpy.zeros_like(out) if dout is None else dout
-        return pullback(attention.attention_backward(call, *arrays, out, lse, dout, dlse))
+        _, pullback = jax.vjp(lambda *qkv: prepare(*qkv)[1][:3], query, key, value)
+        dout = jnp.zeros_like(out) if dout is None else dout
+        arguments = (call, *arrays, out, lse, dout, dlse)
+        return pullback(attention.attention_backward(*arguments))
 
     return jax.jit(backward)
 

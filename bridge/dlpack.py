@@ -99,13 +99,12 @@ def import_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tup
     away while JAX still reads it. The tensors must all be on `device`, and must not be written to by JAX
     (never donate the arrays).
     """
-    owners = [_readable(tensor) for tensor in tensors]
-    # Of a tensor that lives on in the caller's hands one could not see when JAX lets go of it.
-    lent = [owner.detach() for owner in owners]
-    for tensor in lent:
-        _LENT[next(_LOANS)] = tensor
+    # Detached: of the caller's own tensors one could not see when JAX lets go of them.
+    owners = [_readable(tensor).detach() for tensor in tensors]
+    for owner in owners:
+        _LENT[next(_LOANS)] = owner
     target = jax_device(device)
-    filled = [tensor for tensor in lent if tensor.numel()]
+    filled = [tensor for tensor in owners if tensor.numel()]
     arrays = iter(_over(filled, device, target))
     return [next(arrays) if t.numel() else jnp.zeros(t.shape, _TO_JAX[t.dtype], device=target) for t in owners], owners
 
@@ -134,7 +133,6 @@ def _empty(array: jax.Array, device: torch.device) -> torch.Tensor:
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a copy of it, in the one form that JAX reads rightly."""
-    tensor = tensor.detach()
     # DLPack carries neither of these bits: JAX would read the wrong sign.
     if tensor.is_conj():
         tensor = tensor.resolve_conj()
@@ -183,7 +181,7 @@ def _view(array: jax.Array, stream: int | None) -> torch.Tensor:
     """A tensor over JAX's memory; on a GPU, `stream` waits for JAX."""
     if _PRIVATE is not None:
         return torch.utils.dlpack.from_dlpack(_PRIVATE[1](array, stream=stream))
-    return torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=stream))
+    return torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=stream))  # type: ignore[call-arg]
 
 
 class _Entry(NamedTuple):
@@ -252,6 +250,6 @@ def _finish() -> None:
     the process.
     """
     _HELD.clear()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 2
     while _LENT and time.monotonic() < deadline:
         time.sleep(0.001)

@@ -119,7 +119,7 @@ class _Residual(NamedTuple):
     """Where a value that the backward needs is found: among the inputs, the outputs, or the extra results."""
 
     place: str
-    index: int
+    position: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _Plan:
     results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     grads: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     forward: Callable[..., Any]
-    backward: Callable[..., Any] | None
+    backward: Callable[..., Any]
 
 
 _PLANS: dict[str, _Plan] = {}
@@ -193,8 +193,8 @@ def _make_facts(name, structure, needs, signatures, x64):
         residuals = jax.tree.leaves(pullback)
         return (*results, *(residuals[index] for index in extra))
 
-    inputs_read = sorted({source.index for source in sources if source.place == "input"})
-    outputs_read = sorted({source.index for source in sources if source.place == "output"})
+    inputs_read = sorted({source.position for source in sources if source.place == "input"})
+    outputs_read = sorted({source.position for source in sources if source.place == "output"})
 
     def backward(*arrays):
         stored = iter(arrays)

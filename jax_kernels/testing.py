@@ -318,13 +318,17 @@ def tolerance(case: AttentionCase, seed: int = 0) -> dict[str, float]:
         error = rms_error(getattr(plain, name), getattr(want, name))
         if case.precision == "tf32":
             bounds[name] = 2e-3
-        elif case.dtype == "float32" or name == "lse":
+        elif name == "lse":
             bounds[name] = max(2 * error, 2e-6)
+        elif case.dtype == "float32":
+            # P is exp(score - lse), both rounded where they are largest, at four times the magnitude.
+            rounding = 0 if case.magnitude == 1 else 4 * case.magnitude * float(jnp.finfo(jnp.float32).eps)
+            bounds[name] = max(2 * error, 2e-6, rounding)
         elif case.magnitude > 1 and name in ("dq", "dk"):
             # Where the softmax is all but one-hot, dP and its row sum delta all but cancel. A tiled backward
             # takes delta from the rounded out, the plain one from its weights: measured 1.6 times the error
-            # with float32 operands, 1.8 with rounded ones.
-            bounds[name] = 2 * error
+            # by float32 products, 1.9 times by 16-bit ones.
+            bounds[name] = 2.2 * error
         else:
             bounds[name] = max(1.1 * error, float(jnp.finfo(case.dtype).eps) / 8)
     return bounds

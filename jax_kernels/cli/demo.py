@@ -10,31 +10,41 @@ __all__ = ["demo"]
 
 def demo(
     text: Annotated[
-        Path | None, typer.Option(help="File or folder to train on. [default: the source of Python's standard library]")
+        Path | None, typer.Option(help="File or folder to train on.", show_default="Python's standard library")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps in all, those before --resume too. [default: by device]")
+        int | None, typer.Option(min=1, help="Steps in all, those before --resume too.", show_default="by device")
     ] = None,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Bytes of context. [default: by device]")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Sequences per step. [default: by device]")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Bytes of context.", show_default="by device")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Sequences in a step.", show_default="by device")
+    ] = None,
     decay_steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps until the learning rate has decayed. [default: --steps]")
+        int | None,
+        typer.Option(min=1, help="Steps over which the learning rate decays.", show_default="those of --steps"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the parameters and the batches. [default: 0]")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the parameters and the batches.", show_default="0")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for loss.png, run.json and the checkpoint.")] = Path("runs/demo"),
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the checkpoint in --out, exactly as if never stopped.")
+        bool,
+        typer.Option(
+            "--resume", help="Continue from the checkpoint in --out: same parameters, optimizer state and batches."
+        ),
     ] = False,
     implementation: Annotated[
         str | None,
-        typer.Option(help="Of the attention: mosaic_gpu, triton, cudnn or xla. [default: the fastest here]"),
+        typer.Option(help="Of the attention: mosaic_gpu, triton, cudnn or xla.", show_default="the fastest here"),
     ] = None,
 ) -> None:
-    """Train a byte-level Transformer on real text with this library's attention, and check it against PyTorch.
+    """Train a byte-level Transformer on real text with this library's attention.
 
-    Writes loss.png, run.json and a checkpoint, prints a sample, and compares logits and input gradients with the
-    PyTorch module on the same weights. Ends with exit code 1 where the model did not learn (held-out bits per byte
-    not below 0.8 of the unigram entropy) or PyTorch disagrees.
+    Writes loss.png, run.json and a checkpoint, prints a sample, and compares
+    logits and input gradients with the PyTorch module on the same weights.
+
+    Ends with exit code 1 where held-out bits per byte are not below 0.8 of
+    the unigram entropy, or where PyTorch disagrees; 2 for a wrong option.
     """
     from jax_kernels.cli import demo_run
 

@@ -58,8 +58,8 @@ def _kernel(
     has_bounds = bounds is not None
     may_end = has_bounds or kv_length % block_kv != 0 or (is_causal and q_offset + q_length > kv_length)
     predicate = is_causal or may_end
-    # Whether no block, beside the first that a tile visits, can need the predicate.
-    only_first = not is_causal or (not has_bounds and block_kv % block_q == 0 and q_offset % block_q == 0)
+    # Whether no block, beside the first that a warpgroup visits, can need the predicate.
+    only_first = not is_causal or (not has_bounds and q_offset % 64 == 0)
     may_be_dead = has_bounds or (is_causal and q_offset < 0)
 
     def body(refs, scratch):
@@ -139,8 +139,22 @@ def _kernel(
             load_q(cta)
 
             def run_tile(index, before):
-                b, h, q_start, blocks, limits = tile(index)
+                b, h, q_start, tile_blocks, limits = tile(index)
                 q_start = q_start + w * 64
+                blocks = limits.key_blocks(q_start, 64, block_kv).at_least_one()
+                # The blocks right of this warpgroup's last key are the other warpgroups' alone.
+                skipped = tile_blocks.count - blocks.count
+
+                def skip(step, _):
+                    slot = lax.rem(before + step, jnp.int32(stages))
+                    wait_turn()
+                    pass_turn()
+                    for ready, free in ((k_ready, k_free), (v_ready, v_free)):
+                        plgpu.barrier_wait(ready.at[slot])  # every wait counts a phase
+                        plgpu.barrier_arrive(free.at[slot])
+
+                if is_causal:
+                    lax.fori_loop(0, skipped, skip, None)
 
                 def masked(s, step):
                     kv_start = blocks.at(step) * block_kv
@@ -153,7 +167,7 @@ def _kernel(
                         load_q(index + ctas)
 
                 def slot_of(step):
-                    return lax.rem(before + step, jnp.int32(stages))
+                    return lax.rem(before + skipped + step, jnp.int32(stages))
 
                 def products(acc_ref, s_ref):
                     def issue_scores(slot):
@@ -222,7 +236,7 @@ def _kernel(
                 if share_q_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     load_next_q()
-                return before + blocks.count
+                return before + tile_blocks.count
 
             for_each_tile(run_tile)
             if w == 0:

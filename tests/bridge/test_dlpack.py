@@ -1,5 +1,6 @@
 """What crosses between PyTorch and JAX, and in which form."""
 
+import threading
 import time
 import types
 
@@ -112,6 +113,16 @@ def test_lent_tensors_come_back():
     while dlpack._LENT and time.monotonic() < deadline:
         time.sleep(0.001)
     assert len(dlpack._LENT) == 0
+
+
+def test_leaving_waits_for_lent_tensors(monkeypatch):
+    lent = {0: torch.zeros(3)}
+    monkeypatch.setattr(dlpack, "_LENT", lent)
+    threading.Timer(0.1, lent.clear).start()
+    start = time.monotonic()
+    dlpack._finish()
+    assert not lent
+    assert 0.09 < time.monotonic() - start < 5
 
 
 def test_devices():

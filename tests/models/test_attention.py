@@ -107,6 +107,14 @@ def test_decoding_equals_the_full_forward(kv_heads, chunks):
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x), atol=1e-6)
 
 
+def test_the_unfilled_cache_is_never_attended_to():
+    attention, x = module(is_causal=False), inputs()
+    out, cache = decode(attention, x[:, :6], attention.init_cache(BATCH, 16))
+    np.testing.assert_allclose(out, plain(attention, x[:, :6]), atol=2e-6)
+    out, _ = decode(attention, x[:, 6:], cache)
+    np.testing.assert_allclose(out, plain(attention, x)[:, 6:], atol=2e-6)
+
+
 def test_a_step_compiles_once():
     attention, x, traces = module(), inputs(), []
 

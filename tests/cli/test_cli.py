@@ -1,0 +1,247 @@
+"""The jax-kernels command: info, check, explain, and what a user who errs is told."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from jax_kernels import cli
+from jax_kernels.cli import check, info
+from jax_kernels.ops.attention_table import IMPLEMENTATIONS
+
+pytestmark = pytest.mark.usefixtures("no_interpret")
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs a command line in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as exited:
+            cli.main(list(arguments))
+        captured = capsys.readouterr()
+        return exited.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def assert_one_line(result, *words):
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert err.startswith("jax-kernels: ")
+    assert err.count("\n") == 1
+    for word in words:
+        assert word in err
+
+
+def test_info_of_a_named_gpu(run):
+    code, out, err = run("info", "--device", "h200")
+    assert (code, err) == (0, "")
+    for text in ("NVIDIA H200", "Hopper", "9.0", "141 GB", "4800 GB/s", "227 KiB", "bfloat16"):
+        assert text in out
+    assert [line.split("│")[2:4] for line in out.splitlines() if "flash_attention" in line] == [
+        [f" {name:14s} ", " yes     "] for name in IMPLEMENTATIONS
+    ]
+
+
+def test_info_gives_the_reason_where_one_cannot_run(run):
+    _, out, _ = run("info", "--device", "cpu")
+    reasons = {line.split("│")[2].strip(): line.split("│")[3] for line in out.splitlines() if "flash_attention" in line}
+    assert reasons["xla"].strip() == "yes"
+    for name in ("mosaic_gpu", "triton", "cudnn"):
+        assert "no: it needs an NVIDIA GPU, and this runs on CPU" in reasons[name]
+
+
+def test_info_json(run):
+    code, out, _ = run("info", "--device", "Tesla T4", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert (report["device"]["compute_capability"], report["device"]["optimal_dtype"]) == ([7, 5], "float16")
+    assert report["ops"]["flash_attention"]["xla"] is None
+    assert report["ops"]["flash_attention"]["mosaic_gpu"].startswith("it needs Hopper")
+    assert report["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert report["versions"]["jax-kernels"]
+
+
+def test_info_without_a_package(monkeypatch):
+    monkeypatch.setattr(info, "PACKAGES", ("numpy", "a-package-that-nobody-has"))
+    versions = info.versions()
+    assert versions["a-package-that-nobody-has"] is None
+    assert versions["numpy"]
+
+
+def test_explain(run):
+    code, out, _ = run("explain", "attention", "--shape", "1,4096,16,128", "--return-lse", "--device", "a100")
+    assert code == 0
+    first, blocks, *passed_over = out.splitlines()
+    assert first == "flash_attention: triton (the fastest that serves this on NVIDIA A100-SXM4-80GB)"
+    assert "AttentionForwardTriton(" in blocks
+    assert passed_over == ["  not cudnn: its backward takes no gradient of the log-sum-exp"]
+
+
+@pytest.mark.parametrize(
+    ("options", "implementation"),
+    [
+        ("--device h200 --causal", "mosaic_gpu"),
+        ("--device h200 --dtype fp32 --precision tf32", "triton"),
+        ("--device h200 --deterministic", "triton"),
+        ("--device h200 --no-deterministic", "mosaic_gpu"),
+        ("--device h200 --mask 1,1,4096,4096", "cudnn"),
+        ("--device a100 --kv-lengths --kv-shape 2,512,4,64", "cudnn"),
+        ("--device a100 --q-offset 7", "triton"),
+        ("--device a100 --v-head-dim 32", "triton"),
+        ("--device h200 --implementation xla", "xla"),
+        ("--device cpu", "xla"),
+    ],
+)
+def test_explain_takes_the_arguments_of_the_op(run, options, implementation):
+    code, out, err = run("explain", "attention", "--shape", "2,4096,16,64", "--json", *options.split())
+    assert (code, err) == (0, "")
+    assert json.loads(out)["implementation"] == implementation
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("info --device h300", ("device: got 'h300'", "h200")),
+        ("info --devise h200", ("No such option", "--devise")),
+        ("nonsense", ("nonsense",)),
+        ("explain attention", ("--shape",)),
+        ("explain attention --shape 1,x", ("--shape: got '1,x', want whole numbers above 0",)),
+        ("explain attention --shape 1,2,0,4", ("--shape: got '1,2,0,4'",)),
+        ("explain attention --shape 1,2,3", ("query: got shape (1, 2, 3), want 4 axes",)),
+        ("explain attention --shape 1,8,4,64 --kv-shape 1,8,3,64", ("key: got 3 heads, want a divisor of query's 4",)),
+        ("explain attention --shape 1,8,4,64 --dtype int8", ("--dtype: got 'int8', want one of bfloat16",)),
+        ("explain attention --shape 1,8,4,64 --precision tf32", ("precision: got 'tf32' with bfloat16 inputs",)),
+        ("explain attention --shape 1,8,4,64 --implementation x", ("implementation='x' is not known",)),
+        (
+            "explain attention --shape 1,8,4,64 --device t4 --implementation triton",
+            ("it needs compute capability 8.0",),
+        ),
+        ("explain attention --shape 1,8,4,64 --device nope", ("device: got 'nope'",)),
+        ("check --implementation nope", ("--implementation: got 'nope', want one of mosaic_gpu, triton",)),
+        ("check --json /no/such/folder/x.json", ("--json: got '/no/such/folder/x.json', want a file in a folder",)),
+    ],
+)
+def test_bad_input_is_one_line(run, arguments, words):
+    assert_one_line(run(*arguments.split()), *words)
+
+
+def test_check_by_an_implementation_that_is_not_here(run, monkeypatch):
+    monkeypatch.setattr(check, "why_not", lambda case, name: f"{name} needs a moon")
+    assert_one_line(run("check", "--implementation", "triton"), "triton needs a moon")
+
+
+@pytest.fixture
+def two_cases(monkeypatch):
+    monkeypatch.setattr(check, "QUICK", ("one_query", "fp32"))
+
+
+def test_check_passes(run, two_cases, tmp_path):
+    code, out, _ = run("check", "--implementation", "xla", "--json", str(tmp_path / "report.json"))
+    assert code == 0
+    assert "2 passed, 0 failed, 0 not served" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["failed"] == 0
+    assert [(result["implementation"], result["case"]) for result in report["results"]] == [
+        ("xla", "one_query"),
+        ("xla", "fp32"),
+    ]
+    for result in report["results"]:
+        assert result["passed"]
+        for name in ("out", "lse", "dq", "dk", "dv"):
+            assert 0 < result["errors"][name] <= result["bounds"][name] < 0.01
+
+
+def test_check_fails_where_a_result_is_wrong(run, two_cases, monkeypatch):
+    right = check.run_attention
+
+    def wrong(case, arrays, implementation):
+        results = right(case, arrays, implementation)
+        return results | {"dk": results["dk"] * 1.01} if case.name == "fp32" else results
+
+    monkeypatch.setattr(check, "run_attention", wrong)
+    code, out, _ = run("check", "--implementation", "xla")
+    assert code == 1
+    assert "1 passed, 1 failed" in out
+    verdicts = {line.split()[1]: line.split()[-1] for line in out.splitlines() if line.startswith(" xla")}
+    assert verdicts == {"one_query": "pass", "fp32": "FAIL"}
+
+
+def test_check_reports_an_implementation_that_raises(run, two_cases, monkeypatch, tmp_path):
+    def broken(*_):
+        raise RuntimeError("ptxas [exited]")
+
+    monkeypatch.setattr(check, "run_attention", broken)
+    code, out, _ = run("check", "--implementation", "xla", "--json", str(tmp_path / "report.json"))
+    assert code == 1
+    assert "xla, fp32: RuntimeError: ptxas [exited]" in out
+    assert json.loads((tmp_path / "report.json").read_text())["failed"] == 2
+
+
+def test_check_counts_what_is_not_served(run, two_cases, monkeypatch):
+    monkeypatch.setattr(check, "why_not", lambda case, name: "too exact" if case.precision == "fp32" else None)
+    code, out, _ = run("check", "--implementation", "xla")
+    assert code == 0
+    assert "1 passed, 0 failed, 1 not served" in out
+
+
+def test_check_takes_interpreted_kernels_when_asked(monkeypatch):
+    here = check._implementations(None)
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    assert set(check._implementations(None)) == {*here, "mosaic_gpu", "triton"}
+
+
+def fake_demo(monkeypatch, function):
+    monkeypatch.setitem(sys.modules, "jax_kernels.cli.demo", types.SimpleNamespace(demo=function))
+
+
+def test_demo_is_given_its_own_options(run, monkeypatch):
+    given = []
+    fake_demo(monkeypatch, lambda steps: given.append(steps))
+    demo = sys.modules["jax_kernels.cli.demo"].demo
+    demo.__annotations__ = {"steps": int}
+    assert run("demo", "7")[0] == 0
+    assert given == [7]
+    assert_one_line(run("demo", "many"), "steps")
+    code, out, _ = run("demo", "--help")
+    assert code == 0
+    assert "jax-kernels demo" in out
+
+
+def test_missing_package_names_the_extra(run, monkeypatch):
+    def demo() -> None:
+        import flax  # noqa: F401
+
+    fake_demo(monkeypatch, demo)
+    monkeypatch.setitem(sys.modules, "flax", None)
+    assert_one_line(run("demo"), "this needs the package flax: pip install 'jax-kernels[flax]'")
+    assert run("info")[0] == 0
+
+
+def test_missing_cli_extra(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert_one_line(run("info"), "this needs the package typer: pip install 'jax-kernels[cli]'")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def demo() -> None:
+        import a_module_that_nobody_has  # noqa: F401
+
+    fake_demo(monkeypatch, demo)
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):
+        cli.main(["demo"])
+
+
+def test_console_script():
+    """The installed command, in a process of its own, where neither torch nor flax can be imported."""
+    code = "import sys; sys.modules['torch'] = sys.modules['flax'] = None; from jax_kernels.cli import main; main()"
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code, "info", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["device"]["architecture"] == "CPU"
