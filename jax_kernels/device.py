@@ -207,29 +207,7 @@ def _named(name: str) -> DeviceInfo:
     return _describe(gpu.name, gpu.compute_capability, gpu.memory, gpu.core_count, gpu.bandwidth)
 
 
-def _default_device() -> Any:
-    default = jax.config.jax_default_device
-    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
-
-
-def device_info(device: "str | jax.Device | DeviceInfo | None" = None) -> DeviceInfo:
-    """Describes a device.
-
-    device: a `jax.Device`; a name as the driver gives it ("NVIDIA A100-SXM4-80GB") or short ("a100", "4090",
-    "cpu"), for planning without the GPU; None for JAX's default device. A machine without a GPU is described
-    as a CPU, without an error.
-
-    Raises ValueError for a name that is not known, and TypeError for anything else.
-    """
-    if isinstance(device, DeviceInfo):
-        return device
-    if isinstance(device, str):
-        return _named(device)
-    if device is None:
-        try:
-            device = _default_device()
-        except RuntimeError:  # no backend could start: plan for the CPU
-            return CPU
+def _real(device: Any) -> DeviceInfo:
     if not hasattr(device, "platform"):
         raise TypeError(f"device: got {type(device).__name__}, want a jax.Device, a name or None")
     if device.platform == "cpu":
@@ -248,3 +226,29 @@ def device_info(device: "str | jax.Device | DeviceInfo | None" = None) -> Device
         gpu.bandwidth if gpu else None,
         getattr(device, "shared_memory_per_block_optin", None),
     )
+
+
+def _default_device() -> Any:
+    default = jax.config.jax_default_device
+    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+
+
+def device_info(device: "str | jax.Device | DeviceInfo | None" = None) -> DeviceInfo:
+    """Describes a device.
+
+    device: a `jax.Device`; a name as the driver gives it ("NVIDIA A100-SXM4-80GB") or short ("a100", "4090",
+    "cpu"), for planning without the GPU; None for JAX's default device. A machine without a GPU is described
+    as a CPU, without an error.
+
+    Raises ValueError for a name that is not known, and TypeError for anything else.
+    """
+    if isinstance(device, DeviceInfo):
+        return device
+    if isinstance(device, str):
+        return _named(device)
+    if device is not None:
+        return _real(device)
+    try:
+        return _real(_default_device())
+    except RuntimeError:  # no backend could start: plan for the CPU
+        return CPU

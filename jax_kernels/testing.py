@@ -198,7 +198,7 @@ def _gives_lse(implementation: str | None) -> bool:
 
 @functools.partial(jax.jit, static_argnames="is_causal")
 def _float64(query, key, value, dout, dlse, kv_lengths, q_offset, *, is_causal):
-    forward = lambda *qkv: reference.attention(*qkv, None, kv_lengths, q_offset, is_causal=is_causal)
+    forward = lambda q, k, v: reference.attention(q, k, v, None, kv_lengths, q_offset, is_causal=is_causal)
     results, vjp = jax.vjp(forward, query, key, value)
     return (*results, *vjp((dout, dlse)))
 
@@ -215,9 +215,8 @@ def attention_float64(case: AttentionCase, query, key, value, dout, dlse=None) -
 
 
 def _rounded(x, dtype):
-    """x with the precision of dtype. XLA may leave out a pair of casts; this it keeps."""
-    bits = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
+    """x, and its cotangent, rounded to dtype. Without the barrier, XLA may leave out a pair of casts."""
+    return jax.lax.optimization_barrier(x.astype(dtype)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

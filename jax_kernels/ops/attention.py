@@ -336,7 +336,9 @@ def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
     if isinstance(mask, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(full, jnp.dtype(bool))
     if mask.dtype != bool:
-        if not isinstance(mask, jax.core.Tracer) and not bool(((mask == 0) | (mask == 1)).all()):
+        # In numpy: under jit even a comparison of known values is traced.
+        known = None if isinstance(mask, jax.core.Tracer) else np.asarray(mask)
+        if known is not None and not ((known == 0) | (known == 1)).all():
             raise ValueError("mask: got float32 values other than 0 and 1, want a bool mask; an additive one is a bias")
         mask = mask != 0
     return jnp.asarray(mask).reshape(full)

@@ -14,6 +14,7 @@ float32 additions to device memory, which the L2 cache absorbs.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config
     if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
         raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
     q_blocks, kv_blocks = pl.cdiv(q_length, block_q), pl.cdiv(kv_length, block_kv)
-    together = config.heads_together if (batch * kv_heads) % config.heads_together == 0 else 1
+    together = math.gcd(config.heads_together, batch * kv_heads)
     has_bounds = bounds is not None
     may_end = has_bounds or kv_length % block_kv != 0
     predicate = is_causal or may_end

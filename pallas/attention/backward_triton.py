@@ -19,6 +19,7 @@ from jax_kernels.pallas.attention.forward_triton import (
     bounds_spec,
     dot,
     dot_precision,
+    exp2,
     fit,
     iota,
     load,
@@ -55,12 +56,13 @@ def attention_backward(
         "is_causal": is_causal,
         "scale": scale,
         "precision": dot_precision(precision),
+        "interpret": interpret,
     }
-    dkey, dvalue = _dkv(*arrays, config=config, interpret=interpret, **options)
-    return _dq(*arrays, config=config, interpret=interpret, **options), dkey, dvalue
+    dkey, dvalue = _dkv(*arrays, config=config, **options)
+    return _dq(*arrays, config=config, **options), dkey, dvalue
 
 
-def _dkv(bounds, query, key, value, dout, lse2, delta, *, config, interpret, **options):
+def _dkv(bounds, query, key, value, dout, lse2, delta, *, config, **options):
     q_length, kv_length, head_dim, v_head_dim = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
     block_q, block_kv = fit(config.block_q_dkv, q_length), fit(config.block_kv_dkv, kv_length)
     group = query.shape[2] // key.shape[2]
@@ -87,14 +89,14 @@ def _dkv(bounds, query, key, value, dout, lse2, delta, *, config, interpret, **o
         out_specs=[kv_spec(head_dim), kv_spec(v_head_dim)],
         out_shape=[jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)],
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
+        interpret=options["interpret"],
         name="attention_backward_dkv_triton",
     )(*([] if bounds is None else [bounds]), query, key, value, dout, lse2, delta)
 
 
 def _dkv_kernel(
     q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref, dk_ref, dv_ref, *, bounds_ref, group, q_length, kv_length,
-    head_dim, v_head_dim, block_q, block_kv, q_offset, is_causal, scale, precision,
+    head_dim, v_head_dim, block_q, block_kv, q_offset, is_causal, scale, precision, interpret,
 ):  # fmt: skip
     kv_start = pl.program_id(0) * block_kv
     limits = tiles.limits(bounds_ref, pl.program_id(2), q_offset, kv_length, is_causal=is_causal)
@@ -117,7 +119,7 @@ def _dkv_kernel(
         row_of_head = lambda ref: ref.at[rows] if head is None else ref.at[head, rows]
         q = load(of_head(q_ref), start, q_length, head_dim)
         lse2 = load_rows(row_of_head(lse2_ref), start, q_length, jnp.inf)
-        p = jnp.exp2(dot(k, q, (1, 1), precision) * (scale * LOG2E) - lse2[None, :])
+        p = exp2(dot(k, q, (1, 1), precision), scale * LOG2E, lse2[None, :], interpret)
         if partial:
             p = jnp.where(keys[:, None] < row_limits(limits, start, block_q)[None, :], p, 0.0)
         dout = load(of_head(dout_ref), start, q_length, v_head_dim)
@@ -136,7 +138,7 @@ def _dkv_kernel(
     store(dv_ref, dv.astype(dv_ref.dtype), kv_start, kv_length, v_head_dim)
 
 
-def _dq(bounds, query, key, value, dout, lse2, delta, *, config, interpret, **options):
+def _dq(bounds, query, key, value, dout, lse2, delta, *, config, **options):
     q_length, kv_length, head_dim, v_head_dim = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
     block_q, block_kv = fit(config.block_q_dq, q_length), fit(config.block_kv_dq, kv_length)
     q_blocks, group = pl.cdiv(q_length, block_q), query.shape[2] // key.shape[2]
@@ -162,14 +164,14 @@ def _dq(bounds, query, key, value, dout, lse2, delta, *, config, interpret, **op
         out_specs=q_spec(head_dim),
         out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=interpret,
+        interpret=options["interpret"],
         name="attention_backward_dq_triton",
     )(*([] if bounds is None else [bounds]), query, key, value, dout, lse2, delta)
 
 
 def _dq_kernel(
     q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref, dq_ref, *, bounds_ref, q_block, q_length, kv_length,
-    head_dim, v_head_dim, block_q, block_kv, q_offset, is_causal, scale, precision,
+    head_dim, v_head_dim, block_q, block_kv, q_offset, is_causal, scale, precision, interpret,
 ):  # fmt: skip
     q_start = q_block(pl.program_id(0)) * block_q
     limits = tiles.limits(bounds_ref, pl.program_id(2), q_offset, kv_length, is_causal=is_causal)
@@ -185,7 +187,7 @@ def _dq_kernel(
         length = limits.kv_length if partial else None
         k = load(k_ref.at[pl.ds(start, block_kv), :], start, length, head_dim)
         v = load(v_ref.at[pl.ds(start, block_kv), :], start, length, v_head_dim)
-        p = jnp.exp2(dot(q, k, (1, 1), precision) * (scale * LOG2E) - lse2[:, None])
+        p = exp2(dot(q, k, (1, 1), precision), scale * LOG2E, lse2[:, None], interpret)
         if partial:
             p = jnp.where(start + iota(block_kv)[None, :] < key_limit[:, None], p, 0.0)
         ds = p * (dot(dout, v, (1, 1), precision) - delta[:, None])

@@ -10,6 +10,7 @@ which is why they have to overlap.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +55,15 @@ def _kernel(
 
     q_blocks = pl.cdiv(q_length, block_q)
     tile_count = q_blocks * batch * heads
+    together = math.gcd(config.heads_together, batch * heads)
     ctas = min(core_count, tile_count)
     has_bounds = bounds is not None
     may_end = has_bounds or kv_length % block_kv != 0 or (is_causal and q_offset + q_length > kv_length)
     predicate = is_causal or may_end
     # Whether no block, beside the first that a warpgroup visits, can need the predicate.
     only_first = not is_causal or (not has_bounds and q_offset % 64 == 0)
+    # Whether all warpgroups of a tile visit the same blocks. With bounds, what tells them apart would spill.
+    same_blocks = not is_causal or has_bounds or (q_offset % block_q == 0 and block_kv % block_q == 0)
     may_be_dead = has_bounds or (is_causal and q_offset < 0)
 
     def body(refs, scratch):
@@ -68,18 +72,24 @@ def _kernel(
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
 
+        def nth_tile(turn):
+            """The tile that this CTA runs in a turn: every CTA takes one, and with `snake` each turn the other way."""
+            place = jnp.where(lax.rem(turn, 2) == 1, ctas - 1 - cta, cta) if config.snake else cta
+            return turn * ctas + place
+
         def for_each_tile(run):
-            """carry = run(index, carry) for this CTA's tiles: index, index + ctas, ..."""
-            done = lambda carry: carry[0] < tile_count
-            lax.while_loop(done, lambda carry: (carry[0] + ctas, run(*carry)), (cta, jnp.int32(0)))
+            """before = run(turn, before) for this CTA's tiles."""
+            more = lambda carry: nth_tile(carry[0]) < tile_count
+            lax.while_loop(more, lambda carry: (carry[0] + 1, run(*carry)), (jnp.int32(0), jnp.int32(0)))
 
         def tile(index):
             """(batch entry, head, first query, its blocks of keys, its limits) of a tile."""
-            q_index = lax.rem(index, jnp.int32(q_blocks))
-            if is_causal:  # the longest first, so that the last ones to start are short
+            round_, within = lax.div(index, q_blocks * together), lax.rem(index, q_blocks * together)
+            batch_head = round_ * together + lax.rem(within, together)
+            b, h = lax.div(batch_head, heads), lax.rem(batch_head, heads)
+            q_index = lax.div(within, together)
+            if is_causal:  # the longest first: the last ones to start are short
                 q_index = q_blocks - 1 - q_index
-            batch_head = lax.div(index, jnp.int32(q_blocks))
-            b, h = lax.div(batch_head, jnp.int32(heads)), lax.rem(batch_head, jnp.int32(heads))
             limits = tiles.limits(bounds_ref, b, q_offset, kv_length, is_causal=is_causal)
             blocks = limits.key_blocks(q_index * block_q, block_q, block_kv).at_least_one()
             return b, h, q_index * block_q, blocks, limits
@@ -87,8 +97,8 @@ def _kernel(
         def memory():
             plgpu.set_max_registers(config.registers[1], action="decrease")
 
-            def load_tile(index, before):
-                b, h, _, blocks, _ = tile(index)
+            def load_tile(turn, before):
+                b, h, _, blocks, _ = tile(nth_tile(turn))
                 kv_head = lax.div(h, jnp.int32(group)) if group > 1 else h
 
                 def load(step, gmem, smem, ready, free):
@@ -129,21 +139,22 @@ def _kernel(
                 if take_turns:
                     named_barrier("arrive", FIRST_TURN_BARRIER + (w + 1) % compute_wgs, 256)
 
-            def load_q(index):
-                b, h, q_start, _, _ = tile(index)
+            def load_q(turn):
+                b, h, q_start, _, _ = tile(nth_tile(turn))
                 rows = pl.ds(q_start + w * 64, 64)
                 plgpu.copy_gmem_to_smem(q_gmem.at[b, rows, h], q_smem_wg, q_ready.at[w])
 
             if w == compute_wgs - 1:
                 pass_turn()
-            load_q(cta)
+            load_q(jnp.int32(0))
 
-            def run_tile(index, before):
-                b, h, q_start, tile_blocks, limits = tile(index)
+            def run_tile(turn, before):
+                b, h, q_start, tile_blocks, limits = tile(nth_tile(turn))
                 q_start = q_start + w * 64
-                blocks = limits.key_blocks(q_start, 64, block_kv).at_least_one()
                 # The blocks right of this warpgroup's last key are the other warpgroups' alone.
+                blocks = tile_blocks if same_blocks else limits.key_blocks(q_start, 64, block_kv).at_least_one()
                 skipped = tile_blocks.count - blocks.count
+                start = before + skipped
 
                 def skip(step, _):
                     slot = lax.rem(before + step, jnp.int32(stages))
@@ -153,7 +164,7 @@ def _kernel(
                         plgpu.barrier_wait(ready.at[slot])  # every wait counts a phase
                         plgpu.barrier_arrive(free.at[slot])
 
-                if is_causal:
+                if not same_blocks:
                     lax.fori_loop(0, skipped, skip, None)
 
                 def masked(s, step):
@@ -162,12 +173,12 @@ def _kernel(
                     return jnp.where(keep, s, -jnp.inf)
 
                 def load_next_q():
-                    @pl.when(index + ctas < tile_count)
+                    @pl.when(nth_tile(turn + 1) < tile_count)
                     def _():
-                        load_q(index + ctas)
+                        load_q(turn + 1)
 
                 def slot_of(step):
-                    return lax.rem(before + skipped + step, jnp.int32(stages))
+                    return lax.rem(start + step, jnp.int32(stages))
 
                 def products(acc_ref, s_ref):
                     def issue_scores(slot):
@@ -236,7 +247,7 @@ def _kernel(
                 if share_q_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     load_next_q()
-                return before + tile_blocks.count
+                return start + blocks.count
 
             for_each_tile(run_tile)
             if w == 0:

@@ -22,9 +22,14 @@ class AttentionForwardSm90:
     share_q_out: bool = False
     # Warpgroups take turns to issue their products (a named barrier), so that softmax and wgmma alternate.
     take_turns: bool = True
+    # Heads whose tiles alternate. With causal masks the long tiles of all of them come first, which balances
+    # the SMs; too many push one another's keys and values out of the L2 cache.
+    heads_together: int = 1
+    # Every other turn the CTAs take their tiles in reverse, so that none always gets the longer ones.
+    snake: bool = False
 
     def __post_init__(self) -> None:
-        _positive(self, compute_warpgroups=1, block_kv=64, stages=1)
+        _positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
         if self.compute_warpgroups not in (2, 3):
             raise ValueError(f"AttentionForwardSm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
 

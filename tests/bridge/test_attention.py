@@ -1,11 +1,13 @@
 """flash_attention and scaled_dot_product_attention on CPU tensors: numbers, gradients, errors."""
 
+import inspect
 import itertools
 
 import pytest
 import torch
 from torch.nn import functional
 
+import jax_kernels
 from jax_kernels import bridge
 
 CASES = {
@@ -25,6 +27,12 @@ def gradients(results, inputs, cotangents):
     """Gradients in the order of inputs, of results weighted by cotangents."""
     total = sum((r.double() * c).sum() for r, c in zip(results, cotangents, strict=True))
     return torch.autograd.grad(total, inputs)
+
+
+def test_the_arguments_are_those_of_the_jax_function():
+    ours, theirs = (inspect.signature(f).parameters for f in (bridge.flash_attention, jax_kernels.flash_attention))
+    assert list(ours) == list(theirs)
+    assert [x.default for x in ours.values()] == [x.default for x in theirs.values()]
 
 
 @pytest.mark.parametrize("case", CASES)

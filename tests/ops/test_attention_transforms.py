@@ -247,9 +247,9 @@ def test_131072_tokens():
         for name, got, right in (("out", out, want), ("dq", dq, want_dq)):
             error = rms_error(got[:, -last:], right)
             assert error < 6e-3, (name, error)  # two results in bfloat16
-        # The last key is seen by the last query alone, and the sum of P over keys is 1 in every row.
-        total = jnp.sum(dv, axis=1, dtype=jnp.float32), jnp.sum(dout, axis=1, dtype=jnp.float32)
-        assert rms_error(*total) < 2e-2, rms_error(*total)
+        # The rows of P add up to 1, so dv adds up to the sum of dout.
+        error = rms_error(*(jnp.sum(x, axis=1, dtype=jnp.float32) for x in (dv, dout)))
+        assert error < 5e-3, error
         assert bool(jnp.isfinite(dk.astype(jnp.float32)).all()) and bool(jnp.isfinite(lse).all())
     """)
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
