@@ -167,6 +167,8 @@ def _implementations(capability: tuple[int, int]) -> tuple[str, ...]:
         return ("xla",)
     if capability[0] == 9:
         return ("mosaic_gpu", "cudnn", "triton", "xla")
+    if capability[0] == 8:
+        return ("triton", "cudnn", "xla")
     return ("cudnn", "triton", "xla")
 
 

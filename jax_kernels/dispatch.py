@@ -134,7 +134,9 @@ def target_device(*arrays: Any) -> DeviceInfo:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             return _info(next(iter(array.devices())))
     default = jax.config.jax_default_device
-    return _info(default if isinstance(default, jax.Device) else None)
+    if isinstance(default, str):
+        default = jax.devices(default)[0]
+    return device_info() if default is None else _info(default)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from jax_kernels import Plan, dispatch, explain, flash_attention
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import Implementation, Request, choose
 from jax_kernels.ops.attention_table import IMPLEMENTATIONS
+from jax_kernels.pallas.attention import hopper
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 
@@ -71,7 +72,7 @@ def test_choose_gives_every_reason_where_none_serves():
         ("h100", {"is_causal": True, "return_lse": True}, "mosaic_gpu"),
         ("h200", {"dtype": "float32"}, "triton"),
         ("h200", {"deterministic": True}, "triton"),
-        ("a100", {}, "cudnn"),
+        ("a100", {}, "triton"),
         ("a100", {"head_dim": 256}, "triton"),
         ("a100", {"return_lse": True}, "triton"),
         ("rtx 4090", {"q_offset": 3}, "triton"),
@@ -122,6 +123,9 @@ def test_interpret_lets_kernels_serve_without_a_gpu(monkeypatch):
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", value)
         assert dispatch.interpreting() is on
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    with pytest.raises(NotImplementedError, match="JAX's interpreter of Mosaic lacks wgmma"):
+        attention_on("cpu", implementation="mosaic_gpu")
+    monkeypatch.setattr(hopper, "INTERPRETED", True)
     for name in ("mosaic_gpu", "triton"):
         assert attention_on("cpu", implementation=name).implementation == name
     assert attention_on("cpu").implementation == "xla"

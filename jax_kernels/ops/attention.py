@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_kernels import dispatch
 from jax_kernels.ops import attention_table as table
@@ -132,7 +133,7 @@ def prepare(*, implementation=None, scale=None, **arguments):
     """Checks a call and plans it. Returns (AttentionCall, the arrays of attention_forward)."""
     request, arrays = _check(implementation=implementation, scale=scale, **arguments)
     plan = _choose(request, implementation)
-    query, key, value, mask, kv_lengths, q_offset = arrays
+    query, key, value, mask, kv_lengths, q_offset = _vary_alike(arrays)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if scale <= 0:  # kernels take the maximum before they scale: give them a positive one
         query = query * jnp.asarray(0 if scale == 0 else -1, query.dtype)
@@ -150,6 +151,21 @@ def prepare(*, implementation=None, scale=None, **arguments):
     return call, (query, key, value, mask, kv_lengths, q_offset)
 
 
+def _vary_alike(arrays):
+    """Inside shard_map, every array as varying over the mesh axes that any of them varies over.
+
+    Its transpose sums the gradient of an array that was the same on all devices.
+    """
+    present = [x for x in arrays if x is not None]
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in present))
+
+    def vary(x):
+        missing = axes - jax.typeof(x).manual_axis_type.varying
+        return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return tuple(x if x is None else vary(x) for x in arrays)
+
+
 def run(call: AttentionCall, *arrays):
     """(out, lse) of a prepared call, differentiable."""
     if table.IMPLEMENTATIONS[call.implementation].backward is None:
@@ -163,14 +179,12 @@ def _attention(call, query, key, value, mask, kv_lengths, q_offset):
 
 
 def _attention_fwd(call, *arrays):
-    out, lse = attention_forward(call, *arrays)
-    return (out, lse), (*arrays, out, lse)
+    results = attention_forward(call, *arrays)
+    return results, (*arrays, *results)
 
 
 def _attention_bwd(call, residuals, cotangents):
-    *arrays, out, lse = residuals
-    dout, dlse = cotangents
-    return (*attention_backward(call, *arrays, out, lse, dout, dlse), None, None, None)
+    return (*attention_backward(call, *residuals, *cotangents), None, None, None)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
@@ -196,7 +210,7 @@ def _backward(call, query, key, value, mask, kv_lengths, q_offset, out, lse, dou
     offset = q_offset if call.q_offset is None else call.q_offset
     backward = table.IMPLEMENTATIONS[call.implementation].backward
     if backward is None:  # differentiated by JAX: the forward runs once more
-        forward = lambda *qkv: _forward(call, *qkv, mask, kv_lengths, q_offset)[0]
+        forward = lambda q, k, v: _forward(call, q, k, v, mask, kv_lengths, q_offset)[0]
         return jax.vjp(forward, query, key, value)[1](dout)
     return backward(query, key, value, mask, kv_lengths, offset, out, lse, dout, dlse, **call.options)
 

@@ -176,7 +176,8 @@ def backward(
         dk = jnp.einsum("bkgqs,bqkgd->bskd", ds, q, precision=precision)
         return (carry[0] + dk, carry[1] + dv), dq.reshape(*dq.shape[:2], -1, dq.shape[-1]).astype(query.dtype)
 
-    zeros = (jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32))
+    # zeros_like keeps what shard_map knows of the arrays: that they vary over the mesh.
+    zeros = (jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32))
     q, do = _split(query, chunk), _split(dout, chunk)
     l, d = _split(lse, chunk, axis=2), _split(delta, chunk, axis=2)
     (dk, dv), dq = lax.scan(one, zeros, (jnp.arange(q.shape[0], dtype=jnp.int32), q, do, l, d))

@@ -49,13 +49,13 @@ def attention_backward(
 
     widest = max(query.shape[-1], value.shape[-1])
     width = next(w for w in (64, 128, 256) if w >= widest)
-    padded = [pad_for_tma(x, width) for x in (query, key, value, dout)]
+    q, k, v, do = (pad_for_tma(x, width) for x in (query, key, value, dout))
     bounds = tiles.bounds_array(q_offset, kv_lengths, query.shape[0], kv_length)
     kernel = _kernel(
-        *padded[:2], bounds, q_offset, kv_length, is_causal=is_causal, scale=scale, config=config, interpret=interpret
+        q, k, bounds, q_offset, kv_length, is_causal=is_causal, scale=scale, config=config, interpret=interpret
     )
-    dq_sum = jax.new_ref(jnp.zeros(padded[0].shape, jnp.float32))
-    dk, dv = kernel(*([] if bounds is None else [bounds]), *padded, lse, delta, dq_sum)
+    dq_sum = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+    dk, dv = kernel(*([] if bounds is None else [bounds]), q, k, v, do, lse, delta, dq_sum)
     dq = (jax.freeze(dq_sum) * scale).astype(query.dtype)
     return tuple(dx[:, : x.shape[1], :, : x.shape[3]] for dx, x in ((dq, query), (dk, key), (dv, value)))
 
@@ -196,10 +196,10 @@ def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config
 
                     def weights(dp_acc, *s_acc):
                         if not ahead:
-                            issue_scores(*s_acc, row_group, slot)
+                            issue_scores(s_acc[0], row_group, slot)
                         for half in range(halves):
                             plgpu.wgmma(dp_acc, v_smem.at[row_group, half], do_smem.at[do_slot, half].T)
-                        scores = s if ahead else masked(plgpu.wgmma_accumulator_load(*s_acc, wait_n=halves))
+                        scores = s if ahead else masked(plgpu.wgmma_accumulator_load(s_acc[0], wait_n=halves))
                         lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
                         p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(lse, scores.shape, [1]))
                         p16 = p.astype(dtype)

@@ -7,7 +7,7 @@ from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Back
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 
-ATTENTION_ORDER = ("cudnn", "triton", "xla")
+ATTENTION_ORDER = ("triton", "cudnn", "xla")
 
 # 8 warps for 128 x 128 scores: 4 spill on sm_80, and on Hopper ptxas then serialises wgmma for want of registers.
 # A wgmma reads its first operand from shared memory, which 128 columns hide and 64 or fewer don't. The backward's

@@ -4,7 +4,7 @@ from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Back
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 
-ATTENTION_ORDER = ("cudnn", "triton", "xla")
+ATTENTION_ORDER = ("triton", "cudnn", "xla")
 
 # Tensor cores have half to a quarter of sm_80's rate here: small blocks feed them, and none of these spills.
 # float32: see sm80.py.

@@ -15,7 +15,11 @@ ATTENTION = (
     Row("mosaic_gpu", 192, 16, Forward(2, 64, 2, share_q_out=True), Backward(64, do_stages=1)),
     Row("mosaic_gpu", 256, 16, Forward(2, 64, 2, share_q_out=True), Backward(64, do_stages=1), is_causal=False),
     Row(
-        "mosaic_gpu", 256, 16, Forward(2, 64, 2, share_q_out=True, heads_together=8), Backward(64, do_stages=1),
+        "mosaic_gpu",
+        256,
+        16,
+        Forward(2, 64, 2, share_q_out=True, heads_together=8),
+        Backward(64, do_stages=1),
         is_causal=True,
     ),  # fmt: skip
     *SM80,

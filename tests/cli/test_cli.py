@@ -193,7 +193,7 @@ def test_check_counts_what_is_not_served(run, two_cases, monkeypatch):
 def test_check_takes_interpreted_kernels_when_asked(monkeypatch):
     here = check._implementations(None)
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
-    assert set(check._implementations(None)) == {*here, "mosaic_gpu", "triton"}
+    assert set(check._implementations(None)) == {*here, "triton"}
 
 
 def fake_demo(monkeypatch, function):

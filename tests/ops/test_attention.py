@@ -303,3 +303,15 @@ def test_the_oracle_has_the_right_gradient():
     arrays = attention_inputs(SMALL)
     for got, want in zip(attention_float64(SMALL, *arrays), numpy_attention(SMALL, *arrays), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
+
+
+def test_rms_error():
+    inf, nan = np.inf, np.nan
+    assert rms_error([3.0, 4.0], [3.0, 4.0]) == 0
+    assert rms_error([3.0, 4.5], [3.0, 4.0]) == pytest.approx(0.1)
+    assert rms_error([-inf, 4.5, 3.0], [-inf, 4.0, 3.0]) == pytest.approx(0.1)
+    assert rms_error([3.0, 4.0], [0.0, 0.0]) == pytest.approx(12.5**0.5)
+    for got, want in (([nan, 1.0], [1.0, 1.0]), ([-inf, 1.0], [1.0, 1.0]), ([1.0, 1.0], [-inf, 1.0]), ([inf], [-inf])):
+        assert rms_error(got, want) == inf
+    with pytest.raises(ValueError, match="shape"):
+        rms_error([1.0], [1.0, 1.0])

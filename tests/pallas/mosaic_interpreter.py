@@ -131,6 +131,9 @@ def _accumulator_store(self, eqn, token, accumulator, value, **_):
 
 
 def install() -> None:
+    from jax_kernels.pallas.attention import hopper
+
+    hopper.INTERPRETED = True
     interpreter = jaxpr_interpret.JaxprInterpreter
     jaxpr_interpret.gpu_primitives = _Primitives()
     interpreter._interpret_async_store_tmem_p = _accumulator_store

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from jax_kernels.ops.attention import flash_attention
+from jax_kernels.pallas.attention import tiles
+from jax_kernels.pallas.attention.forward_triton import walk
 from jax_kernels.reference import attention as reference
 
 pytestmark = pytest.mark.timeout(120)
@@ -243,6 +245,14 @@ def test_keys_that_no_query_sees_are_not_read(limit):
     for gradient in clean[3:]:
         assert not np.any(np.asarray(gradient[:, 100:], np.float32))
         assert np.all(np.any(np.asarray(gradient[:, :100], np.float32), axis=-1))
+
+
+def test_the_predicate_is_for_partial_blocks_only():
+    step = lambda index, sums, *, partial: (sums[0] + index, sums[1]) if partial else (sums[0], sums[1] + index)
+    for count, partial in ((5, 2), (5, 0), (5, 5), (0, 0)):
+        blocks = tiles.Blocks(jnp.int32(count), jnp.int32(partial), lambda index: index)
+        sums = walk(blocks, step, (jnp.int32(0), jnp.int32(0)))
+        assert sums == (sum(range(partial)), sum(range(partial, count)))
 
 
 def test_queries_that_see_no_key_are_not_read_by_the_key_pass():

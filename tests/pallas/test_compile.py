@@ -25,7 +25,7 @@ def rows():
     """(GPU, row, Spec) of everything to compile."""
     for number, file in block_specs._FILES.items():
         for row in file.ATTENTION:
-            # Causal kernels have a loop with the predicate and one without: in float32, slow to compile, these are enough.
+            # A causal kernel has a loop with the predicate and one without: enough in float32, slow to compile.
             both = (True,) if row.bits == 32 else (True, False)
             for is_causal in both if row.is_causal is None else (row.is_causal,):
                 for precision in ("fp32", "tf32") if row.bits == 32 else ("",):
