@@ -120,8 +120,8 @@ def _supports_cudnn(request: AttentionRequest) -> str | None:
         return "it needs one head_dim for query, key and value"
     if request.head_dim % 8:
         return "it needs a head_dim that is a multiple of 8"
-    if request.has_mask and (request.q_length % 2 or request.kv_length % 2):
-        return "with a mask it needs even lengths"
+    if request.q_length % 2 or request.kv_length % 2:
+        return "its backward needs even lengths"
     return None
 
 

@@ -8,7 +8,7 @@ from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 ATTENTION_ORDER = ("mosaic_gpu", "cudnn", "triton", "xla")
 
 ATTENTION = (
-    Row("mosaic_gpu", 64, 16, Forward(3, 128, 2), Backward(128, rotate=5), is_causal=False),
+    Row("mosaic_gpu", 64, 16, Forward(3, 128, 3), Backward(128, rotate=5), is_causal=False),
     Row("mosaic_gpu", 64, 16, Forward(2, 128, 4, heads_together=16), Backward(128, heads_together=4), is_causal=True),
     Row("mosaic_gpu", 128, 16, Forward(2, 128, 2), Backward(64, rotate=5), is_causal=False),
     Row("mosaic_gpu", 128, 16, Forward(2, 128, 2), Backward(64, heads_together=4), is_causal=True),
@@ -21,6 +21,6 @@ ATTENTION = (
         Forward(2, 64, 2, share_q_out=True, heads_together=8),
         Backward(64, do_stages=1),
         is_causal=True,
-    ),  # fmt: skip
+    ),
     *SM80,
 )
