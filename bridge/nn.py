@@ -12,7 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from jax_kernels.bridge.attention import flash_attention
 
-__all__ = ["MLP", "Attention", "Block", "Linear", "RMSNorm", "Transformer", "rotary_embedding"]
+__all__ = [
+    "MLP",
+    "Attention",
+    "Block",
+    "Linear",
+    "RMSNorm",
+    "Transformer",
+    "has_gpu",
+    "logits_and_input_gradients",
+    "rotary_embedding",
+]
 
 _REQUIRED = ("vocab_size", "model_dim", "num_layers", "num_heads")
 _DEFAULTS = {
@@ -225,3 +235,28 @@ def _shape(config: Any) -> types.SimpleNamespace:
             raise ValueError(f"config: got {name}={getattr(shape, name)!r}, want 'float32', 'bfloat16' or 'float16'")
         setattr(shape, name, getattr(torch, getattr(shape, name)))
     return shape
+
+
+def has_gpu() -> bool:
+    """Whether PyTorch can use a CUDA GPU here."""
+    return torch.cuda.is_available()
+
+
+def logits_and_input_gradients(
+    config: Any, parameters: Mapping[str, np.ndarray], tokens: np.ndarray, targets: np.ndarray, *, device: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """What a Transformer with Flax's weights gives: to hold against the Flax model.
+
+    config and parameters: as Transformer and load_flax_state take them. tokens, targets: int [B, T].
+    Returns (logits [B, T, vocab], the gradient [B, T, model_dim] of the mean cross-entropy by the tokens'
+    embeddings), both numpy.
+    """
+    model = Transformer(config)
+    model.load_flax_state(parameters)
+    model.to(device)
+    inputs, labels = (torch.as_tensor(x, dtype=torch.long, device=device) for x in (tokens, targets))
+    embeddings = model.embed(inputs).detach().requires_grad_()
+    logits = model(embeddings=embeddings)
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    (gradient,) = torch.autograd.grad(loss, embeddings)
+    return logits.detach().cpu().numpy(), gradient.cpu().numpy()

@@ -11,6 +11,13 @@ def _positive(spec: Any, **multiples: int) -> None:
             raise ValueError(f"{type(spec).__name__}.{name}={value} must be a positive multiple of {multiple}")
 
 
+def _powers_of_two(spec: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(spec, name)
+        if value < 1 or value & (value - 1):
+            raise ValueError(f"{type(spec).__name__}.{name}={value} must be a power of two")
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionForwardSm90:
     """Blocks of the Hopper forward: 64 queries per compute warpgroup."""
@@ -67,7 +74,8 @@ class AttentionForwardTriton:
     num_stages: int
 
     def __post_init__(self) -> None:
-        _positive(self, block_q=16, block_kv=16, num_warps=1, num_stages=1)
+        _positive(self, block_q=16, block_kv=16, num_stages=1)
+        _powers_of_two(self, "block_q", "block_kv", "num_warps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +90,8 @@ class AttentionBackwardTriton:
     num_stages: int
 
     def __post_init__(self) -> None:
-        _positive(self, block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16, num_warps=1, num_stages=1)
+        _positive(self, block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16, num_stages=1)
+        _powers_of_two(self, "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq", "num_warps")
 
 
 @dataclasses.dataclass(frozen=True)
