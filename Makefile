@@ -24,7 +24,7 @@ test: .venv/.dev lint
 	$(MAKE) newest
 
 test-gpu: .venv/.dev
-	$(BIN)/python -m pytest -m gpu $(ARGS)
+	$(BIN)/python -m pytest -m gpu -n 8 --dist=worksteal $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
