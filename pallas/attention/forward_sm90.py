@@ -58,7 +58,7 @@ def _kernel(
     together = math.gcd(config.heads_together, batch * heads)
     ctas = min(core_count, tile_count)
     has_bounds = bounds is not None
-    may_end = has_bounds or kv_length % block_kv != 0 or (is_causal and q_offset + q_length > kv_length)
+    may_end = has_bounds or kv_length % block_kv != 0
     predicate = is_causal or may_end
     # Whether no block, beside the first that a warpgroup visits, can need the predicate.
     only_first = not is_causal or (not has_bounds and q_offset % 64 == 0)
