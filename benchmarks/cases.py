@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention as reference
 
 MODES = ("fwd", "bwd", "fwdbwd")
@@ -149,6 +150,7 @@ def _numpy(x) -> np.ndarray:
 
 @jax.jit(static_argnums=4)
 def _float32_attention(q, k, v, do, causal):
-    options = {"is_causal": causal, "scale": 1 / math.sqrt(q.shape[-1]), "precision": "fp32"}
-    out, lse = reference.forward(q, k, v, None, None, 0, out_dtype=jnp.float32, **options)
-    return (out, *reference.backward(q, k, v, None, None, 0, out, lse, do, None, **options))
+    inputs = AttentionInputs(q, k, v)
+    options = AttentionOptions(1 / math.sqrt(q.shape[-1]), is_causal=causal, precision="fp32")
+    out, lse = reference.forward(inputs, options, out_dtype=jnp.float32)
+    return (out, *reference.backward(inputs, options, out, lse, do, None)[:3])

@@ -130,12 +130,12 @@ def _ours(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Bu
     calls = [attention.prepare(query=s.query, key=s.key, value=s.value, **options) for s in sets]
     forward = jax.jit(functools.partial(attention.attention_forward, calls[0][0]))
     if case.mode == "fwd":
-        return Built(lambda i: forward(*calls[i % len(sets)][1])[:1], words)
-    saved = [forward(*arrays) for _, arrays in calls]
+        return Built(lambda i: forward(calls[i % len(sets)][1])[:1], words)
+    saved = [forward(inputs) for _, inputs in calls]
 
     @jax.jit
-    def backward(arrays, results, do):
-        return attention.attention_backward(calls[0][0], *arrays, *results, do, None)
+    def backward(inputs, results, do):
+        return attention.attention_backward(calls[0][0], inputs, *results, do, None)[:3]
 
     return Built(lambda i: backward(calls[i % len(sets)][1], saved[i % len(sets)], sets[i % len(sets)].dout), words)
 

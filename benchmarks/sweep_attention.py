@@ -31,6 +31,7 @@ from cases import DTYPES, TOLERANCE, Case, InputSet, Oracle, input_sets, parse_s
 from contenders import build
 from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
 
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import interpreting
 from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton
@@ -160,18 +161,18 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def make(args: argparse.Namespace, config: Any, sets: Sequence[InputSet], saved: Sequence[tuple]) -> Call:
     """The kernel itself, jitted, with this config. saved: (out, lse) of each input set, for a backward."""
     kernel, _ = KERNELS[args.implementation, args.direction]
-    options = {
-        "is_causal": args.case.causal,
-        "scale": 1 / math.sqrt(args.case.head_dim),
-        "precision": None,
+    options = AttentionOptions(scale=1 / math.sqrt(args.case.head_dim), is_causal=args.case.causal)
+    statics = {
         "config": config,
         "core_count": device_info().core_count,
         "interpret": interpreting(),
     }
     if args.direction == "fwd":
-        forward = jax.jit(lambda q, k, v: kernel(q, k, v, None, 0, out_dtype=q.dtype, **options)[:1])
+        forward = jax.jit(lambda *qkv: kernel(AttentionInputs(*qkv), options, out_dtype=qkv[0].dtype, **statics)[:1])
         return lambda i: forward(*sets[i % len(sets)].qkv)
-    backward = jax.jit(lambda qkv, results, do: kernel(*qkv, None, 0, *results, do, None, **options))
+    backward = jax.jit(
+        lambda qkv, results, do: kernel(AttentionInputs(*qkv), options, *results, do, None, **statics)[:3]
+    )
     return lambda i: backward(sets[i % len(sets)].qkv, saved[i % len(sets)], sets[i % len(sets)].dout)
 
 
@@ -217,10 +218,9 @@ class Sweep:
         self.wanted = control.call(0)  # type: ignore[misc]
         saved: list = []
         if args.direction == "bwd":  # of the reference: every config gets the same, right, residuals
-            scale = 1 / math.sqrt(case.head_dim)
-            options = {"is_causal": case.causal, "scale": scale, "precision": "fp32", "out_dtype": DTYPES[case.dtype]}
-            forward = jax.jit(functools.partial(reference.forward, **options))
-            saved = [forward(*s.qkv, None, None, 0) for s in sets]
+            options = AttentionOptions(1 / math.sqrt(case.head_dim), is_causal=case.causal, precision="fp32")
+            forward = jax.jit(functools.partial(reference.forward, options=options, out_dtype=DTYPES[case.dtype]))
+            saved = [forward(AttentionInputs(*s.qkv)) for s in sets]
         say(f"{case.label}: {len(args.configs)} configs of {args.implementation}, control {control.name}")
         tried = {row["config"] for row in self.rows}
         left = [config for config in args.configs if repr(config) not in tried]

@@ -1,5 +1,6 @@
 """flash_attention on PyTorch tensors: its operators and their gradient."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -8,29 +9,50 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge.attention_checks import check_inputs, check_statics, segment_pair, window_sides
 from jax_kernels.ops import attention
 
-__all__ = ["check_tensor", "flash_attention"]
+__all__ = ["flash_attention"]
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+class _Tensors(NamedTuple):
+    """The tensors of a call, in the operators' order. The first five have a gradient."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+    sinks: Any
+    mask: Any
+    q_segment_ids: Any
+    kv_segment_ids: Any
+    kv_lengths: Any
+    q_offset: Any
 
 
 class _Options(NamedTuple):
-    """The static arguments of a call, in the operators' order."""
+    """The static arguments of a call, in the operators' order, after the tensors. q_offset: where it is no tensor."""
 
     is_causal: bool
+    window_left: int
+    window_right: int
     q_offset: int
     scale: float | None
+    softcap: float | None
     return_lse: bool
     deterministic: bool | None
     precision: str | None
     implementation: str | None
 
 
+_DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
+_TENSORS, _ALL = len(_Tensors._fields), len(_Tensors._fields) + len(_Options._fields)
+
 _ARGUMENTS = (
-    "Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? kv_lengths, Tensor? q_offset_array, "
-    "bool is_causal, SymInt q_offset, float? scale, bool return_lse, bool? deterministic, str? precision, "
-    "str? implementation"
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor? mask, Tensor? q_segment_ids, "
+    "Tensor? kv_segment_ids, Tensor? kv_lengths, Tensor? q_offset_array, "
+    "bool is_causal, int window_left, int window_right, SymInt q_offset, float? scale, float? softcap, "
+    "bool return_lse, bool? deterministic, str? precision, str? implementation"
 )
 
 
@@ -39,38 +61,42 @@ def flash_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
-    bias: Any = None,
+    bias: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
     is_causal: bool = False,
-    window: Any = None,
-    segment_ids: Any = None,
+    window: int | tuple[int, int] | None = None,
+    segment_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     kv_lengths: torch.Tensor | None = None,
     q_offset: int | torch.Tensor = 0,
     score_mod: Any = None,
-    sinks: Any = None,
+    sinks: torch.Tensor | None = None,
     scale: float | None = None,
-    softcap: Any = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
 ) -> Any:
-    """jax_kernels.flash_attention on PyTorch tensors, with gradients of query, key, value, also through lse.
+    """jax_kernels.flash_attention on PyTorch tensors: gradients of query, key, value, bias, sinks, also through lse.
 
     It runs on the tensors' own device, queued after the work on PyTorch's current stream and never waiting for
     the GPU on the host. Inputs are read in place where they are contiguous and aligned to 16 bytes, else
     copied; each result is copied once, from JAX's memory to a tensor that PyTorch owns (4 bytes of traffic
     for each element of a bfloat16 result), so that it may be used on any stream. It works under torch.compile
-    (fullgraph=True, one JAX compilation for each set of shapes), autocast (query, key and value are cast to the
-    autocast dtype), activation checkpointing, torch.export, torch.func.grad and torch.func.vmap. It cannot be
-    captured in a CUDA graph, nor differentiated twice.
+    (fullgraph=True, one JAX compilation for each set of shapes), autocast (query, key, value and a 16-bit bias are
+    cast to the autocast dtype), activation checkpointing, torch.export, torch.func.grad and torch.func.vmap (a loop,
+    where the mapped calls have sinks of their own, or gradients of a bias or of sinks). It cannot be captured in a
+    CUDA graph, nor differentiated twice.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
+      bias: broadcastable to [B, H, T, S], in query's dtype or float32.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend.
+      segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
       kv_lengths: [B] int32.
       q_offset: an int, or an int32 tensor, a scalar or [B].
+      sinks: [H], bfloat16, float16 or float32.
       deterministic: None follows torch.use_deterministic_algorithms, and where that is off, XLA's flag.
       The others are those of jax_kernels.flash_attention.
 
@@ -83,95 +109,46 @@ def flash_attention(
       NotImplementedError: an argument, or a named implementation, that cannot serve this call, and why.
       RuntimeError: on differentiating twice, while capturing a CUDA graph, or where JAX lacks the device.
     """
-    later = {"bias": bias, "window": window, "segment_ids": segment_ids}
-    later |= {"score_mod": score_mod, "sinks": sinks, "softcap": softcap}
-    if any(argument is not None for argument in later.values()):
-        _refuse(later)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_tensor(name, tensor, query)
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"{name}: got dtype {tensor.dtype}, want torch.bfloat16, torch.float16 or torch.float32; cast it, with "
-                f"{name}.to(torch.float32)"
-            )
-        if tensor.ndim != 4:
-            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want 4 axes [batch, length, heads, head_dim]")
-    if mask is not None:
-        check_tensor("mask", mask, query)
-        if mask.dtype != torch.bool:
-            raise TypeError(
-                f"mask: got dtype {mask.dtype}, want torch.bool (True = attend); an additive mask is a bias"
-            )
-    if kv_lengths is not None:
-        _check_int32("kv_lengths", kv_lengths, query)
+    if score_mod is not None:
+        raise NotImplementedError("score_mod: not served yet on PyTorch tensors; want None")
+    q_ids, kv_ids = segment_pair(segment_ids)
+    check_inputs(query, key, value, bias, sinks, mask, (q_ids, kv_ids), kv_lengths, q_offset)
+    check_statics(is_causal, scale, softcap, return_lse, deterministic, precision, implementation)
     q_offset_array = None
     if isinstance(q_offset, torch.Tensor):
-        _check_int32("q_offset", q_offset, query)
         q_offset_array, q_offset = q_offset, 0
-    elif isinstance(q_offset, bool) or not isinstance(q_offset, int | torch.SymInt):
-        raise TypeError(f"q_offset: got {type(q_offset).__name__}, want an int or an int32 tensor")
-    _check_statics(is_causal, scale, return_lse, deterministic, precision, implementation)
 
     if deterministic is None and torch.are_deterministic_algorithms_enabled():
         deterministic = True
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if bias is not None and bias.dtype != torch.float32:
+            bias = bias.to(dtype)
 
     key, value = library.distinct(key, [query]), library.distinct(value, [query, key])
-    options = (is_causal, q_offset, scale, return_lse, deterministic, precision, implementation)
-    arguments = (query, key, value, mask, kv_lengths, q_offset_array, *options)
+    if kv_ids is not None:
+        kv_ids = library.distinct(kv_ids, [q_ids])
+    tensors = (query, key, value, bias, sinks, mask, q_ids, kv_ids, kv_lengths, q_offset_array)
+    options = (is_causal, *window_sides(window), q_offset, scale, softcap)
+    arguments = (*tensors, *options, return_lse, deterministic, precision, implementation)
     if library.transforming():
         out, lse = _TransformedAttention.apply(*arguments)
         return (out, lse) if return_lse else out
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[: len(_DIFFERENTIATED)]):
         return _Attention.apply(*arguments)
     return _forward_op(*arguments) if return_lse else _inference_op(*arguments)
 
 
-def _refuse(later: dict[str, Any]) -> None:
-    """Raises for arguments that the operators do not carry, what JAX's function raises wherever it does."""
-    attention.prepare(query=None, key=None, value=None, **later)
-    names = ", ".join(name for name, value in later.items() if value is not None)
-    raise NotImplementedError(f"{names}: not served yet on PyTorch tensors; want None")
-
-
-def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
-    """Raises, naming the argument, unless it is a dense tensor on query's device, a CPU or a CUDA one."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__module__}.{type(tensor).__name__}, want a torch.Tensor")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor; convert it with .to_dense()")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, want one on a CPU or a CUDA device")
-    if tensor.device != query.device:
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, want query's device {query.device}")
-
-
-def _check_int32(name: str, tensor: Any, query: torch.Tensor) -> None:
-    check_tensor(name, tensor, query)
-    if tensor.dtype != torch.int32:
-        raise TypeError(f"{name}: got dtype {tensor.dtype}, want torch.int32; cast it with {name}.to(torch.int32)")
-
-
-def _check_statics(is_causal, scale, return_lse, deterministic, precision, implementation) -> None:
-    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name}: got {type(flag).__name__}, want a bool")
-    if deterministic is not None and not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise TypeError(f"scale: got {type(scale).__name__}, want a number")
-    for name, choice in (("precision", precision), ("implementation", implementation)):
-        if choice is not None and not isinstance(choice, str):
-            raise TypeError(f"{name}: got {type(choice).__name__}, want a name or None")
-
-
-def _prepare(options: _Options, query, key, value, mask, kv_lengths, q_offset_array):
-    arguments = options._asdict()
-    if q_offset_array is not None:
-        arguments["q_offset"] = q_offset_array
-    return attention.prepare(query=query, key=key, value=value, mask=mask, kv_lengths=kv_lengths, **arguments)
+def _prepare(options: _Options, *arrays):
+    arguments = _Tensors(*arrays)._asdict()
+    q_ids, kv_ids = arguments.pop("q_segment_ids"), arguments.pop("kv_segment_ids")
+    statics = options._asdict()
+    window = (statics.pop("window_left"), statics.pop("window_right"))
+    if arguments["q_offset"] is None:
+        del arguments["q_offset"]
+    segment_ids = None if q_ids is None else q_ids if q_ids is kv_ids else (q_ids, kv_ids)
+    return attention.prepare(**statics | arguments, window=window, segment_ids=segment_ids)
 
 
 @functools.cache
@@ -179,8 +156,8 @@ def _forward(device: torch.device, options: _Options):
     """The jitted forward. One for each device, as a plan made while tracing holds for that device alone."""
 
     def forward(*arrays):
-        call, prepared = _prepare(options, *arrays)
-        out, lse = attention.attention_forward(call, *prepared)
+        call, inputs = _prepare(options, *arrays)
+        out, lse = attention.attention_forward(call, inputs)
         if lse is None:  # nothing reads it, but the operator's results must not depend on the plan
             batch, length, heads = out.shape[:3]
             lse = jnp.zeros((batch, heads, length), jnp.float32)
@@ -196,32 +173,52 @@ def _inference(device: torch.device, options: _Options):
 
 
 @functools.cache
-def _backward(device: torch.device, options: _Options):
-    def backward(query, key, value, mask, kv_lengths, q_offset_array, out, lse, dout, dlse):
-        def prepare(query, key, value):
-            return _prepare(options, query, key, value, mask, kv_lengths, q_offset_array)
+def _backward(device: torch.device, options: _Options, bias_gradient: bool):
+    """The jitted backward: the gradients of what there is of _DIFFERENTIATED, and of bias where it is asked for."""
 
-        call, arrays = prepare(query, key, value)
-        # prepare may change query, key and value, as it does for a negative scale.
-        _, pullback = jax.vjp(lambda *qkv: prepare(*qkv)[1][:3], query, key, value)
+    def backward(*arguments):
+        tensors, (out, lse, dout, dlse) = _Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
+        given = {name: x for name, x in tensors._asdict().items() if name in _DIFFERENTIATED and x is not None}
+        if not bias_gradient:
+            given.pop("bias", None)
+        call, inputs = _prepare(options, *tensors)
+        call = dataclasses.replace(call, options=dataclasses.replace(call.options, bias_gradient=bias_gradient))
         dout = jnp.zeros_like(out) if dout is None else dout
-        arguments = (call, *arrays, out, lse, dout, dlse)
-        return pullback(attention.attention_backward(*arguments))
+        gradients = attention.attention_backward(call, inputs, out, lse, dout, dlse)
+
+        # prepare changes the arrays: their shapes, and query's sign for a negative scale.
+        def prepared(given):
+            inputs = _prepare(options, *tensors._replace(**given))[1]
+            return {name: getattr(inputs, name) for name in given}
+
+        pullback = jax.vjp(prepared, given)[1]
+        return tuple(pullback({name: getattr(gradients, name) for name in given})[0][name] for name in given)
 
     return jax.jit(backward)
 
 
-def _forward_kernel(query, *rest):
-    return tuple(library.run(_forward(query.device, _Options(*rest[5:])), (query, *rest[:5])))
+def _forward_kernel(*arguments):
+    tensors, options = arguments[:_TENSORS], _Options(*arguments[_TENSORS:])
+    return tuple(library.run(_forward(tensors[0].device, options), tensors))
 
 
-def _inference_kernel(query, *rest):
-    return library.run(_inference(query.device, _Options(*rest[5:])), (query, *rest[:5]))[0]
+def _inference_kernel(*arguments):
+    tensors, options = arguments[:_TENSORS], _Options(*arguments[_TENSORS:])
+    return library.run(_inference(tensors[0].device, options), tensors)[0]
 
 
-def _backward_kernel(query, *rest):
-    function = _backward(query.device, _Options(*rest[5:12]))
-    return tuple(library.run(function, (query, *rest[:5], *rest[12:])))
+def _with_gradient(tensors, bias_gradient):
+    """For each of _DIFFERENTIATED, whether the backward gives its gradient; else it gives an empty tensor."""
+    present = dict(zip(_DIFFERENTIATED, (x is not None for x in tensors), strict=False))
+    return list((present | {"bias": present["bias"] and bias_gradient}).values())
+
+
+def _backward_kernel(*arguments):
+    tensors, options, bias_gradient = arguments[:_TENSORS], _Options(*arguments[_TENSORS:_ALL]), arguments[_ALL]
+    function = _backward(tensors[0].device, options, bias_gradient)
+    gradients = iter(library.run(function, (*tensors, *arguments[_ALL + 1 :])))
+    given = _with_gradient(tensors, bias_gradient)
+    return tuple(next(gradients) if there else tensors[0].new_empty(0) for there in given)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -232,19 +229,22 @@ def _check(device: torch.device, options: _Options, *arrays: tuple[tuple[int, ..
         jax.eval_shape(lambda *tracers: _prepare(options, *tracers)[1], *specs)
 
 
-def _fake_forward(query, key, value, mask, kv_lengths, q_offset_array, *options):
-    tensors = (query, key, value, mask, kv_lengths, q_offset_array)
+def _fake_forward(*arguments):
+    tensors, options = _Tensors(*arguments[:_TENSORS]), _Options(*arguments[_TENSORS:])
     sizes = [size for tensor in tensors if tensor is not None for size in tensor.shape]
-    if all(isinstance(x, int) for x in (*sizes, options[1])):  # symbolic sizes are checked when it runs
+    if all(isinstance(x, int) for x in (*sizes, options.q_offset)):  # symbolic sizes are checked when it runs
         signatures = [None if x is None else (tuple(x.shape), x.dtype) for x in tensors]
-        _check(query.device, _Options(*options), *signatures)
-    batch, length, heads, _ = query.shape
-    out = query.new_empty((batch, length, heads, value.shape[-1]))
-    return out, query.new_empty((batch, heads, length), dtype=torch.float32)
+        _check(tensors.query.device, options, *signatures)
+    batch, length, heads, _ = tensors.query.shape
+    out = tensors.query.new_empty((batch, length, heads, tensors.value.shape[-1]))
+    return out, tensors.query.new_empty((batch, heads, length), dtype=torch.float32)
 
 
-def _fake_backward(query, key, value, *_):
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+def _fake_backward(*arguments):
+    given = _with_gradient(arguments, arguments[_ALL])
+    return tuple(
+        x.new_empty(x.shape) if there else arguments[0].new_empty(0) for x, there in zip(arguments, given, strict=False)
+    )
 
 
 _forward_op = library.define("flash_attention", f"({_ARGUMENTS}) -> (Tensor, Tensor)", _forward_kernel, _fake_forward)
@@ -256,7 +256,8 @@ _inference_op = library.define(
 )
 _backward_op = library.define(
     "flash_attention_backward",
-    f"({_ARGUMENTS}, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse) -> (Tensor, Tensor, Tensor)",
+    f"({_ARGUMENTS}, bool bias_gradient, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_kernel,
     _fake_backward,
 )
@@ -269,7 +270,15 @@ def _vmap_rule(op):
         size = info.batch_size
         front = [x if dim is None else x.movedim(dim, 0) for x, dim in zip(arguments, in_dims, strict=True)]
         mapped = [dim is not None for dim in in_dims]
-        batch = front[0].shape[1 if mapped[0] else 0]
+        tensors, is_mapped = _Tensors(*front[:_TENSORS]), _Tensors(*mapped[:_TENSORS])
+        batch = tensors.query.shape[1 if is_mapped.query else 0]
+        # All entries of a batch have the same sinks, and add to the gradient of sinks, or of a bias, that they share.
+        shared = op is _backward_op and (tensors.sinks is not None or (tensors.bias is not None and arguments[_ALL]))
+        if is_mapped.sinks or shared:
+            each = [op(*(x[i] if m else x for x, m in zip(front, mapped, strict=True))) for i in range(size)]
+            if isinstance(each[0], torch.Tensor):
+                return torch.stack(each), 0
+            return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0,) * len(each[0])
 
         def join(x, is_mapped):
             if x is None:
@@ -277,7 +286,8 @@ def _vmap_rule(op):
             x = x if is_mapped else x.expand(size, *x.shape)
             return x.flatten(0, 1)
 
-        def join_mask(x, is_mapped):
+        def join_scores(x, is_mapped):
+            """Of what is broadcast to [B, H, T, S]."""
             if x is None or (not is_mapped and (x.ndim < 4 or x.shape[0] == 1)):
                 return x
             shape = x.shape[1:] if is_mapped else x.shape
@@ -291,13 +301,16 @@ def _vmap_rule(op):
             x = x.reshape(size if is_mapped else 1, -1)
             return x.expand(size, batch).flatten()
 
-        joins = (join, join, join, join_mask, join, join_offset)
-        head = [f(x, m) for f, x, m in zip(joins, front[:6], mapped[:6], strict=True)]
-        tail = [join(x, m) for x, m in zip(front[13:], mapped[13:], strict=True)]
-        results = op(*head, *front[6:13], *tail)
+        own = {"bias": join_scores, "sinks": lambda x, _: x, "mask": join_scores, "q_offset": join_offset}
+        names = _Tensors._fields
+        head = [own.get(n, join)(x, m) for n, x, m in zip(names, tensors, is_mapped, strict=True)]
+        statics = _ALL + (op is _backward_op)
+        tail = [join(x, m) for x, m in zip(front[statics:], mapped[statics:], strict=True)]
+        results = op(*head, *front[_TENSORS:statics], *tail)
         if isinstance(results, torch.Tensor):
             return results.unflatten(0, (size, batch)), 0
-        return tuple(x.unflatten(0, (size, batch)) for x in results), (0,) * len(results)
+        split = lambda x: x.unflatten(0, (size, batch)) if x.ndim > 1 else x.new_empty(size, 0)
+        return tuple(split(x) for x in results), (0,) * len(results)
 
     return rule
 
@@ -325,12 +338,12 @@ class _Backward(torch.autograd.Function):
 
 def _gradients(ctx, dout, dlse):
     if dout is None and dlse is None:
-        return (None,) * 13
-    *arrays, out, lse = ctx.saved_tensors
-    arguments = (*arrays, *ctx.options, out, lse, dout, dlse)
+        return (None,) * _ALL
+    *tensors, out, lse = ctx.saved_tensors
+    arguments = (*tensors, *ctx.options, ctx.needs_input_grad[3], out, lse, dout, dlse)
     gradients = _Backward.apply(*arguments) if torch.is_grad_enabled() else _backward_op(*arguments)
     wanted = (x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False))
-    return (*wanted, *(None,) * 10)
+    return (*wanted, *(None,) * (_ALL - len(_DIFFERENTIATED)))
 
 
 class _Attention(torch.autograd.Function):
@@ -339,8 +352,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         out, lse = _forward_op(*arguments)
-        ctx.options = arguments[6:]
-        ctx.save_for_backward(*arguments[:6], out, lse)
+        ctx.options = arguments[_TENSORS:]
+        ctx.save_for_backward(*arguments[:_TENSORS], out, lse)
         ctx.set_materialize_grads(False)
         return (out, lse) if _Options(*ctx.options).return_lse else out
 
@@ -360,8 +373,8 @@ class _TransformedAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.options = inputs[6:]
-        ctx.save_for_backward(*inputs[:6], *output)
+        ctx.options = inputs[_TENSORS:]
+        ctx.save_for_backward(*inputs[:_TENSORS], *output)
         ctx.set_materialize_grads(False)
         if not _Options(*ctx.options).return_lse:
             ctx.mark_non_differentiable(output[1])

@@ -2,7 +2,8 @@
 
 import torch
 
-from jax_kernels.bridge.attention import check_tensor, flash_attention
+from jax_kernels.bridge.attention import flash_attention
+from jax_kernels.bridge.attention_checks import check_tensor
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -22,8 +23,8 @@ def scaled_dot_product_attention(
     Args:
       query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]; bfloat16, float16 or float32. They are
         copied once to flash_attention's layout, unless they are transposed views of it.
-      attn_mask: bool, broadcastable to [B, H, T, S], True where a query may attend. A query that may attend to
-        nothing has an output of 0.
+      attn_mask: broadcastable to [B, H, T, S]: bool, True where a query may attend; or in query's dtype or
+        float32, added to the scores, with a gradient. A query that may attend to nothing has an output of 0.
       is_causal: keep key j for query i where i >= j, aligned top-left.
       scale: multiplies the scores; default 1 / sqrt(D).
       enable_gqa: allow fewer key and value heads than query heads.
@@ -32,7 +33,8 @@ def scaled_dot_product_attention(
       [B, H, T, Dv] in query's dtype: a transposed view of [B, T, H, Dv].
 
     Raises:
-      NotImplementedError: dropout_p is not 0, or attn_mask is a float mask, which is added to the scores.
+      NotImplementedError: dropout_p is not 0.
+      TypeError: attn_mask is neither bool nor in query's dtype or float32.
       ValueError: both attn_mask and is_causal are given, or head counts differ without enable_gqa.
       Otherwise what flash_attention raises.
     """
@@ -42,15 +44,18 @@ def scaled_dot_product_attention(
         check_tensor(name, tensor, query)
         if tensor.ndim != 4:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want 4 axes [batch, heads, length, head_dim]")
+    mask = bias = None
     if attn_mask is not None:
-        if isinstance(attn_mask, torch.Tensor) and attn_mask.is_floating_point():
-            raise NotImplementedError(
-                f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool (True = attend): a mask that is added to the "
-                "scores is not served"
-            )
         check_tensor("attn_mask", attn_mask, query)
-        if attn_mask.dtype != torch.bool:
-            raise TypeError(f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool (True = attend)")
+        if attn_mask.dtype == torch.bool:
+            mask = attn_mask
+        elif attn_mask.dtype in (query.dtype, torch.float32):
+            bias = attn_mask
+        else:
+            raise TypeError(
+                f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool (True = attend), or query's dtype "
+                f"{query.dtype} or torch.float32 (added to the scores)"
+            )
         if is_causal:
             raise ValueError("attn_mask, is_causal: got both, want one of them")
     if not enable_gqa and not query.shape[1] == key.shape[1] == value.shape[1]:
@@ -62,7 +67,8 @@ def scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        mask=attn_mask,
+        bias=bias,
+        mask=mask,
         is_causal=is_causal,
         scale=scale,
     )

@@ -27,7 +27,10 @@ from jax_kernels.testing import (
     why_not,
 )
 
-QUICK = ("full", "causal", "odd_causal", "gqa", "head_dim_128", "offset_negative", "kv_lengths", "fp16", "fp32", "tf32")
+QUICK = (
+    "full", "causal", "odd_causal", "gqa", "head_dim_128", "offset_negative", "kv_lengths", "fp16", "fp32", "tf32",
+    "window", "segments_causal", "softcap", "sinks", "bias_heads",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,7 @@ def check(
     implementation: Annotated[
         list[str] | None, typer.Option(help="only this one (repeatable); default: every one that can run here")
     ] = None,
-    full: Annotated[bool, typer.Option("--full/--quick", help="every case of the test suite, or ten of them")] = False,
+    full: Annotated[bool, typer.Option("--full/--quick", help="every case of the test suite, or some")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
 ) -> None:
     """Compare attention and its gradients with float64, for every implementation that can run here.
@@ -118,7 +121,7 @@ def check(
     skipped = sum(result.skipped is not None for result in results)
 
     console = Console()
-    console.width = max(console.width, 100)  # a table is not cut off, in a file or in a narrow window
+    console.width = max(console.width, 110)  # a table is not cut off, in a file or in a narrow window
     _show(console, results)
     console.print(f"{device.name}: {len(results) - failed - skipped} passed, {failed} failed, {skipped} not served")
     if json_path is not None:

@@ -23,6 +23,14 @@ def _shape(option: str, text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def _window(text: str) -> int | tuple[int, ...]:
+    try:
+        sides = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--window: got {text!r}, want left,right or one whole number, as in 512,0") from None
+    return sides[0] if len(sides) == 1 else sides
+
+
 def attention(
     shape: Annotated[str, typer.Option(help="query's batch,length,heads,head_dim")],
     kv_shape: Annotated[str | None, typer.Option(help="key's, where it differs")] = None,
@@ -30,6 +38,11 @@ def attention(
     dtype: Annotated[str, typer.Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32)")] = "bfloat16",
     causal: Annotated[bool, typer.Option("--causal", help="is_causal=True")] = False,
     mask: Annotated[str | None, typer.Option(help="the shape of a dense mask, as in 1,1,4096,4096")] = None,
+    bias: Annotated[str | None, typer.Option(help="the shape of a bias, as in 1,16,4096,4096")] = None,
+    window: Annotated[str | None, typer.Option(help="left,right, or one number for both; -1 is no limit")] = None,
+    segment_ids: Annotated[bool, typer.Option("--segment-ids", help="with packed sequences")] = False,
+    sinks: Annotated[bool, typer.Option("--sinks", help="with a sink for each head")] = False,
+    softcap: Annotated[float | None, typer.Option(help="the softcap of the scores")] = None,
     kv_lengths: Annotated[bool, typer.Option("--kv-lengths", help="with a length for each batch entry")] = False,
     q_offset: Annotated[int, typer.Option(help="the position of query 0")] = 0,
     return_lse: Annotated[bool, typer.Option("--return-lse", help="also return the log-sum-exp")] = False,
@@ -49,6 +62,7 @@ def attention(
     k_shape = q_shape if kv_shape is None else _shape("--kv-shape", kv_shape)
     v_shape = k_shape if v_head_dim is None else (*k_shape[:-1], v_head_dim)
     query, key, value = (jax.ShapeDtypeStruct(s, jnp.dtype(number)) for s in (q_shape, k_shape, v_shape))
+    ids = tuple(jax.ShapeDtypeStruct(s[:2], jnp.dtype(jnp.int32)) for s in (q_shape, k_shape))
     try:
         with dispatch.on_device(find_device(device)):
             plan = dispatch.explain(
@@ -57,7 +71,12 @@ def attention(
                 key,
                 value,
                 is_causal=causal,
+                bias=None if bias is None else jax.ShapeDtypeStruct(_shape("--bias", bias), jnp.dtype(number)),
                 mask=None if mask is None else jax.ShapeDtypeStruct(_shape("--mask", mask), jnp.dtype(bool)),
+                window=None if window is None else _window(window),
+                segment_ids=ids if segment_ids else None,
+                sinks=jax.ShapeDtypeStruct(q_shape[2:3], jnp.dtype(jnp.float32)) if sinks else None,
+                softcap=softcap,
                 kv_lengths=jax.ShapeDtypeStruct(q_shape[:1], jnp.dtype(jnp.int32)) if kv_lengths else None,
                 q_offset=q_offset,
                 return_lse=return_lse,

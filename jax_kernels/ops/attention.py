@@ -1,4 +1,4 @@
-"""flash_attention: its checks, its gradient, and the table of what can run it."""
+"""flash_attention: its gradient and its vmap. What it takes is in attention_checks, what runs it in attention_table."""
 
 import dataclasses
 import functools
@@ -7,44 +7,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_kernels import dispatch
+from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.ops import attention_table as table
+from jax_kernels.ops.attention_checks import check
 from jax_kernels.ops.attention_table import AttentionRequest
 
 __all__ = ["AttentionCall", "attention_backward", "attention_forward", "flash_attention", "prepare"]
 
-DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-MAX_HEAD_DIM = 256
 
-# Arguments of the signature that no implementation serves yet, with the value that means "not given".
-_NOT_YET = ("bias", "window", "segment_ids", "score_mod", "sinks", "softcap")
-
-
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """The static half of a call: everything but the arrays. Hashable, so that it can key a jit cache."""
+    """The static half of a planned call: everything but the arrays. Hashable, so that it can key a jit cache."""
 
     implementation: str
     config: Any
-    is_causal: bool
-    scale: float
-    q_offset: int | None  # None: it is an array, and travels with the others
-    precision: str | None
+    options: AttentionOptions
     out_dtype: str
     interpret: bool
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return {
-            "is_causal": self.is_causal,
-            "scale": self.scale,
-            "precision": self.precision,
-            "config": self.config,
-            "interpret": self.interpret,
-        }
 
 
 def flash_attention(
@@ -56,7 +39,7 @@ def flash_attention(
     mask: jax.Array | None = None,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
-    segment_ids: Any = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
     kv_lengths: jax.Array | None = None,
     q_offset: int | jax.Array = 0,
     score_mod: Any = None,
@@ -73,33 +56,54 @@ def flash_attention(
     Equivalent to the following JAX code (with key and value repeated for grouped heads)::
 
         scores = jnp.einsum("bthd,bshd->bhts", query, key).astype(float32) * scale
-        keep = q_offset + arange(T)[:, None] >= arange(S) if is_causal else True
-        keep = keep & (arange(S) < kv_lengths[:, None, None, None]) & mask
+        scores = softcap * tanh(scores / softcap) if softcap else scores
+        scores = scores + bias
+        position = (q_offset + arange(T))[:, None]
+        keep = mask & (arange(S) < kv_lengths[:, None, None, None])
+        keep &= position >= arange(S) if is_causal else True
+        keep &= (position - left <= arange(S)) & (arange(S) <= position + right)  # window
+        keep &= (q_ids[:, None, :, None] == kv_ids[:, None, None, :]) & (q_ids >= 0)[:, None, :, None]
         scores = where(keep, scores, -inf)
-        lse = logsumexp(scores, axis=-1)
+        lse = logaddexp(logsumexp(scores, axis=-1), sinks[:, None])
         out = jnp.einsum("bhts,bshd->bthd", exp(scores - lse[..., None]), value)
+
+    Every implementation skips what is_causal, window, segment_ids and kv_lengths rule out in whole blocks, but
+    "xla" and "cudnn"; the gradients are those of query, key, value, bias and sinks.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T.
       key: [B, S, Hkv, D] in query's dtype; Hkv divides H (grouped-query and multi-query attention).
       value: [B, S, Hkv, Dv] in query's dtype; Dv up to 256.
+      bias: added to the scores after scale and softcap, broadcastable to [B, H, T, S], in query's dtype or
+        float32; -inf masks out. It is read in place, never broadcast in memory. Its gradient has its shape and
+        dtype, is summed in float32 over the axes that it is broadcast over, and is computed, by two more
+        products, only where it is asked for.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend; a float32 mask of zeros and
         ones is taken too. It is dense: only "xla" and "cudnn" serve it.
       is_causal: keep key j for query i where q_offset + i >= j.
+      window: (left, right), or an int for both: keep key j for query i where q_offset + i - left <= j and
+        j <= q_offset + i + right, as jax.nn's local_window_size and flash-attn's window_size count. -1 or None is
+        no limit on that side. With is_causal the right side is 0. At most 2**29.
+      segment_ids: int32 [B, T] where T == S, or a (query, key) pair [B, T], [B, S]: packed sequences. A query
+        attends to the keys that have its id; one with an id below 0 attends to nothing and is not attended
+        to. The ids need not be sorted, but where they are, blocks of other segments cost nothing.
       kv_lengths: [B] int32, how many keys of each batch entry count; the others are never attended to.
       q_offset: position of query 0: an int, a scalar array, or [B] int32. 0 aligns the causal mask top-left,
         as jax.nn and PyTorch do; S - T aligns it bottom-right, as flash-attn does.
+      score_mod: not served yet.
+      sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
-      return_lse: also return the log-sum-exp of the scores. Gradients through it are exact.
+      softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
+      return_lse: also return the log-sum-exp of the scores, and of the sink. Gradients through it are exact.
       deterministic: True for the same bits on every run; False lets the backward add in arrival order, which
         is faster on some GPUs; None follows XLA's --xla_gpu_deterministic_ops. The forward always is.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
       implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the fastest that can serve.
-      bias, window, segment_ids, score_mod, sinks, softcap: not served yet.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log.
-      A query that may attend to no key has out = 0 and lse = -inf, and passes no gradient.
+      A query that may attend to no key has out = 0 and lse = -inf (with sinks, the sink), and passes no gradient
+      but the sink's.
 
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
@@ -107,10 +111,11 @@ def flash_attention(
       NotImplementedError: an argument, or a named implementation, that cannot serve this call, and why.
 
     Source: Dao, "FlashAttention-2" (2023), arXiv:2307.08691; Shah et al., "FlashAttention-3" (2024),
-    arXiv:2407.08608.
+    arXiv:2407.08608. Sinks: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023),
+    arXiv:2309.17453.
     """
-    call, arrays = prepare(**locals())
-    out, lse = run(call, *arrays)
+    call, inputs = prepare(**locals())
+    out, lse = run(call, inputs)
     return (out, lse) if return_lse else out
 
 
@@ -118,7 +123,7 @@ def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
     names = ("query", "key", "value")
     if len(args) > len(names):
         raise TypeError(f"flash_attention takes {len(names)} positional arguments (query, key, value), got {len(args)}")
-    request, _ = _check(**dict(zip(names, args, strict=False)), **kwargs)
+    request, _ = check(**dict(zip(names, args, strict=False)), **kwargs)
     return _choose(request, kwargs.get("implementation"))
 
 
@@ -129,90 +134,115 @@ def _choose(request: AttentionRequest, implementation: str | None) -> dispatch.P
     return dispatch.choose(request, table.IMPLEMENTATIONS, table.order(request), implementation)
 
 
-def prepare(*, implementation=None, scale=None, **arguments):
-    """Checks a call and plans it. Returns (AttentionCall, the arrays of attention_forward)."""
-    request, arrays = _check(implementation=implementation, scale=scale, **arguments)
+def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionCall, AttentionInputs]:
+    """Checks a call and plans it: what attention_forward takes."""
+    request, inputs = check(implementation=implementation, scale=scale, **arguments)
     plan = _choose(request, implementation)
-    query, key, value, mask, kv_lengths, q_offset = _vary_alike(arrays)
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    inputs = _vary_alike(inputs)
+    scale = 1 / math.sqrt(request.head_dim) if scale is None else float(scale)
     if scale <= 0:  # kernels take the maximum before they scale: give them a positive one
-        query = query * jnp.asarray(0 if scale == 0 else -1, query.dtype)
-        scale = -scale or 1.0
-    call = AttentionCall(
-        implementation=plan.implementation,
-        config=plan.config,
-        is_causal=request.is_causal,
+        query = inputs.query * jnp.asarray(0 if scale == 0 else -1, inputs.query.dtype)
+        inputs, scale = inputs._replace(query=query), -scale or 1.0
+    options = AttentionOptions(
         scale=scale,
+        is_causal=request.is_causal,
+        window=request.window,
+        softcap=request.softcap,
         q_offset=request.q_offset,
         precision=request.precision,
-        out_dtype=str(query.dtype),
-        interpret=dispatch.interpreting(),
+        deterministic=request.deterministic,
     )
-    return call, (query, key, value, mask, kv_lengths, q_offset)
+    interpret = dispatch.interpreting()
+    return AttentionCall(plan.implementation, plan.config, options, str(inputs.query.dtype), interpret), inputs
 
 
-def _vary_alike(arrays):
+def _vary_alike(inputs: AttentionInputs) -> AttentionInputs:
     """Inside shard_map, every array as varying over the mesh axes that any of them varies over.
 
     Its transpose sums the gradient of an array that was the same on all devices.
     """
-    present = [x for x in arrays if x is not None]
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in present))
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(inputs)))
 
     def vary(x):
         missing = axes - jax.typeof(x).manual_axis_type.varying
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
-    return tuple(x if x is None else vary(x) for x in arrays)
+    return jax.tree.map(vary, inputs)
 
 
-def run(call: AttentionCall, *arrays):
+def run(call: AttentionCall, inputs: AttentionInputs):
     """(out, lse) of a prepared call, differentiable."""
     if table.IMPLEMENTATIONS[call.implementation].backward is None:
-        return attention_forward(call, *arrays)
-    return _attention(call, *arrays)
+        return attention_forward(call, inputs)
+    return _attention(call, inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call, query, key, value, mask, kv_lengths, q_offset):
-    return attention_forward(call, query, key, value, mask, kv_lengths, q_offset)
+def _attention(call, inputs):
+    return attention_forward(call, inputs)
 
 
-def _attention_fwd(call, *arrays):
-    results = attention_forward(call, *arrays)
-    return results, (*arrays, *results)
+def _attention_fwd(call, primals):
+    inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+    bias_gradient = primals.bias is not None and primals.bias.perturbed
+    call = dataclasses.replace(call, options=dataclasses.replace(call.options, bias_gradient=bias_gradient))
+    results = attention_forward(call, inputs)
+    return results, (call, inputs, *results)
 
 
-def _attention_bwd(call, residuals, cotangents):
-    return (*attention_backward(call, *residuals, *cotangents), None, None, None)
+def _attention_bwd(_, residuals, cotangents):
+    call, inputs, out, lse = residuals
+    is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
+    dout, dlse = cotangents
+    dout = jnp.zeros_like(out) if is_zero(dout) else dout
+    gradients = attention_backward(call, inputs, out, lse, dout, None if is_zero(dlse) else dlse)
+    return (AttentionInputs(**dict.fromkeys(AttentionInputs._fields) | gradients._asdict()),)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
-def attention_forward(call: AttentionCall, query, key, value, mask, kv_lengths, q_offset):
+def attention_forward(call: AttentionCall, inputs: AttentionInputs):
     """(out, lse) by the call's implementation. vmap adds to the batch. lse is None from "cudnn"."""
-    return _batched(_forward, call)(query, key, value, mask, kv_lengths, q_offset)
+    return _batched(_forward, call)(inputs)
 
 
-def attention_backward(call: AttentionCall, query, key, value, mask, kv_lengths, q_offset, out, lse, dout, dlse):
-    """(dquery, dkey, dvalue) from the results of attention_forward and their cotangents (dlse may be None)."""
-    return _batched(_backward, call)(query, key, value, mask, kv_lengths, q_offset, out, lse, dout, dlse)
+def attention_backward(call: AttentionCall, inputs: AttentionInputs, out, lse, dout, dlse) -> AttentionGradients:
+    """The gradients, from the results of attention_forward and their cotangents (dlse may be None)."""
+    gradients = _batched(_backward, call)(inputs, out, lse, dout, dlse)
+    if inputs.sinks is None:
+        return gradients
+    return gradients._replace(sinks=_sinks_gradient(inputs.sinks, out, lse, dout, dlse))
 
 
-def _forward(call, query, key, value, mask, kv_lengths, q_offset):
-    offset = q_offset if call.q_offset is None else call.q_offset
-    forward = table.IMPLEMENTATIONS[call.implementation].forward
-    return forward(query, key, value, mask, kv_lengths, offset, out_dtype=jnp.dtype(call.out_dtype), **call.options)
+def _sinks_gradient(sinks, out, lse, dout, dlse):
+    """exp(sink - lse) is the sink's share of a query's softmax; [1, H] float32."""
+    delta = -jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    delta = delta if dlse is None else delta + dlse
+    share = jnp.exp(sinks[..., None] - jnp.where(jnp.isneginf(lse), jnp.inf, lse))
+    return jnp.sum(share * delta, axis=(0, 2))[None]
 
 
-def _backward(call, query, key, value, mask, kv_lengths, q_offset, out, lse, dout, dlse):
-    offset = q_offset if call.q_offset is None else call.q_offset
+def _forward(call, inputs):
+    implementation = table.IMPLEMENTATIONS[call.implementation]
+    statics = {"out_dtype": jnp.dtype(call.out_dtype), "config": call.config, "interpret": call.interpret}
+    return implementation.forward(inputs, call.options, **statics)
+
+
+def _backward(call, inputs, out, lse, dout, dlse):
     backward = table.IMPLEMENTATIONS[call.implementation].backward
-    if backward is None:  # differentiated by JAX: the forward runs once more
-        forward = lambda q, k, v: _forward(call, q, k, v, mask, kv_lengths, q_offset)[0]
-        return jax.vjp(forward, query, key, value)[1](dout)
-    return backward(query, key, value, mask, kv_lengths, offset, out, lse, dout, dlse, **call.options)
+    if backward is not None:
+        return backward(inputs, call.options, out, lse, dout, dlse, config=call.config, interpret=call.interpret)
+    # Differentiated by JAX: the forward runs once more.
+    wanted = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
+    if not call.options.bias_gradient:
+        del wanted["bias"]
+    forward = lambda wanted: _forward(call, inputs._replace(**wanted))[0]
+    return AttentionGradients(**jax.vjp(forward, wanted)[1](dout)[0])
+
+
+# The arrays whose batch may be 1 where query's is not.
+_SHARED = ("mask", "bias", "sinks")
 
 
 @functools.cache
@@ -224,185 +254,30 @@ def _batched(function, call):
     wrapped = jax.custom_batching.custom_vmap(plain)
 
     @wrapped.def_vmap
-    def _(size, batched, *arrays):
-        def merge(x, has_axis):
-            x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(size * x.shape[1], *x.shape[2:])
+    def _(size, batched, inputs, *results):
+        length = inputs.query.shape[1 if batched[0].query else 0]
 
-        def spread(x, has_axis, length):
-            # A mask may have a batch of one: give it the whole batch before the axes are joined.
-            axis = 1 if has_axis else 0
-            if x.shape[axis] == length:
-                return x
-            return jnp.broadcast_to(x, (*x.shape[:axis], length, *x.shape[axis + 1 :]))
+        def join(x, has_axis):
+            if x is None:
+                return None
+            x = x if has_axis else x[None]
+            return jnp.broadcast_to(x, (size, length, *x.shape[2:])).reshape(size * length, *x.shape[2:])
 
-        length = arrays[0].shape[1 if batched[0] else 0]
-        arrays = jax.tree.map(lambda x, b: merge(spread(x, b, length), b), tuple(arrays), tuple(batched))
-        outs = wrapped(*arrays)
-        split = lambda x: x.reshape(size, -1, *x.shape[1:])
-        return jax.tree.map(split, outs), jax.tree.map(lambda _: True, outs)
+        bias, with_gradient = inputs.bias, function is _backward and call.options.bias_gradient
+        # Each of the mapped calls has a gradient of its own, of a bias that its batch entries may share.
+        sum_bias = with_gradient and bias is not None and length > 1 and bias.shape[int(batched[0].bias)] == 1
+        if sum_bias:
+            inputs = inputs._replace(bias=bias.astype(jnp.float32))
+
+        def join_input(name, x, has_axis):
+            is_shared = x is not None and not has_axis and x.shape[0] == 1 and name in _SHARED
+            return x if is_shared and not (name == "bias" and with_gradient) else join(x, has_axis)
+
+        joined = AttentionInputs(*map(join_input, AttentionInputs._fields, inputs, batched[0]))
+        outs = wrapped(joined, *map(join, results, batched[1:]))
+        outs = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), outs)
+        if sum_bias:
+            outs = outs._replace(bias=outs.bias.sum(axis=1, keepdims=True).astype(bias.dtype))
+        return outs, jax.tree.map(lambda _: True, outs)
 
     return wrapped
-
-
-def _check(
-    query, key, value, *, mask=None, is_causal=False, kv_lengths=None, q_offset=0, scale=None, return_lse=False,
-    deterministic=None, precision=None, implementation=None, **later,
-) -> tuple[AttentionRequest, tuple[Any, ...]]:  # fmt: skip
-    """The request behind a call and its arrays in the kernels' form; raises what flash_attention documents."""
-    for name in later:
-        if name not in _NOT_YET:
-            raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
-        if later[name] is not None:
-            raise NotImplementedError(f"{name}: not served yet by any implementation of flash_attention; want None")
-    query, key, value = (_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 4:
-            raise ValueError(f"{name}: got shape {x.shape}, want 4 axes [batch, length, heads, head_dim]")
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: got dtype {x.dtype}, want bfloat16, float16 or float32")
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {query.dtype}")
-        if x.shape[0] != query.shape[0]:
-            raise ValueError(f"{name}: got batch {x.shape[0]}, want query's batch {query.shape[0]}")
-        if not 0 < x.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: got head_dim {x.shape[-1]}, want 1 to {MAX_HEAD_DIM}")
-    batch, q_length, heads, head_dim = query.shape
-    kv_length, kv_heads = key.shape[1:3]
-    if key.shape[-1] != head_dim:
-        raise ValueError(f"key: got head_dim {key.shape[-1]}, want query's head_dim {head_dim}")
-    if value.shape[1:3] != (kv_length, kv_heads):
-        raise ValueError(f"value: got (length, heads) {value.shape[1:3]}, want key's {(kv_length, kv_heads)}")
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"key: got {kv_heads} heads, want a divisor of query's {heads} heads")
-    if 0 in (batch, q_length, heads, kv_length):
-        raise ValueError(f"query, key: got shapes {query.shape} and {key.shape}, want no axis of length 0")
-
-    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")
-    if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
-        raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
-    if scale is not None and not _is_number(scale):
-        raise TypeError(f"scale: got {type(scale).__name__}, want a number that is known when tracing")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale: got {scale}, want a finite number")
-    if precision not in (None, "fp32", "tf32"):
-        raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None")
-    if precision is not None and query.dtype != jnp.float32:
-        raise ValueError(f"precision: got {precision!r} with {query.dtype} inputs, want None: it is for float32 inputs")
-    if implementation is not None and not isinstance(implementation, str):
-        raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
-
-    mask = _mask(mask, (batch, heads, q_length, kv_length))
-    kv_lengths = _lengths(kv_lengths, batch)
-    static_offset, q_offset = _offset(q_offset, batch)
-    request = AttentionRequest(
-        op="flash_attention",
-        device=dispatch.target_device(query),
-        batch=batch,
-        q_length=q_length,
-        kv_length=kv_length,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        v_head_dim=value.shape[-1],
-        dtype=str(query.dtype),
-        is_causal=bool(is_causal),
-        has_mask=mask is not None,
-        has_kv_lengths=kv_lengths is not None,
-        q_offset=static_offset,
-        return_lse=bool(return_lse),
-        deterministic=_deterministic() if deterministic is None else bool(deterministic),
-        precision=(precision or "fp32") if query.dtype == jnp.float32 else None,
-    )
-    return request, (query, key, value, mask, kv_lengths, q_offset)
-
-
-def _array(name: str, x: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    if isinstance(x, np.ndarray | np.generic) and x.dtype not in DTYPES:
-        raise TypeError(f"{name}: got dtype {x.dtype}, want bfloat16, float16 or float32")
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"{name}: got {type(x).__module__}.{type(x).__name__}, want a jax.Array")
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float | np.integer | np.floating) and not isinstance(x, bool)
-
-
-def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
-    """A bool mask with four axes, or None."""
-    if mask is None:
-        return None
-    if not isinstance(mask, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        raise TypeError(f"mask: got {type(mask).__name__}, want a bool array")
-    if mask.dtype not in (jnp.dtype(bool), jnp.dtype(jnp.float32)):
-        raise TypeError(f"mask: got dtype {mask.dtype}, want bool (True = attend) or a float32 mask of 0 and 1")
-    want = f"want a shape broadcastable to [B, H, T, S] = {shape}"
-    if mask.ndim > 4:
-        raise ValueError(f"mask: got shape {mask.shape}, {want}")
-    full = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-    if any(got not in (1, wanted) for got, wanted in zip(full, shape, strict=True)):
-        raise ValueError(f"mask: got shape {mask.shape}, {want}")
-    if isinstance(mask, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(full, jnp.dtype(bool))
-    if mask.dtype != bool:
-        # In numpy: under jit even a comparison of known values is traced.
-        known = None if isinstance(mask, jax.core.Tracer) else np.asarray(mask)
-        if known is not None and not ((known == 0) | (known == 1)).all():
-            raise ValueError("mask: got float32 values other than 0 and 1, want a bool mask; an additive one is a bias")
-        mask = mask != 0
-    return jnp.asarray(mask).reshape(full)
-
-
-def _integers(name: str, x: Any, want: str) -> Any:
-    if not isinstance(x, jax.Array | np.ndarray | np.integer | list | tuple | jax.ShapeDtypeStruct):
-        raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
-    if isinstance(x, list | tuple | np.integer):
-        x = np.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name}: got dtype {x.dtype}, want int32")
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.int32))
-    if isinstance(x, np.ndarray) and (x != x.astype(np.int32)).any():
-        raise ValueError(f"{name}: got values up to {np.abs(x).max()}, want int32")
-    return jnp.asarray(x, jnp.int32)
-
-
-def _lengths(kv_lengths: Any, batch: int) -> Any:
-    if kv_lengths is None:
-        return None
-    kv_lengths = _integers("kv_lengths", kv_lengths, "an int32 array")
-    if kv_lengths.shape != (batch,):
-        raise ValueError(f"kv_lengths: got shape {kv_lengths.shape}, want [batch] = ({batch},)")
-    return kv_lengths
-
-
-def _offset(q_offset: Any, batch: int) -> tuple[int | None, Any]:
-    """(the offset as an int, None) or (None, [B] int32)."""
-    if isinstance(q_offset, int | np.integer) and not isinstance(q_offset, bool):
-        if not -(1 << 30) < q_offset < 1 << 30:
-            raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
-        return int(q_offset), None
-    q_offset = _integers("q_offset", q_offset, "an int or an int32 array")
-    if q_offset.shape not in ((), (batch,)):
-        raise ValueError(f"q_offset: got shape {q_offset.shape}, want an int, a scalar or [batch] = ({batch},)")
-    if isinstance(q_offset, jax.ShapeDtypeStruct):
-        return None, q_offset
-    return None, jnp.broadcast_to(q_offset, (batch,))
-
-
-def _deterministic() -> bool:
-    """What XLA was told: --xla_gpu_deterministic_ops, in XLA_FLAGS."""
-    import os
-
-    flags = os.environ.get("XLA_FLAGS", "").split()
-    on = [
-        f
-        for f in flags
-        if f.partition("=")[0] in ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
-    ]
-    return bool(on) and on[-1].partition("=")[2].lower() in ("", "true", "1")

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.dispatch import Implementation, Request, interpreting
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton, hopper
@@ -14,7 +15,7 @@ from jax_kernels.reference import attention as reference
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRequest(Request):
-    """A flash_attention call without its arrays. q_offset: None where it is an array."""
+    """A flash_attention call without its arrays. is_causal, window and q_offset: as in AttentionOptions."""
 
     batch: int
     q_length: int
@@ -25,7 +26,13 @@ class AttentionRequest(Request):
     v_head_dim: int
     dtype: str
     is_causal: bool
+    window: tuple[int, int] | None
+    softcap: float | None
     has_mask: bool
+    bias_shape: tuple[int, ...] | None
+    bias_dtype: str | None
+    has_sinks: bool
+    has_segment_ids: bool
     has_kv_lengths: bool
     q_offset: int | None
     return_lse: bool
@@ -49,6 +56,7 @@ def _row(name: str, request: AttentionRequest):
         head_dim=max(request.head_dim, request.v_head_dim),
         bits=request.bits,
         is_causal=request.is_causal,
+        is_limited=request.window is not None or request.has_segment_ids,
     )
 
 
@@ -83,8 +91,8 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
         return "its wgmma products take bfloat16 and float16 here, not float32"
     if request.has_mask:
         return "it does not take a dense mask"
-    if request.deterministic:
-        return "its one-pass backward adds dq in arrival order, which deterministic=True rules out"
+    if request.bias_shape is not None:
+        return "it does not take a bias"
     if capability is None and interpreting() and not hopper.INTERPRETED:
         return "JAX's interpreter of Mosaic lacks wgmma with register operands (the tests add it)"
     return _no_gpu("mosaic_gpu", request)
@@ -109,6 +117,12 @@ def _supports_cudnn(request: AttentionRequest) -> str | None:
         return "it takes bfloat16 and float16, not float32"
     if request.return_lse:
         return "its backward takes no gradient of the log-sum-exp"
+    if request.has_segment_ids:
+        return "it does not take segment_ids"
+    if request.softcap is not None:
+        return "it does not take a softcap"
+    if request.has_sinks:
+        return "it does not take sinks"
     if request.q_offset != 0:
         return "its causal mask starts at position 0: q_offset must be 0"
     if request.deterministic:
@@ -122,19 +136,60 @@ def _supports_cudnn(request: AttentionRequest) -> str | None:
         return "it needs a head_dim that is a multiple of 8"
     if request.q_length % 2 or request.kv_length % 2:
         return "its backward needs even lengths"
+    return _window_by_cudnn(request) or _bias_by_cudnn(request)
+
+
+# Wider backwards are for plain and causal attention.
+_SPECIAL_BY_CUDNN = 128
+
+
+def _window_by_cudnn(request: AttentionRequest) -> str | None:
+    if request.window is None:
+        return None
+    if not request.is_causal:
+        return "its window has a left side alone, under a causal mask"
+    if request.head_dim > _SPECIAL_BY_CUDNN:
+        return f"with a window its head_dim is at most {_SPECIAL_BY_CUDNN}"
+    if request.has_kv_lengths or request.has_mask or request.bias_shape is not None:
+        return "it does not take a window with kv_lengths, a dense mask or a bias"
+    if request.q_length > request.kv_length:
+        return "with a window it needs a key for every query: kv_length may not be below q_length"
     return None
 
 
-def _cudnn(query, key, value, mask, kv_lengths, q_offset, *, is_causal, scale, precision, out_dtype, config, interpret):
+def _bias_by_cudnn(request: AttentionRequest) -> str | None:
+    if request.bias_shape is None:
+        return None
+    if request.has_mask:
+        return "it does not take a bias with a dense mask"
+    if request.head_dim > _SPECIAL_BY_CUDNN:
+        return f"with a bias its head_dim is at most {_SPECIAL_BY_CUDNN}"
+    if request.bias_dtype != request.dtype:
+        return f"it takes a bias in query's dtype {request.dtype}, not {request.bias_dtype}"
+    want = (1, request.heads, request.q_length, request.kv_length)
+    if request.bias_shape != want:
+        return f"it has a gradient for a bias of shape [1, H, T, S] = {want} alone, not {request.bias_shape}"
+    return None
+
+
+def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, interpret):
+    del config, interpret
+    query, key, value, mask, bias, kv_lengths = (
+        getattr(inputs, name) for name in ("query", "key", "value", "mask", "bias", "kv_lengths")
+    )
     dead = None  # where a query has no key: cuDNN would average over all values
     if kv_lengths is not None:
         dead = (kv_lengths <= 0)[:, None, None, None]
         kv_lengths = jnp.clip(kv_lengths, 1, key.shape[1])
+    if bias is not None:  # an infinity of its own would be a NaN in a row that has nothing else
+        finite = bias > -jnp.inf
+        bias = jnp.where(finite, bias, 0)
+        mask = finite if mask is None else mask & finite
     if mask is not None:
         keep = mask
         if kv_lengths is not None:
             keep = keep & (jnp.arange(key.shape[1]) < kv_lengths[:, None, None, None])
-        if is_causal:
+        if options.is_causal:
             keep = keep & (jnp.arange(query.shape[1])[:, None] >= jnp.arange(key.shape[1]))
         empty = ~keep.any(axis=-1, keepdims=True).swapaxes(1, 2)
         dead = empty if dead is None else dead | empty
@@ -143,31 +198,34 @@ def _cudnn(query, key, value, mask, kv_lengths, q_offset, *, is_causal, scale, p
         query,
         key,
         value,
+        bias=bias,
         mask=mask,
-        scale=scale,
-        is_causal=is_causal,
+        scale=options.scale,
+        is_causal=options.is_causal,
         query_seq_lengths=None if kv_lengths is None else jnp.full_like(kv_lengths, query.shape[1]),
         key_value_seq_lengths=kv_lengths,
+        local_window_size=options.window,
         implementation="cudnn",
     )
     out = out if dead is None else jnp.where(dead, 0, out)
     return out.astype(out_dtype), None
 
 
-def _xla_forward(query, key, value, mask, kv_lengths, q_offset, *, config, interpret, **options):
-    return reference.forward(query, key, value, mask, kv_lengths, q_offset, **options)
+def _xla_forward(inputs, options, *, out_dtype, config, interpret):
+    return reference.forward(inputs, options, out_dtype=out_dtype)
 
 
-def _xla_backward(query, key, value, mask, kv_lengths, q_offset, *results, config, interpret, **options):
-    return reference.backward(query, key, value, mask, kv_lengths, q_offset, *results, **options)
+def _xla_backward(inputs, options, *results, config, interpret):
+    return reference.backward(inputs, options, *results)
 
 
-def _maskless(kernel, direction):
-    """A kernel without the mask argument that the table's functions have, given the blocks of its direction."""
+def _kernel(kernel, direction):
+    """A kernel, given the blocks of its direction."""
 
-    def run(query, key, value, mask, kv_lengths, q_offset, *results, config, **options):
+    def run(inputs, options, *results, config, **rest):
         blocks = {"config": getattr(config, direction), "core_count": config.core_count}
-        return kernel(query, key, value, kv_lengths, q_offset, *results, **blocks, **options)
+        with jax.enable_x64(False):  # the kernels' indices are int32, and a Python int in them must not be int64
+            return kernel(inputs, options, *results, **blocks, **rest)
 
     return run
 
@@ -177,15 +235,15 @@ IMPLEMENTATIONS = {
         "mosaic_gpu",
         _supports_mosaic,
         _config("mosaic_gpu"),
-        _maskless(forward_sm90.attention_forward, "forward"),
-        _maskless(backward_sm90.attention_backward, "backward"),
+        _kernel(forward_sm90.attention_forward, "forward"),
+        _kernel(backward_sm90.attention_backward, "backward"),
     ),
     "triton": Implementation(
         "triton",
         _supports_triton,
         _config("triton"),
-        _maskless(forward_triton.attention_forward, "forward"),
-        _maskless(backward_triton.attention_backward, "backward"),
+        _kernel(forward_triton.attention_forward, "forward"),
+        _kernel(backward_triton.attention_backward, "backward"),
     ),
     "cudnn": Implementation("cudnn", _supports_cudnn, lambda request: (None, "heuristic"), _cudnn, None),
     "xla": Implementation(

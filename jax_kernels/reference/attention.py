@@ -5,56 +5,72 @@
 that no array of query length times key length is ever made.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 
 # Bytes of float32 scores that one chunk of queries may take.
 CHUNK_BYTES = 1 << 28
 
 
-def live(query_positions, key_positions, *, mask, kv_lengths, is_causal):
-    """Which keys each query may attend to: bool, broadcastable to [B, H, queries, keys].
+def positions(inputs: AttentionInputs, options: AttentionOptions):
+    """Positions of the queries: [B or 1, T] int32."""
+    offset = inputs.q_offset if options.q_offset is None else options.q_offset
+    queries = jnp.arange(inputs.query.shape[1], dtype=jnp.int32)
+    return jnp.atleast_1d(jnp.asarray(offset, jnp.int32))[:, None] + queries
 
-    query_positions: [B or 1, queries] global positions (q_offset is already in them); key_positions: [keys].
+
+def live(inputs: AttentionInputs, options: AttentionOptions, query_positions):
+    """Which keys each query may attend to: bool, broadcastable to [B, H, T, S].
+
+    query_positions: [B or 1, T]. A bias of -inf is not looked at.
     """
+    positions, keys = query_positions[:, None, :, None], jnp.arange(inputs.key.shape[1], dtype=jnp.int32)
     keep = jnp.ones((1, 1, 1, 1), bool)
-    if is_causal:
-        keep = keep & (query_positions[:, None, :, None] >= key_positions)
-    if kv_lengths is not None:
-        keep = keep & (key_positions < kv_lengths[:, None, None, None])
-    if mask is not None:
-        keep = keep & mask
+    if options.is_causal:
+        keep = keep & (positions >= keys)
+    if options.window is not None:
+        left, right = options.window
+        keep = keep & (positions - left <= keys) if left >= 0 else keep
+        keep = keep & (keys <= positions + right) if right >= 0 else keep
+    if inputs.kv_lengths is not None:
+        keep = keep & (keys < inputs.kv_lengths[:, None, None, None])
+    if inputs.q_segment_ids is not None:
+        q_ids, kv_ids = inputs.q_segment_ids[:, None, :, None], inputs.kv_segment_ids[:, None, None, :]
+        keep = keep & (q_ids == kv_ids) & (q_ids >= 0)
+    if inputs.mask is not None:
+        keep = keep & inputs.mask
     return keep
 
 
-def positions(length, q_offset, start=0):
-    """Global positions of `length` queries from `start`: [B or 1, length] int32."""
-    return jnp.atleast_1d(jnp.asarray(q_offset, jnp.int32))[:, None] + start + jnp.arange(length, dtype=jnp.int32)
+def scores_of(products, bias, options: AttentionOptions):
+    """The scores [B, H, T, S], from query @ key^T."""
+    scores = products * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * jnp.tanh(scores / options.softcap)
+    return scores if bias is None else scores + bias.astype(scores.dtype)
 
 
-def attention(query, key, value, mask=None, kv_lengths=None, q_offset=0, *, is_causal=False, scale=None):
+def attention(inputs: AttentionInputs, options: AttentionOptions):
     """The textbook form. Returns (out [B, T, H, Dv], lse [B, H, T]) in the inputs' precision, float32 at least."""
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
-    query, key, value = (x.astype(dtype) for x in (query, key, value))
+    dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
+    query, key, value = (x.astype(dtype) for x in (inputs.query, inputs.key, inputs.value))
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    scores = jnp.einsum("bthd,bshd->bhts", query, key, precision="highest") * scale
-    keep = live(
-        positions(query.shape[1], q_offset),
-        jnp.arange(key.shape[1]),
-        mask=mask,
-        kv_lengths=kv_lengths,
-        is_causal=is_causal,
-    )
-    scores = jnp.where(keep, scores, -jnp.inf)
+    products = jnp.einsum("bthd,bshd->bhts", query, key, precision="highest")
+    keep = live(inputs, options, positions(inputs, options))
+    scores = jnp.where(keep, scores_of(products, inputs.bias, options), -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.astype(dtype)[:, :, None, None]
+        highest = jnp.maximum(highest, sinks)
     highest = lax.stop_gradient(jnp.where(jnp.isneginf(highest), 0, highest))
-    weights = jnp.where(keep, jnp.exp(scores - highest), 0)
+    weights = jnp.exp(scores - highest)
     total = weights.sum(axis=-1, keepdims=True)
+    if inputs.sinks is not None:
+        total = total + jnp.exp(sinks - highest)
     dead = total == 0
     weights = weights / jnp.where(dead, 1, total)
     lse = jnp.where(dead, -jnp.inf, jnp.log(jnp.where(dead, 1, total)) + highest)[..., 0]
@@ -84,105 +100,122 @@ def _join(x, length, axis=1):
     return lax.slice_in_dim(x, 0, length, axis=axis)
 
 
+# The axis of queries of what has one, beside the positions.
+_QUERY_AXES = {"query": 1, "mask": 2, "bias": 2, "q_segment_ids": 1}
+
+
+def _in_chunks(inputs: AttentionInputs, options: AttentionOptions):
+    """(the chunk's length, its arrays with a leading axis of chunks, its inputs and positions from one of them)."""
+    chunk = _chunk_length(inputs.query, inputs.key)
+    split = {"positions": _split(positions(inputs, options), chunk)}
+    for name, axis in _QUERY_AXES.items():
+        x = getattr(inputs, name)
+        if x is not None and (name == "query" or x.shape[axis] > 1):
+            split[name] = _split(x, chunk, axis)
+
+    def inputs_of(arrays):
+        return inputs._replace(**{name: x for name, x in arrays.items() if name != "positions"}), arrays["positions"]
+
+    return chunk, split, inputs_of
+
+
 def _grouped(x, kv_heads):
     """[B, T, H, D] -> [B, T, kv heads, queries per kv head, D]."""
     return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1])
 
 
-def _precision(precision):
-    return lax.Precision.DEFAULT if precision == "tf32" else lax.Precision.HIGHEST
+def _precision(options):
+    return lax.Precision.DEFAULT if options.precision == "tf32" else lax.Precision.HIGHEST
 
 
-def _chunk_mask(mask, start, chunk):
-    """The rows of a dense mask [B, H, T, S] that belong to a chunk; a broadcast query axis stays."""
-    if mask is None or mask.shape[2] == 1:
-        return mask
-    return lax.dynamic_slice_in_dim(mask, start, chunk, axis=2)
-
-
-def _scores(query, key, keep, scale, precision):
-    """Masked scores of one chunk, float32 [B, H, chunk, S]; query is [B, chunk, H, D]."""
-    q = _grouped(query, key.shape[2])
-    s = jnp.einsum("bqkgd,bskd->bkgqs", q, key, precision=precision, preferred_element_type=jnp.float32)
-    return jnp.where(keep, s.reshape(s.shape[0], -1, *s.shape[3:]) * scale, -jnp.inf)
-
-
-def _keep(start, chunk, key, mask, kv_lengths, q_offset, is_causal):
-    return live(
-        positions(chunk, q_offset, start),
-        jnp.arange(key.shape[1]),
-        mask=_chunk_mask(mask, start, chunk),
-        kv_lengths=kv_lengths,
-        is_causal=is_causal,
+def _products(inputs, options):
+    """query @ key^T, float32 [B, H, T, S]."""
+    q = _grouped(inputs.query, inputs.key.shape[2])
+    s = jnp.einsum(
+        "bqkgd,bskd->bkgqs", q, inputs.key, precision=_precision(options), preferred_element_type=jnp.float32
     )
+    return s.reshape(s.shape[0], -1, *s.shape[3:])
 
 
-def _pad_mask(mask, length, chunk):
-    if mask is None or mask.shape[2] == 1:
-        return mask
-    return jnp.pad(mask, [(0, 0), (0, 0), (0, -length % chunk), (0, 0)])
+def _masked_scores(inputs, options, query_positions):
+    """(scores, products), float32 [B, H, T, S]."""
+    products = _products(inputs, options)
+    keep = live(inputs, options, query_positions)
+    return jnp.where(keep, scores_of(products, inputs.bias, options), -jnp.inf), products
 
 
-def forward(query, key, value, mask, kv_lengths, q_offset, *, is_causal, scale, precision, out_dtype):
+def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
     """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32)."""
-    length, kv_heads = query.shape[1], key.shape[2]
-    chunk = _chunk_length(query, key)
-    mask = _pad_mask(mask, length, chunk)
-    precision = _precision(precision)
+    kv_heads = inputs.key.shape[2]
+    _, split, inputs_of = _in_chunks(inputs, options)
 
-    def one(args):
-        index, q = args
-        keep = _keep(index * chunk, chunk, key, mask, kv_lengths, q_offset, is_causal)
-        s = _scores(q, key, keep, scale, precision)
+    def one(arrays):
+        part, query_positions = inputs_of(arrays)
+        s, _ = _masked_scores(part, options, query_positions)
         highest = jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf)
+        if part.sinks is not None:
+            sinks = part.sinks[:, :, None, None]
+            highest = jnp.maximum(highest, sinks)
         highest = jnp.where(jnp.isneginf(highest), 0, highest)
         p = jnp.exp(s - highest)
         total = p.sum(axis=-1)
+        if part.sinks is not None:
+            total = total + jnp.exp(sinks - highest)[..., 0]
         p = p / jnp.where(total == 0, 1, total)[..., None]
         p = p.reshape(p.shape[0], kv_heads, -1, *p.shape[2:])
-        out = jnp.einsum("bkgqs,bskd->bqkgd", p, value.astype(jnp.float32), precision=precision)
-        return out.reshape(*q.shape[:3], -1).astype(out_dtype), jnp.log(total) + highest[..., 0]
+        out = jnp.einsum("bkgqs,bskd->bqkgd", p, part.value.astype(jnp.float32), precision=_precision(options))
+        return out.reshape(*part.query.shape[:3], -1).astype(out_dtype), jnp.log(total) + highest[..., 0]
 
-    q = _split(query, chunk)
-    out, lse = lax.map(one, (jnp.arange(q.shape[0], dtype=jnp.int32), q))
+    out, lse = lax.map(one, split)
+    length = inputs.query.shape[1]
     return _join(out, length), _join(lse, length, axis=2)
 
 
-def backward(
-    query, key, value, mask, kv_lengths, q_offset, out, lse, dout, dlse, *, is_causal, scale, precision
-):  # fmt: skip
-    """Returns (dquery, dkey, dvalue) in the inputs' dtypes; dkey and dvalue are summed in float32."""
-    length, kv_heads = query.shape[1], key.shape[2]
-    chunk = _chunk_length(query, key)
-    mask = _pad_mask(mask, length, chunk)
-    precision = _precision(precision)
+def backward(inputs: AttentionInputs, options: AttentionOptions, out, lse, dout, dlse) -> AttentionGradients:
+    """The gradients but that of the sinks, in the inputs' dtypes; what is summed is summed in float32."""
+    query, key, value, bias = inputs.query, inputs.key, inputs.value, inputs.bias
+    length, kv_heads, precision = query.shape[1], key.shape[2], _precision(options)
+    chunk, split, inputs_of = _in_chunks(inputs, options)
     delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32), precision="highest")
     if dlse is not None:
         # A row without keys has lse = -inf whatever its inputs are: no gradient passes.
         delta = delta - jnp.where(jnp.isneginf(lse), 0, dlse)
     k32, v32 = key.astype(jnp.float32), value.astype(jnp.float32)
+    with_bias = bias is not None and options.bias_gradient
+    bias_chunks = with_bias and bias.shape[2] > 1
 
     def one(carry, args):
-        index, q, do, l, d = args
-        keep = _keep(index * chunk, chunk, key, mask, kv_lengths, q_offset, is_causal)
-        s = _scores(q, key, keep, scale, precision)
+        arrays, do, l, d = args
+        part, query_positions = inputs_of(arrays)
+        s, products = _masked_scores(part, options, query_positions)
         p = jnp.exp(s - jnp.where(jnp.isneginf(l), jnp.inf, l)[..., None])
         grouped = lambda x: x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
-        q, do = (_grouped(x.astype(jnp.float32), kv_heads) for x in (q, do))
+        q, do = (_grouped(x.astype(jnp.float32), kv_heads) for x in (part.query, do))
         dv = jnp.einsum("bkgqs,bqkgd->bskd", grouped(p), do, precision=precision)
         dp = jnp.einsum("bqkgd,bskd->bkgqs", do, v32, precision=precision)
-        ds = grouped(p) * (dp - grouped(d)[..., None]) * scale
+        ds = p * (dp.reshape(p.shape) - d[..., None])
+        dbias = None
+        if with_bias:
+            broadcast = tuple(axis for axis in range(4) if bias.shape[axis] == 1)
+            dbias = ds.sum(broadcast, keepdims=True)
+        if options.softcap is not None:
+            ds = ds * (1 - jnp.tanh(products * (options.scale / options.softcap)) ** 2)
+        ds = grouped(ds) * options.scale
         dq = jnp.einsum("bkgqs,bskd->bqkgd", ds, k32, precision=precision)
         dk = jnp.einsum("bkgqs,bqkgd->bskd", ds, q, precision=precision)
-        return (carry[0] + dk, carry[1] + dv), dq.reshape(*dq.shape[:2], -1, dq.shape[-1]).astype(query.dtype)
+        dq = dq.reshape(*dq.shape[:2], -1, dq.shape[-1]).astype(query.dtype)
+        sums = (dk, dv, dbias if with_bias and not bias_chunks else None)
+        return jax.tree.map(jnp.add, carry, sums), (dq, dbias if bias_chunks else None)
 
     # zeros_like keeps what shard_map knows of the arrays: that they vary over the mesh.
-    zeros = (jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32))
-    q, do = _split(query, chunk), _split(dout, chunk)
-    l, d = _split(lse, chunk, axis=2), _split(delta, chunk, axis=2)
-    (dk, dv), dq = lax.scan(one, zeros, (jnp.arange(q.shape[0], dtype=jnp.int32), q, do, l, d))
-    return _join(dq, length), dk.astype(key.dtype), dv.astype(value.dtype)
+    zeros = lambda x: jnp.zeros_like(x, jnp.float32)
+    carry = (zeros(key), zeros(value), zeros(bias) if with_bias and not bias_chunks else None)
+    others = (_split(dout, chunk), _split(lse, chunk, axis=2), _split(delta, chunk, axis=2))
+    (dk, dv, dbias), (dq, dbias_chunks) = lax.scan(one, carry, (split, *others))
+    if with_bias:
+        dbias = jnp.asarray(_join(dbias_chunks, length, axis=2) if bias_chunks else dbias, bias.dtype)
+    return AttentionGradients(_join(dq, length), dk.astype(key.dtype), dv.astype(value.dtype), dbias)
 
 
 # The public form of the oracle, jitted: un-jitted einsums in float64 are slow on a CPU.
-oracle = jax.jit(attention, static_argnames=("is_causal", "scale"))
+oracle = jax.jit(attention, static_argnames="options")

@@ -1,17 +1,15 @@
 """Attention kernels.
 
-Every file gives one direction of one implementation, as a function of arrays:
+Every file gives one direction of one implementation, as a function of jax_kernels.attention_inputs' types:
 
-    attention_forward(query, key, value, kv_lengths, q_offset, *, is_causal, scale, precision, out_dtype,
-                      config, core_count, interpret) -> (out, lse)
-    attention_backward(query, key, value, kv_lengths, q_offset, out, lse, dout, dlse, *, is_causal, scale,
-                       precision, config, core_count, interpret) -> (dquery, dkey, dvalue)
+    attention_forward(inputs, options, *, out_dtype, config, core_count, interpret) -> (out, lse)
+    attention_backward(inputs, options, out, lse, dout, dlse, *, config, core_count, interpret)
+        -> AttentionGradients
 
-query, out, dout: [B, T, H, D]; key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv] with Hkv dividing H.
-kv_lengths: None, or [B] int32, the number of keys that count. q_offset: a Python int, or [B] int32: the
-position of query 0; causal keeps key j for query i where q_offset + i >= j. scale: a positive float.
-precision: "fp32" or "tf32" for float32 inputs, None for 16-bit ones. lse: [B, H, T] float32, natural
-log. dlse: None or like lse, the cotangent of lse. Gradients have their inputs' dtypes.
-A query that may attend to no key has out = 0 and lse = -inf and passes no gradient.
-Any T, S, D and Dv: padding is done in here.
+inputs: AttentionInputs, of which a kernel is only given what its implementation serves. options: AttentionOptions,
+with a positive scale. config: the blocks of its direction. out [B, T, H, Dv] in out_dtype; lse [B, H, T] float32,
+natural log, of the scores and of the sink; dout like out; dlse None or like lse, its cotangent. The gradients have
+their inputs' shapes and dtypes; bias has one only with options.bias_gradient, and sinks has None: the op computes it,
+from lse alone. A query that may attend to no key has out = 0 and lse = -inf (with sinks, its head's), and passes no
+gradient. Any T, S, D and Dv: padding is done in here.
 """

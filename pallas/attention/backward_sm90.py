@@ -22,8 +22,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.hopper import COLUMN, SWIZZLED, SWIZZLED_F32, WGMMA, pad_for_tma
+from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention import backward_dq_sm90, tiles
+from jax_kernels.pallas.attention.hopper import (
+    COLUMN,
+    ROW,
+    SWIZZLED,
+    SWIZZLED_F32,
+    WGMMA,
+    pad_for_tma,
+    segments_of,
+    softcapped,
+)
 from jax_kernels.pallas.attention.softmax import LOG2E
 
 COMPUTE_WGS = 2
@@ -31,63 +41,101 @@ REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
 
 
 def attention_backward(
-    query, key, value, kv_lengths, q_offset, out, lse, dout, dlse, *, is_causal, scale, precision, config,
-    core_count, interpret,
-):  # fmt: skip
-    """See the package's docstring. config: AttentionBackwardSm90. dquery is summed in order of arrival."""
-    del precision, core_count  # 16-bit inputs only; one CTA a block of keys
+    inputs: AttentionInputs, options: AttentionOptions, out, lse, dout, dlse, *, config, core_count, interpret
+) -> AttentionGradients:
+    """See the package's docstring. config: AttentionBackwardSm90. 16-bit inputs only.
+
+    dquery is summed in order of arrival; if options.deterministic, by a kernel of its own, in the order of the keys.
+    """
+    del core_count  # one CTA a block of keys
+    query, key, value = inputs[:3]
     q_length, kv_length = query.shape[1], key.shape[1]
     delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
     dead = jnp.isneginf(lse)
     if dlse is not None:
         delta = delta - jnp.where(dead, 0.0, dlse)
     # exp2(score - inf) = 0: rows without keys, and rows past the end, pass nothing.
-    short = -q_length % config.block_q
+    short = -q_length % (backward_dq_sm90.BLOCK_Q if options.deterministic else config.block_q)
     rows = [(0, 0), (0, 0), (0, short)]
     lse = jnp.pad(jnp.where(dead, jnp.inf, lse * LOG2E), rows, constant_values=jnp.inf)
-    delta = jnp.pad(delta, rows)
 
     widest = max(query.shape[-1], value.shape[-1])
     width = next(w for w in (64, 128, 256) if w >= widest)
     q, k, v, do = (pad_for_tma(x, width) for x in (query, key, value, dout))
-    bounds = tiles.bounds_array(q_offset, kv_lengths, query.shape[0], kv_length)
-    kernel = _kernel(
-        q, k, bounds, q_offset, kv_length, is_causal=is_causal, scale=scale, config=config, interpret=interpret
-    )
-    dq_sum = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-    dk, dv = kernel(*([] if bounds is None else [bounds]), q, k, v, do, lse, delta, dq_sum)
-    dq = (jax.freeze(dq_sum) * scale).astype(query.dtype)
-    return tuple(dx[:, : x.shape[1], :, : x.shape[3]] for dx, x in ((dq, query), (dk, key), (dv, value)))
+    q_offset = options.q_offset if inputs.q_offset is None else inputs.q_offset
+    arrays = {
+        "bounds": tiles.bounds_array(q_offset, inputs.kv_lengths, query.shape[0], kv_length),
+        "segments": segments_of(inputs, config.block_q, _block_kv(width), of_keys=True),
+        "query": q,
+        "key": k,
+        "value": v,
+        "dout": do,
+        "lse": lse,
+        "delta": jnp.pad(delta, rows),
+        "dquery": None if options.deterministic else jax.new_ref(jnp.zeros(q.shape, jnp.float32)),
+    }
+    described = {"config": config, "interpret": interpret}
+    dk, dv = _kernel(arrays, options, kv_length, **described)
+    if options.deterministic:
+        blocks = backward_dq_sm90.BLOCK_Q, backward_dq_sm90.BLOCKS[width][0]
+        arrays["segments"] = segments_of(inputs, *blocks, of_keys=False)
+        dq = backward_dq_sm90.query_gradient(arrays, options, kv_length, **described)
+    else:
+        dq = (jax.freeze(arrays["dquery"]) * options.scale).astype(query.dtype)
+    pairs = zip((dq, dk, dv), inputs[:3], strict=True)
+    return AttentionGradients(*(dx[:, : x.shape[1], :, : x.shape[3]] for dx, x in pairs))
 
 
-def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config, interpret):
-    batch, q_length, heads, head_dim = query.shape
+def _block_kv(head_dim: int) -> int:
+    return 64 if head_dim > 128 else 64 * COMPUTE_WGS
+
+
+def _kernel(arrays, options, kv_length, *, config, interpret):
+    """(dkey, dvalue). Where arrays have dquery, a float32 ref, it adds dquery / scale to that.
+
+    All have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of block_q] float32.
+    """
+    batch, q_length, heads, head_dim = arrays["query"].shape
+    key = arrays["key"]
     kv_heads = key.shape[2]
     group = heads // kv_heads
-    dtype = query.dtype
+    scale, cap = options.scale, options.softcap
+    dtype = key.dtype
     block_q, q_stages, do_stages = config.block_q, config.q_stages, config.do_stages
     columns = head_dim > 128  # else "keys"
     row_groups = 1 if columns else COMPUTE_WGS
     halves = COMPUTE_WGS if columns else 1
     width = head_dim // halves
-    block_kv = 64 * row_groups
+    block_kv = _block_kv(head_dim)
     # Whether the next step's scores are computed behind this step's gradients; "columns" lacks the registers.
     ahead = not columns
+    with_dq = arrays["dquery"] is not None
+    # Whether the warpgroups give one another their dS.
+    exchange = with_dq and not columns
+    # Whether the branch of the predicate stands before the issue of dP. Without the exchange, the products would be
+    # serialised by it (C7511); softcap's exponentials had better run behind dP.
+    mask_first = exchange and not cap
     chunks, q_chunks = head_dim // 64, block_q // 64
     # 64 x 64 blocks of dquery that a warpgroup stores in a step.
     dq_blocks = chunks * q_chunks // COMPUTE_WGS
+    parts = q_chunks if config.early_dv else 1
+    size = block_q // parts
     if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
         raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
     q_blocks, kv_blocks = pl.cdiv(q_length, block_q), pl.cdiv(kv_length, block_kv)
     together = math.gcd(config.heads_together, batch * kv_heads)
-    has_bounds = bounds is not None
-    may_end = has_bounds or kv_length % block_kv != 0
-    predicate = is_causal or may_end
+    has_segments = arrays["segments"] is not None
+    may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
+    visits_all = not (options.is_causal or options.window is not None or has_segments)
+    predicate = may_end or not visits_all
 
     def body(refs, scratch):
-        bounds_ref, q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, dq_gmem, dk_gmem, dv_gmem = refs
+        given, dk_gmem, dv_gmem = refs
+        q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, segments = (
+            given[name] for name in ("query", "key", "value", "dout", "lse", "delta", "segments")
+        )
         (
-            k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem,
+            k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
             kv_ready, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
         ) = scratch  # fmt: skip
         wg = lax.axis_index("wg")
@@ -104,40 +152,49 @@ def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config
             batch_head = round_ * together + lax.rem(within, together)
             return lax.div(batch_head, kv_heads), lax.rem(batch_head, kv_heads), lax.div(within, together)
 
-        b, kv_head, kv_index = block(cta)
-        kv_start = kv_index * block_kv
-        limits = tiles.limits(bounds_ref, b, q_offset, kv_length, is_causal=is_causal)
-        blocks = limits.query_blocks(kv_start, block_kv, block_q, q_length).at_least_one()
-        steps = blocks.count * group
+        def limits_of(b):
+            return tiles.limits(
+                given["bounds"], b, options.q_offset, kv_length, is_causal=options.is_causal, window=options.window
+            )
 
-        def place(step):
-            """(head, block of queries, whether it is partial) of a step."""
-            if group == 1:
-                head, nth = kv_head, step
-            else:
-                head = kv_head * group + lax.div(step, _i32(blocks.count))
-                nth = lax.rem(step, _i32(blocks.count))
-            q_block = blocks.at(nth)
-            if config.rotate and not is_causal:
-                q_block = lax.rem(q_block + kv_index * config.rotate, jnp.int32(q_blocks))
-            return head, q_block, nth < blocks.partial
+        def walk_over_queries(b, kv_head, kv_index):
+            """(number of steps, step -> (head, block of queries, whether it is partial))."""
+            among = segments.among(b, kv_index) if has_segments else None
+            blocks = limits_of(b).query_blocks(kv_index * block_kv, block_kv, block_q, q_length, among).at_least_one()
+
+            def place(step):
+                if group == 1:
+                    head, nth = kv_head, step
+                else:
+                    head = kv_head * group + lax.div(step, _i32(blocks.count))
+                    nth = lax.rem(step, _i32(blocks.count))
+                q_block = blocks.at(nth)
+                if config.rotate and visits_all:
+                    q_block = lax.rem(q_block + kv_index * config.rotate, jnp.int32(q_blocks))
+                return head, q_block, nth < blocks.partial
+
+            return blocks.count * group, place
 
         @pl.when(wg == COMPUTE_WGS)
         def _memory():
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            b, kv_head, kv_index = block(recomputed(cta))
             for r in range(row_groups):
-                rows = pl.ds(kv_start + 64 * r, 64)
+                rows = pl.ds(kv_index * block_kv + 64 * r, 64)
                 for c in range(chunks):
                     plgpu.copy_gmem_to_smem(k_gmem.at[b, rows, kv_head, pl.ds(64 * c, 64)], k_smem.at[c, r], kv_ready)
                 for half in range(halves):
                     source = v_gmem.at[b, rows, kv_head, pl.ds(width * half, width)]
                     plgpu.copy_gmem_to_smem(source, v_smem.at[r, half], kv_ready)
+            # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
+            b, kv_head, kv_index = block(recomputed(cta))
+            steps, place = walk_over_queries(b, kv_head, kv_index)
 
             def load(step, _):
                 head, q_block, _ = place(step)
                 rows = pl.ds(q_block * block_q, block_q)
 
-                def load_rows(gmem, smem, row_gmem, row_smem, ready, free, stages):
+                def load_rows(gmem, smem, row_gmem, row_smem, ready, free, stages, with_ids=False):
                     slot = lax.rem(step, jnp.int32(stages))
 
                     @pl.when(step >= stages)
@@ -148,17 +205,22 @@ def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config
                         source = gmem.at[b, rows, head, pl.ds(width * half, width)]
                         plgpu.copy_gmem_to_smem(source, smem.at[slot, half], ready.at[slot])
                     plgpu.copy_gmem_to_smem(row_gmem.at[b, head, rows], row_smem.at[slot], ready.at[slot])
+                    if with_ids:
+                        plgpu.copy_gmem_to_smem(segments.q_ids.at[b, rows], ids_smem.at[slot], ready.at[slot])
 
-                load_rows(q_gmem, q_smem, lse_gmem, lse_smem, q_ready, q_free, q_stages)
+                load_rows(q_gmem, q_smem, lse_gmem, lse_smem, q_ready, q_free, q_stages, has_segments)
                 load_rows(do_gmem, do_smem, delta_gmem, delta_smem, do_ready, do_free, do_stages)
 
-            lax.fori_loop(0, steps, load, None)
+            # An opaque count: unrolled or peeled, the loop would not fit the registers either.
+            lax.fori_loop(0, recomputed(steps), load, None)
 
         @pl.when(wg < COMPUTE_WGS)
         def _compute():
             plgpu.set_max_registers(REGISTERS[0], action="increase")
+            b, kv_head, kv_index = block(cta)
+            steps, place = walk_over_queries(b, kv_head, kv_index)
             plgpu.barrier_wait(kv_ready)
-            my_keys = kv_start if columns else kv_start + 64 * wg
+            my_keys = kv_index * block_kv + (0 if columns else 64 * wg)
 
             def issue_scores(s_acc, row_group, slot):
                 for c in range(chunks):
@@ -175,53 +237,101 @@ def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config
                 def step(i, s):
                     w = recomputed(wg)
                     row_group, my_half = (recomputed(0), w) if columns else (w, 0)
-                    slot, do_slot = lax.rem(i, jnp.int32(q_stages)), lax.rem(i, jnp.int32(do_stages))
+                    slot = lax.rem(i, jnp.int32(q_stages))
+                    do_slot = lax.rem(i, jnp.int32(do_stages)) if do_stages > 1 else recomputed(0)
                     head, q_block, is_partial = place(i)
                     q_start = q_block * block_q
                     # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
                     if not ahead:
                         plgpu.barrier_wait(q_ready.at[slot])
-                    plgpu.barrier_wait(do_ready.at[do_slot])
+                    if ahead or not config.late_do:
+                        plgpu.barrier_wait(do_ready.at[do_slot])
 
                     def apply_predicate(s):
-                        keep = limits.keep(s.shape, my_keys, q_start, layout=WGMMA, kv_axis=0, may_end=may_end)
+                        b = block(recomputed(cta))[0]
+                        ids = None
+                        if has_segments:
+                            ids = (
+                                plgpu.load(segments.kv_ids.at[b, pl.ds(my_keys, 64)], layout=ROW, optimized=False),
+                                plgpu.load(ids_smem.at[slot], layout=COLUMN, optimized=False),
+                            )
+                        keep = limits_of(b).keep(
+                            s.shape, my_keys, q_start, layout=WGMMA, kv_axis=0, may_end=may_end, ids=ids
+                        )
                         return jnp.where(keep, s, -jnp.inf)
 
                     def masked(s):
+                        if cap:
+                            s = softcapped(s, cap, scale)
+                        if has_segments:  # every block is a partial one
+                            return apply_predicate(s)
                         # One loop with a branch, not two loops: what lives across a loop more would spill.
                         return lax.cond(is_partial, apply_predicate, lambda s: s, s) if predicate else s
 
-                    if ahead:
+                    if mask_first:
                         s = masked(s)
 
                     def weights(dp_acc, *s_acc):
-                        if not ahead:
+                        if not ahead and not config.late_do:
                             issue_scores(s_acc[0], row_group, slot)
                         for half in range(halves):
                             plgpu.wgmma(dp_acc, v_smem.at[row_group, half], do_smem.at[do_slot, half].T)
-                        scores = s if ahead else masked(plgpu.wgmma_accumulator_load(s_acc[0], wait_n=halves))
-                        lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
-                        p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(lse, scores.shape, [1]))
-                        p16 = p.astype(dtype)
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-                        delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMN, optimized=False)
-                        ds = p * (dp - lax.broadcast_in_dim(delta, dp.shape, [1]))
-                        return p16, ds.astype(dtype)
+                        scores = s if ahead else plgpu.wgmma_accumulator_load(s_acc[0], wait_n=halves)
+                        if not mask_first:
+                            scores = masked(scores)
 
-                    p16, ds16 = pl.run_scoped(weights, *[plgpu.ACC((64, block_q))] * (1 if ahead else 2))
-                    plgpu.wgmma(dv_acc, p16, do_smem.at[do_slot, my_half])
+                        def cut(x, e):
+                            return x[:, size * e : size * (e + 1)] if parts > 1 else x
 
-                    if not columns:  # the other warpgroup may still read the last step's dS
+                        p16, gs, ds16s = None, [], []
+                        for e in range(parts):
+                            queries = pl.ds(size * e, size)
+                            lse = plgpu.load(lse_smem.at[slot, queries], layout=COLUMN, optimized=False)
+                            part = cut(scores, e)
+                            p = jnp.exp2(part * ((cap or scale) * LOG2E) - lax.broadcast_in_dim(lse, part.shape, [1]))
+                            if config.early_dv:
+                                plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[do_slot, my_half, queries])
+                            if cap:
+                                # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
+                                p16, p = p.astype(dtype), p * (1 - jnp.square(jnp.maximum(part, -1)))
+                            gs.append(p)
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=parts if config.early_dv else 0)
+                        for e, g in enumerate(gs):
+                            queries = pl.ds(size * e, size)
+                            delta = plgpu.load(delta_smem.at[do_slot, queries], layout=COLUMN, optimized=False)
+                            ds = g * (cut(dp, e) - lax.broadcast_in_dim(delta, g.shape, [1]))
+                            ds16s.append(ds.astype(dtype))
+                        if not (config.early_dv or cap):
+                            p16 = gs[0].astype(dtype)
+                        return None if config.early_dv else p16, ds16s
+
+                    def weights_late_do(s_acc):
+                        issue_scores(s_acc, row_group, slot)
+                        plgpu.barrier_wait(do_ready.at[do_slot])
+                        return pl.run_scoped(lambda dp_acc: weights(dp_acc, s_acc), plgpu.ACC((64, block_q)))
+
+                    if not ahead and config.late_do:
+                        p16, ds16s = pl.run_scoped(weights_late_do, plgpu.ACC((64, block_q)))
+                    else:
+                        p16, ds16s = pl.run_scoped(weights, *[plgpu.ACC((64, block_q))] * (1 if ahead else 2))
+                    if not config.early_dv:
+                        plgpu.wgmma(dv_acc, p16, do_smem.at[do_slot, my_half])
+
+                    if exchange:  # the other warpgroup may still read the last step's dS
 
                         @pl.when(i > 0)
                         def _():
                             plgpu.barrier_wait(ds_free)
 
-                    for e in range(q_chunks):
-                        part = ds16[:, 64 * e : 64 * (e + 1)] if q_chunks > 1 else ds16
-                        ds_smem.at[w, e][...] = part
-                    plgpu.commit_smem()
-                    if not columns:
+                    if with_dq:
+                        for e in range(q_chunks):
+                            if parts == q_chunks:
+                                part = ds16s[e]
+                            else:
+                                part = ds16s[0][:, 64 * e : 64 * (e + 1)]
+                            ds_smem.at[w, e][...] = part
+                        plgpu.commit_smem()
+                    if exchange:
                         plgpu.barrier_arrive(ds_ready)
                     next_slot = lax.rem(i + 1, jnp.int32(q_stages))
 
@@ -231,8 +341,12 @@ def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config
                         def _():
                             plgpu.barrier_wait(q_ready.at[next_slot])
 
-                    if not columns:
+                    if exchange:
                         plgpu.barrier_wait(ds_ready)
+
+                    def issue_dk():
+                        for e, ds16 in enumerate(ds16s):
+                            plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half, pl.ds(size * e, size)])
 
                     def store_dq(part, value, rows):
                         chunk, row = part
@@ -240,37 +354,49 @@ def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config
                         dq_smem.at[w][...] = value
                         plgpu.commit_smem()
                         entry = block(recomputed(cta))[0]
-                        target = dq_gmem.at[entry, pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
+                        target = given["dquery"].at[entry, pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
                         plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
+
+                    def next_scores(s_acc, meanwhile=lambda: None):
+                        # In the last step this works on a stale tile, and is dropped.
+                        issue_scores(s_acc, row_group, next_slot)
+                        meanwhile()
+                        plgpu.wgmma_wait(chunks)
+                        plgpu.barrier_arrive(q_free.at[slot])
+                        return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
                     def gradients(dq_acc):
                         chunk, row = dq_parts(w)[0]
                         for source in [w] if columns else range(COMPUTE_WGS):
                             keys = k_smem.at[chunk, row_group if columns else source]
                             plgpu.wgmma(dq_acc, ds_smem.at[source, row].T, keys)
-                        plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half])
-                        plgpu.wgmma_wait((1 if columns else COMPUTE_WGS) + 1)
+                        issue_dk()
+                        plgpu.wgmma_wait((1 if columns else COMPUTE_WGS) + parts)
                         plgpu.barrier_arrive(do_free.at[do_slot])
-                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-                        if not columns:
+                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=parts)
+                        if exchange:
                             plgpu.barrier_arrive(ds_free)
-                        store_dq((chunk, row), dq, head)
+                        if not (ahead and config.early_scores):
+                            store_dq((chunk, row), dq, head)
+                            return None
+                        store = functools.partial(store_dq, (chunk, row), dq, head)
+                        return pl.run_scoped(functools.partial(next_scores, meanwhile=store), plgpu.ACC((64, block_q)))
 
-                    pl.run_scoped(gradients, plgpu.ACC((64, 64)))
+                    if with_dq:
+                        next_s = pl.run_scoped(gradients, plgpu.ACC((64, 64)))
+                        if ahead and config.early_scores:
+                            return next_s
+                    else:
+                        issue_dk()
+                        plgpu.wgmma_wait(parts)
+                        plgpu.barrier_arrive(do_free.at[do_slot])
 
                     def more_dq(dq_acc, part):
                         plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[part[0], row_group])
                         store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), head)
 
-                    for part in dq_parts(w)[1:]:
+                    for part in dq_parts(w)[1:] if with_dq else []:
                         pl.run_scoped(functools.partial(more_dq, part=part), plgpu.ACC((64, 64)))
-
-                    def next_scores(s_acc):
-                        # In the last step this works on a stale tile, and is dropped.
-                        issue_scores(s_acc, row_group, next_slot)
-                        plgpu.wgmma_wait(chunks)
-                        plgpu.barrier_arrive(q_free.at[slot])
-                        return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
 
                     if ahead:
                         return pl.run_scoped(next_scores, plgpu.ACC((64, block_q)))
@@ -310,13 +436,17 @@ def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config
             for chunk in my_chunks:
                 target = dk_gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
                 plgpu.copy_smem_to_gmem(k_smem.at[chunk, row_group], target)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=config.leave_early)
+
+    leaves, tree = jax.tree.flatten(arrays)
 
     def entry(*refs):
+        *given, dk_gmem, dv_gmem = refs
+        refs = jax.tree.unflatten(tree, given), dk_gmem, dv_gmem
         tile_smem = lambda *shape: plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
         barriers = lambda count, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         pl.run_scoped(
-            lambda *scratch: body(refs if has_bounds else (None, *refs), scratch),
+            lambda *scratch: body(refs, scratch),
             tile_smem(chunks, row_groups, 64, 64),
             tile_smem(row_groups, halves, 64, width),
             tile_smem(q_stages, halves, block_q, width),
@@ -325,8 +455,9 @@ def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config
             plgpu.SMEM((COMPUTE_WGS, 64, 64), jnp.float32, transforms=SWIZZLED_F32),
             plgpu.SMEM((q_stages, block_q), jnp.float32),
             plgpu.SMEM((do_stages, block_q), jnp.float32),
+            plgpu.SMEM((q_stages, block_q), jnp.int32) if has_segments else None,
             plgpu.Barrier(num_arrivals=row_groups * (chunks + halves)),
-            barriers(q_stages, halves + 1),
+            barriers(q_stages, halves + 1 + has_segments),
             barriers(do_stages, halves + 1),
             barriers(q_stages, COMPUTE_WGS),
             barriers(do_stages, COMPUTE_WGS),
@@ -351,7 +482,7 @@ def _kernel(query, key, bounds, q_offset, kv_length, *, is_causal, scale, config
             unsafe_no_auto_barriers=True,
         ),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )
+    )(*leaves)
 
 
 def _i32(x):

@@ -3,9 +3,10 @@
 Both recompute the probabilities from the log-sum-exp, P = exp2(S * scale * log2(e) - lse2), and have
 dS = P * (dO V^T - delta), where delta = sum(out * dout) - dlse per query. Seven products where one pass needs five,
 but no program adds to another's result: the same bits on every run.
-"""
 
-import functools
+The gradient of a bias is a third pass, of two products, whose programs own tiles of the bias and walk what it is
+broadcast over: it needs no memory but the gradient's own, and few programs run where the bias is small.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,30 +14,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.forward_triton import (
+from jax_kernels.pallas.attention.shared_triton import (
     LOG2E,
-    bounds_spec,
-    dot,
-    dot_precision,
-    exp2,
-    fit,
+    Call,
+    Queries,
+    Refs,
+    aligned_bias,
+    all_rows,
+    bias_spec,
+    both,
     iota,
+    limiting_arrays,
     load,
+    load_bias,
     load_rows,
     padded,
-    row_limits,
+    row_mask,
+    run,
     store,
     walk,
     whole,
-    with_bounds,
+    whole_array,
 )
 
 
 def attention_backward(
-    query, key, value, kv_lengths, q_offset, out, lse, dout, dlse, *, is_causal, scale, precision, config,
-    core_count, interpret,
-):  # fmt: skip
+    inputs: AttentionInputs, options: AttentionOptions, out, lse, dout, dlse, *, config, core_count, interpret
+) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardTriton."""
     del core_count  # one program per tile: nothing is persistent
     dead = jnp.isneginf(lse)
@@ -45,70 +51,71 @@ def attention_backward(
         delta = delta - jnp.where(dead, 0.0, dlse)
     # A query without keys: exp2(score - inf) is 0, and so is all that it would pass on.
     lse2 = jnp.where(dead, jnp.inf, lse * LOG2E)
-    bounds = tiles.bounds_array(q_offset, kv_lengths, query.shape[0], key.shape[1])
-    arrays = (bounds, query, key, value, dout.astype(query.dtype), lse2, delta)
-    options = {
-        "q_length": query.shape[1],
-        "kv_length": key.shape[1],
-        "head_dim": query.shape[3],
-        "v_head_dim": value.shape[3],
-        "q_offset": q_offset,
-        "is_causal": is_causal,
-        "scale": scale,
-        "precision": dot_precision(precision),
-        "interpret": interpret,
-    }
-    dkey, dvalue = _dkv(*arrays, config=config, **options)
-    return _dq(*arrays, config=config, **options), dkey, dvalue
+    dout = dout.astype(inputs.query.dtype)
+    bias, inputs = inputs.bias, inputs._replace(bias=aligned_bias(inputs.bias))
+    limiting = limiting_arrays(inputs, options)
+    dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
+    dquery_blocks = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    dkey, dvalue = _dkv(inputs, *limiting, dout, lse2, delta, dkey_blocks, config)
+    dquery = _dq(inputs, *limiting, dout, lse2, delta, dquery_blocks, config)
+    dbias = None
+    if bias is not None and options.bias_gradient:
+        dbias = _dbias(inputs, *limiting, dout, lse2, delta, dquery_blocks, config)[..., : bias.shape[3]]
+    return AttentionGradients(dquery, dkey, dvalue, dbias)
 
 
-def _dkv(bounds, query, key, value, dout, lse2, delta, *, config, **options):
-    q_length, kv_length, head_dim, v_head_dim = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
-    block_q, block_kv = fit(config.block_q_dkv, q_length), fit(config.block_kv_dkv, kv_length)
-    group = query.shape[2] // key.shape[2]
+def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
+    block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
     # All queries, of the heads that share this head of keys; without an axis of heads where it is one.
     heads = None if group == 1 else group
-    q_spec = lambda d: whole(q_length, block_q, heads, d, lambda i, h, b: (b, h))
-    row_spec = pl.BlockSpec((None, heads, pl.cdiv(q_length, block_q) * block_q), lambda i, h, b: (b, h, 0))
+    q_spec = lambda d: whole(call.q_length, call.block_q, heads, d, lambda i, h, b: (b, h))
+    row_spec = pl.BlockSpec((None, heads, q_rows), lambda i, h, b: (b, h, 0))
     kv_spec = lambda d: pl.BlockSpec((None, block_kv, None, padded(d)), lambda i, h, b: (b, i, h, 0))
-    kernel = functools.partial(
-        _dkv_kernel, bounds_ref=None, block_q=block_q, block_kv=block_kv, group=group, **options
-    )  # fmt: skip
-    return pl.pallas_call(
-        kernel if bounds is None else with_bounds(kernel),
-        grid=(pl.cdiv(kv_length, block_kv), key.shape[2], key.shape[0]),
-        in_specs=[
-            *bounds_spec(bounds),
-            q_spec(head_dim),
-            kv_spec(head_dim),
-            kv_spec(v_head_dim),
-            q_spec(v_head_dim),
-            row_spec,
-            row_spec,
-        ],
-        out_specs=[kv_spec(head_dim), kv_spec(v_head_dim)],
-        out_shape=[jax.ShapeDtypeStruct(key.shape, key.dtype), jax.ShapeDtypeStruct(value.shape, value.dtype)],
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=options["interpret"],
+    key, value, bias = inputs.key, inputs.value, inputs.bias
+    ins = {
+        "bounds": whole_array(bounds),
+        "query": (inputs.query, q_spec(call.head_dim)),
+        "key": (key, kv_spec(call.head_dim)),
+        "value": (value, kv_spec(call.v_head_dim)),
+        "dout": (dout, q_spec(call.v_head_dim)),
+        "lse2": (lse2, row_spec),
+        "delta": (delta, row_spec),
+    }
+    if bias is not None:
+        ins["bias"] = bias, bias_spec(bias, (None, heads, q_rows, block_kv), lambda i, h, b: (b, h, 0, i))
+    if q_ids is not None:
+        ins["q_ids"] = q_ids, pl.BlockSpec((None, q_rows), lambda i, h, b: (b, 0))
+        ins["kv_ids"] = kv_ids, pl.BlockSpec((None, block_kv), lambda i, h, b: (b, i))
+        ins["ranges"] = whole_array(tiles.segment_ranges(kv_ids, block_kv, q_ids, call.block_q))
+    return run(
+        _dkv_kernel,
+        call,
+        config,
         name="attention_backward_dkv_triton",
-    )(*([] if bounds is None else [bounds]), query, key, value, dout, lse2, delta)
+        grid=(call.kv_blocks, key.shape[2], key.shape[0]),
+        ins=ins,
+        outs=[
+            (jax.ShapeDtypeStruct(x.shape, x.dtype), kv_spec(d))
+            for x, d in ((key, call.head_dim), (value, call.v_head_dim))
+        ],
+    )
 
 
-def _dkv_kernel(
-    q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref, dk_ref, dv_ref, *, bounds_ref, group, q_length, kv_length,
-    head_dim, v_head_dim, block_q, block_kv, q_offset, is_causal, scale, precision, interpret,
-):  # fmt: skip
-    kv_start = pl.program_id(0) * block_kv
-    limits = tiles.limits(bounds_ref, pl.program_id(2), q_offset, kv_length, is_causal=is_causal)
+def _dkv_kernel(refs: Refs, *, call: Call):
+    block_q, block_kv, group = call.block_q, call.block_kv, call.group
+    kv_index, batch_index = pl.program_id(0), pl.program_id(2)
+    kv_start = kv_index * block_kv
+    limits = call.limits(refs, batch_index)
     keys = kv_start + iota(block_kv)
-    if is_causal:
-        blocks = limits.query_blocks(kv_start, block_kv, block_q, q_length)
-    else:  # no predicate: what keys past the length gather is dropped at the end
-        total = pl.cdiv(q_length, block_q)
-        count = total if bounds_ref is None else total * (kv_start < limits.kv_length).astype(jnp.int32)
-        blocks = tiles.Blocks(count, 0, lambda step: step)
-    k = load(k_ref, kv_start, limits.kv_length, head_dim)
-    v = load(v_ref, kv_start, limits.kv_length, v_head_dim)
+    among = None if refs.ranges is None else tuple(refs.ranges[batch_index, kv_index, side] for side in (0, 1))
+    # Keys past the length need no predicate: what they gather is dropped at the end. But where there are partial blocks
+    # anyway, they get it: ptxas serialises a causal kernel's wgmma (C7515) if the partial blocks' number is constant.
+    has_partial = limits.left >= 0 or limits.right >= 0
+    blocks = limits.query_blocks(kv_start, block_kv, block_q, call.q_length, among, predicate_at_end=has_partial)
+    k = load(refs.key, kv_start, limits.kv_length, call.head_dim)
+    v = load(refs.value, kv_start, limits.kv_length, call.v_head_dim)
+    columns = row_mask(kv_start, block_kv, call.bias_columns)
+    kv_ids = None if refs.kv_ids is None else load_rows(refs.kv_ids, kv_start, call.kv_length, tiles.NO_KEY)
 
     # Everything is transposed, [keys, queries], so that P^T and dS^T are first operands as they stand.
     def step(index, state, *, head, partial):
@@ -117,81 +124,209 @@ def _dkv_kernel(
         rows = pl.ds(start, block_q)
         of_head = lambda ref: ref.at[rows, :] if head is None else ref.at[rows, head, :]
         row_of_head = lambda ref: ref.at[rows] if head is None else ref.at[head, rows]
-        q = load(of_head(q_ref), start, q_length, head_dim)
-        lse2 = load_rows(row_of_head(lse2_ref), start, q_length, jnp.inf)
-        p = exp2(dot(k, q, (1, 1), precision), scale * LOG2E, lse2[None, :], interpret)
+        q = load(of_head(refs.query), start, call.q_length, call.head_dim)
+        lse2 = load_rows(row_of_head(refs.lse2), start, call.q_length, jnp.inf)
+        masks = (row_mask(start, block_q, call.q_length), columns)
+        bias = load_bias(refs.bias, rows, slice(None), masks, head)
+        s, tanh = call.scores(call.dot(k, q, (1, 1)), None if bias is None else bias.T)
+        p = call.exp2(s, lse2[None, :])
         if partial:
-            p = jnp.where(keys[:, None] < row_limits(limits, start, block_q)[None, :], p, 0.0)
-        dout = load(of_head(dout_ref), start, q_length, v_head_dim)
-        dv = dv + dot(p.astype(dout.dtype), dout, (1, 0), precision)
-        delta = load_rows(row_of_head(delta_ref), start, q_length, 0.0)
-        ds = p * (dot(v, dout, (1, 1), precision) - delta[None, :])
-        dk = dk + dot(ds.astype(q.dtype), q, (1, 0), precision)
+            ids = None
+            if kv_ids is not None:
+                ids = load_rows(refs.q_ids.at[rows], start, call.q_length, tiles.NO_QUERY)
+            p = jnp.where(Queries.of(limits, start, block_q, ids).keep(keys, kv_ids, transposed=True), p, 0.0)
+        dout = load(of_head(refs.dout), start, call.q_length, call.v_head_dim)
+        dv = dv + call.dot(p.astype(dout.dtype), dout, (1, 0))
+        delta = load_rows(row_of_head(refs.delta), start, call.q_length, 0.0)
+        ds = p * (call.dot(v, dout, (1, 1)) - delta[None, :])
+        if tanh is not None:
+            ds = ds * (1.0 - tanh * tanh)
+        dk = dk + call.dot(ds.astype(q.dtype), q, (1, 0))
         return dk, dv
 
-    one_head = lambda head, state: walk(blocks, functools.partial(step, head=head), state)
-    state = tuple(jnp.zeros((block_kv, padded(d)), jnp.float32) for d in (head_dim, v_head_dim))
+    one_head = lambda head, state: walk(blocks, lambda *args, **options: step(*args, head=head, **options), state)
+    state = tuple(jnp.zeros((block_kv, padded(d)), jnp.float32) for d in (call.head_dim, call.v_head_dim))
     dk, dv = one_head(None, state) if group == 1 else lax.fori_loop(0, group, one_head, state)
-    if bounds_ref is not None:
+    if refs.bounds is not None:
         dk, dv = (jnp.where((keys < limits.kv_length)[:, None], x, 0.0) for x in (dk, dv))
-    store(dk_ref, (dk * scale).astype(dk_ref.dtype), kv_start, kv_length, head_dim)
-    store(dv_ref, dv.astype(dv_ref.dtype), kv_start, kv_length, v_head_dim)
+    dk_ref, dv_ref = refs.outs
+    store(dk_ref, (dk * call.options.scale).astype(dk_ref.dtype), kv_start, call.kv_length, call.head_dim)
+    store(dv_ref, dv.astype(dv_ref.dtype), kv_start, call.kv_length, call.v_head_dim)
 
 
-def _dq(bounds, query, key, value, dout, lse2, delta, *, config, **options):
-    q_length, kv_length, head_dim, v_head_dim = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
-    block_q, block_kv = fit(config.block_q_dq, q_length), fit(config.block_kv_dq, kv_length)
-    q_blocks, group = pl.cdiv(q_length, block_q), query.shape[2] // key.shape[2]
-    q_block = (lambda i: q_blocks - 1 - i) if options["is_causal"] else lambda i: i
+def _dq(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
+    block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
+    q_block = (lambda i: call.q_blocks - 1 - i) if call.options.is_causal else lambda i: i
     q_spec = lambda d: pl.BlockSpec((None, block_q, None, padded(d)), lambda i, h, b: (b, q_block(i), h, 0))
     row_spec = pl.BlockSpec((None, None, block_q), lambda i, h, b: (b, h, q_block(i)))
-    kv_spec = lambda d: whole(kv_length, block_kv, None, d, lambda i, h, b: (b, h // group))
-    kernel = functools.partial(
-        _dq_kernel, bounds_ref=None, q_block=q_block, block_q=block_q, block_kv=block_kv, **options
-    )  # fmt: skip
-    return pl.pallas_call(
-        kernel if bounds is None else with_bounds(kernel),
-        grid=(q_blocks, query.shape[2], query.shape[0]),
-        in_specs=[
-            *bounds_spec(bounds),
-            q_spec(head_dim),
-            kv_spec(head_dim),
-            kv_spec(v_head_dim),
-            q_spec(v_head_dim),
-            row_spec,
-            row_spec,
-        ],
-        out_specs=q_spec(head_dim),
-        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
-        interpret=options["interpret"],
+    kv_spec = lambda d: whole(call.kv_length, call.block_kv, None, d, lambda i, h, b: (b, h // call.group))
+    query, bias = inputs.query, inputs.bias
+    ins = {
+        "bounds": whole_array(bounds),
+        "query": (query, q_spec(call.head_dim)),
+        "key": (inputs.key, kv_spec(call.head_dim)),
+        "value": (inputs.value, kv_spec(call.v_head_dim)),
+        "dout": (dout, q_spec(call.v_head_dim)),
+        "lse2": (lse2, row_spec),
+        "delta": (delta, row_spec),
+    }
+    if bias is not None:
+        block = (None, None, block_q, kv_rows)
+        ins["bias"] = bias, bias_spec(bias, block, lambda i, h, b: (b, h, q_block(i), 0))
+    if q_ids is not None:
+        ins["q_ids"] = q_ids, pl.BlockSpec((None, block_q), lambda i, h, b: (b, q_block(i)))
+        ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
+        ins["ranges"] = whole_array(tiles.segment_ranges(q_ids, block_q, kv_ids, call.block_kv))
+    (dquery,) = run(
+        _dq_kernel,
+        call,
+        config,
         name="attention_backward_dq_triton",
-    )(*([] if bounds is None else [bounds]), query, key, value, dout, lse2, delta)
+        grid=(call.q_blocks, call.heads, query.shape[0]),
+        ins=ins,
+        outs=[(jax.ShapeDtypeStruct(query.shape, query.dtype), q_spec(call.head_dim))],
+        q_block=q_block,
+    )
+    return dquery
 
 
-def _dq_kernel(
-    q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref, dq_ref, *, bounds_ref, q_block, q_length, kv_length,
-    head_dim, v_head_dim, block_q, block_kv, q_offset, is_causal, scale, precision, interpret,
-):  # fmt: skip
-    q_start = q_block(pl.program_id(0)) * block_q
-    limits = tiles.limits(bounds_ref, pl.program_id(2), q_offset, kv_length, is_causal=is_causal)
-    blocks = limits.key_blocks(q_start, block_q, block_kv)
-    key_limit = row_limits(limits, q_start, block_q)
-    q = load(q_ref, q_start, q_length, head_dim)
-    dout = load(dout_ref, q_start, q_length, v_head_dim)
-    lse2 = load_rows(lse2_ref, q_start, q_length, jnp.inf)
-    delta = load_rows(delta_ref, q_start, q_length, 0.0)
+def _dq_kernel(refs: Refs, *, call: Call, q_block):
+    block_q, block_kv = call.block_q, call.block_kv
+    q_index, batch_index = q_block(pl.program_id(0)), pl.program_id(2)
+    q_start = q_index * block_q
+    limits = call.limits(refs, batch_index)
+    blocks = call.key_blocks(refs, limits, batch_index, q_index)
+    rows = row_mask(q_start, block_q, call.q_length)
+    q = load(refs.query, q_start, call.q_length, call.head_dim)
+    dout = load(refs.dout, q_start, call.q_length, call.v_head_dim)
+    lse2 = load_rows(refs.lse2, q_start, call.q_length, jnp.inf)
+    delta = load_rows(refs.delta, q_start, call.q_length, 0.0)
+    q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, tiles.NO_QUERY)
+    queries = Queries.of(limits, q_start, block_q, q_ids)
 
     def step(index, dq, *, partial):
         start = blocks.at(index) * block_kv
+        these = pl.ds(start, block_kv)
         length = limits.kv_length if partial else None
-        k = load(k_ref.at[pl.ds(start, block_kv), :], start, length, head_dim)
-        v = load(v_ref.at[pl.ds(start, block_kv), :], start, length, v_head_dim)
-        p = exp2(dot(q, k, (1, 1), precision), scale * LOG2E, lse2[:, None], interpret)
+        k = load(refs.key.at[these, :], start, length, call.head_dim)
+        v = load(refs.value.at[these, :], start, length, call.v_head_dim)
+        columns = row_mask(start, block_kv, call.bias_columns if partial else None)
+        bias = load_bias(refs.bias, slice(None), these, (rows, columns))
+        s, tanh = call.scores(call.dot(q, k, (1, 1)), bias)
+        p = call.exp2(s, lse2[:, None])
         if partial:
-            p = jnp.where(start + iota(block_kv)[None, :] < key_limit[:, None], p, 0.0)
-        ds = p * (dot(dout, v, (1, 1), precision) - delta[:, None])
-        return dq + dot(ds.astype(k.dtype), k, (1, 0), precision)
+            kv_ids = None
+            if q_ids is not None:
+                kv_ids = load_rows(refs.kv_ids.at[these], start, call.kv_length, tiles.NO_KEY)
+            p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
+        ds = p * (call.dot(dout, v, (1, 1)) - delta[:, None])
+        if tanh is not None:
+            ds = ds * (1.0 - tanh * tanh)
+        return dq + call.dot(ds.astype(k.dtype), k, (1, 0))
 
-    dq = walk(blocks, step, jnp.zeros((block_q, padded(head_dim)), jnp.float32))
-    store(dq_ref, (dq * scale).astype(dq_ref.dtype), q_start, q_length, head_dim)
+    dq = walk(blocks, step, jnp.zeros((block_q, padded(call.head_dim)), jnp.float32))
+    (dq_ref,) = refs.outs
+    store(dq_ref, (dq * call.options.scale).astype(dq_ref.dtype), q_start, call.q_length, call.head_dim)
+
+
+def _dbias(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
+    bias, batch = inputs.bias, inputs.query.shape[0]
+    q_rows, kv_rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
+    whole_spec = lambda *shape: pl.BlockSpec(shape, lambda i, j, n: (0,) * len(shape))
+    heads_of = lambda x, rows: (x, whole_spec(batch, rows, x.shape[2], padded(x.shape[3])))
+    rows_of = lambda x: (x, whole_spec(batch, call.heads, q_rows))
+    tile = (None, None, call.block_q, call.block_kv)
+    tile_spec = bias_spec(bias, tile, lambda i, j, n: (n // bias.shape[1], lax.rem(n, bias.shape[1]), i, j))
+    ins = {
+        "bounds": whole_array(bounds),
+        "query": heads_of(inputs.query, q_rows),
+        "key": heads_of(inputs.key, kv_rows),
+        "value": heads_of(inputs.value, kv_rows),
+        "bias": (bias, tile_spec),
+        "dout": heads_of(dout, q_rows),
+        "lse2": rows_of(lse2),
+        "delta": rows_of(delta),
+    }
+    if q_ids is not None:
+        ins["q_ids"] = q_ids, whole_spec(batch, q_rows)
+        ins["kv_ids"] = kv_ids, whole_spec(batch, kv_rows)
+        ins["ranges"] = whole_array(tiles.segment_ranges(q_ids, call.block_q, kv_ids, call.block_kv))
+    grid = (
+        call.q_blocks if bias.shape[2] > 1 else 1,
+        call.kv_blocks if bias.shape[3] > 1 else 1,
+        bias.shape[0] * bias.shape[1],
+    )
+    (dbias,) = run(
+        _dbias_kernel,
+        call,
+        config,
+        name="attention_backward_dbias_triton",
+        grid=grid,
+        ins=ins,
+        outs=[(jax.ShapeDtypeStruct(bias.shape, bias.dtype), tile_spec)],
+        batch=batch,
+        bias_shape=bias.shape,
+    )
+    return dbias
+
+
+def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
+    block_q, block_kv = call.block_q, call.block_kv
+    # The batch entries and heads that share this tile, and what there is of the other two axes.
+    batches, heads = (count if size == 1 else 1 for count, size in zip((batch, call.heads), bias_shape, strict=False))
+    own_q, own_kv, own = (pl.program_id(axis) for axis in range(3))
+    own_batch, own_head = lax.div(own, jnp.int32(bias_shape[1])), lax.rem(own, jnp.int32(bias_shape[1]))
+
+    def one_query_block(q_index, acc, *, b, h):
+        q_start = q_index * block_q
+        limits = call.limits(refs, b)
+        among = (0, call.kv_blocks) if bias_shape[3] == 1 else (own_kv, own_kv + 1)
+        q_ids = None
+        if refs.q_ids is not None:
+            low, high = (refs.ranges[b, q_index, side] for side in (0, 1))
+            among = tiles.maximum(among[0], low), tiles.minimum(among[1], high)
+            q_ids = load_rows(refs.q_ids.at[b, pl.ds(q_start, block_q)], q_start, call.q_length, tiles.NO_QUERY)
+        blocks = limits.key_blocks(q_start, block_q, block_kv, among)
+        these = pl.ds(q_start, block_q)
+        q = load(refs.query.at[b, these, h, :], q_start, call.q_length, call.head_dim)
+        dout = load(refs.dout.at[b, these, h, :], q_start, call.q_length, call.v_head_dim)
+        lse2 = load_rows(refs.lse2.at[b, h, these], q_start, call.q_length, jnp.inf)
+        delta = load_rows(refs.delta.at[b, h, these], q_start, call.q_length, 0.0)
+        rows, queries = row_mask(q_start, block_q, call.q_length), Queries.of(limits, q_start, block_q, q_ids)
+
+        def step(index, acc, *, partial):
+            start = blocks.at(index) * block_kv
+            keys, of_keys = pl.ds(start, block_kv), lax.div(h, jnp.int32(call.group))
+            k = load(refs.key.at[b, keys, of_keys, :], start, limits.kv_length, call.head_dim)
+            v = load(refs.value.at[b, keys, of_keys, :], start, limits.kv_length, call.v_head_dim)
+            masks = (rows, row_mask(start, block_kv, call.bias_columns))
+            bias = load_bias(refs.bias, slice(None), slice(None), masks)
+            s, _ = call.scores(call.dot(q, k, (1, 1)), bias)
+            kv_ids = None
+            if q_ids is not None:
+                kv_ids = load_rows(refs.kv_ids.at[b, keys], start, call.kv_length, tiles.NO_KEY)
+            p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), call.exp2(s, lse2[:, None]), 0.0)
+            return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
+
+        return walk(blocks, step, acc)
+
+    def one_head(n, acc):
+        b = own_batch if batches == 1 else lax.div(n, jnp.int32(heads))
+        h = own_head if heads == 1 else lax.rem(n, jnp.int32(heads))
+        of_head = lambda q_index, acc: one_query_block(q_index, acc, b=b, h=h)
+        if bias_shape[2] > 1:
+            return of_head(own_q, acc)
+        return lax.fori_loop(0, call.q_blocks, of_head, acc)
+
+    acc = lax.fori_loop(0, batches * heads, one_head, jnp.zeros((block_q, block_kv), jnp.float32))
+    rows = columns = None
+    if bias_shape[2] > 1:
+        rows = row_mask(own_q * block_q, block_q, call.q_length)
+    else:
+        acc = acc.sum(axis=0)[None, :]
+    if bias_shape[3] > 1:
+        columns = row_mask(own_kv * block_kv, block_kv, call.bias_columns)
+    else:
+        acc = acc.sum(axis=1)[:, None]
+    (dbias_ref,) = refs.outs
+    plgpu.store(dbias_ref, acc.astype(dbias_ref.dtype), mask=both(rows, columns, acc.shape))

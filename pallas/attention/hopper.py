@@ -1,11 +1,20 @@
 """What the Hopper kernels share: layouts, shared-memory transforms, and small helpers."""
 
+import functools
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.pallas.attention import tiles
+from jax_kernels.pallas.attention.softmax import LOG2E
+
 WGMMA = plgpu.Layout.WGMMA
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)  # a number for each column of a tile
+ROW = plgpu.Layout.WGMMA.reduce(1)
 # 16-bit tiles as wgmma reads them.
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 # float32 tiles as the tensor memory accelerator adds them.
@@ -27,6 +36,88 @@ def named_barrier(kind: str, index: int, threads: int) -> None:
         llvm.inline_asm(void, [], f"bar.{kind} {index}, {threads};", "", has_side_effects=True)
 
     barrier()
+
+
+def fetch_tile(counter_ref, out_ref, first: int) -> None:
+    """out_ref[0] = first + the number of tiles fetched so far, counted in device memory by all CTAs."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=None)
+    def fetch(_, counter, out):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, memref
+
+        i32 = ir.IntegerType.get_signless(32)
+        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+            one = utils.c(1, i32)
+            count = llvm.atomicrmw(llvm.AtomicBinOp.add, utils.memref_ptr(counter), one, llvm.AtomicOrdering.monotonic)
+            memref.store(arith.addi(count, utils.c(first, i32)), out, [utils.c(0, ir.IndexType.get())])
+
+    fetch(counter_ref, out_ref)
+
+
+def all_of_warp(rows) -> jax.Array:
+    """Whether a bool [64] is True in all 16 rows of a warp: a scalar bool, the same in a warp, not in a warpgroup.
+
+    A branch on it may hold no operation of a whole warpgroup.
+    """
+    if INTERPRETED:
+        return jnp.all(rows)
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+    )
+    def vote(_, numbers):
+        from jax.experimental.mosaic.gpu import fragmented_array
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        mine = [vector.extract(x, dynamic_position=[], static_position=[0]) for x in numbers.registers.reshape(-1)]
+        both = functools.reduce(arith.andi, mine)
+        assembly = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.all.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+        result = llvm.inline_asm(i32, [both], assembly, "=r,r", has_side_effects=True)
+        return fragmented_array.FragmentedArray.splat(result, (), is_signed=True)
+
+    return vote(jnp.where(rows, 1, 0).astype(jnp.int32)) != 0
+
+
+class Segments(NamedTuple):
+    """Segment ids and, per block that a CTA owns, the range of blocks that it may meet (see tiles.segment_ranges)."""
+
+    q_ids: Any
+    kv_ids: Any
+    ranges: Any
+
+    def among(self, batch_index, block):
+        """The blocks that a block may meet, for tiles.Limits."""
+        return self.ranges[batch_index, block, 0], self.ranges[batch_index, block, 1]
+
+    def load(self, batch_index, q_start, q_rows: int, kv_start, kv_rows: int):
+        """The ids of a tile whose rows are queries: (of its rows, of its columns), from device memory."""
+        q_ids = self.q_ids.at[batch_index, pl.ds(q_start, q_rows)]
+        kv_ids = self.kv_ids.at[batch_index, pl.ds(kv_start, kv_rows)]
+        load = functools.partial(plgpu.load, optimized=False)
+        return load(q_ids, layout=ROW), load(kv_ids, layout=COLUMN)
+
+
+def segments_of(inputs: AttentionInputs, block_q: int, block_kv: int, *, of_keys: bool) -> Segments | None:
+    """The call's segments, padded to whole blocks with ids that meet none. of_keys: a CTA owns a block of keys."""
+    if inputs.q_segment_ids is None:
+        return None
+    q_ids, kv_ids = tiles.segment_arrays(inputs.q_segment_ids, inputs.kv_segment_ids)
+    own, others = ((q_ids, block_q), (kv_ids, block_kv))[:: -1 if of_keys else 1]
+    whole = lambda ids, block, none: jnp.pad(ids, [(0, 0), (0, -ids.shape[1] % block)], constant_values=none)
+    return Segments(
+        whole(q_ids, block_q, tiles.NO_QUERY),
+        whole(kv_ids, block_kv, tiles.NO_KEY),
+        tiles.segment_ranges(*own, *others),
+    )
+
+
+def softcapped(scores, cap: float, scale: float):
+    """tanh(scores * scale / cap). What it misses of the exact one, times cap, is far below what P is rounded by."""
+    return 1 - 2 / (1 + jnp.exp2(scores * (2 * LOG2E * scale / cap)))
 
 
 def pad_for_tma(x: jax.Array, head_dim_multiple: int = 64) -> jax.Array:

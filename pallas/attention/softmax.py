@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+WGMMA = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 PARTIAL_COLUMNS = 8
@@ -18,32 +19,72 @@ LOWEST = -1e30
 
 
 def start(rows: int):
-    highest = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
-    total = plgpu.layout_cast(jnp.zeros((rows, PARTIAL_COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-    return highest, total
+    """(the maximum so far, the sums so far) of rows that have met no key."""
+    highest = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), WGMMA.reduce(1))
+    return highest, plgpu.layout_cast(jnp.zeros((rows, PARTIAL_COLUMNS), jnp.float32), WGMMA)
 
 
-def step(scores, state, scale: float):
-    """(exp2 of the scores, the new state, the factor for what was accumulated so far). Masked scores are -inf."""
-    highest, total = state
+def step(scores, highest, total, scale: float):
+    """(P = exp2 of the scores, the new maximum, the new sums, the factor for what was accumulated so far).
+
+    Masked scores are -inf.
+    """
     factor = scale * LOG2E
     new = jnp.maximum(highest, scores.max(axis=1) * factor)
     alpha = jnp.exp2(highest - new)
     p = jnp.exp2(scores * factor - lax.broadcast_in_dim(new, scores.shape, [0]))
+    return p, new, total * lax.broadcast_in_dim(alpha, total.shape, [0]) + _row_sums(p), alpha
+
+
+def bounded_step(scores, highest, total, scale: float):
+    """(P, the new sums) by a maximum that stays: nothing to look for, and nothing to rescale. See room()."""
+    p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(highest, scores.shape, [0]))
+    return p, total + _row_sums(p)
+
+
+def _row_sums(p):
+    """The rows of P summed up to PARTIAL_COLUMNS, as a tree: additions do not wait for one another."""
     parts = [p[:, i : i + PARTIAL_COLUMNS] for i in range(0, p.shape[1], PARTIAL_COLUMNS)]
-    while len(parts) > 1:  # a tree, not a chain: additions do not wait for one another
+    while len(parts) > 1:
         odd = parts[-1:] if len(parts) % 2 else []
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
-    total = total * lax.broadcast_in_dim(alpha, total.shape, [0]) + parts[0]
-    return p, (new, total), alpha
+    return parts[0]
 
 
-def finish(state, *, may_be_dead: bool):
+def room(dtype) -> float:
+    """How far, in base 2, scores may rise above the maximum of a row's first block for bounded_step to serve the rest.
+
+    exp2(score - maximum) is then at most 2**room, which P, of this dtype, and its sums can hold: 2**20 keys of values
+    up to 2**47 overflow nothing. It is at least 1 for the largest score, so nothing that counts underflows.
+    """
+    return 60.0 if dtype == jnp.bfloat16 else 15.0
+
+
+def largest_scores(query, key, scale: float):
+    """[B, H] float32: what no score of a head, in base 2, exceeds: that of its longest query and its longest key."""
+
+    def longest(x):  # the largest squared length of a row: [B, heads]
+        return jnp.square(x.astype(jnp.float32)).sum(axis=-1).max(axis=1)
+
+    keys = jnp.repeat(longest(key), query.shape[2] // key.shape[2], axis=1)
+    return jnp.sqrt(longest(query) * keys) * (scale * LOG2E * (1 + 1e-4))
+
+
+def with_sink(highest, total, sink):
+    """(the new maximum, the new sums, the factor for the accumulator) once a logit joins the denominator."""
+    sink = sink * LOG2E
+    new = jnp.maximum(highest, sink)
+    alpha = jnp.exp2(highest - new)
+    # The sums are added up over their columns: each gets its part.
+    wide = lambda x: lax.broadcast_in_dim(x, total.shape, [0])
+    return new, total * wide(alpha) + wide(jnp.exp2(sink - new) / PARTIAL_COLUMNS), alpha
+
+
+def finish(highest, total, *, may_be_dead: bool):
     """(what to multiply the accumulator by, the log-sum-exp in natural log), per row.
 
     may_be_dead: rows may have met no key at all.
     """
-    highest, total = state
     total = total.sum(axis=1)
     if not may_be_dead:
         return 1.0 / total, (highest + lax.log(total) * LOG2E) * LN2

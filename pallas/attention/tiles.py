@@ -5,6 +5,7 @@ evaluated, then the full ones. `Blocks.at(step)` is the block that a step visits
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,55 +30,154 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What bounds the keys of a query: query i attends to keys below kv_length, and if causal to those at or
-    below q_offset + i. The numbers are Python ints or traced scalars of one batch entry.
+    """What bounds the keys of a query: query i, at position q_offset + i, attends to keys below kv_length, if causal
+    to those at or below its position, and with a window (left, right) to those from position - left to position +
+    right, where -1 is no limit. The numbers are Python ints or traced scalars of one batch entry.
     """
 
     q_offset: Any
     kv_length: Any
     is_causal: bool
+    window: tuple[int, int] | None = None
+
+    @property
+    def left(self) -> int:
+        return -1 if self.window is None else self.window[0]
+
+    @property
+    def right(self) -> int:
+        if self.is_causal:
+            return 0
+        return -1 if self.window is None else self.window[1]
 
     def key_limit(self, q_index: Any) -> Any:
-        """The number of keys that query `q_index` may attend to; they are the first ones."""
-        if not self.is_causal:
+        """The keys that query `q_index` may attend to are below it."""
+        if self.right < 0:
             return self.kv_length
-        return _clip(self.q_offset + q_index + 1, 0, self.kv_length)
+        return _clip(self.q_offset + q_index + (self.right + 1), 0, self.kv_length)
 
-    def keep(self, shape: tuple[int, int], kv_start: Any, q_start: Any, *, layout: Any, kv_axis: int, may_end: bool):
+    def key_start(self, q_index: Any) -> Any:
+        """The first key that query `q_index` may attend to."""
+        if self.left < 0:
+            return 0
+        return _clip(self.q_offset + q_index - self.left, 0, self.kv_length)
+
+    def keep(
+        self, shape: tuple[int, int], kv_start: Any, q_start: Any, *, layout: Any, kv_axis: int, may_end: bool, ids=None
+    ):
         """The predicate in a block of keys from kv_start and queries from q_start: bool, in a register layout.
 
-        may_end: the block may reach past kv_length. The scalars are added to the rows, of which a thread has
-        few: added to the columns, they would take a register each.
+        may_end: the block may reach past kv_length. ids: the segment ids of the rows and of the columns. The scalars
+        are added to the rows, of which a thread has few: added to the columns, they would take a register each.
         """
-        keys = plgpu.broadcasted_iota(jnp.int32, shape, kv_axis, layout=layout)
-        queries = plgpu.broadcasted_iota(jnp.int32, shape, 1 - kv_axis, layout=layout)
-        keep = None
-        if self.is_causal:
-            diagonal = self.q_offset + q_start - kv_start
-            keep = keys - diagonal <= queries if kv_axis == 0 else queries + diagonal >= keys
+        rows, columns = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
+        # What a thread compares to is a constant if it takes its own part of the column to the rows' side.
+        mine, constant = columns & 7, columns & ~7
+        diagonal = self.q_offset + q_start - kv_start
+        left_diagonal = diagonal - self.left
+        if self.left >= 0 and self.right >= 0:
+            # Opaque: else LLVM makes one comparison of both sides, with a number per column, in a register each.
+            left_diagonal = lax.optimization_barrier(jnp.int32(left_diagonal))
+        parts = []
+        if kv_axis == 1:  # rows are queries
+            if self.right >= 0:
+                position = rows + diagonal - mine
+                parts.append((position + self.right if self.right else position) >= constant)
+            if self.left >= 0:
+                parts.append(rows + left_diagonal - mine <= constant)
+        else:
+            if self.right >= 0:
+                position = rows - diagonal - mine
+                parts.append((position - self.right if self.right else position) <= constant)
+            if self.left >= 0:
+                parts.append(rows - left_diagonal - mine >= constant)
         if may_end:
-            ends = keys < self.kv_length - kv_start
-            keep = ends if keep is None else keep & ends
-        return keep
+            left = self.kv_length - kv_start
+            parts.append(rows < left if kv_axis == 0 else left - mine > constant)
+        if ids is not None:
+            parts.append(lax.broadcast_in_dim(ids[0], shape, [0]) == lax.broadcast_in_dim(ids[1], shape, [1]))
+        return functools.reduce(lambda a, b: a & b, parts)
 
-    def key_blocks(self, q_start: Any, block_q: int, block_kv: int) -> Blocks:
-        """The blocks of keys that queries q_start ... q_start + block_q - 1 attend to, right to left."""
-        longest = self.key_limit(q_start + block_q - 1)
-        shortest = self.key_limit(q_start)
-        count = _ceil_div(longest, block_kv)
-        return Blocks(count, count - _div(shortest, block_kv), lambda step: count - 1 - step)
+    def key_blocks(self, q_start: Any, block_q: int, block_kv: int, among: tuple[Any, Any] | None = None) -> Blocks:
+        """The blocks of keys that queries q_start ... q_start + block_q - 1 attend to, right to left.
 
-    def query_blocks(self, kv_start: Any, block_kv: int, block_q: int, q_length: int) -> Blocks:
-        """The blocks of queries that attend to any of keys kv_start ... kv_start + block_kv - 1, left to right."""
+        among: only these blocks, from the first up to the second, and all of them as partial ones.
+        """
+        q_end = q_start + block_q - 1
+        longest, shortest = self.key_limit(q_end), self.key_limit(q_start)
+        first, last = 0, _ceil_div(longest, block_kv)
+        if self.left >= 0:
+            first = _div(self.key_start(q_start), block_kv)
+            last = _where(self.key_start(q_start) < longest, last, first)
+        if among is not None:
+            last = minimum(last, among[1])
+            count = maximum(last - maximum(first, among[0]), 0)
+            return Blocks(count, count, lambda step: last - 1 - step)
+        full_end = _div(shortest, block_kv)
+        if self.left < 0:
+            return Blocks(last, last - full_end, lambda step: last - 1 - step)
+        full_start = _clip(_ceil_div(self.key_start(q_end), block_kv), first, last)
+        return _partial_at_both_ends(first, full_start, full_end, last, descending=True)
+
+    def query_blocks(
+        self,
+        kv_start: Any,
+        block_kv: int,
+        block_q: int,
+        q_length: int,
+        among: tuple[Any, Any] | None = None,
+        *,
+        predicate_at_end: bool = True,
+    ) -> Blocks:
+        """The blocks of queries that attend to any of keys kv_start ... kv_start + block_kv - 1, left to right.
+
+        among: as for key_blocks. predicate_at_end: a block of keys that reaches past kv_length needs the predicate in
+        every step; False is for a kernel that drops what these keys gather, and that only asks for blocks with keys
+        where kv_length is known when tracing.
+        """
         total = -(-q_length // block_q)
-        first, full = 0, 0
-        if self.is_causal:
-            first = _clip(_div(maximum(kv_start - self.q_offset, 0), block_q), 0, total)
-            full = _clip(_ceil_div(maximum(kv_start + block_kv - 1 - self.q_offset, 0), block_q), first, total)
-        count = _where(kv_start < self.kv_length, total - first, 0)
-        # A block that reaches past the last key needs the predicate in every step.
-        partial = _where(kv_start + block_kv <= self.kv_length, full - first, count)
-        return Blocks(count, minimum(partial, count), lambda step: first + step)
+        kv_end = kv_start + block_kv - 1
+        first, full_start = 0, 0
+        last, full_end = total, total
+        if self.right >= 0:
+            offset = self.q_offset + self.right if self.right else self.q_offset
+            first = _clip(_div(maximum(kv_start - offset, 0), block_q), 0, total)
+            full_start = _clip(_ceil_div(maximum(kv_end - offset, 0), block_q), first, total)
+        if self.left >= 0:
+            end = self.left + 1 - self.q_offset  # of the queries that attend to a key, less the key
+            last = _clip(_ceil_div(maximum(minimum(kv_end, self.kv_length - 1) + end, 0), block_q), first, total)
+            full_start = minimum(full_start, last)
+            full_end = _clip(_div(maximum(kv_start + end, 0), block_q), full_start, last)
+        if among is not None:
+            first = maximum(first, among[0])
+            count = maximum(minimum(last, among[1]) - first, 0)
+            blocks = Blocks(count, count, lambda step: first + step)
+        elif self.left < 0:
+            blocks = Blocks(last - first, full_start - first, lambda step: first + step)
+        else:
+            blocks = _partial_at_both_ends(first, full_start, full_end, last, descending=False)
+        count, partial = blocks.count, blocks.partial
+        if predicate_at_end or not isinstance(self.kv_length, int):
+            count = _where(kv_start < self.kv_length, count, 0)
+            partial = minimum(partial, count)
+        if predicate_at_end:
+            partial = _where(kv_start + block_kv <= self.kv_length, partial, count)
+        return Blocks(count, partial, blocks.at)
+
+
+def _partial_at_both_ends(first: Any, full_start: Any, full_end: Any, last: Any, *, descending: bool) -> Blocks:
+    """Blocks first ... last - 1, of which those from full_start up to full_end, if any, are full."""
+    full_end = _clip(full_end, full_start, last)
+    before, after, count = full_start - first, last - full_end, last - first
+    partial = before + after
+    # In the order of the walk: the partial ones at the near end, those at the far end, the full ones.
+    near, far = (after, before) if descending else (before, after)
+
+    def at(step):
+        skipped = _where(step < near, 0, _where(step < partial, count - partial, -far))
+        return last - 1 - step - skipped if descending else first + step + skipped
+
+    return Blocks(count, partial, at)
 
 
 def _static(*values: Any) -> bool:
@@ -107,6 +207,8 @@ def _clip(x: Any, low: Any, high: Any) -> Any:
 def _where(condition: Any, a: Any, b: Any) -> Any:
     if _static(condition):
         return a if condition else b
+    if _static(a, b):  # two weak constants would not lower through Triton
+        a, b = jnp.int32(a), jnp.int32(b)
     return jnp.where(condition, a, b)
 
 
@@ -118,8 +220,40 @@ def bounds_array(q_offset: Any, kv_lengths: Any, batch: int, kv_length: int) -> 
     return jnp.stack([jnp.broadcast_to(q_offset, (batch,)), lengths], axis=1).astype(jnp.int32)
 
 
-def limits(bounds_ref: Any, batch_index: Any, q_offset: Any, kv_length: int, *, is_causal: bool) -> Limits:
+def limits(
+    bounds_ref: Any, batch_index: Any, q_offset: Any, kv_length: int, *, is_causal: bool, window: Any = None
+) -> Limits:
     """The Limits of a batch entry; bounds_ref is None or holds bounds_array."""
     if bounds_ref is None:
-        return Limits(q_offset, kv_length, is_causal)
-    return Limits(bounds_ref[batch_index, 0], bounds_ref[batch_index, 1], is_causal)
+        return Limits(q_offset, kv_length, is_causal, window)
+    return Limits(bounds_ref[batch_index, 0], bounds_ref[batch_index, 1], is_causal, window)
+
+
+# Ids that no id is equal to, of queries and of keys.
+NO_QUERY, NO_KEY = -1, -2
+
+
+def segment_arrays(q_ids: Any, kv_ids: Any) -> tuple[jax.Array, jax.Array]:
+    """Segment ids of which a query's and a key's are equal just where the one may attend to the other."""
+    return jnp.where(q_ids < 0, NO_QUERY, q_ids), jnp.where(kv_ids < 0, NO_KEY, kv_ids)
+
+
+def segment_ranges(ids: jax.Array, block: int, other_ids: jax.Array, other_block: int) -> jax.Array:
+    """[B, blocks, 2] int32: from which block of other_ids up to which one, those that share an id with a block of ids.
+
+    Between the two there may be others where the ids are not sorted. ids, other_ids: [B, T] and [B, S] int32.
+    """
+    low, high = _extremes(ids, block)
+    other_low, other_high = _extremes(other_ids, other_block)
+    meet = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
+    first = jnp.argmax(meet, axis=-1)
+    end = meet.shape[-1] - jnp.argmax(meet[..., ::-1], axis=-1)
+    return jnp.stack([first, jnp.where(meet.any(axis=-1), end, first)], axis=-1).astype(jnp.int32)
+
+
+def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """The lowest and the highest id >= 0 of each block: [B, blocks]. Of a block without one, they meet none."""
+    ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=-1)
+    ids = ids.reshape(ids.shape[0], -1, block)
+    highest = jnp.iinfo(jnp.int32).max
+    return jnp.where(ids < 0, highest, ids).min(axis=-1), ids.max(axis=-1)

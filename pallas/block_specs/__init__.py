@@ -21,7 +21,13 @@ def attention_order(compute_capability: tuple[int, int] | None) -> tuple[str, ..
 
 
 def attention_row(
-    compute_capability: tuple[int, int] | None, implementation: str, *, head_dim: int, bits: int, is_causal: bool
+    compute_capability: tuple[int, int] | None,
+    implementation: str,
+    *,
+    head_dim: int,
+    bits: int,
+    is_causal: bool,
+    is_limited: bool = False,
 ) -> tuple[AttentionRow, str]:
     """The row for this attention, and where it came from ("block spec" or "heuristic").
 
@@ -36,6 +42,7 @@ def attention_row(
             and head_dim <= row.head_dim
             and bits == row.bits
             and row.is_causal in (None, is_causal)
+            and row.is_limited in (None, is_limited)
         ):
             return row, "block spec" if own else "heuristic"
     raise LookupError(f"no {implementation} row for head_dim={head_dim}, {bits} bits")

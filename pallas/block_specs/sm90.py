@@ -1,24 +1,71 @@
 """Hopper (H100, H200, GH200)."""
 
+import dataclasses
+
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION as SM80
+from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE as SM80_DECODE
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90 as Backward
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton, AttentionForwardTriton
+from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
+from jax_kernels.pallas.block_specs.specs import AttentionDecodeSm90 as Decode
 from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90 as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 
-WIDE_CAUSAL = Forward(2, 64, 2, share_q_out=True, heads_together=8)
-
 ATTENTION_ORDER = ("mosaic_gpu", "cudnn", "triton", "xla")
 
-# H200, bf16, (2, 8192, 16 x 128 | 32 x 64 | 8 x 256), device time over jax.nn's cuDNN in the same run.
-# rotate=5 gave the non-causal backward 4 % over 0, heads_together=4 the causal one 2 %; heads_together=16 the causal
-# forward at 64 7 % over 1, and 8 the one at 256 23 %. cuDNN's causal forward at 256 stays ahead (0.89).
-ATTENTION = (
+WIDE = Forward(2, 64, 2, share_q_out=True)
+WIDE_CAUSAL = Forward(2, 64, 2, share_q_out=True, dynamic=True, heads_together=8)
+WIDE_BACKWARD = Backward(64, do_stages=1, early_dv=True, late_do=True, leave_early=True)
+WIDE_BACKWARD_CAUSAL = dataclasses.replace(WIDE_BACKWARD, heads_together=4)
+BACKWARD_TRITON = AttentionBackwardTriton(64, 128, 128, 64, 8, 2)
+
+# H200, bf16, (2, 8192, 16 x 128 | 32 x 64 | 8 x 256), device time over jax.nn's cuDNN in the same run. Forward:
+# three warpgroups are 1.2 times two at head_dim 64, but with a window or segments they spill. heads_together together
+# with dynamic: causal 128 1.13 at 1, 1.31 at 8; causal 256 1.06 at 1, 1.28 at 8; causal 64 a percent from 4 to 16.
+# Backward: rotate=5 gave 4 % over 0 where not causal, heads_together=4 2 % where causal; at 256 early_dv, late_do and
+# leave_early together 4 %, but at 64 early_dv costs 5 % and early_scores 6.
+MOSAIC = (
+    Row("mosaic_gpu", 64, 16, Forward(2, 128, 4, dynamic=True), Backward(128, heads_together=4), is_limited=True),
     Row("mosaic_gpu", 64, 16, Forward(3, 128, 3), Backward(128, rotate=5), is_causal=False),
-    Row("mosaic_gpu", 64, 16, Forward(2, 128, 4, heads_together=16), Backward(128, heads_together=4), is_causal=True),
+    Row(
+        "mosaic_gpu",
+        64,
+        16,
+        Forward(3, 128, 3, dynamic=True, heads_together=16),
+        Backward(128, heads_together=4),
+        is_causal=True,
+    ),
+    Row("mosaic_gpu", 128, 16, Forward(2, 128, 2, dynamic=True), Backward(64, heads_together=4), is_limited=True),
     Row("mosaic_gpu", 128, 16, Forward(2, 128, 2), Backward(64, rotate=5), is_causal=False),
-    Row("mosaic_gpu", 128, 16, Forward(2, 128, 2), Backward(64, heads_together=4), is_causal=True),
-    Row("mosaic_gpu", 192, 16, Forward(2, 64, 2, share_q_out=True), Backward(64, do_stages=1)),
-    Row("mosaic_gpu", 256, 16, Forward(2, 64, 2, share_q_out=True), Backward(64, do_stages=1), is_causal=False),
-    Row("mosaic_gpu", 256, 16, WIDE_CAUSAL, Backward(64, do_stages=1), is_causal=True),
-    *SM80,
+    Row(
+        "mosaic_gpu",
+        128,
+        16,
+        Forward(2, 128, 2, dynamic=True, heads_together=16),
+        Backward(64, heads_together=4),
+        is_causal=True,
+    ),
+    Row("mosaic_gpu", 192, 16, WIDE, WIDE_BACKWARD, is_causal=False),
+    Row("mosaic_gpu", 192, 16, WIDE_CAUSAL, WIDE_BACKWARD_CAUSAL, is_causal=True),
+    Row("mosaic_gpu", 256, 16, WIDE, WIDE_BACKWARD, is_causal=False),
+    Row("mosaic_gpu", 256, 16, WIDE_CAUSAL, WIDE_BACKWARD_CAUSAL, is_causal=True),
+)
+
+# Of (64, 128), (128, 64), (64, 64) and (128, 128) with 4 or 8 warps and 2 or 3 stages. The row of sm_80 has 0.7 of it
+# without a mask and 0.8 with, for want of registers: 128 x 128 scores leave none to keep a product in flight.
+TRITON = (
+    Row("triton", 64, 16, AttentionForwardTriton(128, 64, 4, 3), BACKWARD_TRITON, is_causal=False),
+    Row("triton", 64, 16, AttentionForwardTriton(128, 64, 8, 3), BACKWARD_TRITON, is_causal=True),
+)
+
+ATTENTION = (*MOSAIC, *TRITON, *SM80[1:])
+
+# Not measured yet. As many stages as shared memory holds: 128 to 160 KiB of keys and values under way hide their
+# latency. At head_dim 64 the softmax of one warpgroup would be slower than the keys come.
+ATTENTION_DECODE = (
+    DecodeRow("mosaic_gpu", 64, Decode(2, 64, 5)),
+    DecodeRow("mosaic_gpu", 128, Decode(1, 64, 5)),
+    DecodeRow("mosaic_gpu", 192, Decode(1, 64, 3)),
+    DecodeRow("mosaic_gpu", 256, Decode(1, 64, 2)),
+    *SM80_DECODE,
 )

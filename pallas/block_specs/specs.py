@@ -32,8 +32,10 @@ class AttentionForwardSm90:
     # Heads whose tiles alternate. With causal masks the long tiles of all of them come first, which balances
     # the SMs; too many push one another's keys and values out of the L2 cache.
     heads_together: int = 1
-    # Every other turn the CTAs take their tiles in reverse, so that none always gets the longer ones.
-    snake: bool = False
+    # The CTAs take their tiles off a counter in device memory, not each its own: long and short ones even out.
+    dynamic: bool = False
+    # Long walks look up the longest query and key beforehand: where these bound the scores, no maximum is kept.
+    bounded: bool = True
 
     def __post_init__(self) -> None:
         _positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
@@ -61,6 +63,14 @@ class AttentionBackwardSm90:
     rotate: int = 0
     # Heads that run next to one another, so that the long and the short key blocks of causal work mix.
     heads_together: int = 1
+    # dvalue's product is issued behind dP's, and dS is computed while it runs.
+    early_dv: bool = False
+    # Above head_dim 128: the scores are issued before the wait for dO.
+    late_do: bool = False
+    # Up to head_dim 128: the next step's scores are issued before dquery is stored, not after.
+    early_scores: bool = False
+    # A CTA ends when its last stores have left shared memory, not when they have arrived.
+    leave_early: bool = False
 
     def __post_init__(self) -> None:
         _positive(self, block_q=64, q_stages=1, do_stages=1, heads_together=1)
@@ -99,7 +109,8 @@ class AttentionRow:
     """The blocks for one kind of attention. The first row that matches is taken.
 
     head_dim: the largest head_dim (of key or value) it serves. bits: 16 for bf16 and fp16, 32 for float32.
-    is_causal: None serves both. note: the measurement, or the reason, behind the numbers.
+    is_causal, and is_limited (whether there is a window or segment ids): None serves both. note: the measurement, or
+    the reason, behind the numbers.
     """
 
     implementation: str
@@ -108,4 +119,40 @@ class AttentionRow:
     forward: Any
     backward: Any
     is_causal: bool | None = None
+    is_limited: bool | None = None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionDecodeSm90:
+    """Blocks of Hopper's decoding: each compute warpgroup has its own ring of `stages` blocks of keys and values."""
+
+    compute_warpgroups: int
+    block_kv: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        _positive(self, compute_warpgroups=1, block_kv=64, stages=1)
+        if self.compute_warpgroups not in (1, 2):
+            raise ValueError(f"AttentionDecodeSm90.compute_warpgroups={self.compute_warpgroups} must be 1 or 2")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionDecodeTriton:
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        _positive(self, block_kv=16, num_stages=1)
+        _powers_of_two(self, "block_kv", "num_warps")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionDecodeRow:
+    """The blocks of decoding. The first row that matches is taken. head_dim: as in AttentionRow."""
+
+    implementation: str
+    head_dim: int
+    config: Any
     note: str = ""

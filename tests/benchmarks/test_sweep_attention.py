@@ -41,11 +41,11 @@ def test_sweep_arguments(capsys):
 def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):
     """A right config, a wrong one and a broken one; the kernel is the reference in their place."""
 
-    def kernel(q, k, v, kv_lengths, q_offset, *, config, core_count, interpret, **options):
-        assert (kv_lengths, q_offset, core_count) == (None, 0, 1)
+    def kernel(inputs, options, *, out_dtype, config, core_count, interpret):
+        assert (inputs[3:], options.q_offset, core_count) == ((None,) * 7, 0, 1)
         if config.block_q == 32:
             raise ValueError("does not fit\nin any way")
-        out, lse = sweep.reference.forward(q, k, v, None, None, 0, **options)
+        out, lse = sweep.reference.forward(inputs, options, out_dtype=out_dtype)
         return (out * 2 if config.block_q == 16 else out), lse
 
     monkeypatch.setitem(sweep.KERNELS, ("triton", "fwd"), (kernel, sweep.AttentionForwardTriton))

@@ -6,19 +6,32 @@ import pytest
 import torch
 
 
-def attention(query, key, value, *, mask=None, is_causal=False, kv_lengths=None, q_offset=0, scale=None):
+def attention(
+    query, key, value, *, bias=None, mask=None, is_causal=False, window=None, segment_ids=None, kv_lengths=None,
+    q_offset=0, sinks=None, scale=None, softcap=None,
+):  # fmt: skip
     """(out [B, T, H, Dv], lse [B, H, T]) in float64, differentiable, of tensors in flash_attention's layout."""
     query, key, value = query.double(), key.double(), value.double()
     group = query.shape[2] // key.shape[2]
     key, value = (x.repeat_interleave(group, dim=2) for x in (key, value))
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = torch.einsum("bthd,bshd->bhts", query, key) * scale
-    keep = torch.ones_like(scores, dtype=torch.bool)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores if bias is None else scores + bias.double()
+    keep = scores > -math.inf
     columns = torch.arange(key.shape[1], device=query.device)
+    offset = torch.as_tensor(q_offset, device=query.device).reshape(-1, 1)
+    rows = (offset + torch.arange(query.shape[1], device=query.device))[:, None, :, None]
+    left, right = window if isinstance(window, tuple) else (window, window)
     if is_causal:
-        offset = torch.as_tensor(q_offset, device=query.device).reshape(-1, 1)
-        rows = offset + torch.arange(query.shape[1], device=query.device)
-        keep = keep & (rows[:, None, :, None] >= columns)
+        keep = keep & (rows >= columns)
+    if left is not None:
+        keep = keep & (rows - left <= columns)
+    if right is not None:
+        keep = keep & (columns <= rows + right)
+    if segment_ids is not None:
+        q_ids, kv_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+        keep = keep & (q_ids[:, None, :, None] == kv_ids[:, None, None]) & (q_ids >= 0)[:, None, :, None]
     if kv_lengths is not None:
         keep = keep & (columns < kv_lengths[:, None, None, None])
     if mask is not None:
@@ -27,6 +40,8 @@ def attention(query, key, value, *, mask=None, is_causal=False, kv_lengths=None,
     scores = scores.masked_fill(~keep, -math.inf)
     lse = torch.logsumexp(torch.where(dead[..., None], torch.zeros_like(scores), scores), dim=-1)
     lse = lse.masked_fill(dead, -math.inf)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[:, None])
     weights = torch.exp(scores - lse.masked_fill(dead, 0.0)[..., None])
     return torch.einsum("bhts,bshd->bthd", weights, value), lse
 

@@ -10,6 +10,7 @@ from torch.nn import functional
 import jax_kernels
 from jax_kernels import bridge
 
+IDS = torch.tensor([[0] * 7 + [2] * 14 + [-1] * 3, [1, 0] * 12], dtype=torch.int32)
 CASES = {
     "plain": ({}, {}),
     "causal, odd lengths": ({"length": 17, "kv_length": 29}, {"is_causal": True, "q_offset": 12}),
@@ -20,6 +21,12 @@ CASES = {
     "rows without keys": ({"length": 8}, {"mask": torch.arange(8)[:, None].expand(8, 8) > 2}),
     "kv_lengths": ({}, {"kv_lengths": torch.tensor([5, 24], dtype=torch.int32)}),
     "q_offset per entry": ({}, {"is_causal": True, "q_offset": torch.tensor([-3, 7], dtype=torch.int32)}),
+    "window": ({"length": 17, "kv_length": 29}, {"window": (5, 3), "q_offset": 4}),
+    "window on one side": ({}, {"window": (5, None)}),
+    "causal window": ({}, {"window": 6, "is_causal": True}),
+    "segments": ({}, {"segment_ids": IDS}),
+    "segments of queries and keys": ({"length": 9}, {"segment_ids": (IDS[:, :9], IDS[:, 12:21])}),
+    "softcap": ({}, {"softcap": 1.5, "scale": -0.5}),
 }
 
 
@@ -58,6 +65,65 @@ def test_numbers(case, make_qkv, reference):
         torch.testing.assert_close(
             ours.double(), theirs.double(), atol=2e-5, rtol=0, msg=lambda m, n=name: f"d{n}: {m}"
         )
+
+
+BIASES = {
+    "full": (2, 4, 9, 11),
+    "one entry": (1, 4, 9, 11),
+    "heads": (4, 1, 1),
+    "keys": (2, 1, 1, 11),
+    "two axes": (9, 11),
+    "masked": (1, 4, 9, 11),
+}
+
+
+@pytest.mark.parametrize("case", BIASES)
+def test_bias_and_sinks(case, make_qkv, reference):
+    """Numbers, and all five gradients, of which each may be left out."""
+    inputs = make_qkv(length=9, kv_length=11, kv_heads=2)
+    bias, sinks = torch.randn(BIASES[case]), torch.randn(4)
+    if case == "masked":
+        bias[torch.rand(bias.shape) < 0.3] = -torch.inf
+        bias[..., 2, :] = -torch.inf
+    inputs += [bias.requires_grad_(), sinks.requires_grad_()]
+
+    def results(function, inputs):
+        out, lse = function(*inputs[:3], bias=inputs[3], sinks=inputs[4], is_causal=True, q_offset=3)
+        return out.double(), lse.double()
+
+    ours = lambda *args, **options: bridge.flash_attention(*args, return_lse=True, **options)
+    got, want = results(ours, inputs), results(reference, inputs)
+    torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
+    cotangents = tuple(torch.randn_like(x) for x in want)
+    wanted = torch.autograd.grad(want, inputs, cotangents)
+    torch.testing.assert_close(torch.autograd.grad(got, inputs, cotangents), wanted, atol=2e-5, rtol=0)
+    for index in (0, 3, 4):
+        alone = [x.detach().requires_grad_(i == index) for i, x in enumerate(inputs)]
+        (gradient,) = torch.autograd.grad(results(ours, alone), [alone[index]], cotangents)
+        torch.testing.assert_close(gradient, wanted[index], atol=2e-5, rtol=0)
+
+
+def test_dtypes_of_bias_and_sinks(make_qkv):
+    query, key, value = make_qkv(dtype=torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32):
+        bias, sinks = (torch.zeros(n, dtype=dtype, requires_grad=True) for n in (24, 4))
+        out = bridge.flash_attention(query, key, value, bias=bias, sinks=sinks)
+        assert {x.dtype for x in torch.autograd.grad(out.sum(), (bias, sinks))} == {dtype}
+    with torch.autocast("cpu", torch.bfloat16):
+        half = torch.zeros(24, dtype=torch.float16, requires_grad=True)
+        (gradient,) = torch.autograd.grad(bridge.flash_attention(*make_qkv(), bias=half).sum(), half)
+    assert gradient.dtype == torch.float16
+
+
+def test_a_constant_bias_has_no_gradient_computed(make_qkv, monkeypatch):
+    seen = []
+    backward = bridge.attention._backward
+    monkeypatch.setattr(bridge.attention, "_backward", lambda *args: seen.append(args[2]) or backward(*args))
+    bias = torch.zeros(24)
+    bridge.flash_attention(*make_qkv(), bias=bias).sum().backward()
+    bridge.flash_attention(*make_qkv(), bias=bias.requires_grad_()).sum().backward()
+    assert seen == [False, True]
+    assert bias.grad.shape == (24,)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -146,7 +212,10 @@ def test_autocast(make_qkv):
 def test_deterministic_follows_torch(monkeypatch, make_qkv):
     seen = []
     inference = bridge.attention._inference_op
-    monkeypatch.setattr(bridge.attention, "_inference_op", lambda *args: seen.append(args[10]) or inference(*args))
+    deterministic = lambda args: bridge.attention._Options(*args[bridge.attention._TENSORS :]).deterministic
+    monkeypatch.setattr(
+        bridge.attention, "_inference_op", lambda *args: seen.append(deterministic(args)) or inference(*args)
+    )
     inputs = [x.detach() for x in make_qkv()]
     bridge.flash_attention(*inputs)
     torch.use_deterministic_algorithms(True)
@@ -178,6 +247,22 @@ ERRORS = [
     ((ZEROS,) * 3, {"kv_lengths": INT32[:1]}, ValueError, r"^kv_lengths: got shape \(1,\), want \[batch\]"),
     ((ZEROS,) * 3, {"q_offset": INT64}, TypeError, r"^q_offset: got dtype torch\.int64, want torch\.int32; cast"),
     ((ZEROS,) * 3, {"q_offset": 1.5}, TypeError, "^q_offset: got float, want an int or an int32 tensor"),
+    ((ZEROS,) * 3, {"bias": 3.0}, TypeError, r"^bias: got builtins\.float, want a torch\.Tensor"),
+    ((ZEROS,) * 3, {"bias": torch.zeros(8).bool()}, TypeError, r"^bias: got dtype torch\.bool, .* is a mask"),
+    ((ZEROS,) * 3, {"bias": torch.zeros(8).double()}, TypeError, r"^bias: got dtype torch\.float64, want torch\.bflo"),
+    ((ZEROS,) * 3, {"bias": torch.zeros(8).half()}, TypeError, "^bias: got dtype float16, want query's dtype float32"),
+    ((ZEROS,) * 3, {"bias": torch.zeros(7)}, ValueError, r"^bias: got shape \(7,\), want a shape broadcastable"),
+    ((ZEROS,) * 3, {"sinks": torch.zeros(4).int()}, TypeError, r"^sinks: got dtype torch\.int32, want torch\.bfloat16"),
+    ((ZEROS,) * 3, {"sinks": torch.zeros(3)}, ValueError, r"^sinks: got shape \(3,\), want \[heads\] = \(4,\)"),
+    ((ZEROS,) * 3, {"window": 2.5}, TypeError, r"^window: got 2\.5, want an int, or \(left, right\) of them"),
+    ((ZEROS,) * 3, {"window": (1, 2, 3)}, TypeError, r"^window: got \(1, 2, 3\), want an int, or \(left, right\)"),
+    ((ZEROS,) * 3, {"window": -4}, ValueError, r"^window: got \(-4, -4\), want an int from 0 to 2\*\*29"),
+    ((ZEROS,) * 3, {"softcap": -1}, ValueError, r"^softcap: got -1\.0, want a number above 0"),
+    ((ZEROS,) * 3, {"softcap": "3"}, TypeError, "^softcap: got str, want a number"),
+    ((ZEROS,) * 3, {"segment_ids": INT64}, TypeError, r"^segment_ids: got dtype torch\.int64, want torch\.int32; cast"),
+    ((ZEROS,) * 3, {"segment_ids": INT32}, ValueError, r"^segment_ids: got shape \(2,\) for query, want \[2, 8\]"),
+    ((ZEROS,) * 3, {"segment_ids": (INT32, None)}, ValueError, "^segment_ids: got 2 items, want an int32 tensor"),
+    ((ZEROS,) * 3, {"segment_ids": 3}, TypeError, r"^segment_ids: got builtins\.int, want a torch\.Tensor"),
     ((ZEROS,) * 3, {"is_causal": 1}, TypeError, "^is_causal: got int, want a bool"),
     ((ZEROS,) * 3, {"deterministic": 1}, TypeError, "^deterministic: got int, want True, False or None"),
     ((ZEROS,) * 3, {"scale": torch.tensor(1.0)}, TypeError, "^scale: got Tensor, want a number"),
@@ -195,10 +280,9 @@ def test_errors(args, options, error, message):
         bridge.flash_attention(*args, **options)
 
 
-@pytest.mark.parametrize("name", ["bias", "window", "segment_ids", "score_mod", "sinks", "softcap"])
-def test_arguments_that_are_not_served(name):
-    with pytest.raises(NotImplementedError, match=f"^{name}: not served yet"):
-        bridge.flash_attention(ZEROS, ZEROS, ZEROS, **{name: 3})
+def test_score_mod_is_not_served():
+    with pytest.raises(NotImplementedError, match=r"^score_mod: not served yet"):
+        bridge.flash_attention(ZEROS, ZEROS, ZEROS, score_mod=lambda score, b, h, q, k: score)
 
 
 SDPA = {
@@ -208,6 +292,9 @@ SDPA = {
     "mask of two axes": ((2, 4, 9, 8), (2, 4, 11, 8), {"attn_mask": torch.rand(9, 11) > 0.4}),
     "mask for each entry": ((2, 4, 9, 8), (2, 4, 11, 8), {"attn_mask": torch.rand(2, 1, 1, 11) > 0.4, "scale": 0.2}),
     "rows without keys": ((1, 2, 4, 8), (1, 2, 4, 8), {"attn_mask": torch.arange(4)[:, None].expand(4, 4) > 1}),
+    "added to the scores": ((2, 4, 9, 8), (2, 4, 11, 8), {"attn_mask": torch.randn(4, 9, 11).requires_grad_()}),
+    "added, for each entry": ((2, 4, 9, 8), (2, 4, 11, 8), {"attn_mask": torch.randn(2, 1, 1, 11).requires_grad_()}),
+    "added, -inf": ((2, 4, 9, 8), (2, 4, 9, 8), {"attn_mask": torch.triu(torch.full((9, 9), -torch.inf), 1)}),
 }
 
 
@@ -220,6 +307,8 @@ def test_scaled_dot_product_attention_is_pytorchs(case):
     ]
     torch.testing.assert_close(*results, atol=3e-6, rtol=0)
     cotangent = torch.randn_like(results[0])
+    mask = options.get("attn_mask")
+    inputs += [mask] if mask is not None and mask.requires_grad else []
     for ours, theirs in zip(*(torch.autograd.grad(r, inputs, cotangent) for r in results), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
@@ -227,7 +316,8 @@ def test_scaled_dot_product_attention_is_pytorchs(case):
 HEADS = torch.zeros(1, 4, 8, 16)
 SDPA_ERRORS = [
     ({"dropout_p": 0.1}, NotImplementedError, r"^dropout_p: got 0\.1, want 0"),
-    ({"attn_mask": torch.zeros(8, 8)}, NotImplementedError, r"^attn_mask: got dtype torch\.float32, want torch\.bool"),
+    ({"attn_mask": torch.zeros(8, 8).half()}, TypeError, r"^attn_mask: got dtype torch\.float16, want torch\.bool"),
+    ({"attn_mask": torch.zeros(8, 8), "is_causal": True}, ValueError, "^attn_mask, is_causal: got both"),
     ({"attn_mask": torch.zeros(8, 8).int()}, TypeError, r"^attn_mask: got dtype torch\.int32, want torch\.bool"),
     ({"attn_mask": torch.ones(8, 8).bool(), "is_causal": True}, ValueError, "^attn_mask, is_causal: got both"),
     ({"key": HEADS[:, :2], "value": HEADS[:, :2]}, ValueError, "^query, key, value: got 4, 2 and 2 heads"),

@@ -103,16 +103,37 @@ def test_export(make_qkv):
     torch.testing.assert_close(exported.module()(*inputs), model(*inputs), atol=1e-6, rtol=0)
 
 
-STATICS = (True, 2, 0.3, True, None, None, "xla")
+def test_every_argument_in_one_graph(make_qkv):
+    ids = torch.tensor([[0] * 9 + [1] * 15] * 2, dtype=torch.int32)
+    bias, sinks = torch.randn(4, 24, 24, requires_grad=True), torch.randn(4, requires_grad=True)
+
+    def function(query, key, value, bias, sinks):
+        options = {"window": (9, 4), "segment_ids": ids, "softcap": 3.0}
+        return bridge.flash_attention(query, key, value, bias=bias, sinks=sinks, **options) * 1
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compare(function, [*make_qkv(), bias, sinks], compiled=torch.compile(function, backend=counter, fullgraph=True))
+    assert counter.frame_count == 1
 
 
+STATICS = (True, -1, -1, 2, 0.3, None, True, None, None, "xla")
+SPECIAL = (False, 5, 7, 2, 0.3, 4.0, True, None, None, "xla")
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("name", ["flash_attention", "flash_attention_inference", "flash_attention_backward"])
-def test_opcheck(name, make_qkv):
+def test_opcheck(name, with_bias, make_qkv):
     inputs = [x.detach() for x in make_qkv(kv_heads=2)]
-    arguments = (*inputs, None, torch.tensor([5, 24], dtype=torch.int32), None, *STATICS)
+    ids = torch.arange(48, dtype=torch.int32).reshape(2, 24) // 7
+    lengths = torch.tensor([5, 24], dtype=torch.int32)
+    if with_bias:
+        bias, sinks = torch.randn(2, 1, 24, 24), torch.randn(4)
+        arguments = (*inputs, bias, sinks, None, ids, ids.clone(), lengths, None, *SPECIAL)
+    else:
+        arguments = (*inputs, None, None, None, None, None, lengths, None, *STATICS)
     if name.endswith("backward"):
         out, lse = torch.ops.jax_kernels.flash_attention(*arguments)
-        arguments = (*arguments, out, lse, torch.randn_like(out), None)
+        arguments = (*arguments, with_bias, out, lse, torch.randn_like(out), None)
     operator = getattr(torch.ops.jax_kernels, name).default
     assert torch.Tag.cudagraph_unsafe in operator.tags
     checks = torch.library.opcheck(operator, arguments)

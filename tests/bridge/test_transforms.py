@@ -84,6 +84,45 @@ def test_vmap_of_lengths_and_offsets(offset_shape, make_qkv):
     close(vmap(fixed)(*inputs), stacked(fixed, 3, *inputs))
 
 
+BIASES = {
+    "shared": (None, (4, 24, 24), None),
+    "of each entry": (None, (2, 1, 1, 24), None),
+    "mapped": (0, (3, 24, 24), None),
+    "mapped, and sinks": (0, (3, 2, 4, 1, 24), 0),
+    "no bias": (None, None, 0),
+}
+
+
+@pytest.mark.parametrize("case", BIASES)
+def test_vmap_of_biases_sinks_and_segments(case, make_qkv):
+    """vmap and vmap(grad) are a loop: each call has its own gradient, also of what the calls share."""
+    dim, shape, sinks_dim = BIASES[case]
+    bias = None if shape is None else torch.randn(shape)
+    sinks = None if case == "shared" else torch.randn(3, 4) if sinks_dim == 0 else torch.randn(4)
+    ids = torch.randint(0, 2, (3, 2, 24), dtype=torch.int32)
+    inputs = [torch.stack([x.detach() / (i + 1) for i in range(3)]) for x in make_qkv()]
+
+    def function(q, k, v, ids, b, s):
+        return bridge.flash_attention(q, k, v, segment_ids=ids, bias=b, sinks=s, window=9)
+
+    wanted = tuple(i for i, x in enumerate((*inputs, None, bias, sinks)) if x is not None)
+    loss = grad(lambda *x: function(*x).square().sum(), wanted)
+    in_dims = (0, 0, 0, 0, dim, sinks_dim)
+    every = [x if d == 0 else [x] * 3 for x, d in zip((*inputs, ids, bias, sinks), in_dims, strict=True)]
+    for f in (function, loss):
+        got = vmap(f, in_dims)(*inputs, ids, bias, sinks)
+        close(got, stacked(f, 3, *every), atol=1e-4)
+
+
+def test_grad_of_vmap_adds_over_a_shared_bias_and_sinks(make_qkv):
+    query, key, value = (x.detach() for x in make_qkv())
+    queries, shared = torch.stack([query, query.flip(1)]), (torch.randn(1, 4, 1, 24), torch.randn(4))
+    function = lambda q, b, s: bridge.flash_attention(q, key, value, bias=b, sinks=s)
+    got = grad(lambda *x: vmap(function, (0, None, None))(queries, *x).square().sum(), (0, 1))(*shared)
+    each = [grad(lambda *x, q=q: function(q, *x).square().sum(), (0, 1))(*shared) for q in queries]
+    close(got, tuple(a + b for a, b in zip(*each, strict=True)), atol=1e-4)
+
+
 @pytest.mark.filterwarnings("error:There is a performance drop")
 def test_vmap_of_grad(make_qkv):
     inputs = [torch.stack([x.detach() / (i + 1) for i in range(3)]) for x in make_qkv()]

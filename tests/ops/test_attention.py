@@ -1,5 +1,6 @@
 """flash_attention against float64, and under JAX's transformations; on a GPU, every implementation it has."""
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 
 from jax_kernels import flash_attention
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.ops.attention_table import IMPLEMENTATIONS
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import (
     ATTENTION_CASES,
     GPU_ATTENTION_CASES,
     AttentionCase,
-    AttentionResults,
     attention_float64,
     attention_inputs,
     rms_error,
@@ -40,30 +41,23 @@ def errors(case, got):
     return {name: rms_error(x, getattr(want, name)) for name, x in got.items()}
 
 
-def check_dead(case, got):
-    """Queries without a key and keys without a query give exact zeros, and lse = -inf."""
-    arguments = {"mask": None, "kv_lengths": case.arguments["kv_lengths"], "is_causal": case.is_causal}
-    positions = reference.positions(case.q_length, case.arguments["q_offset"])
-    live = reference.live(positions, jnp.arange(case.kv_length), **arguments)
-    live = np.broadcast_to(live, (case.batch, 1, case.q_length, case.kv_length))[:, 0]
-    dead_queries, dead_keys = ~live.any(axis=2), ~live.any(axis=1)
-    for name, dead in (("out", dead_queries), ("dq", dead_queries), ("dk", dead_keys), ("dv", dead_keys)):
-        assert not np.asarray(got[name])[dead].any(), f"{name} is not 0 where nothing attends"
-    if "lse" in got:
-        np.testing.assert_array_equal(np.isneginf(got["lse"]).any(axis=1), dead_queries)
+def dtypes(case):
+    """What each result should have."""
+    own = dict.fromkeys(("out", "dq", "dk", "dv"), case.dtype)
+    return own | {"lse": "float32", "dbias": case.bias_dtype or case.dtype, "dsinks": "float32"}
 
 
-def check(case, implementation, bounds):
+def check(case, implementation, bounds, check_dead):
     got = run_attention(case, attention_inputs(case), implementation)
-    assert {str(got[name].dtype) for name in ("out", "dq", "dk", "dv")} == {case.dtype}
+    assert {name: str(x.dtype) for name, x in got.items()} == {name: dtypes(case)[name] for name in got}
     over = {name: error for name, error in errors(case, got).items() if not error <= bounds[name]}
     assert not over, f"errors {over} above {bounds}"
     check_dead(case, got)
 
 
 @pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
-def test_against_float64(case):
-    check(case, "xla", tolerance(case))
+def test_against_float64(case, check_dead):
+    check(case, "xla", tolerance(case), check_dead)
 
 
 def poison():
@@ -88,16 +82,21 @@ def skip_where_not_served(case, implementation):
         pytest.skip(reason)
 
 
+def in_one_process(cases):
+    """The cases as parameters; under xdist's loadgroup a process has all tests of one, and one oracle serves them."""
+    return [pytest.param(case, id=case.name, marks=pytest.mark.xdist_group(case.name)) for case in cases]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", ATTENTION_CASES + GPU_ATTENTION_CASES, ids=str)
+@pytest.mark.parametrize("case", in_one_process(ATTENTION_CASES + GPU_ATTENTION_CASES))
 @pytest.mark.timeout(300)
-def test_on_gpu_against_float64(case, implementation):
+def test_on_gpu_against_float64(case, implementation, check_dead):
     skip_where_not_served(case, implementation)
     # cuDNN's kernels are not this library's: what is under test is how they are called.
     bounds = {name: 2 * x for name, x in tolerance(case).items()} if implementation == "cudnn" else gpu_bounds(case)
     poison()
-    check(case, implementation, bounds)
+    check(case, implementation, bounds, check_dead)
 
 
 @pytest.mark.gpu
@@ -108,7 +107,7 @@ def test_on_gpu_the_same_bits(name, implementation, deterministic):
     """Of the forward always, of the backward with deterministic=True."""
     case = next(case for case in GPU_ATTENTION_CASES if case.name == name)
     skip_where_not_served(case, implementation)
-    if deterministic and implementation in ("mosaic_gpu", "cudnn"):
+    if deterministic and implementation == "cudnn":
         with pytest.raises(NotImplementedError, match="deterministic"):
             run_attention(case, attention_inputs(case), implementation, deterministic=True)
         return
@@ -122,8 +121,14 @@ def test_on_gpu_the_same_bits(name, implementation, deterministic):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"is_causal": True}, {"mask": np.tri(37, 52, 9, bool)}, {"kv_lengths": np.array([52, 3], np.int32)}],
-    ids=["full", "causal", "mask", "kv_lengths"],
+    [
+        {},
+        {"is_causal": True},
+        {"mask": np.tri(37, 52, 9, bool)[None, None]},
+        {"kv_lengths": np.array([52, 3], np.int32)},
+        {"window": (7, 3), "bias": np.random.default_rng(5).standard_normal((1, 4, 37, 52), np.float32)},
+    ],
+    ids=["full", "causal", "mask", "kv_lengths", "window_bias"],
 )
 def test_the_oracle_is_attention(arguments, kv_heads):
     """The float64 reference, on which all else rests, against JAX's own attention."""
@@ -131,13 +136,17 @@ def test_the_oracle_is_attention(arguments, kv_heads):
         "", q_length=37, kv_length=52, heads=4, kv_heads=kv_heads, head_dim=16, v_head_dim=16, dtype="float32"
     )
     query, key, value, *_ = attention_inputs(case)
-    got, _ = reference.oracle(query, key, value, **arguments)
+    inputs = {name: arguments[name] for name in ("mask", "kv_lengths", "bias") if name in arguments}
+    options = {name: arguments[name] for name in ("is_causal", "window") if name in arguments}
+    got, _ = reference.oracle(AttentionInputs(query, key, value, **inputs), AttentionOptions(scale=0.25, **options))
     lengths = arguments.get("kv_lengths")
     want = jax.nn.dot_product_attention(
         query,
         key,
         value,
+        bias=arguments.get("bias"),
         mask=arguments.get("mask"),
+        local_window_size=arguments.get("window"),
         is_causal=arguments.get("is_causal", False),
         key_value_seq_lengths=lengths,
         query_seq_lengths=None if lengths is None else np.full_like(lengths, 37),
@@ -146,7 +155,9 @@ def test_the_oracle_is_attention(arguments, kv_heads):
 
 
 # Heads in groups, an offset, lengths, rows without keys: in float32, where small errors show.
-SMALL = next(case for case in ATTENTION_CASES if case.name == "everything")
+SMALL, SMALL_ELSE = (
+    next(case for case in ATTENTION_CASES if case.name == name) for name in ("everything", "everything_else")
+)
 
 
 @pytest.fixture
@@ -158,12 +169,20 @@ def small_chunks(monkeypatch):
     jax.clear_caches()
 
 
-def test_chunks(small_chunks):
+def test_chunks(small_chunks, check_dead):
     assert reference._chunk_length(*attention_inputs(SMALL)[:2]) == 16
-    check(SMALL, "xla", tolerance(SMALL))
+    for case in (SMALL, SMALL_ELSE, dataclasses.replace(SMALL_ELSE, name="bias_keys", bias="bs")):
+        check(case, "xla", tolerance(case), check_dead)
     # A chunk sums dk and dv in float32, whatever the inputs are.
     case = AttentionCase("chunks_bf16", q_length=300, kv_length=70, is_causal=True, kv_heads=1)
-    check(case, "xla", tolerance(case))
+    check(case, "xla", tolerance(case), check_dead)
+
+
+def results_of(attend):
+    """out, lse, dq, dk, dv of attend(query, key, value) on SMALL's arrays."""
+    *qkv, dout, dlse = attention_inputs(SMALL)
+    results, vjp = jax.vjp(jax.jit(attend), *qkv)
+    return *results, *vjp((dout, dlse))
 
 
 MASK = np.random.default_rng(1).random((2, 4, 45, 38)) < 0.3
@@ -176,13 +195,14 @@ MASK[1, 2, 7:9] = False  # queries without a key
     ids=["full", "one_batch", "one_head", "one_query", "3d", "2d", "row", "float32"],
 )
 def test_dense_mask(mask, small_chunks):
-    query, key, value, dout, dlse = attention_inputs(SMALL)
-    arguments = {"kv_lengths": np.asarray(SMALL.kv_lengths, np.int32), "is_causal": True}
-    got, got_vjp = jax.vjp(jax.jit(functools.partial(with_lse, mask=mask, q_offset=2, **arguments)), query, key, value)
-    full = jnp.broadcast_to(mask != 0, MASK.shape)
-    oracle = functools.partial(reference.oracle, mask=full, q_offset=2, **arguments)
-    want, want_vjp = jax.vjp(oracle, query, key, value)
-    for g, w in zip((*got, *got_vjp((dout, dlse))), (*want, *want_vjp((dout, dlse))), strict=True):
+    arguments = {"kv_lengths": np.asarray(SMALL.kv_lengths, np.int32), "is_causal": True, "q_offset": 2}
+    full = np.broadcast_to(mask != 0, MASK.shape)
+    options = AttentionOptions(scale=0.25, is_causal=True, q_offset=2)
+    got = results_of(functools.partial(with_lse, mask=mask, **arguments))
+    want = results_of(
+        lambda *qkv: reference.oracle(AttentionInputs(*qkv, mask=full, kv_lengths=arguments["kv_lengths"]), options)
+    )
+    for g, w in zip(got, want, strict=True):
         assert rms_error(g, w) < 2e-6
     if mask is MASK:
         assert np.isneginf(got[1][1, 2, 7:9]).all()
@@ -208,10 +228,9 @@ def test_on_gpu_dense_mask_by_cudnn(shape):
 
 @pytest.mark.parametrize("scale", [0.3, -0.7, 0, np.float32(2)], ids=str)
 def test_scale(scale):
-    query, key, value, dout, dlse = attention_inputs(SMALL)
-    got, got_vjp = jax.vjp(jax.jit(functools.partial(with_lse, scale=scale)), query, key, value)
-    want, want_vjp = jax.vjp(functools.partial(reference.oracle, scale=float(scale)), query, key, value)
-    for g, w in zip((*got, *got_vjp((dout, dlse))), (*want, *want_vjp((dout, dlse))), strict=True):
+    got = results_of(functools.partial(with_lse, scale=scale))
+    want = results_of(lambda *qkv: reference.oracle(AttentionInputs(*qkv), AttentionOptions(scale=float(scale))))
+    for g, w in zip(got, want, strict=True):
         assert rms_error(g, w) < 2e-6
 
 
@@ -257,52 +276,44 @@ def any_case(draw):
         is_causal=draw(st.booleans()),
         q_offset=draw(st.one_of(offset, st.tuples(*[offset] * batch))),
         kv_lengths=draw(st.none() | st.tuples(*[st.integers(0, kv_length + 3)] * batch)),
+        window=draw(st.none() | st.integers(0, 30) | st.tuples(st.integers(-1, 30), st.integers(-1, 30))),
+        softcap=draw(st.none() | st.floats(0.5, 20)),
+        sinks=draw(st.booleans()),
+        segments=draw(st.sampled_from([None, "packed", "mixed"])),
+        bias=draw(st.none() | st.sampled_from(["", "h", "t", "bs", "hts", "bhts"])),
+        bias_masks=draw(st.booleans()),
     )
 
 
-def numpy_attention(case, query, key, value, dout, dlse):
-    """Forward and gradient in float64, written out: shares nothing with the library."""
-    query, key, value, dout, dlse = (np.asarray(x).astype(np.float64) for x in (query, key, value, dout, dlse))
-    group = case.heads // case.kv_heads
-    k, v = (np.repeat(x, group, axis=2) for x in (key, value))
-    keys, queries = np.arange(case.kv_length), np.arange(case.q_length)[:, None]
-    live = np.ones((case.batch, case.heads, case.q_length, case.kv_length), bool)
-    for b in range(case.batch):
-        if case.is_causal:
-            live[b] &= keys <= queries + (case.q_offset if isinstance(case.q_offset, int) else case.q_offset[b])
-        if case.kv_lengths is not None:
-            live[b] &= keys < case.kv_lengths[b]
-    scale = case.head_dim**-0.5
-    weights = np.exp(scale * np.einsum("bthd,bshd->bhts", query, k)) * live
-    total = weights.sum(axis=-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = np.log(total[..., 0])
-    weights /= np.where(total == 0, 1, total)
-    out = np.einsum("bhts,bshd->bthd", weights, v)
-    dweights = np.einsum("bthd,bshd->bhts", dout, v)
-    delta = (weights * dweights).sum(axis=-1) - dlse
-    dscores = scale * weights * (dweights - delta[..., None])
-    sums = lambda x: x.reshape(*key.shape[:3], group, -1).sum(axis=3)
-    dq = np.einsum("bhts,bshd->bthd", dscores, k)
-    dk = sums(np.einsum("bhts,bthd->bshd", dscores, query))
-    return AttentionResults(out, lse, dq, dk, sums(np.einsum("bhts,bthd->bshd", weights, dout)))
+@pytest.mark.parametrize(("implementation", "examples"), [("xla", 12), ("triton", 8)])
+def test_any_case(implementation, examples, numpy_attention, check_dead, monkeypatch):
+    """Any combination of arguments and shapes; the kernels, which have no GPU here, interpreted."""
+    if implementation != "xla":
+        monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+
+    @hypothesis.given(any_case(), st.integers(0, 1000))
+    @hypothesis.settings(max_examples=examples)
+    def any_of_them(case, seed):
+        check_any(case, attention_inputs(case, seed), implementation, numpy_attention, check_dead)
+
+    any_of_them()
 
 
-@hypothesis.given(any_case(), st.integers(0, 1000))
-@hypothesis.settings(max_examples=12)
-def test_any_case(case, seed):
-    arrays = attention_inputs(case, seed)
-    got = run_attention(case, arrays, "xla")
+def check_any(case, arrays, implementation, numpy_attention, check_dead):
+    got = run_attention(case, arrays, implementation)
     want = numpy_attention(case, *arrays)
     for name, x in got.items():
         np.testing.assert_allclose(x, getattr(want, name), rtol=1e-5, atol=1e-5, err_msg=name)
     check_dead(case, got)
 
 
-def test_the_oracle_has_the_right_gradient():
-    arrays = attention_inputs(SMALL)
-    for got, want in zip(attention_float64(SMALL, *arrays), numpy_attention(SMALL, *arrays), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
+@pytest.mark.parametrize("case", [SMALL, SMALL_ELSE], ids=str)
+def test_the_oracle_has_the_right_gradient(case, numpy_attention):
+    arrays = attention_inputs(case)
+    got, want = (f(case, *arrays)._asdict() for f in (attention_float64, numpy_attention))
+    assert list(got) == list(want)
+    for name, x in got.items():
+        np.testing.assert_allclose(x, want[name], rtol=1e-12, atol=1e-13, err_msg=name)
 
 
 def test_rms_error():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import explain, flash_attention
+from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention_table import IMPLEMENTATIONS
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
@@ -143,6 +144,56 @@ BAD = [
 ]
 
 
+IDS = np.zeros((B, T), np.int32)
+BAD += [
+    ("window_type", {"window": 1.5}, TypeError, "window: got 1.5, want an int from 0 to 2**29, or (left, right)"),
+    ("window_bool", {"window": True}, TypeError, "window: got True, want an int"),
+    ("window_array", {"window": np.array([1, 2])}, TypeError, "window: got array([1, 2]), want an int"),
+    ("window_one", {"window": (3,)}, ValueError, "window: got (3,), want an int"),
+    ("window_three", {"window": (3, 2, 1)}, ValueError, "window: got (3, 2, 1), want an int"),
+    ("window_negative", {"window": (3, -2)}, ValueError, "window: got (3, -2), want an int"),
+    ("window_wide", {"window": 1 << 30}, ValueError, "window: got 1073741824, want an int"),
+    (
+        "segments_type",
+        {"segment_ids": 3},
+        TypeError,
+        "segment_ids: got int for query, want an int32 array [B, T], or a (query, key) pair of",
+    ),
+    (
+        "segments_one",
+        {"segment_ids": IDS},
+        ValueError,
+        "segment_ids: got one array where query and key have lengths 6 and 5, want a (query, key) pair",
+    ),
+    ("segments_three", {"segment_ids": (IDS,) * 3}, ValueError, "segment_ids: got 3 items, want an int32 array"),
+    ("segments_none", {"segment_ids": (IDS, None)}, ValueError, "segment_ids: got 2 items, want an int32 array"),
+    ("segments_shape", {"segment_ids": (IDS, IDS + 0)}, ValueError, "segment_ids: got shape (2, 6) for key, want"),
+    ("segments_query", {"segment_ids": (IDS[:1], IDS)}, ValueError, "segment_ids: got shape (1, 6) for query, want"),
+    ("segments_list", {"segment_ids": [[0] * T] * B}, TypeError, "segment_ids: got list for query, want an int32"),
+    ("segments_float", {"segment_ids": (IDS + 0.5, IDS[:, :S])}, TypeError, "segment_ids: got dtype float64, want"),
+    ("softcap_zero", {"softcap": 0}, ValueError, "softcap: got 0, want a number above 0, or None"),
+    ("softcap_negative", {"softcap": -2.0}, ValueError, "softcap: got -2.0, want a number above 0, or None"),
+    ("softcap_inf", {"softcap": np.inf}, ValueError, "softcap: got inf, want a finite number"),
+    ("softcap_type", {"softcap": "30"}, TypeError, "softcap: got str, want a number that is known when tracing"),
+    ("sinks_shape", {"sinks": np.zeros(HKV, np.float32)}, ValueError, "sinks: got shape (2,), want [heads] = (4,)"),
+    ("sinks_dtype", {"sinks": np.zeros(H)}, TypeError, "sinks: got dtype float64, want bfloat16, float16 or float32"),
+    ("sinks_int", {"sinks": jnp.zeros(H, jnp.int32)}, TypeError, "sinks: got dtype int32, want bfloat16, float16"),
+    ("sinks_type", {"sinks": 0.0}, TypeError, "sinks: got float, want an array"),
+    ("bias_type", {"bias": 0.5}, TypeError, "bias: got float, want an array"),
+    ("bias_dtype", {"bias": jnp.zeros((T, S), jnp.bfloat16)}, TypeError, "bias: got dtype bfloat16, want query's"),
+    ("bias_float64", {"bias": np.zeros((T, S))}, TypeError, "bias: got dtype float64, want query's dtype float32"),
+    ("bias_bool", {"bias": np.ones((T, S), bool)}, TypeError, "want query's dtype float32; a bool one is a mask"),
+    (
+        "bias_fp16",
+        BFLOAT16 | {"bias": np.zeros((T, S), np.float16)},
+        TypeError,
+        "bias: got dtype float16, want query's dtype bfloat16 or float32",
+    ),
+    ("bias_shape", {"bias": np.zeros((T, 4), np.float32)}, ValueError, "bias: got shape (6, 4), want a shape broadc"),
+    ("bias_heads", {"bias": np.zeros((HKV, 1, 1), np.float32)}, ValueError, "bias: got shape (2, 1, 1), want a shape"),
+]
+
+
 @pytest.fixture
 def compiled():
     """The names of JAX's compile events while a test runs."""
@@ -168,12 +219,84 @@ def test_the_listener_hears_compiling(compiled):
     assert compiled
 
 
-@pytest.mark.parametrize("name", ["bias", "window", "segment_ids", "score_mod", "sinks", "softcap"])
-def test_argument_that_is_not_served_yet(name, compiled):
-    for value in (np.zeros((1, 1, T, S), np.float32), 0, lambda *score: score[0]):
-        with pytest.raises(NotImplementedError, match=f"{name}: not served yet by any implementation"):
-            flash_attention(**GOOD, **{name: value})
+def test_argument_that_is_not_served_yet(compiled):
+    with pytest.raises(NotImplementedError, match="score_mod: not served yet by any implementation"):
+        flash_attention(**GOOD, score_mod=lambda score, b, h, q, k: score)
     assert not compiled
+
+
+EVEN = {name: jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16) for name in ("query", "key", "value")}
+BIAS = jax.ShapeDtypeStruct((1, 4, 64, 64), jnp.bfloat16)
+LENGTHS = jax.ShapeDtypeStruct((2,), jnp.int32)
+NOT_SERVED = [
+    ("mosaic_gpu", {"bias": BIAS}, "it does not take a bias"),
+    ("triton", {"mask": jax.ShapeDtypeStruct((64, 64), bool)}, "it does not take a dense mask"),
+    ("cudnn", {"segment_ids": jax.ShapeDtypeStruct((2, 64), jnp.int32)}, "it does not take segment_ids"),
+    ("cudnn", {"softcap": 3}, "it does not take a softcap"),
+    ("cudnn", {"sinks": jax.ShapeDtypeStruct((4,), jnp.bfloat16)}, "it does not take sinks"),
+    ("cudnn", {"window": 4}, "its window has a left side alone, under a causal mask"),
+    ("cudnn", {"window": 4, "is_causal": True, "kv_lengths": LENGTHS}, "it does not take a window with kv_lengths"),
+    ("cudnn", {"window": (4, 0), "bias": BIAS}, "it does not take a window with kv_lengths, a dense mask or a bias"),
+    (
+        "cudnn",
+        {"window": (4, 0), "query": jax.ShapeDtypeStruct((2, 66, 4, 64), jnp.bfloat16)},
+        "with a window it needs a key for every query",
+    ),
+    (
+        "cudnn",
+        {"bias": jax.ShapeDtypeStruct((4, 64, 64), jnp.float32)},
+        "it takes a bias in query's dtype bfloat16, not float32",
+    ),
+    (
+        "cudnn",
+        {"bias": jax.ShapeDtypeStruct((2, 4, 64, 64), jnp.bfloat16)},
+        "it has a gradient for a bias of shape [1, H, T, S] = (1, 4, 64, 64) alone, not (2, 4, 64, 64)",
+    ),
+    (
+        "cudnn",
+        {"window": (4, 0)} | {name: jax.ShapeDtypeStruct((2, 64, 4, 192), jnp.bfloat16) for name in EVEN},
+        "with a window its head_dim is at most 128",
+    ),
+    (
+        "cudnn",
+        {"bias": BIAS, "mask": jax.ShapeDtypeStruct((64, 64), bool)},
+        "it does not take a bias with a dense mask",
+    ),
+]
+
+
+@pytest.mark.parametrize(("implementation", "arguments", "reason"), NOT_SERVED, ids=[str(x[1:]) for x in NOT_SERVED])
+def test_what_an_implementation_does_not_serve(implementation, arguments, reason):
+    with (
+        on_device("h200"),
+        pytest.raises(NotImplementedError, match=rf"'{implementation}' cannot .*: {re.escape(reason)}"),
+    ):
+        explain(flash_attention, **EVEN | arguments, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "implementation"),
+    [
+        ({"window": (4, 0)}, "mosaic_gpu"),
+        ({"window": 4, "is_causal": True}, "mosaic_gpu"),
+        ({"window": (4, 0), "implementation": "cudnn"}, "cudnn"),
+        ({"window": (-1, 0)}, "mosaic_gpu"),
+        ({"window": -1}, "mosaic_gpu"),
+        ({"window": (None, None)}, "mosaic_gpu"),
+        ({"bias": BIAS}, "cudnn"),
+        ({"bias": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}, "triton"),
+        ({"window": 4}, "mosaic_gpu"),
+        ({"softcap": np.float32(30)}, "mosaic_gpu"),
+        ({"segment_ids": jax.ShapeDtypeStruct((2, 64), jnp.int16)}, "mosaic_gpu"),
+        ({"sinks": jax.ShapeDtypeStruct((4,), jnp.float16)}, "mosaic_gpu"),
+        ({"sinks": jax.ShapeDtypeStruct((4,), jnp.float16), "bias": BIAS}, "triton"),
+        ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((64, 64), bool)}, "xla"),
+    ],
+    ids=str,
+)
+def test_what_serves_it_on_hopper(arguments, implementation):
+    with on_device("h200"):
+        assert explain(flash_attention, **EVEN | arguments).implementation == implementation
 
 
 @pytest.mark.parametrize("name", ["mosaic_gpu", "triton", "cudnn"])
@@ -211,5 +334,12 @@ def test_good_arguments_of_every_kind():
         for lengths in ([5, 2], (5, 2), np.array([5, 2], np.int64), jnp.array([5, 2], jnp.uint8)):
             got = flash_attention(**GOOD, is_causal=np.bool_(True), q_offset=offset, kv_lengths=lengths)
             np.testing.assert_array_equal(got, want)
+    for window in (-1, (None, -1), [-1, None], (-1, 4), (100, np.int64(100))):
+        np.testing.assert_array_equal(
+            flash_attention(**GOOD, window=window, is_causal=True), flash_attention(**GOOD, is_causal=True)
+        )
+    ids = (np.zeros((B, T), np.int64), jnp.zeros((B, S), jnp.uint8))
+    zeros = {"bias": np.zeros((1, S), np.float32), "sinks": np.full(H, -np.inf, jnp.bfloat16)}
+    np.testing.assert_allclose(flash_attention(**GOOD, segment_ids=ids, **zeros), flash_attention(**GOOD), rtol=1e-6)
     arrays = (np.asarray(x) for x in GOOD.values())
     np.testing.assert_array_equal(flash_attention(*arrays, is_causal=True), flash_attention(**GOOD, is_causal=True))

@@ -42,7 +42,8 @@ class Spec:
     """What to compile: the gradient of flash_attention (so its forward too), or the forward alone.
 
     row: compile with the blocks of this row of the GPU's block spec file, instead of the one that is planned.
-    kv_lengths, q_offsets: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
+    kv_lengths, q_offsets, segment_ids, sinks: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
+    window: "left,right". softcap: 0 is none.
     blocks: a Python expression for the row's (forward, backward), to try numbers that are in no row yet.
     keep: a folder that keeps XLA's log and what Mosaic dumps (its PTX among it).
     """
@@ -55,6 +56,11 @@ class Spec:
     is_causal: bool = False
     kv_lengths: bool = False
     q_offsets: bool = False
+    segment_ids: bool = False
+    sinks: bool = False
+    window: str = ""
+    softcap: float = 0.0
+    deterministic: bool = False
     lse: bool = False
     backward: bool = True
     batch: int = 2
@@ -75,7 +81,7 @@ class Spec:
             if not found or name not in fields:
                 raise SystemExit(f"got {word!r}, want field=value with a field of {', '.join(fields)}")
             kind = fields[name]
-            values[name] = bool(int(text)) if kind is bool else int(text) if kind is int else text
+            values[name] = bool(int(text)) if kind is bool else kind(text)
         return cls(**values)
 
     def words(self) -> list[str]:
@@ -178,11 +184,16 @@ def _compile(gpu: str, spec: Spec) -> list[str]:
     v_shape = (*k_shape[:3], spec.v_head_dim or spec.head_dim)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.dtype(spec.dtype)) for shape in (q_shape, k_shape, v_shape)]
     integers = jax.ShapeDtypeStruct((spec.batch,), jnp.int32)
-    extra = {}
+    extra: dict[str, Any] = {}
     if spec.kv_lengths:
         extra["kv_lengths"] = integers
     if spec.q_offsets:
         extra["q_offset"] = integers
+    if spec.segment_ids:
+        lengths = spec.q_length, spec.kv_length
+        extra["segment_ids"] = tuple(jax.ShapeDtypeStruct((spec.batch, length), jnp.int32) for length in lengths)
+    if spec.sinks:
+        extra["sinks"] = jax.ShapeDtypeStruct((spec.heads,), jnp.float32)
 
     def forward(query, key, value, extra):
         out, lse = flash_attention(
@@ -190,6 +201,9 @@ def _compile(gpu: str, spec: Spec) -> list[str]:
             key,
             value,
             is_causal=spec.is_causal,
+            window=tuple(int(side) for side in spec.window.split(",")) if spec.window else None,
+            softcap=spec.softcap or None,
+            deterministic=spec.deterministic,
             return_lse=True,
             precision=spec.precision or None,
             implementation=spec.implementation,

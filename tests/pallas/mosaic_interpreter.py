@@ -4,7 +4,7 @@ The stock interpreter (jax 0.11) has no wgmma with its first operand in register
 Run as a script it checks one case and prints JSON: it is a script because a kernel that deadlocks hangs its
 process, and a process can be killed.
 
-    python tests/pallas/mosaic_interpreter.py '{"batch": 1, ..., "races": true}'
+    python tests/pallas/mosaic_interpreter.py '{"batch": 1, ..., "races": true, "deterministic": true}'
 """
 
 import json
@@ -154,14 +154,18 @@ def install() -> None:
 def run(case: dict) -> dict:
     """Errors of the forward and the backward of one case against float64, and the races that were seen."""
     from jax_kernels import testing
+    from jax_kernels.pallas.attention import forward_sm90
 
     races = case.pop("races", False)
+    deterministic = case.pop("deterministic", False)
+    if case.pop("bounded", False):  # short walks do without it
+        forward_sm90.BOUNDED_FROM = 0
     case = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
     case = testing.AttentionCase(name="interpreted", **case)
     params = plgpu.InterpretGPUParams(detect_races=races)
     arrays = testing.attention_inputs(case, seed=0)
     with plgpu.force_gpu_interpret_mode(params):
-        got = testing.run_attention(case, arrays, "mosaic_gpu")
+        got = testing.run_attention(case, arrays, "mosaic_gpu", deterministic=deterministic)
         got = {name: jax.block_until_ready(x) for name, x in got.items()}
     found = bool(callbacks.get_races().races_found) if races else False
     want = testing.attention_float64(case, *arrays)._asdict()

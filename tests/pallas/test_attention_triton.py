@@ -12,10 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.forward_triton import walk
+from jax_kernels.pallas.attention.shared_triton import walk
 from jax_kernels.reference import attention as reference
+from jax_kernels.testing import (
+    ATTENTION_CASES,
+    AttentionCase,
+    attention_float64,
+    attention_inputs,
+    rms_error,
+    run_attention,
+    tolerance,
+)
 
 pytestmark = pytest.mark.timeout(120)
 # The time here is XLA's, for compiling the interpreted kernels: unoptimised code is compiled in half of it.
@@ -66,6 +76,14 @@ class Case:
         lengths = None if self.kv_lengths is None else jnp.asarray(self.kv_lengths, jnp.int32)
         return lengths, self.q_offset if isinstance(self.q_offset, int) else jnp.asarray(self.q_offset, jnp.int32)
 
+    def call(self, query, key, value):
+        """As the reference takes it."""
+        lengths, offset = self.limits
+        static = isinstance(self.q_offset, int)
+        inputs = AttentionInputs(query, key, value, kv_lengths=lengths, q_offset=None if static else offset)
+        scale = 1 / math.sqrt(self.head_dim)
+        return inputs, AttentionOptions(scale, is_causal=self.is_causal, q_offset=offset if static else None)
+
 
 @jit
 def kernels(case: Case, query, key, value, dout, dlse):
@@ -86,9 +104,7 @@ def kernels(case: Case, query, key, value, dout, dlse):
 
 @jit
 def _oracle(case: Case, query, key, value, dout, dlse):
-    kv_lengths, q_offset = case.limits
-    attend = lambda *qkv: reference.attention(*qkv, None, kv_lengths, q_offset, is_causal=case.is_causal)
-    results, vjp = jax.vjp(attend, query, key, value)
+    results, vjp = jax.vjp(lambda *qkv: reference.attention(*case.call(*qkv)), query, key, value)
     return *results, *vjp((dout, dlse))
 
 
@@ -106,14 +122,8 @@ def plain(case: Case, query, key, value, dout, dlse):
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     spread = lambda x: jnp.repeat(x, group, axis=2)
     gather = lambda x: x.reshape(*x.shape[:2], case.kv_heads, group, -1).sum(axis=3).astype(dtype)
-    kv_lengths, q_offset = case.limits
-    keep = reference.live(
-        reference.positions(case.q_length, q_offset),
-        jnp.arange(case.kv_length),
-        mask=None,
-        kv_lengths=kv_lengths,
-        is_causal=case.is_causal,
-    )
+    inputs, options = case.call(query, key, value)
+    keep = reference.live(inputs, options, reference.positions(inputs, options))
     scale = 1 / math.sqrt(case.head_dim)
     scores = jnp.where(keep, product("bthd,bshd->bhts", query, spread(key)) * scale, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
@@ -195,6 +205,21 @@ def test_matches_float64(case):
     check(case)
 
 
+def is_special(case: AttentionCase) -> bool:
+    extra = (case.window, case.softcap, case.segments, case.bias)
+    return any(x is not None for x in extra) or case.sinks
+
+
+@pytest.mark.parametrize("case", [case for case in ATTENTION_CASES if is_special(case)], ids=str)
+def test_windows_segments_softcap_sinks_and_biases(case):
+    arrays = attention_inputs(case)
+    want, bounds = attention_float64(case, *arrays)._asdict(), tolerance(case)
+    got = run_attention(case, arrays, "triton")
+    assert list(got) == list(want)
+    for name, x in got.items():
+        assert rms_error(x, want[name]) <= bounds[name], name
+
+
 @st.composite
 def cases(draw):
     kv_heads = draw(st.sampled_from([1, 2]))
@@ -230,21 +255,59 @@ def _poison(x, where):
     return jnp.where(where[:, None, None], jnp.nan, x)
 
 
-@pytest.mark.parametrize("limit", ["causal", "kv_lengths"])
+def check_that_only_these_are_read(case: AttentionCase, keys):
+    """One NaN that is read from another key, even with weight 0, would show in a result. keys: bool [S]."""
+    query, key, value, *cotangents = attention_inputs(case)
+    clean = run_attention(case, (query, key, value, *cotangents), "triton")
+    poisoned = (query, _poison(key, ~keys), _poison(value, ~keys), *cotangents)
+    for name, x in run_attention(case, poisoned, "triton").items():
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(clean[name], np.float32), err_msg=name)
+    return {name: np.asarray(clean[name], np.float32) for name in ("dk", "dv")}
+
+
+# Blocks of 128 keys are dead from a border on; a length is exact to the key.
+UNSEEN = {
+    "causal": ({"is_causal": True, "q_offset": 36}, (0, 100), (0, 128)),
+    "kv_lengths": ({"kv_lengths": (100, 100)}, (0, 100), (0, 100)),
+    "window": ({"window": (40, 30), "q_offset": 200}, (160, 294), (128, 384)),
+    "window_left": ({"window": (40, -1), "q_offset": 300}, (260, 400), (256, 400)),
+}
+
+
+@pytest.mark.parametrize("limit", UNSEEN)
 def test_keys_that_no_query_sees_are_not_read(limit):
-    """The first 100 keys count. One NaN that is read, even with weight 0, would show in a result."""
-    shown = {"is_causal": True, "q_offset": 36} if limit == "causal" else {"kv_lengths": (100, 100)}
-    case = Case(q_length=64, kv_length=400, head_dim=64, dtype="bfloat16", **shown)
-    # Causal blocks are dead from a block border on: 128 keys. A length is exact to the key.
-    unseen = jnp.arange(400) >= (128 if limit == "causal" else 100)
-    query, key, value, *cotangents = case.arrays()
-    clean = kernels(case, query, key, value, *cotangents)
-    poisoned = kernels(case, query, _poison(key, unseen), _poison(value, unseen), *cotangents)
-    for name, x, y in zip(RESULTS, poisoned, clean, strict=True):
-        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32), err_msg=name)
-    for gradient in clean[3:]:
-        assert not np.any(np.asarray(gradient[:, 100:], np.float32))
-        assert np.all(np.any(np.asarray(gradient[:, :100], np.float32), axis=-1))
+    shown, seen, read = UNSEEN[limit]
+    case = AttentionCase(limit, q_length=64, kv_length=400, **shown)
+    keys = np.arange(400)
+    for gradient in check_that_only_these_are_read(case, (keys >= read[0]) & (keys < read[1])).values():
+        np.testing.assert_array_equal(gradient.any(axis=(0, 2, 3)), (keys >= seen[0]) & (keys < seen[1]))
+
+
+def test_keys_of_other_segments_are_not_read(monkeypatch):
+    """Queries of segment 1 alone, which is in the middle of the keys: from 170 to 299."""
+    keys = np.arange(400)
+    kv_ids = np.where(keys < 170, 0, np.where(keys < 300, 1, 2)).astype(np.int32)
+    ids = (np.ones((2, 64), np.int32), np.broadcast_to(kv_ids, (2, 400)))
+    monkeypatch.setattr(AttentionCase, "_segment_ids", lambda case: ids)
+    case = AttentionCase("segments", q_length=64, kv_length=400, segments="packed")
+    for gradient in check_that_only_these_are_read(case, (keys >= 128) & (keys < 384)).values():
+        np.testing.assert_array_equal(gradient.any(axis=(0, 2, 3)), kv_ids == 1)
+
+
+def test_queries_of_other_segments_are_not_read_by_the_key_pass(monkeypatch):
+    """Keys of segment 1 alone. With blocks of 64 queries, those below 128 and from 320 on are others'."""
+    queries = np.arange(400)
+    q_ids = np.where(queries < 170, 0, np.where(queries < 300, 1, 2)).astype(np.int32)
+    ids = (np.broadcast_to(q_ids, (2, 400)), np.ones((2, 64), np.int32))
+    monkeypatch.setattr(AttentionCase, "_segment_ids", lambda case: ids)
+    case = AttentionCase("segments", q_length=400, kv_length=64, segments="packed")
+    query, *rest = attention_inputs(case)
+    clean, poisoned = (
+        run_attention(case, (x, *rest), "triton")
+        for x in (query, _poison(query, jnp.asarray((queries < 128) | (queries >= 320))))
+    )
+    for name in ("dk", "dv"):
+        np.testing.assert_array_equal(*(np.asarray(x[name], np.float32) for x in (clean, poisoned)), err_msg=name)
 
 
 def test_the_predicate_is_for_partial_blocks_only():
@@ -296,3 +359,22 @@ def test_nothing_has_query_length_times_key_length_numbers():
     case = Case(q_length=2048, kv_length=2048, heads=1, kv_heads=1, batch=1, head_dim=16, is_causal=True)
     sizes = [math.prod(v.aval.shape) for e in _trace(case) for v in e.outvars if hasattr(v.aval, "shape")]
     assert max(sizes) == 2048 * 16
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_bias_gradient_is_computed_only_where_it_is_asked_for(wanted):
+    """And then in memory of its own size: the bias [1, H, 1, S] is never broadcast."""
+    case = AttentionCase("", q_length=1024, kv_length=1024, heads=4, kv_heads=4, head_dim=16, bias="hs")
+    query, key, value, dout, _ = attention_inputs(case)
+    bias = case.arguments["bias"]
+
+    def loss(query, bias):
+        out = flash_attention(query, key, value, bias=bias, implementation="triton")
+        return (out * dout).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, (0, 1) if wanted else 0))(query, bias)
+    equations = list(_equations(jaxpr.jaxpr))
+    names = [str(e.params["name"]) for e in equations if e.primitive.name == "pallas_call"]
+    assert ("attention_backward_dbias_triton" in names) == wanted, names
+    sizes = [math.prod(v.aval.shape) for e in equations for v in e.outvars if hasattr(v.aval, "shape")]
+    assert max(sizes) < 1024 * 1024

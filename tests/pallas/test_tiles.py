@@ -2,25 +2,38 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.tiles import Limits
 from jax_kernels.pallas.block_specs import specs
 
 
 def dense(limits, q_length, kv_length):
-    queries, keys = np.arange(q_length)[:, None], np.arange(kv_length)
-    keep = keys < limits.kv_length
-    return keep & (keys <= queries + limits.q_offset) if limits.is_causal else keep & (queries >= 0)
+    positions, keys = np.arange(q_length)[:, None] + limits.q_offset, np.arange(kv_length)
+    keep = np.broadcast_to(keys < limits.kv_length, (q_length, kv_length))
+    left, right = limits.window or (-1, -1)
+    right = 0 if limits.is_causal else right
+    keep = keep & (keys >= positions - left) if left >= 0 else keep
+    return keep & (keys <= positions + right) if right >= 0 else keep
 
 
-# Every alignment of the diagonal and of the last key with the blocks.
+BLOCKS = ((4, 4), (4, 8), (8, 4), (16, 8))
+# Every alignment of the diagonal, of a window's sides and of the last key with the blocks.
 EVERY = [
-    (Limits(q_offset, kv_length, is_causal), block_q, block_kv)
+    (Limits(q_offset, kv_length, is_causal), *blocks)
     for q_offset, kv_length, is_causal in itertools.product(range(-20, 40), (0, 1, 6, 16, 31), (True, False))
-    for block_q, block_kv in ((4, 4), (4, 8), (8, 4), (16, 8))
+    for blocks in BLOCKS
+] + [
+    (Limits(q_offset, kv_length, False, window), *blocks)
+    for q_offset, kv_length in itertools.product(range(-25, 45, 3), (1, 16, 31))
+    for window in ((0, 0), (3, 0), (5, 9), (18, 2), (-1, 4), (7, -1), (40, 40))
+    for blocks in BLOCKS
 ]
+EVERY += [(Limits(q_offset, 31, True, (left, 0)), 4, 8) for q_offset in range(-20, 40) for left in (0, 1, 5, 13)]
 Q_LENGTH, KV_LENGTH = 32, 32
 
 
@@ -30,23 +43,74 @@ def test_key_blocks_are_the_live_ones_partial_first():
         for q_start in range(0, Q_LENGTH, block_q):
             blocks = limits.key_blocks(q_start, block_q, block_kv)
             visited = [blocks.at(step) for step in range(blocks.count)]
-            tiles = mask[q_start : q_start + block_q].reshape(block_q, -1, block_kv)
-            assert sorted(visited) == np.flatnonzero(tiles.any(axis=(0, 2))).tolist(), (limits, q_start)
-            assert all(tiles[:, block].all() for block in visited[blocks.partial :]), (limits, q_start)
-            assert not any(tiles[:, block].all() for block in visited[: blocks.partial]), (limits, q_start)
+            cut = mask[q_start : q_start + block_q].reshape(block_q, -1, block_kv)
+            assert sorted(visited) == np.flatnonzero(cut.any(axis=(0, 2))).tolist(), (limits, q_start)
+            assert all(cut[:, block].all() for block in visited[blocks.partial :]), (limits, q_start)
+            assert not any(cut[:, block].all() for block in visited[: blocks.partial]), (limits, q_start)
 
 
+@pytest.mark.parametrize("predicate_at_end", [True, False])
 @pytest.mark.parametrize("q_length", [32, 27])
-def test_query_blocks_hold_every_live_one(q_length):
+def test_query_blocks_hold_every_live_one(q_length, predicate_at_end):
     for limits, block_q, block_kv in EVERY:
         mask = dense(limits, Q_LENGTH, KV_LENGTH)
-        for kv_start in range(0, KV_LENGTH, block_kv):
-            blocks = limits.query_blocks(kv_start, block_kv, block_q, q_length)
+        for kv_start in range(0, KV_LENGTH if predicate_at_end else limits.kv_length, block_kv):
+            blocks = limits.query_blocks(kv_start, block_kv, block_q, q_length, predicate_at_end=predicate_at_end)
             visited = [blocks.at(step) for step in range(blocks.count)]
-            tiles = mask[:, kv_start : kv_start + block_kv].reshape(-1, block_q, block_kv)[: -(-q_length // block_q)]
-            live = np.flatnonzero(tiles.any(axis=(1, 2))).tolist()
-            assert visited == live, (limits, kv_start)
-            assert all(tiles[block].all() for block in visited[blocks.partial :]), (limits, kv_start)
+            cut = mask[:, kv_start : kv_start + block_kv].reshape(-1, block_q, block_kv)[: -(-q_length // block_q)]
+            live = np.flatnonzero(cut.any(axis=(1, 2))).tolist()
+            assert sorted(visited) == live, (limits, kv_start)
+            assert visited == live or limits.left >= 0
+            kept = cut if predicate_at_end else cut[..., : limits.kv_length - kv_start]
+            assert all(kept[block].all() for block in visited[blocks.partial :]), (limits, kv_start)
+            if kv_start + block_kv <= limits.kv_length and q_length == Q_LENGTH:
+                assert not any(kept[block].all() for block in visited[: blocks.partial]), (limits, kv_start)
+
+
+def test_traced_limits_visit_what_python_numbers_do():
+    """Kernels compute with int32 scalars, some of which are Python's where they are known."""
+
+    @jax.jit
+    def traced(q_offset, kv_length, start):
+        def order(blocks):
+            return blocks.count, blocks.partial, jax.vmap(blocks.at)(jnp.arange(8))
+
+        limits = [Limits(q_offset, kv_length, *rest) for rest in ((True,), (False,), (False, (5, 9)), (True, (6, 0)))]
+        keys = [order(x.key_blocks(start, 4, 8)) for x in limits]
+        return keys, [order(x.query_blocks(start, 8, 4, 31)) for x in limits]
+
+    for q_offset, kv_length, start in itertools.product((-9, 0, 5, 30), (0, 6, 31), (0, 8, 24)):
+        keys, queries = traced(q_offset, kv_length, start)
+        for index, rest in enumerate(((True,), (False,), (False, (5, 9)), (True, (6, 0)))):
+            limits = Limits(q_offset, kv_length, *rest)
+            pairs = ((keys, limits.key_blocks(start, 4, 8)), (queries, limits.query_blocks(start, 8, 4, 31)))
+            for got, want in pairs:
+                count, partial, order = got[index]
+                assert (int(count), int(partial)) == (want.count, want.partial), limits
+                assert order[: want.count].tolist() == [want.at(step) for step in range(want.count)], limits
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_segment_ranges_hold_every_live_block(ordered):
+    random = np.random.default_rng(0)
+    q_ids, kv_ids = (random.integers(-1, 9, (20, length), np.int32) for length in (27, 40))
+    if ordered:
+        q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
+    q_ids[0], kv_ids[1], q_ids[2, 8:12] = -1, -1, -1
+    q_ids, kv_ids = (np.asarray(x) for x in tiles.segment_arrays(q_ids, kv_ids))
+    live = np.zeros((20, 28, 40), bool)
+    live[:, :27] = q_ids[:, :, None] == kv_ids[:, None]
+    live = live.reshape(20, 7, 4, 5, 8).any(axis=(2, 4))
+    for blocks, ranges in (
+        (live, tiles.segment_ranges(jnp.asarray(q_ids), 4, jnp.asarray(kv_ids), 8)),
+        (live.swapaxes(1, 2), tiles.segment_ranges(jnp.asarray(kv_ids), 8, jnp.asarray(q_ids), 4)),
+    ):
+        indices = np.arange(blocks.shape[2])
+        first, end = np.asarray(ranges)[..., :1], np.asarray(ranges)[..., 1:]
+        inside = (indices >= first) & (indices < end)
+        assert (inside | ~blocks).all()
+        # A block that has lower and higher ids, but not the one, is taken for one that has it.
+        assert (inside & ~blocks).mean() < (0.01 if ordered else 0.6)
 
 
 def test_a_tile_without_keys_visits_one_block_with_the_predicate():

@@ -1,0 +1,108 @@
+"""What flash_attention takes of PyTorch: bad input raises, with the argument, what it got and what it wants.
+
+Shapes and ranges are checked by the JAX function, when an operator is traced.
+"""
+
+from typing import Any
+
+import torch
+
+__all__ = ["check_inputs", "check_statics", "check_tensor", "segment_pair", "window_sides"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
+    """Raises, naming the argument, unless it is a dense tensor on query's device, a CPU or a CUDA one."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__module__}.{type(tensor).__name__}, want a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor; convert it with .to_dense()")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, want one on a CPU or a CUDA device")
+    if tensor.device != query.device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, want query's device {query.device}")
+
+
+def _check_float(name: str, tensor: Any, query: torch.Tensor) -> None:
+    check_tensor(name, tensor, query)
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name}: got dtype {tensor.dtype}, want torch.bfloat16, torch.float16 or torch.float32; cast it, with "
+            f"{name}.to(torch.float32)"
+        )
+
+
+def _check_int32(name: str, tensor: Any, query: torch.Tensor) -> None:
+    check_tensor(name, tensor, query)
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, want torch.int32; cast it with {name}.to(torch.int32)")
+
+
+def check_inputs(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset) -> None:
+    """Types, dtypes and devices of the tensors of a call. segment_ids: segment_pair's."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _check_float(name, tensor, query)
+        if tensor.ndim != 4:
+            raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, want 4 axes [batch, length, heads, head_dim]")
+    if bias is not None:
+        check_tensor("bias", bias, query)
+        if bias.dtype == torch.bool:
+            raise TypeError("bias: got dtype torch.bool, want query's dtype or torch.float32; a bool one is a mask")
+        _check_float("bias", bias, query)
+    if sinks is not None:
+        _check_float("sinks", sinks, query)
+    if mask is not None:
+        check_tensor("mask", mask, query)
+        if mask.dtype != torch.bool:
+            raise TypeError(
+                f"mask: got dtype {mask.dtype}, want torch.bool (True = attend); an additive mask is a bias"
+            )
+    for tensor in segment_ids:
+        if tensor is not None:
+            _check_int32("segment_ids", tensor, query)
+    if kv_lengths is not None:
+        _check_int32("kv_lengths", kv_lengths, query)
+    if isinstance(q_offset, torch.Tensor):
+        _check_int32("q_offset", q_offset, query)
+    elif isinstance(q_offset, bool) or not isinstance(q_offset, int | torch.SymInt):
+        raise TypeError(f"q_offset: got {type(q_offset).__name__}, want an int or an int32 tensor")
+
+
+def check_statics(is_causal, scale, softcap, return_lse, deterministic, precision, implementation) -> None:
+    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: got {type(flag).__name__}, want a bool")
+    if deterministic is not None and not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
+    for name, number in (("scale", scale), ("softcap", softcap)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
+            raise TypeError(f"{name}: got {type(number).__name__}, want a number")
+    for name, choice in (("precision", precision), ("implementation", implementation)):
+        if choice is not None and not isinstance(choice, str):
+            raise TypeError(f"{name}: got {type(choice).__name__}, want a name or None")
+
+
+def window_sides(window: Any) -> tuple[int, int]:
+    """(left, right), -1 for no limit."""
+    if window is None:
+        return -1, -1
+    sides = window if isinstance(window, tuple | list) else (window, window)
+    whole = all(side is None or (isinstance(side, int) and not isinstance(side, bool)) for side in sides)
+    if len(sides) != 2 or not whole:
+        raise TypeError(f"window: got {window!r}, want an int, or (left, right) of them; -1 is no limit on that side")
+    left, right = (-1 if side is None else side for side in sides)
+    return left, right
+
+
+def segment_pair(segment_ids: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """(query's, key's)."""
+    if segment_ids is None:
+        return None, None
+    if not isinstance(segment_ids, tuple | list):
+        return segment_ids, segment_ids
+    if len(segment_ids) != 2 or any(x is None for x in segment_ids):
+        raise ValueError(
+            f"segment_ids: got {len(segment_ids)} items, want an int32 tensor [B, T], or a (query, key) pair of them"
+        )
+    return segment_ids[0], segment_ids[1]

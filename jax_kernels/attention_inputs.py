@@ -1,0 +1,61 @@
+"""What an attention call is made of, for everything from the public op down to a kernel."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+
+class AttentionInputs(NamedTuple):
+    """The arrays of a call. Those that a call lacks are None.
+
+    query: [B, T, H, D]. key: [B, S, Hkv, D], Hkv dividing H. value: [B, S, Hkv, Dv].
+    mask: bool, [B or 1, H or 1, T or 1, S or 1], True where a query may attend.
+    bias: added to the scores, [B or 1, H or 1, T or 1, S or 1], in query's dtype or float32; -inf masks out.
+    sinks: [B or 1, H] float32, logits that join the softmax's denominator and nothing else.
+    q_segment_ids, kv_segment_ids: [B, T] and [B, S] int32; a query attends to keys with its id, if that is >= 0.
+    kv_lengths: [B] int32, the number of keys that count.
+    q_offset: [B] int32, the position of query 0; None where AttentionOptions.q_offset has it.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    mask: Any = None
+    bias: Any = None
+    sinks: Any = None
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    kv_lengths: Any = None
+    q_offset: Any = None
+
+
+class AttentionGradients(NamedTuple):
+    """The gradients of AttentionInputs, each with its array's shape and dtype. None for what has none."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    sinks: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOptions:
+    """The static half of a call: hashable, so that it can key a jit cache.
+
+    The scores are query @ key^T * scale, then softcap * tanh(scores / softcap), then + bias. Query i stands at
+    position p = q_offset + i. Key j may be attended to if p >= j (is_causal), p - left <= j (window's left) and
+    j <= p + right (window's right; -1 is no limit on that side). A window has a limit that is_causal does not
+    give: (-1, -1) is None, and with is_causal its right is 0 and its left is not -1.
+    """
+
+    scale: float
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+    q_offset: int | None = 0
+    # "fp32" or "tf32" for float32 inputs, None for 16-bit ones.
+    precision: str | None = None
+    # Whether the backward gives bias a gradient, which costs it two more products.
+    bias_gradient: bool = True
+    # Whether the backward has to give the same bits on every run.
+    deterministic: bool = False

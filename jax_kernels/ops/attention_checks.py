@@ -1,0 +1,293 @@
+"""What flash_attention takes: bad input raises here, with the argument, what it got and what it wants."""
+
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import dispatch
+from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.ops.attention_table import AttentionRequest
+
+__all__ = ["check"]
+
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+MAX_HEAD_DIM = 256
+# A position, and the limit of a window, stay below these: their sums fit an int32.
+FARTHEST = 1 << 30
+WIDEST = 1 << 29
+
+
+def check(
+    query, key, value, *, bias=None, mask=None, is_causal=False, window=None, segment_ids=None, kv_lengths=None,
+    q_offset=0, score_mod=None, sinks=None, scale=None, softcap=None, return_lse=False, deterministic=None,
+    precision=None, implementation=None, **unknown,
+) -> tuple[AttentionRequest, AttentionInputs]:  # fmt: skip
+    """The request behind a call and its arrays in the kernels' form; raises what flash_attention documents."""
+    for name in unknown:
+        raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
+    if score_mod is not None:
+        raise NotImplementedError("score_mod: not served yet by any implementation of flash_attention; want None")
+    query, key, value = (_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    _check_shapes(query, key, value)
+    batch, q_length, heads, head_dim = query.shape
+    kv_length, kv_heads = key.shape[1:3]
+    scores = (batch, heads, q_length, kv_length)
+
+    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")
+    if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
+        raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
+    _check_number("scale", scale)
+    _check_number("softcap", softcap)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: got {softcap}, want a number above 0, or None")
+    if precision not in (None, "fp32", "tf32"):
+        raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None")
+    if precision is not None and query.dtype != jnp.float32:
+        raise ValueError(f"precision: got {precision!r} with {query.dtype} inputs, want None: it is for float32 inputs")
+    if implementation is not None and not isinstance(implementation, str):
+        raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
+
+    is_causal, window = _window(window, bool(is_causal))
+    mask, bias = _mask(mask, scores), _bias(bias, scores, query.dtype)
+    q_segment_ids, kv_segment_ids = _segment_ids(segment_ids, (batch, q_length), (batch, kv_length))
+    static_offset, q_offset = _offset(q_offset, batch)
+    inputs = AttentionInputs(
+        query=query,
+        key=key,
+        value=value,
+        mask=mask,
+        bias=bias,
+        sinks=_sinks(sinks, heads),
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        kv_lengths=_lengths(kv_lengths, batch),
+        q_offset=q_offset,
+    )
+    request = AttentionRequest(
+        op="flash_attention",
+        device=dispatch.target_device(query),
+        batch=batch,
+        q_length=q_length,
+        kv_length=kv_length,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=value.shape[-1],
+        dtype=str(query.dtype),
+        is_causal=is_causal,
+        window=window,
+        softcap=None if softcap is None else float(softcap),
+        has_mask=mask is not None,
+        bias_shape=None if bias is None else tuple(bias.shape),
+        bias_dtype=None if bias is None else str(bias.dtype),
+        has_sinks=sinks is not None,
+        has_segment_ids=segment_ids is not None,
+        has_kv_lengths=kv_lengths is not None,
+        q_offset=static_offset,
+        return_lse=bool(return_lse),
+        deterministic=_deterministic() if deterministic is None else bool(deterministic),
+        precision=(precision or "fp32") if query.dtype == jnp.float32 else None,
+    )
+    return request, inputs
+
+
+def _check_shapes(query: Any, key: Any, value: Any) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4:
+            raise ValueError(f"{name}: got shape {x.shape}, want 4 axes [batch, length, heads, head_dim]")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: got dtype {x.dtype}, want bfloat16, float16 or float32")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {query.dtype}")
+        if x.shape[0] != query.shape[0]:
+            raise ValueError(f"{name}: got batch {x.shape[0]}, want query's batch {query.shape[0]}")
+        if not 0 < x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: got head_dim {x.shape[-1]}, want 1 to {MAX_HEAD_DIM}")
+    batch, q_length, heads, head_dim = query.shape
+    kv_length, kv_heads = key.shape[1:3]
+    if key.shape[-1] != head_dim:
+        raise ValueError(f"key: got head_dim {key.shape[-1]}, want query's head_dim {head_dim}")
+    if value.shape[1:3] != (kv_length, kv_heads):
+        raise ValueError(f"value: got (length, heads) {value.shape[1:3]}, want key's {(kv_length, kv_heads)}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"key: got {kv_heads} heads, want a divisor of query's {heads} heads")
+    if 0 in (batch, q_length, heads, kv_length):
+        raise ValueError(f"query, key: got shapes {query.shape} and {key.shape}, want no axis of length 0")
+
+
+def _array(name: str, x: Any) -> Any:
+    """A jax.Array of one of DTYPES, or a ShapeDtypeStruct."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if isinstance(x, np.ndarray | np.generic) and x.dtype not in DTYPES:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want bfloat16, float16 or float32")
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name}: got {type(x).__module__}.{type(x).__name__}, want a jax.Array")
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def _reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return jnp.asarray(x, dtype).reshape(shape)
+
+
+def _check_number(name: str, x: Any) -> None:
+    if x is None:
+        return
+    if not isinstance(x, int | float | np.integer | np.floating) or isinstance(x, bool):
+        raise TypeError(f"{name}: got {type(x).__name__}, want a number that is known when tracing")
+    if not math.isfinite(x):
+        raise ValueError(f"{name}: got {x}, want a finite number")
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def _window(window: Any, is_causal: bool) -> tuple[bool, tuple[int, int] | None]:
+    """(is_causal, window) as AttentionOptions holds them: a right side of 0 is is_causal."""
+    if window is None:
+        return is_causal, None
+    sides = window if isinstance(window, tuple | list) else (window, window)
+    want = "want an int from 0 to 2**29, or (left, right) of them; -1 is no limit on that side"
+    if not all(side is None or _is_int(side) for side in sides):
+        raise TypeError(f"window: got {window!r}, {want}")
+    if len(sides) != 2 or not all(side is None or -1 <= side < WIDEST for side in sides):
+        raise ValueError(f"window: got {window!r}, {want}")
+    left, right = (-1 if side is None else int(side) for side in sides)
+    is_causal = is_causal or right == 0
+    right = 0 if is_causal else right
+    limits = left != -1 or right > 0
+    return is_causal, (left, right) if limits else None
+
+
+def _broadcastable(name: str, x: Any, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """x's shape with four axes, each of length 1 or that of `shape`."""
+    full = (1,) * (4 - x.ndim) + tuple(x.shape)
+    if x.ndim > 4 or any(got not in (1, wanted) for got, wanted in zip(full, shape, strict=True)):
+        raise ValueError(f"{name}: got shape {x.shape}, want a shape broadcastable to [B, H, T, S] = {shape}")
+    return full
+
+
+def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
+    """A bool mask with four axes, or None."""
+    if mask is None:
+        return None
+    if not isinstance(mask, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"mask: got {type(mask).__name__}, want a bool array")
+    if mask.dtype not in (jnp.dtype(bool), jnp.dtype(jnp.float32)):
+        raise TypeError(f"mask: got dtype {mask.dtype}, want bool (True = attend) or a float32 mask of 0 and 1")
+    full = _broadcastable("mask", mask, shape)
+    if not isinstance(mask, jax.ShapeDtypeStruct) and mask.dtype != bool:
+        # In numpy: under jit even a comparison of known values is traced.
+        known = None if isinstance(mask, jax.core.Tracer) else np.asarray(mask)
+        if known is not None and not ((known == 0) | (known == 1)).all():
+            raise ValueError("mask: got float32 values other than 0 and 1, want a bool mask; an additive one is a bias")
+        mask = mask != 0
+    return _reshaped(mask, full, bool)
+
+
+def _bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
+    """A bias with four axes, or None."""
+    if bias is None:
+        return None
+    if not isinstance(bias, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"bias: got {type(bias).__name__}, want an array")
+    if bias.dtype not in (dtype, jnp.dtype(jnp.float32)):
+        or_float32 = "" if dtype == jnp.float32 else " or float32"
+        hint = "; a bool one is a mask" if bias.dtype == bool else ""
+        raise TypeError(f"bias: got dtype {bias.dtype}, want query's dtype {dtype}{or_float32}{hint}")
+    return _reshaped(bias, _broadcastable("bias", bias, shape), bias.dtype)
+
+
+def _sinks(sinks: Any, heads: int) -> Any:
+    """[1, H] float32, or None."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"sinks: got {type(sinks).__name__}, want an array")
+    if sinks.dtype not in DTYPES:
+        raise TypeError(f"sinks: got dtype {sinks.dtype}, want bfloat16, float16 or float32")
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks: got shape {sinks.shape}, want [heads] = ({heads},)")
+    return _reshaped(sinks, (1, heads), jnp.float32)
+
+
+def _integers(name: str, x: Any, want: str) -> Any:
+    if not isinstance(x, jax.Array | np.ndarray | np.integer | list | tuple | jax.ShapeDtypeStruct):
+        raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
+    if isinstance(x, list | tuple | np.integer):
+        x = np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}: got dtype {x.dtype}, want int32")
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.int32))
+    if isinstance(x, np.ndarray) and (x != x.astype(np.int32)).any():
+        raise ValueError(f"{name}: got values up to {np.abs(x).max()}, want int32")
+    return jnp.asarray(x, jnp.int32)
+
+
+def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int, int]) -> tuple[Any, Any]:
+    """([B, T], [B, S]) int32, or Nones."""
+    if segment_ids is None:
+        return None, None
+    want = "want an int32 array [B, T], or a (query, key) pair of them, [B, T] and [B, S]"
+    if isinstance(segment_ids, tuple | list):
+        if len(segment_ids) != 2 or any(x is None for x in segment_ids):
+            raise ValueError(f"segment_ids: got {len(segment_ids)} items, {want}")
+        pair = segment_ids
+    else:
+        pair = (segment_ids, segment_ids)
+    for part, x, shape in (("query", pair[0], q_shape), ("key", pair[1], kv_shape)):
+        if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            raise TypeError(f"segment_ids: got {type(x).__name__} for {part}, {want}")
+        if pair[0] is pair[1] and q_shape != kv_shape:
+            raise ValueError(
+                f"segment_ids: got one array where query and key have lengths {q_shape[1]} and {kv_shape[1]}, "
+                "want a (query, key) pair"
+            )
+        if tuple(x.shape) != shape:
+            raise ValueError(f"segment_ids: got shape {x.shape} for {part}, want {list(shape)}")
+    q_ids, kv_ids = (_integers("segment_ids", x, want) for x in pair)
+    return q_ids, kv_ids
+
+
+def _lengths(kv_lengths: Any, batch: int) -> Any:
+    if kv_lengths is None:
+        return None
+    kv_lengths = _integers("kv_lengths", kv_lengths, "an int32 array")
+    if kv_lengths.shape != (batch,):
+        raise ValueError(f"kv_lengths: got shape {kv_lengths.shape}, want [batch] = ({batch},)")
+    return kv_lengths
+
+
+def _offset(q_offset: Any, batch: int) -> tuple[int | None, Any]:
+    """(the offset as an int, None) or (None, [B] int32)."""
+    if _is_int(q_offset):
+        if not -FARTHEST < q_offset < FARTHEST:
+            raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
+        return int(q_offset), None
+    q_offset = _integers("q_offset", q_offset, "an int or an int32 array")
+    if q_offset.shape not in ((), (batch,)):
+        raise ValueError(f"q_offset: got shape {q_offset.shape}, want an int, a scalar or [batch] = ({batch},)")
+    if isinstance(q_offset, jax.ShapeDtypeStruct):
+        return None, q_offset
+    return None, jnp.broadcast_to(q_offset, (batch,))
+
+
+def _deterministic() -> bool:
+    """What XLA was told: --xla_gpu_deterministic_ops, in XLA_FLAGS."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    on = [
+        f
+        for f in flags
+        if f.partition("=")[0] in ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
+    ]
+    return bool(on) and on[-1].partition("=")[2].lower() in ("", "true", "1")

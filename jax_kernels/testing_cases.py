@@ -1,0 +1,228 @@
+"""The cases of attention that tests, benchmarks and `jax-kernels check` share; jax_kernels.testing runs them."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """One attention call, without its arrays.
+
+    q_offset: an int, or one per batch entry. kv_lengths: None, or one per batch entry. precision: "fp32" or
+    "tf32" for float32, else None. magnitude: the standard deviation of the query; key and value have 1.
+    window, softcap: as flash_attention takes them. sinks: whether there are any. segments: None; "packed", one
+    after another and some padding at the end; or "mixed", ids in any order. bias: None, or the axes that a bias
+    has, of "bhts", the others being 1; bias_dtype: "" for dtype. bias_masks: some of it, and whole rows, are -inf.
+    """
+
+    name: str
+    batch: int = 2
+    q_length: int = 128
+    kv_length: int = 128
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int = 64
+    dtype: str = "bfloat16"
+    is_causal: bool = False
+    q_offset: int | tuple[int, ...] = 0
+    kv_lengths: tuple[int, ...] | None = None
+    precision: str | None = None
+    magnitude: float = 1.0
+    window: int | tuple[int, int] | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    segments: str | None = None
+    bias: str | None = None
+    bias_dtype: str = ""
+    bias_masks: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def differentiated(self) -> tuple[str, ...]:
+        """The arguments that have a gradient, in the order of AttentionResults."""
+        extra = {"bias": self.bias is not None, "sinks": self.sinks}
+        return ("query", "key", "value", *(name for name, given in extra.items() if given))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of flash_attention for this case."""
+        return {
+            "is_causal": self.is_causal,
+            "q_offset": self.q_offset if isinstance(self.q_offset, int) else np.asarray(self.q_offset, np.int32),
+            "kv_lengths": None if self.kv_lengths is None else np.asarray(self.kv_lengths, np.int32),
+            "precision": self.precision,
+            "window": self.window,
+            "softcap": self.softcap,
+            "bias": self._bias(),
+            "sinks": self._random(1).standard_normal(self.heads, np.float32) if self.sinks else None,
+            "segment_ids": None if self.segments is None else self._segment_ids(),
+        }
+
+    def _random(self, purpose: int) -> np.random.Generator:
+        return np.random.default_rng([purpose, self.batch, self.q_length, self.kv_length])
+
+    def _bias(self) -> Any:
+        if self.bias is None:
+            return None
+        sizes = {"b": self.batch, "h": self.heads, "t": self.q_length, "s": self.kv_length}
+        random = self._random(2)
+        bias = random.standard_normal([size if axis in self.bias else 1 for axis, size in sizes.items()], np.float32)
+        if self.bias_masks:
+            bias = np.where(random.random(bias.shape) < 0.2, -np.inf, bias)
+            bias[:, :, : self.q_length // 4] = -np.inf
+        return jnp.asarray(bias, self.bias_dtype or self.dtype)
+
+    def _segment_ids(self) -> tuple[np.ndarray, np.ndarray]:
+        lengths, random = (self.q_length, self.kv_length), self._random(3)
+        if self.segments == "mixed":
+            q_ids, kv_ids = (random.integers(-1, 3, (self.batch, length), np.int32) for length in lengths)
+            return q_ids, kv_ids
+        # A third, a third, what is left but for a tenth; each batch entry with other borders.
+        borders = np.array([0.33, 0.66, 0.9]) - random.random((self.batch, 1)) / 10
+        q_ids, kv_ids = ((np.arange(n)[:, None] >= borders[:, None] * n).sum(-1, dtype=np.int32) for n in lengths)
+        return np.where(q_ids == 3, -1, q_ids), np.where(kv_ids == 3, -1, kv_ids)
+
+
+def _heads(name: str, head_dim: int, v_head_dim: int | None = None, **fields: Any) -> AttentionCase:
+    fields = {"batch": 1, "q_length": 100, "kv_length": 100, "is_causal": True} | fields
+    return AttentionCase(name, head_dim=head_dim, v_head_dim=v_head_dim or head_dim, **fields)
+
+
+# Small: each takes milliseconds jitted on a CPU, and in interpret mode.
+ATTENTION_CASES = (
+    AttentionCase("full"),
+    AttentionCase("causal", is_causal=True),
+    AttentionCase("odd", q_length=131, kv_length=77),
+    AttentionCase("odd_causal", q_length=201, kv_length=201, is_causal=True),
+    AttentionCase("one_query", q_length=1, kv_length=130),
+    AttentionCase("one_query_last", q_length=1, kv_length=130, is_causal=True, q_offset=129),
+    AttentionCase("one_key", q_length=66, kv_length=1),
+    AttentionCase("more_keys_causal", q_length=72, kv_length=200, is_causal=True),
+    AttentionCase("gqa", heads=4, is_causal=True, q_length=100, kv_length=100),
+    AttentionCase("mqa", heads=4, kv_heads=1, q_length=100, kv_length=67),
+    _heads("head_dim_16", 16),
+    _heads("head_dim_40", 40),
+    _heads("head_dim_96", 96),
+    _heads("head_dim_128", 128),
+    _heads("head_dim_192", 192),
+    _heads("head_dim_256", 256, is_causal=False),
+    _heads("value_wider", 64, 128),
+    _heads("value_narrower", 128, 40, is_causal=False),
+    AttentionCase("offset_positive", q_length=72, kv_length=200, is_causal=True, q_offset=128),
+    # Queries 0 to 49 have no key.
+    AttentionCase("offset_negative", q_length=150, kv_length=100, is_causal=True, q_offset=-50),
+    AttentionCase("offset_per_batch", q_length=90, kv_length=140, is_causal=True, q_offset=(50, -30)),
+    AttentionCase("kv_lengths", batch=3, q_length=70, kv_length=140, kv_lengths=(0, 140, 65)),
+    AttentionCase("kv_lengths_causal", q_length=140, kv_length=140, is_causal=True, kv_lengths=(1, 77)),
+    AttentionCase("all_dead", batch=1, q_length=40, kv_length=60, is_causal=True, q_offset=-40),
+    AttentionCase("fp16", dtype="float16"),
+    AttentionCase("fp16_causal_gqa", dtype="float16", heads=4, is_causal=True, q_length=99, kv_length=131),
+    AttentionCase("fp32", dtype="float32", precision="fp32", q_length=99, kv_length=131),
+    AttentionCase("fp32_causal", dtype="float32", is_causal=True, heads=4, q_length=99, kv_length=99),
+    _heads("fp32_head_dim_128", 128, dtype="float32", q_offset=-10),
+    _heads("fp32_head_dim_256", 256, dtype="float32", q_length=50, kv_length=70),
+    AttentionCase("tf32", dtype="float32", precision="tf32", is_causal=True, kv_lengths=(100, 128)),
+    AttentionCase("window", window=(30, 20), q_length=150, kv_length=140),
+    AttentionCase("window_causal", window=40, is_causal=True, q_length=131, kv_length=131),
+    AttentionCase("window_left_only", window=(25, -1), q_length=90, kv_length=140, heads=4),
+    AttentionCase("window_right_only", window=(-1, 25), q_length=140, kv_length=90),
+    AttentionCase("window_of_one", window=0, q_length=70, kv_length=70),
+    # The last queries have no key, and the first ones in the second entry.
+    AttentionCase(
+        "window_offsets_lengths", window=(20, 9), q_length=150, kv_length=120, q_offset=(17, -40), kv_lengths=(120, 77)
+    ),
+    AttentionCase("segments", segments="packed", q_length=150, kv_length=150),
+    AttentionCase("segments_causal", segments="packed", q_length=140, kv_length=140, heads=4, is_causal=True),
+    AttentionCase("segments_mixed", segments="mixed", q_length=77, kv_length=131),
+    AttentionCase("segments_window", segments="packed", q_length=140, kv_length=140, window=(30, 5)),
+    AttentionCase("softcap", softcap=2.0),
+    AttentionCase("softcap_causal", softcap=30.0, is_causal=True, q_length=99, kv_length=131, magnitude=10.0),
+    AttentionCase("softcap_fp32", softcap=1.5, dtype="float32", is_causal=True, heads=4),
+    AttentionCase("sinks", sinks=True, q_length=99, kv_length=99, heads=4),
+    AttentionCase("sinks_dead", sinks=True, q_length=80, kv_length=60, is_causal=True, q_offset=-40),
+    AttentionCase("sinks_fp32", sinks=True, dtype="float32", is_causal=True, q_length=70, kv_length=70),
+    AttentionCase("bias_full", bias="bhts", q_length=150, kv_length=131, heads=4),
+    AttentionCase("bias_heads", bias="hts", bias_dtype="float32", is_causal=True, q_length=70, kv_length=70),
+    AttentionCase("bias_keys", bias="bs", q_length=150, kv_length=131, heads=4),
+    # The gradients of a row's scores add up to that of its lse alone: all else cancels, and only float32 shows it.
+    AttentionCase("bias_queries", bias="ht", dtype="float32", q_length=77, kv_length=131),
+    AttentionCase("bias_number", bias="", dtype="float32", q_length=77, kv_length=70, heads=4, is_causal=True),
+    AttentionCase("bias_masks", bias="hts", bias_masks=True, q_length=80, kv_length=80, kv_lengths=(80, 40)),
+    AttentionCase("bias_fp32", bias="bhts", dtype="float32", is_causal=True, q_length=70, kv_length=70),
+    AttentionCase(
+        "everything",
+        q_length=45,
+        kv_length=38,
+        heads=4,
+        head_dim=16,
+        v_head_dim=24,
+        dtype="float32",
+        is_causal=True,
+        q_offset=(-3, 5),
+        kv_lengths=(30, 38),
+    ),
+    AttentionCase(
+        "everything_else",
+        q_length=45,
+        kv_length=38,
+        heads=4,
+        head_dim=16,
+        v_head_dim=24,
+        dtype="float32",
+        q_offset=(-3, 5),
+        kv_lengths=(30, 38),
+        window=(15, 11),
+        softcap=3.0,
+        sinks=True,
+        segments="packed",
+        bias="hts",
+        bias_masks=True,
+    ),
+    # |query . key| reaches 10,000: the softmax must take its maximum out before it exponentiates.
+    AttentionCase("large", magnitude=300.0),
+    AttentionCase("large_fp16", dtype="float16", magnitude=300.0, is_causal=True),
+    AttentionCase("large_fp32", dtype="float32", magnitude=300.0),
+)
+
+
+def _long(name: str, head_dim: int, **fields: Any) -> AttentionCase:
+    fields = {"batch": 1, "q_length": 2048, "kv_length": 2048, "heads": 4, "kv_heads": 4} | fields
+    return AttentionCase(name, head_dim=head_dim, v_head_dim=head_dim, **fields)
+
+
+# For a GPU: many tiles in both directions, still within reach of the float64 oracle on the host.
+GPU_ATTENTION_CASES = (
+    *(
+        _long(f"long_{head_dim}{suffix}", head_dim, is_causal=is_causal)
+        for head_dim in (64, 96, 128, 192, 256)
+        for suffix, is_causal in (("", False), ("_causal", True))
+    ),
+    _long("long_odd_64", 64, q_length=2047, kv_length=2049),
+    _long("long_odd_128_causal", 128, q_length=2049, kv_length=2047, is_causal=True),
+    _long("long_odd_128_causal_last", 128, q_length=2047, kv_length=2049, is_causal=True, q_offset=2),
+    _long("long_odd_256_causal", 256, q_length=1025, kv_length=1025, is_causal=True),
+    _long("long_gqa_64", 64, heads=8, kv_heads=2, is_causal=True),
+    _long("long_gqa_128", 128, heads=8, kv_heads=2),
+    _long("long_gqa_128_fp16", 128, heads=8, kv_heads=2, is_causal=True, dtype="float16"),
+    _long("long_kv_lengths", 128, batch=4, q_length=513, kv_lengths=(0, 2048, 1, 1023)),
+    _long("long_offset_per_batch", 64, batch=2, q_length=513, is_causal=True, q_offset=(1535, -100)),
+    _long("long_fp32", 128, dtype="float32", precision="fp32", is_causal=True),
+    _long("long_tf32", 64, dtype="float32", precision="tf32"),
+    _long("long_window", 128, window=(512, 128)),
+    _long("long_window_causal", 64, window=512, is_causal=True, heads=8, kv_heads=2),
+    _long("long_window_odd", 128, window=(300, -1), q_length=2047, kv_length=1999, q_offset=50),
+    _long("long_segments", 128, batch=2, segments="packed", is_causal=True),
+    _long("long_segments_mixed", 64, segments="mixed"),
+    _long("long_softcap", 128, softcap=2.0, is_causal=True),
+    _long("long_sinks", 64, sinks=True, window=512, is_causal=True, heads=8, kv_heads=2),
+    _long("long_bias", 128, batch=2, bias="hts", is_causal=True),
+    _long("long_bias_full", 64, batch=2, bias="bhts", bias_dtype="float32", heads=8, kv_heads=2),
+    _long("long_bias_keys", 64, batch=2, bias="bs", bias_masks=True),
+    _long("long_bias_fp32", 64, bias="ts", dtype="float32", precision="fp32", softcap=5.0),
+)

@@ -1,0 +1,333 @@
+"""What the Triton attention kernels share: how a tile is loaded, which scores it has, and the walk over blocks.
+
+A kernel is a function of `Refs`, the call's arrays by name, and of a `Call`, what is known when tracing.
+"""
+
+import dataclasses
+import functools
+import math
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention import tiles
+
+LOG2E = math.log2(math.e)
+SMALLEST = 16  # the least size of a tensor core operand
+
+
+class Refs(NamedTuple):
+    """The arrays of a kernel; None where the call lacks one.
+
+    bounds: tiles.bounds_array. ranges: tiles.segment_ranges of the blocks that the programs own. lse2, delta: of the
+    backward. outs: what the kernel writes.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    sinks: Any = None
+    q_ids: Any = None
+    kv_ids: Any = None
+    ranges: Any = None
+    bounds: Any = None
+    dout: Any = None
+    lse2: Any = None
+    delta: Any = None
+    outs: Any = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a kernel knows of a call when it is traced."""
+
+    options: AttentionOptions
+    q_length: int
+    kv_length: int
+    heads: int
+    group: int  # heads of query to a head of key
+    head_dim: int
+    v_head_dim: int
+    block_q: int
+    block_kv: int
+    bias_columns: int | None  # of an aligned_bias
+    interpret: bool
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, interpret: bool):
+        """inputs.bias: an aligned_bias."""
+        _, q_length, heads, head_dim = inputs.query.shape
+        return cls(
+            options=options,
+            q_length=q_length,
+            kv_length=inputs.key.shape[1],
+            heads=heads,
+            group=heads // inputs.key.shape[2],
+            head_dim=head_dim,
+            v_head_dim=inputs.value.shape[3],
+            block_q=fit(block_q, q_length),
+            block_kv=fit(block_kv, inputs.key.shape[1]),
+            bias_columns=None if inputs.bias is None else inputs.bias.shape[3],
+            interpret=interpret,
+        )
+
+    @property
+    def q_blocks(self) -> int:
+        return pl.cdiv(self.q_length, self.block_q)
+
+    @property
+    def kv_blocks(self) -> int:
+        return pl.cdiv(self.kv_length, self.block_kv)
+
+    @property
+    def precision(self) -> lax.Precision:
+        """HIGHEST is exact float32 products; DEFAULT is tf32 for float32 operands."""
+        return lax.Precision.HIGHEST if self.options.precision == "fp32" else lax.Precision.DEFAULT
+
+    @property
+    def factor(self) -> float:
+        """Of the scores that `scores` gives, in exp2."""
+        if self.bias_columns is not None:
+            return LOG2E
+        return LOG2E * (self.options.scale if self.options.softcap is None else self.options.softcap)
+
+    def limits(self, refs: Refs, batch_index: Any) -> tiles.Limits:
+        return tiles.limits(
+            refs.bounds,
+            batch_index,
+            self.options.q_offset,
+            self.kv_length,
+            is_causal=self.options.is_causal,
+            window=self.options.window,
+        )
+
+    def key_blocks(self, refs: Refs, limits: tiles.Limits, batch_index: Any, q_index: Any) -> tiles.Blocks:
+        """The blocks of keys that a block of queries visits."""
+        among = None
+        if refs.ranges is not None:
+            among = tuple(refs.ranges[batch_index, q_index, side] for side in (0, 1))
+        blocks = limits.key_blocks(q_index * self.block_q, self.block_q, self.block_kv, among)
+        if refs.bias is not None and isinstance(blocks.partial, int) and blocks.partial:
+            # A loop of one turn is unrolled into the other loop's start: both tiles of the bias, and what goes with
+            # them, overflow Hopper's shared memory.
+            return dataclasses.replace(blocks, partial=blocks.count)
+        return blocks
+
+    def dot(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
+        """The float32 product of two matrices, summed over axis axes[0] of a and axes[1] of b."""
+        dimensions = (((axes[0],), (axes[1],)), ((), ()))
+        return lax.dot_general(a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32)
+
+    def scores(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """(the scores over factor * ln 2, the tanh in them), from query @ key^T and the bias of its tile."""
+        scale, softcap = self.options.scale, self.options.softcap
+        if softcap is None:
+            return (products if bias is None else products * scale + bias), None
+        if self.options.precision is None:  # exact to 1e-7 of softcap: 16-bit products are not
+            tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(products * (2 * LOG2E * scale / softcap)))
+        else:
+            tanh = jnp.tanh(products * (scale / softcap))
+        return (tanh if bias is None else tanh * softcap + bias), tanh
+
+    def exp2(self, x: jax.Array, shift: jax.Array) -> jax.Array:
+        """exp2(x * factor - shift), float32, in two instructions.
+
+        Triton as XLA runs it rounds the product, and its exp2 scales around denormal results: six instructions. This
+        one fuses the product, and gives 0 below 2**-126. The interpreter knows no assembly, and gets the formula.
+        """
+        if self.interpret:
+            return jnp.exp2(x * self.factor - shift)
+        bits = struct.pack(">f", self.factor).hex()
+        (result,) = plgpu.elementwise_inline_asm(
+            f"{{ .reg .f32 t; fma.rn.f32 t, $1, 0f{bits}, $2; ex2.approx.ftz.f32 $0, t; }}",
+            args=[x, jnp.broadcast_to(-shift, x.shape)],
+            constraints="=f,f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        )
+        return result
+
+
+def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
+    """pallas_call of kernel(refs, call=call, **rest). ins: (array, spec) of Refs by name; outs: (shape, spec) each."""
+    ins = {name: pair for name, pair in ins.items() if pair is not None and pair[0] is not None}
+
+    def body(*refs):
+        kernel(Refs(**dict(zip(ins, refs, strict=False)), outs=refs[len(ins) :]), call=call, **rest)
+
+    return pl.pallas_call(
+        body,
+        grid=grid,
+        in_specs=[spec for _, spec in ins.values()],
+        out_specs=[spec for _, spec in outs],
+        out_shape=[shape for shape, _ in outs],
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=call.interpret,
+        name=name,
+    )(*(array for array, _ in ins.values()))
+
+
+def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, Any, Any]:
+    """(bounds, segment ids of queries, of keys) in the kernels' form; None where the call lacks them."""
+    offset = inputs.q_offset if options.q_offset is None else options.q_offset
+    bounds = tiles.bounds_array(offset, inputs.kv_lengths, inputs.query.shape[0], inputs.key.shape[1])
+    if inputs.q_segment_ids is None:
+        return bounds, None, None
+    return bounds, *tiles.segment_arrays(inputs.q_segment_ids, inputs.kv_segment_ids)
+
+
+def padded(head_dim: int) -> int:
+    """The columns of a tensor that holds head_dim of them."""
+    return max(SMALLEST, pl.next_power_of_2(head_dim))
+
+
+def fit(block: int, length: int) -> int:
+    """A block's rows, not many more than there are."""
+    return min(block, max(SMALLEST, pl.next_power_of_2(length)))
+
+
+def all_rows(length: int, block: int) -> int:
+    """Rows of a view that holds whole blocks."""
+    return pl.cdiv(length, block) * block
+
+
+def whole(length: int, block: int, heads: int | None, head_dim: int, index_map: Any) -> pl.BlockSpec:
+    """All rows of one head of [B, T, H, D], or of `heads` of them; index_map gives (batch entry, block of heads).
+
+    Only a view: a program loads the blocks of rows that it walks.
+    """
+
+    def full_index_map(*grid):
+        b, h = index_map(*grid)
+        return b, 0, h, 0
+
+    return pl.BlockSpec((None, all_rows(length, block), heads, padded(head_dim)), full_index_map)
+
+
+def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
+    """For a small array of which a kernel reads scalars."""
+    return None if x is None else (x, pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim))
+
+
+def aligned_bias(bias: jax.Array | None) -> jax.Array | None:
+    """The bias, with rows of whole 16 bytes: read one by one, its numbers would take thousands of registers."""
+    if bias is None or bias.shape[3] == 1:
+        return bias
+    return jnp.pad(bias, [(0, 0)] * 3 + [(0, -bias.shape[3] % 8)])
+
+
+def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) -> pl.BlockSpec:
+    """Of a bias [B or 1, H or 1, T or 1, S or 1], whose axes of length 1 are broadcast. block, index_map: of full axes.
+
+    An axis of heads that is one stays out of the view, as None in block does.
+    """
+    one = bias.shape
+    block = tuple((None if axis < 2 else 1) if one[axis] == 1 else size for axis, size in enumerate(block))
+
+    def full_index_map(*grid):
+        return tuple(0 if n == 1 else i for n, i in zip(one, index_map(*grid), strict=True))
+
+    return pl.BlockSpec(block, full_index_map)
+
+
+def iota(size: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, (size,), 0)
+
+
+def row_mask(start: Any, rows: int, length: Any) -> jax.Array | None:
+    """Which rows from `start` exist; None where all do: length is None, or whole blocks of them."""
+    if length is None or (isinstance(length, int) and length % rows == 0):
+        return None
+    return start + iota(rows) < length
+
+
+def both(rows: jax.Array | None, columns: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
+    """The mask of a matrix whose rows and columns have masks."""
+    mask = None if rows is None else jnp.broadcast_to(rows[:, None], shape)
+    if columns is not None:
+        columns = jnp.broadcast_to(columns[None, :], shape)
+        mask = columns if mask is None else mask & columns
+    return mask
+
+
+def _mask(start: Any, rows: int, length: Any, head_dim: int) -> jax.Array | None:
+    width = padded(head_dim)
+    columns = None if head_dim == width else iota(width) < head_dim
+    return both(row_mask(start, rows, length), columns, (rows, width))
+
+
+def load(view: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
+    """Rows of a head, from row `start` on: [rows, padded head_dim], zeros where there is nothing.
+
+    length: how many rows count, so that what stands behind them is never read; None where all of these do.
+    """
+    mask = _mask(start, view.shape[0], length, head_dim)
+    return plgpu.load(view, mask=mask, other=None if mask is None else 0.0)
+
+
+def load_rows(view: Any, start: Any, length: Any, other: Any) -> jax.Array:
+    """A number for each row from `start` on, `other` where there is no row."""
+    mask = row_mask(start, view.shape[0], length)
+    return plgpu.load(view, mask=mask, other=None if mask is None else other)
+
+
+def load_bias(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], head: Any = None) -> jax.Array | None:
+    """A tile of the bias, float32 [rows or 1, columns or 1]; None without a bias.
+
+    rows, columns: what to take of the view's axes, where they are not 1. masks: which of these exist. head: of a view
+    that has an axis of heads.
+    """
+    if ref is None:
+        return None
+    axes = [slice(None) if n == 1 else part for n, part in zip(ref.shape[-2:], (rows, columns), strict=True)]
+    view = ref.at[tuple(axes) if len(ref.shape) == 2 else (head, *axes)]
+    row_mask, column_mask = (None if n == 1 else mask for n, mask in zip(view.shape[-2:], masks, strict=True))
+    mask = both(row_mask, column_mask, view.shape[-2:])
+    return plgpu.load(view, mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
+
+
+def store(ref: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> None:
+    """Stores what exists of a block of rows."""
+    plgpu.store(ref, x, mask=_mask(start, x.shape[0], length, head_dim))
+
+
+class Queries(NamedTuple):
+    """What each query of a block may attend to: keys from `start` (None: from the first) up to `limit`, of its id."""
+
+    start: jax.Array | None
+    limit: jax.Array
+    ids: jax.Array | None
+
+    @classmethod
+    def of(cls, limits: tiles.Limits, q_start: Any, block_q: int, ids: jax.Array | None) -> "Queries":
+        queries = q_start + iota(block_q)
+        start = limits.key_start(queries) if limits.left >= 0 else None
+        return cls(start, jnp.broadcast_to(limits.key_limit(queries), (block_q,)), ids)
+
+    def keep(self, keys: jax.Array, kv_ids: jax.Array | None, *, transposed: bool = False) -> jax.Array:
+        """The predicate of a tile [queries, keys], or if transposed [keys, queries]: bool."""
+        by_query = lambda x: x[None, :] if transposed else x[:, None]
+        by_key = lambda x: x[:, None] if transposed else x[None, :]
+        live = by_key(keys) < by_query(self.limit)
+        if self.start is not None:
+            live = live & (by_key(keys) >= by_query(self.start))
+        if self.ids is not None:
+            live = live & (by_query(self.ids) == by_key(kv_ids))
+        return live
+
+
+def walk(blocks: tiles.Blocks, step: Any, state: Any) -> Any:
+    """Runs step(index, state, partial=...) over the blocks: those that need the predicate, then the others."""
+    nothing = lambda first, last: first is last or (isinstance(first, int) and isinstance(last, int) and first >= last)
+    for first, last, partial in ((0, blocks.partial, True), (blocks.partial, blocks.count, False)):
+        if not nothing(first, last):
+            state = lax.fori_loop(first, last, functools.partial(step, partial=partial), state)
+    return state

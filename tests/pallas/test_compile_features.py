@@ -1,0 +1,88 @@
+"""The Triton attention kernels with windows, segments, softcap, sinks and biases, compiled for GPUs that are not here.
+
+Each compiles in a process of its own. What is asked: that tiles fit the GPU's shared memory, and registers roughly.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import aot
+
+EVERYTHING = {"window": 512, "segment_ids": True, "softcap": 30.0, "sinks": True, "kv_lengths": True, "kv_heads": 2}
+# The lengths are odd: rows of the bias are then not aligned in the caller's array.
+CASES = {
+    "window": ("h200", {"window": [512, 128]}),
+    "segments": ("h200", {"segment_ids": True, "is_causal": True}),
+    "bias": ("h200", {"bias": [2, 8, 4001, 3999]}),
+    "bias_float32": ("a6000", {"bias": [2, 8, 4001, 3999], "bias_dtype": "float32", "is_causal": True}),
+    "bias_of_keys": ("a100", {"bias": [2, 1, 1, 3999]}),
+    "everything": ("a100", EVERYTHING | {"bias": [1, 8, 4001, 3999], "bias_dtype": "float32"}),
+}
+# Bytes that a kernel may spill. Of a bias read number by number, it would be 25,000.
+MOST_SPILLS = 1500
+
+
+def _compile(gpu: str, options: dict) -> list[str]:
+    """Compiles forward and gradients in this process; the names of the kernels."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_kernels import flash_attention
+
+    batch, q_length, kv_length, heads, head_dim = 2, 4001, 3999, 8, 128
+    kv_heads = options.pop("kv_heads", heads)
+    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    arrays = {"query": array(batch, q_length, heads, head_dim)}
+    arrays |= {name: array(batch, kv_length, kv_heads, head_dim) for name in ("key", "value")}
+    if "bias" in options:
+        arrays["bias"] = array(*options.pop("bias"), dtype=options.pop("bias_dtype", "bfloat16"))
+    if options.pop("sinks", False):
+        arrays["sinks"] = array(heads, dtype="float32")
+    integers = {}
+    if options.pop("segment_ids", False):
+        integers["segment_ids"] = array(batch, q_length, dtype="int32"), array(batch, kv_length, dtype="int32")
+    if options.pop("kv_lengths", False):
+        integers["kv_lengths"] = array(batch, dtype="int32")
+
+    def both(arrays, integers, cotangents):
+        attend = lambda arrays: flash_attention(
+            **arrays, **integers, **options, return_lse=True, implementation="triton"
+        )
+        return jax.vjp(attend, arrays)[1](cotangents)
+
+    cotangents = arrays["query"], array(batch, heads, q_length, dtype="float32")
+    return aot.lower_and_compile(gpu, both, arrays, integers, cotangents)[1]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("case", CASES)
+def test_it_compiles(case):
+    gpu, options = CASES[case]
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": "",
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+        "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
+        "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
+    }
+    env.pop("JAX_KERNELS_INTERPRET", None)
+    command = [sys.executable, __file__, gpu, json.dumps(options)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=aot.TIMEOUT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = json.loads(done.stdout)
+    kernels = {name: figures for name, figures in aot._read_log(done.stderr).items() if name.startswith("attention_")}
+    assert len(names) == len(kernels) == (4 if "bias" in options else 3), (names, kernels)
+    for name, figures in kernels.items():
+        assert figures["spill_stores"] + figures["spill_loads"] <= MOST_SPILLS, (name, figures)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(sys.argv[1], json.loads(sys.argv[2]))))
