@@ -24,7 +24,7 @@ test: .venv/.dev lint
 	$(MAKE) newest
 
 test-gpu: .venv/.dev
-	$(BIN)/python -m pytest -m gpu -n 12 --dist=loadgroup $(ARGS)
+	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" $(BIN)/python -m pytest -m gpu -n 12 --dist=loadgroup $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -5,5 +5,6 @@ from jax_kernels.device import device_info as device_info
 from jax_kernels.dispatch import Plan as Plan
 from jax_kernels.dispatch import explain as explain
 from jax_kernels.ops.attention import flash_attention as flash_attention
+from jax_kernels.ops.decode_attention import decode_attention as decode_attention
 
 __version__ = "0.1.0"

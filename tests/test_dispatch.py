@@ -71,7 +71,7 @@ def test_choose_gives_every_reason_where_none_serves():
         ("h200", {}, "mosaic_gpu"),
         ("h100", {"is_causal": True, "return_lse": True}, "mosaic_gpu"),
         ("h200", {"dtype": "float32"}, "triton"),
-        ("h200", {"deterministic": True}, "triton"),
+        ("h200", {"deterministic": True}, "mosaic_gpu"),
         ("a100", {}, "triton"),
         ("a100", {"head_dim": 256}, "triton"),
         ("a100", {"return_lse": True}, "triton"),

@@ -1,0 +1,377 @@
+"""decode_attention: a few new queries per sequence against a long cache of keys and values, contiguous or in pages."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels import dispatch
+from jax_kernels.dispatch import Implementation, Request, interpreting
+from jax_kernels.ops import attention_checks as checks
+from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.attention import decode_sm90, decode_triton, hopper
+from jax_kernels.pallas.block_specs import sm80
+from jax_kernels.reference import decode_attention as reference
+
+__all__ = ["IMPLEMENTATIONS", "DecodeRequest", "decode_attention"]
+
+MOST_QUERIES = 16
+SMALLEST_PAGE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRequest(Request):
+    """A decode_attention call without its arrays. kv_length: the keys that a sequence has room for.
+
+    window: (left, 0), or None. page_size: None where the keys of a sequence are contiguous.
+    """
+
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str
+    page_size: int | None
+    window: tuple[int, int] | None
+    softcap: float | None
+    has_sinks: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A kernel's blocks, and how many streaming multiprocessors its splits are to fill."""
+
+    config: Any
+    core_count: int
+
+
+def decode_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    kv_lengths: jax.Array | None = None,
+    block_tables: jax.Array | None = None,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Attention of the newest 1 to 16 tokens of each sequence to its cache of keys and values. Forward only.
+
+    Equivalent to the following JAX code (with key and value repeated for grouped heads)::
+
+        if block_tables is not None:  # [B, pages] numbers -> [B, pages * page_size, Hkv, D]
+            key, value = (x[block_tables].reshape(B, -1, *x.shape[2:]) for x in (key, value))
+        position = (kv_lengths[:, None] - T + arange(T))[:, None, :, None]
+        scores = jnp.einsum("bthd,bshd->bhts", query, key).astype(float32) * scale
+        scores = softcap * tanh(scores / softcap) if softcap else scores
+        keep = (arange(S) <= position) & (arange(S) >= position - left)  # left: the window's
+        scores = where(keep, scores, -inf)
+        lse = logaddexp(logsumexp(scores, axis=-1), sinks[:, None])
+        out = jnp.einsum("bhts,bshd->bthd", exp(scores - lse[..., None]), value)
+
+    The queries of the heads that share a head of key read it together, once. Where there are fewer sequences and heads
+    than multiprocessors, the keys of a sequence are cut into splits, whose results are merged by their log-sum-exp.
+    What the cache holds past a length is without effect, be it NaN. Only "xla" makes a copy of the cache.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32 ("xla" alone); T from 1 to 16, D up to 256.
+      key: [B, S, Hkv, D] in query's dtype, Hkv dividing H; the T new tokens' keys stand in it already. With
+        block_tables: [pages, page_size, Hkv, D], page_size a power of two from 16 on.
+      value: [B, S, Hkv, Dv] in query's dtype, Dv up to 256; with block_tables [pages, page_size, Hkv, Dv].
+      kv_lengths: [B] int32, how many keys of each sequence count, the T new ones included; below 0 it counts as 0 and
+        above S as S. None: all S of them. Query i of a sequence of length L stands at position L - T + i and attends
+        to the keys up to that position; where it is below 0, to none.
+      block_tables: [B, max_pages] int32, the numbers of each sequence's pages, in order. Those past its length are
+        never looked at; all others are pages, also where a window leaves them out. It needs kv_lengths; S is
+        max_pages * page_size.
+      window: (left, right), or an int for both: a query at position p attends to keys from p - left on. -1 or None is
+        no limit. The right side has no effect: no query attends to keys after its own. At most 2**29.
+      softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
+      sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else.
+      scale: a number, multiplies the scores; default 1 / sqrt(D).
+      return_lse: also return the log-sum-exp of the scores, and of the sink.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
+      that attends to no key has out = 0 and lse = -inf (with sinks, the sink).
+
+    Raises:
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, or a value is out of range.
+      NotImplementedError: a named implementation cannot serve this call, and why; or it is differentiated.
+
+    Source: Dao et al., "Flash-Decoding for long-context inference" (2023); Kwon et al., "Efficient Memory Management
+    for Large Language Model Serving with PagedAttention" (2023), arXiv:2309.06180.
+    """
+    request, arrays, scale = _check(**locals())
+    plan = _choose(request, implementation)
+    query, *others = arrays
+    if scale <= 0:  # kernels take the maximum before they scale: give them a positive one
+        query, scale = query * jnp.asarray(0 if scale == 0 else -1, query.dtype), -scale or 1.0
+    call = _Call(plan.implementation, plan.config, scale, request.softcap, _left(request), interpreting())
+    out, lse = _decode(call, (query, *others))
+    return (out, lse) if return_lse else out
+
+
+def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
+    names = ("query", "key", "value")
+    if len(args) > len(names):
+        raise TypeError(
+            f"decode_attention takes {len(names)} positional arguments (query, key, value), got {len(args)}"
+        )
+    request, *_ = _check(**dict(zip(names, args, strict=False)), **kwargs)
+    return _choose(request, kwargs.get("implementation"))
+
+
+decode_attention.plan = _plan  # type: ignore[attr-defined]
+
+
+def _choose(request: DecodeRequest, implementation: str | None) -> dispatch.Plan:
+    order = block_specs.attention_order(request.device.compute_capability)
+    return dispatch.choose(
+        request, IMPLEMENTATIONS, [name for name in order if name in IMPLEMENTATIONS], implementation
+    )
+
+
+def _check(
+    query, key, value, *, kv_lengths=None, block_tables=None, window=None, softcap=None, sinks=None, scale=None,
+    return_lse=False, implementation=None, **unknown,
+) -> tuple[DecodeRequest, tuple[Any, ...], float]:  # fmt: skip
+    """The request behind a call, its arrays in the kernels' form and order, and its scale."""
+    for name in unknown:
+        raise TypeError(f"decode_attention got an unexpected keyword argument {name!r}")
+    query, key, value = (checks._array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    _check_shapes(query, key, value, is_paged=block_tables is not None)
+    batch, q_length, heads, head_dim = query.shape
+    checks._check_number("scale", scale)
+    checks._check_number("softcap", softcap)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: got {softcap}, want a number above 0, or None")
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse: got {type(return_lse).__name__}, want a bool that is known when tracing")
+    if implementation is not None and not isinstance(implementation, str):
+        raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
+    _, window = checks._window(window, True)
+    sinks = checks._sinks(sinks, heads)
+
+    capacity, page_size = key.shape[1], None
+    if block_tables is not None:
+        block_tables = _tables(block_tables, batch)
+        capacity, page_size = block_tables.shape[1] * key.shape[1], key.shape[1]
+        if kv_lengths is None:
+            raise ValueError("kv_lengths: got None with block_tables, want [batch] int32: how many keys count")
+    kv_lengths = checks._lengths(kv_lengths, batch)
+    if kv_lengths is None:
+        kv_lengths = jnp.full((batch,), capacity, jnp.int32)
+    if sinks is not None and not isinstance(sinks, jax.ShapeDtypeStruct):
+        sinks = jnp.broadcast_to(sinks, (batch, heads))
+
+    request = DecodeRequest(
+        op="decode_attention",
+        device=dispatch.target_device(query),
+        batch=batch,
+        q_length=q_length,
+        kv_length=capacity,
+        heads=heads,
+        kv_heads=key.shape[2],
+        head_dim=head_dim,
+        v_head_dim=value.shape[3],
+        dtype=str(query.dtype),
+        page_size=page_size,
+        window=window,
+        softcap=None if softcap is None else float(softcap),
+        has_sinks=sinks is not None,
+    )
+    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    return request, (query, key, value, kv_lengths, block_tables, sinks), scale
+
+
+def _check_shapes(query: Any, key: Any, value: Any, *, is_paged: bool) -> None:
+    axes = "[pages, page_size, heads, head_dim]" if is_paged else "[batch, length, heads, head_dim]"
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim != 4:
+            want = "[batch, length, heads, head_dim]" if name == "query" else axes
+            raise ValueError(f"{name}: got shape {x.shape}, want 4 axes {want}")
+        if x.dtype not in checks.DTYPES:
+            raise TypeError(f"{name}: got dtype {x.dtype}, want bfloat16, float16 or float32")
+        if x.dtype != query.dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {query.dtype}")
+        if not 0 < x.shape[3] <= checks.MAX_HEAD_DIM:
+            raise ValueError(f"{name}: got head_dim {x.shape[3]}, want 1 to {checks.MAX_HEAD_DIM}")
+        if 0 in x.shape:
+            raise ValueError(f"{name}: got shape {x.shape}, want no axis of length 0")
+    batch, q_length, heads, head_dim = query.shape
+    if q_length > MOST_QUERIES:
+        raise ValueError(
+            f"query: got {q_length} queries per sequence, want 1 to {MOST_QUERIES}: flash_attention takes more"
+        )
+    if key.shape[3] != head_dim:
+        raise ValueError(f"key: got head_dim {key.shape[3]}, want query's head_dim {head_dim}")
+    if heads % key.shape[2]:
+        raise ValueError(f"key: got {key.shape[2]} heads, want a divisor of query's {heads} heads")
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(f"value: got shape {value.shape}, want key's {key.shape[:3]} in the first three axes")
+    if not is_paged and key.shape[0] != batch:
+        raise ValueError(f"key: got batch {key.shape[0]}, want query's batch {batch}")
+    page_size = key.shape[1]
+    if is_paged and (page_size < SMALLEST_PAGE or page_size & (page_size - 1)):
+        raise ValueError(f"key: got pages of {page_size} keys, want a power of two from {SMALLEST_PAGE} on")
+
+
+def _tables(block_tables: Any, batch: int) -> Any:
+    tables = checks._integers("block_tables", block_tables, "an int32 array [batch, pages]")
+    if len(tables.shape) != 2 or tables.shape[0] != batch or tables.shape[1] == 0:
+        raise ValueError(f"block_tables: got shape {tables.shape}, want [batch, pages] with batch {batch}")
+    return tables
+
+
+def _left(request: DecodeRequest) -> int:
+    return -1 if request.window is None else request.window[0]
+
+
+def _config(name: str):
+    def config(request: DecodeRequest) -> tuple[Blocks, str]:
+        capability = request.device.compute_capability
+        if capability is None:
+            capability = (9, 0) if name == "mosaic_gpu" else (8, 0)
+        file, own = block_specs.nearest(capability)
+        rows = getattr(file, "ATTENTION_DECODE", None)
+        own = own and rows is not None
+        head_dim = max(request.head_dim, request.v_head_dim)
+        row = next(r for r in rows or sm80.ATTENTION_DECODE if r.implementation == name and head_dim <= r.head_dim)
+        return Blocks(row.config, request.device.core_count), "block spec" if own else "heuristic"
+
+    return config
+
+
+def _no_gpu(request: DecodeRequest) -> str | None:
+    if request.device.compute_capability is not None or interpreting():
+        return None
+    return f"it needs an NVIDIA GPU, and this runs on {request.device.name} (JAX_KERNELS_INTERPRET=1 interprets it)"
+
+
+def _supports_mosaic(request: DecodeRequest) -> str | None:
+    capability = request.device.compute_capability
+    if capability is not None and capability[0] != 9:
+        return f"it needs Hopper (compute capability 9.0), and {request.device.name} is {request.device.architecture}"
+    if request.dtype == "float32":
+        return "its wgmma products take bfloat16 and float16, not float32"
+    if request.head_dim % 64 or request.v_head_dim % 64:
+        return "its head_dims are multiples of 64: it would have to copy the cache to pad it"
+    if request.kv_length % 8:
+        return "its cache has a length that is a multiple of 8: it would have to copy the cache to pad it"
+    if capability is None and interpreting() and not hopper.INTERPRETED:
+        return "JAX's interpreter of Mosaic lacks wgmma with register operands (the tests add it)"
+    return _no_gpu(request)
+
+
+def _supports_triton(request: DecodeRequest) -> str | None:
+    capability = request.device.compute_capability
+    if capability is not None and capability < (8, 0):
+        return f"it needs compute capability 8.0, and {request.device.name} has {capability[0]}.{capability[1]}"
+    if request.dtype == "float32":
+        return "it takes bfloat16 and float16, not float32"
+    return _no_gpu(request)
+
+
+def _kernel(kernel):
+    def run(*arrays, config: Blocks, **rest):
+        return kernel(*arrays, config=config.config, core_count=config.core_count, **rest)
+
+    return run
+
+
+def _xla(*arrays, config, interpret, **rest):
+    return reference.attention_decode(*arrays, **rest)
+
+
+IMPLEMENTATIONS = {
+    "mosaic_gpu": Implementation(
+        "mosaic_gpu", _supports_mosaic, _config("mosaic_gpu"), _kernel(decode_sm90.attention_decode), None
+    ),
+    "triton": Implementation(
+        "triton", _supports_triton, _config("triton"), _kernel(decode_triton.attention_decode), None
+    ),
+    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _xla, None),
+}
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A planned call without its arrays."""
+
+    implementation: str
+    config: Any
+    scale: float
+    softcap: float | None
+    left: int
+    interpret: bool
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _decode(call: _Call, arrays: tuple[Any, ...]):
+    """(out, lse). arrays: query, key, value, kv_lengths, block_tables, sinks; the last two may be None."""
+    return _batched(call)(*arrays)
+
+
+@_decode.defjvp
+def _no_gradient(call, primals, tangents):
+    raise NotImplementedError("decode_attention: it has no gradient, want flash_attention where one is needed")
+
+
+@functools.cache
+def _batched(call: _Call):
+    """The implementation, with a vmap that joins its axis to the batch."""
+
+    def run(*arrays):
+        forward = IMPLEMENTATIONS[call.implementation].forward
+        return forward(
+            *arrays,
+            scale=call.scale,
+            softcap=call.softcap,
+            left=call.left,
+            config=call.config,
+            interpret=call.interpret,
+        )
+
+    wrapped = jax.custom_batching.custom_vmap(run)
+
+    @wrapped.def_vmap
+    def _(size, batched, query, key, value, kv_lengths, block_tables, sinks):
+        def join(x, has_axis):
+            if x is None:
+                return None
+            x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        query_axis, key_axis, value_axis, lengths_axis, tables_axis, sinks_axis = batched
+        if block_tables is None or key_axis or value_axis:
+            pages = key.shape[1 if key_axis else 0]
+            key, value = join(key, key_axis), join(value, value_axis)
+            if block_tables is not None:  # each of the mapped calls has pages of its own
+                tables = block_tables if tables_axis else jnp.broadcast_to(block_tables, (size, *block_tables.shape))
+                block_tables = tables + (jnp.arange(size, dtype=jnp.int32) * pages)[:, None, None]
+                tables_axis = True
+        results = wrapped(
+            join(query, query_axis),
+            key,
+            value,
+            join(kv_lengths, lengths_axis),
+            join(block_tables, tables_axis),
+            join(sinks, sinks_axis),
+        )
+        return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results), (True, True)
+
+    return wrapped

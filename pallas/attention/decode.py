@@ -1,0 +1,66 @@
+"""What the kernels of decoding share: queries packed as rows, how keys are cut into splits, and how these are merged.
+
+A kernel is a function
+
+    attention_decode(query, key, value, kv_lengths, block_tables, sinks, *, scale, softcap, left, config, core_count,
+                     interpret) -> (out, lse)
+
+query: [B, T, H, D]. key, value: [B, S, Hkv, D] and [B, S, Hkv, Dv]; or, with block_tables [B, pages of a sequence]
+int32, [pages, page_size, Hkv, D] and [pages, page_size, Hkv, Dv]. kv_lengths: [B] int32; below 0 counts as 0, and above
+the keys that there is room for as these. sinks: [B, H] float32 or None. scale: positive. left: how many keys before its
+own a query attends to, -1 for all. out: [B, T, H, Dv] in query's dtype. lse: [B, H, T] float32.
+
+The T queries of the H / Hkv heads of query that share a head of key are the rows of one matrix, so that a key is read
+once for all of them: row t * H / Hkv + g is query t of head g.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+# What a split costs beside its keys, and what merging costs, in blocks of keys: a few microseconds each.
+SPLIT_OVERHEAD = 4
+MERGE_OVERHEAD = 4
+
+
+def pack(query: jax.Array, kv_heads: int, rows: int) -> jax.Array:
+    """[B, T, H, D] -> [B, Hkv, rows, D], with rows of zeros at the end."""
+    batch, q_length, heads, head_dim = query.shape
+    query = query.reshape(batch, q_length, kv_heads, heads // kv_heads, head_dim).swapaxes(1, 2)
+    query = query.reshape(batch, kv_heads, -1, head_dim)
+    return jnp.pad(query, [(0, 0), (0, 0), (0, rows - query.shape[2]), (0, 0)])
+
+
+def unpack(out: jax.Array, lse: jax.Array, q_length: int, heads: int) -> tuple[jax.Array, jax.Array]:
+    """[B, Hkv, rows, Dv] and [B, Hkv, rows] -> [B, T, H, Dv] and [B, H, T]."""
+    batch, kv_heads = out.shape[:2]
+    group = heads // kv_heads
+    out, lse = (x[:, :, : group * q_length].reshape(batch, kv_heads, q_length, group, *x.shape[3:]) for x in (out, lse))
+    return out.swapaxes(1, 2).reshape(batch, q_length, heads, -1), lse.swapaxes(2, 3).reshape(batch, heads, q_length)
+
+
+def row_sinks(sinks: jax.Array | None, kv_heads: int, q_length: int, rows: int) -> jax.Array | None:
+    """[B, Hkv, rows] float32 from [B, H]: the sink of each row's head."""
+    if sinks is None:
+        return None
+    of_rows = jnp.tile(sinks.reshape(len(sinks), kv_heads, -1), (1, 1, q_length))
+    return jnp.pad(of_rows, [(0, 0), (0, 0), (0, rows - of_rows.shape[2])])
+
+
+def most_blocks(capacity: int, q_length: int, left: int, block_kv: int) -> int:
+    """The most blocks of keys that a sequence can have to visit."""
+    blocks = pl.cdiv(capacity, block_kv)
+    return blocks if left < 0 else min(blocks, pl.cdiv(left + q_length, block_kv) + 1)
+
+
+def split_count(programs: int, blocks: int, slots: int) -> int:
+    """Into how many splits to cut keys of `blocks` blocks, for `programs` pairs of a sequence and a head of key.
+
+    slots: how many programs run at a time. The fewest splits whose time, in blocks, is the least.
+    """
+
+    def time(splits):
+        waves = pl.cdiv(programs * splits, slots)
+        return waves * (pl.cdiv(blocks, splits) + SPLIT_OVERHEAD) + (MERGE_OVERHEAD if splits > 1 else 0)
+
+    return min(range(1, min(blocks, slots) + 1), key=time)

@@ -1,0 +1,151 @@
+"""Cases of decode_attention, and its definition written out in NumPy, for the tests and the interpreter's script."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import decode_attention
+from jax_kernels.testing import rms_error
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCase:
+    """One call. kv_length: the keys that a sequence has room for. page_size: None for a contiguous cache."""
+
+    name: str
+    batch: int = 2
+    q_length: int = 1
+    kv_length: int = 200
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int = 64
+    dtype: str = "bfloat16"
+    kv_lengths: tuple[int, ...] | None = (200, 77)
+    page_size: int | None = None
+    window: int | tuple[int, int] | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def lengths(self) -> list[int]:
+        lengths = (self.kv_length,) * self.batch if self.kv_lengths is None else self.kv_lengths
+        return [min(max(length, 0), self.kv_length) for length in lengths]
+
+
+CASES = (
+    DecodeCase("plain"),
+    DecodeCase("no_lengths", kv_lengths=None, dtype="float16"),
+    DecodeCase("multi_head_some_queries", q_length=4, kv_heads=4),
+    DecodeCase("short", batch=5, q_length=3, kv_length=72, kv_lengths=(2, 0, 72, -5, 300), sinks=True),
+    DecodeCase("dead", batch=3, q_length=3, kv_length=72, kv_lengths=(2, 0, 1)),
+    DecodeCase("multi_query_two_tiles", q_length=16, heads=8, kv_heads=1, kv_length=136, kv_lengths=(136, 70)),
+    DecodeCase("everything", q_length=3, window=40, softcap=2.0, sinks=True, kv_lengths=(2, 150), v_head_dim=128),
+    # Both ends of what needs no predicate, next to the ends of blocks of 64: query 0 ends at 190, query 1 starts at 65.
+    DecodeCase(
+        "head_dim_128", head_dim=128, v_head_dim=128, window=(90, 5), scale=0.2, q_length=2, kv_lengths=(192, 156)
+    ),
+    DecodeCase("head_dim_256", batch=1, head_dim=256, v_head_dim=192, heads=2, kv_heads=1, kv_lengths=(190,)),
+    DecodeCase("pages_16", q_length=2, kv_length=320, kv_lengths=(300, 10), page_size=16, head_dim=128, sinks=True),
+    DecodeCase("pages_128", q_length=2, kv_length=384, kv_lengths=(300, 0), page_size=128, window=100),
+    DecodeCase("pages_32_everything", kv_length=96, kv_lengths=(96, 33), page_size=32, softcap=3.0, window=50),
+    DecodeCase("odd", head_dim=40, v_head_dim=24, kv_length=83, kv_lengths=(83, 17), scale=-0.3),
+    DecodeCase("odd_pages", head_dim=40, v_head_dim=72, kv_length=80, kv_lengths=(80, 13), page_size=16, q_length=5),
+)
+
+
+def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:
+    """The arrays of a call. What the cache holds past a length is NaN, what a table holds past it is no page."""
+    random = np.random.default_rng(seed)
+    normal = lambda *shape: random.standard_normal(shape, np.float32)
+    query = normal(case.batch, case.q_length, case.heads, case.head_dim)
+    cache = (case.batch, case.kv_length, case.kv_heads)
+    key, value = normal(*cache, case.head_dim), normal(*cache, case.v_head_dim)
+    for x in (key, value):
+        for b, length in enumerate(case.lengths):
+            x[b, length:] = np.nan
+    arrays: dict[str, Any] = {}
+    if case.kv_lengths is not None:
+        arrays["kv_lengths"] = jnp.asarray(case.kv_lengths, jnp.int32)
+    if case.sinks:
+        arrays["sinks"] = jnp.asarray(normal(case.heads))
+    if case.page_size is not None:
+        count = case.kv_length // case.page_size
+        numbers = random.permutation(case.batch * count + 2)[: case.batch * count]
+        key, value = (_in_pages(x, numbers, case.page_size) for x in (key, value))
+        tables = numbers.reshape(case.batch, count)
+        past = np.arange(count) * case.page_size >= np.array(case.lengths)[:, None]
+        arrays["block_tables"] = jnp.asarray(np.where(past, 10**8, tables), jnp.int32)
+    return arrays | {name: jnp.asarray(x, case.dtype) for name, x in zip("qkv", (query, key, value), strict=True)}
+
+
+def _in_pages(x, numbers, page_size):
+    """[B, S, heads, D] -> [pages, page_size, heads, D], page i of it at numbers[i], and two more of NaN."""
+    pages = np.full((len(numbers) + 2, page_size, *x.shape[2:]), np.nan, np.float32)
+    pages[numbers] = x.reshape(-1, page_size, *x.shape[2:])
+    return pages
+
+
+def _contiguous(case: DecodeCase, x, tables) -> np.ndarray:
+    x = np.asarray(x).astype(np.float64)
+    if tables is None:
+        return x
+    return np.stack([np.concatenate([x[n] if n < len(x) else np.nan * x[0] for n in row]) for row in tables])
+
+
+def run(case: DecodeCase, arrays: dict[str, Any], implementation: str | None):
+    """(out, lse) of decode_attention, jitted."""
+
+    # Most of the time of a small case is XLA's, for compiling: unoptimised code is compiled in half of it.
+    on_cpu = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+
+    @functools.partial(jax.jit, compiler_options=on_cpu)
+    def call(q, k, v, **arrays):
+        options = {"window": case.window, "softcap": case.softcap, "scale": case.scale}
+        return decode_attention(q, k, v, **arrays, **options, return_lse=True, implementation=implementation)
+
+    return call(**arrays)
+
+
+def definition(case: DecodeCase, arrays: dict[str, Any], rounded: bool = False):
+    """(out, lse) in float64. rounded: as a plain evaluation in the case's dtype has it, its weights and out rounded."""
+    tables = None if "block_tables" not in arrays else np.asarray(arrays["block_tables"])
+    query = np.asarray(arrays["q"]).astype(np.float64)
+    key, value = (_contiguous(case, arrays[name], tables) for name in "kv")
+    sinks = np.asarray(arrays["sinks"]).astype(np.float64) if case.sinks else np.full(case.heads, -np.inf)
+    left = case.window[0] if isinstance(case.window, tuple) else -1 if case.window is None else case.window
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    round_ = lambda x: np.asarray(jnp.asarray(x, case.dtype)).astype(np.float64) if rounded else x
+    out = np.zeros((case.batch, case.q_length, case.heads, case.v_head_dim))
+    lse = np.full((case.batch, case.heads, case.q_length), -np.inf)
+    for b, t, h in np.ndindex(case.batch, case.q_length, case.heads):
+        position = case.lengths[b] - case.q_length + t
+        keys = [j for j in range(position + 1) if left < 0 or j >= position - left]
+        head = h // (case.heads // case.kv_heads)
+        scores = scale * key[b, keys, head] @ query[b, t, h]
+        if case.softcap is not None:
+            scores = case.softcap * np.tanh(scores / case.softcap)
+        total = np.exp(scores).sum() + np.exp(sinks[h])
+        if total > 0:
+            lse[b, h, t] = np.log(total)
+            out[b, t, h] = round_(round_(np.exp(scores) / total) @ value[b, keys, head])
+    return out, lse
+
+
+def errors(case: DecodeCase, arrays: dict[str, Any], got) -> dict[str, tuple[float, float]]:
+    """Of out and lse: (the error, the largest that it may have). out: 1.1 times that of a plain evaluation."""
+    want, plain = definition(case, arrays), definition(case, arrays, rounded=True)
+    if case.dtype == "float32":
+        bound = 2e-6
+    else:
+        bound = max(1.1 * rms_error(plain[0], want[0]), float(jnp.finfo(case.dtype).eps) / 8)
+    found = {name: rms_error(x, y) for name, x, y in zip(("out", "lse"), got, want, strict=True)}
+    return {"out": (found["out"], bound), "lse": (found["lse"], 2e-6)}

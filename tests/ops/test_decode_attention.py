@@ -1,0 +1,267 @@
+"""decode_attention against its definition in float64, its errors and its plans; on a GPU, every implementation."""
+
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from decode_cases import CASES, DecodeCase, arrays_of, definition, errors, run
+
+from jax_kernels import decode_attention, explain
+from jax_kernels.device import device_info
+from jax_kernels.dispatch import on_device
+from jax_kernels.ops.decode_attention import IMPLEMENTATIONS
+from jax_kernels.pallas.attention import decode
+from jax_kernels.pallas.attention.decode_triton import merge
+from jax_kernels.testing import rms_error
+
+pytestmark = pytest.mark.timeout(120)
+ON_XLA = DecodeCase("float32", dtype="float32", q_length=3, window=30, softcap=4.0, sinks=True, kv_lengths=(190, 2))
+# A machine with more multiprocessors than a case has heads: its keys are cut into splits.
+MANY_CORES = dataclasses.replace(device_info("a100"), core_count=9)
+
+
+def check(case, implementation, arrays=None):
+    arrays = arrays_of(case) if arrays is None else arrays
+    out, lse = run(case, arrays, implementation)
+    assert (str(out.dtype), str(lse.dtype)) == (case.dtype, "float32")
+    for name, (error, bound) in errors(case, arrays, (out, lse)).items():
+        assert error <= bound, (name, error, bound)
+    if not case.sinks:
+        dead = np.isneginf(lse).swapaxes(1, 2)
+        assert not np.asarray(out)[dead].any()
+
+
+@pytest.mark.parametrize("case", [*CASES, ON_XLA], ids=str)
+def test_xla(case, no_interpret):
+    check(case, "xla")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_triton_interpreted(case, monkeypatch):
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    with on_device(MANY_CORES):
+        check(case, "triton")
+
+
+@pytest.mark.parametrize("name", ["short", "pages_16"])
+def test_triton_interpreted_in_one_split(name, monkeypatch):
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    with on_device(dataclasses.replace(MANY_CORES, core_count=1)):
+        check(next(case for case in CASES if case.name == name), "triton")
+
+
+LONG = (
+    DecodeCase("long", batch=3, q_length=1, kv_length=8192, heads=32, kv_heads=8, head_dim=128, v_head_dim=128,
+               kv_lengths=(8192, 4000, 1)),
+    DecodeCase("long_64_pages", batch=2, q_length=4, kv_length=4096, heads=16, kv_heads=2, kv_lengths=(4001, 900),
+               page_size=16, dtype="float16"),
+    DecodeCase("many", batch=40, kv_length=1024, heads=16, kv_heads=8, head_dim=128, v_head_dim=128,
+               kv_lengths=tuple(range(5, 1005, 25)), page_size=64, q_length=2),
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", [*CASES, *LONG, ON_XLA], ids=str)
+def test_on_gpu(case, implementation, no_interpret):
+    arrays = arrays_of(case)
+    try:
+        explain(decode_attention, arrays["q"], arrays["k"], arrays["v"], implementation=implementation,
+                **{name: arrays[name] for name in ("kv_lengths", "block_tables") if name in arrays})  # fmt: skip
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    check(case, implementation, arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_on_gpu_the_same_bits(implementation, no_interpret):
+    arrays = arrays_of(LONG[0])
+    for once, twice in zip(run(LONG[0], arrays, implementation), run(LONG[0], arrays, implementation), strict=True):
+        np.testing.assert_array_equal(once, twice)
+
+
+def test_it_is_flash_attention_with_bottom_right_alignment(no_interpret):
+    from jax_kernels import flash_attention
+
+    random = np.random.default_rng(3)
+    query, key, value = (jnp.asarray(random.standard_normal((2, n, 4, 16), np.float32)) for n in (5, 40, 40))
+    lengths = jnp.array([33, 5])
+    got = decode_attention(query, key, value, kv_lengths=lengths, window=8, return_lse=True)
+    want = flash_attention(
+        query, key, value, kv_lengths=lengths, is_causal=True, q_offset=lengths - 5, window=8, return_lse=True
+    )
+    for x, y in zip(got, want, strict=True):
+        assert rms_error(x, y) < 1e-6
+
+
+def test_without_lse_and_with_a_scale_of_zero(no_interpret):
+    arrays = arrays_of(dataclasses.replace(ON_XLA, window=None, softcap=None, sinks=False, kv_lengths=None))
+    out = decode_attention(arrays["q"], arrays["k"], arrays["v"], scale=0)
+    assert isinstance(out, jax.Array)
+    want = np.asarray(arrays["v"])[:, :-2].mean(axis=1).repeat(2, axis=1)
+    np.testing.assert_allclose(out[:, 0], want, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("mapped", ["all", "not_the_pages", "queries"])
+def test_vmap(implementation, mapped, monkeypatch):
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    case = next(case for case in CASES if case.name == "pages_16")
+    case = dataclasses.replace(case, heads=2, kv_heads=1, head_dim=64, kv_length=64, kv_lengths=(60, 10))
+    calls = [arrays_of(case, seed) for seed in range(2)]
+    axes = {"all": set(calls[0]), "not_the_pages": {"q", "kv_lengths", "block_tables"}, "queries": {"q"}}[mapped]
+    if mapped == "not_the_pages":  # the second call has the first one's sequences in the other order
+        calls[1] = {name: x[::-1] if name in axes else x for name, x in calls[0].items()}
+    joined = {name: jnp.stack([c[name] for c in calls]) if name in axes else calls[0][name] for name in calls[0]}
+    call = lambda arrays: run(case, arrays, implementation)
+    got = jax.vmap(call, in_axes=({name: 0 if name in axes else None for name in joined},))(joined)
+    for i in range(2):
+        alone = {name: x[i] if name in axes else x for name, x in joined.items()}
+        its_case = dataclasses.replace(case, kv_lengths=tuple(alone["kv_lengths"].tolist()))
+        for name, (error, bound) in errors(its_case, alone, [x[i] for x in got]).items():
+            assert error <= bound, (name, error, bound)
+
+
+def test_it_has_no_gradient(no_interpret):
+    arrays = arrays_of(ON_XLA)
+    for name in "qkv":
+        loss = lambda x, name=name: run(ON_XLA, arrays | {name: x}, "xla")[0].sum()
+        with pytest.raises(NotImplementedError, match=r"decode_attention: it has no gradient, want flash_attention"):
+            jax.grad(loss)(arrays[name])
+
+
+@pytest.mark.parametrize("parts", [3, 37])
+def test_merge(parts):
+    batch, kv_heads, group, q_length, columns, rows = 2, 2, 3, 2, 24, 8
+    random = np.random.default_rng(0)
+    out = random.standard_normal((batch, kv_heads, parts, rows, columns), np.float32)
+    lse = 9 * random.standard_normal((batch, kv_heads, parts, rows + 8), np.float32)
+    lse[0, :, : parts - 1, 2], lse[1, 1, :, 3] = -np.inf, -np.inf  # all but the last part, and all, met no key
+    query = jax.ShapeDtypeStruct((batch, q_length, kv_heads * group, 16), jnp.float32)
+    merged, merged_lse = jax.jit(functools.partial(merge, query=query, interpret=True))(out, lse)
+    weights = np.exp(lse[..., :rows].astype(np.float64))
+    total = weights.sum(axis=2)
+    with np.errstate(divide="ignore"):
+        want_lse = np.log(total)
+    want = (out * weights[..., None]).sum(axis=2) / np.where(total == 0, 1, total)[..., None]
+    for b, t, h in np.ndindex(batch, q_length, kv_heads * group):
+        row = t * group + h % group
+        np.testing.assert_allclose(merged[b, t, h], want[b, h // group, row], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(merged_lse[b, h, t], want_lse[b, h // group, row], rtol=1e-6)
+
+
+def test_splits():
+    # A full grid is left alone, one that is too small is filled, and no split is made for little.
+    assert decode.split_count(64 * 8, 256, 132) == 1
+    assert decode.split_count(8, 256, 132) == 16
+    assert decode.split_count(1, 256, 132) == 128
+    assert decode.split_count(1, 1, 132) == 1
+    assert decode.split_count(8, 4, 132) == 1
+    # A window of 100 keys and 2 queries touches 3 blocks of 64 at most.
+    assert decode.most_blocks(16384, 2, 100, 64) == 3
+    assert decode.most_blocks(128, 2, 1000, 64) == 2
+    assert decode.most_blocks(130, 2, -1, 64) == 3
+
+
+def shapes(batch=2, q_length=1, kv_length=256, heads=8, kv_heads=2, head_dim=128, dtype="bfloat16"):
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    cache = array(batch, kv_length, kv_heads, head_dim)
+    return array(batch, q_length, heads, head_dim), cache, cache
+
+
+def test_plans(no_interpret):
+    def plan(device, **changed):
+        with on_device(device):
+            return explain(decode_attention, *shapes(**changed))
+
+    assert [plan(gpu).implementation for gpu in ("h200", "a100", "rtx4090", "b200", "t4", "cpu")] == [
+        "mosaic_gpu", "triton", "triton", "triton", "xla", "xla",
+    ]  # fmt: skip
+    assert plan("h200").source == plan("a100").source == "block spec"
+    assert plan("rtx4090").source == "heuristic"
+    assert plan("h200").config.core_count == 132
+    assert "multiples of 64" in dict(plan("h200", head_dim=80).passed_over)["mosaic_gpu"]
+    assert "multiple of 8" in dict(plan("h200", kv_length=255).passed_over)["mosaic_gpu"]
+    assert plan("h200", dtype="float32").implementation == "xla"
+    assert "decode_attention: mosaic_gpu" in str(plan("h200"))
+
+
+def test_named_implementations_that_cannot_serve(no_interpret):
+    for device, implementation, changed, message in (
+        ("a100", "mosaic_gpu", {}, "it needs Hopper"),
+        ("h200", "mosaic_gpu", {"dtype": "float32"}, "not float32"),
+        ("a100", "triton", {"dtype": "float32"}, "not float32"),
+        ("t4", "triton", {}, "it needs compute capability 8.0"),
+        ("cpu", "triton", {}, "it needs an NVIDIA GPU"),
+    ):
+        with on_device(device), pytest.raises(NotImplementedError, match=message):
+            explain(decode_attention, *shapes(**changed), implementation=implementation)
+
+
+GOOD = {
+    "query": jnp.ones((2, 3, 4, 16)),
+    "key": jnp.ones((2, 32, 2, 16)),
+    "value": jnp.ones((2, 32, 2, 8)),
+    "kv_lengths": jnp.array([3, 32]),
+}
+PAGED = {"block_tables": jnp.zeros((2, 2), jnp.int32)}
+BAD = {
+    "rank": ({"query": jnp.ones((3, 4, 16))}, ValueError, "query: got shape (3, 4, 16), want 4 axes"),
+    "page_rank": (PAGED | {"key": jnp.ones((2, 2))}, ValueError, "want 4 axes [pages, page_size, heads, head_dim]"),
+    "type": ({"key": [1.0]}, TypeError, "key: got builtins.list, want a jax.Array"),
+    "dtype": ({"value": jnp.ones((2, 32, 2, 8), jnp.bfloat16)}, TypeError, "value: got dtype bfloat16, want query's"),
+    "integers": ({"query": jnp.ones((2, 3, 4, 16), int)}, TypeError, "query: got dtype int32, want bfloat16"),
+    "queries": ({"query": jnp.ones((2, 17, 4, 16))}, ValueError, "query: got 17 queries per sequence, want 1 to 16"),
+    "head_dim": ({"key": jnp.ones((2, 32, 2, 8))}, ValueError, "key: got head_dim 8, want query's head_dim 16"),
+    "wide": ({"value": jnp.ones((2, 32, 2, 257))}, ValueError, "value: got head_dim 257, want 1 to 256"),
+    "empty": ({"key": jnp.ones((2, 0, 2, 16))}, ValueError, "key: got shape (2, 0, 2, 16), want no axis of length 0"),
+    "heads": ({"query": jnp.ones((2, 3, 5, 16))}, ValueError, "key: got 2 heads, want a divisor of query's 5 heads"),
+    "value": ({"value": jnp.ones((2, 31, 2, 8))}, ValueError, "value: got shape (2, 31, 2, 8), want key's (2, 32, 2)"),
+    "batch": ({"query": jnp.ones((3, 3, 4, 16))}, ValueError, "key: got batch 2, want query's batch 3"),
+    "lengths": ({"kv_lengths": jnp.array([1])}, ValueError, "kv_lengths: got shape (1,), want [batch] = (2,)"),
+    "float_lengths": ({"kv_lengths": jnp.ones(2)}, TypeError, "kv_lengths: got dtype float32, want int32"),
+    "no_lengths": (PAGED | {"kv_lengths": None}, ValueError, "kv_lengths: got None with block_tables, want [batch]"),
+    "tables": ({"block_tables": jnp.zeros((3, 2), int)}, ValueError, "block_tables: got shape (3, 2), want [batch, pa"),
+    "float_tables": ({"block_tables": jnp.zeros((2, 2))}, TypeError, "block_tables: got dtype float32, want int32"),
+    "page_size": (
+        PAGED | {"key": jnp.ones((2, 24, 2, 16)), "value": jnp.ones((2, 24, 2, 8))},
+        ValueError,
+        "key: got pages of 24 keys, want a power of two from 16 on",
+    ),
+    "window": ({"window": -3}, ValueError, "window: got -3, want an int from 0"),
+    "softcap": ({"softcap": 0.0}, ValueError, "softcap: got 0.0, want a number above 0, or None"),
+    "scale": ({"scale": float("nan")}, ValueError, "scale: got nan, want a finite number"),
+    "sinks": ({"sinks": jnp.ones(2)}, ValueError, "sinks: got shape (2,), want [heads] = (4,)"),
+    "return_lse": ({"return_lse": 1}, TypeError, "return_lse: got int, want a bool"),
+    "name": ({"implementation": "cudnn"}, ValueError, "implementation='cudnn' is not known for decode_attention"),
+    "name_type": ({"implementation": 1}, TypeError, "implementation: got int, want a name or None"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name, no_interpret):
+    changed, error, message = BAD[name]
+    for call in (decode_attention, functools.partial(explain, decode_attention)):
+        with pytest.raises(error) as caught:
+            call(**GOOD | changed)
+        assert message in str(caught.value)
+
+
+def test_what_a_length_leaves_out_has_no_say(no_interpret):
+    """And what it does not leave out has: a check of the cases' own checks."""
+    case = dataclasses.replace(ON_XLA, kv_lengths=(150, 150), window=None)
+    arrays = arrays_of(case)
+    before = run(case, arrays, "xla")
+    for first, changes in ((150, False), (149, True)):
+        after = run(case, arrays | {name: arrays[name].at[:, first:].set(3.0) for name in "kv"}, "xla")
+        assert np.array_equal(before[1], after[1]) is not changes
+    assert rms_error(before[1], definition(case, arrays)[1]) < 2e-6

@@ -1,0 +1,107 @@
+"""Decoding on Hopper: its kernel in the Mosaic interpreter; and the block specs of decoding, compiled without a GPU.
+
+As a script it compiles one call: `python tests/pallas/test_decode_sm90.py GPU '{"head_dim": 128, ...}'`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import aot
+
+SCRIPT = Path(__file__).with_name("decode_interpreter.py")
+INTERPRETED = {
+    "one_core": (1, True, ["plain", "short", "multi_query_two_tiles", "pages_16", "head_dim_256"]),
+    "splits": (3, False, ["no_lengths", "dead", "everything", "head_dim_128", "pages_128", "pages_32_everything"]),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("group", INTERPRETED)
+def test_interpreted(group):
+    cores, races, names = INTERPRETED[group]
+    command = [sys.executable, str(SCRIPT), str(cores), str(int(races)), *names]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(results) == sorted(names)
+    for name, result in results.items():
+        assert not result["races"], name
+        for what, (error, bound) in result["errors"].items():
+            assert error <= bound, (name, what, error, bound)
+
+
+EVERYTHING = {"window": 1000, "softcap": 30.0, "sinks": True, "q_length": 4}
+PAGES = {"page_size": 16}
+COMPILED = {
+    "h200_64": ("h200", {"head_dim": 64}),
+    "h200_128": ("h200", {"head_dim": 128, "batch": 64}),
+    "h200_192_pages": ("h200", {"head_dim": 192} | PAGES),
+    "h200_256": ("h200", {"head_dim": 256} | EVERYTHING | PAGES),
+    "a100_128_pages": ("a100", {"head_dim": 128, "implementation": "triton"} | EVERYTHING | PAGES),
+    "a6000_64": ("a6000", {"head_dim": 64, "implementation": "triton"}),
+    "a6000_256": ("a6000", {"head_dim": 256, "implementation": "triton"}),
+}
+
+
+def _compile(gpu: str, options: dict) -> list[str]:
+    """Compiles in this process; the names of the Triton kernels."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_kernels import decode_attention
+
+    batch, q_length, head_dim = options.pop("batch", 2), options.pop("q_length", 1), options.pop("head_dim")
+    implementation, page_size = options.pop("implementation", "mosaic_gpu"), options.pop("page_size", None)
+    heads, kv_heads, capacity = 32, 8, 16384
+    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    arrays = {"query": array(batch, q_length, heads, head_dim), "kv_lengths": array(batch, dtype="int32")}
+    if page_size is None:
+        cache = array(batch, capacity, kv_heads, head_dim)
+    else:
+        cache = array(batch * capacity // page_size, page_size, kv_heads, head_dim)
+        arrays["block_tables"] = array(batch, capacity // page_size, dtype="int32")
+    if options.pop("sinks", False):
+        arrays["sinks"] = array(heads, dtype="float32")
+    call = lambda arrays: decode_attention(**arrays, **options, implementation=implementation)
+    return aot.lower_and_compile(gpu, call, arrays | {"key": cache, "value": cache})[1]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("case", COMPILED)
+def test_it_compiles(case):
+    gpu, options = COMPILED[case]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": "",
+            "TF_CPP_MIN_LOG_LEVEL": "0",
+            "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
+            "MOSAIC_GPU_DUMP_TO": folder,
+            "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
+        }
+        environment.pop("JAX_KERNELS_INTERPRET", None)
+        command = [sys.executable, __file__, gpu, json.dumps(options)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=aot.TIMEOUT)
+        assert done.returncode == 0, done.stderr[-2000:]
+        kernels = aot._read_dump(Path(folder)) | aot._read_log(done.stderr)
+    is_mosaic = options.get("implementation") != "triton"
+    kernels = {name: figures for name, figures in kernels.items() if name.startswith("attention_decode")}
+    # Only the full grid of the largest batch is not cut into splits.
+    assert len(kernels) == (1 if options.get("batch") == 64 else 2), list(kernels)
+    assert any(name.startswith("attention_decode_sm90") for name in kernels) is is_mosaic
+    for name, figures in kernels.items():
+        assert (figures["spill_stores"], figures["spill_loads"], figures["notes"]) == (0, 0, []), (name, figures)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(sys.argv[1], json.loads(sys.argv[2]))))
