@@ -287,7 +287,8 @@ def _supports_triton(request: DecodeRequest) -> str | None:
 
 def _kernel(kernel):
     def run(*arrays, config: Blocks, **rest):
-        return kernel(*arrays, config=config.config, core_count=config.core_count, **rest)
+        with jax.enable_x64(False):  # as for flash_attention's kernels
+            return kernel(*arrays, config=config.config, core_count=config.core_count, **rest)
 
     return run
 

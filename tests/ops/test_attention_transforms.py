@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import flash_attention
+from jax_kernels.dispatch import on_device
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import ATTENTION_CASES, AttentionCase, attention_float64, attention_inputs, rms_error, why_not
 
@@ -324,3 +325,16 @@ def test_131072_tokens():
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=380, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+def test_kernels_are_traced_alike_where_jax_has_64_bits(implementation):
+    query = jax.ShapeDtypeStruct((2, 300, 4, 64), jnp.bfloat16)
+
+    def loss(query):
+        out = flash_attention(query, query, query, is_causal=True, implementation=implementation)
+        return jnp.sum(out, dtype=jnp.float32)
+
+    with jax.enable_x64(True), on_device("h200"):
+        gradient = jax.eval_shape(jax.grad(loss), query)
+    assert (gradient.shape, gradient.dtype) == (query.shape, query.dtype)

@@ -265,3 +265,11 @@ def test_what_a_length_leaves_out_has_no_say(no_interpret):
         after = run(case, arrays | {name: arrays[name].at[:, first:].set(3.0) for name in "kv"}, "xla")
         assert np.array_equal(before[1], after[1]) is not changes
     assert rms_error(before[1], definition(case, arrays)[1]) < 2e-6
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+def test_kernels_are_traced_alike_where_jax_has_64_bits(implementation):
+    query, cache = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 1, 8, 64), (2, 512, 2, 64)))
+    with jax.enable_x64(True), on_device("h200"):
+        out = jax.eval_shape(functools.partial(decode_attention, implementation=implementation), query, cache, cache)
+    assert (out.shape, out.dtype) == (query.shape, query.dtype)
