@@ -31,7 +31,7 @@ def check(
         raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
     if score_mod is not None:
         raise NotImplementedError("score_mod: not served yet by any implementation of flash_attention; want None")
-    query, key, value = (_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     _check_shapes(query, key, value)
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads = key.shape[1:3]
@@ -42,8 +42,8 @@ def check(
             raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")
     if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
         raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
-    _check_number("scale", scale)
-    _check_number("softcap", softcap)
+    check_number("scale", scale)
+    check_number("softcap", softcap)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: got {softcap}, want a number above 0, or None")
     if precision not in (None, "fp32", "tf32"):
@@ -53,7 +53,7 @@ def check(
     if implementation is not None and not isinstance(implementation, str):
         raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
 
-    is_causal, window = _window(window, bool(is_causal))
+    is_causal, window = checked_window(window, bool(is_causal))
     mask, bias = _mask(mask, scores), _bias(bias, scores, query.dtype)
     q_segment_ids, kv_segment_ids = _segment_ids(segment_ids, (batch, q_length), (batch, kv_length))
     static_offset, q_offset = _offset(q_offset, batch)
@@ -63,10 +63,10 @@ def check(
         value=value,
         mask=mask,
         bias=bias,
-        sinks=_sinks(sinks, heads),
+        sinks=checked_sinks(sinks, heads),
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
-        kv_lengths=_lengths(kv_lengths, batch),
+        kv_lengths=checked_lengths(kv_lengths, batch),
         q_offset=q_offset,
     )
     request = AttentionRequest(
@@ -121,7 +121,7 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
         raise ValueError(f"query, key: got shapes {query.shape} and {key.shape}, want no axis of length 0")
 
 
-def _array(name: str, x: Any) -> Any:
+def checked_array(name: str, x: Any) -> Any:
     """A jax.Array of one of DTYPES, or a ShapeDtypeStruct."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
@@ -138,7 +138,7 @@ def _reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return jnp.asarray(x, dtype).reshape(shape)
 
 
-def _check_number(name: str, x: Any) -> None:
+def check_number(name: str, x: Any) -> None:
     if x is None:
         return
     if not isinstance(x, int | float | np.integer | np.floating) or isinstance(x, bool):
@@ -151,7 +151,7 @@ def _is_int(x: Any) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
-def _window(window: Any, is_causal: bool) -> tuple[bool, tuple[int, int] | None]:
+def checked_window(window: Any, is_causal: bool) -> tuple[bool, tuple[int, int] | None]:
     """(is_causal, window) as AttentionOptions holds them: a right side of 0 is is_causal."""
     if window is None:
         return is_causal, None
@@ -207,7 +207,7 @@ def _bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
     return _reshaped(bias, _broadcastable("bias", bias, shape), bias.dtype)
 
 
-def _sinks(sinks: Any, heads: int) -> Any:
+def checked_sinks(sinks: Any, heads: int) -> Any:
     """[1, H] float32, or None."""
     if sinks is None:
         return None
@@ -220,7 +220,7 @@ def _sinks(sinks: Any, heads: int) -> Any:
     return _reshaped(sinks, (1, heads), jnp.float32)
 
 
-def _integers(name: str, x: Any, want: str) -> Any:
+def checked_integers(name: str, x: Any, want: str) -> Any:
     if not isinstance(x, jax.Array | np.ndarray | np.integer | list | tuple | jax.ShapeDtypeStruct):
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
     if isinstance(x, list | tuple | np.integer):
@@ -255,14 +255,14 @@ def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int
             )
         if tuple(x.shape) != shape:
             raise ValueError(f"segment_ids: got shape {x.shape} for {part}, want {list(shape)}")
-    q_ids, kv_ids = (_integers("segment_ids", x, want) for x in pair)
+    q_ids, kv_ids = (checked_integers("segment_ids", x, want) for x in pair)
     return q_ids, kv_ids
 
 
-def _lengths(kv_lengths: Any, batch: int) -> Any:
+def checked_lengths(kv_lengths: Any, batch: int) -> Any:
     if kv_lengths is None:
         return None
-    kv_lengths = _integers("kv_lengths", kv_lengths, "an int32 array")
+    kv_lengths = checked_integers("kv_lengths", kv_lengths, "an int32 array")
     if kv_lengths.shape != (batch,):
         raise ValueError(f"kv_lengths: got shape {kv_lengths.shape}, want [batch] = ({batch},)")
     return kv_lengths
@@ -274,7 +274,7 @@ def _offset(q_offset: Any, batch: int) -> tuple[int | None, Any]:
         if not -FARTHEST < q_offset < FARTHEST:
             raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
         return int(q_offset), None
-    q_offset = _integers("q_offset", q_offset, "an int or an int32 array")
+    q_offset = checked_integers("q_offset", q_offset, "an int or an int32 array")
     if q_offset.shape not in ((), (batch,)):
         raise ValueError(f"q_offset: got shape {q_offset.shape}, want an int, a scalar or [batch] = ({batch},)")
     if isinstance(q_offset, jax.ShapeDtypeStruct):

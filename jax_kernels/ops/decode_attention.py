@@ -13,7 +13,6 @@ from jax_kernels.dispatch import Implementation, Request, interpreting
 from jax_kernels.ops import attention_checks as checks
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention import decode_sm90, decode_triton, hopper
-from jax_kernels.pallas.block_specs import sm80
 from jax_kernels.reference import decode_attention as reference
 
 __all__ = ["IMPLEMENTATIONS", "DecodeRequest", "decode_attention"]
@@ -151,19 +150,21 @@ def _check(
     """The request behind a call, its arrays in the kernels' form and order, and its scale."""
     for name in unknown:
         raise TypeError(f"decode_attention got an unexpected keyword argument {name!r}")
-    query, key, value = (checks._array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    query, key, value = (
+        checks.checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
     _check_shapes(query, key, value, is_paged=block_tables is not None)
     batch, q_length, heads, head_dim = query.shape
-    checks._check_number("scale", scale)
-    checks._check_number("softcap", softcap)
+    checks.check_number("scale", scale)
+    checks.check_number("softcap", softcap)
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap: got {softcap}, want a number above 0, or None")
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: got {type(return_lse).__name__}, want a bool that is known when tracing")
     if implementation is not None and not isinstance(implementation, str):
         raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
-    _, window = checks._window(window, True)
-    sinks = checks._sinks(sinks, heads)
+    _, window = checks.checked_window(window, True)
+    sinks = checks.checked_sinks(sinks, heads)
 
     capacity, page_size = key.shape[1], None
     if block_tables is not None:
@@ -171,7 +172,7 @@ def _check(
         capacity, page_size = block_tables.shape[1] * key.shape[1], key.shape[1]
         if kv_lengths is None:
             raise ValueError("kv_lengths: got None with block_tables, want [batch] int32: how many keys count")
-    kv_lengths = checks._lengths(kv_lengths, batch)
+    kv_lengths = checks.checked_lengths(kv_lengths, batch)
     if kv_lengths is None:
         kv_lengths = jnp.full((batch,), capacity, jnp.int32)
     if sinks is not None and not isinstance(sinks, jax.ShapeDtypeStruct):
@@ -230,7 +231,7 @@ def _check_shapes(query: Any, key: Any, value: Any, *, is_paged: bool) -> None:
 
 
 def _tables(block_tables: Any, batch: int) -> Any:
-    tables = checks._integers("block_tables", block_tables, "an int32 array [batch, pages]")
+    tables = checks.checked_integers("block_tables", block_tables, "an int32 array [batch, pages]")
     if len(tables.shape) != 2 or tables.shape[0] != batch or tables.shape[1] == 0:
         raise ValueError(f"block_tables: got shape {tables.shape}, want [batch, pages] with batch {batch}")
     return tables
@@ -242,15 +243,9 @@ def _left(request: DecodeRequest) -> int:
 
 def _config(name: str):
     def config(request: DecodeRequest) -> tuple[Blocks, str]:
-        capability = request.device.compute_capability
-        if capability is None:
-            capability = (9, 0) if name == "mosaic_gpu" else (8, 0)
-        file, own = block_specs.nearest(capability)
-        rows = getattr(file, "ATTENTION_DECODE", None)
-        own = own and rows is not None
         head_dim = max(request.head_dim, request.v_head_dim)
-        row = next(r for r in rows or sm80.ATTENTION_DECODE if r.implementation == name and head_dim <= r.head_dim)
-        return Blocks(row.config, request.device.core_count), "block spec" if own else "heuristic"
+        row, source = block_specs.decode_row(request.device.compute_capability, name, head_dim=head_dim)
+        return Blocks(row.config, request.device.core_count), source
 
     return config
 

@@ -1,7 +1,7 @@
 """Per-GPU block specs: one file of literal rows per compute capability, and the look-up in them."""
 
 from jax_kernels.pallas.block_specs import sm80, sm86, sm89, sm90, sm100, sm120
-from jax_kernels.pallas.block_specs.specs import AttentionRow
+from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow, AttentionRow
 
 _FILES = {80: sm80, 86: sm86, 89: sm89, 90: sm90, 100: sm100, 120: sm120}
 
@@ -33,9 +33,7 @@ def attention_row(
 
     Without a GPU (interpret mode) the rows of sm_80 and sm_90 serve. Raises LookupError where no row fits.
     """
-    if compute_capability is None:
-        compute_capability = (9, 0) if implementation == "mosaic_gpu" else (8, 0)
-    file, own = nearest(compute_capability)
+    file, own = _file(compute_capability, implementation)
     for row in file.ATTENTION:
         if (
             row.implementation == implementation
@@ -46,3 +44,21 @@ def attention_row(
         ):
             return row, "block spec" if own else "heuristic"
     raise LookupError(f"no {implementation} row for head_dim={head_dim}, {bits} bits")
+
+
+def decode_row(
+    compute_capability: tuple[int, int] | None, implementation: str, *, head_dim: int
+) -> tuple[AttentionDecodeRow, str]:
+    """The row for decoding, as attention_row gives it."""
+    file, own = _file(compute_capability, implementation)
+    for row in file.ATTENTION_DECODE:
+        if row.implementation == implementation and head_dim <= row.head_dim:
+            return row, "block spec" if own else "heuristic"
+    raise LookupError(f"no {implementation} row for decoding with head_dim={head_dim}")
+
+
+def _file(compute_capability: tuple[int, int] | None, implementation: str):
+    """nearest(), and without a GPU the file that serves in interpret mode."""
+    if compute_capability is None:
+        compute_capability = (9, 0) if implementation == "mosaic_gpu" else (8, 0)
+    return nearest(compute_capability)

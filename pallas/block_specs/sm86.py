@@ -1,8 +1,11 @@
 """Ampere, the desktop and professional parts (RTX 30, A40, A10): 99 KiB of shared memory for a block."""
 
+from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
+
+__all__ = ["ATTENTION", "ATTENTION_DECODE", "ATTENTION_ORDER"]
 
 ATTENTION_ORDER = ("triton", "cudnn", "xla")
 
