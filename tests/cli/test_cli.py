@@ -90,7 +90,7 @@ def test_explain(run):
     [
         ("--device h200 --causal", "mosaic_gpu"),
         ("--device h200 --dtype fp32 --precision tf32", "triton"),
-        ("--device h200 --deterministic", "triton"),
+        ("--device h200 --deterministic", "mosaic_gpu"),
         ("--device h200 --no-deterministic", "mosaic_gpu"),
         ("--device h200 --mask 1,1,4096,4096", "cudnn"),
         ("--device b200 --kv-lengths --kv-shape 2,512,4,64", "cudnn"),
