@@ -10,7 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from jax_kernels import flash_attention
+from jax_kernels.dispatch import on_device
+from jax_kernels.pallas.attention import softmax
 
 SCRIPT = Path(__file__).parent / "mosaic_interpreter.py"
 SMALL = {"batch": 1, "q_length": 128, "kv_length": 128, "heads": 1, "kv_heads": 1}
@@ -47,6 +53,7 @@ CASES = {
     "bounded_causal": SMALL | {"is_causal": True, "q_length": 300, "kv_length": 300, "heads": 2, "bounded": True},
     "bounded_mixed": SMALL | {"kv_length": 400, "magnitude": 3.0, "bounded": True},
     "bounded_never": SMALL | {"kv_length": 300, "magnitude": 100.0, "bounded": True},
+    "bounded_rising": SMALL | {"kv_length": 300, "bounded": True, "rising": True},
     "bounded_fp16": SMALL | {"dtype": "float16", "kv_length": 300, "magnitude": 0.5, "bounded": True},
     "bounded_lengths": SMALL | {"batch": 2, "kv_length": 300, "kv_lengths": [0, 290], "bounded": True},
     "fp16": SMALL | {"dtype": "float16", "is_causal": True},
@@ -95,3 +102,24 @@ def test_interpreted(name):
     assert not result["races"]
     for what, error in result["errors"].items():
         assert error <= result["bounds"][what], (what, error, result["bounds"][what])
+
+
+def test_the_room_above_a_row_s_first_block_fits_its_numbers():
+    """P in its dtype, and 2**20 keys of values up to 2**47 in float32, as softmax.room says."""
+    for dtype in (jnp.bfloat16, jnp.float16):
+        assert 2 ** softmax.room(dtype) < float(jnp.finfo(dtype).max)
+        assert 2 ** (softmax.room(dtype) + 20 + 47) <= 2**127
+
+
+def test_a_deterministic_backward_adds_nothing_in_order_of_arrival():
+    query = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+
+    def kernels(deterministic):
+        with on_device("h200"):
+            out = lambda query: flash_attention(query, query, query, deterministic=deterministic)
+            gradient = jax.make_jaxpr(jax.grad(lambda query: out(query).astype(jnp.float32).sum()))(query)
+        text = str(gradient)
+        return "attention_backward_dq_sm90" in text, "reduction_op=add" in text
+
+    assert kernels(deterministic=True) == (True, False)
+    assert kernels(deterministic=False) == (False, True)
