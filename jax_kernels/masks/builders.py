@@ -12,31 +12,41 @@ from jax_kernels.masks.lists import block_status
 from jax_kernels.masks.mask import Mask
 
 
-def top_k(bias: jax.Array, k: int, *, among: Mask | None = None) -> Mask:
+def top_k(
+    bias: jax.Array, k: int, *, among: Mask | None = None, q_length: int | None = None, q_offset: Any = 0
+) -> Mask:
     """For every query the k keys of the largest bias, as a dense mask.
 
     Equivalent to the following JAX code, but for ties, of which the first keys are kept::
 
-        bias = where(among.to_dense(T, S), bias, -inf)
+        bias = where(among.to_dense(q_length, S, q_offset=q_offset), bias, -inf)
         keep = (bias >= sort(bias)[..., -k, None]) & (bias > -inf)
 
-    bias: a floating dtype, [T or 1, S], [H or 1, ...] or [B or 1, H or 1, T or 1, S]; -inf and NaN are never kept.
-    k: at least 1; where fewer keys have a bias above -inf, those are kept. among: the keys that compete, such as
-    causal(); the queries then stand at positions 0 to T - 1.
+    bias: [T or 1, S], [H or 1, ...] or [B or 1, H or 1, T or 1, S], bfloat16, float16 or float32; -inf and NaN are
+    never kept. k: at least 1; where fewer keys have a bias above -inf, those are kept. among: the keys that compete,
+    such as causal(). q_length: with `among`, how many queries a bias of one row is for. q_offset: the position of
+    query 0, for `among`.
 
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
     """
     bias, k = _scores("bias", bias), checks.integer("k", k, 1)
-    if among is not None:
-        bias = jnp.where(_mask("among", among).to_dense(*bias.shape[2:]), bias, -jnp.inf)
-    return Dense(_largest(bias, k))
+    if among is None:
+        return Dense(_largest(bias, k))
+    rows = bias.shape[2]
+    if q_length is None and rows == 1:
+        raise ValueError("q_length: got None with `among` and a bias of one row, want the number of queries")
+    q_length = rows if q_length is None else checks.integer("q_length", q_length, 1)
+    if rows not in (1, q_length):
+        raise ValueError(f"q_length: got {q_length}, want the {rows} rows of bias, or None")
+    keep = _mask("among", among).to_dense(q_length, bias.shape[3], q_offset=q_offset)
+    return Dense(_largest(jnp.where(keep, bias, -jnp.inf), k))
 
 
 def threshold(bias: jax.Array, tau: float | jax.Array) -> Mask:
     """The keys with bias > tau, as a dense mask.
 
-    bias: a floating dtype, [T or 1, S], [H or 1, ...] or [B or 1, H or 1, T or 1, S]. tau: a number, or an array that
-    broadcasts to bias's shape, such as [H, 1, 1].
+    bias: [T or 1, S], [H or 1, ...] or [B or 1, H or 1, T or 1, S], bfloat16, float16 or float32. tau: a number, or
+    an array that broadcasts to bias's shape, such as [H, 1, 1].
     """
     bias = _scores("bias", bias)
     if isinstance(tau, bool) or (not isinstance(tau, int | float | jax.Array) and not hasattr(tau, "__array__")):
@@ -57,10 +67,11 @@ def top_k_blocks(
 ) -> Mask:
     """For every block of queries the k blocks of keys of the largest score, as a block_sparse mask.
 
-    scores: a floating dtype, [rows, columns], [H or 1, ...] or [B or 1, H or 1, rows, columns], such as pooled_scores;
-    -inf and NaN are never kept. k: at least 1; lists by query are k blocks long. block_size: an int, or (queries,
-    keys). among: only blocks that this mask keeps a pair of compete. always: those blocks of `among` come first,
-    whatever their score; they count among the k. The masks see queries at positions 0 to rows * block_size - 1.
+    scores: [rows, columns], [H or 1, ...] or [B or 1, H or 1, rows, columns], bfloat16, float16 or float32, such as
+    pooled_scores; -inf and NaN are never kept. k: at least 1; lists by query are k blocks long. block_size: an int,
+    or (queries, keys). among: only blocks that this mask keeps a pair of compete. always: those blocks of `among`
+    come first, whatever their score; they count among the k. Both masks are of rows * block_size queries, the first
+    at position 0, and columns * block_size keys.
 
     Equivalent to the following JAX code, but for ties, of which the first blocks are kept::
 
@@ -99,8 +110,9 @@ def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int,
     """
     block_q, block_kv = checks.block_pair("block_size", block_size)
     for name, x in (("query", query), ("key", key)):
-        if checks.array(name, x, "a jax.Array").ndim != 4 or not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name}: got {x.dtype} of shape {x.shape}, want floats [batch, length, heads, head_dim]")
+        if checks.floats(name, x, "an array").ndim != 4:
+            raise ValueError(f"{name}: got shape {x.shape}, want [batch, length, heads, head_dim]")
+
     heads, kv_heads = query.shape[2], key.shape[2]
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or kv_heads == 0 or heads % kv_heads:
         raise ValueError(
@@ -121,10 +133,8 @@ def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int,
 
 
 def _scores(name: str, x: Any) -> jax.Array:
-    x = checks.array(name, x, "an array of floats")
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name}: got dtype {x.dtype}, want a floating one")
-    x = checks.four_axes(name, x, "[batch, heads, rows, columns]")
+
+    x = checks.four_axes(name, checks.floats(name, x, "an array"), "[batch, heads, rows, columns]")
     if 0 in x.shape:
         raise ValueError(f"{name}: got shape {x.shape}, want no axis of length 0")
     return lax.stop_gradient(x)

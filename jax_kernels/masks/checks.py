@@ -34,34 +34,45 @@ def block_pair(name: str, block: Any) -> tuple[int, int]:
 
 
 def array(name: str, x: Any, want: str) -> jax.Array:
+    """x as a jax.Array, losing nothing."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+    if isinstance(x, jax.Array):
+        return x
+    held = jnp.asarray(x)
+    if held.dtype != x.dtype and (np.asarray(held) != x).any():
+        raise ValueError(f"{name}: got {x.dtype} values that {held.dtype} does not hold, want {want}")
+    return held
 
 
 def int32(name: str, x: Any, want: str) -> jax.Array:
     """An integer array as int32, losing nothing where its values are known."""
-    if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer) and (x != x.astype(np.int32)).any():
-        raise ValueError(f"{name}: got values up to {np.abs(x).max()}, want int32")
-    x = array(name, x, want)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
+    if hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: got dtype {x.dtype}, want {want}")
-    return x.astype(jnp.int32)
+    if isinstance(x, np.ndarray) and (x != x.astype(np.int32)).any():
+        raise ValueError(f"{name}: got values up to {np.abs(x).max()}, want int32")
+    return array(name, x, want).astype(jnp.int32)
 
 
 def boolean(name: str, x: Any) -> jax.Array:
     """A bool array, or a float32 one of zeros and ones as Flax makes them, as bool."""
+    if hasattr(x, "dtype") and x.dtype not in (bool, jnp.float32):
+        raise TypeError(f"{name}: got dtype {x.dtype}, want bool (True = attend) or a float32 mask of 0 and 1")
     x = array(name, x, "a bool array")
     if x.dtype == bool:
         return x
-    if x.dtype != jnp.float32:
-        raise TypeError(f"{name}: got dtype {x.dtype}, want bool (True = attend) or a float32 mask of 0 and 1")
     if not isinstance(x, jax.core.Tracer):
         # In numpy: under jit even a comparison of known values is traced.
         known = np.asarray(x)
         if not ((known == 0) | (known == 1)).all():
             raise ValueError(f"{name}: got float32 values other than 0 and 1, want a bool mask")
     return x != 0
+
+
+def floats(name: str, x: Any, want: str) -> jax.Array:
+    if hasattr(x, "dtype") and x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise TypeError(f"{name}: got dtype {x.dtype}, want {want}, bfloat16, float16 or float32")
+    return array(name, x, want)
 
 
 def four_axes(name: str, x: jax.Array, axes: str) -> jax.Array:
