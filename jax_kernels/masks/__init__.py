@@ -1,4 +1,11 @@
-"""Attention masks as data: an algebra of masks, and the lists of blocks that a kernel walks along."""
+"""Attention masks as data: an algebra of masks, and the lists of blocks that a kernel walks along.
+
+For example::
+
+    mask = masks.causal() & masks.segments(ids) | masks.prefix(16)
+    out = flash_attention(query, key, value, mask=mask)
+    lists = mask.block_lists(T, S, block_q=128, block_kv=128)
+"""
 
 from jax_kernels.masks.arrays import block_sparse as block_sparse
 from jax_kernels.masks.arrays import dense as dense

@@ -1,6 +1,7 @@
 """Masks that hold arrays of the call, and masks of a function."""
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from jax_kernels.masks import checks
 from jax_kernels.masks.lists import block_sums
-from jax_kernels.masks.literals import Grid, Literal
+from jax_kernels.masks.literals import Grid, Literal, touched
 from jax_kernels.masks.mask import Mask, node, static
 
 
@@ -229,7 +230,10 @@ class BlockSparse(_Array):
     def _width(self, grid: Grid, by: str) -> int:
         if self.most_blocks is None or by == "key":
             return grid.columns if by == "query" else grid.rows
-        return self.most_blocks * _touched(self.block_q, grid.block_q) * _touched(grid.block_kv, self.block_kv)
+        # Cells that a block of queries lies in, and blocks of keys that a cell lies in.
+        cells = touched(grid.block_q, self.block_q, math.gcd(grid.block_q, self.block_q), 0)
+        blocks = touched(self.block_kv, grid.block_kv, math.gcd(grid.block_kv, self.block_kv), 0)
+        return self.most_blocks * cells * blocks
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         b, h = _within(b, self.batch), _within(h, self.heads)
@@ -243,13 +247,6 @@ class BlockSparse(_Array):
     def __repr__(self) -> str:
         size = self.block_q if self.block_q == self.block_kv else (self.block_q, self.block_kv)
         return f"block_sparse({checks.array_text(self.blocks)}, {size})"
-
-
-def _touched(size: int, length: int) -> int:
-    """How many of the blocks of this size the blocks of another length lie in, at most."""
-    if size % length == 0:
-        return 1
-    return length // size if length % size == 0 else (size + length - 2) // size + 1
 
 
 def _with_batch(keep: jax.Array, offset: jax.Array) -> jax.Array:

@@ -226,17 +226,21 @@ def _conjunction_width(literals: Conjunction, grid: Grid, by: str) -> int:
     if last < first:
         return 0
     bounds = [last // across - first // across + 1]
-    distances = length + along - 1
+    rate = max(x.rate for x in literals)
     if low is not None and high is not None:
         if high < low:
             return 0
-        distances = high - low + 1
-        # The lists' first entries start at shift + low + i * along: at the worst, so far into a block.
-        step = 1 if shift is None else math.gcd(along, across)
-        worst = across - step + (0 if shift is None else (shift + low) % step)
-        bounds.append((worst + along + high - low - 1) // across + 1)
-    rate = max(x.rate for x in literals)
+        start = None if shift is None else shift + low
+        bounds.append(touched(along + high - low, across, math.gcd(along, across), start))
     if rate > 1:
-        bounds.append(-(-distances // rate) * ((across + along - 2) // across + 1))
+        distances = length + along - 1 if low is None or high is None else high - low + 1
+        each = touched(along, across, math.gcd(along, across, rate), shift)
+        bounds.append(-(-distances // rate) * each)
     bounds += [x.cell_width(grid, by) for x in literals if x.cell_width is not None]
     return min(bounds)
+
+
+def touched(size: int, block: int, step: int, start: int | None) -> int:
+    """How many blocks an interval of this size touches at most, if it starts at `start` plus any number of steps."""
+    into_block = block - 1 if start is None else block - step + start % step
+    return (into_block + size - 1) // block + 1

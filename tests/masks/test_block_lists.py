@@ -82,7 +82,7 @@ def check_bitmaps(packed, listed, dense, by, blocks):
 
 
 # To compile, they take as long again.
-WITH_BITMAPS = ("everything_packed", "block_sparse_odd", "dense", "causal_dense", "function")
+WITH_BITMAPS = ("block_sparse_odd", "dense", "causal_dense", "function")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -127,7 +127,7 @@ def compositions(leaves):
     return st.recursive(leaves, joined, max_leaves=4)
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(compositions(leaves), st.integers(-30, 30), st.sampled_from([(8, 16), (5, 7), (16, 4), (64, 64)]))
 def test_any_composition(case, q_offset, blocks):
     """No live block is left out, none is called full that is not."""
@@ -144,7 +144,7 @@ of_intervals = st.one_of(
 )
 
 
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(compositions(of_intervals), st.integers(-30, 30))
 def test_compositions_of_intervals_are_exact(case, q_offset):
     check(case, q_offset, with_bitmaps=False)
@@ -171,8 +171,10 @@ WIDTHS = [
     (masks.sliding_window(0, 0), (4096, 4096), (128, 128), "query", 1, 2),
     (masks.prefix(100), (4096, 4096), (128, 64), "query", 0, 2),
     (masks.prefix(100) | masks.sliding_window(64, 0), (4096, 4096), (64, 64), "query", 0, 4),
-    (masks.dilated(1024), (4096, 4096), (64, 64), "query", 0, 10),
-    (masks.dilated(1024) & masks.sliding_window(2048, 0), (8192, 8192), (64, 64), "query", 0, 6),
+    (masks.dilated(1024), (4096, 4096), (64, 64), "query", 0, 5),
+    (masks.dilated(1024) & masks.sliding_window(2048, 0), (8192, 8192), (64, 64), "query", 0, 3),
+    (masks.dilated(1000), (4096, 4096), (64, 64), "query", 0, 10),
+    (masks.dilated(1024), (4096, 4096), (64, 128), "key", 32, 15),
     (masks.global_tokens(64), (4096, 4096), (64, 64), "query", 0, 64),
     (masks.sliding_window(9, 9) & ~masks.sliding_window(20, 20), (4096, 4096), (64, 64), "query", 0, 1),
     (masks.dense(np.ones((512, 512), bool)), (512, 512), (64, 128), "query", 0, 4),
