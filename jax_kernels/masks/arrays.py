@@ -60,36 +60,38 @@ def dense(array: jax.Array) -> Mask:
     return Dense(array)
 
 
-def from_function(function: Callable[..., Any], *arrays: jax.Array, batch: int = 1, heads: int = 1) -> Mask:
+def from_function(
+    function: Callable[..., Any], *arrays: jax.Array, batch: int | None = None, heads: int | None = None
+) -> Mask:
     """Any elementwise predicate function(b, h, q, k, *arrays) -> bool, in traceable jnp code.
 
     b, h, k: int32 indices of the batch entry, the query head and the key; q: int32, the query's position, q_offset + i.
     They broadcast with each other, and the result has their joint shape, or one that broadcasts to it: the function
     compares, selects and looks up (`ids[b, q] == ids[b, k]`), but does not reduce, sort or reshape.
     arrays: what it looks things up in, leaves of the mask. What it captures instead must not be traced.
-    batch, heads: how many batch entries and heads the function tells apart; 1 if it does not look at them.
+    batch, heads: how many batch entries and heads the function tells apart; None if it does not look at b, or at h.
 
     A mask of another function object is another mask to jit: define the function once, not anew for each call.
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function (b, h, q, k) -> bool")
-    batch, heads = (checks.integer(name, x, 1) for name, x in (("batch", batch), ("heads", heads)))
+    sizes = [None if x is None else checks.integer(name, x, 1) for name, x in (("batch", batch), ("heads", heads))]
     leaves = tuple(checks.array("arrays", x, "jax.Arrays") for x in arrays)
-    _check_elementwise(function, leaves, batch, heads)
-    return Function(leaves, function, batch, heads)
+    _check_elementwise(function, leaves, *sizes)
+    return Function(leaves, function, *(size or 1 for size in sizes))
 
 
 _WANT = "want an elementwise predicate of b, h, q and k in jnp code: bool, in their joint shape"
 
 
-def _check_elementwise(function: Callable[..., Any], arrays: tuple[Any, ...], batch: int, heads: int) -> None:
+def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | None, heads: int | None) -> None:
     """On a few small indices: the function of arrays against that of numbers."""
-    sizes = (min(batch, 2), min(heads, 2), 3, 4)
+    sizes = (min(batch or 1, 2), min(heads or 1, 2), 3, 4)
     axes = np.ix_(*(np.arange(size, dtype=np.int32) for size in sizes))
     known = not any(isinstance(x, jax.core.Tracer) for x in arrays)
     shape = jax.ShapeDtypeStruct((), jnp.int32)
     try:
-        whole = jax.eval_shape(function, *axes, *arrays)
+        program, whole = jax.make_jaxpr(function, return_shape=True)(*axes, *arrays)
         one = jax.eval_shape(function, *[shape] * 4, *arrays)
     except Exception as error:
         raise TypeError(f"function: raised {type(error).__name__} when traced, {_WANT}") from error
@@ -100,6 +102,12 @@ def _check_elementwise(function: Callable[..., Any], arrays: tuple[Any, ...], ba
             raise TypeError(f"function: got dtype {result.dtype} from it, {_WANT}")
         if result.shape != want and not _broadcasts(result.shape, want):
             raise ValueError(f"function: got shape {result.shape} from it for indices of shape {want}, {_WANT}")
+    read = {id(x) for equation in program.eqns for x in equation.invars} | set(map(id, program.jaxpr.outvars))
+    for index, name, size in ((0, "batch", batch), (1, "heads", heads)):
+        if size is None and id(program.jaxpr.invars[index]) in read:
+            raise ValueError(
+                f"{name}: got None with a function that looks at {'bh'[index]}, want how many it tells apart"
+            )
     if not known:
         return
     with jax.ensure_compile_time_eval():

@@ -255,6 +255,16 @@ BAD = {
     "truth": (lambda: causal and dense, TypeError, "a Mask has no truth value: compose masks with &, | and ~"),
     "not_callable": (lambda: masks.from_function(3), TypeError, "function: got int, want a function (b, h, q, k)"),
     "function_batch": (lambda: masks.from_function(lambda *x: x, batch=0), ValueError, "batch: got 0, want an int"),
+    "function_of_heads": (
+        lambda: masks.from_function(lambda b, h, q, k: q >= k + h, batch=2),
+        ValueError,
+        "heads: got None with a function that looks at h, want how many it tells apart",
+    ),
+    "function_of_batch": (
+        lambda: masks.from_function(lambda b, h, q, k, x: x[b] > q, jnp.arange(2), heads=2),
+        ValueError,
+        "batch: got None with a function that looks at b, want how many it tells apart",
+    ),
     "function_dtype": (
         lambda: masks.from_function(lambda b, h, q, k: q - k),
         TypeError,
