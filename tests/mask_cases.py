@@ -145,7 +145,7 @@ CASES = {
     "causal_window": causal() & window(13, None),
     "prefix_of_batch": prefix((5, 40)),
     "prefix_lm": causal() | prefix(20),
-    "global": global_tokens(10),
+    "global": global_tokens(15),
     "longformer": window(6, 6) | global_tokens((3, 17)),
     "not_longformer": ~(window(6, 6) | global_tokens(18)),
     "dilated": dilated(40),

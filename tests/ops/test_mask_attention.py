@@ -96,16 +96,19 @@ def test_no_array_of_all_pairs():
 
 
 @pytest.mark.parametrize("mapped", ["query", "mask", "both"])
-@pytest.mark.parametrize("mask", ["shared", "of_batch"])
+@pytest.mark.parametrize("mask", ["shared", "of_batch", "function"])
 def test_vmap(mapped, mask):
     """Its gradients, too; a mask of its own for each, or one for all."""
     query, key, value = (jnp.stack([x, x + 1, x * 2]) for x in arrays())
     rows = jnp.arange(3 * B).reshape(3, B) * 7 if mask == "of_batch" else jnp.arange(3).reshape(3, 1) * 7
 
+    def mask_of(limit):
+        if mask == "function":
+            return masks.from_function(lambda b, h, q, k, n: (k < n[0]) | (q >= k), limit)
+        return masks.prefix(limit) | masks.causal()
+
     def gradient(query, limit):
-        attend = lambda q: jnp.sin(
-            flash_attention(q, key[0], value[0], mask=masks.prefix(limit) | masks.causal())
-        ).sum()
+        attend = lambda q: jnp.sin(flash_attention(q, key[0], value[0], mask=mask_of(limit))).sum()
         return jax.grad(attend)(query)
 
     axes = (None if mapped == "mask" else 0, None if mapped == "query" else 0)
