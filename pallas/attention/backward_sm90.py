@@ -41,7 +41,7 @@ REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
 
 
 def attention_backward(
-    inputs: AttentionInputs, options: AttentionOptions, out, lse, dout, dlse, *, config, core_count, interpret
+    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, *, config, core_count, interpret
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardSm90. 16-bit inputs only.
 
@@ -50,14 +50,10 @@ def attention_backward(
     del core_count  # one CTA a block of keys
     query, key, value = inputs[:3]
     q_length, kv_length = query.shape[1], key.shape[1]
-    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
-    dead = jnp.isneginf(lse)
-    if dlse is not None:
-        delta = delta - jnp.where(dead, 0.0, dlse)
-    # exp2(score - inf) = 0: rows without keys, and rows past the end, pass nothing.
+    # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
     short = -q_length % (backward_dq_sm90.BLOCK_Q if options.deterministic else config.block_q)
     rows = [(0, 0), (0, 0), (0, short)]
-    lse = jnp.pad(jnp.where(dead, jnp.inf, lse * LOG2E), rows, constant_values=jnp.inf)
+    lse = jnp.pad(lse * LOG2E, rows, constant_values=jnp.inf)
 
     widest = max(query.shape[-1], value.shape[-1])
     width = next(w for w in (64, 128, 256) if w >= widest)

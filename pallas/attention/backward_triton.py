@@ -1,7 +1,7 @@
 """Attention backward through Triton, in two passes: one owns blocks of keys and walks the queries, one the reverse.
 
 Both recompute the probabilities from the log-sum-exp, P = exp2(S * scale * log2(e) - lse2), and have
-dS = P * (dO V^T - delta), where delta = sum(out * dout) - dlse per query. Seven products where one pass needs five,
+dS = P * (dO V^T - delta), with a delta per query. Seven products where one pass needs five,
 but no program adds to another's result: the same bits on every run.
 
 The gradient of a bias is a third pass, of two products, whose programs own tiles of the bias and walk what it is
@@ -41,16 +41,11 @@ from jax_kernels.pallas.attention.shared_triton import (
 
 
 def attention_backward(
-    inputs: AttentionInputs, options: AttentionOptions, out, lse, dout, dlse, *, config, core_count, interpret
+    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, *, config, core_count, interpret
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardTriton."""
     del core_count  # one program per tile: nothing is persistent
-    dead = jnp.isneginf(lse)
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    if dlse is not None:
-        delta = delta - jnp.where(dead, 0.0, dlse)
-    # A query without keys: exp2(score - inf) is 0, and so is all that it would pass on.
-    lse2 = jnp.where(dead, jnp.inf, lse * LOG2E)
+    lse2 = lse * LOG2E
     dout = dout.astype(inputs.query.dtype)
     bias, inputs = inputs.bias, inputs._replace(bias=aligned_bias(inputs.bias))
     limiting = limiting_arrays(inputs, options)
