@@ -114,8 +114,6 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
     chunks, q_chunks = head_dim // 64, block_q // 64
     # 64 x 64 blocks of dquery that a warpgroup stores in a step.
     dq_blocks = chunks * q_chunks // COMPUTE_WGS
-    parts = q_chunks if config.early_dv else 1
-    size = block_q // parts
     if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
         raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
     q_blocks, kv_blocks = pl.cdiv(q_length, block_q), pl.cdiv(kv_length, block_kv)
@@ -276,30 +274,21 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         if not mask_first:
                             scores = masked(scores)
 
-                        def cut(x, e):
-                            return x[:, size * e : size * (e + 1)] if parts > 1 else x
-
-                        p16, gs, ds16s = None, [], []
-                        for e in range(parts):
-                            queries = pl.ds(size * e, size)
-                            lse = plgpu.load(lse_smem.at[slot, queries], layout=COLUMN, optimized=False)
-                            part = cut(scores, e)
-                            p = jnp.exp2(part * ((cap or scale) * LOG2E) - lax.broadcast_in_dim(lse, part.shape, [1]))
-                            if config.early_dv:
-                                plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[do_slot, my_half, queries])
-                            if cap:
-                                # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
-                                p16, p = p.astype(dtype), p * (1 - jnp.square(jnp.maximum(part, -1)))
-                            gs.append(p)
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=parts if config.early_dv else 0)
-                        for e, g in enumerate(gs):
-                            queries = pl.ds(size * e, size)
-                            delta = plgpu.load(delta_smem.at[do_slot, queries], layout=COLUMN, optimized=False)
-                            ds = g * (cut(dp, e) - lax.broadcast_in_dim(delta, g.shape, [1]))
-                            ds16s.append(ds.astype(dtype))
-                        if not (config.early_dv or cap):
-                            p16 = gs[0].astype(dtype)
-                        return None if config.early_dv else p16, ds16s
+                        wide = lambda x: lax.broadcast_in_dim(x, scores.shape, [1])
+                        lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
+                        p = jnp.exp2(scores * ((cap or scale) * LOG2E) - wide(lse))
+                        p16 = None
+                        if config.early_dv:
+                            plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[do_slot, my_half])
+                        if cap:
+                            # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
+                            p16, p = p.astype(dtype), p * (1 - jnp.square(jnp.maximum(scores, -1)))
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1 if config.early_dv else 0)
+                        delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMN, optimized=False)
+                        ds16 = (p * (dp - wide(delta))).astype(dtype)
+                        if config.early_dv:
+                            return None, ds16
+                        return p16 if cap else p.astype(dtype), ds16
 
                     def weights_late_do(s_acc):
                         issue_scores(s_acc, row_group, slot)
@@ -307,9 +296,9 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         return pl.run_scoped(lambda dp_acc: weights(dp_acc, s_acc), plgpu.ACC((64, block_q)))
 
                     if not ahead and config.late_do:
-                        p16, ds16s = pl.run_scoped(weights_late_do, plgpu.ACC((64, block_q)))
+                        p16, ds16 = pl.run_scoped(weights_late_do, plgpu.ACC((64, block_q)))
                     else:
-                        p16, ds16s = pl.run_scoped(weights, *[plgpu.ACC((64, block_q))] * (1 if ahead else 2))
+                        p16, ds16 = pl.run_scoped(weights, *[plgpu.ACC((64, block_q))] * (1 if ahead else 2))
                     if not config.early_dv:
                         plgpu.wgmma(dv_acc, p16, do_smem.at[do_slot, my_half])
 
@@ -321,11 +310,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
 
                     if with_dq:
                         for e in range(q_chunks):
-                            if parts == q_chunks:
-                                part = ds16s[e]
-                            else:
-                                part = ds16s[0][:, 64 * e : 64 * (e + 1)]
-                            ds_smem.at[w, e][...] = part
+                            ds_smem.at[w, e][...] = ds16[:, 64 * e : 64 * (e + 1)]
                         plgpu.commit_smem()
                     if exchange:
                         plgpu.barrier_arrive(ds_ready)
@@ -340,10 +325,6 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                     if exchange:
                         plgpu.barrier_wait(ds_ready)
 
-                    def issue_dk():
-                        for e, ds16 in enumerate(ds16s):
-                            plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half, pl.ds(size * e, size)])
-
                     def store_dq(part, value, rows):
                         chunk, row = part
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -353,10 +334,9 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         target = given["dquery"].at[entry, pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
                         plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
 
-                    def next_scores(s_acc, meanwhile=lambda: None):
+                    def next_scores(s_acc):
                         # In the last step this works on a stale tile, and is dropped.
                         issue_scores(s_acc, row_group, next_slot)
-                        meanwhile()
                         plgpu.wgmma_wait(chunks)
                         plgpu.barrier_arrive(q_free.at[slot])
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
@@ -366,25 +346,19 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         for source in [w] if columns else range(COMPUTE_WGS):
                             keys = k_smem.at[chunk, row_group if columns else source]
                             plgpu.wgmma(dq_acc, ds_smem.at[source, row].T, keys)
-                        issue_dk()
-                        plgpu.wgmma_wait((1 if columns else COMPUTE_WGS) + parts)
+                        plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half])
+                        plgpu.wgmma_wait((1 if columns else COMPUTE_WGS) + 1)
                         plgpu.barrier_arrive(do_free.at[do_slot])
-                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=parts)
+                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
                         if exchange:
                             plgpu.barrier_arrive(ds_free)
-                        if not (ahead and config.early_scores):
-                            store_dq((chunk, row), dq, head)
-                            return None
-                        store = functools.partial(store_dq, (chunk, row), dq, head)
-                        return pl.run_scoped(functools.partial(next_scores, meanwhile=store), plgpu.ACC((64, block_q)))
+                        store_dq((chunk, row), dq, head)
 
                     if with_dq:
-                        next_s = pl.run_scoped(gradients, plgpu.ACC((64, 64)))
-                        if ahead and config.early_scores:
-                            return next_s
+                        pl.run_scoped(gradients, plgpu.ACC((64, 64)))
                     else:
-                        issue_dk()
-                        plgpu.wgmma_wait(parts)
+                        plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half])
+                        plgpu.wgmma_wait(1)
                         plgpu.barrier_arrive(do_free.at[do_slot])
 
                     def more_dq(dq_acc, part):
