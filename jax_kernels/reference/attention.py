@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions, first_position
 
 # Bytes of float32 scores that one chunk of queries may take.
 CHUNK_BYTES = 1 << 28
@@ -17,7 +17,7 @@ CHUNK_BYTES = 1 << 28
 
 def positions(inputs: AttentionInputs, options: AttentionOptions):
     """Positions of the queries: [B or 1, T] int32."""
-    offset = inputs.q_offset if options.q_offset is None else options.q_offset
+    offset = first_position(inputs, options)
     queries = jnp.arange(inputs.query.shape[1], dtype=jnp.int32)
     return jnp.atleast_1d(jnp.asarray(offset, jnp.int32))[:, None] + queries
 

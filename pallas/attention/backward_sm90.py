@@ -30,6 +30,7 @@ from jax_kernels.pallas.attention.hopper import (
     SWIZZLED,
     SWIZZLED_F32,
     WGMMA,
+    launch,
     pad_for_tma,
     segments_of,
     softcapped,
@@ -58,9 +59,8 @@ def attention_backward(
     widest = max(query.shape[-1], value.shape[-1])
     width = next(w for w in (64, 128, 256) if w >= widest)
     q, k, v, do = (pad_for_tma(x, width) for x in (query, key, value, dout))
-    q_offset = options.q_offset if inputs.q_offset is None else inputs.q_offset
     arrays = {
-        "bounds": tiles.bounds_array(q_offset, inputs.kv_lengths, query.shape[0], kv_length),
+        "bounds": tiles.bounds_array(inputs, options),
         "segments": segments_of(inputs, config.block_q, _block_kv(width), of_keys=True),
         "query": q,
         "key": k,
@@ -438,20 +438,14 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
         )
 
     shape = jax.ShapeDtypeStruct(key.shape, dtype)
-    return plgpu.kernel(
+    return launch(
         entry,
+        "attention_backward_sm90",
         out_type=[shape, shape],
-        grid=(batch * kv_heads * kv_blocks,),
-        grid_names=("cta",),
-        num_threads=COMPUTE_WGS + 1,
-        thread_name="wg",
-        kernel_name="attention_backward_sm90",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            unsafe_no_auto_barriers=True,
-        ),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        ctas=batch * kv_heads * kv_blocks,
+        warpgroups=COMPUTE_WGS + 1,
+        semantics=plgpu.LoweringSemantics.Warpgroup,
+        interpret=interpret,
     )(*leaves)
 
 

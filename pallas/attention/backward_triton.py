@@ -17,7 +17,6 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.shared_triton import (
-    LOG2E,
     Call,
     Queries,
     Refs,
@@ -38,6 +37,7 @@ from jax_kernels.pallas.attention.shared_triton import (
     whole,
     whole_array,
 )
+from jax_kernels.pallas.attention.softmax import LOG2E
 
 
 def attention_backward(

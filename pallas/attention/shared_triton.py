@@ -5,7 +5,6 @@ A kernel is a function of `Refs`, the call's arrays by name, and of a `Call`, wh
 
 import dataclasses
 import functools
-import math
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,8 +17,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
+from jax_kernels.pallas.attention.softmax import LOG2E
 
-LOG2E = math.log2(math.e)
 SMALLEST = 16  # the least size of a tensor core operand
 
 
@@ -177,8 +176,7 @@ def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid
 
 def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, Any, Any]:
     """(bounds, segment ids of queries, of keys) in the kernels' form; None where the call lacks them."""
-    offset = inputs.q_offset if options.q_offset is None else options.q_offset
-    bounds = tiles.bounds_array(offset, inputs.kv_lengths, inputs.query.shape[0], inputs.key.shape[1])
+    bounds = tiles.bounds_array(inputs, options)
     if inputs.q_segment_ids is None:
         return bounds, None, None
     return bounds, *tiles.segment_arrays(inputs.q_segment_ids, inputs.kv_segment_ids)
