@@ -215,6 +215,41 @@ def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
     return None if x is None else (x, pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim))
 
 
+class QueryPrograms:
+    """What a kernel gets whose programs (i, h, b) own a block of queries each, and walk the keys.
+
+    limiting: limiting_arrays. q_block: the block of queries of program i. ins: of `run`.
+    """
+
+    def __init__(self, call: Call, inputs: AttentionInputs, limiting: tuple[Any, Any, Any]):
+        bounds, q_ids, kv_ids = limiting
+        block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
+        # Under a causal mask the last queries have the most keys: they go first, so that short programs fill the end.
+        q_block = self.q_block = (lambda i: call.q_blocks - 1 - i) if call.options.is_causal else lambda i: i
+        self.row_spec = pl.BlockSpec((None, None, block_q), lambda i, h, b: (b, h, q_block(i)))
+        self.grid = (call.q_blocks, call.heads, inputs.query.shape[0])
+        self._block_q = block_q
+        kv_spec = lambda d: whole(call.kv_length, call.block_kv, None, d, lambda i, h, b: (b, h // call.group))
+        self.ins = {
+            "bounds": whole_array(bounds),
+            "query": (inputs.query, self.q_spec(call.head_dim)),
+            "key": (inputs.key, kv_spec(call.head_dim)),
+            "value": (inputs.value, kv_spec(call.v_head_dim)),
+        }
+        if inputs.bias is not None:
+            block = (None, None, block_q, kv_rows)
+            self.ins["bias"] = inputs.bias, bias_spec(inputs.bias, block, lambda i, h, b: (b, h, q_block(i), 0))
+        if q_ids is not None:
+            self.ins["q_ids"] = q_ids, pl.BlockSpec((None, block_q), lambda i, h, b: (b, q_block(i)))
+            self.ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
+            self.ins["ranges"] = whole_array(tiles.segment_ranges(q_ids, block_q, kv_ids, call.block_kv))
+
+    def q_spec(self, head_dim: int) -> pl.BlockSpec:
+        """Of an array [B, T, H, head_dim]."""
+        block = (None, self._block_q, None, padded(head_dim))
+        return pl.BlockSpec(block, lambda i, h, b: (b, self.q_block(i), h, 0))
+
+
 def aligned_bias(bias: jax.Array | None) -> jax.Array | None:
     """The bias, with rows of whole 16 bytes: read one by one, its numbers would take thousands of registers."""
     if bias is None or bias.shape[3] == 1:
