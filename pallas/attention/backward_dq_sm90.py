@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, WGMMA, softcapped
+from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, WGMMA, launch, softcapped
 from jax_kernels.pallas.attention.softmax import LOG2E
 
 COMPUTE_WGS = 2
@@ -237,18 +237,12 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
             collective_axes="wg",
         )
 
-    return plgpu.kernel(
+    return launch(
         entry,
+        "attention_backward_dq_sm90",
         out_type=jax.ShapeDtypeStruct(query.shape, dtype),
-        grid=(batch * heads * q_blocks,),
-        grid_names=("cta",),
-        num_threads=COMPUTE_WGS + 1,
-        thread_name="wg",
-        kernel_name="attention_backward_dq_sm90",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            unsafe_no_auto_barriers=True,
-        ),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        ctas=batch * heads * q_blocks,
+        warpgroups=COMPUTE_WGS + 1,
+        semantics=plgpu.LoweringSemantics.Warpgroup,
+        interpret=interpret,
     )(*leaves)

@@ -31,6 +31,7 @@ from jax_kernels.pallas.attention.hopper import (
     WGMMA,
     all_of_warp,
     fetch_tile,
+    launch,
     named_barrier,
     pad_for_tma,
     segments_of,
@@ -48,7 +49,6 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
     q_length, v_head_dim = inputs.query.shape[1], inputs.value.shape[-1]
     query, key, value = (pad_for_tma(x) for x in inputs[:3])
-    q_offset = options.q_offset if inputs.q_offset is None else inputs.q_offset
     kv_length = inputs.key.shape[1]
     cap = options.softcap
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
@@ -60,7 +60,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     dynamic = config.dynamic and not interpret and tile_count > core_count
     sinks = inputs.sinks
     arrays = {
-        "bounds": tiles.bounds_array(q_offset, inputs.kv_lengths, query.shape[0], kv_length),
+        "bounds": tiles.bounds_array(inputs, options),
         "segments": segments,
         "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
         "largest": largest,
@@ -392,17 +392,15 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
             collective_axes="wg",
         )
 
-    return plgpu.kernel(
+    return launch(
         entry,
+        "attention_forward_sm90",
         out_type=(
             jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), out_dtype),
             jax.ShapeDtypeStruct((batch, heads, q_blocks * block_q), jnp.float32),
         ),
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=compute_wgs + 1,
-        thread_name="wg",
-        kernel_name="attention_forward_sm90",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        ctas=ctas,
+        warpgroups=compute_wgs + 1,
+        semantics=plgpu.LoweringSemantics.Lane,
+        interpret=interpret,
     )

@@ -1,6 +1,7 @@
 """What the Hopper kernels share: layouts, shared-memory transforms, and small helpers."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,33 @@ SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # 
 
 # Whether JAX's interpreter can run these kernels. As it comes it cannot; tests that complete it say so here.
 INTERPRETED = False
+
+
+def launch(
+    entry: Callable[..., None],
+    name: str,
+    *,
+    out_type: Any,
+    ctas: int,
+    warpgroups: int,
+    semantics: plgpu.LoweringSemantics,
+    interpret: bool,
+) -> Callable[..., Any]:
+    """plgpu.kernel over axes "cta" and "wg". With Warpgroup semantics the kernel places all barriers itself."""
+    is_lane = semantics == plgpu.LoweringSemantics.Lane
+    return plgpu.kernel(
+        entry,
+        out_type=out_type,
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=warpgroups,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=semantics, unsafe_no_auto_barriers=not is_lane
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )
 
 
 def named_barrier(kind: str, index: int, threads: int) -> None:

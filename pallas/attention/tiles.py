@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
+
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
@@ -212,8 +214,10 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return jnp.where(condition, a, b)
 
 
-def bounds_array(q_offset: Any, kv_lengths: Any, batch: int, kv_length: int) -> jax.Array | None:
+def bounds_array(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array | None:
     """[B, 2] int32 of (q_offset, keys that count), for a kernel to read; None where both are known when tracing."""
+    q_offset, kv_lengths = first_position(inputs, options), inputs.kv_lengths
+    batch, kv_length = inputs.key.shape[:2]
     if isinstance(q_offset, int) and kv_lengths is None:
         return None
     lengths = jnp.full((batch,), kv_length) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_length)
