@@ -76,7 +76,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
             given["bounds"], b, options.q_offset, kv_length, is_causal=is_causal, window=options.window
         )  # fmt: skip
         among = segments.among(b, lax.div(q_start, jnp.int32(BLOCK_Q))) if has_segments else None
-        blocks = limits.key_blocks(q_start, BLOCK_Q, block_kv, among).at_least_one()
+        blocks = limits.key_blocks(q_start, BLOCK_Q, block_kv, among, in_order=True).at_least_one()
 
         @pl.when(wg == COMPUTE_WGS)
         def _memory():
@@ -155,7 +155,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                     def masked(s):
                         if cap:
                             s = softcapped(s, cap, scale)
-                        return lax.cond(i < blocks.partial, apply_predicate, lambda s: s, s) if predicate else s
+                        return lax.cond(blocks.is_partial(i), apply_predicate, lambda s: s, s) if predicate else s
 
                     def dscores(dp_acc, *s_acc):
                         if not ahead:

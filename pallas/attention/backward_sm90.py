@@ -117,7 +117,8 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
     if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
         raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
     q_blocks, kv_blocks = pl.cdiv(q_length, block_q), pl.cdiv(kv_length, block_kv)
-    together = math.gcd(config.heads_together, batch * kv_heads)
+    # Heads of a group read the same keys: that many more of them run together at the same cost in cache.
+    together = math.gcd(config.heads_together * group, batch * kv_heads)
     has_segments = arrays["segments"] is not None
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
     visits_all = not (options.is_causal or options.window is not None or has_segments)
@@ -154,7 +155,8 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
         def walk_over_queries(b, kv_head, kv_index):
             """(number of steps, step -> (head, block of queries, whether it is partial))."""
             among = segments.among(b, kv_index) if has_segments else None
-            blocks = limits_of(b).query_blocks(kv_index * block_kv, block_kv, block_q, q_length, among).at_least_one()
+            limits, kv_start = limits_of(b), kv_index * block_kv
+            blocks = limits.query_blocks(kv_start, block_kv, block_q, q_length, among, in_order=True).at_least_one()
 
             def place(step):
                 if group == 1:
@@ -165,7 +167,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                 q_block = blocks.at(nth)
                 if config.rotate and visits_all:
                     q_block = lax.rem(q_block + kv_index * config.rotate, jnp.int32(q_blocks))
-                return head, q_block, nth < blocks.partial
+                return head, q_block, blocks.is_partial(nth)
 
             return blocks.count * group, place
 
@@ -234,6 +236,8 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                     slot = lax.rem(i, jnp.int32(q_stages))
                     do_slot = lax.rem(i, jnp.int32(do_stages)) if do_stages > 1 else recomputed(0)
                     head, q_block, is_partial = place(i)
+                    if has_segments:  # what it depends on is read again, not kept in registers
+                        is_partial = walk_over_queries(*block(recomputed(cta)))[1](i)[2]
                     q_start = q_block * block_q
                     # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
                     if not ahead:
@@ -257,8 +261,6 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                     def masked(s):
                         if cap:
                             s = softcapped(s, cap, scale)
-                        if has_segments:  # every block is a partial one
-                            return apply_predicate(s)
                         # One loop with a branch, not two loops: what lives across a loop more would spill.
                         return lax.cond(is_partial, apply_predicate, lambda s: s, s) if predicate else s
 

@@ -103,7 +103,7 @@ def _dkv_kernel(refs: Refs, *, call: Call):
     kv_start = kv_index * block_kv
     limits = call.limits(refs, batch_index)
     keys = kv_start + iota(block_kv)
-    among = None if refs.ranges is None else tuple(refs.ranges[batch_index, kv_index, side] for side in (0, 1))
+    among = None if refs.ranges is None else tiles.among(refs.ranges, batch_index, kv_index)
     # Keys past the length need no predicate: what they gather is dropped at the end. But where there are partial blocks
     # anyway, they get it: ptxas serialises a causal kernel's wgmma (C7515) if the partial blocks' number is constant.
     has_partial = limits.left >= 0 or limits.right >= 0
@@ -257,11 +257,12 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
     def one_query_block(q_index, acc, *, b, h):
         q_start = q_index * block_q
         limits = call.limits(refs, b)
-        among = (0, call.kv_blocks) if bias_shape[3] == 1 else (own_kv, own_kv + 1)
+        # All as partial blocks.
+        among = tiles.Among(*((0, call.kv_blocks) if bias_shape[3] == 1 else (own_kv, own_kv + 1)), 0, 0)
         q_ids = None
         if refs.q_ids is not None:
-            low, high = (refs.ranges[b, q_index, side] for side in (0, 1))
-            among = tiles.maximum(among[0], low), tiles.minimum(among[1], high)
+            meets = tiles.among(refs.ranges, b, q_index)
+            among = tiles.Among(tiles.maximum(among.first, meets.first), tiles.minimum(among.end, meets.end), 0, 0)
             q_ids = load_rows(refs.q_ids.at[b, pl.ds(q_start, block_q)], q_start, call.q_length, tiles.NO_QUERY)
         blocks = limits.key_blocks(q_start, block_q, block_kv, among)
         these = pl.ds(q_start, block_q)

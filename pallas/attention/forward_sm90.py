@@ -165,7 +165,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                 given["bounds"], b, q_offset, kv_length, is_causal=is_causal, window=options.window
             )  # fmt: skip
             among = segments.among(b, q_index) if has_segments else None
-            blocks = limits.key_blocks(q_index * block_q, block_q, block_kv, among).at_least_one()
+            blocks = limits.key_blocks(q_index * block_q, block_q, block_kv, among, in_order=True).at_least_one()
             return b, h, q_index * block_q, blocks, limits
 
         def memory():
@@ -276,7 +276,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                     plgpu.barrier_arrive(k_free.at[slot])
                     s = capped(lax.optimization_barrier(s))
                     if predicate:
-                        s = lax.cond(blocks.partial > 0, lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
+                        s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
                     highest, total = softmax.start(64)
                     p, highest, total, _ = softmax.step(s, highest, total, scale)
                     # Whether no later score of the warp's rows can be far above what the first block has.
@@ -313,7 +313,9 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                         plgpu.barrier_arrive(k_free.at[slot])
                         s = capped(lax.optimization_barrier(s))
                         if predicate and not only_first:  # one loop with a branch: two loops were slower
-                            s = lax.cond(j < blocks.partial, lambda s: masked(s, j), lambda s: s, s)
+                            # With segments, what it depends on is read again, not kept in registers.
+                            again = tile(lax.optimization_barrier(index))[3] if has_segments else blocks
+                            s = lax.cond(again.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
                         p, highest, total, alpha = lax.optimization_barrier(exponentials(s, highest, total))
                         # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
                         plgpu.barrier_wait(v_ready.at[slot])

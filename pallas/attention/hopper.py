@@ -111,7 +111,7 @@ def all_of_warp(rows) -> jax.Array:
 
 
 class Segments(NamedTuple):
-    """Segment ids and, per block that a CTA owns, the range of blocks that it may meet (see tiles.segment_ranges)."""
+    """Segment ids and, per block that a CTA owns, the blocks that it may meet (see tiles.segment_ranges)."""
 
     q_ids: Any
     kv_ids: Any
@@ -119,7 +119,7 @@ class Segments(NamedTuple):
 
     def among(self, batch_index, block):
         """The blocks that a block may meet, for tiles.Limits."""
-        return self.ranges[batch_index, block, 0], self.ranges[batch_index, block, 1]
+        return tiles.among(self.ranges, batch_index, block)
 
     def load(self, batch_index, q_start, q_rows: int, kv_start, kv_rows: int):
         """The ids of a tile whose rows are queries: (of its rows, of its columns), from device memory."""

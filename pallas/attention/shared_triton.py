@@ -112,7 +112,7 @@ class Call:
         """The blocks of keys that a block of queries visits."""
         among = None
         if refs.ranges is not None:
-            among = tuple(refs.ranges[batch_index, q_index, side] for side in (0, 1))
+            among = tiles.among(refs.ranges, batch_index, q_index)
         blocks = limits.key_blocks(q_index * self.block_q, self.block_q, self.block_kv, among)
         if refs.bias is not None and isinstance(blocks.partial, int) and blocks.partial:
             # A loop of one turn is unrolled into the other loop's start: both tiles of the bias, and what goes with

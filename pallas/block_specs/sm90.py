@@ -36,7 +36,7 @@ MOSAIC = (
         is_causal=True,
     ),
     Row("mosaic_gpu", 128, 16, Forward(2, 128, 2, dynamic=True), Backward(64, heads_together=4), is_limited=True),
-    Row("mosaic_gpu", 128, 16, Forward(2, 128, 2), Backward(64, rotate=5), is_causal=False),
+    Row("mosaic_gpu", 128, 16, Forward(2, 128, 2), Backward(64, rotate=5, early_dv=True), is_causal=False),
     Row(
         "mosaic_gpu",
         128,
