@@ -16,9 +16,11 @@ from jax_kernels.ops import attention, dilated_views
 from jax_kernels.ops.attention import AttentionCall, flash_attention
 from jax_kernels.ops.attention_checks import check
 from jax_kernels.ops.attention_table import AttentionRequest
-from jax_kernels.ops.dilated_views import Call
+from jax_kernels.ops.dilated_views import Call, Piece
 
 __all__ = ["DilatedPlan", "dilated_attention"]
+
+Parts = list[tuple[Piece, jax.Array]]
 
 
 def dilated_attention(
@@ -128,7 +130,7 @@ def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
             f"dilated_attention takes {len(names)} positional arguments (query, key, value), got {len(args)}"
         )
     request, _, calls, _, arguments = _check(**dict(zip(names, args, strict=False)), **kwargs)
-    plans = {}
+    plans: dict[Piece, dispatch.Plan] = {}
     for views in calls:
         with dispatch.on_device(request.device):
             plan = flash_attention.plan(**_specs(request, views), **arguments)  # type: ignore[attr-defined]
@@ -293,30 +295,29 @@ def _inputs(views: Call, query, key, value, ids) -> AttentionInputs:
     return AttentionInputs(rows(query), rows(key), rows(value), q_segment_ids=ids, kv_segment_ids=ids)
 
 
-def _scatter_lse(lse, views: Call, batch: int, heads: int):
-    return dilated_views.scatter(lse.swapaxes(1, 2), views, batch, heads, heads, fill=-jnp.inf)
-
-
 def _forward(call: _DilatedCall, arrays):
-    query, _, _, _ = arrays
+    query = arrays[0]
     batch, length, heads, _ = query.shape
-    outs, lses = [], []
+    out_parts: Parts = []
+    lse_parts: Parts = []
     for views, planned in call.attentions:
         out, lse = attention.attention_forward(planned, _inputs(views, *arrays))
-        outs += dilated_views.scatter(out, views, batch, heads, heads)
-        lses += _scatter_lse(lse, views, batch, heads)
-    outs = dilated_views.merge_rows(outs, length)
-    lses = dilated_views.merge_rows(lses, length, fill=-jnp.inf)
-    highest = functools.reduce(jnp.maximum, lses)
-    lse = highest
+        out_parts += dilated_views.scatter(out, views, batch, heads, heads)
+        lse_parts += dilated_views.scatter(lse.swapaxes(1, 2), views, batch, heads, heads, fill=-jnp.inf)
+    outs = dilated_views.merge_rows(out_parts, length)
+    lses = dilated_views.merge_rows(lse_parts, length, fill=-jnp.inf)
+    lse = functools.reduce(jnp.maximum, lses)
     if not call.is_alone:
-        finite = jnp.where(jnp.isneginf(highest), 0, highest)
-        lse = jnp.log(sum(jnp.exp(x - finite) for x in lses)) + finite
+        highest = jnp.where(jnp.isneginf(lse), 0, lse)
+        lse = jnp.log(_sum([jnp.exp(x - highest) for x in lses])) + highest
         if not call.is_mean:
             finite = jnp.where(jnp.isneginf(lse), 0, lse)
             outs = [jnp.exp(x - finite)[..., None] * out for x, out in zip(lses, outs, strict=True)]
-    out = (sum(outs) * call.share).astype(query.dtype)
-    return out, lse.swapaxes(1, 2)
+    return (_sum(outs) * call.share).astype(query.dtype), lse.swapaxes(1, 2)
+
+
+def _sum(arrays: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -331,32 +332,35 @@ def _dilated_fwd(call, arrays):
 
 def _dilated_bwd(call, residuals, cotangents):
     *arrays, out, lse = residuals
-    query, key, value, _ = arrays
-    batch, length, heads, _ = query.shape
+    batch, length, heads, _ = out.shape
     dout, dlse = cotangents if call.return_lse else (*cotangents, None)
-    parts: tuple[list, ...] = ([], [], [])
+    parts: tuple[Parts, Parts, Parts] = ([], [], [])
     for views, planned in call.attentions:
         rows = functools.partial(dilated_views.gather_rows, call=views, num_heads=heads)
-        columns = lambda x, rows=rows: rows(x.swapaxes(1, 2)).swapaxes(1, 2)
         inputs = _inputs(views, *arrays)
-        branch_dout, branch_dlse = rows(dout), None if dlse is None else columns(dlse)
-        if call.merged_backward:
-            # One softmax over what all branches see: P = exp(score - lse), and dS = P * (dP - sum(out * dout) + dlse).
-            branch_out, branch_lse = rows(out) / call.share, columns(lse)
-            scaled = call.share * branch_dout
-        else:
-            branch_out, branch_lse = attention.attention_forward(planned, inputs)
-            weight = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - columns(lse)))
-            branch_dlse = None if dlse is None else weight * branch_dlse
-            scaled = branch_dout * (call.share if call.is_mean else weight.swapaxes(1, 2)[..., None])
-        gradients = attention.attention_backward(
-            planned, inputs, branch_out, branch_lse, scaled.astype(dout.dtype), branch_dlse
-        )
-        for part, gradient, x in zip(parts, gradients, (query, key, value), strict=False):
+        given = [rows(x) for x in (dout, out, lse.swapaxes(1, 2))] + [
+            None if dlse is None else rows(dlse.swapaxes(1, 2))
+        ]
+        gradients = _branch_gradients(call, planned, inputs, *given)
+        for part, gradient, x in zip(parts, gradients[:3], arrays, strict=False):
             part += dilated_views.scatter(gradient, views, batch, heads, x.shape[2])
-    sums = (sum(dilated_views.merge_rows(part, length)) for part in parts)
-    gradients = (total.astype(x.dtype) for total, x in zip(sums, arrays, strict=False))
-    return ((*gradients, None),)
+    sums = [_sum(dilated_views.merge_rows(part, length)) for part in parts]
+    return ((*(total.astype(x.dtype) for total, x in zip(sums, arrays, strict=False)), None),)
+
+
+def _branch_gradients(call: _DilatedCall, planned: AttentionCall, inputs: AttentionInputs, dout, out, lse, dlse):
+    """The gradients of one attention. out, lse [entries, rows, heads] and cotangents are those of the whole."""
+    dtype, lse = dout.dtype, lse.swapaxes(1, 2)
+    dlse = None if dlse is None else dlse.swapaxes(1, 2)
+    if call.merged_backward:
+        # One softmax over all that the branches see: P = exp(score - lse), dS = P * (dP - sum(out * dout) + dlse).
+        out, dout = out.astype(jnp.float32) / call.share, (dout * call.share).astype(dtype)
+        return attention.attention_backward(planned, inputs, out, lse, dout, dlse)
+    branch_out, branch_lse = attention.attention_forward(planned, inputs)
+    weight = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse))
+    dlse = None if dlse is None else weight * dlse
+    dout = (dout * (call.share if call.is_mean else weight.swapaxes(1, 2)[..., None])).astype(dtype)
+    return attention.attention_backward(planned, inputs, branch_out, branch_lse, dout, dlse)
 
 
 _dilated.defvjp(_dilated_fwd, _dilated_bwd)
