@@ -18,7 +18,7 @@ from jax_kernels.ops.attention_checks import check
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.ops.dilated_views import Call, Piece
 
-__all__ = ["DilatedPlan", "dilated_attention"]
+__all__ = ["DilatedPlan", "check_pattern", "dilated_attention"]
 
 Parts = list[tuple[Piece, jax.Array]]
 
@@ -163,22 +163,9 @@ def _check(
         raise ValueError(f"key: got length {request.kv_length}, want query's length {request.q_length}")
     if segment_ids is not None:
         inputs = check(query, key, value, segment_ids=segment_ids)[1]
-    branches = _branches(segment_lengths, dilation_rates)
-    choices = {"heads": ("all", "groups"), "combine": ("lse", "mean"), "layout": ("overlap", "partition")}
-    for (name, known), got in zip(
-        [*choices.items(), ("order", (None, "hilbert"))], (heads, combine, layout, order), strict=True
-    ):
-        if got not in known:
-            raise ValueError(f"{name}: got {got!r}, want {known[0]!r} or {known[1]!r}")
-    if not isinstance(stop_gradient_weights, bool | np.bool_):
-        raise TypeError(f"stop_gradient_weights: got {type(stop_gradient_weights).__name__}, want a bool")
-    if stop_gradient_weights and combine == "mean":
-        raise ValueError("stop_gradient_weights: got True with combine='mean', want False: its weights are constants")
-    if layout == "partition" and (heads, combine, bool(stop_gradient_weights)) != ("all", "lse", False):
-        raise ValueError(
-            f"layout: got 'partition' with heads={heads!r}, combine={combine!r} and stop_gradient_weights="
-            f"{stop_gradient_weights}, want heads='all', combine='lse' and False: each token is in one class"
-        )
+    branches = check_pattern(
+        segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights
+    )
     if heads == "groups" and len(branches) > request.heads:
         raise ValueError(
             f"heads: got 'groups' with {len(branches)} segment_lengths for {request.heads} heads, want a head at least "
@@ -210,7 +197,17 @@ def _check(
     return request, inputs, calls, merge, arguments
 
 
-def _branches(segment_lengths: Any, dilation_rates: Any) -> tuple[tuple[int, int], ...]:
+def check_pattern(
+    segment_lengths: Any,
+    dilation_rates: Any,
+    heads: Any,
+    combine: Any,
+    layout: Any,
+    order: Any,
+    *,
+    stop_gradient_weights: Any = False,
+) -> tuple[tuple[int, int], ...]:
+    """The branches, (segment length, rate); raises what dilated_attention documents for what its arrays do not tell."""
     for name, numbers in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
         if isinstance(numbers, str | bytes) or not isinstance(numbers, Sequence | np.ndarray):
             raise TypeError(f"{name}: got {type(numbers).__name__}, want a sequence of ints")
@@ -226,6 +223,23 @@ def _branches(segment_lengths: Any, dilation_rates: Any) -> tuple[tuple[int, int
     for index, (length, rate) in enumerate(zip(segment_lengths, dilation_rates, strict=True)):
         if rate > length:
             raise ValueError(f"dilation_rates[{index}]: got {rate}, want at most segment_lengths[{index}] = {length}")
+    for name, got, *choices in (
+        ("heads", heads, "all", "groups"),
+        ("combine", combine, "lse", "mean"),
+        ("layout", layout, "overlap", "partition"),
+        ("order", order, None, "hilbert"),
+    ):
+        if got not in choices:
+            raise ValueError(f"{name}: got {got!r}, want {choices[0]!r} or {choices[1]!r}")
+    if not isinstance(stop_gradient_weights, bool | np.bool_):
+        raise TypeError(f"stop_gradient_weights: got {type(stop_gradient_weights).__name__}, want a bool")
+    if stop_gradient_weights and combine == "mean":
+        raise ValueError("stop_gradient_weights: got True with combine='mean', want False: its weights are constants")
+    if layout == "partition" and (heads, combine, bool(stop_gradient_weights)) != ("all", "lse", False):
+        raise ValueError(
+            f"layout: got 'partition' with heads={heads!r}, combine={combine!r} and stop_gradient_weights="
+            f"{stop_gradient_weights}, want heads='all', combine='lse' and False: each token is in one class"
+        )
     return tuple((int(length), int(rate)) for length, rate in zip(segment_lengths, dilation_rates, strict=True))
 
 
