@@ -11,12 +11,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from jax_kernels.bridge.attention import flash_attention
+from jax_kernels.bridge.dilated_attention import MultiheadDilatedAttention
 
 __all__ = [
     "MLP",
     "Attention",
     "Block",
     "Linear",
+    "MultiheadDilatedAttention",
     "RMSNorm",
     "Transformer",
     "has_gpu",
