@@ -8,7 +8,7 @@ import numpy as np
 __all__ = ["hilbert_order", "invert_order"]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)
 def hilbert_order(n: int) -> np.ndarray:
     """The first n tokens, as a Hilbert curve visits them.
 

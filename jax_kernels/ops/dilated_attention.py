@@ -57,7 +57,7 @@ def dilated_attention(
             return flash_attention(query, key, value, mask=keep, is_causal=is_causal, return_lse=True)
 
         outs, lses = map(stack, zip(*(branch(i) for i in range(branches))))
-        weights = softmax(lses, axis=0) if combine == "lse" else 1 / branches
+        weights = softmax(lses, axis=0) if combine == "lse" else full_like(lses, 1 / branches)
         out = (weights.swapaxes(2, 3)[..., None] * outs).sum(0)
         lse = logsumexp(lses, axis=0)
 

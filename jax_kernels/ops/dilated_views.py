@@ -60,7 +60,7 @@ class Piece:
         return None if self.order is None or self.rate == 1 else _arrangement(self.length, self.rate)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)
 def _arrangement(length: int, rate: int) -> np.ndarray:
     visited = hilbert_order(length)
     tokens = np.empty(length, np.int32)
@@ -157,7 +157,7 @@ def _rows(x: jax.Array, piece: Piece, fill: float = 0) -> jax.Array:
     x = x[:, piece.start : piece.start + piece.segments * piece.length]
     x = x.reshape(batch * piece.segments, piece.length, *rest)
     if piece.arrangement is not None:
-        x = x[:, piece.arrangement]
+        x = _permuted(x, piece.arrangement)
     missing = piece.rows * piece.rate - piece.length
     x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * len(rest), constant_values=fill)
     return x.reshape(-1, piece.rows, piece.rate, *rest)
@@ -167,8 +167,12 @@ def _tokens(x: jax.Array, piece: Piece, batch: int) -> jax.Array:
     """The inverse of _rows: [B, segments * length, ...]."""
     x = x.reshape(x.shape[0], -1, *x.shape[3:])[:, : piece.length]
     if piece.arrangement is not None:
-        x = x[:, invert_order(piece.arrangement)]
+        x = _permuted(x, invert_order(piece.arrangement))
     return x.reshape(batch, -1, *x.shape[2:])
+
+
+def _permuted(x: jax.Array, order: np.ndarray) -> jax.Array:
+    return x.at[:, order].get(mode="promise_in_bounds", unique_indices=True)
 
 
 def gather_rows(x: jax.Array, call: Call, num_heads: int) -> jax.Array:
