@@ -14,7 +14,7 @@ CONFIGS = {
     "untied, grouped heads": {"num_kv_heads": 2, "tie_embeddings": False},
     "head_dim and theta of its own": {"num_kv_heads": 1, "head_dim": 10, "rope_theta": 500.0, "mlp_dim": 80},
     "remat": {"remat": True, "norm_eps": 1e-3},
-    "dilated": {"segment_lengths": (6, 12), "dilation_rates": (1, 4), "layer_norm": True, "gamma": 1.5},
+    "dilated": {"segment_lengths": (32,), "dilation_rates": (2,), "layer_norm": True, "gamma": 1.5},
 }
 
 

@@ -142,7 +142,6 @@ def test_dilated_attention(invoke, text, tmp_path, monkeypatch):
     result = invoke("--out", out, "--resume", "--attention", "dense")
     assert result.exit_code == 2
     assert "--attention: got dense, but the checkpoint was trained with dilated" in result.output
-    assert "nothing left to train" in invoke("--out", out, "--resume").output
 
 
 @pytest.mark.timeout(300)

@@ -145,7 +145,7 @@ def any_call(draw):
 
 
 @hypothesis.given(any_call())
-@hypothesis.settings(max_examples=5)
+@hypothesis.settings(max_examples=4)
 def test_any_call(call):
     length, heads, kv_heads, pattern = call
     check(arrays(length, heads, kv_heads), **pattern)
@@ -187,9 +187,8 @@ def test_a_partition_covers_every_token(order):
 
 def test_a_hilbert_order_at_rate_1_changes_nothing():
     pattern = {"segment_lengths": (8, 100), "dilation_rates": (1, 1)}
-    for layout in ("overlap", "partition"):
-        plain, ordered = (weights_of(23, 2, 2, layout=layout, order=order, **pattern) for order in (None, "hilbert"))
-        np.testing.assert_array_equal(plain, ordered)
+    plain, ordered = (weights_of(23, 2, 2, order=order, **pattern) for order in (None, "hilbert"))
+    np.testing.assert_array_equal(plain, ordered)
 
 
 def test_a_hilbert_order_changes_which_tokens_are_seen():
@@ -212,12 +211,12 @@ def test_a_negative_scale():
 
 def test_vmap():
     inputs = [jnp.stack(x) for x in zip(arrays(16, 2, 2), arrays(16, 2, 2, seed=1), strict=True)]
-
-    def run(*inputs):
-        return results_of(inputs, segment_lengths=(8,), dilation_rates=(3,))
-
-    for got, *want in zip(jax.vmap(run)(*inputs), *(run(*(x[i] for x in inputs)) for i in range(2)), strict=True):
-        np.testing.assert_allclose(got, np.stack(want), rtol=1e-5, atol=1e-6)
+    pattern = {"segment_lengths": (8,), "dilation_rates": (3,)}
+    got = jax.vmap(lambda *inputs: results_of(inputs, **pattern))(*inputs)
+    for index in range(2):
+        want = dilated_oracle.dilated_attention(*(x[index] for x in inputs), **pattern)
+        for g, w in zip(got, want, strict=True):
+            assert rms_error(g[index], w) < 1e-6
 
 
 def test_shard_map():
@@ -281,7 +280,8 @@ def test_16_bit_merges_in_float32():
 @pytest.mark.timeout(120)
 def test_kernels_interpreted(monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
-    check(arrays(24, 4, 2), bound=2e-6, is_causal=True, implementation="triton", **PATTERN)
+    pattern = {"segment_lengths": (16,), "dilation_rates": (3,)}
+    check(arrays(16, 4, 2), bound=2e-6, is_causal=True, implementation="triton", **pattern)
 
 
 @pytest.mark.gpu
