@@ -16,7 +16,7 @@ from jax_kernels.ops.attention_checks import check
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.reference.attention import row_terms
 
-__all__ = ["AttentionCall", "attention_backward", "attention_forward", "flash_attention", "prepare"]
+__all__ = ["AttentionCall", "attention_backward", "attention_forward", "flash_attention", "prepare", "vary_alike"]
 
 
 @jax.tree_util.register_static
@@ -139,7 +139,7 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
     """Checks a call and plans it: what attention_forward takes."""
     request, inputs = check(implementation=implementation, scale=scale, **arguments)
     plan = _choose(request, implementation)
-    inputs = _vary_alike(inputs)
+    inputs = vary_alike(inputs)
     scale = 1 / math.sqrt(request.head_dim) if scale is None else float(scale)
     if scale <= 0:  # kernels take the maximum before they scale: give them a positive one
         query = inputs.query * jnp.asarray(0 if scale == 0 else -1, inputs.query.dtype)
@@ -157,7 +157,7 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
     return AttentionCall(plan.implementation, plan.config, options, str(inputs.query.dtype), interpret), inputs
 
 
-def _vary_alike(inputs: AttentionInputs) -> AttentionInputs:
+def vary_alike(inputs):
     """Inside shard_map, every array as varying over the mesh axes that any of them varies over.
 
     Its transpose sums the gradient of an array that was the same on all devices.
