@@ -5,8 +5,11 @@ from jax_kernels.device import DeviceInfo as DeviceInfo
 from jax_kernels.device import device_info as device_info
 from jax_kernels.dispatch import Plan as Plan
 from jax_kernels.dispatch import explain as explain
+from jax_kernels.hilbert import hilbert_order as hilbert_order
+from jax_kernels.hilbert import invert_order as invert_order
 from jax_kernels.ops.attention import flash_attention as flash_attention
 from jax_kernels.ops.block_sparse_attention import block_sparse_attention as block_sparse_attention
 from jax_kernels.ops.decode_attention import decode_attention as decode_attention
+from jax_kernels.ops.dilated_attention import dilated_attention as dilated_attention
 
 __version__ = "0.1.0"

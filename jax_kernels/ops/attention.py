@@ -15,8 +15,9 @@ from jax_kernels.masks import Mask
 from jax_kernels.ops import attention_table as table
 from jax_kernels.ops.attention_checks import check
 from jax_kernels.ops.attention_table import AttentionRequest
+from jax_kernels.reference.attention import row_terms
 
-__all__ = ["AttentionCall", "attention_backward", "attention_forward", "flash_attention", "prepare"]
+__all__ = ["AttentionCall", "attention_backward", "attention_forward", "flash_attention", "prepare", "vary_alike"]
 
 
 @jax.tree_util.register_static
@@ -140,7 +141,7 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
     """Checks a call and plans it: what attention_forward takes."""
     request, inputs = check(implementation=implementation, scale=scale, **arguments)
     plan = _choose(request, implementation)
-    inputs = _vary_alike(inputs)
+    inputs = vary_alike(inputs)
     scale = 1 / math.sqrt(request.head_dim) if scale is None else float(scale)
     if scale <= 0:  # kernels take the maximum before they scale: give them a positive one
         query = inputs.query * jnp.asarray(0 if scale == 0 else -1, inputs.query.dtype)
@@ -158,7 +159,7 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
     return AttentionCall(plan.implementation, plan.config, options, str(inputs.query.dtype), interpret), inputs
 
 
-def _vary_alike(inputs: AttentionInputs) -> AttentionInputs:
+def vary_alike(inputs):
     """Inside shard_map, every array as varying over the mesh axes that any of them varies over.
 
     Its transpose sums the gradient of an array that was the same on all devices.
@@ -211,18 +212,14 @@ def attention_forward(call: AttentionCall, inputs: AttentionInputs):
 
 def attention_backward(call: AttentionCall, inputs: AttentionInputs, out, lse, dout, dlse) -> AttentionGradients:
     """The gradients, from the results of attention_forward and their cotangents (dlse may be None)."""
-    gradients = _batched(_backward, call)(inputs, out, lse, dout, dlse)
+    if lse is None:  # of "cudnn", which JAX differentiates
+        return _batched(_backward, call)(inputs, None, None, dout)
+    lse, delta = row_terms(out, lse, dout, dlse)
+    gradients = _batched(_backward, call)(inputs, lse, delta, dout)
     if inputs.sinks is None:
         return gradients
-    return gradients._replace(sinks=_sinks_gradient(inputs.sinks, out, lse, dout, dlse))
-
-
-def _sinks_gradient(sinks, out, lse, dout, dlse):
-    """exp(sink - lse) is the sink's share of a query's softmax; [1, H] float32."""
-    delta = -jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    delta = delta if dlse is None else delta + dlse
-    share = jnp.exp(sinks[..., None] - jnp.where(jnp.isneginf(lse), jnp.inf, lse))
-    return jnp.sum(share * delta, axis=(0, 2))[None]
+    share = jnp.exp(inputs.sinks[..., None] - lse)  # the sink's, of a query's softmax
+    return gradients._replace(sinks=-jnp.sum(share * delta, axis=(0, 2))[None])
 
 
 def _forward(call, inputs):
@@ -231,10 +228,10 @@ def _forward(call, inputs):
     return implementation.forward(inputs, call.options, **statics)
 
 
-def _backward(call, inputs, out, lse, dout, dlse):
+def _backward(call, inputs, lse, delta, dout):
     backward = table.IMPLEMENTATIONS[call.implementation].backward
     if backward is not None:
-        return backward(inputs, call.options, out, lse, dout, dlse, config=call.config, interpret=call.interpret)
+        return backward(inputs, call.options, lse, delta, dout, config=call.config, interpret=call.interpret)
     # Differentiated by JAX: the forward runs once more.
     wanted = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
     if not call.options.bias_gradient:
