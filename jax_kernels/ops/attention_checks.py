@@ -80,7 +80,7 @@ def check(
         is_causal=is_causal,
         window=window,
         softcap=None if softcap is None else float(softcap),
-        has_mask=mask is not None,
+        mask_shape=None if mask is None else tuple(mask.shape),
         bias_shape=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else str(bias.dtype),
         has_sinks=sinks is not None,

@@ -25,14 +25,15 @@ SMALLEST = 16  # the least size of a tensor core operand
 class Refs(NamedTuple):
     """The arrays of a kernel; None where the call lacks one.
 
-    bounds: tiles.bounds_array. ranges: tiles.segment_ranges of the blocks that the programs own. lse2, delta: of the
-    backward. outs: what the kernel writes.
+    mask: int8. bounds: tiles.bounds_array. ranges: tiles.segment_ranges of the blocks that the programs own. lse2,
+    delta: of the backward. outs: what the kernel writes.
     """
 
     query: Any
     key: Any
     value: Any
     bias: Any = None
+    mask: Any = None
     sinks: Any = None
     q_ids: Any = None
     kv_ids: Any = None
