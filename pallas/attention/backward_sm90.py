@@ -62,7 +62,7 @@ def attention_backward(
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
         "segments": segments_of(inputs, config.block_q, _block_kv(width), of_keys=True),
-        "dense": dense_sm90.dense_of(inputs, options, transposed=True),
+        "dense": dense_sm90.dense_of(inputs, options, _block_kv(width), config.block_q, transposed=True),
         "query": q,
         "key": k,
         "value": v,
@@ -135,7 +135,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
         (
             k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
             kv_ready, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
-            bias_smem, bias_ready, bias_free,
+            bias,
         ) = scratch  # fmt: skip
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -213,12 +213,11 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
 
                     @pl.when(step > 0)
                     def _():
-                        plgpu.barrier_wait(bias_free)
+                        plgpu.barrier_wait(bias.free)
 
                     entry, _, of_keys = block(recomputed(cta))
                     kv_start = of_keys * block_kv
-                    keys = pl.ds(kv_start, block_kv)
-                    given["dense"].copy(entry, head, kv_start, q_block * block_q, keys, bias_smem, bias_ready)
+                    bias.fill(given["dense"], entry, head, kv_start, q_block * block_q, kv_start)
 
             # An opaque count: unrolled or peeled, the loop would not fit the registers either.
             lax.fori_loop(0, recomputed(steps), load, None)
@@ -256,7 +255,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                     if ahead or not config.late_do:
                         plgpu.barrier_wait(do_ready.at[do_slot])
                     if has_bias:
-                        plgpu.barrier_wait(bias_ready)
+                        plgpu.barrier_wait(bias.ready)
 
                     def apply_predicate(s):
                         b = block(recomputed(cta))[0]
@@ -271,8 +270,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         return jnp.where(keep, s, -jnp.inf)
 
                     def biased(s):
-                        tile, by_key = (None if x is None else x.at[pl.ds(64 * row_group, 64)] for x in bias_smem)
-                        return dense_sm90.added(s, cap or scale, tile, by_key, ROW)
+                        return bias.added(s, cap or scale, 64 * row_group, transposed=True)
 
                     def masked(s):
                         if cap:
@@ -340,7 +338,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                             ds_smem.at[w, e][...] = ds16[:, 64 * e : 64 * (e + 1)]
                         plgpu.commit_smem()
                     if has_bias:  # behind that: the bias was read before the copy that the barrier lets go
-                        plgpu.barrier_arrive(bias_free)
+                        plgpu.barrier_arrive(bias.free)
                     if exchange:
                         plgpu.barrier_arrive(ds_ready)
                     next_slot = lax.rem(i + 1, jnp.int32(q_stages))
@@ -463,9 +461,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
-            dense.scratch(block_kv, block_q, block_kv),
-            plgpu.Barrier(num_arrivals=dense.copies) if has_bias else None,
-            plgpu.Barrier(num_arrivals=COMPUTE_WGS) if has_bias else None,
+            dense.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
             collective_axes="wg",
         )
 

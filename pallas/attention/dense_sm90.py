@@ -17,12 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
-from jax_kernels.pallas.attention.hopper import ROW, SWIZZLED, SWIZZLED_F32, WGMMA
+from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, SWIZZLED_F32, WGMMA
 
 WORD = 32  # bits of a word of the mask
-PART = 8
-# Blocks of keys and of queries divide it.
-MOST_ROWS = 192 * 2
+PART = 8  # columns of which a thread has two
 
 
 class Dense(NamedTuple):
@@ -41,29 +39,18 @@ class Dense(NamedTuple):
     def has_bias(self) -> bool:
         return self.by_key is not None or self.tiles is not None
 
-    @property
-    def copies(self) -> int:
-        """How many copies fill the shared memory of a step, where a tile takes one."""
-        return (self.by_key is not None) + (self.tiles is not None)
-
-    def scratch(self, rows: int, columns: int, keys: int) -> tuple[Any, Any]:
-        """Shared memory of (tiles, by_key) for a step."""
+    def stage(self, rows: int, columns: int, keys: int, warpgroups: int) -> "Stage | None":
+        """The scratch memory of a step's bias; None without a bias. keys: of by_key. warpgroups: that read it."""
+        if not self.has_bias:
+            return None
         tile = by_key = None
         if self.tiles is not None:
             transforms = SWIZZLED if self.tiles.dtype.itemsize == 2 else SWIZZLED_F32
             tile = plgpu.SMEM((rows, columns), self.tiles.dtype, transforms=transforms)
         if self.by_key is not None:
             by_key = plgpu.SMEM((keys,), jnp.float32)
-        return tile, by_key
-
-    def copy(self, b, h, row_start, column_start, keys, smem, ready) -> None:
-        """Fills a step's shared memory. keys: the slice of by_key."""
-        tile, by_key = smem
-        if tile is not None:
-            rows, columns = (pl.ds(start, n) for start, n in zip((row_start, column_start), tile.shape, strict=True))
-            plgpu.copy_gmem_to_smem(_of_head(self.tiles, b, h).at[rows, columns], tile, ready)
-        if by_key is not None:
-            plgpu.copy_gmem_to_smem(_of_head(self.by_key, b, h).at[keys], by_key, ready)
+        copies = (tile is not None) + (by_key is not None)
+        return Stage(tile, by_key, plgpu.Barrier(num_arrivals=copies), plgpu.Barrier(num_arrivals=warpgroups))
 
     def masked(self, scores, b, h, row_start, column_start):
         """The scores of a tile, -inf where the mask has a zero."""
@@ -89,19 +76,44 @@ def _of_head(ref: Any, b: Any, h: Any) -> Any:
     return ref.at[0 if ref.shape[0] == 1 else b, 0 if ref.shape[1] == 1 else h]
 
 
-def added(scores, factor: float, tile_ref, by_key_ref, key_layout):
-    """scores * factor, and the bias of a tile. key_layout: COLUMN, or ROW where rows are keys."""
-    scores = scores * factor
-    if by_key_ref is not None:
-        by_key = plgpu.load(by_key_ref, layout=key_layout, optimized=False)
-        scores = scores + lax.broadcast_in_dim(by_key, scores.shape, [0 if key_layout is ROW else 1])
-    if tile_ref is not None:
-        scores = scores + plgpu.load(tile_ref, layout=WGMMA).astype(jnp.float32)
-    return scores
+class Stage(NamedTuple):
+    """The bias of one step in shared memory, with the barriers that say that it is there, and that it was read.
+
+    Between its loads and the arrival at `free`, a warpgroup commits its shared memory.
+    """
+
+    tile: Any
+    by_key: Any
+    ready: Any
+    free: Any
+
+    def fill(self, dense: Dense, b, h, row_start, column_start, key_start) -> None:
+        """Copies a step's bias, for a thread that has waited for `free`."""
+        if self.tile is not None:
+            starts = zip((row_start, column_start), self.tile.shape, strict=True)
+            source = _of_head(dense.tiles, b, h).at[tuple(pl.ds(start, size) for start, size in starts)]
+            plgpu.copy_gmem_to_smem(source, self.tile, self.ready)
+        if self.by_key is not None:
+            source = _of_head(dense.by_key, b, h).at[pl.ds(key_start, self.by_key.shape[0])]
+            plgpu.copy_gmem_to_smem(source, self.by_key, self.ready)
+
+    def added(self, scores, factor: float, row_start, *, transposed: bool):
+        """scores * factor, and the bias of their rows. transposed: rows are keys."""
+        rows = pl.ds(row_start, scores.shape[0])
+        scores = scores * factor
+        if self.by_key is not None:
+            ref, layout = (self.by_key.at[rows], ROW) if transposed else (self.by_key, COLUMN)
+            by_key = plgpu.load(ref, layout=layout, optimized=False)
+            scores = scores + lax.broadcast_in_dim(by_key, scores.shape, [0 if transposed else 1])
+        if self.tile is not None:
+            scores = scores + plgpu.load(self.tile.at[rows], layout=WGMMA).astype(jnp.float32)
+        return scores
 
 
-def dense_of(inputs: AttentionInputs, options: AttentionOptions, *, transposed: bool) -> Dense | None:
-    """The call's bias and mask, padded to whole tiles; None where it has neither.
+def dense_of(
+    inputs: AttentionInputs, options: AttentionOptions, rows: int, columns: int, *, transposed: bool
+) -> Dense | None:
+    """The call's bias and mask, for tiles of rows x columns; None where it has neither.
 
     Their last axis is not 1, and where the bias has an axis of queries, the mask has none but the bias's. Bits have the
     causal mask and the window in them: evaluated in the kernel, beside the bits, these would spill. Bits and by_key are
@@ -120,7 +132,7 @@ def dense_of(inputs: AttentionInputs, options: AttentionOptions, *, transposed: 
     elif bias is not None:
         by_key = bias[:, :, 0].astype(jnp.float32)
     if mask is not None and mask.shape[2] > 1:
-        bits = _packed(mask & _limits(inputs, options), transposed=transposed)
+        bits = _packed(mask & _limits(inputs, options), rows, columns, transposed=transposed)
     elif mask is not None:
         of_mask = jnp.where(mask[:, :, 0], 0.0, -jnp.inf)
         by_key = of_mask if by_key is None else by_key + of_mask
@@ -143,9 +155,9 @@ def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
     return jnp.pad(x, pad) if pad[2][1] or pad[3][1] else x
 
 
-def _packed(mask: jax.Array, *, transposed: bool) -> jax.Array:
+def _packed(mask: jax.Array, rows: int, columns: int, *, transposed: bool) -> jax.Array:
     """Bools [B, H, T, S] as int32 words [B, H, columns / WORD, rows]: bit n of a word is column n of its columns."""
-    mask = _padded(mask, MOST_ROWS, MOST_ROWS)
+    mask = _padded(mask, *((columns, rows) if transposed else (rows, columns)))
     axis = 2 if transposed else 3
     words = mask.reshape(*mask.shape[:axis], -1, WORD, *mask.shape[axis + 1 :]).astype(jnp.uint32)
     weights = (jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)).reshape(-1, *[1] * (3 - axis))

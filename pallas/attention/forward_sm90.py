@@ -27,7 +27,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import dense_sm90, softmax, tiles
 from jax_kernels.pallas.attention.hopper import (
-    COLUMN,
     SWIZZLED,
     WGMMA,
     all_of_warp,
@@ -53,7 +52,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     kv_length = inputs.key.shape[1]
     cap = options.softcap
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
-    dense = dense_sm90.dense_of(inputs, options, transposed=False)
+    dense = dense_sm90.dense_of(inputs, options, config.block_q, config.block_kv, transposed=False)
     largest = None
     if config.bounded and dense is None and _keys_per_query(options, kv_length) >= BOUNDED_FROM:
         largest = softmax.largest_scores(query, key, options.scale)
@@ -117,20 +116,15 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
     # Whether all warpgroups of a tile visit the same blocks. With bounds, what tells them apart would spill.
     aligned = not has_bounds and q_offset % block_q == 0 and block_kv % block_q == 0
     same_blocks = not causal_only or has_bounds or aligned
-    may_be_dead = (
-        arrays["dense"] is not None
-        or has_bounds
-        or has_segments
-        or options.window is not None
-        or (is_causal and q_offset < 0)
-    )
+    may_be_dead = has_bounds or has_segments or options.window is not None or (is_causal and q_offset < 0)
+    may_be_dead = may_be_dead or has_bias or has_bits
 
     def body(refs, scratch):
         given, out_gmem, lse_gmem = refs
         q_gmem, k_gmem, v_gmem, segments = (given[name] for name in ("query", "key", "value", "segments"))
         (
             q_smem, out_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free,
-            next_smem, next_ready, next_free, bias_smem, bias_ready, bias_free,
+            next_smem, next_ready, next_free, bias,
         ) = scratch  # fmt: skip
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -205,10 +199,9 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
 
                 def load_bias(step):  # behind the values: it waits for the last step's scores
                     if has_bias:
-                        plgpu.barrier_wait(bias_free)
+                        plgpu.barrier_wait(bias.free)
                         kv_start = blocks.at(step) * block_kv
-                        keys = pl.ds(kv_start, block_kv)
-                        given["dense"].copy(b, h, q_start, kv_start, keys, bias_smem, bias_ready)
+                        bias.fill(given["dense"], b, h, q_start, kv_start, kv_start)
 
                 def step_loads(step, last):  # values run one block behind the keys, as they are used
                     slot = following_slot(last)
@@ -248,7 +241,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                 plgpu.barrier_arrive(k_free.at[slot])
                 plgpu.barrier_arrive(v_free.at[slot])
             if has_bias:
-                plgpu.barrier_arrive(bias_free)
+                plgpu.barrier_arrive(bias.free)
             if w == compute_wgs - 1:
                 pass_turn()
             load_q(first_tile())
@@ -266,8 +259,8 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                         plgpu.barrier_wait(ready.at[slot])  # every wait counts a phase
                         plgpu.barrier_arrive(free.at[slot])
                     if has_bias:
-                        plgpu.barrier_wait(bias_ready)
-                        plgpu.barrier_arrive(bias_free)
+                        plgpu.barrier_wait(bias.ready)
+                        plgpu.barrier_arrive(bias.free)
                     return following_slot(slot)
 
                 if not same_blocks:
@@ -276,12 +269,10 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                 def capped(s):
                     s = softcapped(s, cap, options.scale) if cap else s
                     if has_bias:
-                        plgpu.barrier_wait(bias_ready)
-                        tile_smem, by_key = bias_smem
-                        mine = None if tile_smem is None else tile_smem.at[pl.ds(64 * w, 64)]
-                        s = dense_sm90.added(s, cap or options.scale, mine, by_key, COLUMN)
-                        plgpu.commit_smem()  # these loads stand before the copy that the barrier lets go
-                        plgpu.barrier_arrive(bias_free)
+                        plgpu.barrier_wait(bias.ready)
+                        s = bias.added(s, cap or options.scale, 64 * w, transposed=False)
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(bias.free)
                     return s
 
                 def kept(s, step):
@@ -433,9 +424,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
             plgpu.SMEM((2,), jnp.int32) if dynamic else None,
             barriers(2) if dynamic else None,
             barriers(2, compute_wgs + 1) if dynamic else None,
-            dense.scratch(block_q, block_kv, block_kv),
-            plgpu.Barrier(num_arrivals=dense.copies) if has_bias else None,
-            plgpu.Barrier(num_arrivals=compute_wgs) if has_bias else None,
+            dense.stage(block_q, block_kv, block_kv, compute_wgs),
             collective_axes="wg",
         )
 
