@@ -75,7 +75,7 @@ MOSAIC_DENSE = (
         128,
         16,
         Forward(2, 128, 2, share_q_out=True, dynamic=True, heads_together=16),
-        Backward(64, heads_together=4),
+        Backward(64, do_stages=1, heads_together=4),
         is_limited=False,
         dense_bits=16,
     ),
