@@ -297,7 +297,7 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
                 kv_ids = load_rows(refs.kv_ids.at[b, keys], start, call.kv_length, tiles.NO_KEY)
             keep = queries.keep(start + iota(block_kv), kv_ids)
             if refs.mask is not None:
-                of_head = (0 if n == 1 else i for n, i in zip(refs.mask.shape, (b, h), strict=False))
+                of_head = (jnp.int32(0) if n == 1 else i for n, i in zip(refs.mask.shape, (b, h), strict=False))
                 keep = keep & (load_bias(refs.mask, these, keys, masks, *of_head) != 0)
             p = jnp.where(keep, call.exp2(s, lse2[:, None]), 0.0)
             return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])

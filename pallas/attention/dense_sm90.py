@@ -157,6 +157,8 @@ def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
 
 def _packed(mask: jax.Array, rows: int, columns: int, *, transposed: bool) -> jax.Array:
     """Bools [B, H, T, S] as int32 words [B, H, columns / WORD, rows]: bit n of a word is column n of its columns."""
+    if transposed:  # a tile without any block of queries visits the one behind the last
+        mask = jnp.pad(mask, [(0, 0), (0, 0), (0, columns), (0, 0)])
     mask = _padded(mask, *((columns, rows) if transposed else (rows, columns)))
     axis = 2 if transposed else 3
     words = mask.reshape(*mask.shape[:axis], -1, WORD, *mask.shape[axis + 1 :]).astype(jnp.uint32)
