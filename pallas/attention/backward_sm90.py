@@ -336,7 +336,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                     if with_dq:
                         for e in range(q_chunks):
                             ds_smem.at[w, e][...] = ds16[:, 64 * e : 64 * (e + 1)]
-                        plgpu.commit_smem()
+                    plgpu.commit_smem()  # behind what was read, too, which the next copies overwrite
                     if has_bias:  # behind that: the bias was read before the copy that the barrier lets go
                         plgpu.barrier_arrive(bias.free)
                     if exchange:
