@@ -96,6 +96,7 @@ def _call(case: AttentionCase, query, key, value, bias, sinks) -> tuple[Attentio
         query,
         key,
         value,
+        mask=arguments["mask"],
         bias=bias,
         sinks=None if sinks is None else sinks[None],
         q_segment_ids=q_ids,

@@ -16,6 +16,7 @@ class AttentionCase:
     window, softcap: as flash_attention takes them. sinks: whether there are any. segments: None; "packed", one
     after another and some padding at the end; or "mixed", ids in any order. bias: None, or the axes that a bias
     has, of "bhts", the others being 1; bias_dtype: "" for dtype. bias_masks: some of it, and whole rows, are -inf.
+    mask: None, or the axes that a bool mask has; where it has queries, some of them have no key.
     """
 
     name: str
@@ -39,6 +40,7 @@ class AttentionCase:
     bias: str | None = None
     bias_dtype: str = ""
     bias_masks: bool = False
+    mask: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -60,6 +62,7 @@ class AttentionCase:
             "window": self.window,
             "softcap": self.softcap,
             "bias": self._bias(),
+            "mask": self._mask(),
             "sinks": self._random(1).standard_normal(self.heads, np.float32) if self.sinks else None,
             "segment_ids": None if self.segments is None else self._segment_ids(),
         }
@@ -70,13 +73,25 @@ class AttentionCase:
     def _bias(self) -> Any:
         if self.bias is None:
             return None
-        sizes = {"b": self.batch, "h": self.heads, "t": self.q_length, "s": self.kv_length}
         random = self._random(2)
-        bias = random.standard_normal([size if axis in self.bias else 1 for axis, size in sizes.items()], np.float32)
+        bias = random.standard_normal(self._shape(self.bias), np.float32)
         if self.bias_masks:
             bias = np.where(random.random(bias.shape) < 0.2, -np.inf, bias)
             bias[:, :, : self.q_length // 4] = -np.inf
         return jnp.asarray(bias, self.bias_dtype or self.dtype)
+
+    def _mask(self) -> np.ndarray | None:
+        if self.mask is None:
+            return None
+        mask = self._random(4).random(self._shape(self.mask)) < 0.4
+        if "t" in self.mask:
+            mask[:, :, self.q_length // 2 : self.q_length // 2 + 3] = False
+        return mask
+
+    def _shape(self, axes: str) -> list[int]:
+        """The lengths of these axes, of "bhts"; the others are 1."""
+        sizes = {"b": self.batch, "h": self.heads, "t": self.q_length, "s": self.kv_length}
+        return [size if axis in axes else 1 for axis, size in sizes.items()]
 
     def _segment_ids(self) -> tuple[np.ndarray, np.ndarray]:
         lengths, random = (self.q_length, self.kv_length), self._random(3)
@@ -155,6 +170,9 @@ ATTENTION_CASES = (
     AttentionCase("bias_number", bias="", dtype="float32", q_length=77, kv_length=70, heads=4, is_causal=True),
     AttentionCase("bias_masks", bias="hts", bias_masks=True, q_length=80, kv_length=80, kv_lengths=(80, 40)),
     AttentionCase("bias_fp32", bias="bhts", dtype="float32", is_causal=True, q_length=70, kv_length=70),
+    AttentionCase("mask", mask="bts", q_length=150, kv_length=131, heads=4),
+    AttentionCase("mask_keys", mask="bs", q_length=70, kv_length=131, is_causal=True, q_offset=61),
+    AttentionCase("mask_bias", mask="ts", bias="bhs", q_length=131, kv_length=70, heads=4),
     AttentionCase(
         "everything",
         q_length=45,
@@ -224,5 +242,13 @@ GPU_ATTENTION_CASES = (
     _long("long_bias", 128, batch=2, bias="hts", is_causal=True),
     _long("long_bias_full", 64, batch=2, bias="bhts", bias_dtype="float32", heads=8, kv_heads=2),
     _long("long_bias_keys", 64, batch=2, bias="bs", bias_masks=True),
+    _long("long_bias_128_float32", 128, batch=2, bias="bhts", bias_dtype="float32"),
+    _long("long_bias_256", 256, bias="hts", is_causal=True),
+    _long("long_bias_window", 64, bias="hts", window=(300, 100), q_length=2047, kv_length=1999),
+    _long("long_mask", 128, batch=2, mask="bts"),
+    _long("long_mask_causal", 64, batch=2, mask="hts", is_causal=True, heads=8, kv_heads=2),
+    _long("long_mask_256", 256, mask="bhts", q_length=1025, kv_length=1999),
+    _long("long_mask_keys", 128, batch=2, mask="bs", is_causal=True),
+    _long("long_mask_bias", 64, batch=2, mask="bts", bias="bs"),
     _long("long_bias_fp32", 64, bias="ts", dtype="float32", precision="fp32", softcap=5.0),
 )

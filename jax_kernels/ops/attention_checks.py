@@ -81,7 +81,7 @@ def check(
         is_causal=is_causal,
         window=window,
         softcap=None if softcap is None else float(softcap),
-        has_mask=mask is not None and not isinstance(mask, Mask),
+        mask_shape=None if mask is None or isinstance(mask, Mask) else tuple(mask.shape),
         has_mask_object=isinstance(mask, Mask),
         bias_shape=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else str(bias.dtype),

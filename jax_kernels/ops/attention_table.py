@@ -29,7 +29,7 @@ class AttentionRequest(Request):
     is_causal: bool
     window: tuple[int, int] | None
     softcap: float | None
-    has_mask: bool
+    mask_shape: tuple[int, ...] | None
     has_mask_object: bool
     bias_shape: tuple[int, ...] | None
     bias_dtype: str | None
@@ -45,6 +45,18 @@ class AttentionRequest(Request):
     def bits(self) -> int:
         return 32 if self.dtype == "float32" else 16
 
+    @property
+    def has_mask(self) -> bool:
+        return self.mask_shape is not None
+
+    @property
+    def dense_bits(self) -> int:
+        """Of what a kernel reads for every query and key, at most 16 for a mask; 0 without a bias and a mask."""
+        has_tiles = self.bias_shape is not None and self.bias_shape[2] > 1
+        if has_tiles and self.bias_dtype == "float32":
+            return 32
+        return 16 if self.has_mask or self.bias_shape is not None else 0
+
 
 def order(request: AttentionRequest) -> tuple[str, ...]:
     """The implementations for this request, the fastest first."""
@@ -59,24 +71,32 @@ def _row(name: str, request: AttentionRequest):
         bits=request.bits,
         is_causal=request.is_causal,
         is_limited=request.window is not None or request.has_segment_ids,
+        dense_bits=request.dense_bits,
     )
 
 
 def _config(name: str):
     def config(request: AttentionRequest) -> tuple[Any, str]:
         row, source = _row(name, request)
-        return Blocks(row.forward, row.backward, request.device.core_count), source
+        bias_gradient = None
+        if name == "mosaic_gpu" and request.bias_shape is not None:
+            bias_gradient = _row("triton", request)[0].backward
+        return Blocks(row.forward, row.backward, request.device.core_count, bias_gradient), source
 
     return config
 
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The blocks of both directions, and how many streaming multiprocessors a persistent kernel fills."""
+    """The blocks of both directions, and how many streaming multiprocessors a persistent kernel fills.
+
+    bias_gradient: the blocks of the kernel that has it, where that is none of `backward`'s.
+    """
 
     forward: Any
     backward: Any
     core_count: int
+    bias_gradient: Any = None
 
 
 def _supports_mosaic(request: AttentionRequest) -> str | None:
@@ -84,10 +104,16 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
         return reason
     if request.bits != 16:
         return "its wgmma products take bfloat16 and float16 here, not float32"
-    if request.has_mask:
-        return "it does not take a dense mask"
-    if request.bias_shape is not None:
-        return "it does not take a bias"
+    for name, shape in (("dense mask", request.mask_shape), ("bias", request.bias_shape)):
+        if shape is not None and shape[3] == 1:
+            return f"it takes a {name} with a number for each key, not of shape {shape}"
+    mask, bias = request.mask_shape, request.bias_shape
+    if mask and bias and bias[2] > 1 and any(n > of_bias for n, of_bias in zip(mask, bias, strict=True)):
+        return f"with a bias of shape {bias} it takes a dense mask of its axes, not of shape {mask}"
+    if request.dense_bits and request.deterministic:
+        return "its deterministic backward takes neither a dense mask nor a bias"
+    if request.dense_bits == 32 and max(request.head_dim, request.v_head_dim) > 128:
+        return "above head_dim 128 it takes a bias for each query in 16 bits, not in float32"
     return reasons.no_mosaic(request)
 
 
@@ -231,13 +257,22 @@ def _kernel(kernel, direction):
     return run
 
 
+def _mosaic_backward(inputs, options, *results, config, interpret):
+    arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
+    gradients = _kernel(backward_sm90.attention_backward, "backward")(*arguments, **statics)
+    if inputs.bias is None or not options.bias_gradient:
+        return gradients
+    dbias = _kernel(backward_triton.bias_gradient, "bias_gradient")(*arguments, **statics)
+    return gradients._replace(bias=dbias)
+
+
 IMPLEMENTATIONS = {
     "mosaic_gpu": Implementation(
         "mosaic_gpu",
         _without_mask_objects(_supports_mosaic),
         _config("mosaic_gpu"),
         _kernel(forward_sm90.attention_forward, "forward"),
-        _kernel(backward_sm90.attention_backward, "backward"),
+        _mosaic_backward,
     ),
     "triton": Implementation(
         "triton",

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention import backward_dq_sm90, tiles
+from jax_kernels.pallas.attention import backward_dq_sm90, dense_sm90, tiles
 from jax_kernels.pallas.attention.hopper import (
     COLUMN,
     ROW,
@@ -62,6 +62,7 @@ def attention_backward(
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
         "segments": segments_of(inputs, config.block_q, _block_kv(width), of_keys=True),
+        "dense": dense_sm90.dense_of(inputs, options, _block_kv(width), config.block_q, transposed=True),
         "query": q,
         "key": k,
         "value": v,
@@ -120,9 +121,12 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
     # Heads of a group read the same keys: that many more of them run together at the same cost in cache.
     together = math.gcd(config.heads_together * group, batch * kv_heads)
     has_segments = arrays["segments"] is not None
+    dense = arrays["dense"] or dense_sm90.Dense()
+    has_bias, has_bits = dense.has_bias, dense.bits is not None
+    factor = 1.0 if has_bias else cap or scale  # of the scores in the softmax
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
     visits_all = not (options.is_causal or options.window is not None or has_segments)
-    predicate = may_end or not visits_all
+    predicate = may_end or has_segments or not (visits_all or has_bits)
 
     def body(refs, scratch):
         given, dk_gmem, dv_gmem = refs
@@ -132,6 +136,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
         (
             k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
             kv_ready, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
+            bias,
         ) = scratch  # fmt: skip
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -206,6 +211,15 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
 
                 load_rows(q_gmem, q_smem, lse_gmem, lse_smem, q_ready, q_free, q_stages, has_segments)
                 load_rows(do_gmem, do_smem, delta_gmem, delta_smem, do_ready, do_free, do_stages)
+                if has_bias:
+
+                    @pl.when(step > 0)
+                    def _():
+                        plgpu.barrier_wait(bias.free)
+
+                    entry, _, of_keys = block(recomputed(cta))
+                    kv_start = of_keys * block_kv
+                    bias.fill(given["dense"], entry, head, kv_start, q_block * block_q, kv_start)
 
             # An opaque count: unrolled or peeled, the loop would not fit the registers either.
             lax.fori_loop(0, recomputed(steps), load, None)
@@ -244,6 +258,8 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         plgpu.barrier_wait(q_ready.at[slot])
                     if ahead or not config.late_do:
                         plgpu.barrier_wait(do_ready.at[do_slot])
+                    if has_bias:
+                        plgpu.barrier_wait(bias.ready)
 
                     def apply_predicate(s):
                         b = block(recomputed(cta))[0]
@@ -253,16 +269,24 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                                 plgpu.load(segments.kv_ids.at[b, pl.ds(my_keys, 64)], layout=ROW, optimized=False),
                                 plgpu.load(ids_smem.at[slot], layout=COLUMN, optimized=False),
                             )
-                        keep = limits_of(b).keep(
-                            s.shape, my_keys, q_start, layout=WGMMA, kv_axis=0, may_end=may_end, ids=ids
-                        )
+                        limits = limits_of(b).of_length() if has_bits else limits_of(b)
+                        keep = limits.keep(s.shape, my_keys, q_start, layout=WGMMA, kv_axis=0, may_end=may_end, ids=ids)
                         return jnp.where(keep, s, -jnp.inf)
+
+                    def biased(s):
+                        return bias.added(s, cap or scale, 64 * row_group, transposed=True)
 
                     def masked(s):
                         if cap:
                             s = softcapped(s, cap, scale)
-                        # One loop with a branch, not two loops: what lives across a loop more would spill.
-                        return lax.cond(is_partial, apply_predicate, lambda s: s, s) if predicate else s
+                        elif has_bias:  # softcap's derivative needs the scores without
+                            s = biased(s)
+                        if predicate:
+                            # One loop with a branch, not two loops: what lives across a loop more would spill.
+                            s = lax.cond(is_partial, apply_predicate, lambda s: s, s)
+                        if has_bits:
+                            s = given["dense"].masked(s, block(recomputed(cta))[0], head, my_keys, q_start)
+                        return s
 
                     if mask_first:
                         s = masked(s)
@@ -278,7 +302,8 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
 
                         wide = lambda x: lax.broadcast_in_dim(x, scores.shape, [1])
                         lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
-                        p = jnp.exp2(scores * ((cap or scale) * LOG2E) - wide(lse))
+                        logits = biased(scores) if has_bias and cap else scores
+                        p = jnp.exp2(logits * (factor * LOG2E) - wide(lse))
                         p16 = None
                         if config.early_dv:
                             plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[do_slot, my_half])
@@ -313,7 +338,9 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                     if with_dq:
                         for e in range(q_chunks):
                             ds_smem.at[w, e][...] = ds16[:, 64 * e : 64 * (e + 1)]
-                        plgpu.commit_smem()
+                    plgpu.commit_smem()  # behind what was read, too, which the next copies overwrite
+                    if has_bias:  # behind that: the bias was read before the copy that the barrier lets go
+                        plgpu.barrier_arrive(bias.free)
                     if exchange:
                         plgpu.barrier_arrive(ds_ready)
                     next_slot = lax.rem(i + 1, jnp.int32(q_stages))
@@ -436,6 +463,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+            dense.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
             collective_axes="wg",
         )
 

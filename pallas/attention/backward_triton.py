@@ -46,18 +46,28 @@ def attention_backward(
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardTriton."""
     del core_count  # one program per tile: nothing is persistent
-    lse2 = lse * LOG2E
-    dout = dout.astype(inputs.query.dtype)
+    rows = dout.astype(inputs.query.dtype), lse * LOG2E, delta
     bias, inputs = inputs.bias, inputs._replace(bias=aligned_bias(inputs.bias))
     limiting = limiting_arrays(inputs, options)
     dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
     dquery_blocks = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
-    dkey, dvalue = _dkv(inputs, *limiting, dout, lse2, delta, dkey_blocks, config)
-    dquery = _dq(inputs, *limiting, dout, lse2, delta, dquery_blocks, config)
+    dkey, dvalue = _dkv(inputs, *limiting, *rows, dkey_blocks, config)
+    dquery = _dq(inputs, *limiting, *rows, dquery_blocks, config)
     dbias = None
     if bias is not None and options.bias_gradient:
-        dbias = _dbias(inputs, *limiting, dout, lse2, delta, dquery_blocks, config)[..., : bias.shape[3]]
+        dbias = _dbias(inputs, *limiting, *rows, dquery_blocks, config)[..., : bias.shape[3]]
     return AttentionGradients(dquery, dkey, dvalue, dbias)
+
+
+def bias_gradient(
+    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, *, config, core_count, interpret
+) -> jax.Array:
+    """The bias's alone, under a dense mask too. Arguments: as attention_backward's."""
+    del core_count
+    keys, inputs = inputs.bias.shape[3], inputs._replace(bias=aligned_bias(inputs.bias))
+    call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    limiting = limiting_arrays(inputs, options)
+    return _dbias(inputs, *limiting, dout, lse * LOG2E, delta, call, config)[..., :keys]
 
 
 def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
@@ -224,6 +234,9 @@ def _dbias(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
         "lse2": rows_of(lse2),
         "delta": rows_of(delta),
     }
+    if inputs.mask is not None:
+        sides = (1 if n == 1 else of_all for n, of_all in zip(inputs.mask.shape[2:], (q_rows, kv_rows), strict=True))
+        ins["mask"] = aligned_bias(inputs.mask.astype(jnp.int8)), whole_spec(*inputs.mask.shape[:2], *sides)
     if q_ids is not None:
         ins["q_ids"] = q_ids, whole_spec(batch, q_rows)
         ins["kv_ids"] = kv_ids, whole_spec(batch, kv_rows)
@@ -283,7 +296,11 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
             kv_ids = None
             if q_ids is not None:
                 kv_ids = load_rows(refs.kv_ids.at[b, keys], start, call.kv_length, tiles.NO_KEY)
-            p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), call.exp2(s, lse2[:, None]), 0.0)
+            keep = queries.keep(start + iota(block_kv), kv_ids)
+            if refs.mask is not None:
+                of_head = (jnp.int32(0) if n == 1 else i for n, i in zip(refs.mask.shape, (b, h), strict=False))
+                keep = keep & (load_bias(refs.mask, these, keys, masks, *of_head) != 0)
+            p = jnp.where(keep, call.exp2(s, lse2[:, None]), 0.0)
             return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
 
         return walk(blocks, step, acc)

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention import softmax, tiles
+from jax_kernels.pallas.attention import dense_sm90, softmax, tiles
 from jax_kernels.pallas.attention.hopper import (
     SWIZZLED,
     WGMMA,
@@ -52,8 +52,9 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     kv_length = inputs.key.shape[1]
     cap = options.softcap
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
+    dense = dense_sm90.dense_of(inputs, options, config.block_q, config.block_kv, transposed=False)
     largest = None
-    if config.bounded and _keys_per_query(options, kv_length) >= BOUNDED_FROM:
+    if config.bounded and dense is None and _keys_per_query(options, kv_length) >= BOUNDED_FROM:
         largest = softmax.largest_scores(query, key, options.scale)
         largest = jnp.minimum(largest, cap * softmax.LOG2E) if cap else largest
     tile_count = pl.cdiv(q_length, config.block_q) * query.shape[0] * query.shape[2]
@@ -62,6 +63,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
         "segments": segments,
+        "dense": dense,
         "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
         "largest": largest,
         "query": query,
@@ -91,7 +93,9 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
     v_head_dim = arrays["value"].shape[-1]
     dtype = arrays["query"].dtype
     is_causal, q_offset, cap = options.is_causal, options.q_offset, options.softcap
-    scale = cap or options.scale  # of what the softmax sees
+    dense = arrays["dense"] or dense_sm90.Dense()
+    has_bias, has_bits = dense.has_bias, dense.bits is not None
+    scale = 1.0 if has_bias else cap or options.scale  # of what the softmax sees
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
     take_turns = config.take_turns and not interpret
     share_q_out = config.share_q_out and out_dtype == dtype and v_head_dim == head_dim
@@ -104,7 +108,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
         arrays[name] is not None for name in ("bounds", "segments", "sinks", "largest", "counter")
     )
     causal_only = is_causal and options.window is None and not has_segments
-    has_limits = is_causal or options.window is not None
+    has_limits = (is_causal or options.window is not None) and not has_bits
     may_end = has_bounds or kv_length % block_kv != 0
     predicate = has_limits or has_segments or may_end
     # Whether no block, beside the first that a warpgroup visits, can need the predicate.
@@ -113,13 +117,14 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
     aligned = not has_bounds and q_offset % block_q == 0 and block_kv % block_q == 0
     same_blocks = not causal_only or has_bounds or aligned
     may_be_dead = has_bounds or has_segments or options.window is not None or (is_causal and q_offset < 0)
+    may_be_dead = may_be_dead or has_bias or has_bits
 
     def body(refs, scratch):
         given, out_gmem, lse_gmem = refs
         q_gmem, k_gmem, v_gmem, segments = (given[name] for name in ("query", "key", "value", "segments"))
         (
             q_smem, out_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free,
-            next_smem, next_ready, next_free,
+            next_smem, next_ready, next_free, bias,
         ) = scratch  # fmt: skip
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -181,7 +186,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
 
                     fetch_tile(given["counter"], next_smem.at[pl.ds(fetch_slot, 1)], ctas)
                     plgpu.barrier_arrive(next_ready.at[fetch_slot])
-                b, h, _, blocks, _ = tile(index)
+                b, h, q_start, blocks, _ = tile(index)
                 kv_head = lax.div(h, jnp.int32(group)) if group > 1 else h
 
                 def load(step, slot, gmem, smem, ready, free):
@@ -192,13 +197,21 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                 load_k = functools.partial(load, gmem=k_gmem, smem=k_smem, ready=k_ready, free=k_free)
                 load_v = functools.partial(load, gmem=v_gmem, smem=v_smem, ready=v_ready, free=v_free)
 
+                def load_bias(step):  # behind the values: it waits for the last step's scores
+                    if has_bias:
+                        plgpu.barrier_wait(bias.free)
+                        kv_start = blocks.at(step) * block_kv
+                        bias.fill(given["dense"], b, h, q_start, kv_start, kv_start)
+
                 def step_loads(step, last):  # values run one block behind the keys, as they are used
                     slot = following_slot(last)
                     load_k(step, slot)
                     load_v(step - 1, last)
+                    load_bias(step)
                     return slot
 
                 load_k(jnp.int32(0), slot)
+                load_bias(jnp.int32(0))
                 slot = lax.fori_loop(1, blocks.count, step_loads, slot)
                 load_v(blocks.count - 1, slot)
                 return following_tile(index, turn), following_slot(slot)
@@ -227,6 +240,8 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
             for slot in range(stages):
                 plgpu.barrier_arrive(k_free.at[slot])
                 plgpu.barrier_arrive(v_free.at[slot])
+            if has_bias:
+                plgpu.barrier_arrive(bias.free)
             if w == compute_wgs - 1:
                 pass_turn()
             load_q(first_tile())
@@ -243,13 +258,29 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                     for ready, free in ((k_ready, k_free), (v_ready, v_free)):
                         plgpu.barrier_wait(ready.at[slot])  # every wait counts a phase
                         plgpu.barrier_arrive(free.at[slot])
+                    if has_bias:
+                        plgpu.barrier_wait(bias.ready)
+                        plgpu.barrier_arrive(bias.free)
                     return following_slot(slot)
 
                 if not same_blocks:
                     slot = lax.fori_loop(0, tile_blocks.count - blocks.count, skip, slot)
 
                 def capped(s):
-                    return softcapped(s, cap, options.scale) if cap else s
+                    s = softcapped(s, cap, options.scale) if cap else s
+                    if has_bias:
+                        plgpu.barrier_wait(bias.ready)
+                        s = bias.added(s, cap or options.scale, 64 * w, transposed=False)
+                        plgpu.commit_smem()
+                        plgpu.barrier_arrive(bias.free)
+                    return s
+
+                def kept(s, step):
+                    """s under the dense mask."""
+                    if not has_bits:
+                        return s
+                    b, h, q_start, _, _ = tile(lax.optimization_barrier(index))
+                    return given["dense"].masked(s, b, h, q_start + w * 64, blocks.at(step) * block_kv)
 
                 def masked(s, step):
                     b, _, q_start, tile_blocks, limits = tile(lax.optimization_barrier(index))
@@ -257,6 +288,8 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                     blocks = tile_blocks if same_blocks else limits.key_blocks(q_start, 64, block_kv).at_least_one()
                     kv_start = blocks.at(step) * block_kv
                     ids = segments.load(b, q_start, 64, kv_start, block_kv) if has_segments else None
+                    if has_bits:
+                        limits = limits.of_length()
                     keep = limits.keep(s.shape, kv_start, q_start, layout=WGMMA, kv_axis=1, may_end=may_end, ids=ids)
                     return jnp.where(keep, s, -jnp.inf)
 
@@ -277,7 +310,8 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                     s = capped(lax.optimization_barrier(s))
                     if predicate:
                         s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
-                    highest, total = softmax.start(64)
+                    s = kept(s, jnp.int32(0))
+                    highest, total = softmax.start(64, *([softmax.LOWEST_BIASED] if has_bias else []))
                     p, highest, total, _ = softmax.step(s, highest, total, scale)
                     # Whether no later score of the warp's rows can be far above what the first block has.
                     is_bounded = all_of_warp(largest - highest <= softmax.room(dtype)) if bounded else None
@@ -316,6 +350,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                             # With segments, what it depends on is read again, not kept in registers.
                             again = tile(lax.optimization_barrier(index))[3] if has_segments else blocks
                             s = lax.cond(again.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
+                        s = kept(s, j)
                         p, highest, total, alpha = lax.optimization_barrier(exponentials(s, highest, total))
                         # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
                         plgpu.barrier_wait(v_ready.at[slot])
@@ -391,6 +426,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
             plgpu.SMEM((2,), jnp.int32) if dynamic else None,
             barriers(2) if dynamic else None,
             barriers(2, compute_wgs + 1) if dynamic else None,
+            dense.stage(block_q, block_kv, block_kv, compute_wgs),
             collective_axes="wg",
         )
 

@@ -25,14 +25,15 @@ SMALLEST = 16  # the least size of a tensor core operand
 class Refs(NamedTuple):
     """The arrays of a kernel; None where the call lacks one.
 
-    bounds: tiles.bounds_array. ranges: tiles.segment_ranges of the blocks that the programs own. lse2, delta: of the
-    backward. outs: what the kernel writes.
+    mask: int8. bounds: tiles.bounds_array. ranges: tiles.segment_ranges of the blocks that the programs own. lse2,
+    delta: of the backward. outs: what the kernel writes.
     """
 
     query: Any
     key: Any
     value: Any
     bias: Any = None
+    mask: Any = None
     sinks: Any = None
     q_ids: Any = None
     kv_ids: Any = None
@@ -312,16 +313,16 @@ def load_rows(view: Any, start: Any, length: Any, other: Any) -> jax.Array:
     return plgpu.load(view, mask=mask, other=None if mask is None else other)
 
 
-def load_bias(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], head: Any = None) -> jax.Array | None:
+def load_bias(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leading: Any) -> jax.Array | None:
     """A tile of the bias, float32 [rows or 1, columns or 1]; None without a bias.
 
-    rows, columns: what to take of the view's axes, where they are not 1. masks: which of these exist. head: of a view
-    that has an axis of heads.
+    rows, columns: what to take of the view's axes, where they are not 1. masks: which of these exist. leading: where
+    in the view's axes before them, as far as it has such.
     """
     if ref is None:
         return None
     axes = [slice(None) if n == 1 else part for n, part in zip(ref.shape[-2:], (rows, columns), strict=True)]
-    view = ref.at[tuple(axes) if len(ref.shape) == 2 else (head, *axes)]
+    view = ref.at[(*leading[: len(ref.shape) - 2], *axes)]
     row_mask, column_mask = (None if n == 1 else mask for n, mask in zip(view.shape[-2:], masks, strict=True))
     mask = both(row_mask, column_mask, view.shape[-2:])
     return plgpu.load(view, mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)

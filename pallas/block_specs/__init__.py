@@ -28,6 +28,7 @@ def attention_row(
     bits: int,
     is_causal: bool,
     is_limited: bool = False,
+    dense_bits: int = 0,
 ) -> tuple[AttentionRow, str]:
     """The row for this attention, and where it came from ("block spec" or "heuristic").
 
@@ -41,6 +42,7 @@ def attention_row(
             and bits == row.bits
             and row.is_causal in (None, is_causal)
             and row.is_limited in (None, is_limited)
+            and (row.dense_bits is None or 0 < dense_bits <= row.dense_bits)
         ):
             return row, "block spec" if own else "heuristic"
     raise LookupError(f"no {implementation} row for head_dim={head_dim}, {bits} bits")

@@ -92,7 +92,7 @@ def test_explain(run):
         ("--device h200 --dtype fp32 --precision tf32", "triton"),
         ("--device h200 --deterministic", "mosaic_gpu"),
         ("--device h200 --no-deterministic", "mosaic_gpu"),
-        ("--device h200 --mask 1,1,4096,4096", "cudnn"),
+        ("--device a100 --mask 1,1,4096,4096", "cudnn"),
         ("--device b200 --kv-lengths --kv-shape 2,512,4,64", "cudnn"),
         ("--device a100 --q-offset 7", "triton"),
         ("--device a100 --v-head-dim 32", "triton"),

@@ -25,6 +25,8 @@ def live(case):
         if arguments["segment_ids"] is not None:
             q_ids, kv_ids = (ids[b] for ids in arguments["segment_ids"])
             live[b] &= (q_ids[:, None] == kv_ids) & (q_ids >= 0)[:, None]
+    if arguments["mask"] is not None:
+        live &= arguments["mask"]
     if arguments["bias"] is not None:
         live &= np.asarray(arguments["bias"]).astype(np.float64) > -np.inf
     return live

@@ -229,7 +229,32 @@ EVEN = {name: jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16) for name in ("q
 BIAS = jax.ShapeDtypeStruct((1, 4, 64, 64), jnp.bfloat16)
 LENGTHS = jax.ShapeDtypeStruct((2,), jnp.int32)
 NOT_SERVED = [
-    ("mosaic_gpu", {"bias": BIAS}, "it does not take a bias"),
+    (
+        "mosaic_gpu",
+        {"bias": jax.ShapeDtypeStruct((64, 1), jnp.bfloat16)},
+        "it takes a bias with a number for each key, not of shape (1, 1, 64, 1)",
+    ),
+    (
+        "mosaic_gpu",
+        {"mask": jax.ShapeDtypeStruct((64, 1), bool)},
+        "it takes a dense mask with a number for each key, not of shape (1, 1, 64, 1)",
+    ),
+    (
+        "mosaic_gpu",
+        {"bias": BIAS, "mask": jax.ShapeDtypeStruct((2, 1, 64, 64), bool)},
+        "with a bias of shape (1, 4, 64, 64) it takes a dense mask of its axes, not of shape (2, 1, 64, 64)",
+    ),
+    (
+        "mosaic_gpu",
+        {"bias": BIAS, "deterministic": True},
+        "its deterministic backward takes neither a dense mask nor a bias",
+    ),
+    (
+        "mosaic_gpu",
+        {"bias": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+        | {name: jax.ShapeDtypeStruct((2, 64, 4, 192), jnp.bfloat16) for name in EVEN},
+        "above head_dim 128 it takes a bias for each query in 16 bits, not in float32",
+    ),
     ("triton", {"mask": jax.ShapeDtypeStruct((64, 64), bool)}, "it does not take a dense mask"),
     ("cudnn", {"segment_ids": jax.ShapeDtypeStruct((2, 64), jnp.int32)}, "it does not take segment_ids"),
     ("cudnn", {"softcap": 3}, "it does not take a softcap"),
@@ -283,14 +308,18 @@ def test_what_an_implementation_does_not_serve(implementation, arguments, reason
         ({"window": (-1, 0)}, "mosaic_gpu"),
         ({"window": -1}, "mosaic_gpu"),
         ({"window": (None, None)}, "mosaic_gpu"),
-        ({"bias": BIAS}, "cudnn"),
-        ({"bias": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}, "triton"),
+        ({"bias": BIAS}, "mosaic_gpu"),
+        ({"bias": BIAS, "deterministic": True}, "triton"),
+        ({"bias": jax.ShapeDtypeStruct((64, 1), jnp.bfloat16)}, "triton"),
+        ({"mask": jax.ShapeDtypeStruct((64, 64), bool)}, "mosaic_gpu"),
+        ({"mask": jax.ShapeDtypeStruct((64, 64), bool), "deterministic": True}, "xla"),
         ({"window": 4}, "mosaic_gpu"),
         ({"softcap": np.float32(30)}, "mosaic_gpu"),
         ({"segment_ids": jax.ShapeDtypeStruct((2, 64), jnp.int16)}, "mosaic_gpu"),
         ({"sinks": jax.ShapeDtypeStruct((4,), jnp.float16)}, "mosaic_gpu"),
-        ({"sinks": jax.ShapeDtypeStruct((4,), jnp.float16), "bias": BIAS}, "triton"),
-        ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((64, 64), bool)}, "xla"),
+        ({"sinks": jax.ShapeDtypeStruct((4,), jnp.float16), "bias": BIAS}, "mosaic_gpu"),
+        ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((64, 64), bool)}, "mosaic_gpu"),
+        ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((2, 1, 64, 64), bool)}, "xla"),
     ],
     ids=str,
 )

@@ -43,7 +43,8 @@ class Spec:
 
     row: compile with the blocks of this row of the GPU's block spec file, instead of the one that is planned.
     kv_lengths, q_offsets, segment_ids, sinks: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
-    window: "left,right". softcap: 0 is none.
+    window: "left,right". softcap: 0 is none. bias, mask: the axes that one has, of "bhts", the others being 1; "" is
+    none. The bias gets no gradient. bias_dtype: "" for dtype.
     blocks: a Python expression for the row's (forward, backward), to try numbers that are in no row yet.
     keep: a folder that keeps XLA's log and what Mosaic dumps (its PTX among it).
     """
@@ -60,6 +61,9 @@ class Spec:
     sinks: bool = False
     window: str = ""
     softcap: float = 0.0
+    bias: str = ""
+    bias_dtype: str = ""
+    mask: str = ""
     deterministic: bool = False
     lse: bool = False
     backward: bool = True
@@ -194,6 +198,11 @@ def _compile(gpu: str, spec: Spec) -> list[str]:
         extra["segment_ids"] = tuple(jax.ShapeDtypeStruct((spec.batch, length), jnp.int32) for length in lengths)
     if spec.sinks:
         extra["sinks"] = jax.ShapeDtypeStruct((spec.heads,), jnp.float32)
+    for name, axes, dtype in (("bias", spec.bias, spec.bias_dtype or spec.dtype), ("mask", spec.mask, "bool")):
+        sizes = {"b": spec.batch, "h": spec.heads, "t": spec.q_length, "s": spec.kv_length}
+        if axes:
+            shape = [size if axis in axes else 1 for axis, size in sizes.items()]
+            extra[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     def forward(query, key, value, extra):
         out, lse = flash_attention(

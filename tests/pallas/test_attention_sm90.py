@@ -85,8 +85,20 @@ CASES = {
     "softcap_256_dead": SMALL | VERY_WIDE | {"softcap": 0.5, "is_causal": True, "q_offset": -40, "deterministic": True},
     "sinks_64": SMALL | {"sinks": True, "is_causal": True, "q_offset": -40, "heads": 2},
     "sinks_128": SMALL | WIDE | {"sinks": True, "window": 30, "deterministic": True},
+    "bias_64": LARGE
+    | {"bias": "hts", "bias_masks": True, "is_causal": True, "q_offset": 100, "heads": 2, "races": True},
+    "bias_128_float32": SMALL
+    | WIDE
+    | {"bias": "bhts", "bias_dtype": "float32", "heads": 2, "window": 40, "kv_length": 70},
+    "bias_256": SMALL | VERY_WIDE | {"bias": "ts", "q_length": 77, "kv_length": 100, "softcap": 2.0, "races": True},
+    "bias_keys_64": LARGE | {"bias": "bhs", "batch": 2, "heads": 2, "kv_lengths": [290, 0], "races": True},
+    "mask_64": LARGE | {"mask": "bts", "is_causal": True, "batch": 2, "window": [70, 0], "q_offset": [100, -20]},
+    "mask_128": LARGE | WIDE | {"mask": "hts", "heads": 2, "segments": "packed", "races": True},
+    "mask_keys_128_bias": SMALL | WIDE | {"mask": "s", "bias": "s", "kv_length": 150, "sinks": True},
+    "mask_bias_64": SMALL | {"mask": "ts", "bias": "hts", "heads": 2, "kv_length": 100},
     "everything_64": EVERYTHING,
     "everything_128": EVERYTHING | WIDE | {"races": True},
+    "everything_bias_64": EVERYTHING | {"bias": "bhts", "bias_masks": True, "mask": "bs"},
     "everything_256": EVERYTHING | VERY_WIDE | {"deterministic": True, "races": True},
 }
 

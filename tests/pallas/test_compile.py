@@ -4,6 +4,7 @@
 finds into the budget. What spills there needs a reason, in "why" next to the figures, written by hand.
 """
 
+import dataclasses
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +26,39 @@ def rows():
     """(GPU, row, Spec) of everything to compile."""
     for number, file in block_specs._FILES.items():
         for row in file.ATTENTION:
+            if row.dense_bits is not None:
+                yield from _dense(GPUS[number], row)
+                continue
             # A causal kernel has a loop with the predicate and one without: enough in float32, slow to compile.
             both = (True,) if row.bits == 32 else (True, False)
             for is_causal in both if row.is_causal is None else (row.is_causal,):
                 for precision in ("fp32", "tf32") if row.bits == 32 else ("",):
                     yield GPUS[number], row, _spec(row, is_causal, precision)
+
+
+def _dense(gpu, row):
+    """Of a row for biases and masks, under a causal mask: with the widest bias, and with a mask where it serves one."""
+    spec = _spec(row, row.is_causal is not False, "")
+    bias = dataclasses.replace(spec, bias="hts", bias_dtype="float32" if row.dense_bits == 32 else "")
+    yield gpu, row, bias
+    mask = dataclasses.replace(spec, mask="bts")
+    if not row.is_limited and _planned(gpu, row, mask) is row:
+        yield gpu, row, mask
+
+
+def _planned(gpu, row, spec):
+    capability = next(number for number, gpu_of_file in GPUS.items() if gpu_of_file == gpu)
+    bits = 32 if spec.bias_dtype == "float32" else 16
+    planned, _ = block_specs.attention_row(
+        divmod(capability, 10),
+        row.implementation,
+        head_dim=row.head_dim,
+        bits=row.bits,
+        is_causal=spec.is_causal,
+        is_limited=bool(spec.window),
+        dense_bits=bits if spec.bias or spec.mask else 0,
+    )
+    return planned
 
 
 def _spec(row, is_causal, precision):
@@ -47,7 +76,10 @@ def _spec(row, is_causal, precision):
 def name(gpu, spec):
     kind = spec.precision or spec.dtype
     masks = f"{', causal' if spec.is_causal else ''}{', window' if spec.window else ''}"
-    return f"{gpu}, {spec.implementation}, {spec.head_dim}, {kind}{masks}"
+    dense = (
+        f"{', bias' if spec.bias else ''}{', mask' if spec.mask else ''}{spec.bias_dtype and ' in ' + spec.bias_dtype}"
+    )
+    return f"{gpu}, {spec.implementation}, {spec.head_dim}, {kind}{masks}{dense}"
 
 
 ROWS = {name(gpu, spec): (gpu, row, spec) for gpu, row, spec in rows()}
@@ -79,16 +111,7 @@ def test_the_budget_has_the_rows_that_there_are():
 @pytest.mark.parametrize("entry", ROWS)
 def test_row(entry):
     gpu, row, spec = ROWS[entry]
-    capability = next(number for number, gpu_of_file in GPUS.items() if gpu_of_file == gpu)
-    planned, _ = block_specs.attention_row(
-        divmod(capability, 10),
-        row.implementation,
-        head_dim=row.head_dim,
-        bits=row.bits,
-        is_causal=spec.is_causal,
-        is_limited=bool(spec.window),
-    )
-    assert planned is row, "a row before it takes everything that it could serve"
+    assert _planned(gpu, row, spec) is row, "a row before it takes everything that it could serve"
 
     report = compile_spec(gpu, spec)
     assert report["error"] is None, report["error"]
