@@ -5,6 +5,8 @@ from jax_kernels.device import device_info as device_info
 from jax_kernels.dispatch import Plan as Plan
 from jax_kernels.dispatch import explain as explain
 from jax_kernels.ops.attention import flash_attention as flash_attention
+from jax_kernels.ops.attention_fp8 import flash_attention_fp8 as flash_attention_fp8
 from jax_kernels.ops.decode_attention import decode_attention as decode_attention
+from jax_kernels.quantization import quantize_fp8 as quantize_fp8
 
 __version__ = "0.1.0"

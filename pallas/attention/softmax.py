@@ -24,13 +24,14 @@ def start(rows: int):
     return highest, plgpu.layout_cast(jnp.zeros((rows, PARTIAL_COLUMNS), jnp.float32), WGMMA)
 
 
-def step(scores, highest, total, scale: float):
+def step(scores, highest, total, scale, largest: float = 0.0):
     """(P = exp2 of the scores, the new maximum, the new sums, the factor for what was accumulated so far).
 
-    Masked scores are -inf.
+    Masked scores are -inf. largest: log2 of the largest P, by which the maximum is counted lower.
     """
     factor = scale * LOG2E
-    new = jnp.maximum(highest, scores.max(axis=1) * factor)
+    top = scores.max(axis=1) * factor
+    new = jnp.maximum(highest, top - largest if largest else top)
     alpha = jnp.exp2(highest - new)
     p = jnp.exp2(scores * factor - lax.broadcast_in_dim(new, scores.shape, [0]))
     return p, new, total * lax.broadcast_in_dim(alpha, total.shape, [0]) + _row_sums(p), alpha

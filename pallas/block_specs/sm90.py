@@ -8,7 +8,9 @@ from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90 as Backwa
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton, AttentionForwardTriton
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeSm90 as Decode
+from jax_kernels.pallas.block_specs.specs import AttentionForwardFp8Sm90 as ForwardFp8
 from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90 as Forward
+from jax_kernels.pallas.block_specs.specs import AttentionFp8Row as Fp8Row
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 
 ATTENTION_ORDER = ("mosaic_gpu", "cudnn", "triton", "xla")
@@ -68,4 +70,14 @@ ATTENTION_DECODE = (
     DecodeRow("mosaic_gpu", 192, Decode(1, 64, 3)),
     DecodeRow("mosaic_gpu", 256, Decode(1, 64, 2)),
     *SM80_DECODE,
+)
+
+# Not measured yet: the 16-bit rows, with the stages that shared memory holds.
+ATTENTION_FP8 = (
+    Fp8Row("mosaic_gpu", 64, ForwardFp8(3, 128, 4), is_causal=False),
+    Fp8Row("mosaic_gpu", 64, ForwardFp8(3, 128, 4, dynamic=True, heads_together=16), is_causal=True),
+    Fp8Row("mosaic_gpu", 128, ForwardFp8(2, 128, 4), is_causal=False),
+    Fp8Row("mosaic_gpu", 128, ForwardFp8(2, 128, 4, dynamic=True, heads_together=16), is_causal=True),
+    Fp8Row("mosaic_gpu", 256, ForwardFp8(2, 128, 2), is_causal=False),
+    Fp8Row("mosaic_gpu", 256, ForwardFp8(2, 128, 2, dynamic=True, heads_together=8), is_causal=True),
 )

@@ -1,0 +1,385 @@
+"""Attention forward on Hopper in 8 bits: forward_sm90.py's walk with e4m3 query, key, value and probabilities.
+
+Per tile of 64 x block_kv, 4 * 64 * block_kv * head_dim FLOPs take half the time of 16-bit ones, and 64 * block_kv exp2
+as long as there: at head_dim 128 both products of a tile and its exponentials take 512 cycles each.
+
+wgmma takes 8-bit operands only with the contracted axis contiguous. For P V that is the axis of the keys: the values
+come transposed, from fp8_values_triton.py. P comes out of Q K^T spread over the threads in pairs of keys, and goes into
+P V in quadruples; it stays where it is, and the values' keys are permuted to match (KEY_ORDER).
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention import fp8_values_triton, hopper, softmax, tiles
+from jax_kernels.pallas.attention.hopper import SWIZZLED, WGMMA, fetch_tile, named_barrier, pad_for_tma
+
+E4M3 = jnp.float8_e4m3fn
+# Log2 of the largest P. e4m3 has normal numbers from 2**-6 to 448: with 1 for the largest, they would end at 1/64.
+LARGEST_P = 8.0
+FIRST_TURN_BARRIER = 8
+
+
+def swizzled(columns: int):
+    """The transforms of 8-bit tiles of so many columns, as wgmma reads them."""
+    swizzle = 128 if columns % 128 == 0 else 64
+    return plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
+
+
+def as_operand(p):
+    """P float32 [64, block_kv], rounded to e4m3 as the first operand of wgmma, its keys in KEY_ORDER."""
+    if hopper.INTERPRETED:
+        return reorder_keys(p, axis=1).astype(E4M3)
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(p.shape, E4M3, layout=plgpu.Layout.WGMMA_8BIT)
+    )
+    def convert(_, p):
+        import numpy as np
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        quadruple = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+        assembly = (
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+            "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+        )
+        pairs = p.registers.reshape(-1, 2, 2)  # 16 keys, 8 keys, 8 rows
+        registers = np.empty((len(pairs), 2), dtype=object)
+        for group, rows in np.ndindex(registers.shape):
+            numbers = [
+                vector.extract(pairs[group, half, rows], dynamic_position=[], static_position=[i])
+                for half in range(2)
+                for i in range(2)
+            ]
+            packed = llvm.inline_asm(i32, numbers, assembly, "=r,f,f,f,f")
+            registers[group, rows] = utils.bitcast(packed, quadruple)
+        layout = fragmented_array.WGMMA_LAYOUT_8BIT
+        shape = layout.registers_shape(tuple(p.shape))
+        return fragmented_array.FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=None)
+
+    return convert(p)
+
+
+def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
+    """x with every 16 keys along `axis` in KEY_ORDER."""
+    shape = x.shape
+    x = x.reshape(*shape[:axis], -1, 2, 4, 2, *shape[axis + 1 :])
+    return x.swapaxes(axis + 1, axis + 2).reshape(shape)
+
+
+def attention_forward(
+    query, key, value, factors, q_offset, kv_lengths, *, is_causal, config, core_count, interpret
+):  # fmt: skip
+    """(out [B, T, H, Dv] bfloat16, lse [B, H, T] float32).
+
+    query: [B, T, H, D], key: [B, S, Hkv, D], value: [B, S, Hkv, Dv], e4m3. factors: [B, H, 2] float32: what to
+    multiply scores by, positive, and the output. q_offset: an int or [B] int32. kv_lengths: [B] int32 or None.
+    config: AttentionForwardFp8Sm90.
+    """
+    q_length, v_head_dim, kv_length = query.shape[1], value.shape[-1], key.shape[1]
+    query, key = pad_for_tma(query), pad_for_tma(key)
+    value = fp8_values_triton.transposed(value, kv_lengths, interpret=interpret)
+    tile_count = pl.cdiv(q_length, config.block_q) * query.shape[0] * query.shape[2]
+    dynamic = config.dynamic and not interpret and tile_count > core_count
+    arrays = {
+        "bounds": tiles.bounds_array(q_offset, kv_lengths, query.shape[0], kv_length),
+        "factors": factors,
+        "query": query,
+        "key": key,
+        "value": value,
+        "counter": jax.new_ref(jnp.zeros((1,), jnp.int32)) if dynamic else None,
+    }
+    leaves, tree = jax.tree.flatten(arrays)
+    kernel = _kernel(
+        arrays, tree, q_offset, kv_length, is_causal, config=config, core_count=core_count, interpret=interpret
+    )
+    out, lse = kernel(*leaves)
+    return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
+
+
+def _kernel(arrays, tree, q_offset, kv_length, is_causal, *, config, core_count, interpret):
+    batch, q_length, heads, head_dim = arrays["query"].shape
+    group = heads // arrays["key"].shape[2]
+    v_head_dim = arrays["value"].shape[2]
+    compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
+    take_turns = config.take_turns and not interpret
+
+    q_blocks = pl.cdiv(q_length, block_q)
+    tile_count = q_blocks * batch * heads
+    together = math.gcd(config.heads_together, batch * heads)
+    ctas = min(core_count, tile_count)
+    has_bounds, dynamic = arrays["bounds"] is not None, arrays["counter"] is not None
+    may_end = has_bounds or kv_length % block_kv != 0
+    predicate = is_causal or may_end
+    # Whether no block, beside the first that a warpgroup visits, can need the predicate.
+    only_first = not is_causal or (not has_bounds and q_offset % 64 == 0)
+    # Whether all warpgroups of a tile visit the same blocks.
+    same_blocks = not is_causal or has_bounds or (q_offset % block_q == 0 and block_kv % block_q == 0)
+    may_be_dead = has_bounds or (is_causal and q_offset < 0)
+
+    def body(refs, scratch):
+        given, out_gmem, lse_gmem = refs
+        q_gmem, k_gmem, v_gmem = (given[name] for name in ("query", "key", "value"))
+        (
+            q_smem, out_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_free, v_free,
+            next_smem, next_ready, next_free,
+        ) = scratch  # fmt: skip
+        wg = lax.axis_index("wg")
+        cta = lax.axis_index("cta")
+
+        def first_tile():
+            # Behind a barrier: what a warpgroup computes of it is not hoisted above the choice of warpgroup.
+            return lax.optimization_barrier(cta)
+
+        def following_slot(slot):
+            return (
+                (slot + 1) & (stages - 1) if stages & (stages - 1) == 0 else jnp.where(slot == stages - 1, 0, slot + 1)
+            )
+
+        def following_tile(index, turn):
+            """The tile after `index`, the CTA's tile number `turn`. Every warpgroup asks once a tile."""
+            if not dynamic:
+                return index + ctas
+            slot = (turn + 1) & 1
+            plgpu.barrier_wait(next_ready.at[slot])
+            following = next_smem[slot]
+            plgpu.barrier_arrive(next_free.at[slot])
+            return following
+
+        def for_each_tile(run):
+            """run(index, turn, slot) -> (following tile, slot) for this CTA's tiles."""
+
+            def body(carry):
+                index, turn, slot = carry
+                index, slot = run(index, turn, slot)
+                return index, turn + 1, slot
+
+            lax.while_loop(lambda carry: carry[0] < tile_count, body, (first_tile(), jnp.int32(0), jnp.int32(0)))
+
+        def tile(index):
+            """(batch entry, head, first query, its blocks of keys, its limits) of a tile."""
+            round_, within = lax.div(index, q_blocks * together), lax.rem(index, q_blocks * together)
+            batch_head = round_ * together + lax.rem(within, together)
+            b, h = lax.div(batch_head, heads), lax.rem(batch_head, heads)
+            q_index = lax.div(within, together)
+            if is_causal:  # the longest first: the last ones to start are short
+                q_index = q_blocks - 1 - q_index
+            limits = tiles.limits(given["bounds"], b, q_offset, kv_length, is_causal=is_causal)
+            blocks = limits.key_blocks(q_index * block_q, block_q, block_kv).at_least_one()
+            return b, h, q_index * block_q, blocks, limits
+
+        def memory():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+
+            def load_tile(index, turn, slot):
+                if dynamic:
+                    fetch_slot = (turn + 1) & 1
+
+                    @pl.when(turn >= 2)
+                    def _():
+                        plgpu.barrier_wait(next_free.at[fetch_slot])
+
+                    fetch_tile(given["counter"], next_smem.at[pl.ds(fetch_slot, 1)], ctas)
+                    plgpu.barrier_arrive(next_ready.at[fetch_slot])
+                b, h, _, blocks, _ = tile(index)
+                kv_head = lax.div(h, jnp.int32(group)) if group > 1 else h
+
+                def load_k(step, slot):
+                    plgpu.barrier_wait(k_free.at[slot])
+                    rows = pl.ds(blocks.at(step) * block_kv, block_kv)
+                    plgpu.copy_gmem_to_smem(k_gmem.at[b, rows, kv_head], k_smem.at[slot], k_ready.at[slot])
+
+                def load_v(step, slot):
+                    plgpu.barrier_wait(v_free.at[slot])
+                    columns = pl.ds(blocks.at(step) * block_kv, block_kv)
+                    plgpu.copy_gmem_to_smem(v_gmem.at[b, kv_head, :, columns], v_smem.at[slot], v_ready.at[slot])
+
+                def step_loads(step, last):  # values run one block behind the keys, as they are used
+                    slot = following_slot(last)
+                    load_k(step, slot)
+                    load_v(step - 1, last)
+                    return slot
+
+                load_k(jnp.int32(0), slot)
+                slot = lax.fori_loop(1, blocks.count, step_loads, slot)
+                load_v(blocks.count - 1, slot)
+                return following_tile(index, turn), following_slot(slot)
+
+            for_each_tile(load_tile)
+
+        def compute(w):
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            q_smem_wg, out_smem_wg = q_smem.at[w], out_smem.at[w]
+
+            def wait_turn():
+                if take_turns:
+                    named_barrier("sync", FIRST_TURN_BARRIER + w, 256)
+
+            def pass_turn():
+                if take_turns:
+                    named_barrier("arrive", FIRST_TURN_BARRIER + (w + 1) % compute_wgs, 256)
+
+            def load_q(index):
+                b, h, q_start, _, _ = tile(index)
+                rows = pl.ds(q_start + w * 64, 64)
+                plgpu.copy_gmem_to_smem(q_gmem.at[b, rows, h], q_smem_wg, q_ready.at[w])
+
+            for slot in range(stages):
+                plgpu.barrier_arrive(k_free.at[slot])
+                plgpu.barrier_arrive(v_free.at[slot])
+            if w == compute_wgs - 1:
+                pass_turn()
+            load_q(first_tile())
+
+            def run_tile(index, turn, slot):
+                b, h, q_start, tile_blocks, limits = tile(index)
+                q_start = q_start + w * 64
+                # The blocks right of this warpgroup's last key are the other warpgroups' alone.
+                blocks = tile_blocks if same_blocks else limits.key_blocks(q_start, 64, block_kv).at_least_one()
+
+                def skip(_, slot):
+                    wait_turn()
+                    pass_turn()
+                    for ready, free in ((k_ready, k_free), (v_ready, v_free)):
+                        plgpu.barrier_wait(ready.at[slot])  # every wait counts a phase
+                        plgpu.barrier_arrive(free.at[slot])
+                    return following_slot(slot)
+
+                if not same_blocks:
+                    slot = lax.fori_loop(0, tile_blocks.count - blocks.count, skip, slot)
+
+                def masked(s, step):
+                    _, _, q_start, tile_blocks, limits = tile(lax.optimization_barrier(index))
+                    q_start = q_start + w * 64
+                    blocks = tile_blocks if same_blocks else limits.key_blocks(q_start, 64, block_kv).at_least_one()
+                    kv_start = blocks.at(step) * block_kv
+                    keep = limits.keep(s.shape, kv_start, q_start, layout=WGMMA, kv_axis=1, may_end=may_end)
+                    return jnp.where(keep, s, -jnp.inf)
+
+                plgpu.barrier_wait(q_ready.at[w])
+                probabilities = functools.partial(softmax.step, scale=given["factors"][b, h, 0], largest=LARGEST_P)
+
+                def products(acc_ref, s_ref):
+                    def issue_scores(slot):
+                        s_ref[...] = plgpu.layout_cast(jnp.zeros((64, block_kv), jnp.float32), WGMMA)
+                        plgpu.wgmma(s_ref, q_smem_wg, k_smem.at[slot].transpose((1, 0)))
+
+                    plgpu.barrier_wait(k_ready.at[slot])
+                    wait_turn()
+                    issue_scores(slot)
+                    pass_turn()
+                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
+                    plgpu.barrier_arrive(k_free.at[slot])
+                    s = lax.optimization_barrier(s)
+                    if predicate:
+                        s = lax.cond(blocks.partial > 0, lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
+                    p, highest, total, _ = probabilities(s, *softmax.start(64))
+                    p = as_operand(p)
+                    plgpu.barrier_wait(v_ready.at[slot])
+
+                    def step(j, carry):
+                        p8, highest, total, last_slot = carry
+                        slot = following_slot(last_slot)
+                        plgpu.barrier_wait(k_ready.at[slot])
+                        wait_turn()
+                        issue_scores(slot)
+                        plgpu.wgmma(acc_ref, p8, v_smem.at[last_slot].transpose((1, 0)))
+                        pass_turn()
+                        s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                        plgpu.barrier_arrive(k_free.at[slot])
+                        s = lax.optimization_barrier(s)
+                        if predicate and not only_first:  # one loop with a branch: two loops were slower
+                            s = lax.cond(j < blocks.partial, lambda s: masked(s, j), lambda s: s, s)
+                        p, highest, total, alpha = lax.optimization_barrier(probabilities(s, highest, total))
+                        # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
+                        plgpu.barrier_wait(v_ready.at[slot])
+                        acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+                        plgpu.barrier_arrive(v_free.at[last_slot])
+                        # P stays float32 until the product that read the last P has ended (ptxas C7513).
+                        acc, p = lax.optimization_barrier((acc, p))
+                        p = as_operand(p)
+                        acc_ref[...] = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+                        return p, highest, total, slot
+
+                    p, highest, total, last_slot = lax.fori_loop(1, blocks.count, step, (p, highest, total, slot))
+                    plgpu.wgmma(acc_ref, p, v_smem.at[last_slot].transpose((1, 0)))
+                    acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+                    plgpu.barrier_arrive(v_free.at[last_slot])
+                    return acc, highest, total, last_slot
+
+                accumulators = plgpu.ACC((64, v_head_dim), jnp.float32), plgpu.ACC((64, block_kv), jnp.float32)
+                acc, highest, total, slot = pl.run_scoped(products, *accumulators)
+                following = following_tile(index, turn)
+
+                @pl.when(following < tile_count)
+                def _():
+                    load_q(following)
+
+                b, h, q_start, _, _ = tile(lax.optimization_barrier(index))
+                q_start = q_start + w * 64
+                inverse, lse = softmax.finish(highest, total, may_be_dead=may_be_dead)
+                acc = acc * lax.broadcast_in_dim(inverse * given["factors"][b, h, 1], acc.shape, [0])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
+                out_smem_wg[...] = acc.astype(jnp.bfloat16)
+                lse_gmem[b, h, pl.ds(q_start, 64)] = lse
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out_smem_wg, out_gmem.at[b, pl.ds(q_start, 64), h])
+                return following, following_slot(slot)
+
+            for_each_tile(run_tile)
+            if w == 0:
+                wait_turn()  # take the turn that the last warpgroup passed
+            plgpu.wait_smem_to_gmem(0)
+
+        # One choice, not one after the other: the number of the warpgroup would live through the first one's work.
+        lax.switch(wg, [*(functools.partial(compute, w) for w in range(compute_wgs)), memory])
+
+    def entry(*refs):
+        *leaves, out_gmem, lse_gmem = refs
+        refs = jax.tree.unflatten(tree, leaves), out_gmem, lse_gmem
+        tile_smem = lambda *shape: plgpu.SMEM(shape, E4M3, transforms=swizzled(shape[-1]))
+        barriers = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+        pl.run_scoped(
+            lambda *scratch: body(refs, scratch),
+            tile_smem(compute_wgs, 64, head_dim),
+            plgpu.SMEM((compute_wgs, 64, v_head_dim), jnp.bfloat16, transforms=SWIZZLED),
+            tile_smem(stages, block_kv, head_dim),
+            tile_smem(stages, v_head_dim, block_kv),
+            barriers(compute_wgs),
+            barriers(stages),
+            barriers(stages),
+            barriers(stages, compute_wgs),
+            barriers(stages, compute_wgs),
+            plgpu.SMEM((2,), jnp.int32) if dynamic else None,
+            barriers(2) if dynamic else None,
+            barriers(2, compute_wgs + 1) if dynamic else None,
+            collective_axes="wg",
+        )
+
+    return plgpu.kernel(
+        entry,
+        out_type=(
+            jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), jnp.bfloat16),
+            jax.ShapeDtypeStruct((batch, heads, q_blocks * block_q), jnp.float32),
+        ),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=compute_wgs + 1,
+        thread_name="wg",
+        kernel_name="attention_forward_fp8_sm90",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            reduction_scratch_bytes=0,  # no reduction leaves a warp
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )
