@@ -22,13 +22,14 @@ from jax_kernels.pallas.attention.hopper import SWIZZLED, WGMMA, fetch_tile, nam
 
 E4M3 = jnp.float8_e4m3fn
 # Log2 of the largest P. e4m3 has normal numbers from 2**-6 to 448: with 1 for the largest, they would end at 1/64.
-LARGEST_P = 8.0
+LARGEST_P = {"online": 8.0, "lazy": 6.0, "optimistic": 5.0}
+LIMIT = 8.75
 FIRST_TURN_BARRIER = 8
 
 
 def swizzled(columns: int):
     """The transforms of 8-bit tiles of so many columns, as wgmma reads them."""
-    swizzle = 128 if columns % 128 == 0 else 64
+    swizzle = math.gcd(columns, 128)
     return plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
@@ -117,11 +118,12 @@ def _kernel(arrays, tree, q_offset, kv_length, is_causal, *, config, core_count,
     tile_count = q_blocks * batch * heads
     together = math.gcd(config.heads_together, batch * heads)
     ctas = min(core_count, tile_count)
+    largest = LARGEST_P[config.softmax]
     has_bounds, dynamic = arrays["bounds"] is not None, arrays["counter"] is not None
     may_end = has_bounds or kv_length % block_kv != 0
     predicate = is_causal or may_end
     # Whether no block, beside the first that a warpgroup visits, can need the predicate.
-    only_first = not is_causal or (not has_bounds and q_offset % 64 == 0)
+    only_first = not is_causal or (not has_bounds and q_offset % 64 == 0 and block_kv % 64 == 0)
     # Whether all warpgroups of a tile visit the same blocks.
     same_blocks = not is_causal or has_bounds or (q_offset % block_q == 0 and block_kv % block_q == 0)
     may_be_dead = has_bounds or (is_causal and q_offset < 0)
@@ -266,7 +268,18 @@ def _kernel(arrays, tree, q_offset, kv_length, is_causal, *, config, core_count,
                     return jnp.where(keep, s, -jnp.inf)
 
                 plgpu.barrier_wait(q_ready.at[w])
-                probabilities = functools.partial(softmax.step, scale=given["factors"][b, h, 0], largest=LARGEST_P)
+                scale = given["factors"][b, h, 0]
+                first = functools.partial(softmax.step, scale=scale, largest=largest)
+
+                def probabilities(s, highest, total):
+                    if config.softmax == "online":
+                        return *first(s, highest, total), None
+                    following = softmax.lazy_step if config.softmax == "lazy" else softmax.optimistic_step
+                    return following(s, highest, total, scale, largest, LIMIT, hopper.any_of_warp_above)
+
+                def rescaled(acc, alpha, rises):
+                    full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+                    return full(acc) if rises is None else lax.cond(rises, full, lambda acc: acc, acc)
 
                 def products(acc_ref, s_ref):
                     def issue_scores(slot):
@@ -282,7 +295,7 @@ def _kernel(arrays, tree, q_offset, kv_length, is_causal, *, config, core_count,
                     s = lax.optimization_barrier(s)
                     if predicate:
                         s = lax.cond(blocks.partial > 0, lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
-                    p, highest, total, _ = probabilities(s, *softmax.start(64))
+                    p, highest, total, _ = first(s, *softmax.start(64))
                     p = as_operand(p)
                     plgpu.barrier_wait(v_ready.at[slot])
 
@@ -299,15 +312,17 @@ def _kernel(arrays, tree, q_offset, kv_length, is_causal, *, config, core_count,
                         s = lax.optimization_barrier(s)
                         if predicate and not only_first:  # one loop with a branch: two loops were slower
                             s = lax.cond(j < blocks.partial, lambda s: masked(s, j), lambda s: s, s)
-                        p, highest, total, alpha = lax.optimization_barrier(probabilities(s, highest, total))
+                        *results, rises = probabilities(s, highest, total)
+                        p, highest, total, alpha = lax.optimization_barrier(tuple(results))
                         # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
                         plgpu.barrier_wait(v_ready.at[slot])
                         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                         plgpu.barrier_arrive(v_free.at[last_slot])
                         # P stays float32 until the product that read the last P has ended (ptxas C7513).
                         acc, p = lax.optimization_barrier((acc, p))
+                        acc, p = lax.optimization_barrier((rescaled(acc, alpha, rises), p))
                         p = as_operand(p)
-                        acc_ref[...] = acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+                        acc_ref[...] = acc
                         return p, highest, total, slot
 
                     p, highest, total, last_slot = lax.fori_loop(1, blocks.count, step, (p, highest, total, slot))

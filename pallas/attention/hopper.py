@@ -82,6 +82,36 @@ def all_of_warp(rows) -> jax.Array:
     return vote(jnp.where(rows, 1, 0).astype(jnp.int32)) != 0
 
 
+def any_of_warp_above(numbers, rows) -> jax.Array:
+    """Whether any of numbers [64, n] is above its row's of rows [64], or NaN, in a warp: a bool as all_of_warp's."""
+    if INTERPRETED:
+        return jnp.any(~(numbers <= rows[:, None]))
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, ROW), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+    )
+    def vote(_, numbers, rows):
+        from jax.experimental.mosaic.gpu import fragmented_array
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        element = lambda x, i: vector.extract(x, dynamic_position=[], static_position=[i])
+        limits = [element(x, 0) for x in rows.registers.reshape(-1)]
+        above = [
+            arith.cmpf(arith.CmpFPredicate.UGT, element(x, i), limit)
+            for of_row in numbers.registers.reshape(-1, len(limits))
+            for x, limit in zip(of_row, limits, strict=True)
+            for i in range(2)
+        ]
+        mine = arith.extui(i32, functools.reduce(arith.ori, above))
+        assembly = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+        result = llvm.inline_asm(i32, [mine], assembly, "=r,r", has_side_effects=True)
+        return fragmented_array.FragmentedArray.splat(result, (), is_signed=True)
+
+    return vote(numbers, rows) != 0
+
+
 class Segments(NamedTuple):
     """Segment ids and, per block that a CTA owns, the range of blocks that it may meet (see tiles.segment_ranges)."""
 

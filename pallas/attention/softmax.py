@@ -45,11 +45,51 @@ def bounded_step(scores, highest, total, scale: float):
 
 def _row_sums(p):
     """The rows of P summed up to PARTIAL_COLUMNS, as a tree: additions do not wait for one another."""
-    parts = [p[:, i : i + PARTIAL_COLUMNS] for i in range(0, p.shape[1], PARTIAL_COLUMNS)]
-    while len(parts) > 1:
+    return _tree(jnp.add, _parts(p))[0]
+
+
+def _parts(x):
+    return [x[:, i : i + PARTIAL_COLUMNS] for i in range(0, x.shape[1], PARTIAL_COLUMNS)]
+
+
+def _tree(combine, parts, count: int = 1):
+    """parts combined two by two until `count` are left."""
+    while len(parts) > count:
         odd = parts[-1:] if len(parts) % 2 else []
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
-    return parts[0]
+        parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
+    return parts
+
+
+def lazy_step(scores, highest, total, scale, largest: float, limit: float, any_above):
+    """(P, the maximum, the sums, alpha, whether anything is to be rescaled): P up to 2**limit without a new maximum."""
+    factor = scale * LOG2E
+    tops = _tree(jnp.maximum, _parts(scores))[0] * factor
+    rises = any_above(tops, highest + limit)
+
+    def rescale(highest, total):
+        new = jnp.maximum(highest, tops.max(axis=1) - largest)
+        alpha = jnp.exp2(highest - new)
+        return new, total * lax.broadcast_in_dim(alpha, total.shape, [0]), alpha
+
+    highest, total, alpha = lax.cond(rises, rescale, lambda highest, total: (highest, total, highest), highest, total)
+    p = jnp.exp2(scores * factor - lax.broadcast_in_dim(highest, scores.shape, [0]))
+    return p, highest, total + _row_sums(p), alpha, rises
+
+
+def optimistic_step(scores, highest, total, scale, largest: float, limit: float, any_above):
+    """lazy_step without a search for the maximum: P is at most the sum of P, of eight numbers at a time."""
+    p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(highest, scores.shape, [0]))
+    sums = _tree(jnp.add, _parts(p), count=2)
+    limits = plgpu.layout_cast(jnp.full(highest.shape, 2.0**limit, jnp.float32), WGMMA.reduce(1))
+    rises = any_above(_tree(jnp.maximum, sums)[0], limits)
+
+    def again(scores, highest, total, p):
+        return step(scores, highest, total, scale, largest)
+
+    def done(scores, highest, total, p):
+        return p, highest, total + _tree(jnp.add, sums)[0], highest
+
+    return *lax.cond(rises, again, done, scores, highest, total, p), rises
 
 
 def room(dtype) -> float:

@@ -62,9 +62,10 @@ class AttentionForwardFp8Sm90:
     take_turns: bool = True
     heads_together: int = 1
     dynamic: bool = False
+    softmax: str = "online"
 
     def __post_init__(self) -> None:
-        _positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
+        _positive(self, compute_warpgroups=1, block_kv=32, stages=1, heads_together=1)
         if self.compute_warpgroups not in (2, 3):
             raise ValueError(f"AttentionForwardFp8Sm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
 
