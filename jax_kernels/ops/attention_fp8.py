@@ -98,7 +98,8 @@ def flash_attention_fp8(
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why; or it is differentiated.
+      NotImplementedError: a named implementation cannot serve this call, and why; or a gradient is taken. (Forward mode
+        is a TypeError of JAX's.)
 
     Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024),
     arXiv:2407.08608.
@@ -258,17 +259,20 @@ class _Call:
     interpret: bool
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+# Not a custom_jvp: JAX could not take the kernel's counter of tiles, a reference, out of that.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: _Call, arrays: tuple[Any, ...]):
     """(out, lse). arrays: query, key, value, factors, q_offset, kv_lengths; the last two may be None."""
     return _batched(call)(*arrays)
 
 
-@_attention.defjvp
-def _no_gradient(call, primals, tangents):
+def _no_gradient(*_):
     raise NotImplementedError(
         "flash_attention_fp8: it has no gradient, want flash_attention of 16-bit arrays where one is needed"
     )
+
+
+_attention.defvjp(_no_gradient, _no_gradient)
 
 
 @functools.cache
