@@ -16,7 +16,7 @@ E4M3 = jnp.float8_e4m3fn
 
 @dataclasses.dataclass(frozen=True)
 class Fp8Case:
-    """One call. rising: the keys that are visited last have scores hundreds above those of the first block."""
+    """One call. rising: how many times longer the keys are that are visited last than those that are visited first."""
 
     name: str
     batch: int = 1
@@ -30,7 +30,7 @@ class Fp8Case:
     q_offset: int | tuple[int, ...] = 0
     kv_lengths: tuple[int, ...] | None = None
     scale: float | None = None
-    rising: bool = False
+    rising: float = 1.0
 
     def __str__(self) -> str:
         return self.name
@@ -41,7 +41,9 @@ CASES = (
     Fp8Case("causal", q_length=256, kv_length=256, kv_heads=2, is_causal=True),
     Fp8Case("lengths", batch=3, q_length=70, kv_lengths=(300, 17, -2), scale=0.2),
     Fp8Case("offsets", batch=2, q_length=70, kv_length=200, is_causal=True, q_offset=(100, -30), kv_lengths=(150, 200)),
-    Fp8Case("rising", q_length=64, kv_length=500, rising=True),
+    # Scores hundreds above those of the first block; and 11 above them, in base 2, which e4m3 cannot hold.
+    Fp8Case("rising", q_length=64, kv_length=500, rising=160),
+    Fp8Case("rising_some", q_length=64, kv_length=500, heads=1, rising=4),
     Fp8Case("head_dim_256", q_length=130, head_dim=256, v_head_dim=192, heads=1, is_causal=True, q_offset=-20),
     Fp8Case("head_dim_64", head_dim=64, v_head_dim=64, is_causal=True, q_offset=100),
     Fp8Case("odd", head_dim=72, v_head_dim=40, q_length=67, kv_length=133, scale=-0.1),
@@ -58,8 +60,8 @@ def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:
         ("value", case.kv_length, case.kv_heads, case.v_head_dim),
     ):
         x = random.standard_normal((case.batch, length, heads, columns), np.float32) * (1 + np.arange(heads)[:, None])
-        if case.rising and name == "key":
-            x *= np.linspace(160, 0, length, dtype=np.float32)[:, None, None]
+        if name == "key":
+            x *= np.linspace(case.rising, 1, length, dtype=np.float32)[:, None, None]
         x, scales = quantize_fp8(x, axis=(1, 3))
         if case.kv_lengths is not None and name != "query":
             past = np.arange(length) >= np.array(case.kv_lengths)[:, None]

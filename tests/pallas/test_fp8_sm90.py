@@ -31,8 +31,8 @@ OPTIMISTIC = {"compute_warpgroups": 2, "block_kv": 64, "stages": 2, "softmax": "
 INTERPRETED = {
     "one_core": (1, True, {}, ["causal"]),
     "planned": (3, False, {}, ["lengths", "rising", "head_dim_256", "odd"]),
-    "lazy": (3, False, LAZY, ["rising", "offsets"]),
-    "optimistic": (3, False, OPTIMISTIC, ["rising", "head_dim_64"]),
+    "lazy": (3, False, LAZY, ["rising", "rising_some", "offsets"]),
+    "optimistic": (3, False, OPTIMISTIC, ["rising", "rising_some"]),
 }
 
 
