@@ -18,13 +18,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import fp8_values_triton, hopper, softmax, tiles
+from jax_kernels.pallas.attention.forward_sm90 import FIRST_TURN_BARRIER
 from jax_kernels.pallas.attention.hopper import SWIZZLED, WGMMA, fetch_tile, named_barrier, pad_for_tma
 
 E4M3 = jnp.float8_e4m3fn
-# Log2 of the largest P. e4m3 has normal numbers from 2**-6 to 448: with 1 for the largest, they would end at 1/64.
+# Log2 of P at the maximum. e4m3 has normal numbers from 2**-6 to 448: with 1 for P there, they would end at 1/64.
+# Where the maximum is to serve for higher scores too, it leaves them room; at 2**5 eight P add up to 2**8.
 LARGEST_P = {"online": 8.0, "lazy": 6.0, "optimistic": 5.0}
+# Log2 of the largest P that e4m3 holds, about.
 LIMIT = 8.75
-FIRST_TURN_BARRIER = 8
 
 
 def swizzled(columns: int):

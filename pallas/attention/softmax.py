@@ -61,7 +61,10 @@ def _tree(combine, parts, count: int = 1):
 
 
 def lazy_step(scores, highest, total, scale, largest: float, limit: float, any_above):
-    """(P, the maximum, the sums, alpha, whether anything is to be rescaled): P up to 2**limit without a new maximum."""
+    """What step gives, and whether it is to be rescaled by: P may rise to 2**limit without a new maximum.
+
+    any_above(numbers [rows, PARTIAL_COLUMNS], limits [rows]): whether any is, for all that branch together.
+    """
     factor = scale * LOG2E
     tops = _tree(jnp.maximum, _parts(scores))[0] * factor
     rises = any_above(tops, highest + limit)
@@ -77,7 +80,7 @@ def lazy_step(scores, highest, total, scale, largest: float, limit: float, any_a
 
 
 def optimistic_step(scores, highest, total, scale, largest: float, limit: float, any_above):
-    """lazy_step without a search for the maximum: P is at most the sum of P, of eight numbers at a time."""
+    """lazy_step without a search for the maximum: no P is above a sum of some, which is to be at most 2**limit."""
     p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(highest, scores.shape, [0]))
     sums = _tree(jnp.add, _parts(p), count=2)
     limits = plgpu.layout_cast(jnp.full(highest.shape, 2.0**limit, jnp.float32), WGMMA.reduce(1))

@@ -43,7 +43,7 @@ LONG = (
     Fp8Case("long_256", q_length=700, kv_length=1500, heads=2, head_dim=256, v_head_dim=256),
     Fp8Case("many_tiles", batch=8, q_length=512, kv_length=256, heads=16, kv_heads=16, is_causal=True),
     Fp8Case("many_tiles_256", batch=8, q_length=512, kv_length=256, heads=8, head_dim=256, is_causal=True),
-    Fp8Case("causal_rising", q_length=900, kv_length=900, is_causal=True, rising=160),
+    Fp8Case("causal_rising", q_length=900, kv_length=900, is_causal=True, rising=30),
 )
 
 

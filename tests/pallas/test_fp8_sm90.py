@@ -30,8 +30,8 @@ LAZY = {"compute_warpgroups": 2, "block_kv": 160, "stages": 2, "softmax": "lazy"
 OPTIMISTIC = {"compute_warpgroups": 2, "block_kv": 64, "stages": 2, "softmax": "optimistic"}
 INTERPRETED = {
     "one_core": (1, True, {}, ["causal"]),
-    "planned": (3, False, {}, ["lengths", "rising", "head_dim_256", "odd"]),
-    "lazy": (3, False, LAZY, ["rising", "rising_some", "offsets"]),
+    "planned": (3, False, {}, ["lengths", "head_dim_256", "odd"]),
+    "lazy": (3, False, LAZY, ["rising_some", "offsets"]),
     "optimistic": (3, False, OPTIMISTIC, ["rising", "rising_some"]),
 }
 
