@@ -14,16 +14,16 @@ from jax_kernels.pallas.attention.shared_triton import iota
 # Of 16 keys, which one stands where. A thread of wgmma holds the scores of keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 of
 # every 16, and as its part of an 8-bit operand those at places 4t ... 4t + 3.
 KEY_ORDER = tuple(8 * half + 2 * thread + i for thread in range(4) for half in range(2) for i in range(2))
-BLOCK = 128  # keys of a program
+BLOCK = 128  # keys of a program, and the most that stand in one row of a swizzled tile
 
 
 def transposed(value: jax.Array, kv_lengths: jax.Array | None, *, interpret: bool) -> jax.Array:
-    """[B, S, Hkv, Dv] of an 8-bit type -> [B, Hkv, Dv rounded up to 64, S rounded up to 16], keys in KEY_ORDER.
+    """[B, S, Hkv, Dv] of an 8-bit type -> [B, Hkv, Dv rounded up to 64, S rounded up to BLOCK], in KEY_ORDER.
 
     kv_lengths: [B] int32: the values of keys from there on become zeros, and so does what is added to the axes.
     """
     batch, kv_length, kv_heads, head_dim = value.shape
-    columns, rows = -(-kv_length // 16) * 16, -(-head_dim // 64) * 64
+    columns, rows = pl.cdiv(kv_length, BLOCK) * BLOCK, pl.cdiv(head_dim, 64) * 64
     width = max(64, pl.next_power_of_2(head_dim))
     lengths = jnp.full((batch,), kv_length) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_length)
 
@@ -36,12 +36,12 @@ def transposed(value: jax.Array, kv_lengths: jax.Array | None, *, interpret: boo
         column = lax.broadcasted_iota(jnp.int32, (BLOCK, width), 1)
         exists = wide(key < length_ref[0]) & (column < head_dim)
         x = plgpu.load(value_ref.at[wide(key), column], mask=exists, other=0)
-        fits = (iota(width)[:, None] < rows) & (place[None, :] < columns)
+        fits = None if rows == width else jnp.broadcast_to(iota(width)[:, None] < rows, (width, BLOCK))
         plgpu.store(out_ref, x.T, mask=fits)
 
     out = pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(columns, BLOCK), kv_heads, batch),
+        grid=(columns // BLOCK, kv_heads, batch),
         in_specs=[
             pl.BlockSpec((None, kv_length, None, width), lambda i, h, b: (b, 0, h, 0)),
             pl.BlockSpec((1,), lambda i, h, b: (b,)),
