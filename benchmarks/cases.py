@@ -153,4 +153,4 @@ def _float32_attention(q, k, v, do, causal):
     inputs = AttentionInputs(q, k, v)
     options = AttentionOptions(1 / math.sqrt(q.shape[-1]), is_causal=causal, precision="fp32")
     out, lse = reference.forward(inputs, options, out_dtype=jnp.float32)
-    return (out, *reference.backward(inputs, options, out, lse, do, None)[:3])
+    return (out, *reference.backward(inputs, options, *reference.row_terms(out, lse, do, None), do)[:3])

@@ -170,9 +170,11 @@ def make(args: argparse.Namespace, config: Any, sets: Sequence[InputSet], saved:
     if args.direction == "fwd":
         forward = jax.jit(lambda *qkv: kernel(AttentionInputs(*qkv), options, out_dtype=qkv[0].dtype, **statics)[:1])
         return lambda i: forward(*sets[i % len(sets)].qkv)
-    backward = jax.jit(
-        lambda qkv, results, do: kernel(AttentionInputs(*qkv), options, *results, do, None, **statics)[:3]
-    )
+
+    @jax.jit
+    def backward(qkv, results, do):
+        return kernel(AttentionInputs(*qkv), options, *reference.row_terms(*results, do, None), do, **statics)[:3]
+
     return lambda i: backward(sets[i % len(sets)].qkv, saved[i % len(sets)], sets[i % len(sets)].dout)
 
 

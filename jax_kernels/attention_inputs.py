@@ -59,3 +59,8 @@ class AttentionOptions:
     bias_gradient: bool = True
     # Whether the backward has to give the same bits on every run.
     deterministic: bool = False
+
+
+def first_position(inputs: AttentionInputs, options: AttentionOptions) -> Any:
+    """The position of query 0: an int, or [B] int32."""
+    return options.q_offset if inputs.q_offset is None else inputs.q_offset

@@ -14,6 +14,7 @@ from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, At
 from jax_kernels.ops import attention_table as table
 from jax_kernels.ops.attention_checks import check
 from jax_kernels.ops.attention_table import AttentionRequest
+from jax_kernels.reference.attention import row_terms
 
 __all__ = ["AttentionCall", "attention_backward", "attention_forward", "flash_attention", "prepare"]
 
@@ -209,18 +210,14 @@ def attention_forward(call: AttentionCall, inputs: AttentionInputs):
 
 def attention_backward(call: AttentionCall, inputs: AttentionInputs, out, lse, dout, dlse) -> AttentionGradients:
     """The gradients, from the results of attention_forward and their cotangents (dlse may be None)."""
-    gradients = _batched(_backward, call)(inputs, out, lse, dout, dlse)
+    if lse is None:  # of "cudnn", which JAX differentiates
+        return _batched(_backward, call)(inputs, None, None, dout)
+    lse, delta = row_terms(out, lse, dout, dlse)
+    gradients = _batched(_backward, call)(inputs, lse, delta, dout)
     if inputs.sinks is None:
         return gradients
-    return gradients._replace(sinks=_sinks_gradient(inputs.sinks, out, lse, dout, dlse))
-
-
-def _sinks_gradient(sinks, out, lse, dout, dlse):
-    """exp(sink - lse) is the sink's share of a query's softmax; [1, H] float32."""
-    delta = -jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    delta = delta if dlse is None else delta + dlse
-    share = jnp.exp(sinks[..., None] - jnp.where(jnp.isneginf(lse), jnp.inf, lse))
-    return jnp.sum(share * delta, axis=(0, 2))[None]
+    share = jnp.exp(inputs.sinks[..., None] - lse)  # the sink's, of a query's softmax
+    return gradients._replace(sinks=-jnp.sum(share * delta, axis=(0, 2))[None])
 
 
 def _forward(call, inputs):
@@ -229,10 +226,10 @@ def _forward(call, inputs):
     return implementation.forward(inputs, call.options, **statics)
 
 
-def _backward(call, inputs, out, lse, dout, dlse):
+def _backward(call, inputs, lse, delta, dout):
     backward = table.IMPLEMENTATIONS[call.implementation].backward
     if backward is not None:
-        return backward(inputs, call.options, out, lse, dout, dlse, config=call.config, interpret=call.interpret)
+        return backward(inputs, call.options, lse, delta, dout, config=call.config, interpret=call.interpret)
     # Differentiated by JAX: the forward runs once more.
     wanted = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
     if not call.options.bias_gradient:

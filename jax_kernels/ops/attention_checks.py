@@ -16,6 +16,7 @@ __all__ = ["check"]
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 MAX_HEAD_DIM = 256
+HEADS = "[batch, length, heads, head_dim]"
 # A position, and the limit of a window, stay below these: their sums fit an int32.
 FARTHEST = 1 << 30
 WIDEST = 1 << 29
@@ -43,15 +44,12 @@ def check(
     if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
         raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
     check_number("scale", scale)
-    check_number("softcap", softcap)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap: got {softcap}, want a number above 0, or None")
+    check_softcap(softcap)
+    check_implementation(implementation)
     if precision not in (None, "fp32", "tf32"):
         raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None")
     if precision is not None and query.dtype != jnp.float32:
         raise ValueError(f"precision: got {precision!r} with {query.dtype} inputs, want None: it is for float32 inputs")
-    if implementation is not None and not isinstance(implementation, str):
-        raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
 
     is_causal, window = checked_window(window, bool(is_causal))
     mask, bias = _mask(mask, scores), _bias(bias, scores, query.dtype)
@@ -104,16 +102,9 @@ def _names(dtypes: tuple[Any, ...]) -> str:
 
 def check_shapes(query: Any, key: Any, value: Any, dtypes: tuple[Any, ...] = DTYPES) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 4:
-            raise ValueError(f"{name}: got shape {x.shape}, want 4 axes [batch, length, heads, head_dim]")
-        if x.dtype not in dtypes:
-            raise TypeError(f"{name}: got dtype {x.dtype}, want {_names(dtypes)}")
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {query.dtype}")
+        check_heads(name, x, query.dtype, dtypes=dtypes)
         if x.shape[0] != query.shape[0]:
             raise ValueError(f"{name}: got batch {x.shape[0]}, want query's batch {query.shape[0]}")
-        if not 0 < x.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: got head_dim {x.shape[-1]}, want 1 to {MAX_HEAD_DIM}")
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads = key.shape[1:3]
     if key.shape[-1] != head_dim:
@@ -124,6 +115,18 @@ def check_shapes(query: Any, key: Any, value: Any, dtypes: tuple[Any, ...] = DTY
         raise ValueError(f"key: got {kv_heads} heads, want a divisor of query's {heads} heads")
     if 0 in (batch, q_length, heads, kv_length):
         raise ValueError(f"query, key: got shapes {query.shape} and {key.shape}, want no axis of length 0")
+
+
+def check_heads(name: str, x: Any, dtype: Any, axes: str = HEADS, dtypes: tuple[Any, ...] = DTYPES) -> None:
+    """That query, key or value is an array of heads, in query's dtype, which is one of `dtypes`."""
+    if x.ndim != 4:
+        raise ValueError(f"{name}: got shape {x.shape}, want 4 axes {axes}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want {_names(dtypes)}")
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {dtype}")
+    if not 0 < x.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name}: got head_dim {x.shape[3]}, want 1 to {MAX_HEAD_DIM}")
 
 
 def checked_array(name: str, x: Any, dtypes: tuple[Any, ...] = DTYPES) -> Any:
@@ -150,6 +153,17 @@ def check_number(name: str, x: Any) -> None:
         raise TypeError(f"{name}: got {type(x).__name__}, want a number that is known when tracing")
     if not math.isfinite(x):
         raise ValueError(f"{name}: got {x}, want a finite number")
+
+
+def check_softcap(softcap: Any) -> None:
+    check_number("softcap", softcap)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: got {softcap}, want a number above 0, or None")
+
+
+def check_implementation(implementation: Any) -> None:
+    if implementation is not None and not isinstance(implementation, str):
+        raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
 
 
 def _is_int(x: Any) -> bool:

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.dispatch import Implementation, Request, interpreting
 from jax_kernels.ops import attention_checks as checks
+from jax_kernels.ops import reasons
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.attention import forward_fp8_sm90, hopper
+from jax_kernels.pallas.attention import forward_fp8_sm90
 from jax_kernels.reference import attention_fp8 as reference
 
 __all__ = ["IMPLEMENTATIONS", "Fp8Request", "flash_attention_fp8"]
@@ -109,7 +111,9 @@ def flash_attention_fp8(
     plan = _choose(request, implementation)
     if scale <= 0:  # the kernel takes the maximum before it scales: give it a positive scale
         query, scale = query * jnp.asarray(0 if scale == 0 else -1, query.dtype), -scale or 1.0
-    call = _Call(plan.implementation, plan.config, request.is_causal, request.q_offset, interpreting())
+    # The factors hold the scale: with those of query and key it differs from head to head.
+    options = AttentionOptions(scale=1.0, is_causal=request.is_causal, q_offset=request.q_offset)
+    call = _Call(plan.implementation, plan.config, options, interpreting())
     factors = _factors(request, q_scale, k_scale, v_scale, scale)
     out, lse = _attention(call, (query, key, value, factors, q_offset, kv_lengths))
     return (out, lse) if return_lse else out
@@ -152,8 +156,7 @@ def _check(
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")
     checks.check_number("scale", scale)
-    if implementation is not None and not isinstance(implementation, str):
-        raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
+    checks.check_implementation(implementation)
     scales = (
         _scale("q_scale", q_scale, (batch, heads)),
         _scale("k_scale", k_scale, (batch, kv_heads)),
@@ -220,25 +223,18 @@ def _config(request: Fp8Request) -> tuple[Blocks, str]:
 
 
 def _supports_mosaic(request: Fp8Request) -> str | None:
-    capability = request.device.compute_capability
-    if capability is not None and capability[0] != 9:
-        return f"it needs Hopper (compute capability 9.0), and {request.device.name} is {request.device.architecture}"
-    if capability is not None:
-        return None
-    if not interpreting():
-        return f"it needs an NVIDIA GPU, and this runs on {request.device.name} (JAX_KERNELS_INTERPRET=1 interprets it)"
-    if not hopper.INTERPRETED:
-        return "JAX's interpreter of Mosaic lacks wgmma with register operands (the tests add it)"
-    return None
+    return reasons.not_hopper(request) or reasons.no_mosaic(request)
 
 
-def _kernel(*arrays, config: Blocks, **rest):
+def _kernel(*args, config: Blocks, interpret: bool):
     with jax.enable_x64(False):  # as for flash_attention's kernels
-        return forward_fp8_sm90.attention_forward(*arrays, config=config.config, core_count=config.core_count, **rest)
+        return forward_fp8_sm90.attention_forward(
+            *args, config=config.config, core_count=config.core_count, interpret=interpret
+        )
 
 
-def _xla(*arrays, config, interpret, **rest):
-    return reference.attention_forward(*arrays, **rest)
+def _xla(*args, config, interpret):
+    return reference.attention_forward(*args)
 
 
 IMPLEMENTATIONS = {
@@ -254,8 +250,7 @@ class _Call:
 
     implementation: str
     config: Any
-    is_causal: bool
-    q_offset: int | None
+    options: AttentionOptions
     interpret: bool
 
 
@@ -280,17 +275,9 @@ def _batched(call: _Call):
     """The implementation, with a vmap that joins its axis to the batch."""
 
     def run(query, key, value, factors, q_offset, kv_lengths):
-        return IMPLEMENTATIONS[call.implementation].forward(
-            query,
-            key,
-            value,
-            factors,
-            call.q_offset if q_offset is None else q_offset,
-            kv_lengths,
-            is_causal=call.is_causal,
-            config=call.config,
-            interpret=call.interpret,
-        )
+        inputs = AttentionInputs(query, key, value, kv_lengths=kv_lengths, q_offset=q_offset)
+        forward = IMPLEMENTATIONS[call.implementation].forward
+        return forward(inputs, call.options, factors, config=call.config, interpret=call.interpret)
 
     wrapped = jax.custom_batching.custom_vmap(run)
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.dispatch import Implementation, Request, interpreting
+from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.ops import reasons
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton, hopper
+from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton
 from jax_kernels.reference import attention as reference
 
 
@@ -77,42 +78,32 @@ class Blocks:
     core_count: int
 
 
-def _no_gpu(name: str, request: AttentionRequest) -> str | None:
-    if request.device.compute_capability is not None or interpreting():
-        return None
-    return f"it needs an NVIDIA GPU, and this runs on {request.device.name} (JAX_KERNELS_INTERPRET=1 interprets it)"
-
-
 def _supports_mosaic(request: AttentionRequest) -> str | None:
-    capability = request.device.compute_capability
-    if capability is not None and capability[0] != 9:
-        return f"it needs Hopper (compute capability 9.0), and {request.device.name} is {request.device.architecture}"
+    if reason := reasons.not_hopper(request):
+        return reason
     if request.bits != 16:
         return "its wgmma products take bfloat16 and float16 here, not float32"
     if request.has_mask:
         return "it does not take a dense mask"
     if request.bias_shape is not None:
         return "it does not take a bias"
-    if capability is None and interpreting() and not hopper.INTERPRETED:
-        return "JAX's interpreter of Mosaic lacks wgmma with register operands (the tests add it)"
-    return _no_gpu("mosaic_gpu", request)
+    return reasons.no_mosaic(request)
 
 
 def _supports_triton(request: AttentionRequest) -> str | None:
-    capability = request.device.compute_capability
-    if capability is not None and capability < (8, 0):
-        return f"it needs compute capability 8.0, and {request.device.name} has {capability[0]}.{capability[1]}"
+    if reason := reasons.below(request, (8, 0)):
+        return reason
     if request.has_mask:
         return "it does not take a dense mask"
-    return _no_gpu("triton", request)
+    return reasons.no_gpu(request)
 
 
 def _supports_cudnn(request: AttentionRequest) -> str | None:
     capability = request.device.compute_capability
     if capability is None:
         return f"it needs an NVIDIA GPU, and this runs on {request.device.name}"
-    if capability < (8, 0):
-        return f"it needs compute capability 8.0, and {request.device.name} has {capability[0]}.{capability[1]}"
+    if reason := reasons.below(request, (8, 0)):
+        return reason
     if request.bits != 16:
         return "it takes bfloat16 and float16, not float32"
     if request.return_lse:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request, interpreting
 from jax_kernels.ops import attention_checks as checks
+from jax_kernels.ops import reasons
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.attention import decode_sm90, decode_triton, hopper
+from jax_kernels.pallas.attention import decode_sm90, decode_triton
 from jax_kernels.reference import decode_attention as reference
 
 __all__ = ["IMPLEMENTATIONS", "DecodeRequest", "decode_attention"]
@@ -156,13 +157,10 @@ def _check(
     _check_shapes(query, key, value, is_paged=block_tables is not None)
     batch, q_length, heads, head_dim = query.shape
     checks.check_number("scale", scale)
-    checks.check_number("softcap", softcap)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap: got {softcap}, want a number above 0, or None")
+    checks.check_softcap(softcap)
+    checks.check_implementation(implementation)
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: got {type(return_lse).__name__}, want a bool that is known when tracing")
-    if implementation is not None and not isinstance(implementation, str):
-        raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
     _, window = checks.checked_window(window, True)
     sinks = checks.checked_sinks(sinks, heads)
 
@@ -199,17 +197,9 @@ def _check(
 
 
 def _check_shapes(query: Any, key: Any, value: Any, *, is_paged: bool) -> None:
-    axes = "[pages, page_size, heads, head_dim]" if is_paged else "[batch, length, heads, head_dim]"
+    axes = "[pages, page_size, heads, head_dim]" if is_paged else checks.HEADS
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim != 4:
-            want = "[batch, length, heads, head_dim]" if name == "query" else axes
-            raise ValueError(f"{name}: got shape {x.shape}, want 4 axes {want}")
-        if x.dtype not in checks.DTYPES:
-            raise TypeError(f"{name}: got dtype {x.dtype}, want bfloat16, float16 or float32")
-        if x.dtype != query.dtype:
-            raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {query.dtype}")
-        if not 0 < x.shape[3] <= checks.MAX_HEAD_DIM:
-            raise ValueError(f"{name}: got head_dim {x.shape[3]}, want 1 to {checks.MAX_HEAD_DIM}")
+        checks.check_heads(name, x, query.dtype, checks.HEADS if name == "query" else axes)
         if 0 in x.shape:
             raise ValueError(f"{name}: got shape {x.shape}, want no axis of length 0")
     batch, q_length, heads, head_dim = query.shape
@@ -250,34 +240,24 @@ def _config(name: str):
     return config
 
 
-def _no_gpu(request: DecodeRequest) -> str | None:
-    if request.device.compute_capability is not None or interpreting():
-        return None
-    return f"it needs an NVIDIA GPU, and this runs on {request.device.name} (JAX_KERNELS_INTERPRET=1 interprets it)"
-
-
 def _supports_mosaic(request: DecodeRequest) -> str | None:
-    capability = request.device.compute_capability
-    if capability is not None and capability[0] != 9:
-        return f"it needs Hopper (compute capability 9.0), and {request.device.name} is {request.device.architecture}"
+    if reason := reasons.not_hopper(request):
+        return reason
     if request.dtype == "float32":
         return "its wgmma products take bfloat16 and float16, not float32"
     if request.head_dim % 64 or request.v_head_dim % 64:
         return "its head_dims are multiples of 64: it would have to copy the cache to pad it"
     if request.kv_length % 8:
         return "its cache has a length that is a multiple of 8: it would have to copy the cache to pad it"
-    if capability is None and interpreting() and not hopper.INTERPRETED:
-        return "JAX's interpreter of Mosaic lacks wgmma with register operands (the tests add it)"
-    return _no_gpu(request)
+    return reasons.no_mosaic(request)
 
 
 def _supports_triton(request: DecodeRequest) -> str | None:
-    capability = request.device.compute_capability
-    if capability is not None and capability < (8, 0):
-        return f"it needs compute capability 8.0, and {request.device.name} has {capability[0]}.{capability[1]}"
+    if reason := reasons.below(request, (8, 0)):
+        return reason
     if request.dtype == "float32":
         return "it takes bfloat16 and float16, not float32"
-    return _no_gpu(request)
+    return reasons.no_gpu(request)
 
 
 def _kernel(kernel):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions, first_position
 
 # Bytes of float32 scores that one chunk of queries may take.
 CHUNK_BYTES = 1 << 28
@@ -17,7 +17,7 @@ CHUNK_BYTES = 1 << 28
 
 def positions(inputs: AttentionInputs, options: AttentionOptions):
     """Positions of the queries: [B or 1, T] int32."""
-    offset = inputs.q_offset if options.q_offset is None else options.q_offset
+    offset = first_position(inputs, options)
     queries = jnp.arange(inputs.query.shape[1], dtype=jnp.int32)
     return jnp.atleast_1d(jnp.asarray(offset, jnp.int32))[:, None] + queries
 
@@ -171,15 +171,26 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
     return _join(out, length), _join(lse, length, axis=2)
 
 
-def backward(inputs: AttentionInputs, options: AttentionOptions, out, lse, dout, dlse) -> AttentionGradients:
-    """The gradients but that of the sinks, in the inputs' dtypes; what is summed is summed in float32."""
+def row_terms(out, lse, dout, dlse):
+    """What a backward needs of every query: (lse, delta), float32 [B, H, T]. dlse may be None.
+
+    dS = P * (dP - delta), where delta = sum(out * dout) - dlse. A query without keys has an lse of +inf here:
+    exp(score - inf) is 0, and so is all that it would pass on.
+    """
+    dead = jnp.isneginf(lse)
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    delta = delta if dlse is None else delta - jnp.where(dead, 0, dlse)
+    return jnp.where(dead, jnp.inf, lse), delta
+
+
+def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout) -> AttentionGradients:
+    """The gradients but that of the sinks, in the inputs' dtypes; what is summed is summed in float32.
+
+    lse, delta: row_terms.
+    """
     query, key, value, bias = inputs.query, inputs.key, inputs.value, inputs.bias
     length, kv_heads, precision = query.shape[1], key.shape[2], _precision(options)
     chunk, split, inputs_of = _in_chunks(inputs, options)
-    delta = jnp.einsum("bthd,bthd->bht", out.astype(jnp.float32), dout.astype(jnp.float32), precision="highest")
-    if dlse is not None:
-        # A row without keys has lse = -inf whatever its inputs are: no gradient passes.
-        delta = delta - jnp.where(jnp.isneginf(lse), 0, dlse)
     k32, v32 = key.astype(jnp.float32), value.astype(jnp.float32)
     with_bias = bias is not None and options.bias_gradient
     bias_chunks = with_bias and bias.shape[2] > 1
@@ -188,7 +199,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, out, lse, dout,
         arrays, do, l, d = args
         part, query_positions = inputs_of(arrays)
         s, products = _masked_scores(part, options, query_positions)
-        p = jnp.exp(s - jnp.where(jnp.isneginf(l), jnp.inf, l)[..., None])
+        p = jnp.exp(s - l[..., None])
         grouped = lambda x: x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
         q, do = (_grouped(x.astype(jnp.float32), kv_heads) for x in (part.query, do))
         dv = jnp.einsum("bkgqs,bqkgd->bskd", grouped(p), do, precision=precision)

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, WGMMA, softcapped
+from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, WGMMA, launch, softcapped
 from jax_kernels.pallas.attention.softmax import LOG2E
 
 COMPUTE_WGS = 2
@@ -76,7 +76,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
             given["bounds"], b, options.q_offset, kv_length, is_causal=is_causal, window=options.window
         )  # fmt: skip
         among = segments.among(b, lax.div(q_start, jnp.int32(BLOCK_Q))) if has_segments else None
-        blocks = limits.key_blocks(q_start, BLOCK_Q, block_kv, among).at_least_one()
+        blocks = limits.key_blocks(q_start, BLOCK_Q, block_kv, among, in_order=True).at_least_one()
 
         @pl.when(wg == COMPUTE_WGS)
         def _memory():
@@ -155,7 +155,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                     def masked(s):
                         if cap:
                             s = softcapped(s, cap, scale)
-                        return lax.cond(i < blocks.partial, apply_predicate, lambda s: s, s) if predicate else s
+                        return lax.cond(blocks.is_partial(i), apply_predicate, lambda s: s, s) if predicate else s
 
                     def dscores(dp_acc, *s_acc):
                         if not ahead:
@@ -237,18 +237,12 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
             collective_axes="wg",
         )
 
-    return plgpu.kernel(
+    return launch(
         entry,
+        "attention_backward_dq_sm90",
         out_type=jax.ShapeDtypeStruct(query.shape, dtype),
-        grid=(batch * heads * q_blocks,),
-        grid_names=("cta",),
-        num_threads=COMPUTE_WGS + 1,
-        thread_name="wg",
-        kernel_name="attention_backward_dq_sm90",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            unsafe_no_auto_barriers=True,
-        ),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        ctas=batch * heads * q_blocks,
+        warpgroups=COMPUTE_WGS + 1,
+        semantics=plgpu.LoweringSemantics.Warpgroup,
+        interpret=interpret,
     )(*leaves)

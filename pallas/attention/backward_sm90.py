@@ -30,6 +30,7 @@ from jax_kernels.pallas.attention.hopper import (
     SWIZZLED,
     SWIZZLED_F32,
     WGMMA,
+    launch,
     pad_for_tma,
     segments_of,
     softcapped,
@@ -41,7 +42,7 @@ REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
 
 
 def attention_backward(
-    inputs: AttentionInputs, options: AttentionOptions, out, lse, dout, dlse, *, config, core_count, interpret
+    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, *, config, core_count, interpret
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardSm90. 16-bit inputs only.
 
@@ -50,21 +51,16 @@ def attention_backward(
     del core_count  # one CTA a block of keys
     query, key, value = inputs[:3]
     q_length, kv_length = query.shape[1], key.shape[1]
-    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(axis=-1).transpose(0, 2, 1)
-    dead = jnp.isneginf(lse)
-    if dlse is not None:
-        delta = delta - jnp.where(dead, 0.0, dlse)
-    # exp2(score - inf) = 0: rows without keys, and rows past the end, pass nothing.
+    # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
     short = -q_length % (backward_dq_sm90.BLOCK_Q if options.deterministic else config.block_q)
     rows = [(0, 0), (0, 0), (0, short)]
-    lse = jnp.pad(jnp.where(dead, jnp.inf, lse * LOG2E), rows, constant_values=jnp.inf)
+    lse = jnp.pad(lse * LOG2E, rows, constant_values=jnp.inf)
 
     widest = max(query.shape[-1], value.shape[-1])
     width = next(w for w in (64, 128, 256) if w >= widest)
     q, k, v, do = (pad_for_tma(x, width) for x in (query, key, value, dout))
-    q_offset = options.q_offset if inputs.q_offset is None else inputs.q_offset
     arrays = {
-        "bounds": tiles.bounds_array(q_offset, inputs.kv_lengths, query.shape[0], kv_length),
+        "bounds": tiles.bounds_array(inputs, options),
         "segments": segments_of(inputs, config.block_q, _block_kv(width), of_keys=True),
         "query": q,
         "key": k,
@@ -118,12 +114,11 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
     chunks, q_chunks = head_dim // 64, block_q // 64
     # 64 x 64 blocks of dquery that a warpgroup stores in a step.
     dq_blocks = chunks * q_chunks // COMPUTE_WGS
-    parts = q_chunks if config.early_dv else 1
-    size = block_q // parts
     if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
         raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
     q_blocks, kv_blocks = pl.cdiv(q_length, block_q), pl.cdiv(kv_length, block_kv)
-    together = math.gcd(config.heads_together, batch * kv_heads)
+    # Heads of a group read the same keys: that many more of them run together at the same cost in cache.
+    together = math.gcd(config.heads_together * group, batch * kv_heads)
     has_segments = arrays["segments"] is not None
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
     visits_all = not (options.is_causal or options.window is not None or has_segments)
@@ -160,7 +155,8 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
         def walk_over_queries(b, kv_head, kv_index):
             """(number of steps, step -> (head, block of queries, whether it is partial))."""
             among = segments.among(b, kv_index) if has_segments else None
-            blocks = limits_of(b).query_blocks(kv_index * block_kv, block_kv, block_q, q_length, among).at_least_one()
+            limits, kv_start = limits_of(b), kv_index * block_kv
+            blocks = limits.query_blocks(kv_start, block_kv, block_q, q_length, among, in_order=True).at_least_one()
 
             def place(step):
                 if group == 1:
@@ -171,7 +167,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                 q_block = blocks.at(nth)
                 if config.rotate and visits_all:
                     q_block = lax.rem(q_block + kv_index * config.rotate, jnp.int32(q_blocks))
-                return head, q_block, nth < blocks.partial
+                return head, q_block, blocks.is_partial(nth)
 
             return blocks.count * group, place
 
@@ -240,6 +236,8 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                     slot = lax.rem(i, jnp.int32(q_stages))
                     do_slot = lax.rem(i, jnp.int32(do_stages)) if do_stages > 1 else recomputed(0)
                     head, q_block, is_partial = place(i)
+                    if has_segments:  # what it depends on is read again, not kept in registers
+                        is_partial = walk_over_queries(*block(recomputed(cta)))[1](i)[2]
                     q_start = q_block * block_q
                     # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
                     if not ahead:
@@ -263,8 +261,6 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                     def masked(s):
                         if cap:
                             s = softcapped(s, cap, scale)
-                        if has_segments:  # every block is a partial one
-                            return apply_predicate(s)
                         # One loop with a branch, not two loops: what lives across a loop more would spill.
                         return lax.cond(is_partial, apply_predicate, lambda s: s, s) if predicate else s
 
@@ -280,30 +276,21 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         if not mask_first:
                             scores = masked(scores)
 
-                        def cut(x, e):
-                            return x[:, size * e : size * (e + 1)] if parts > 1 else x
-
-                        p16, gs, ds16s = None, [], []
-                        for e in range(parts):
-                            queries = pl.ds(size * e, size)
-                            lse = plgpu.load(lse_smem.at[slot, queries], layout=COLUMN, optimized=False)
-                            part = cut(scores, e)
-                            p = jnp.exp2(part * ((cap or scale) * LOG2E) - lax.broadcast_in_dim(lse, part.shape, [1]))
-                            if config.early_dv:
-                                plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[do_slot, my_half, queries])
-                            if cap:
-                                # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
-                                p16, p = p.astype(dtype), p * (1 - jnp.square(jnp.maximum(part, -1)))
-                            gs.append(p)
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=parts if config.early_dv else 0)
-                        for e, g in enumerate(gs):
-                            queries = pl.ds(size * e, size)
-                            delta = plgpu.load(delta_smem.at[do_slot, queries], layout=COLUMN, optimized=False)
-                            ds = g * (cut(dp, e) - lax.broadcast_in_dim(delta, g.shape, [1]))
-                            ds16s.append(ds.astype(dtype))
-                        if not (config.early_dv or cap):
-                            p16 = gs[0].astype(dtype)
-                        return None if config.early_dv else p16, ds16s
+                        wide = lambda x: lax.broadcast_in_dim(x, scores.shape, [1])
+                        lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
+                        p = jnp.exp2(scores * ((cap or scale) * LOG2E) - wide(lse))
+                        p16 = None
+                        if config.early_dv:
+                            plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[do_slot, my_half])
+                        if cap:
+                            # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
+                            p16, p = p.astype(dtype), p * (1 - jnp.square(jnp.maximum(scores, -1)))
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1 if config.early_dv else 0)
+                        delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMN, optimized=False)
+                        ds16 = (p * (dp - wide(delta))).astype(dtype)
+                        if config.early_dv:
+                            return None, ds16
+                        return p16 if cap else p.astype(dtype), ds16
 
                     def weights_late_do(s_acc):
                         issue_scores(s_acc, row_group, slot)
@@ -311,9 +298,9 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         return pl.run_scoped(lambda dp_acc: weights(dp_acc, s_acc), plgpu.ACC((64, block_q)))
 
                     if not ahead and config.late_do:
-                        p16, ds16s = pl.run_scoped(weights_late_do, plgpu.ACC((64, block_q)))
+                        p16, ds16 = pl.run_scoped(weights_late_do, plgpu.ACC((64, block_q)))
                     else:
-                        p16, ds16s = pl.run_scoped(weights, *[plgpu.ACC((64, block_q))] * (1 if ahead else 2))
+                        p16, ds16 = pl.run_scoped(weights, *[plgpu.ACC((64, block_q))] * (1 if ahead else 2))
                     if not config.early_dv:
                         plgpu.wgmma(dv_acc, p16, do_smem.at[do_slot, my_half])
 
@@ -325,11 +312,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
 
                     if with_dq:
                         for e in range(q_chunks):
-                            if parts == q_chunks:
-                                part = ds16s[e]
-                            else:
-                                part = ds16s[0][:, 64 * e : 64 * (e + 1)]
-                            ds_smem.at[w, e][...] = part
+                            ds_smem.at[w, e][...] = ds16[:, 64 * e : 64 * (e + 1)]
                         plgpu.commit_smem()
                     if exchange:
                         plgpu.barrier_arrive(ds_ready)
@@ -344,10 +327,6 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                     if exchange:
                         plgpu.barrier_wait(ds_ready)
 
-                    def issue_dk():
-                        for e, ds16 in enumerate(ds16s):
-                            plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half, pl.ds(size * e, size)])
-
                     def store_dq(part, value, rows):
                         chunk, row = part
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -357,10 +336,9 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         target = given["dquery"].at[entry, pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
                         plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
 
-                    def next_scores(s_acc, meanwhile=lambda: None):
+                    def next_scores(s_acc):
                         # In the last step this works on a stale tile, and is dropped.
                         issue_scores(s_acc, row_group, next_slot)
-                        meanwhile()
                         plgpu.wgmma_wait(chunks)
                         plgpu.barrier_arrive(q_free.at[slot])
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
@@ -370,25 +348,19 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         for source in [w] if columns else range(COMPUTE_WGS):
                             keys = k_smem.at[chunk, row_group if columns else source]
                             plgpu.wgmma(dq_acc, ds_smem.at[source, row].T, keys)
-                        issue_dk()
-                        plgpu.wgmma_wait((1 if columns else COMPUTE_WGS) + parts)
+                        plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half])
+                        plgpu.wgmma_wait((1 if columns else COMPUTE_WGS) + 1)
                         plgpu.barrier_arrive(do_free.at[do_slot])
-                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=parts)
+                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
                         if exchange:
                             plgpu.barrier_arrive(ds_free)
-                        if not (ahead and config.early_scores):
-                            store_dq((chunk, row), dq, head)
-                            return None
-                        store = functools.partial(store_dq, (chunk, row), dq, head)
-                        return pl.run_scoped(functools.partial(next_scores, meanwhile=store), plgpu.ACC((64, block_q)))
+                        store_dq((chunk, row), dq, head)
 
                     if with_dq:
-                        next_s = pl.run_scoped(gradients, plgpu.ACC((64, 64)))
-                        if ahead and config.early_scores:
-                            return next_s
+                        pl.run_scoped(gradients, plgpu.ACC((64, 64)))
                     else:
-                        issue_dk()
-                        plgpu.wgmma_wait(parts)
+                        plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half])
+                        plgpu.wgmma_wait(1)
                         plgpu.barrier_arrive(do_free.at[do_slot])
 
                     def more_dq(dq_acc, part):
@@ -468,20 +440,14 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
         )
 
     shape = jax.ShapeDtypeStruct(key.shape, dtype)
-    return plgpu.kernel(
+    return launch(
         entry,
+        "attention_backward_sm90",
         out_type=[shape, shape],
-        grid=(batch * kv_heads * kv_blocks,),
-        grid_names=("cta",),
-        num_threads=COMPUTE_WGS + 1,
-        thread_name="wg",
-        kernel_name="attention_backward_sm90",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            unsafe_no_auto_barriers=True,
-        ),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        ctas=batch * kv_heads * kv_blocks,
+        warpgroups=COMPUTE_WGS + 1,
+        semantics=plgpu.LoweringSemantics.Warpgroup,
+        interpret=interpret,
     )(*leaves)
 
 

@@ -1,7 +1,7 @@
 """Attention backward through Triton, in two passes: one owns blocks of keys and walks the queries, one the reverse.
 
 Both recompute the probabilities from the log-sum-exp, P = exp2(S * scale * log2(e) - lse2), and have
-dS = P * (dO V^T - delta), where delta = sum(out * dout) - dlse per query. Seven products where one pass needs five,
+dS = P * (dO V^T - delta), with a delta per query. Seven products where one pass needs five,
 but no program adds to another's result: the same bits on every run.
 
 The gradient of a bias is a third pass, of two products, whose programs own tiles of the bias and walk what it is
@@ -17,9 +17,9 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.shared_triton import (
-    LOG2E,
     Call,
     Queries,
+    QueryPrograms,
     Refs,
     aligned_bias,
     all_rows,
@@ -38,19 +38,15 @@ from jax_kernels.pallas.attention.shared_triton import (
     whole,
     whole_array,
 )
+from jax_kernels.pallas.attention.softmax import LOG2E
 
 
 def attention_backward(
-    inputs: AttentionInputs, options: AttentionOptions, out, lse, dout, dlse, *, config, core_count, interpret
+    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, *, config, core_count, interpret
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardTriton."""
     del core_count  # one program per tile: nothing is persistent
-    dead = jnp.isneginf(lse)
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    if dlse is not None:
-        delta = delta - jnp.where(dead, 0.0, dlse)
-    # A query without keys: exp2(score - inf) is 0, and so is all that it would pass on.
-    lse2 = jnp.where(dead, jnp.inf, lse * LOG2E)
+    lse2 = lse * LOG2E
     dout = dout.astype(inputs.query.dtype)
     bias, inputs = inputs.bias, inputs._replace(bias=aligned_bias(inputs.bias))
     limiting = limiting_arrays(inputs, options)
@@ -107,7 +103,7 @@ def _dkv_kernel(refs: Refs, *, call: Call):
     kv_start = kv_index * block_kv
     limits = call.limits(refs, batch_index)
     keys = kv_start + iota(block_kv)
-    among = None if refs.ranges is None else tuple(refs.ranges[batch_index, kv_index, side] for side in (0, 1))
+    among = None if refs.ranges is None else tiles.among(refs.ranges, batch_index, kv_index)
     # Keys past the length need no predicate: what they gather is dropped at the end. But where there are partial blocks
     # anyway, they get it: ptxas serialises a causal kernel's wgmma (C7515) if the partial blocks' number is constant.
     has_partial = limits.left >= 0 or limits.right >= 0
@@ -155,37 +151,18 @@ def _dkv_kernel(refs: Refs, *, call: Call):
 
 
 def _dq(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
-    block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
-    q_block = (lambda i: call.q_blocks - 1 - i) if call.options.is_causal else lambda i: i
-    q_spec = lambda d: pl.BlockSpec((None, block_q, None, padded(d)), lambda i, h, b: (b, q_block(i), h, 0))
-    row_spec = pl.BlockSpec((None, None, block_q), lambda i, h, b: (b, h, q_block(i)))
-    kv_spec = lambda d: whole(call.kv_length, call.block_kv, None, d, lambda i, h, b: (b, h // call.group))
-    query, bias = inputs.query, inputs.bias
-    ins = {
-        "bounds": whole_array(bounds),
-        "query": (query, q_spec(call.head_dim)),
-        "key": (inputs.key, kv_spec(call.head_dim)),
-        "value": (inputs.value, kv_spec(call.v_head_dim)),
-        "dout": (dout, q_spec(call.v_head_dim)),
-        "lse2": (lse2, row_spec),
-        "delta": (delta, row_spec),
-    }
-    if bias is not None:
-        block = (None, None, block_q, kv_rows)
-        ins["bias"] = bias, bias_spec(bias, block, lambda i, h, b: (b, h, q_block(i), 0))
-    if q_ids is not None:
-        ins["q_ids"] = q_ids, pl.BlockSpec((None, block_q), lambda i, h, b: (b, q_block(i)))
-        ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
-        ins["ranges"] = whole_array(tiles.segment_ranges(q_ids, block_q, kv_ids, call.block_kv))
+    programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids))
+    rows = {"lse2": (lse2, programs.row_spec), "delta": (delta, programs.row_spec)}
+    query = inputs.query
     (dquery,) = run(
         _dq_kernel,
         call,
         config,
         name="attention_backward_dq_triton",
-        grid=(call.q_blocks, call.heads, query.shape[0]),
-        ins=ins,
-        outs=[(jax.ShapeDtypeStruct(query.shape, query.dtype), q_spec(call.head_dim))],
-        q_block=q_block,
+        grid=programs.grid,
+        ins=programs.ins | {"dout": (dout, programs.q_spec(call.v_head_dim))} | rows,
+        outs=[(jax.ShapeDtypeStruct(query.shape, query.dtype), programs.q_spec(call.head_dim))],
+        q_block=programs.q_block,
     )
     return dquery
 
@@ -280,11 +257,13 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
     def one_query_block(q_index, acc, *, b, h):
         q_start = q_index * block_q
         limits = call.limits(refs, b)
-        among = (0, call.kv_blocks) if bias_shape[3] == 1 else (own_kv, own_kv + 1)
+        # All as partial blocks.
+        first, end = (0, call.kv_blocks) if bias_shape[3] == 1 else (own_kv, own_kv + 1)
+        among = tiles.Among(first, end, 0, 0)
         q_ids = None
         if refs.q_ids is not None:
-            low, high = (refs.ranges[b, q_index, side] for side in (0, 1))
-            among = tiles.maximum(among[0], low), tiles.minimum(among[1], high)
+            meets = tiles.among(refs.ranges, b, q_index)
+            among = tiles.Among(tiles.maximum(among.first, meets.first), tiles.minimum(among.end, meets.end), 0, 0)
             q_ids = load_rows(refs.q_ids.at[b, pl.ds(q_start, block_q)], q_start, call.q_length, tiles.NO_QUERY)
         blocks = limits.key_blocks(q_start, block_q, block_kv, among)
         these = pl.ds(q_start, block_q)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import decode, softmax
 from jax_kernels.pallas.attention.decode_triton import merge
-from jax_kernels.pallas.attention.hopper import ROW, SWIZZLED, SWIZZLED_F32, WGMMA, softcapped
+from jax_kernels.pallas.attention.hopper import ROW, SWIZZLED, SWIZZLED_F32, WGMMA, launch, softcapped
 
 TILE = 64  # rows of a tile, as wgmma has them
 # Columns of the output that are staged at a time: all of them, in float32, would take a block's shared memory.
@@ -273,17 +273,15 @@ def _kernel(
         )
 
     out_rows = rows if tiles > 1 else stored
-    return plgpu.kernel(
+    return launch(
         entry,
+        "attention_decode_sm90",
         out_type=(
             jax.ShapeDtypeStruct((batch, kv_heads, parts, out_rows, v_head_dim), out_dtype),
             jax.ShapeDtypeStruct((batch, kv_heads, parts, rows), jnp.float32),
         ),
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=compute_wgs + 1,
-        thread_name="wg",
-        kernel_name="attention_decode_sm90",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        ctas=ctas,
+        warpgroups=compute_wgs + 1,
+        semantics=plgpu.LoweringSemantics.Lane,
+        interpret=interpret,
     )

@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.pallas.attention import decode
-from jax_kernels.pallas.attention.shared_triton import LOG2E, SMALLEST, all_rows, fit, iota, load, padded, store, whole
+from jax_kernels.pallas.attention.shared_triton import SMALLEST, all_rows, fit, iota, load, padded, store, whole
+from jax_kernels.pallas.attention.softmax import LOG2E
 
 # Rows of a program: more are cut into tiles.
 MOST_ROWS = 64

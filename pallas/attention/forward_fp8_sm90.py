@@ -17,9 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import fp8_values_triton, hopper, softmax, tiles
 from jax_kernels.pallas.attention.forward_sm90 import FIRST_TURN_BARRIER
-from jax_kernels.pallas.attention.hopper import SWIZZLED, WGMMA, fetch_tile, named_barrier, pad_for_tma
+from jax_kernels.pallas.attention.hopper import SWIZZLED, WGMMA, fetch_tile, launch, named_barrier, pad_for_tma
 
 E4M3 = jnp.float8_e4m3fn
 # Log2 of P at the maximum. e4m3 has normal numbers from 2**-6 to 448: with 1 for P there, they would end at 1/64.
@@ -79,22 +80,19 @@ def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
     return x.swapaxes(axis + 1, axis + 2).reshape(shape)
 
 
-def attention_forward(
-    query, key, value, factors, q_offset, kv_lengths, *, is_causal, config, core_count, interpret
-):  # fmt: skip
+def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factors, *, config, core_count, interpret):
     """(out [B, T, H, Dv] bfloat16, lse [B, H, T] float32).
 
-    query: [B, T, H, D], key: [B, S, Hkv, D], value: [B, S, Hkv, Dv], e4m3. factors: [B, H, 2] float32: what to
-    multiply scores by, positive, and the output. q_offset: an int or [B] int32. kv_lengths: [B] int32 or None.
-    config: AttentionForwardFp8Sm90.
+    inputs: query, key and value e4m3, kv_lengths and q_offset. options: is_causal, q_offset; what to multiply scores
+    by, positive, and the output, are the factors [B, H, 2] float32. config: AttentionForwardFp8Sm90.
     """
-    q_length, v_head_dim, kv_length = query.shape[1], value.shape[-1], key.shape[1]
-    query, key = pad_for_tma(query), pad_for_tma(key)
-    value = fp8_values_triton.transposed(value, kv_lengths, interpret=interpret)
+    q_length, v_head_dim, kv_length = inputs.query.shape[1], inputs.value.shape[-1], inputs.key.shape[1]
+    query, key = pad_for_tma(inputs.query), pad_for_tma(inputs.key)
+    value = fp8_values_triton.transposed(inputs.value, inputs.kv_lengths, interpret=interpret)
     tile_count = pl.cdiv(q_length, config.block_q) * query.shape[0] * query.shape[2]
     dynamic = config.dynamic and not interpret and tile_count > core_count
     arrays = {
-        "bounds": tiles.bounds_array(q_offset, kv_lengths, query.shape[0], kv_length),
+        "bounds": tiles.bounds_array(inputs, options),
         "factors": factors,
         "query": query,
         "key": key,
@@ -102,17 +100,16 @@ def attention_forward(
         "counter": jax.new_ref(jnp.zeros((1,), jnp.int32)) if dynamic else None,
     }
     leaves, tree = jax.tree.flatten(arrays)
-    kernel = _kernel(
-        arrays, tree, q_offset, kv_length, is_causal, config=config, core_count=core_count, interpret=interpret
-    )
+    kernel = _kernel(arrays, tree, options, kv_length, config=config, core_count=core_count, interpret=interpret)
     out, lse = kernel(*leaves)
     return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
 
 
-def _kernel(arrays, tree, q_offset, kv_length, is_causal, *, config, core_count, interpret):
+def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
     batch, q_length, heads, head_dim = arrays["query"].shape
     group = heads // arrays["key"].shape[2]
     v_head_dim = arrays["value"].shape[2]
+    is_causal, q_offset = options.is_causal, options.q_offset
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
     take_turns = config.take_turns and not interpret
 
@@ -296,7 +293,7 @@ def _kernel(arrays, tree, q_offset, kv_length, is_causal, *, config, core_count,
                     plgpu.barrier_arrive(k_free.at[slot])
                     s = lax.optimization_barrier(s)
                     if predicate:
-                        s = lax.cond(blocks.partial > 0, lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
+                        s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
                     p, highest, total, _ = first(s, *softmax.start(64))
                     p = as_operand(p)
                     plgpu.barrier_wait(v_ready.at[slot])
@@ -313,7 +310,7 @@ def _kernel(arrays, tree, q_offset, kv_length, is_causal, *, config, core_count,
                         plgpu.barrier_arrive(k_free.at[slot])
                         s = lax.optimization_barrier(s)
                         if predicate and not only_first:  # one loop with a branch: two loops were slower
-                            s = lax.cond(j < blocks.partial, lambda s: masked(s, j), lambda s: s, s)
+                            s = lax.cond(blocks.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
                         *results, rises = probabilities(s, highest, total)
                         p, highest, total, alpha = lax.optimization_barrier(tuple(results))
                         # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
@@ -382,21 +379,16 @@ def _kernel(arrays, tree, q_offset, kv_length, is_causal, *, config, core_count,
             collective_axes="wg",
         )
 
-    return plgpu.kernel(
+    return launch(
         entry,
+        "attention_forward_fp8_sm90",
         out_type=(
             jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), jnp.bfloat16),
             jax.ShapeDtypeStruct((batch, heads, q_blocks * block_q), jnp.float32),
         ),
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=compute_wgs + 1,
-        thread_name="wg",
-        kernel_name="attention_forward_fp8_sm90",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            reduction_scratch_bytes=0,  # no reduction leaves a warp
-        ),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        ctas=ctas,
+        warpgroups=compute_wgs + 1,
+        semantics=plgpu.LoweringSemantics.Lane,
+        interpret=interpret,
+        reduction_scratch_bytes=0,  # no reduction leaves a warp
     )

@@ -31,6 +31,7 @@ from jax_kernels.pallas.attention.hopper import (
     WGMMA,
     all_of_warp,
     fetch_tile,
+    launch,
     named_barrier,
     pad_for_tma,
     segments_of,
@@ -48,7 +49,6 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
     q_length, v_head_dim = inputs.query.shape[1], inputs.value.shape[-1]
     query, key, value = (pad_for_tma(x) for x in inputs[:3])
-    q_offset = options.q_offset if inputs.q_offset is None else inputs.q_offset
     kv_length = inputs.key.shape[1]
     cap = options.softcap
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
@@ -60,7 +60,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     dynamic = config.dynamic and not interpret and tile_count > core_count
     sinks = inputs.sinks
     arrays = {
-        "bounds": tiles.bounds_array(q_offset, inputs.kv_lengths, query.shape[0], kv_length),
+        "bounds": tiles.bounds_array(inputs, options),
         "segments": segments,
         "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
         "largest": largest,
@@ -165,7 +165,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                 given["bounds"], b, q_offset, kv_length, is_causal=is_causal, window=options.window
             )  # fmt: skip
             among = segments.among(b, q_index) if has_segments else None
-            blocks = limits.key_blocks(q_index * block_q, block_q, block_kv, among).at_least_one()
+            blocks = limits.key_blocks(q_index * block_q, block_q, block_kv, among, in_order=True).at_least_one()
             return b, h, q_index * block_q, blocks, limits
 
         def memory():
@@ -276,7 +276,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                     plgpu.barrier_arrive(k_free.at[slot])
                     s = capped(lax.optimization_barrier(s))
                     if predicate:
-                        s = lax.cond(blocks.partial > 0, lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
+                        s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
                     highest, total = softmax.start(64)
                     p, highest, total, _ = softmax.step(s, highest, total, scale)
                     # Whether no later score of the warp's rows can be far above what the first block has.
@@ -313,7 +313,9 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                         plgpu.barrier_arrive(k_free.at[slot])
                         s = capped(lax.optimization_barrier(s))
                         if predicate and not only_first:  # one loop with a branch: two loops were slower
-                            s = lax.cond(j < blocks.partial, lambda s: masked(s, j), lambda s: s, s)
+                            # With segments, what it depends on is read again, not kept in registers.
+                            again = tile(lax.optimization_barrier(index))[3] if has_segments else blocks
+                            s = lax.cond(again.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
                         p, highest, total, alpha = lax.optimization_barrier(exponentials(s, highest, total))
                         # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
                         plgpu.barrier_wait(v_ready.at[slot])
@@ -392,17 +394,15 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
             collective_axes="wg",
         )
 
-    return plgpu.kernel(
+    return launch(
         entry,
+        "attention_forward_sm90",
         out_type=(
             jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), out_dtype),
             jax.ShapeDtypeStruct((batch, heads, q_blocks * block_q), jnp.float32),
         ),
-        grid=(ctas,),
-        grid_names=("cta",),
-        num_threads=compute_wgs + 1,
-        thread_name="wg",
-        kernel_name="attention_forward_sm90",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=plgpu.InterpretGPUParams() if interpret else None,
+        ctas=ctas,
+        warpgroups=compute_wgs + 1,
+        semantics=plgpu.LoweringSemantics.Lane,
+        interpret=interpret,
     )

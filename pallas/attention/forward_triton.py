@@ -13,13 +13,11 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.shared_triton import (
-    LOG2E,
     Call,
     Queries,
+    QueryPrograms,
     Refs,
     aligned_bias,
-    all_rows,
-    bias_spec,
     iota,
     limiting_arrays,
     load,
@@ -30,9 +28,9 @@ from jax_kernels.pallas.attention.shared_triton import (
     run,
     store,
     walk,
-    whole,
     whole_array,
 )
+from jax_kernels.pallas.attention.softmax import LOG2E
 
 
 def attention_forward(
@@ -41,41 +39,19 @@ def attention_forward(
     """See the package's docstring. config: AttentionForwardTriton."""
     del core_count  # one program per tile: nothing is persistent
     inputs = inputs._replace(bias=aligned_bias(inputs.bias))
-    query, key, value, bias = inputs.query, inputs.key, inputs.value, inputs.bias
     call = Call.of(inputs, options, config.block_q, config.block_kv, interpret)
-    bounds, q_ids, kv_ids = limiting_arrays(inputs, options)
-    block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
-
-    # Under a causal mask the last queries have the most keys: they go first, so that short programs fill the end.
-    q_block = (lambda i: call.q_blocks - 1 - i) if options.is_causal else lambda i: i
-    q_spec = lambda d: pl.BlockSpec((None, block_q, None, padded(d)), lambda i, h, b: (b, q_block(i), h, 0))
-    kv_spec = lambda d: whole(call.kv_length, call.block_kv, None, d, lambda i, h, b: (b, h // call.group))
-    ins = {
-        "bounds": whole_array(bounds),
-        "query": (query, q_spec(call.head_dim)),
-        "key": (key, kv_spec(call.head_dim)),
-        "value": (value, kv_spec(call.v_head_dim)),
-        "sinks": whole_array(inputs.sinks),
-    }
-    if bias is not None:
-        block = (None, None, block_q, kv_rows)
-        ins["bias"] = bias, bias_spec(bias, block, lambda i, h, b: (b, h, q_block(i), 0))
-    if q_ids is not None:
-        ins["q_ids"] = q_ids, pl.BlockSpec((None, block_q), lambda i, h, b: (b, q_block(i)))
-        ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
-        ins["ranges"] = whole_array(tiles.segment_ranges(q_ids, block_q, kv_ids, call.block_kv))
-    out = jax.ShapeDtypeStruct((*query.shape[:3], call.v_head_dim), out_dtype)
-    lse = jax.ShapeDtypeStruct((query.shape[0], call.heads, call.q_length), jnp.float32)
-    lse_spec = pl.BlockSpec((None, None, block_q), lambda i, h, b: (b, h, q_block(i)))
+    programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options))
+    out = jax.ShapeDtypeStruct((*inputs.query.shape[:3], call.v_head_dim), out_dtype)
+    lse = jax.ShapeDtypeStruct((len(inputs.query), call.heads, call.q_length), jnp.float32)
     return run(
         _kernel,
         call,
         config,
         name="attention_forward_triton",
-        grid=(call.q_blocks, call.heads, query.shape[0]),
-        ins=ins,
-        outs=[(out, q_spec(call.v_head_dim)), (lse, lse_spec)],
-        q_block=q_block,
+        grid=programs.grid,
+        ins=programs.ins | {"sinks": whole_array(inputs.sinks)},
+        outs=[(out, programs.q_spec(call.v_head_dim)), (lse, programs.row_spec)],
+        q_block=programs.q_block,
     )
 
 

@@ -1,6 +1,7 @@
 """What the Hopper kernels share: layouts, shared-memory transforms, and small helpers."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,37 @@ SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # 
 
 # Whether JAX's interpreter can run these kernels. As it comes it cannot; tests that complete it say so here.
 INTERPRETED = False
+
+
+def launch(
+    entry: Callable[..., None],
+    name: str,
+    *,
+    out_type: Any,
+    ctas: int,
+    warpgroups: int,
+    semantics: plgpu.LoweringSemantics,
+    interpret: bool,
+    **params: Any,
+) -> Callable[..., Any]:
+    """plgpu.kernel over axes "cta" and "wg". With Warpgroup semantics the kernel places all barriers itself.
+
+    params: more of plgpu.CompilerParams.
+    """
+    is_lane = semantics == plgpu.LoweringSemantics.Lane
+    return plgpu.kernel(
+        entry,
+        out_type=out_type,
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=warpgroups,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=semantics, unsafe_no_auto_barriers=not is_lane, **params
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )
 
 
 def named_barrier(kind: str, index: int, threads: int) -> None:
@@ -113,7 +145,7 @@ def any_of_warp_above(numbers, rows) -> jax.Array:
 
 
 class Segments(NamedTuple):
-    """Segment ids and, per block that a CTA owns, the range of blocks that it may meet (see tiles.segment_ranges)."""
+    """Segment ids and, per block that a CTA owns, the blocks that it may meet (see tiles.segment_ranges)."""
 
     q_ids: Any
     kv_ids: Any
@@ -121,7 +153,7 @@ class Segments(NamedTuple):
 
     def among(self, batch_index, block):
         """The blocks that a block may meet, for tiles.Limits."""
-        return self.ranges[batch_index, block, 0], self.ranges[batch_index, block, 1]
+        return tiles.among(self.ranges, batch_index, block)
 
     def load(self, batch_index, q_start, q_rows: int, kv_start, kv_rows: int):
         """The ids of a tile whose rows are queries: (of its rows, of its columns), from device memory."""

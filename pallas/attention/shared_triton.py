@@ -5,7 +5,6 @@ A kernel is a function of `Refs`, the call's arrays by name, and of a `Call`, wh
 
 import dataclasses
 import functools
-import math
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,8 +17,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
+from jax_kernels.pallas.attention.softmax import LOG2E
 
-LOG2E = math.log2(math.e)
 SMALLEST = 16  # the least size of a tensor core operand
 
 
@@ -113,7 +112,7 @@ class Call:
         """The blocks of keys that a block of queries visits."""
         among = None
         if refs.ranges is not None:
-            among = tuple(refs.ranges[batch_index, q_index, side] for side in (0, 1))
+            among = tiles.among(refs.ranges, batch_index, q_index)
         blocks = limits.key_blocks(q_index * self.block_q, self.block_q, self.block_kv, among)
         if refs.bias is not None and isinstance(blocks.partial, int) and blocks.partial:
             # A loop of one turn is unrolled into the other loop's start: both tiles of the bias, and what goes with
@@ -177,8 +176,7 @@ def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid
 
 def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, Any, Any]:
     """(bounds, segment ids of queries, of keys) in the kernels' form; None where the call lacks them."""
-    offset = inputs.q_offset if options.q_offset is None else options.q_offset
-    bounds = tiles.bounds_array(offset, inputs.kv_lengths, inputs.query.shape[0], inputs.key.shape[1])
+    bounds = tiles.bounds_array(inputs, options)
     if inputs.q_segment_ids is None:
         return bounds, None, None
     return bounds, *tiles.segment_arrays(inputs.q_segment_ids, inputs.kv_segment_ids)
@@ -215,6 +213,41 @@ def whole(length: int, block: int, heads: int | None, head_dim: int, index_map: 
 def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
     """For a small array of which a kernel reads scalars."""
     return None if x is None else (x, pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim))
+
+
+class QueryPrograms:
+    """What a kernel gets whose programs (i, h, b) own a block of queries each, and walk the keys.
+
+    limiting: limiting_arrays. q_block: the block of queries of program i. ins: of `run`.
+    """
+
+    def __init__(self, call: Call, inputs: AttentionInputs, limiting: tuple[Any, Any, Any]):
+        bounds, q_ids, kv_ids = limiting
+        block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
+        # Under a causal mask the last queries have the most keys: they go first, so that short programs fill the end.
+        q_block = self.q_block = (lambda i: call.q_blocks - 1 - i) if call.options.is_causal else lambda i: i
+        self.row_spec = pl.BlockSpec((None, None, block_q), lambda i, h, b: (b, h, q_block(i)))
+        self.grid = (call.q_blocks, call.heads, inputs.query.shape[0])
+        self._block_q = block_q
+        kv_spec = lambda d: whole(call.kv_length, call.block_kv, None, d, lambda i, h, b: (b, h // call.group))
+        self.ins = {
+            "bounds": whole_array(bounds),
+            "query": (inputs.query, self.q_spec(call.head_dim)),
+            "key": (inputs.key, kv_spec(call.head_dim)),
+            "value": (inputs.value, kv_spec(call.v_head_dim)),
+        }
+        if inputs.bias is not None:
+            block = (None, None, block_q, kv_rows)
+            self.ins["bias"] = inputs.bias, bias_spec(inputs.bias, block, lambda i, h, b: (b, h, q_block(i), 0))
+        if q_ids is not None:
+            self.ins["q_ids"] = q_ids, pl.BlockSpec((None, block_q), lambda i, h, b: (b, q_block(i)))
+            self.ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
+            self.ins["ranges"] = whole_array(tiles.segment_ranges(q_ids, block_q, kv_ids, call.block_kv))
+
+    def q_spec(self, head_dim: int) -> pl.BlockSpec:
+        """Of an array [B, T, H, head_dim]."""
+        block = (None, self._block_q, None, padded(head_dim))
+        return pl.BlockSpec(block, lambda i, h, b: (b, self.q_block(i), h, 0))
 
 
 def aligned_bias(bias: jax.Array | None) -> jax.Array | None:

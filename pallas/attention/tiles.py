@@ -1,13 +1,13 @@
 """Which blocks a tile of attention visits: the mask as data, for both directions.
 
-A tile's blocks are numbered in the order it visits them: first the partial ones, in which the predicate is
-evaluated, then the full ones. `Blocks.at(step)` is the block that a step visits. Dead blocks have no number.
+A tile's blocks are numbered in the order it visits them. In the partial ones the predicate is evaluated, in the full
+ones it is not. `Blocks.at(step)` is the block that a step visits. Dead blocks have no number.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +15,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
+
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The blocks of one tile. count: how many are visited; partial: how many of these need the predicate."""
+    """The blocks of one tile. count: how many are visited; partial: how many of these need the predicate.
+
+    The partial ones come first, but for `last` of them, which come last.
+    """
 
     count: Any
     partial: Any
     at: Callable[[Any], Any]
+    last: Any = 0
+
+    def is_partial(self, step: Any) -> Any:
+        if isinstance(self.last, int) and self.last == 0:
+            return step < self.partial
+        return (step < self.partial - self.last) | (step >= self.count - self.last)
 
     def at_least_one(self) -> "Blocks":
         """For a kernel that always visits a block: of a tile without any, block 0, as a partial one."""
-        return Blocks(maximum(self.count, 1), maximum(self.partial, 1), lambda step: maximum(self.at(step), 0))
+        at = lambda step: maximum(self.at(step), 0)
+        return Blocks(maximum(self.count, 1), maximum(self.partial, 1), at, self.last)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +115,13 @@ class Limits:
             parts.append(lax.broadcast_in_dim(ids[0], shape, [0]) == lax.broadcast_in_dim(ids[1], shape, [1]))
         return functools.reduce(lambda a, b: a & b, parts)
 
-    def key_blocks(self, q_start: Any, block_q: int, block_kv: int, among: tuple[Any, Any] | None = None) -> Blocks:
+    def key_blocks(
+        self, q_start: Any, block_q: int, block_kv: int, among: "Among | None" = None, *, in_order=False
+    ) -> Blocks:
         """The blocks of keys that queries q_start ... q_start + block_q - 1 attend to, right to left.
 
-        among: only these blocks, from the first up to the second, and all of them as partial ones.
+        among: only these blocks, and of the full ones only its full ones. in_order: strictly right to left; else the
+        partial ones at the left end come before the full ones, and all that are partial come first.
         """
         q_end = q_start + block_q - 1
         longest, shortest = self.key_limit(q_end), self.key_limit(q_start)
@@ -114,15 +129,14 @@ class Limits:
         if self.left >= 0:
             first = _div(self.key_start(q_start), block_kv)
             last = _where(self.key_start(q_start) < longest, last, first)
-        if among is not None:
-            last = minimum(last, among[1])
-            count = maximum(last - maximum(first, among[0]), 0)
-            return Blocks(count, count, lambda step: last - 1 - step)
         full_end = _div(shortest, block_kv)
-        if self.left < 0:
+        if self.left < 0 and among is None:
             return Blocks(last, last - full_end, lambda step: last - 1 - step)
-        full_start = _clip(_ceil_div(self.key_start(q_end), block_kv), first, last)
-        return _partial_at_both_ends(first, full_start, full_end, last, descending=True)
+        full_start = _ceil_div(self.key_start(q_end), block_kv)
+        if among is not None:
+            first, full_start, full_end, last = among.within(first, full_start, full_end, last)
+        full_start = _clip(full_start, first, last)
+        return _partial_at_both_ends(first, full_start, full_end, last, descending=True, in_order=in_order)
 
     def query_blocks(
         self,
@@ -130,15 +144,16 @@ class Limits:
         block_kv: int,
         block_q: int,
         q_length: int,
-        among: tuple[Any, Any] | None = None,
+        among: "Among | None" = None,
         *,
         predicate_at_end: bool = True,
+        in_order: bool = False,
     ) -> Blocks:
         """The blocks of queries that attend to any of keys kv_start ... kv_start + block_kv - 1, left to right.
 
-        among: as for key_blocks. predicate_at_end: a block of keys that reaches past kv_length needs the predicate in
-        every step; False is for a kernel that drops what these keys gather, and that only asks for blocks with keys
-        where kv_length is known when tracing.
+        among, in_order: as for key_blocks. predicate_at_end: a block of keys that reaches past kv_length needs the
+        predicate in every step; False is for a kernel that drops what these keys gather, and that only asks for
+        blocks with keys where kv_length is known when tracing.
         """
         total = -(-q_length // block_q)
         kv_end = kv_start + block_kv - 1
@@ -153,30 +168,48 @@ class Limits:
             last = _clip(_ceil_div(maximum(minimum(kv_end, self.kv_length - 1) + end, 0), block_q), first, total)
             full_start = minimum(full_start, last)
             full_end = _clip(_div(maximum(kv_start + end, 0), block_q), full_start, last)
-        if among is not None:
-            first = maximum(first, among[0])
-            count = maximum(minimum(last, among[1]) - first, 0)
-            blocks = Blocks(count, count, lambda step: first + step)
-        elif self.left < 0:
+        if self.left < 0 and among is None:
             blocks = Blocks(last - first, full_start - first, lambda step: first + step)
         else:
-            blocks = _partial_at_both_ends(first, full_start, full_end, last, descending=False)
+            if among is not None:
+                first, full_start, full_end, last = among.within(first, full_start, full_end, last)
+                full_start = _clip(full_start, first, last)
+            blocks = _partial_at_both_ends(first, full_start, full_end, last, descending=False, in_order=in_order)
         count, partial = blocks.count, blocks.partial
         if predicate_at_end or not isinstance(self.kv_length, int):
             count = _where(kv_start < self.kv_length, count, 0)
             partial = minimum(partial, count)
         if predicate_at_end:
             partial = _where(kv_start + block_kv <= self.kv_length, partial, count)
-        return Blocks(count, partial, blocks.at)
+        return Blocks(count, partial, blocks.at, blocks.last)
 
 
-def _partial_at_both_ends(first: Any, full_start: Any, full_end: Any, last: Any, *, descending: bool) -> Blocks:
+class Among(NamedTuple):
+    """Blocks first ... end - 1. full_first ... full_end - 1 are the ones that only Limits can make partial."""
+
+    first: Any
+    end: Any
+    full_first: Any
+    full_end: Any
+
+    def within(self, first: Any, full_start: Any, full_end: Any, last: Any) -> tuple[Any, Any, Any, Any]:
+        """The same four of the blocks that stand in both."""
+        first = maximum(first, self.first)
+        full = maximum(full_start, self.full_first), minimum(full_end, self.full_end)
+        return first, *full, maximum(minimum(last, self.end), first)
+
+
+def _partial_at_both_ends(
+    first: Any, full_start: Any, full_end: Any, last: Any, *, descending: bool, in_order: bool
+) -> Blocks:
     """Blocks first ... last - 1, of which those from full_start up to full_end, if any, are full."""
     full_end = _clip(full_end, full_start, last)
     before, after, count = full_start - first, last - full_end, last - first
     partial = before + after
-    # In the order of the walk: the partial ones at the near end, those at the far end, the full ones.
+    # Else the partial ones at the near end, those at the far end, the full ones.
     near, far = (after, before) if descending else (before, after)
+    if in_order:  # fewer numbers stay in registers
+        return Blocks(count, partial, lambda step: last - 1 - step if descending else first + step, far)
 
     def at(step):
         skipped = _where(step < near, 0, _where(step < partial, count - partial, -far))
@@ -217,8 +250,10 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
     return jnp.where(condition, a, b)
 
 
-def bounds_array(q_offset: Any, kv_lengths: Any, batch: int, kv_length: int) -> jax.Array | None:
+def bounds_array(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array | None:
     """[B, 2] int32 of (q_offset, keys that count), for a kernel to read; None where both are known when tracing."""
+    q_offset, kv_lengths = first_position(inputs, options), inputs.kv_lengths
+    batch, kv_length = inputs.key.shape[:2]
     if isinstance(q_offset, int) and kv_lengths is None:
         return None
     lengths = jnp.full((batch,), kv_length) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_length)
@@ -244,21 +279,36 @@ def segment_arrays(q_ids: Any, kv_ids: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def segment_ranges(ids: jax.Array, block: int, other_ids: jax.Array, other_block: int) -> jax.Array:
-    """[B, blocks, 2] int32: from which block of other_ids up to which one, those that share an id with a block of ids.
+    """[B, blocks, 4] int32: of each block of ids, the blocks of other_ids that it meets, as Among has them.
 
-    Between the two there may be others where the ids are not sorted. ids, other_ids: [B, T] and [B, S] int32.
+    It meets those that share an id with it; between them there may be others where the ids are not sorted. Full are
+    the first ones next to one another of which, as of the block itself, every id is the same one.
+    ids, other_ids: [B, T] and [B, S] int32.
     """
-    low, high = _extremes(ids, block)
-    other_low, other_high = _extremes(other_ids, other_block)
+    low, high, only = _extremes(ids, block)
+    other_low, other_high, other_only = _extremes(other_ids, other_block)
     meet = (low[:, :, None] <= other_high[:, None]) & (other_low[:, None] <= high[:, :, None])
     first = jnp.argmax(meet, axis=-1)
-    end = meet.shape[-1] - jnp.argmax(meet[..., ::-1], axis=-1)
-    return jnp.stack([first, jnp.where(meet.any(axis=-1), end, first)], axis=-1).astype(jnp.int32)
+    end = jnp.where(meet.any(axis=-1), meet.shape[-1] - jnp.argmax(meet[..., ::-1], axis=-1), first)
+    full = (only[:, :, None] == other_only[:, None]) & (only >= 0)[:, :, None]
+    full_first = jnp.where(full.any(axis=-1), jnp.argmax(full, axis=-1), end)
+    past = ~full & (jnp.arange(full.shape[-1]) >= full_first[..., None])
+    full_end = jnp.where(past.any(axis=-1), jnp.argmax(past, axis=-1), full.shape[-1])
+    return jnp.stack([first, end, full_first, jnp.maximum(full_end, full_first)], axis=-1).astype(jnp.int32)
 
 
-def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """The lowest and the highest id >= 0 of each block: [B, blocks]. Of a block without one, they meet none."""
+def among(ranges_ref: Any, batch_index: Any, block: Any) -> Among:
+    """Of a block, from segment_ranges."""
+    return Among(*(ranges_ref[batch_index, block, i] for i in range(4)))
+
+
+def _extremes(ids: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The lowest and the highest id >= 0 of each block, and its only id, or -1: [B, blocks].
+
+    Of a block without an id >= 0, the first two meet none.
+    """
     ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=-1)
     ids = ids.reshape(ids.shape[0], -1, block)
-    highest = jnp.iinfo(jnp.int32).max
-    return jnp.where(ids < 0, highest, ids).min(axis=-1), ids.max(axis=-1)
+    highest = ids.max(axis=-1)
+    only = jnp.where(ids.min(axis=-1) == highest, highest, -1)
+    return jnp.where(ids < 0, jnp.iinfo(jnp.int32).max, ids).min(axis=-1), highest, only

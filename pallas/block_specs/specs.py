@@ -98,8 +98,6 @@ class AttentionBackwardSm90:
     early_dv: bool = False
     # Above head_dim 128: the scores are issued before the wait for dO.
     late_do: bool = False
-    # Up to head_dim 128: the next step's scores are issued before dquery is stored, not after.
-    early_scores: bool = False
     # A CTA ends when its last stores have left shared memory, not when they have arrived.
     leave_early: bool = False
 

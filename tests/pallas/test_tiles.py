@@ -94,23 +94,68 @@ def test_traced_limits_visit_what_python_numbers_do():
 def test_segment_ranges_hold_every_live_block(ordered):
     random = np.random.default_rng(0)
     q_ids, kv_ids = (random.integers(-1, 9, (20, length), np.int32) for length in (27, 40))
+    q_ids[3, :8], kv_ids[3, :16], kv_ids[4], q_ids[4, :4] = 4, 4, 5, 5
     if ordered:
         q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
     q_ids[0], kv_ids[1], q_ids[2, 8:12] = -1, -1, -1
     q_ids, kv_ids = (np.asarray(x) for x in tiles.segment_arrays(q_ids, kv_ids))
-    live = np.zeros((20, 28, 40), bool)
-    live[:, :27] = q_ids[:, :, None] == kv_ids[:, None]
-    live = live.reshape(20, 7, 4, 5, 8).any(axis=(2, 4))
-    for blocks, ranges in (
-        (live, tiles.segment_ranges(jnp.asarray(q_ids), 4, jnp.asarray(kv_ids), 8)),
-        (live.swapaxes(1, 2), tiles.segment_ranges(jnp.asarray(kv_ids), 8, jnp.asarray(q_ids), 4)),
+    whole = np.zeros((20, 28, 40), bool)
+    whole[:, :27] = q_ids[:, :, None] == kv_ids[:, None]
+    tiled = whole.reshape(20, 7, 4, 5, 8)
+    live, full = tiled.any(axis=(2, 4)), tiled.all(axis=(2, 4))
+    for turn, ranges in (
+        (lambda x: x, tiles.segment_ranges(jnp.asarray(q_ids), 4, jnp.asarray(kv_ids), 8)),
+        (lambda x: x.swapaxes(1, 2), tiles.segment_ranges(jnp.asarray(kv_ids), 8, jnp.asarray(q_ids), 4)),
     ):
-        indices = np.arange(blocks.shape[2])
-        first, end = np.asarray(ranges)[..., :1], np.asarray(ranges)[..., 1:]
+        indices = np.arange(turn(live).shape[2])
+        first, end, full_first, full_end = (np.asarray(ranges)[..., i : i + 1] for i in range(4))
         inside = (indices >= first) & (indices < end)
-        assert (inside | ~blocks).all()
+        assert (inside | ~turn(live)).all()
         # A block that has lower and higher ids, but not the one, is taken for one that has it.
-        assert (inside & ~blocks).mean() < (0.01 if ordered else 0.6)
+        assert (inside & ~turn(live)).mean() < (0.01 if ordered else 0.6)
+        inside = (indices >= full_first) & (indices < full_end)
+        assert not (inside & ~turn(full)).any()
+        assert inside.any(axis=-1).tolist() == turn(full).any(axis=-1).tolist()
+        if ordered:  # they stand next to one another
+            np.testing.assert_array_equal(inside, turn(full))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, (9, 5), (14, -1)])
+@pytest.mark.parametrize("in_order", [False, True])
+def test_segments_and_limits_leave_what_both_do(is_causal, window, in_order):
+    q_ids, kv_ids = (np.repeat([0, 1, -1, 2], lengths)[None] for lengths in ((17, 6, 3, 14), (10, 13, 2, 15)))
+    limits = Limits(3, 37, is_causal, window)
+    query, key = np.arange(40)[:, None] + 3, np.arange(40)
+    left, right = window or (-1, -1)
+    live = (key < 37) & (q_ids[0][:, None] == kv_ids[0]) & (kv_ids[0] >= 0)
+    live &= (key <= query) if is_causal else True
+    live &= (key >= query - left) & ((key <= query + right) if right >= 0 else True) if window else True
+    tiled = live.reshape(10, 4, 5, 8)
+    some, every = tiled.any(axis=(1, 3)), tiled.all(axis=(1, 3))
+    arrays = [jnp.asarray(x) for x in tiles.segment_arrays(q_ids, kv_ids)]
+    keys = tiles.segment_ranges(arrays[0], 4, arrays[1], 8)
+    queries = tiles.segment_ranges(arrays[1], 8, arrays[0], 4)
+    found = [
+        (limits.key_blocks(4 * i, 4, 8, tiles.among(keys, 0, i), in_order=in_order), some[i], every[i])
+        for i in range(10)
+    ]
+    found += [
+        (limits.query_blocks(8 * j, 8, 4, 40, tiles.among(queries, 0, j), in_order=in_order), some[:, j], every[:, j])
+        for j in range(5)
+    ]
+    for blocks, some_of, every_of in found:
+        visited = [int(blocks.at(step)) for step in range(int(blocks.count))]
+        assert sorted(set(visited)) == (
+            sorted(visited) if not in_order else visited[:: 1 if len(every_of) == 10 else -1]
+        )
+        assert set(np.flatnonzero(some_of)) <= set(visited)
+        partial = [bool(blocks.is_partial(step)) for step in range(int(blocks.count))]
+        assert sum(partial) == blocks.partial
+        assert {block for block, part in zip(visited, partial, strict=True) if not part} <= set(
+            np.flatnonzero(every_of)
+        )
+    assert sum(int(blocks.count - blocks.partial) for blocks, *_ in found[:10]) == every.sum()
 
 
 def test_a_tile_without_keys_visits_one_block_with_the_predicate():
