@@ -23,10 +23,9 @@ from jax_kernels.pallas.attention.forward_sm90 import FIRST_TURN_BARRIER
 from jax_kernels.pallas.attention.hopper import SWIZZLED, WGMMA, fetch_tile, launch, named_barrier, pad_for_tma
 
 E4M3 = jnp.float8_e4m3fn
-# Log2 of P at the maximum. e4m3 has normal numbers from 2**-6 to 448: with 1 for P there, they would end at 1/64.
-# Where the maximum is to serve for higher scores too, it leaves them room; at 2**5 eight P add up to 2**8.
-LARGEST_P = {"online": 8.0, "lazy": 6.0, "optimistic": 5.0}
-# Log2 of the largest P that e4m3 holds, about.
+# Log2 of P at a row's maximum, and of the largest P for which that maximum is kept. e4m3 has normal numbers from 2**-6
+# to 448: scores may rise by 2.75 before anything is rescaled, and fall by 12 before P loses digits.
+LARGEST_P = 6.0
 LIMIT = 8.75
 
 
@@ -117,12 +116,11 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
     tile_count = q_blocks * batch * heads
     together = math.gcd(config.heads_together, batch * heads)
     ctas = min(core_count, tile_count)
-    largest = LARGEST_P[config.softmax]
     has_bounds, dynamic = arrays["bounds"] is not None, arrays["counter"] is not None
     may_end = has_bounds or kv_length % block_kv != 0
     predicate = is_causal or may_end
     # Whether no block, beside the first that a warpgroup visits, can need the predicate.
-    only_first = not is_causal or (not has_bounds and q_offset % 64 == 0 and block_kv % 64 == 0)
+    only_first = not is_causal or (not has_bounds and q_offset % 64 == 0)
     # Whether all warpgroups of a tile visit the same blocks.
     same_blocks = not is_causal or has_bounds or (q_offset % block_q == 0 and block_kv % block_q == 0)
     may_be_dead = has_bounds or (is_causal and q_offset < 0)
@@ -268,17 +266,10 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
 
                 plgpu.barrier_wait(q_ready.at[w])
                 scale = given["factors"][b, h, 0]
-                first = functools.partial(softmax.step, scale=scale, largest=largest)
-
-                def probabilities(s, highest, total):
-                    if config.softmax == "online":
-                        return *first(s, highest, total), None
-                    following = softmax.lazy_step if config.softmax == "lazy" else softmax.optimistic_step
-                    return following(s, highest, total, scale, largest, LIMIT, hopper.any_of_warp_above)
 
                 def rescaled(acc, alpha, rises):
                     full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-                    return full(acc) if rises is None else lax.cond(rises, full, lambda acc: acc, acc)
+                    return lax.cond(rises, full, lambda acc: acc, acc)
 
                 def products(acc_ref, s_ref):
                     def issue_scores(slot):
@@ -294,7 +285,7 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
                     s = lax.optimization_barrier(s)
                     if predicate:
                         s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
-                    p, highest, total, _ = first(s, *softmax.start(64))
+                    p, highest, total, _ = softmax.step(s, *softmax.start(64), scale, LARGEST_P)
                     p = as_operand(p)
                     plgpu.barrier_wait(v_ready.at[slot])
 
@@ -311,7 +302,9 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
                         s = lax.optimization_barrier(s)
                         if predicate and not only_first:  # one loop with a branch: two loops were slower
                             s = lax.cond(blocks.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
-                        *results, rises = probabilities(s, highest, total)
+                        *results, rises = softmax.lazy_step(
+                            s, highest, total, scale, LARGEST_P, LIMIT, hopper.any_of_warp_above
+                        )
                         p, highest, total, alpha = lax.optimization_barrier(tuple(results))
                         # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
                         plgpu.barrier_wait(v_ready.at[slot])

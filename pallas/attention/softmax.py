@@ -37,36 +37,13 @@ def step(scores, highest, total, scale, largest: float = 0.0):
     return p, new, total * lax.broadcast_in_dim(alpha, total.shape, [0]) + _row_sums(p), alpha
 
 
-def bounded_step(scores, highest, total, scale: float):
-    """(P, the new sums) by a maximum that stays: nothing to look for, and nothing to rescale. See room()."""
-    p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(highest, scores.shape, [0]))
-    return p, total + _row_sums(p)
-
-
-def _row_sums(p):
-    """The rows of P summed up to PARTIAL_COLUMNS, as a tree: additions do not wait for one another."""
-    return _tree(jnp.add, _parts(p))[0]
-
-
-def _parts(x):
-    return [x[:, i : i + PARTIAL_COLUMNS] for i in range(0, x.shape[1], PARTIAL_COLUMNS)]
-
-
-def _tree(combine, parts, count: int = 1):
-    """parts combined two by two until `count` are left."""
-    while len(parts) > count:
-        odd = parts[-1:] if len(parts) % 2 else []
-        parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
-    return parts
-
-
 def lazy_step(scores, highest, total, scale, largest: float, limit: float, any_above):
     """What step gives, and whether it is to be rescaled by: P may rise to 2**limit without a new maximum.
 
     any_above(numbers [rows, PARTIAL_COLUMNS], limits [rows]): whether any is, for all that branch together.
     """
     factor = scale * LOG2E
-    tops = _tree(jnp.maximum, _parts(scores))[0] * factor
+    tops = _tree(jnp.maximum, _parts(scores)) * factor
     rises = any_above(tops, highest + limit)
 
     def rescale(highest, total):
@@ -79,20 +56,26 @@ def lazy_step(scores, highest, total, scale, largest: float, limit: float, any_a
     return p, highest, total + _row_sums(p), alpha, rises
 
 
-def optimistic_step(scores, highest, total, scale, largest: float, limit: float, any_above):
-    """lazy_step without a search for the maximum: no P is above a sum of some, which is to be at most 2**limit."""
+def bounded_step(scores, highest, total, scale: float):
+    """(P, the new sums) by a maximum that stays: nothing to look for, and nothing to rescale. See room()."""
     p = jnp.exp2(scores * (scale * LOG2E) - lax.broadcast_in_dim(highest, scores.shape, [0]))
-    sums = _tree(jnp.add, _parts(p), count=2)
-    limits = plgpu.layout_cast(jnp.full(highest.shape, 2.0**limit, jnp.float32), WGMMA.reduce(1))
-    rises = any_above(_tree(jnp.maximum, sums)[0], limits)
+    return p, total + _row_sums(p)
 
-    def again(scores, highest, total, p):
-        return step(scores, highest, total, scale, largest)
 
-    def done(scores, highest, total, p):
-        return p, highest, total + _tree(jnp.add, sums)[0], highest
+def _row_sums(p):
+    """The rows of P summed up to PARTIAL_COLUMNS, as a tree: additions do not wait for one another."""
+    return _tree(jnp.add, _parts(p))
 
-    return *lax.cond(rises, again, done, scores, highest, total, p), rises
+
+def _parts(x):
+    return [x[:, i : i + PARTIAL_COLUMNS] for i in range(0, x.shape[1], PARTIAL_COLUMNS)]
+
+
+def _tree(combine, parts):
+    while len(parts) > 1:
+        odd = parts[-1:] if len(parts) % 2 else []
+        parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
+    return parts[0]
 
 
 def room(dtype) -> float:

@@ -62,16 +62,11 @@ class AttentionForwardFp8Sm90:
     take_turns: bool = True
     heads_together: int = 1
     dynamic: bool = False
-    # When the accumulator is rescaled: by every new maximum ("online"), or only where P would not fit e4m3, which is
-    # seen from the scores ("lazy") or from sums of P ("optimistic": no maximum is looked for, but more registers).
-    softmax: str = "online"
 
     def __post_init__(self) -> None:
-        _positive(self, compute_warpgroups=1, block_kv=32, stages=1, heads_together=1)
+        _positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
         if self.compute_warpgroups not in (2, 3):
             raise ValueError(f"AttentionForwardFp8Sm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
-        if self.softmax not in ("online", "lazy", "optimistic"):
-            raise ValueError(f"AttentionForwardFp8Sm90.softmax={self.softmax!r}: want 'online', 'lazy' or 'optimistic'")
 
     @property
     def block_q(self) -> int:

@@ -1,9 +1,8 @@
 """Cases of flash_attention_fp8 by its kernel in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
 
-    python tests/pallas/fp8_interpreter.py CORES RACES BLOCKS NAME...
+    python tests/pallas/fp8_interpreter.py CORES RACES NAME...
 
-CORES and RACES: as for decode_interpreter.py. BLOCKS: a JSON object of AttentionForwardFp8Sm90's fields, {} for the
-planned ones. Prints a JSON object by name of the case.
+CORES and RACES: as for decode_interpreter.py. Prints a JSON object by name of the case.
 """
 
 import dataclasses
@@ -21,16 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
-from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.block_specs import specs
 
 
-def main(cores: int, races: bool, blocks: dict, names: list[str]) -> dict:
+def main(cores: int, races: bool, names: list[str]) -> dict:
     mosaic_interpreter.install()
     plgpu.InterpretGPUParams = functools.partial(plgpu.InterpretGPUParams, detect_races=races)
-    if blocks:
-        row = specs.AttentionFp8Row("mosaic_gpu", 256, specs.AttentionForwardFp8Sm90(**blocks))
-        block_specs.fp8_row = lambda *_, **__: (row, "block spec")
     found = {}
     for case in CASES:
         if case.name in names:
@@ -45,4 +39,4 @@ def main(cores: int, races: bool, blocks: dict, names: list[str]) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), sys.argv[2] == "1", json.loads(sys.argv[3]), sys.argv[4:])))
+    print(json.dumps(main(int(sys.argv[1]), sys.argv[2] == "1", sys.argv[3:])))
