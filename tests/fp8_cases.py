@@ -36,18 +36,21 @@ class Fp8Case:
         return self.name
 
 
-CASES = (
-    Fp8Case("full"),
-    Fp8Case("causal", q_length=256, kv_length=256, kv_heads=2, is_causal=True),
-    Fp8Case("lengths", batch=3, q_length=70, kv_lengths=(300, 17, -2), scale=0.2),
-    Fp8Case("offsets", batch=2, q_length=70, kv_length=200, is_causal=True, q_offset=(100, -30), kv_lengths=(150, 200)),
-    # Scores hundreds above those of the first block; and 11 above them, in base 2, which e4m3 cannot hold.
-    Fp8Case("rising", q_length=64, kv_length=500, rising=160),
-    Fp8Case("rising_some", q_length=64, kv_length=500, heads=1, rising=4),
-    Fp8Case("head_dim_256", q_length=130, head_dim=256, v_head_dim=192, heads=1, is_causal=True, q_offset=-20),
-    Fp8Case("head_dim_64", head_dim=64, v_head_dim=64, is_causal=True, q_offset=100),
-    Fp8Case("odd", head_dim=72, v_head_dim=40, q_length=67, kv_length=133, scale=-0.1),
-)
+CASES = {
+    case.name: case
+    for case in (
+        Fp8Case("full"),
+        Fp8Case("causal", q_length=256, kv_length=256, kv_heads=2, is_causal=True),
+        Fp8Case("lengths", batch=3, q_length=70, kv_lengths=(300, 17, -2), scale=0.2),
+        Fp8Case("offsets", 2, 70, 200, heads=1, is_causal=True, q_offset=(100, -30), kv_lengths=(150, 200)),
+        # Scores hundreds above those of the first block; and 11 above them, in base 2, which e4m3 cannot hold.
+        Fp8Case("rising", q_length=64, kv_length=500, rising=160),
+        Fp8Case("rising_some", q_length=64, kv_length=500, heads=1, rising=4),
+        Fp8Case("head_dim_256", q_length=130, head_dim=256, v_head_dim=192, heads=1, is_causal=True, q_offset=-20),
+        Fp8Case("head_dim_64", head_dim=64, v_head_dim=64, is_causal=True, q_offset=100),
+        Fp8Case("odd", heads=1, head_dim=72, v_head_dim=40, q_length=67, kv_length=133, scale=-0.1),
+    )
+}
 
 
 def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:

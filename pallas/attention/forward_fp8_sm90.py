@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import fp8_values_triton, hopper, softmax, tiles
 from jax_kernels.pallas.attention.forward_sm90 import FIRST_TURN_BARRIER
-from jax_kernels.pallas.attention.hopper import SWIZZLED, WGMMA, fetch_tile, launch, named_barrier, pad_for_tma
+from jax_kernels.pallas.attention.hopper import SWIZZLED, WGMMA, launch, named_barrier, pad_for_tma
+from jax_kernels.pallas.attention.tile_scheduler import Fetched, TileScheduler
 
 E4M3 = jnp.float8_e4m3fn
 # Log2 of P at a row's maximum, and of the largest P for which that maximum is kept. e4m3 has normal numbers from 2**-6
@@ -88,23 +89,30 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factor
     q_length, v_head_dim, kv_length = inputs.query.shape[1], inputs.value.shape[-1], inputs.key.shape[1]
     query, key = pad_for_tma(inputs.query), pad_for_tma(inputs.key)
     value = fp8_values_triton.transposed(inputs.value, inputs.kv_lengths, interpret=interpret)
-    tile_count = pl.cdiv(q_length, config.block_q) * query.shape[0] * query.shape[2]
-    dynamic = config.dynamic and not interpret and tile_count > core_count
+    scheduler = TileScheduler(
+        batch=query.shape[0],
+        heads=query.shape[2],
+        q_blocks=pl.cdiv(q_length, config.block_q),
+        is_causal=options.is_causal,
+        heads_together=config.heads_together,
+        dynamic=config.dynamic and not interpret,
+        core_count=core_count,
+    )
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
         "factors": factors,
         "query": query,
         "key": key,
         "value": value,
-        "counter": jax.new_ref(jnp.zeros((1,), jnp.int32)) if dynamic else None,
+        "counter": jax.new_ref(jnp.zeros((1,), jnp.int32)) if scheduler.fetches else None,
     }
     leaves, tree = jax.tree.flatten(arrays)
-    kernel = _kernel(arrays, tree, options, kv_length, config=config, core_count=core_count, interpret=interpret)
+    kernel = _kernel(arrays, tree, scheduler, options, kv_length, config=config, interpret=interpret)
     out, lse = kernel(*leaves)
     return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
 
 
-def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
+def _kernel(arrays, tree, scheduler, options, kv_length, *, config, interpret):
     batch, q_length, heads, head_dim = arrays["query"].shape
     group = heads // arrays["key"].shape[2]
     v_head_dim = arrays["value"].shape[2]
@@ -112,11 +120,7 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
     take_turns = config.take_turns and not interpret
 
-    q_blocks = pl.cdiv(q_length, block_q)
-    tile_count = q_blocks * batch * heads
-    together = math.gcd(config.heads_together, batch * heads)
-    ctas = min(core_count, tile_count)
-    has_bounds, dynamic = arrays["bounds"] is not None, arrays["counter"] is not None
+    has_bounds = arrays["bounds"] is not None
     may_end = has_bounds or kv_length % block_kv != 0
     predicate = is_causal or may_end
     # Whether no block, beside the first that a warpgroup visits, can need the predicate.
@@ -125,13 +129,16 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
     same_blocks = not is_causal or has_bounds or (q_offset % block_q == 0 and block_kv % block_q == 0)
     may_be_dead = has_bounds or (is_causal and q_offset < 0)
 
+    following_slot = functools.partial(hopper.following_slot, stages=stages)
+
     def body(refs, scratch):
         given, out_gmem, lse_gmem = refs
         q_gmem, k_gmem, v_gmem = (given[name] for name in ("query", "key", "value"))
         (
             q_smem, out_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_free, v_free,
-            next_smem, next_ready, next_free,
+            *fetched,
         ) = scratch  # fmt: skip
+        fetched = Fetched(*fetched)
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
 
@@ -139,39 +146,9 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
             # Behind a barrier: what a warpgroup computes of it is not hoisted above the choice of warpgroup.
             return lax.optimization_barrier(cta)
 
-        def following_slot(slot):
-            return (
-                (slot + 1) & (stages - 1) if stages & (stages - 1) == 0 else jnp.where(slot == stages - 1, 0, slot + 1)
-            )
-
-        def following_tile(index, turn):
-            """The tile after `index`, the CTA's tile number `turn`. Every warpgroup asks once a tile."""
-            if not dynamic:
-                return index + ctas
-            slot = (turn + 1) & 1
-            plgpu.barrier_wait(next_ready.at[slot])
-            following = next_smem[slot]
-            plgpu.barrier_arrive(next_free.at[slot])
-            return following
-
-        def for_each_tile(run):
-            """run(index, turn, slot) -> (following tile, slot) for this CTA's tiles."""
-
-            def body(carry):
-                index, turn, slot = carry
-                index, slot = run(index, turn, slot)
-                return index, turn + 1, slot
-
-            lax.while_loop(lambda carry: carry[0] < tile_count, body, (first_tile(), jnp.int32(0), jnp.int32(0)))
-
         def tile(index):
             """(batch entry, head, first query, its blocks of keys, its limits) of a tile."""
-            round_, within = lax.div(index, q_blocks * together), lax.rem(index, q_blocks * together)
-            batch_head = round_ * together + lax.rem(within, together)
-            b, h = lax.div(batch_head, heads), lax.rem(batch_head, heads)
-            q_index = lax.div(within, together)
-            if is_causal:  # the longest first: the last ones to start are short
-                q_index = q_blocks - 1 - q_index
+            b, h, q_index = scheduler.place(index)
             limits = tiles.limits(given["bounds"], b, q_offset, kv_length, is_causal=is_causal)
             blocks = limits.key_blocks(q_index * block_q, block_q, block_kv).at_least_one()
             return b, h, q_index * block_q, blocks, limits
@@ -180,15 +157,7 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
             plgpu.set_max_registers(config.registers[1], action="decrease")
 
             def load_tile(index, turn, slot):
-                if dynamic:
-                    fetch_slot = (turn + 1) & 1
-
-                    @pl.when(turn >= 2)
-                    def _():
-                        plgpu.barrier_wait(next_free.at[fetch_slot])
-
-                    fetch_tile(given["counter"], next_smem.at[pl.ds(fetch_slot, 1)], ctas)
-                    plgpu.barrier_arrive(next_ready.at[fetch_slot])
+                scheduler.fetch(given["counter"], fetched, turn)
                 b, h, _, blocks, _ = tile(index)
                 kv_head = lax.div(h, jnp.int32(group)) if group > 1 else h
 
@@ -211,9 +180,9 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
                 load_k(jnp.int32(0), slot)
                 slot = lax.fori_loop(1, blocks.count, step_loads, slot)
                 load_v(blocks.count - 1, slot)
-                return following_tile(index, turn), following_slot(slot)
+                return scheduler.following(fetched, index, turn), following_slot(slot)
 
-            for_each_tile(load_tile)
+            scheduler.for_each(first_tile(), load_tile)
 
         def compute(w):
             plgpu.set_max_registers(config.registers[0], action="increase")
@@ -285,7 +254,8 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
                     s = lax.optimization_barrier(s)
                     if predicate:
                         s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
-                    p, highest, total, _ = softmax.step(s, *softmax.start(64), scale, LARGEST_P)
+                    highest, total = softmax.start(64)
+                    p, highest, total, _ = softmax.step(s, highest, total, scale, LARGEST_P)
                     p = as_operand(p)
                     plgpu.barrier_wait(v_ready.at[slot])
 
@@ -325,9 +295,9 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
 
                 accumulators = plgpu.ACC((64, v_head_dim), jnp.float32), plgpu.ACC((64, block_kv), jnp.float32)
                 acc, highest, total, slot = pl.run_scoped(products, *accumulators)
-                following = following_tile(index, turn)
+                following = scheduler.following(fetched, index, turn)
 
-                @pl.when(following < tile_count)
+                @pl.when(following < scheduler.count)
                 def _():
                     load_q(following)
 
@@ -342,7 +312,7 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
                 plgpu.copy_smem_to_gmem(out_smem_wg, out_gmem.at[b, pl.ds(q_start, 64), h])
                 return following, following_slot(slot)
 
-            for_each_tile(run_tile)
+            scheduler.for_each(first_tile(), run_tile)
             if w == 0:
                 wait_turn()  # take the turn that the last warpgroup passed
             plgpu.wait_smem_to_gmem(0)
@@ -366,9 +336,7 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
             barriers(stages),
             barriers(stages, compute_wgs),
             barriers(stages, compute_wgs),
-            plgpu.SMEM((2,), jnp.int32) if dynamic else None,
-            barriers(2) if dynamic else None,
-            barriers(2, compute_wgs + 1) if dynamic else None,
+            *scheduler.scratch(compute_wgs + 1),
             collective_axes="wg",
         )
 
@@ -377,9 +345,9 @@ def _kernel(arrays, tree, options, kv_length, *, config, core_count, interpret):
         "attention_forward_fp8_sm90",
         out_type=(
             jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), jnp.bfloat16),
-            jax.ShapeDtypeStruct((batch, heads, q_blocks * block_q), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, scheduler.q_blocks * block_q), jnp.float32),
         ),
-        ctas=ctas,
+        ctas=scheduler.ctas,
         warpgroups=compute_wgs + 1,
         semantics=plgpu.LoweringSemantics.Lane,
         interpret=interpret,

@@ -88,6 +88,11 @@ def fetch_tile(counter_ref, out_ref, first: int) -> None:
     fetch(counter_ref, out_ref)
 
 
+def following_slot(slot, stages: int):
+    """The slot after this one in a ring of so many."""
+    return (slot + 1) & (stages - 1) if stages & (stages - 1) == 0 else jnp.where(slot == stages - 1, 0, slot + 1)
+
+
 def all_of_warp(rows) -> jax.Array:
     """Whether a bool [64] is True in all 16 rows of a warp: a scalar bool, the same in a warp, not in a warpgroup.
 
