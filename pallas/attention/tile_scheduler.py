@@ -1,7 +1,7 @@
 """Which tiles of the forward a persistent CTA takes, in which order: a tile is a (batch entry, head, block of queries).
 
-A CTA takes every so manieth tile, or (dynamic) asks a counter in device memory for the next one, a tile ahead, so that
-long and short tiles even out.
+The tiles are dealt out in turn; or (dynamic) a CTA asks a counter in device memory for its next one, a tile ahead, so
+that long and short ones even out.
 """
 
 import dataclasses
