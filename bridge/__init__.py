@@ -9,5 +9,6 @@ leave_memory_to_torch()
 
 from jax_kernels.bridge import nn as nn  # noqa: E402
 from jax_kernels.bridge.attention import flash_attention as flash_attention  # noqa: E402
+from jax_kernels.bridge.dilated_attention import dilated_attention as dilated_attention  # noqa: E402
 from jax_kernels.bridge.function import from_jax as from_jax  # noqa: E402
 from jax_kernels.bridge.sdpa import scaled_dot_product_attention as scaled_dot_product_attention  # noqa: E402

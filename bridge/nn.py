@@ -11,12 +11,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from jax_kernels.bridge.attention import flash_attention
+from jax_kernels.bridge.dilated_attention import MultiheadDilatedAttention, dilated_attention
 
 __all__ = [
     "MLP",
     "Attention",
     "Block",
     "Linear",
+    "MultiheadDilatedAttention",
     "RMSNorm",
     "Transformer",
     "has_gpu",
@@ -37,6 +39,16 @@ _DEFAULTS = {
     "remat": False,
     "implementation": None,
 }
+# What a LongNetConfig has more.
+_PATTERN = {
+    "segment_lengths": None,
+    "dilation_rates": None,
+    "heads": "all",
+    "combine": "lse",
+    "layout": "overlap",
+    "order": None,
+}
+_DEFAULTS |= _PATTERN | {"layer_norm": False, "gamma": None}
 
 
 class Linear(torch.nn.Linear):
@@ -67,6 +79,14 @@ class RMSNorm(torch.nn.Module):
         return (wide * (inverse * self.weight.float())).to(x.dtype)
 
 
+class LayerNorm(torch.nn.LayerNorm):
+    """torch.nn.LayerNorm, computed in float32, in x's dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return functional.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
 def rotary_embedding(x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
     """Rotary position embedding, in the rotate_half convention; jax_kernels.models.rotary_embedding on tensors.
 
@@ -83,7 +103,10 @@ def rotary_embedding(x: torch.Tensor, positions: torch.Tensor, theta: float = 10
 
 
 class Attention(torch.nn.Module):
-    """Causal self-attention with rotary embedding and grouped key and value heads: [B, T, model_dim] to the same."""
+    """Causal self-attention with rotary embedding and grouped key and value heads: [B, T, model_dim] to the same.
+
+    With segment_lengths it is dilated, as jax_kernels.models.MultiHeadDilatedAttention is.
+    """
 
     def __init__(self, shape: Any) -> None:
         super().__init__()
@@ -95,6 +118,11 @@ class Attention(torch.nn.Module):
         self.k_proj = Linear(shape.model_dim, kv_heads, shape.param_dtype)
         self.v_proj = Linear(shape.model_dim, kv_heads, shape.param_dtype)
         self.out_proj = Linear(heads, shape.model_dim, shape.param_dtype)
+        self.pattern = {name: getattr(shape, name) for name in _PATTERN}
+        self.out_norm = LayerNorm(heads, eps=1e-5, dtype=shape.param_dtype) if shape.layer_norm else None
+        if shape.gamma is not None:
+            for projection, gain in (("q", 1.0), ("k", 1.0), ("v", shape.gamma), ("out", shape.gamma)):
+                torch.nn.init.xavier_normal_(getattr(self, f"{projection}_proj").weight, gain=gain)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))
@@ -102,8 +130,14 @@ class Attention(torch.nn.Module):
         positions = torch.arange(x.shape[1], device=x.device)
         query = rotary_embedding(query, positions, self.rope_theta)
         key = rotary_embedding(key, positions, self.rope_theta)
-        out = flash_attention(query, key, value, is_causal=True, implementation=self.implementation)
-        return self.out_proj(out.flatten(-2))
+        if self.pattern["segment_lengths"] is None:
+            out = flash_attention(query, key, value, is_causal=True, implementation=self.implementation)
+        else:
+            out = dilated_attention(
+                query, key, value, is_causal=True, implementation=self.implementation, **self.pattern
+            )
+        out = out.flatten(-2)
+        return self.out_proj(out if self.out_norm is None else self.out_norm(out))
 
 
 class MLP(torch.nn.Module):
@@ -135,12 +169,12 @@ class Block(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-    """jax_kernels.models.Transformer in PyTorch: the same forward, from the same weights (load_flax_state).
+    """jax_kernels.models.Transformer and LongNet in PyTorch: the same forward, from the same weights (load_flax_state).
 
     A causal decoder: token embedding, blocks with RMSNorm before attention and MLP, a final RMSNorm, a head.
 
     Args:
-      config: a jax_kernels.models.TransformerConfig, or a mapping with its fields.
+      config: a jax_kernels.models.TransformerConfig or LongNetConfig, or a mapping with its fields.
 
     Raises:
       ValueError: a field is missing or unknown, or does not fit the others.
@@ -182,7 +216,7 @@ class Transformer(torch.nn.Module):
 
     @torch.no_grad()
     def load_flax_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Copies the parameters of a jax_kernels.models.Transformer, as its flat_parameters gives them.
+        """Copies the parameters of a jax_kernels.models.Transformer or LongNet, as its flat_parameters gives them.
 
         Raises ValueError where names or shapes are not those of this model; it is unchanged then.
         """
@@ -204,6 +238,8 @@ class Transformer(torch.nn.Module):
 def _flax_name(name: str) -> str:
     if name == "embed.weight":
         return "embed"
+    if name.endswith(".bias"):
+        return name
     return name.removesuffix("weight") + ("scale" if name.endswith("norm.weight") else "kernel")
 
 
@@ -230,6 +266,10 @@ def _shape(config: Any) -> types.SimpleNamespace:
         shape.mlp_dim = math.ceil(shape.model_dim * 8 / 3 / 64) * 64
     if shape.num_heads % shape.num_kv_heads:
         raise ValueError(f"config: num_kv_heads={shape.num_kv_heads} must divide num_heads={shape.num_heads}")
+    if (shape.segment_lengths is None) != (shape.dilation_rates is None):
+        raise ValueError("config: got one of segment_lengths and dilation_rates, want both or neither")
+    if shape.segment_lengths is None and (shape.layer_norm or shape.gamma is not None):
+        raise ValueError("config: got layer_norm or gamma without segment_lengths, want them with dilated attention")
     for name in ("dtype", "param_dtype"):
         if getattr(shape, name) not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"config: got {name}={getattr(shape, name)!r}, want 'float32', 'bfloat16' or 'float16'")

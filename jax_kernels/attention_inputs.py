@@ -8,7 +8,7 @@ class AttentionInputs(NamedTuple):
     """The arrays of a call. Those that a call lacks are None.
 
     query: [B, T, H, D]. key: [B, S, Hkv, D], Hkv dividing H. value: [B, S, Hkv, Dv].
-    mask: bool, [B or 1, H or 1, T or 1, S or 1], True where a query may attend.
+    mask: bool, [B or 1, H or 1, T or 1, S or 1], True where a query may attend, or a masks.Mask.
     bias: added to the scores, [B or 1, H or 1, T or 1, S or 1], in query's dtype or float32; -inf masks out.
     sinks: [B or 1, H] float32, logits that join the softmax's denominator and nothing else.
     q_segment_ids, kv_segment_ids: [B, T] and [B, S] int32; a query attends to keys with its id, if that is >= 0.

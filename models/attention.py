@@ -151,17 +151,8 @@ class MultiHeadAttention(nnx.Module):
           ValueError: x or the cache has the wrong shape, or the cache has no room for T tokens. A traced length
             cannot be checked: under jit, a call past the cache's end returns NaN.
         """
-        if x.ndim != 3 or x.shape[-1] != self.model_dim:
-            raise ValueError(f"x: got shape {x.shape}, want [batch, length, {self.model_dim}]")
-        batch, length = x.shape[:2]
         start = 0 if cache is None else cache.length
-        query = self.q_proj(x).reshape(batch, length, self.num_heads, self.head_dim)
-        key = self.k_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
-        value = self.v_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
-        if self.use_rotary:
-            positions = start + jnp.arange(length)
-            query = rotary_embedding(query, positions, self.rope_theta)
-            key = rotary_embedding(key, positions, self.rope_theta)
+        query, key, value = self._heads(x, start)
         options: dict[str, Any] = {"mask": mask, "is_causal": self.is_causal, "implementation": self.implementation}
         if cache is None:
             return self._project(flash_attention(query, key, value, **options))
@@ -172,11 +163,25 @@ class MultiHeadAttention(nnx.Module):
             cache.key.astype(self.dtype),
             cache.value.astype(self.dtype),
             q_offset=start,
-            kv_lengths=jnp.full((batch,), cache.length),
+            kv_lengths=jnp.full(x.shape[:1], cache.length),
             **options,
         )
         out = jnp.where(cache.length <= cache.max_length, self._project(out), jnp.nan)
         return out, cache
+
+    def _heads(self, x: jax.Array, start: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """query [B, T, num_heads, head_dim], key and value [B, T, num_kv_heads, head_dim], the first at `start`."""
+        if x.ndim != 3 or x.shape[-1] != self.model_dim:
+            raise ValueError(f"x: got shape {x.shape}, want [batch, length, {self.model_dim}]")
+        batch, length = x.shape[:2]
+        query = self.q_proj(x).reshape(batch, length, self.num_heads, self.head_dim)
+        key = self.k_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        value = self.v_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        if self.use_rotary:
+            positions = start + jnp.arange(length)
+            query = rotary_embedding(query, positions, self.rope_theta)
+            key = rotary_embedding(key, positions, self.rope_theta)
+        return query, key, value
 
     def _project(self, out: jax.Array) -> jax.Array:
         return self.out_proj(out.reshape(*out.shape[:2], self.num_heads * self.head_dim))

@@ -34,7 +34,12 @@ class Block(nnx.Module):
             config.model_dim, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )
         self.attention_norm = norm()
-        self.attention = MultiHeadAttention(
+        self.attention = self._attention(config, rngs)
+        self.mlp_norm = norm()
+        self.mlp = MLP(config, rngs=rngs)
+
+    def _attention(self, config: Any, rngs: nnx.Rngs) -> MultiHeadAttention:
+        return MultiHeadAttention(
             config.model_dim,
             config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -45,8 +50,6 @@ class Block(nnx.Module):
             implementation=config.implementation,
             rngs=rngs,
         )
-        self.mlp_norm = norm()
-        self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, cache: KVCache | None = None) -> tuple[jax.Array, KVCache | None]:
         if cache is None:
@@ -86,11 +89,13 @@ class Transformer(nnx.Module):
         kernels LeCun normal.
     """
 
+    block_type = Block
+
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         initialize = nnx.initializers.normal(config.model_dim**-0.5)
         self.embed = nnx.Param(initialize(rngs.params(), (config.vocab_size, config.model_dim), config.param_dtype))
-        self.layers = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List([self.block_type(config, rngs=rngs) for _ in range(config.num_layers)])
         self.final_norm = nnx.RMSNorm(
             config.model_dim, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )

@@ -33,6 +33,14 @@ def demo(
             "--resume", help="Continue from the checkpoint in --out: same parameters, optimizer state and batches."
         ),
     ] = False,
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            help="dense; or dilated: LongNet, whose branches see a quarter of the context, every second byte of half "
+            "of it and every fourth of all.",
+            show_default="dense",
+        ),
+    ] = None,
     implementation: Annotated[
         str | None,
         typer.Option(help="Of the attention: mosaic_gpu, triton, cudnn or xla.", show_default="the fastest here"),
@@ -53,6 +61,7 @@ def demo(
         "batch_size": batch_size,
         "decay_steps": decay_steps,
         "seed": seed,
+        "attention": attention,
         "implementation": implementation,
     }
     try:

@@ -10,8 +10,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jax_kernels.cli.demo_training import Trainer
-from jax_kernels.models import Transformer, flat_parameters
+from jax_kernels.cli.demo_training import Trainer, make_model
+from jax_kernels.models import flat_parameters
 
 __all__ = ["Comparison", "compare"]
 
@@ -70,7 +70,7 @@ def compare(trainer: Trainer, windows: np.ndarray) -> Comparison:
 
 
 def _flax(trainer, config, device, tokens, targets) -> tuple[np.ndarray, np.ndarray]:
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, nnx.Rngs(0))))
     params, tokens, targets = jax.device_put((trainer.params, tokens, targets), device)
 
     @jax.jit

@@ -14,7 +14,7 @@ import jax_kernels
 from jax_kernels.cli import demo_compare, demo_report
 from jax_kernels.cli.demo_data import Corpus, CorpusError, read_corpus, unigram_entropy
 from jax_kernels.cli.demo_training import Checkpoints, Settings, Trainer, bits_per_byte, sample
-from jax_kernels.models import TransformerConfig
+from jax_kernels.models import LongNetConfig, TransformerConfig
 
 __all__ = ["OptionError", "run"]
 
@@ -123,7 +123,7 @@ def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]
     seq_len = pick("seq_len", defaults.seq_len)
     corpus = corpus_of(text, seq_len)
     settings = Settings(
-        model=dataclasses.replace(defaults.model, implementation=given["implementation"]),
+        model=model_of(defaults.model, seq_len, given),
         seq_len=seq_len,
         batch_size=pick("batch_size", defaults.batch_size),
         learning_rate=defaults.learning_rate,
@@ -133,6 +133,19 @@ def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]
         sha256=corpus.sha256,
     )
     return settings, corpus
+
+
+def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> TransformerConfig:
+    """The preset's model with the attention that was asked for."""
+    config = dataclasses.replace(config, implementation=given["implementation"])
+    if given["attention"] in (None, "dense"):
+        return config
+    if given["attention"] != "dilated":
+        raise OptionError("--attention", f"got {given['attention']!r}, want dense or dilated")
+    # Each segment has a quarter of the context's tokens; a very short context has room for rate 1 alone.
+    branches = [(max(1, seq_len * rate // 4), rate) for rate in (1, 2, 4)]
+    lengths, rates = zip(*((length, rate) for length, rate in branches if rate <= length), strict=True)
+    return LongNetConfig(**dataclasses.asdict(config), segment_lengths=lengths, dilation_rates=rates)
 
 
 def resumed(
@@ -145,7 +158,10 @@ def resumed(
         raise OptionError("--steps", f"got {steps}, but the checkpoint is at step {checkpoints.latest} already")
     history = checkpoints.load_run()
     settings = Settings.from_json(history.pop("settings"))
-    saved = dataclasses.asdict(settings) | {"implementation": settings.model.implementation}
+    saved = dataclasses.asdict(settings) | {
+        "implementation": settings.model.implementation,
+        "attention": "dilated" if isinstance(settings.model, LongNetConfig) else "dense",
+    }
     for name, value in given.items():
         if value is not None and value != saved[name]:
             option = "--" + name.replace("_", "-")
@@ -171,10 +187,13 @@ def attention_plan(settings: Settings) -> jax_kernels.Plan:
         (settings.batch_size, settings.seq_len, count, model.head_dim), model.dtype
     )
     query, key = heads(model.num_heads), heads(model.num_kv_heads)
+    op: Any = jax_kernels.flash_attention
+    pattern: dict[str, Any] = {}
+    if isinstance(model, LongNetConfig):
+        op = jax_kernels.dilated_attention
+        pattern = {"segment_lengths": model.segment_lengths, "dilation_rates": model.dilation_rates}
     try:
-        return jax_kernels.explain(
-            jax_kernels.flash_attention, query, key, key, is_causal=True, implementation=model.implementation
-        )
+        return jax_kernels.explain(op, query, key, key, is_causal=True, implementation=model.implementation, **pattern)
     except (ValueError, NotImplementedError) as error:
         raise OptionError("--implementation", str(error)) from error
 

@@ -13,9 +13,9 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from jax_kernels.models import Transformer, TransformerConfig
+from jax_kernels.models import LongNet, LongNetConfig, Transformer, TransformerConfig
 
-__all__ = ["Checkpoints", "Settings", "Trainer", "bits_per_byte", "sample"]
+__all__ = ["Checkpoints", "Settings", "Trainer", "bits_per_byte", "make_model", "sample"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,13 @@ class Settings:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "Settings":
-        return cls(**{**fields, "model": TransformerConfig(**fields["model"])})
+        model = fields["model"]
+        config = LongNetConfig(**model) if "segment_lengths" in model else TransformerConfig(**model)
+        return cls(**{**fields, "model": config})
+
+
+def make_model(config: TransformerConfig, rngs: nnx.Rngs) -> Transformer:
+    return (LongNet if isinstance(config, LongNetConfig) else Transformer)(config, rngs=rngs)
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
@@ -80,7 +86,7 @@ class Trainer:
 
         @nnx.jit
         def create(rngs: nnx.Rngs) -> Transformer:
-            return Transformer(settings.model, rngs=rngs)
+            return make_model(settings.model, rngs)
 
         self.graphdef, params = nnx.split(create(nnx.Rngs(settings.seed)), nnx.Param)
         self.state = {"params": params, "optimizer": jax.jit(self.optimizer.init)(params)}
@@ -166,13 +172,16 @@ class Checkpoints:
 
 
 def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, temperature: float = 0.8) -> bytes:
-    """`length` bytes drawn one by one after the prompt (uint8 [P]), each from the cache of those before it."""
+    """`length` bytes drawn one by one after the prompt (uint8 [P]), each from the cache of those before it.
+
+    Dilated attention has no cache: there, each byte is drawn from the whole sequence run anew.
+    """
     # Decoding asks for other things than training: a start within the sequence, one query.
     config = dataclasses.replace(trainer.settings.model, implementation=None)
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, nnx.Rngs(0))))
 
     @jax.jit
-    def generate(params, prompt, key):
+    def generate_with_cache(params, prompt, key):
         model = nnx.merge(graphdef, params)
 
         def one(carry, key):
@@ -184,5 +193,21 @@ def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, tempera
         start = (start[0][:, -1:], start[1])
         return jax.lax.scan(one, start, jax.random.split(key, length))[1]
 
+    @jax.jit
+    def generate_without_cache(params, prompt, key):
+        model = nnx.merge(graphdef, params)
+
+        def one(tokens, args):
+            index, key = args
+            logits = jax.lax.dynamic_index_in_dim(model(tokens), index, axis=1, keepdims=False)
+            token = jax.random.categorical(key, logits / temperature).astype(jnp.int32)
+            return jax.lax.dynamic_update_index_in_dim(tokens, token[:, None], index + 1, axis=1), token[0]
+
+        # What stands past the last token has no say in it.
+        tokens = jnp.pad(prompt[None], ((0, 0), (0, length)))
+        places = len(prompt) - 1 + jnp.arange(length)
+        return jax.lax.scan(one, tokens, (places, jax.random.split(key, length)))[1]
+
+    generate = generate_without_cache if isinstance(config, LongNetConfig) else generate_with_cache
     tokens = generate(trainer.params, jnp.asarray(prompt, jnp.int32), jax.random.key(seed))
     return np.asarray(tokens).astype(np.uint8).tobytes()

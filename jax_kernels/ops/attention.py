@@ -11,12 +11,13 @@ from jax import lax
 
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.masks import Mask
 from jax_kernels.ops import attention_table as table
 from jax_kernels.ops.attention_checks import check
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.reference.attention import row_terms
 
-__all__ = ["AttentionCall", "attention_backward", "attention_forward", "flash_attention", "prepare"]
+__all__ = ["AttentionCall", "attention_backward", "attention_forward", "flash_attention", "prepare", "vary_alike"]
 
 
 @jax.tree_util.register_static
@@ -37,7 +38,7 @@ def flash_attention(
     value: jax.Array,
     *,
     bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    mask: jax.Array | Mask | None = None,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
@@ -80,7 +81,8 @@ def flash_attention(
         dtype, is summed in float32 over the axes that it is broadcast over, and is computed, by two more
         products, only where it is asked for.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend; a float32 mask of zeros and
-        ones is taken too. It is dense: only "xla" and "cudnn" serve it.
+        ones is taken too. It is dense: only "xla" and "cudnn" serve it. Or a masks.Mask, whose queries stand at
+        q_offset + i, and which "xla" alone serves so far, evaluating it for a chunk of queries at a time.
       is_causal: keep key j for query i where q_offset + i >= j.
       window: (left, right), or an int for both: keep key j for query i where q_offset + i - left <= j and
         j <= q_offset + i + right, as jax.nn's local_window_size and flash-attn's window_size count. -1 or None is
@@ -139,7 +141,7 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
     """Checks a call and plans it: what attention_forward takes."""
     request, inputs = check(implementation=implementation, scale=scale, **arguments)
     plan = _choose(request, implementation)
-    inputs = _vary_alike(inputs)
+    inputs = vary_alike(inputs)
     scale = 1 / math.sqrt(request.head_dim) if scale is None else float(scale)
     if scale <= 0:  # kernels take the maximum before they scale: give them a positive one
         query = inputs.query * jnp.asarray(0 if scale == 0 else -1, inputs.query.dtype)
@@ -157,7 +159,7 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
     return AttentionCall(plan.implementation, plan.config, options, str(inputs.query.dtype), interpret), inputs
 
 
-def _vary_alike(inputs: AttentionInputs) -> AttentionInputs:
+def vary_alike(inputs):
     """Inside shard_map, every array as varying over the mesh axes that any of them varies over.
 
     Its transpose sums the gradient of an array that was the same on all devices.
@@ -253,6 +255,8 @@ def _batched(function, call):
     @wrapped.def_vmap
     def _(size, batched, inputs, *results):
         length = inputs.query.shape[1 if batched[0].query else 0]
+        if isinstance(inputs.mask, Mask) and (any(jax.tree.leaves(batched[0].mask)) or inputs.mask.batch > 1):
+            return _one_by_one(wrapped, batched, (inputs, *results))
 
         def join(x, has_axis):
             if x is None:
@@ -267,6 +271,8 @@ def _batched(function, call):
             inputs = inputs._replace(bias=bias.astype(jnp.float32))
 
         def join_input(name, x, has_axis):
+            if isinstance(x, Mask):
+                return x
             is_shared = x is not None and not has_axis and x.shape[0] == 1 and name in _SHARED
             return x if is_shared and not (name == "bias" and with_gradient) else join(x, has_axis)
 
@@ -278,3 +284,20 @@ def _batched(function, call):
         return outs, jax.tree.map(lambda _: True, outs)
 
     return wrapped
+
+
+def _one_by_one(function, batched, arguments):
+    """A vmap by a loop, for a Mask that tells batch entries apart: its batch is not to be joined with another."""
+    leaves, structure = jax.tree.leaves(arguments), jax.tree.structure(arguments)
+    has_axis = jax.tree.leaves(batched)
+
+    def one(mapped):
+        mapped = iter(mapped)
+        return function(
+            *jax.tree.unflatten(
+                structure, [next(mapped) if has else x for x, has in zip(leaves, has_axis, strict=True)]
+            )
+        )
+
+    outs = lax.map(one, [x for x, has in zip(leaves, has_axis, strict=True) if has])
+    return outs, jax.tree.map(lambda _: True, outs)

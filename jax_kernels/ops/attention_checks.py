@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.masks import Mask
 from jax_kernels.ops.attention_table import AttentionRequest
 
 __all__ = ["check"]
@@ -81,7 +82,8 @@ def check(
         is_causal=is_causal,
         window=window,
         softcap=None if softcap is None else float(softcap),
-        has_mask=mask is not None,
+        has_mask=mask is not None and not isinstance(mask, Mask),
+        has_mask_object=isinstance(mask, Mask),
         bias_shape=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else str(bias.dtype),
         has_sinks=sinks is not None,
@@ -196,11 +198,17 @@ def _broadcastable(name: str, x: Any, shape: tuple[int, int, int, int]) -> tuple
 
 
 def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
-    """A bool mask with four axes, or None."""
+    """A Mask, a bool mask with four axes, or None."""
     if mask is None:
         return None
+    if isinstance(mask, Mask):
+        mask.check_lengths(*shape[2:])
+        if mask.batch not in (1, shape[0]) or mask.heads not in (1, shape[1]):
+            got = f"a Mask of {mask.batch} batch entries and {mask.heads} heads"
+            raise ValueError(f"mask: got {got}, want 1 or {shape[0]} batch entries and 1 or {shape[1]} heads")
+        return mask
     if not isinstance(mask, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        raise TypeError(f"mask: got {type(mask).__name__}, want a bool array")
+        raise TypeError(f"mask: got {type(mask).__name__}, want a bool array or a Mask")
     if mask.dtype not in (jnp.dtype(bool), jnp.dtype(jnp.float32)):
         raise TypeError(f"mask: got dtype {mask.dtype}, want bool (True = attend) or a float32 mask of 0 and 1")
     full = _broadcastable("mask", mask, shape)

@@ -30,6 +30,7 @@ class AttentionRequest(Request):
     window: tuple[int, int] | None
     softcap: float | None
     has_mask: bool
+    has_mask_object: bool
     bias_shape: tuple[int, ...] | None
     bias_dtype: str | None
     has_sinks: bool
@@ -163,6 +164,15 @@ def _bias_by_cudnn(request: AttentionRequest) -> str | None:
     return None
 
 
+def _without_mask_objects(supports):
+    def supports_arrays(request: AttentionRequest) -> str | None:
+        if request.has_mask_object:
+            return "it does not serve Mask objects yet; is_causal, window, segment_ids and kv_lengths are arguments"
+        return supports(request)
+
+    return supports_arrays
+
+
 def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, interpret):
     del config, interpret
     query, key, value, mask, bias, kv_lengths = (
@@ -224,19 +234,21 @@ def _kernel(kernel, direction):
 IMPLEMENTATIONS = {
     "mosaic_gpu": Implementation(
         "mosaic_gpu",
-        _supports_mosaic,
+        _without_mask_objects(_supports_mosaic),
         _config("mosaic_gpu"),
         _kernel(forward_sm90.attention_forward, "forward"),
         _kernel(backward_sm90.attention_backward, "backward"),
     ),
     "triton": Implementation(
         "triton",
-        _supports_triton,
+        _without_mask_objects(_supports_triton),
         _config("triton"),
         _kernel(forward_triton.attention_forward, "forward"),
         _kernel(backward_triton.attention_backward, "backward"),
     ),
-    "cudnn": Implementation("cudnn", _supports_cudnn, lambda request: (None, "heuristic"), _cudnn, None),
+    "cudnn": Implementation(
+        "cudnn", _without_mask_objects(_supports_cudnn), lambda request: (None, "heuristic"), _cudnn, None
+    ),
     "xla": Implementation(
         "xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward
     ),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions, first_position
+from jax_kernels.masks import Mask
 
 # Bytes of float32 scores that one chunk of queries may take.
 CHUNK_BYTES = 1 << 28
@@ -40,7 +41,11 @@ def live(inputs: AttentionInputs, options: AttentionOptions, query_positions):
     if inputs.q_segment_ids is not None:
         q_ids, kv_ids = inputs.q_segment_ids[:, None, :, None], inputs.kv_segment_ids[:, None, None, :]
         keep = keep & (q_ids == kv_ids) & (q_ids >= 0)
-    if inputs.mask is not None:
+    if isinstance(inputs.mask, Mask):
+        offset = first_position(inputs, options)
+        rows = query_positions[0] - jnp.atleast_1d(offset)[0]
+        keep = keep & inputs.mask.rows(rows, inputs.key.shape[1], q_offset=offset)
+    elif inputs.mask is not None:
         keep = keep & inputs.mask
     return keep
 
@@ -110,7 +115,7 @@ def _in_chunks(inputs: AttentionInputs, options: AttentionOptions):
     split = {"positions": _split(positions(inputs, options), chunk)}
     for name, axis in _QUERY_AXES.items():
         x = getattr(inputs, name)
-        if x is not None and (name == "query" or x.shape[axis] > 1):
+        if x is not None and not isinstance(x, Mask) and (name == "query" or x.shape[axis] > 1):
             split[name] = _split(x, chunk, axis)
 
     def inputs_of(arrays):

@@ -257,9 +257,8 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
     def one_query_block(q_index, acc, *, b, h):
         q_start = q_index * block_q
         limits = call.limits(refs, b)
-        # All as partial blocks.
         first, end = (0, call.kv_blocks) if bias_shape[3] == 1 else (own_kv, own_kv + 1)
-        among = tiles.Among(first, end, 0, 0)
+        among = tiles.Among(first, end, 0, 0)  # all as partial blocks
         q_ids = None
         if refs.q_ids is not None:
             meets = tiles.among(refs.ranges, b, q_index)

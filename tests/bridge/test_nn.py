@@ -14,12 +14,14 @@ CONFIGS = {
     "untied, grouped heads": {"num_kv_heads": 2, "tie_embeddings": False},
     "head_dim and theta of its own": {"num_kv_heads": 1, "head_dim": 10, "rope_theta": 500.0, "mlp_dim": 80},
     "remat": {"remat": True, "norm_eps": 1e-3},
+    "dilated": {"segment_lengths": (32,), "dilation_rates": (2,), "layer_norm": True, "gamma": 1.5},
 }
 
 
 def both(**fields):
-    config = models.TransformerConfig(**SHAPE, **fields)
-    flax = models.Transformer(config, rngs=nnx.Rngs(3))
+    is_dilated = "segment_lengths" in fields
+    config = (models.LongNetConfig if is_dilated else models.TransformerConfig)(**SHAPE, **fields)
+    flax = (models.LongNet if is_dilated else models.Transformer)(config, rngs=nnx.Rngs(3))
     module = bridge.nn.Transformer(config)
     module.load_flax_state(models.flat_parameters(flax))
     return flax, module

@@ -127,6 +127,24 @@ def test_resuming_equals_never_having_stopped(invoke, text, tmp_path):
 
 
 @pytest.mark.timeout(300)
+def test_dilated_attention(invoke, text, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_run, "LEARNED", 1.0)
+    out = tmp_path / "out"
+    result = invoke("--text", text, "--out", out, "--attention", "dilated", "--steps", 30)
+    assert result.exit_code == 0, result.output
+    record = record_of(out)
+    assert record["config"]["model"]["segment_lengths"] == [12, 24, 48]
+    assert record["config"]["model"]["dilation_rates"] == [1, 2, 4]
+    assert "segments of 24 at rate 2: xla" in record["attention_plan"]["text"]
+    assert len(record["sample"]) == SEQ_LEN - SEQ_LEN // 4
+    for name in ("logits", "input_gradients"):
+        assert 0 <= record["torch"][name]["difference"] <= 1e-4 * record["torch"][name]["largest"]
+    result = invoke("--out", out, "--resume", "--attention", "dense")
+    assert result.exit_code == 2
+    assert "--attention: got dense, but the checkpoint was trained with dilated" in result.output
+
+
+@pytest.mark.timeout(300)
 def test_a_model_that_did_not_learn_fails(invoke, text, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_compare, "HAS_TORCH", False)
     result = invoke("--text", text, "--out", tmp_path / "out", "--steps", 1)
@@ -167,6 +185,7 @@ def test_wrong_options_are_named(invoke, text, tmp_path):
         (("--text", binary), "--text: .*binary is not text: it has NUL bytes"),
         (("--text", text, "--implementation", "fast"), "--implementation: implementation='fast' is not known"),
         (("--text", text, "--implementation", "cudnn"), "--implementation: .*cannot serve .* needs an NVIDIA GPU"),
+        (("--text", text, "--attention", "sparse"), "--attention: got 'sparse', want dense or dilated"),
         (("--resume",), "--resume: there is no checkpoint in "),
         (("--steps", 0), "'--steps'"),
         (("--out", text), "--out: .* is not a folder"),

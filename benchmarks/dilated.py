@@ -1,0 +1,205 @@
+"""Dilated attention side by side, alternating, by device time: ours, by gathers and scatters, and dense attention.
+
+    PYTHONPATH=. python benchmarks/dilated.py --shapes 1,32768,16,128 --mode fwd,fwdbwd
+    PYTHONPATH=. python benchmarks/dilated.py --segments 2048,8192,32768 --rates 1,4,16 --output results/dilated.json
+
+"gather" is the usual form, in one jit: for each branch the tokens of each head are gathered by index, attended to by
+this library's kernel, scattered into zeros of the full size, and the branches are merged by their lse. "dense" is this
+library's attention over the whole sequence. Ours is held against "gather" before it is timed.
+"""
+
+import argparse
+import functools
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import report
+from attention import choose_timer, close, prepare_process, say
+from cases import DTYPES, MODES, TOLERANCE, Case, input_sets, parse_shape
+from contenders import from_function
+from timing import METHODS, Contender, alternate, first_line, speed_ratio, spread, wait
+
+import jax_kernels
+from jax_kernels import dilated_attention, flash_attention
+
+CONTENDERS = ("ours", "gather", "dense")
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="1,32768,16,128", help="batch,seq,heads,head_dim[,kv_heads], split by ';'")
+    parser.add_argument("--segments", default="2048,4096,8192,16384", help="segment_lengths")
+    parser.add_argument("--rates", default="1,2,4,8", help="dilation_rates")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument("--full", action="store_true", help="without is_causal")
+    parser.add_argument("--mode", default="fwd,fwdbwd", help=f"comma list of {', '.join(MODES)}")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="comma list")
+    parser.add_argument("--implementation", help="of all: mosaic_gpu, triton or xla; default the fastest")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.2, help="queued work of one turn")
+    parser.add_argument("--budget", type=float, default=540, help="seconds after which no more work begins")
+    parser.add_argument("--timer", choices=tuple(METHODS), help="default cupti")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
+    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
+    args = parser.parse_args(argv)
+    try:
+        args.shapes = [parse_shape(text) for text in args.shapes.split(";") if text.strip()]
+        args.segments, args.rates = (tuple(int(x) for x in text.split(",")) for text in (args.segments, args.rates))
+        if len(args.segments) != len(args.rates) or min(*args.segments, *args.rates) < 1:
+            raise ValueError(f"segments, rates: got {args.segments} and {args.rates}, want a positive one for each")
+        for name, known in (("mode", MODES), ("contenders", CONTENDERS)):
+            names = [word.strip() for word in getattr(args, name).split(",")]
+            if not set(names) <= set(known):
+                raise ValueError(f"{name}: got {names}, want some of {', '.join(known)}")
+            setattr(args, name, names)
+        args.cases = [Case(*s, args.dtype, not args.full, mode) for s in args.shapes for mode in args.mode]
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def gathered(query, key, value, *, segment_lengths, dilation_rates, is_causal, implementation):
+    """LongNet's attention by index: as it is written where nothing is known of views."""
+    batch, length, heads, _ = query.shape
+    key, value = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value))
+    outs, lses = [], []
+    for size, rate in zip(segment_lengths, dilation_rates, strict=True):
+        size = min(size, length)
+        if length % size or size % rate:
+            raise NotImplementedError(f"its segments must divide {length}, and its rates its segments")
+        places = np.arange(0, length, rate).reshape(-1, size // rate)[:, :, None] + np.arange(heads) // -(
+            -heads // rate
+        )
+        columns = np.broadcast_to(np.arange(heads), places.shape)
+        pick = lambda x, places=places, columns=columns: x[:, places, columns].reshape(
+            -1, *places.shape[1:], x.shape[3]
+        )
+        out, lse = flash_attention(
+            pick(query), pick(key), pick(value), is_causal=is_causal, return_lse=True, implementation=implementation
+        )
+        out = out.reshape(batch, *places.shape, -1).astype(jnp.float32)
+        lse = lse.swapaxes(1, 2).reshape(batch, *places.shape)
+        outs.append(jnp.zeros((batch, length, heads, out.shape[-1])).at[:, places, columns].set(out))
+        lses.append(jnp.full((batch, length, heads), -jnp.inf).at[:, places, columns].set(lse))
+    weights = jax.nn.softmax(jnp.stack(lses), axis=0)
+    return sum(w[..., None] * out for w, out in zip(weights, outs, strict=True)).astype(query.dtype)
+
+
+def flops(case: Case, args: argparse.Namespace) -> float:
+    """Of the branches, counted as cases.Case counts those of dense attention."""
+    share = 0.0
+    for size, rate in zip(args.segments, args.rates, strict=True):
+        size = min(size, case.seq)
+        share += case.seq / size * (size / rate) ** 2 / case.seq**2
+    return case.flops * share
+
+
+def function_of(name: str, case: Case, args: argparse.Namespace) -> Callable[..., jax.Array]:
+    common = {"is_causal": case.causal, "implementation": args.implementation}
+    pattern = {"segment_lengths": args.segments, "dilation_rates": args.rates}
+    if name == "dense":
+        return functools.partial(flash_attention, **common)
+    return functools.partial(dilated_attention if name == "ours" else gathered, **common, **pattern)
+
+
+def plan_of(name: str, case: Case, args: argparse.Namespace, inputs: Any) -> str:
+    if name == "gather":
+        return "gather, attention and scatter for each branch"
+    function = function_of(name, case, args)
+    return str(jax_kernels.explain(function.func, *inputs.qkv, **function.keywords))  # type: ignore[attr-defined]
+
+
+def relative_error(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> float:
+    norm = lambda x: float(jnp.linalg.norm(x.astype(jnp.float32).ravel()))
+    return max(norm(g.astype(jnp.float32) - w.astype(jnp.float32)) / norm(w) for g, w in zip(got, want, strict=True))
+
+
+def build(case: Case, args: argparse.Namespace) -> list[Contender]:
+    """The contenders of a case, compiled; ours has been checked against "gather" where that one runs."""
+    sets = input_sets(case)
+    contenders, right = [], None
+    for name in sorted(args.contenders, key=lambda name: name == "ours"):
+        contender = Contender(name, "jax")
+        try:
+            built = from_function(function_of(name, case, args), case, sets, plan_of(name, case, args, sets[0]))
+            outputs = built.call(0)
+            wait(outputs, "jax")
+            contender.call, contender.plan = built.call, built.plan
+            if name == "gather":
+                right = outputs
+            elif name == "ours" and right is not None:
+                contender.error = relative_error(outputs, right)
+                if not contender.error <= TOLERANCE:
+                    contender.give_up("wrong", f"differs from gather by {contender.error:.2g}, want {TOLERANCE}")
+        except NotImplementedError as error:
+            contender.give_up("unavailable", first_line(error))
+        except Exception as error:
+            contender.give_up("failed", first_line(error))
+        say(f"  {name}: {contender.status} {contender.reason or contender.plan}")
+        contenders.append(contender)
+    return contenders
+
+
+def rows_of(case: Case, args: argparse.Namespace, contenders: Sequence[Contender]) -> list[dict[str, Any]]:
+    times = {c.name: c.times for c in contenders if c.times}
+    rows = []
+    for contender in contenders:
+        row = {
+            "contender": contender.name,
+            "case": case.label,
+            "segments": args.segments,
+            "rates": args.rates,
+            "status": contender.status,
+            "reason": contender.reason,
+            "plan": contender.plan,
+            "error": contender.error,
+        }
+        if contender.times:
+            median = spread(contender.times)["median"]
+            work = case.flops if contender.name == "dense" else flops(case, args)
+            row |= {
+                "times_ms": contender.times,
+                "median_ms": median,
+                "tflops": work / median / 1e9,
+                "ours_is_faster_by": speed_ratio(times["ours"], contender.times) if "ours" in times else None,
+                "kernels_ms": contender.reading.kernels if contender.reading else {},
+            }
+            say(f"  {contender.name}: {median:.4f} ms, {row['tflops']:.0f} TFLOP/s, ours x {row['ours_is_faster_by']}")
+        rows.append(row)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    prepare_process()
+    deadline = time.monotonic() + args.budget
+    name, timer = choose_timer(args.timer or "cupti", ["jax"])
+    results: dict[str, Any] = {
+        "schema": report.SCHEMA,
+        "environment": report.environment(args.commit),
+        "timer": name,
+        "method": METHODS[name]["jax"],
+        "rows": [],
+    }
+    for case in args.cases:
+        if time.monotonic() > deadline:
+            say(f"{case.label}: skipped, the time budget is spent")
+            continue
+        say(case.label)
+        contenders = build(case, args)
+        alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
+        results["rows"] += rows_of(case, args, contenders)
+        if args.output is not None:
+            report.write_json(args.output, results)
+    close(timer)
+    return 0 if all(row["status"] == "ok" for row in results["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

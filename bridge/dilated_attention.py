@@ -1,0 +1,269 @@
+"""dilated_attention on PyTorch tensors, and multi-head attention made of it."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+from torch.nn import functional
+
+from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge.attention_checks import check_inputs
+from jax_kernels.bridge.function import from_jax
+from jax_kernels.device import DeviceInfo, device_info
+from jax_kernels.dispatch import explain
+from jax_kernels.ops import dilated_attention as ops
+
+__all__ = ["MultiheadDilatedAttention", "dilated_attention"]
+
+_attend = from_jax(ops.dilated_attention)
+
+
+def dilated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = False,
+    heads: str = "all",
+    combine: str = "lse",
+    layout: str = "overlap",
+    order: str | None = None,
+    stop_gradient_weights: bool = False,
+    return_lse: bool = False,
+    segment_ids: torch.Tensor | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """jax_kernels.dilated_attention on PyTorch tensors, with gradients of query, key and value, also through lse.
+
+    It runs, and may be compiled, differentiated and captured, as bridge.from_jax says. Under autocast query, key and
+    value are cast to the autocast dtype.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
+      key: [B, T, Hkv, D]; value: [B, T, Hkv, Dv]; in query's dtype and on its device.
+      segment_ids: int32 [B, T].
+      deterministic: None follows torch.use_deterministic_algorithms, and where that is off, XLA's flag.
+      The others are those of jax_kernels.dilated_attention.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    Raises:
+      TypeError: an argument is not a tensor, or has a type or a dtype that is not taken.
+      ValueError: shapes do not fit together, a value is out of range, or tensors are on several devices.
+      NotImplementedError: a named implementation cannot serve this call, and why.
+    """
+    if isinstance(segment_ids, tuple | list):
+        raise TypeError("segment_ids: got a pair, want one int32 tensor [B, T]: queries and keys are the same tokens")
+    check_inputs(query, key, value, None, None, None, (segment_ids,), None, 0)
+    if deterministic is None and torch.are_deterministic_algorithms_enabled():
+        deterministic = True
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    return _attend(
+        query,
+        key,
+        value,
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        is_causal=is_causal,
+        heads=heads,
+        combine=combine,
+        layout=layout,
+        order=order,
+        stop_gradient_weights=stop_gradient_weights,
+        return_lse=return_lse,
+        segment_ids=segment_ids,
+        scale=scale,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+    )
+
+
+class MultiheadDilatedAttention(torch.nn.Module):
+    """Multi-head attention, batch first, whose attention is dilated_attention; MAGNETO's LayerNorm and initialisation.
+
+    state_dict() has the names and shapes of dilated-attention-pytorch: q_proj, k_proj, v_proj and out_proj with
+    weight [embed_dim, embed_dim] and, with bias, bias [embed_dim]; with layer_norm also norm.weight and norm.bias.
+    Its attention differs from that package's in one point: outputs are not divided by their own sum over the
+    segment, which is no mean and shows every token the later ones.
+
+    Args:
+      embed_dim: width of input and output; num_heads divides it, into heads of at most 256.
+      segment_lengths, dilation_rates: of each branch.
+      dropout: the probability with which elements of the output are zeroed in training; attention weights, which
+        are never stored, are not dropped.
+      bias: whether the projections have one.
+      layer_norm: a LayerNorm before out_proj; layer_norm_eps: its epsilon.
+      gamma_init: the projections are Xavier normal, those of v_proj and out_proj times this.
+      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None: the fastest here.
+      dtype, device: of the parameters, as in any PyTorch module.
+      benchmark_backends: with attention_backend None, time forward and backward of each implementation that can
+        serve, once, now, at `batch` 1 over the longest segment (at most 8192 tokens), and keep the fastest.
+      heads, combine, layout, order: as in dilated_attention.
+
+    Attributes:
+      attention_backend: the implementation that runs. gpu_info: the DeviceInfo of the module's device. dtype: of the
+      parameters. backend_times: milliseconds by implementation; empty without benchmark_backends.
+
+    Raises:
+      TypeError, ValueError: an argument is out of range, naming it.
+      NotImplementedError: attention_backend cannot serve here, and why.
+
+    Source: Ding et al., "LongNet" (2023), arXiv:2307.02486; Wang et al., "Foundation Transformers" (2022),
+    arXiv:2210.06423.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        bias: bool = True,
+        layer_norm: bool = True,
+        layer_norm_eps: float = 1e-5,
+        gamma_init: float = 1.0,
+        attention_backend: str | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        *,
+        benchmark_backends: bool = False,
+        heads: str = "groups",
+        combine: str = "mean",
+        layout: str = "overlap",
+        order: str | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(f"embed_dim: got {embed_dim} with num_heads={num_heads}, want a multiple of num_heads")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout: got {dropout}, want a probability, from 0 to below 1")
+        if not gamma_init > 0:
+            raise ValueError(f"gamma_init: got {gamma_init}, want a number above 0")
+        if benchmark_backends and attention_backend is not None:
+            raise ValueError(
+                f"benchmark_backends: got True with attention_backend={attention_backend!r}, want one of the two"
+            )
+        branches = ops.check_pattern(segment_lengths, dilation_rates, heads, combine, layout, order)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.dropout = dropout
+        self.gamma_init = gamma_init
+        self.pattern: dict[str, Any] = {
+            "segment_lengths": tuple(length for length, _ in branches),
+            "dilation_rates": tuple(rate for _, rate in branches),
+            "heads": heads,
+            "combine": combine,
+            "layout": layout,
+            "order": order,
+        }
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        linear: Callable[[], torch.nn.Linear] = lambda: torch.nn.Linear(embed_dim, embed_dim, bias=bias, **place)
+        self.q_proj, self.k_proj, self.v_proj = linear(), linear(), linear()
+        self.norm = torch.nn.LayerNorm(embed_dim, eps=layer_norm_eps, **place) if layer_norm else None
+        self.out_proj = linear()
+        self.reset_parameters()
+
+        self._implementation = attention_backend
+        self.backend_times: dict[str, float] = {}
+        if benchmark_backends:
+            self.backend_times = self._time_backends()
+            self._implementation = min(self.backend_times, key=lambda name: self.backend_times[name])
+        self.attention_backend = self._plan(self._implementation).implementation
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q_proj.weight.dtype
+
+    @property
+    def gpu_info(self) -> DeviceInfo:
+        return device_info(dlpack.jax_device(self.q_proj.weight.device))
+
+    def reset_parameters(self) -> None:
+        for projection, gain in (
+            (self.q_proj, 1.0),
+            (self.k_proj, 1.0),
+            (self.v_proj, self.gamma_init),
+            (self.out_proj, self.gamma_init),
+        ):
+            torch.nn.init.xavier_normal_(projection.weight, gain=gain)
+            if projection.bias is not None:
+                torch.nn.init.zeros_(projection.bias)
+        if self.norm is not None:
+            self.norm.reset_parameters()
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        segment_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """(output [B, T, embed_dim], None) of query, key and value [B, T, embed_dim]; key and value default to query.
+
+        is_causal: a token attends to itself and to earlier ones only. segment_ids: int32 [B, T]: packed sequences.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.ndim != 3 or x.shape[-1] != self.embed_dim:
+                raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, length, {self.embed_dim}]")
+        split = lambda x: x.unflatten(-1, (self.num_heads, -1))
+        query, key, value = split(self.q_proj(query)), split(self.k_proj(key)), split(self.v_proj(value))
+        out = dilated_attention(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            segment_ids=segment_ids,
+            implementation=self._implementation,
+            **self.pattern,
+        ).flatten(-2)
+        if self.norm is not None:
+            out = self.norm(out)
+        return functional.dropout(self.out_proj(out), self.dropout, self.training), None
+
+    def _shape(self) -> tuple[int, int, int, int]:
+        """Of a typical query: that of one sequence over the longest segment."""
+        length = min(max(self.pattern["segment_lengths"]), 8192)
+        return 1, length, self.num_heads, self.embed_dim // self.num_heads
+
+    def _plan(self, implementation: str | None) -> Any:
+        x = jax.ShapeDtypeStruct(self._shape(), dlpack.jax_dtype(self.dtype))
+        with library.planning_for(self.q_proj.weight.device):
+            return explain(ops.dilated_attention, x, x, x, implementation=implementation, **self.pattern)
+
+    def _time_backends(self) -> dict[str, float]:
+        device = self.q_proj.weight.device
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        query, key, value, dout = torch.randn(4, *self._shape(), dtype=self.dtype, device=device)
+        times = {}
+        for name in ("mosaic_gpu", "triton", "xla"):
+            try:
+                self._plan(name)
+            except NotImplementedError:
+                continue
+            inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+            elapsed = []
+            for _ in range(4):  # the first compiles
+                wait()
+                start = time.perf_counter()
+                out = dilated_attention(*inputs, implementation=name, **self.pattern)
+                torch.autograd.grad(out, inputs, dout)
+                wait()
+                elapsed.append(1e3 * (time.perf_counter() - start))
+            times[name] = min(elapsed[1:])
+        return times

@@ -1,0 +1,75 @@
+"""The order in which a Hilbert curve visits a sequence that is laid out on a square grid."""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+__all__ = ["hilbert_order", "invert_order"]
+
+
+@functools.lru_cache(maxsize=32)
+def hilbert_order(n: int) -> np.ndarray:
+    """The first n tokens, as a Hilbert curve visits them.
+
+    Token t stands in row t // side and column t % side of the smallest square grid whose side is a power of two and
+    that holds n tokens. The curve steps from each cell to one beside it, and cells past the last token are left
+    out, so that `x[hilbert_order(n)]` has tokens near each other that are near on the grid. Cached.
+
+    Args:
+      n: how many tokens.
+
+    Returns:
+      int32 [n], read-only: the token that is visited j-th, for each j.
+
+    Raises:
+      TypeError, ValueError: n is not an int, or below 0.
+
+    Source: Hilbert, "Über die stetige Abbildung einer Linie auf ein Flächenstück" (1891).
+    """
+    if isinstance(n, bool) or not isinstance(n, int | np.integer):
+        raise TypeError(f"n: got {type(n).__name__}, want an int")
+    if n < 0:
+        raise ValueError(f"n: got {n}, want at least 0")
+    bits = (int(max(n - 1, 0)).bit_length() + 1) // 2
+    side = 1 << bits
+    rest = np.arange(side * side, dtype=np.int64)
+    row, column = np.zeros_like(rest), np.zeros_like(rest)
+    for bit in range(bits):
+        # The quadrant at this scale, and the turn that joins its curve to those of the others.
+        right = (rest >> 1) & 1
+        lower = (rest ^ right) & 1
+        turned, flipped = lower == 0, (lower == 0) & (right == 1)
+        last = (1 << bit) - 1
+        row, column = np.where(flipped, last - row, row), np.where(flipped, last - column, column)
+        row, column = np.where(turned, column, row), np.where(turned, row, column)
+        row, column = row + (lower << bit), column + (right << bit)
+        rest >>= 2
+    order = row * side + column
+    order = order[order < n].astype(np.int32)
+    order.flags.writeable = False
+    return order
+
+
+def invert_order(order: Any) -> np.ndarray:
+    """The order that undoes `order`: x[order][invert_order(order)] is x.
+
+    Args:
+      order: integers [n], a permutation of 0 to n - 1.
+
+    Returns:
+      int32 [n].
+
+    Raises:
+      ValueError: order is not a permutation.
+    """
+    order = np.asarray(order)
+    if order.ndim != 1 or not np.issubdtype(order.dtype, np.integer):
+        raise ValueError(f"order: got {order.dtype} of shape {order.shape}, want integers [n]")
+    inverse = np.full(order.size, -1, np.int32)
+    if order.size and (order.min() < 0 or order.max() >= order.size):
+        raise ValueError(f"order: got values from {order.min()} to {order.max()}, want a permutation of {order.size}")
+    inverse[order] = np.arange(order.size, dtype=np.int32)
+    if (inverse < 0).any():
+        raise ValueError(f"order: got a value twice, want a permutation of {order.size}")
+    return inverse

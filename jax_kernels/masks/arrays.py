@@ -1,0 +1,340 @@
+"""Masks that hold arrays of the call, and masks of a function."""
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels.masks import checks
+from jax_kernels.masks.lists import block_sums
+from jax_kernels.masks.literals import Grid, Literal, touched
+from jax_kernels.masks.mask import Mask, node, static
+
+
+def segments(q_ids: jax.Array, kv_ids: jax.Array | None = None) -> Mask:
+    """Packed sequences: a query attends to the keys that have its id; an id below 0 attends to nothing.
+
+    q_ids: int32 [T] or [B or 1, T]. kv_ids: int32 [S] or [B or 1, S]; None is q_ids. Row i of q_ids is query i, at
+    whatever position it stands. Ids may come in any order; blocks are told exactly dead, partial and full where the
+    keys of each id stand in one run.
+    """
+    q_ids, kv_ids = (_ids(name, x) for name, x in (("q_ids", q_ids), ("kv_ids", q_ids if kv_ids is None else kv_ids)))
+    checks.joint("q_ids, kv_ids", [q_ids.shape[0], kv_ids.shape[0]], "batch entries")
+    return Segments(q_ids, kv_ids)
+
+
+def _ids(name: str, x: Any) -> jax.Array:
+    want = "an int32 array [length] or [batch, length]"
+    x = checks.int32(name, x, want)
+    if x.ndim not in (1, 2) or 0 in x.shape:
+        raise ValueError(f"{name}: got shape {x.shape}, want {want}")
+    return jnp.atleast_2d(x)
+
+
+def block_sparse(blocks: jax.Array, block_size: int | tuple[int, int]) -> Mask:
+    """Cells of block_size queries by block_size keys, each kept or not.
+
+    blocks: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns] (or float32 zeros and
+    ones), rows = ceil(T / block_size) and columns = ceil(S / block_size) of the call. block_size: an int, or
+    (queries, keys). Row 0 starts at query 0, at whatever position it stands.
+    """
+    blocks = checks.four_axes("blocks", checks.boolean("blocks", blocks), "[batch, heads, rows, columns]")
+    if 0 in blocks.shape:
+        raise ValueError(f"blocks: got shape {blocks.shape}, want no axis of length 0")
+    return BlockSparse(blocks, *checks.block_pair("block_size", block_size))
+
+
+def dense(array: jax.Array) -> Mask:
+    """A mask pair by pair. array: bool, [T or 1, S or 1], [H or 1, ...] or [B or 1, H or 1, T or 1, S or 1].
+
+    A float32 array of zeros and ones, as Flax makes it, is taken too. Row i is query i, at whatever position it stands.
+    """
+    array = checks.four_axes("array", checks.boolean("array", array), "[batch, heads, queries, keys]")
+    if 0 in array.shape:
+        raise ValueError(f"array: got shape {array.shape}, want no axis of length 0")
+    return Dense(array)
+
+
+def from_function(
+    function: Callable[..., Any], *arrays: jax.Array, batch: int | None = None, heads: int | None = None
+) -> Mask:
+    """Any elementwise predicate function(b, h, q, k, *arrays) -> bool, in traceable jnp code.
+
+    b, h, k: int32 indices of the batch entry, the query head and the key; q: int32, the query's position, q_offset + i.
+    They broadcast with each other, and the result has their joint shape, or one that broadcasts to it: the function
+    compares, selects and looks up (`ids[b, q] == ids[b, k]`), but does not reduce, sort or reshape.
+    arrays: what it looks things up in, leaves of the mask. What it captures instead must not be traced.
+    batch, heads: how many batch entries and heads the function tells apart; None if it does not look at b, or at h.
+
+    A mask of another function object is another mask to jit: define the function once, not anew for each call.
+    """
+    if not callable(function):
+        raise TypeError(f"function: got {type(function).__name__}, want a function (b, h, q, k) -> bool")
+    sizes = [None if x is None else checks.integer(name, x, 1) for name, x in (("batch", batch), ("heads", heads))]
+    leaves = tuple(checks.array("arrays", x, "jax.Arrays") for x in arrays)
+    _check_elementwise(function, leaves, *sizes)
+    return Function(leaves, function, *(size or 1 for size in sizes))
+
+
+_WANT = "want an elementwise predicate of b, h, q and k in jnp code: bool, in their joint shape"
+
+
+def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | None, heads: int | None) -> None:
+    """On a few small indices: the function of arrays against that of numbers."""
+    sizes = (min(batch or 1, 2), min(heads or 1, 2), 3, 4)
+    axes = np.ix_(*(np.arange(size, dtype=np.int32) for size in sizes))
+    known = not any(isinstance(x, jax.core.Tracer) for x in arrays)
+    shape = jax.ShapeDtypeStruct((), jnp.int32)
+    try:
+        program, whole = jax.make_jaxpr(function, return_shape=True)(*axes, *arrays)
+        one = jax.eval_shape(function, *[shape] * 4, *arrays)
+    except Exception as error:
+        raise TypeError(f"function: raised {type(error).__name__} when traced, {_WANT}") from error
+    for result, want in ((whole, sizes), (one, ())):
+        if not isinstance(result, jax.ShapeDtypeStruct):
+            raise TypeError(f"function: got a {type(result).__name__} from it, {_WANT}")
+        if result.dtype != bool:
+            raise TypeError(f"function: got dtype {result.dtype} from it, {_WANT}")
+        if result.shape != want and not _broadcasts(result.shape, want):
+            raise ValueError(f"function: got shape {result.shape} from it for indices of shape {want}, {_WANT}")
+    read = {id(x) for equation in program.eqns for x in equation.invars} | set(map(id, program.jaxpr.outvars))
+    for index, name, size in ((0, "batch", batch), (1, "heads", heads)):
+        if size is None and id(program.jaxpr.invars[index]) in read:
+            raise ValueError(
+                f"{name}: got None with a function that looks at {'bh'[index]}, want how many it tells apart"
+            )
+    if not known:
+        return
+    with jax.ensure_compile_time_eval():
+        flat = [jnp.asarray(np.broadcast_to(x, sizes).ravel()) for x in axes]
+        together = function(*map(jnp.asarray, axes), *arrays)
+        each = jax.vmap(lambda b, h, q, k: function(b, h, q, k, *arrays))(*flat)
+        if any(isinstance(x, jax.core.Tracer) for x in (together, each)):
+            return
+        if not np.array_equal(np.broadcast_to(together, sizes).ravel(), each):
+            raise ValueError(f"function: got other values from it for arrays than for each of their numbers, {_WANT}")
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(x in (1, y) for x, y in zip(shape[::-1], to[::-1], strict=False))
+
+
+def _within(index: Any, size: int) -> Any:
+    """An index into an axis that may be broadcast."""
+    return 0 if size == 1 else index
+
+
+@node
+class Segments(Mask):
+    q_ids: Any
+    kv_ids: Any
+
+    @property
+    def batch(self) -> int:
+        return max(self.q_ids.shape[0], self.kv_ids.shape[0])
+
+    def check_lengths(self, q_length, kv_length):
+        for name, x, length in (("q_ids", self.q_ids, q_length), ("kv_ids", self.kv_ids, kv_length)):
+            if x.ndim != 2 or x.shape[1] != length:
+                raise ValueError(f"segments: got {name} of shape {x.shape}, want [batch, {length}] for this call")
+
+    def terms(self, negated):
+        if not negated:
+            return ((Literal(interval=lambda grid: grid.once(self._runs)[:2]),),)
+
+        def before(grid):
+            start, _, is_run = grid.once(self._runs)
+            return 0, jnp.where(is_run, start, grid.kv_length)
+
+        def after(grid):
+            _, end, is_run = grid.once(self._runs)
+            return jnp.where(is_run, end, 0), grid.kv_length
+
+        return ((Literal(interval=before),), (Literal(interval=after),))
+
+    def _runs(self, grid: Grid):
+        """(start, end, whether all keys between have the id), [B or 1, T]: the keys that have each query's id."""
+        q_ids, kv_ids = (jnp.broadcast_to(x, (self.batch, x.shape[1])) for x in (self.q_ids, self.kv_ids))
+
+        def runs(q_ids, kv_ids):
+            order = jnp.argsort(kv_ids, stable=True).astype(jnp.int32)
+            ids = kv_ids[order]
+            first, after = (jnp.searchsorted(ids, q_ids, side=side).astype(jnp.int32) for side in ("left", "right"))
+            some = (first < after) & (q_ids >= 0)
+            start = jnp.where(some, order[jnp.minimum(first, grid.kv_length - 1)], 0)
+            end = jnp.where(some, order[jnp.maximum(after - 1, 0)] + 1, 0)
+            return start, end, ~some | (end - start == after - first)
+
+        return jax.vmap(runs)(q_ids, kv_ids)
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        q_ids = self.q_ids[_within(b, self.q_ids.shape[0]), q_index]
+        kv_ids = self.kv_ids[_within(b, self.kv_ids.shape[0]), k_index]
+        return (q_ids == kv_ids) & (q_ids >= 0)
+
+    def __repr__(self) -> str:
+        return f"segments({checks.array_text(self.q_ids)}, {checks.array_text(self.kv_ids)})"
+
+
+class _Array(Mask):
+    """A mask of one array with leading axes of batch and heads."""
+
+    @property
+    def _array(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def batch(self) -> int:
+        return self._array.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self._array.shape[1]
+
+
+@node
+class BlockSparse(_Array):
+    """most_blocks: no row has more live cells, if that is known."""
+
+    blocks: Any
+    block_q: int = static()
+    block_kv: int = static()
+    most_blocks: int | None = static(default=None)
+
+    @property
+    def _array(self):
+        return self.blocks
+
+    def check_lengths(self, q_length, kv_length):
+        want = (-(-q_length // self.block_q), -(-kv_length // self.block_kv))
+        if self.blocks.ndim != 4 or self.blocks.shape[2:] != want:
+            raise ValueError(
+                f"block_sparse: got blocks of shape {self.blocks.shape} for {q_length} queries and {kv_length} keys, "
+                f"want [batch, heads, {want[0]}, {want[1]}] at block_size {(self.block_q, self.block_kv)}"
+            )
+
+    def terms(self, negated):
+        if negated:
+            return ((Literal(cells=lambda grid: operator.lt(*grid.once(self._counts))),),)
+        return ((Literal(cells=lambda grid: grid.once(self._counts)[0] > 0, cell_width=self._width),),)
+
+    def _counts(self, grid: Grid):
+        """(live cells, all cells) that each block of the grid lies in, from a table of sums over rectangles."""
+        sums = jnp.cumsum(jnp.cumsum(self.blocks, axis=2, dtype=jnp.int32), axis=3, dtype=jnp.int32)
+        sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0), (1, 0)))
+        (top, bottom), (left, right) = (
+            (first // size, last // size + 1)
+            for (first, last), size in ((grid.edges(0), self.block_q), (grid.edges(1), self.block_kv))
+        )
+        at = lambda rows, columns: sums[:, :, rows[:, None], columns]
+        count = at(bottom, right) - at(top, right) - at(bottom, left) + at(top, left)
+        return count, (bottom - top)[:, None] * (right - left)
+
+    def _width(self, grid: Grid, by: str) -> int:
+        if self.most_blocks is None or by == "key":
+            return grid.columns if by == "query" else grid.rows
+        # Cells that a block of queries lies in, and blocks of keys that a cell lies in.
+        cells = touched(grid.block_q, self.block_q, math.gcd(grid.block_q, self.block_q), 0)
+        blocks = touched(self.block_kv, grid.block_kv, math.gcd(grid.block_kv, self.block_kv), 0)
+        return self.most_blocks * cells * blocks
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        b, h = _within(b, self.batch), _within(h, self.heads)
+        return self.blocks[b, h, q_index // self.block_q, k_index // self.block_kv]
+
+    def rows(self, q_index, kv_length, *, q_offset=0):
+        _, offset = checks.offset(q_offset)
+        cells = jnp.repeat(self.blocks[:, :, q_index // self.block_q], self.block_kv, axis=3)[..., :kv_length]
+        return _with_batch(cells, offset)
+
+    def __repr__(self) -> str:
+        size = self.block_q if self.block_q == self.block_kv else (self.block_q, self.block_kv)
+        return f"block_sparse({checks.array_text(self.blocks)}, {size})"
+
+
+def _with_batch(keep: jax.Array, offset: jax.Array) -> jax.Array:
+    batch = checks.joint("q_offset", [keep.shape[0], offset.shape[0]], "batch entries")
+    return jnp.broadcast_to(keep, (batch, *keep.shape[1:]))
+
+
+@node
+class Dense(_Array):
+    array: Any
+
+    @property
+    def _array(self):
+        return self.array
+
+    @property
+    def is_evaluated(self) -> bool:
+        return True
+
+    def check_lengths(self, q_length, kv_length):
+        shape = self.array.shape
+        if len(shape) != 4 or shape[2] not in (1, q_length) or shape[3] not in (1, kv_length):
+            raise ValueError(
+                f"dense: got an array of shape {shape}, want a shape broadcastable to "
+                f"[batch, heads, {q_length}, {kv_length}]"
+            )
+
+    def terms(self, negated):
+        return ((Literal(cells=lambda grid: jnp.ones((1, 1, grid.rows, grid.columns), bool)),),)
+
+    def block_counts(self, grid):
+        """One pass over the array."""
+        sums = block_sums(self.array, grid.block_q, grid.block_kv)
+        (q_first, q_last), (k_first, k_last) = grid.edges(0), grid.edges(1)
+        # An axis of length 1 counts for each query, or key.
+        sums = sums if self.array.shape[2] > 1 else sums * (q_last - q_first + 1)[:, None]
+        sums = sums if self.array.shape[3] > 1 else sums * (k_last - k_first + 1)
+        return sums
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        sizes = self.array.shape
+        return self.array[tuple(map(_within, (b, h, q_index, k_index), sizes))]
+
+    def rows(self, q_index, kv_length, *, q_offset=0):
+        _, offset = checks.offset(q_offset)
+        part = self.array if self.array.shape[2] == 1 else self.array[:, :, q_index]
+        part = jnp.broadcast_to(part, (*part.shape[:2], q_index.shape[0], kv_length))
+        return _with_batch(part, offset)
+
+    def __repr__(self) -> str:
+        return f"dense({checks.array_text(self.array)})"
+
+
+@node
+class Function(Mask):
+    arrays: tuple[Any, ...]
+    function: Callable[..., Any] = static()
+    batch_entries: int = static()
+    head_count: int = static()
+
+    @property
+    def batch(self) -> int:
+        return self.batch_entries
+
+    @property
+    def heads(self) -> int:
+        return self.head_count
+
+    @property
+    def is_evaluated(self) -> bool:
+        return True
+
+    def terms(self, negated):
+        return ((Literal(cells=lambda grid: jnp.ones((1, 1, grid.rows, grid.columns), bool)),),)
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        int32 = functools.partial(jnp.asarray, dtype=jnp.int32)
+        q = int32(q_offset) + int32(q_index)
+        return self.function(int32(b), int32(h), q, int32(k_index), *self.arrays)
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__name__", repr(self.function))
+        return f"from_function({', '.join([name, *map(checks.array_text, self.arrays)])})"

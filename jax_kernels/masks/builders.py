@@ -1,0 +1,157 @@
+"""Masks made from scores: which keys, or which blocks of keys, are worth attending to. Under jit, on the device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels.masks import checks
+from jax_kernels.masks.arrays import BlockSparse, Dense
+from jax_kernels.masks.lists import block_status
+from jax_kernels.masks.mask import Mask
+
+
+def top_k(
+    bias: jax.Array, k: int, *, among: Mask | None = None, q_length: int | None = None, q_offset: Any = 0
+) -> Mask:
+    """For every query the k keys of the largest bias, as a dense mask.
+
+    Equivalent to the following JAX code, but for ties, of which the first keys are kept::
+
+        bias = where(among.to_dense(q_length, S, q_offset=q_offset), bias, -inf)
+        keep = (bias >= sort(bias)[..., -k, None]) & (bias > -inf)
+
+    bias: [T or 1, S], [H or 1, ...] or [B or 1, H or 1, T or 1, S], bfloat16, float16 or float32; -inf and NaN are
+    never kept. k: at least 1; where fewer keys have a bias above -inf, those are kept. among: the keys that compete,
+    such as causal(). q_length: with `among`, how many queries a bias of one row is for. q_offset: the position of
+    query 0, for `among`.
+
+    Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
+    """
+    bias, k = _scores("bias", bias), checks.integer("k", k, 1)
+    if among is None:
+        return Dense(_largest(bias, k))
+    rows = bias.shape[2]
+    if q_length is None and rows == 1:
+        raise ValueError("q_length: got None with `among` and a bias of one row, want the number of queries")
+    q_length = rows if q_length is None else checks.integer("q_length", q_length, 1)
+    if rows not in (1, q_length):
+        raise ValueError(f"q_length: got {q_length}, want the {rows} rows of bias, or None")
+    keep = _mask("among", among).to_dense(q_length, bias.shape[3], q_offset=q_offset)
+    return Dense(_largest(jnp.where(keep, bias, -jnp.inf), k))
+
+
+def threshold(bias: jax.Array, tau: float | jax.Array) -> Mask:
+    """The keys with bias > tau, as a dense mask.
+
+    bias: [T or 1, S], [H or 1, ...] or [B or 1, H or 1, T or 1, S], bfloat16, float16 or float32. tau: a number, or
+    an array that broadcasts to bias's shape, such as [H, 1, 1].
+    """
+    bias = _scores("bias", bias)
+    if isinstance(tau, bool) or (not isinstance(tau, int | float | jax.Array) and not hasattr(tau, "__array__")):
+        raise TypeError(f"tau: got {type(tau).__name__}, want a number or an array")
+    shape = jnp.shape(tau)
+    if len(shape) > 4 or any(x not in (1, y) for x, y in zip(shape[::-1], bias.shape[::-1], strict=False)):
+        raise ValueError(f"tau: got shape {shape}, want one that broadcasts to bias's shape {bias.shape}")
+    return Dense(bias > tau)
+
+
+def top_k_blocks(
+    scores: jax.Array,
+    k: int,
+    block_size: int | tuple[int, int],
+    *,
+    among: Mask | None = None,
+    always: Mask | None = None,
+) -> Mask:
+    """For every block of queries the k blocks of keys of the largest score, as a block_sparse mask.
+
+    scores: [rows, columns], [H or 1, ...] or [B or 1, H or 1, rows, columns], bfloat16, float16 or float32, such as
+    pooled_scores; -inf and NaN are never kept. k: at least 1; lists by query are k blocks long. block_size: an int,
+    or (queries, keys). among: only blocks that this mask keeps a pair of compete. always: those blocks of `among`
+    come first, whatever their score; they count among the k. Both masks are of rows * block_size queries, the first
+    at position 0, and columns * block_size keys.
+
+    Equivalent to the following JAX code, but for ties, of which the first blocks are kept::
+
+        score = where(block is live in always, inf, scores)
+        score = where(block is live in among, score, -inf)
+        keep = (score >= sort(score)[..., -k, None]) & (score > -inf)
+
+    The choice is of whole blocks: with among=causal(), the blocks on the diagonal hold later keys too, which
+    `top_k_blocks(...) & causal()` masks out. Mixture of block attention is among=causal(), always=sliding_window(0, 0)
+    (a query's own block); native sparse attention also keeps always=prefix(n) and a window.
+
+    Source: Lu et al., "MoBA" (2025), arXiv:2502.13189; Yuan et al., "Native Sparse Attention" (2025), arXiv:2502.11089.
+    """
+    scores, k = _scores("scores", scores), checks.integer("k", k, 1)
+    block_q, block_kv = checks.block_pair("block_size", block_size)
+    rows, columns = scores.shape[2:]
+    size = (rows * block_q, columns * block_kv)
+    offset = jnp.zeros((1,), jnp.int32)
+    live = lambda mask: block_status(mask, offset, lengths=size, blocks=(block_q, block_kv), static_offset=0)[0]
+    if always is not None:
+        scores = jnp.where(live(_mask("always", always)), jnp.inf, scores)
+    if among is not None:
+        scores = jnp.where(live(_mask("among", among)), scores, -jnp.inf)
+    return BlockSparse(_largest(scores, k), block_q, block_kv, min(k, columns))
+
+
+def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int, int]) -> jax.Array:
+    """How well blocks of queries and keys go together: the products of their means, float32 [B, H, rows, columns].
+
+    query: [B, T, H, D]. key: [B, S, Hkv, D], Hkv dividing H. Blocks at the end may be shorter. Equivalent to::
+
+        means = lambda x, n: x.reshape(B, -1, n, heads, D).astype(float32).mean(axis=2)
+        einsum("bqhd,bkhd->bhqk", means(query, block_size), means(key, block_size)) / sqrt(D)
+
+    Masks pass no gradient to the scores that made them.
+    """
+    block_q, block_kv = checks.block_pair("block_size", block_size)
+    for name, x in (("query", query), ("key", key)):
+        if checks.floats(name, x, "an array").ndim != 4:
+            raise ValueError(f"{name}: got shape {x.shape}, want [batch, length, heads, head_dim]")
+
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"key: got shape {key.shape}, want query's batch and head_dim and a divisor of its heads: {query.shape}"
+        )
+
+    def means(x, block):
+        x = x.astype(jnp.float32)
+        length = x.shape[1]
+        count = jnp.minimum(jnp.arange(-(-length // block), dtype=jnp.int32) * block + block, length)
+        sizes = jnp.diff(count, prepend=0).astype(jnp.float32)
+        x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+        return x.reshape(x.shape[0], -1, block, *x.shape[2:]).sum(axis=2) / sizes[:, None, None]
+
+    keys = jnp.repeat(means(key, block_kv), heads // kv_heads, axis=2)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", means(query, block_q), keys, precision=lax.Precision.HIGHEST)
+    return scores / query.shape[3] ** 0.5
+
+
+def _scores(name: str, x: Any) -> jax.Array:
+
+    x = checks.four_axes(name, checks.floats(name, x, "an array"), "[batch, heads, rows, columns]")
+    if 0 in x.shape:
+        raise ValueError(f"{name}: got shape {x.shape}, want no axis of length 0")
+    return lax.stop_gradient(x)
+
+
+def _mask(name: str, x: Any) -> Mask:
+    if not isinstance(x, Mask):
+        raise TypeError(f"{name}: got {type(x).__name__}, want a Mask")
+    return x
+
+
+def _largest(x: jax.Array, k: int) -> jax.Array:
+    """bool, shaped like x: the k largest of each row, the first of equals, none that is -inf or NaN."""
+    x = jnp.where(jnp.isnan(x), -jnp.inf, x)
+    if k >= x.shape[-1]:
+        return x > -jnp.inf
+    least = lax.top_k(x, k)[0][..., -1:]
+    above, equal = x > least, (x == least) & (x > -jnp.inf)
+    left = k - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= left))

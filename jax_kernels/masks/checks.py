@@ -1,0 +1,110 @@
+"""The checks that masks share: each error names the argument, what it got and what it wants."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def is_int(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def integer(name: str, x: Any, least: int, want: str | None = None) -> int:
+    """x as an int that is known when tracing and at least `least`."""
+    want = want or f"an int of at least {least} that is known when tracing"
+    if not is_int(x):
+        raise TypeError(f"{name}: got {x!r}, want {want}")
+    if not least <= x < 1 << 30:
+        raise ValueError(f"{name}: got {x}, want {want}, below 2**30")
+    return int(x)
+
+
+def lengths(q_length: Any, kv_length: Any) -> tuple[int, int]:
+    return integer("q_length", q_length, 1), integer("kv_length", kv_length, 1)
+
+
+def block_pair(name: str, block: Any) -> tuple[int, int]:
+    """(of queries, of keys), from an int for both or a pair."""
+    pair = block if isinstance(block, tuple | list) else (block, block)
+    if len(pair) != 2:
+        raise ValueError(f"{name}: got {block!r}, want an int or a (query, key) pair of them")
+    return integer(name, pair[0], 1), integer(name, pair[1], 1)
+
+
+def array(name: str, x: Any, want: str) -> jax.Array:
+    """x as a jax.Array, losing nothing."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
+    if isinstance(x, jax.Array):
+        return x
+    held = jnp.asarray(x)
+    if held.dtype != x.dtype and (np.asarray(held) != x).any():
+        raise ValueError(f"{name}: got {x.dtype} values that {held.dtype} does not hold, want {want}")
+    return held
+
+
+def int32(name: str, x: Any, want: str) -> jax.Array:
+    """An integer array as int32, losing nothing where its values are known."""
+    if hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}: got dtype {x.dtype}, want {want}")
+    if isinstance(x, np.ndarray) and (x != x.astype(np.int32)).any():
+        raise ValueError(f"{name}: got values up to {np.abs(x).max()}, want int32")
+    return array(name, x, want).astype(jnp.int32)
+
+
+def boolean(name: str, x: Any) -> jax.Array:
+    """A bool array, or a float32 one of zeros and ones as Flax makes them, as bool."""
+    if hasattr(x, "dtype") and x.dtype not in (bool, jnp.float32):
+        raise TypeError(f"{name}: got dtype {x.dtype}, want bool (True = attend) or a float32 mask of 0 and 1")
+    x = array(name, x, "a bool array")
+    if x.dtype == bool:
+        return x
+    if not isinstance(x, jax.core.Tracer):
+        # In numpy: under jit even a comparison of known values is traced.
+        known = np.asarray(x)
+        if not ((known == 0) | (known == 1)).all():
+            raise ValueError(f"{name}: got float32 values other than 0 and 1, want a bool mask")
+    return x != 0
+
+
+def floats(name: str, x: Any, want: str) -> jax.Array:
+    if hasattr(x, "dtype") and x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise TypeError(f"{name}: got dtype {x.dtype}, want {want}, bfloat16, float16 or float32")
+    return array(name, x, want)
+
+
+def four_axes(name: str, x: jax.Array, axes: str) -> jax.Array:
+    """x with leading axes of length 1, up to four. axes: what they are called."""
+    if not 2 <= x.ndim <= 4:
+        raise ValueError(f"{name}: got shape {x.shape}, want {axes}, the first two of which may be left out")
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
+
+
+def offset(q_offset: Any) -> tuple[int | None, jax.Array]:
+    """(the offset if it is known when tracing, the offset as int32 [B or 1])."""
+    want = "an int, or an int32 array, a scalar or [batch]"
+    if is_int(q_offset):
+        if not -(1 << 30) < q_offset < 1 << 30:
+            raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
+        return int(q_offset), jnp.full((1,), q_offset, jnp.int32)
+    q_offset = int32("q_offset", q_offset, want)
+    if q_offset.ndim > 1:
+        raise ValueError(f"q_offset: got shape {q_offset.shape}, want {want}")
+    return None, jnp.atleast_1d(q_offset)
+
+
+def joint(name: str, sizes: list[int], what: str) -> int:
+    """The one size other than 1 among `sizes`, or 1."""
+    different = sorted({size for size in sizes if size != 1})
+    if len(different) > 1:
+        raise ValueError(f"{name}: got {different[0]} and {different[1]} {what}, want one number of them, or 1")
+    return different[0] if different else 1
+
+
+def array_text(x: Any) -> str:
+    """For a repr: the dtype and the shape; what is no array (a leaf that JAX has replaced) as it is."""
+    if not hasattr(x, "dtype"):
+        return repr(x)
+    return f"{x.dtype}[{', '.join(map(str, x.shape))}]"

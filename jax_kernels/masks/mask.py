@@ -1,0 +1,303 @@
+"""Mask: which keys a query may attend to, as an expression of simple masks."""
+
+import dataclasses
+import functools
+import operator
+import os
+from typing import Any, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels.masks import checks
+from jax_kernels.masks.lists import BlockLists, PackedBlocks, block_lists, block_status, counts, packed_partial
+from jax_kernels.masks.literals import Grid, Terms, product
+
+
+def static(**kwargs: Any) -> Any:
+    """A field that is structure, not an array."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+@dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(static,))
+def node[T](kind: type[T]) -> type[T]:
+    """A class of masks: a frozen dataclass and pytree of its fields. No checks: JAX makes objects of it too."""
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind))
+
+
+class Mask:
+    """Which keys each query may attend to. Composes with `&`, `|` and `~`.
+
+    A mask is a pytree: its arrays are leaves, all else is hashable structure, so that it crosses jit, vmap, scan and
+    shard_map. Query i of a call has index i and stands at position q_offset + i; key j has index and position j.
+    causal, sliding_window, prefix, global_tokens, dilated and from_function look at the query's position;
+    segments, block_sparse and dense hold arrays of the call, in which row i is query i.
+
+    Two masks are equal if they have the same structure and the very same arrays.
+    """
+
+    # How tightly a mask's text binds, as Python's operators do.
+    _binds = 3
+
+    @property
+    def batch(self) -> int:
+        """The batch entries that the mask tells apart; 1 if it is the same for all."""
+        return 1
+
+    @property
+    def heads(self) -> int:
+        """The heads that the mask tells apart; 1 if it is the same for all."""
+        return 1
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether blocks are judged by evaluating their pairs, not by arithmetic on blocks."""
+        return False
+
+    def check_lengths(self, q_length: int, kv_length: int) -> None:
+        """Raises ValueError where an array of the mask is not one of a call of these lengths."""
+
+    def terms(self, negated: bool) -> Terms:
+        """The mask, or its complement, as a sum of products of literals, for arithmetic on blocks."""
+        raise NotImplementedError
+
+    def block_counts(self, grid: Grid) -> jax.Array:
+        """How many pairs each block keeps: int32 [B or 1, H or 1, rows, columns]."""
+        return counts(self, grid)
+
+    def elements(self, b: Any, h: Any, q_index: Any, k_index: Any, *, q_offset: Any = 0) -> jax.Array:
+        """Whether pairs are kept, as traceable jnp code: bool, of the arguments' joint shape or one that broadcasts.
+
+        b, h, q_index, k_index: int32 that broadcast with each other: batch entry, query head, index of the query
+        and of the key, all in range. q_offset: int32 that broadcasts with them, the position of query 0. Arrays of
+        the mask are gathered from, causal() and the like are arithmetic alone: in a kernel, give a mask whose
+        leaves are what the kernel can index.
+        """
+        raise NotImplementedError
+
+    def rows(self, q_index: jax.Array, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
+        """Some queries against all keys: bool [B or 1, H or 1, len(q_index), kv_length].
+
+        q_index: int32 [n], in range. q_offset: an int, a scalar or [B or 1] int32.
+        """
+        _, offset = checks.offset(q_offset)
+        batch = checks.joint("q_offset", [self.batch, offset.shape[0]], "batch entries")
+        b = jnp.arange(batch, dtype=jnp.int32)[:, None, None, None]
+        h = jnp.arange(self.heads, dtype=jnp.int32)[:, None, None]
+        q, k = jnp.asarray(q_index, jnp.int32)[:, None], jnp.arange(kv_length, dtype=jnp.int32)
+        keep = self.elements(b, h, q, k, q_offset=offset.reshape(-1, 1, 1, 1))
+        shape = (batch, self.heads, q.shape[0], kv_length)
+        return jnp.broadcast_to(keep, shape)
+
+    def to_dense(self, q_length: int, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
+        """bool [B or 1, H or 1, q_length, kv_length], True where a query may attend."""
+        q_length, kv_length = checks.lengths(q_length, kv_length)
+        self.check_lengths(q_length, kv_length)
+        return self.rows(jnp.arange(q_length, dtype=jnp.int32), kv_length, q_offset=q_offset)
+
+    def block_lists(
+        self, q_length: int, kv_length: int, block_q: int, block_kv: int, by: str = "query", *, q_offset: Any = 0
+    ) -> BlockLists:
+        """The live blocks, full and partial ones told apart, as BlockLists.
+
+        by="query": for every block of block_q queries, its blocks of block_kv keys; by="key": for every block of
+        keys, its blocks of queries. q_offset: the position of query 0, an int, or int32, a scalar or [B].
+
+        A block is full where all its queries keep all its keys; one that reaches past the last key is never full,
+        queries past the last do not count. A list's static width is the most live blocks that one can have, as
+        far as the structure tells it: (window + block) / block for a sliding window, all blocks for an array.
+
+        Masks that hold a dense array or a function are evaluated, chunk by chunk, and exact. All others are a matter
+        of block arithmetic, in time and memory of queries + blocks of queries x blocks of keys. That is exact for
+        every composition of causal, sliding_window, prefix, global_tokens and segments whose ids each stand in one
+        run of keys; for every composition of causal, sliding_window and dilated; and for block_sparse alone, or
+        with anything where each block lies within one cell. Elsewhere (dilated with segments, say) a dead or a
+        full block may be called partial, never the other way round.
+        """
+        if by not in ("query", "key"):
+            raise ValueError(f"by: got {by!r}, want 'query' or 'key'")
+        return block_lists(self, **self._call(q_length, kv_length, (block_q, block_kv), q_offset), by=by)
+
+    def packed_partial(
+        self, q_length: int, kv_length: int, block_q: int, block_kv: int, by: str = "query", *, q_offset: Any = 0
+    ) -> PackedBlocks:
+        """The pairs of the partial blocks of block_lists(...), with the same arguments, as PackedBlocks.
+
+        There is an entry for each partial block; under a trace, where their number is not known, for each that
+        there could be: rows x width, which for a dense mask is all blocks.
+        """
+        if by not in ("query", "key"):
+            raise ValueError(f"by: got {by!r}, want 'query' or 'key'")
+        return packed_partial(self, **self._call(q_length, kv_length, (block_q, block_kv), q_offset), by=by)
+
+    def density(self, q_length: int, kv_length: int, block: int | tuple[int, int], *, q_offset: Any = 0) -> jax.Array:
+        """The share of blocks that are live, float32, over batch and heads. block: an int, or (queries, keys)."""
+        alive, _ = self._status(q_length, kv_length, block, q_offset)
+        return jnp.mean(alive, dtype=jnp.float32)
+
+    def plot(
+        self,
+        path: str | os.PathLike[str],
+        q_length: int,
+        kv_length: int,
+        block: int | tuple[int, int],
+        *,
+        q_offset: Any = 0,
+        b: int = 0,
+        h: int = 0,
+    ) -> None:
+        """Writes a picture of the dead, partial and full blocks of one batch entry and head. Needs matplotlib."""
+        from jax_kernels.masks.plots import plot_blocks
+
+        alive, full = self._status(q_length, kv_length, block, q_offset)
+        for name, index, size in (("b", b, alive.shape[0]), ("h", h, alive.shape[1])):
+            if not checks.is_int(index) or not (0 <= index < size or size == 1):
+                raise ValueError(f"{name}: got {index!r}, want an int from 0 to {size - 1}")
+        b, h = (0 if size == 1 else index for index, size in zip((b, h), alive.shape, strict=False))
+        plot_blocks(path, alive[b, h], full[b, h], title=repr(self), block=checks.block_pair("block", block))
+
+    def _status(self, q_length, kv_length, block, q_offset):
+        return block_status(self, **self._call(q_length, kv_length, checks.block_pair("block", block), q_offset))
+
+    def _call(self, q_length, kv_length, blocks, q_offset) -> dict[str, Any]:
+        lengths = checks.lengths(q_length, kv_length)
+        blocks = tuple(checks.integer(name, x, 1) for name, x in zip(("block_q", "block_kv"), blocks, strict=True))
+        self.check_lengths(*lengths)
+        static_offset, offset = checks.offset(q_offset)
+        checks.joint("q_offset", [self.batch, offset.shape[0]], "batch entries")
+        return {"offset": offset, "lengths": lengths, "blocks": blocks, "static_offset": static_offset}
+
+    def __and__(self, other: "Mask") -> "Mask":
+        return _joined(And, self, other)
+
+    def __or__(self, other: "Mask") -> "Mask":
+        return _joined(Or, self, other)
+
+    def __invert__(self) -> "Mask":
+        return self.mask if isinstance(self, Not) else Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a Mask has no truth value: compose masks with &, | and ~, not with and, or and not")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        mine, theirs = (jax.tree.flatten(mask) for mask in (self, other))
+        return mine[1:] == theirs[1:] and all(map(operator.is_, mine[0], theirs[0]))
+
+    def __hash__(self) -> int:
+        leaves, structure = jax.tree.flatten(self)
+        return hash((structure, *map(id, leaves)))
+
+    def _text_within(self, binds: int) -> str:
+        return f"({self!r})" if self._binds < binds else repr(self)
+
+
+def _joined(kind: Any, *masks: Any) -> Any:
+    if not isinstance(masks[1], Mask):
+        return NotImplemented
+    parts = [part for mask in masks for part in (mask.masks if isinstance(mask, kind) else (mask,))]
+    for what in ("batch", "heads"):
+        checks.joint("&" if kind is And else "|", [getattr(x, what) for x in parts], what)
+    return kind(tuple(parts))
+
+
+class _Composite(Mask):
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        raise NotImplementedError
+
+    @property
+    def batch(self) -> int:
+        return checks.joint("mask", [mask.batch for mask in self.parts], "batch entries")
+
+    @property
+    def heads(self) -> int:
+        return checks.joint("mask", [mask.heads for mask in self.parts], "heads")
+
+    @property
+    def is_evaluated(self) -> bool:
+        return any(mask.is_evaluated for mask in self.parts)
+
+    def check_lengths(self, q_length, kv_length):
+        for mask in self.parts:
+            mask.check_lengths(q_length, kv_length)
+
+
+def _sum(masks, negated):
+    return tuple(conjunction for mask in masks for conjunction in mask.terms(negated))
+
+
+def _product(masks, negated):
+    return product([mask.terms(negated) for mask in masks])
+
+
+@node
+class And(_Composite):
+    masks: tuple[Mask, ...]
+    _binds = 1
+
+    @property
+    def parts(self):
+        return self.masks
+
+    def terms(self, negated):
+        return (_sum if negated else _product)(self.masks, negated)
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        parts = (mask.elements(b, h, q_index, k_index, q_offset=q_offset) for mask in self.masks)
+        return functools.reduce(operator.and_, parts)
+
+    def rows(self, q_index, kv_length, *, q_offset=0):
+        return functools.reduce(operator.and_, (x.rows(q_index, kv_length, q_offset=q_offset) for x in self.masks))
+
+    def __repr__(self) -> str:
+        return " & ".join(mask._text_within(1) for mask in self.masks)
+
+
+@node
+class Or(_Composite):
+    masks: tuple[Mask, ...]
+    _binds = 0
+
+    @property
+    def parts(self):
+        return self.masks
+
+    def terms(self, negated):
+        return (_product if negated else _sum)(self.masks, negated)
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        parts = (mask.elements(b, h, q_index, k_index, q_offset=q_offset) for mask in self.masks)
+        return functools.reduce(operator.or_, parts)
+
+    def rows(self, q_index, kv_length, *, q_offset=0):
+        return functools.reduce(operator.or_, (x.rows(q_index, kv_length, q_offset=q_offset) for x in self.masks))
+
+    def __repr__(self) -> str:
+        return " | ".join(mask._text_within(0) for mask in self.masks)
+
+
+@node
+class Not(_Composite):
+    mask: Mask
+    _binds = 2
+
+    @property
+    def parts(self):
+        return (self.mask,)
+
+    def terms(self, negated):
+        return self.mask.terms(not negated)
+
+    def block_counts(self, grid):
+        return grid.area() - self.mask.block_counts(grid)
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        return ~self.mask.elements(b, h, q_index, k_index, q_offset=q_offset)
+
+    def rows(self, q_index, kv_length, *, q_offset=0):
+        return ~self.mask.rows(q_index, kv_length, q_offset=q_offset)
+
+    def __repr__(self) -> str:
+        return f"~{self.mask._text_within(2)}"

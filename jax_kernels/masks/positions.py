@@ -1,0 +1,179 @@
+"""Masks that look at where a query and a key stand: arithmetic alone, no arrays but a traced number."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels.masks import checks
+from jax_kernels.masks.literals import Literal, band
+from jax_kernels.masks.mask import Mask, node, static
+
+# A position and the limit of a window stay below these: their sums fit an int32.
+_WIDEST = 1 << 29
+
+
+def causal() -> Mask:
+    """Keys up to the query: q_offset + i >= j."""
+    return Band(None, 0)
+
+
+def sliding_window(left: int | None, right: int | None) -> Mask:
+    """Keys from `left` before the query to `right` after it: p - left <= j and j <= p + right, p = q_offset + i.
+
+    As jax.nn's local_window_size and flash-attn's window_size count. None or -1 is no limit on that side: (w, 0) is
+    causal, (None, None) keeps all.
+
+    Source: Beltagy et al., "Longformer" (2020), arXiv:2004.05150.
+    """
+    left, right = (_side(name, side) for name, side in (("left", left), ("right", right)))
+    return Band(None if left is None else -left, right)
+
+
+def _side(name: str, side: Any) -> int | None:
+    want = "an int from 0 to 2**29, or None or -1 for no limit"
+    if side is not None and not checks.is_int(side):
+        raise TypeError(f"{name}: got {side!r}, want {want}")
+    if side is not None and not -1 <= side < _WIDEST:
+        raise ValueError(f"{name}: got {side}, want {want}")
+    return None if side is None or side == -1 else int(side)
+
+
+def prefix(n: int | jax.Array) -> Mask:
+    """Keys j < n, for every query: with causal() by `|`, a prefix language model; by `&`, lengths of keys.
+
+    n: an int of at least 0, or int32, a scalar or [B], one for each batch entry.
+    """
+    return Prefix(*_number("n", n))
+
+
+def global_tokens(n: int | jax.Array) -> Mask:
+    """The first n tokens attend to all, and all attend to them: p < n or j < n.
+
+    n: an int of at least 0, or int32, a scalar or [B], one for each batch entry.
+
+    Source: Beltagy et al., "Longformer" (2020), arXiv:2004.05150.
+    """
+    return GlobalTokens(*_number("n", n))
+
+
+def dilated(rate: int) -> Mask:
+    """Keys at a distance that is a multiple of rate, on both sides: (p - j) % rate == 0. rate: an int of at least 1.
+
+    Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019), arXiv:1904.10509.
+    """
+    return Dilated(checks.integer("rate", rate, 1))
+
+
+def _number(name: str, n: Any) -> tuple[int | None, jax.Array | None]:
+    if checks.is_int(n):
+        return checks.integer(name, n, 0), None
+    want = "an int, or an int32 array, a scalar or [batch]"
+    n = checks.int32(name, n, want)
+    if n.ndim > 1:
+        raise ValueError(f"{name}: got shape {n.shape}, want {want}")
+    return None, jnp.atleast_1d(n)
+
+
+@node
+class Band(Mask):
+    """low <= key - position <= high; None is no limit."""
+
+    low: int | None = static()
+    high: int | None = static()
+
+    def terms(self, negated):
+        if not negated:
+            return ((band(self.low, self.high),),)
+        below = () if self.low is None else ((band(None, self.low - 1),),)
+        return below if self.high is None else (*below, (band(self.high + 1, None),))
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        position = q_offset + q_index
+        keep = jnp.ones(jnp.broadcast_shapes(jnp.shape(position), jnp.shape(k_index)), bool)
+        keep = keep if self.low is None else keep & (position + self.low <= k_index)
+        return keep if self.high is None else keep & (k_index <= position + self.high)
+
+    def __repr__(self) -> str:
+        if (self.low, self.high) == (None, 0):
+            return "causal()"
+        return f"sliding_window({None if self.low is None else -self.low}, {self.high})"
+
+
+class _Numbered(Mask):
+    """A mask of a number: known when tracing (limit), or one for each batch entry, [B or 1] int32 (limits)."""
+
+    limit: int | None
+    limits: Any
+
+    @property
+    def batch(self) -> int:
+        return 1 if self.limits is None else self.limits.shape[0]
+
+    @property
+    def _per_batch(self) -> jax.Array:
+        """[B or 1, 1]."""
+        return jnp.asarray(self.limit if self.limits is None else self.limits, jnp.int32).reshape(-1, 1)
+
+    def _at(self, b: Any) -> Any:
+        if self.limits is None:
+            return self.limit
+        return self.limits[0] if self.batch == 1 else self.limits[b]
+
+    def _text(self) -> str:
+        return str(self.limit) if self.limits is None else checks.array_text(self.limits)
+
+
+@node
+class Prefix(_Numbered):
+    limit: int | None = static()
+    limits: Any
+
+    def terms(self, negated):
+        if negated:
+            after = lambda grid: (self._per_batch, grid.kv_length)
+            return ((Literal(interval=after, keys=(self.limit, None)),),)
+        return ((Literal(interval=lambda grid: (0, self._per_batch), keys=(None, self.limit)),),)
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        return k_index < self._at(b)
+
+    def __repr__(self) -> str:
+        return f"prefix({self._text()})"
+
+
+@node
+class GlobalTokens(_Numbered):
+    limit: int | None = static()
+    limits: Any
+
+    def terms(self, negated):
+        first = lambda grid: (0, jnp.where(grid.positions < self._per_batch, grid.kv_length, 0))
+        other = lambda grid: (0, jnp.where(grid.positions >= self._per_batch, grid.kv_length, 0))
+        (keys,) = Prefix(self.limit, self.limits).terms(negated)
+        if negated:
+            return ((*keys, Literal(interval=other, queries=(self.limit, None))),)
+        return (keys, (Literal(interval=first, queries=(None, self.limit)),))
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        return (q_offset + q_index < self._at(b)) | (k_index < self._at(b))
+
+    def __repr__(self) -> str:
+        return f"global_tokens({self._text()})"
+
+
+@node
+class Dilated(Mask):
+    rate: int = static()
+
+    def terms(self, negated):
+        if negated:
+            return ((Literal(distance=lambda d: lax.rem(d, jnp.int32(self.rate)) != 0),),)
+        return ((Literal(distance=lambda d: lax.rem(d, jnp.int32(self.rate)) == 0, rate=self.rate),),)
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        return (q_offset + q_index - k_index) % self.rate == 0
+
+    def __repr__(self) -> str:
+        return f"dilated({self.rate})"

@@ -1,0 +1,384 @@
+"""dilated_attention: its plan, its merge of branches and its gradient. Its views are in dilated_views."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import dispatch
+from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.ops import attention, dilated_views
+from jax_kernels.ops.attention import AttentionCall, flash_attention
+from jax_kernels.ops.attention_checks import check
+from jax_kernels.ops.attention_table import AttentionRequest
+from jax_kernels.ops.dilated_views import Call, Piece
+
+__all__ = ["DilatedPlan", "check_pattern", "dilated_attention"]
+
+Parts = list[tuple[Piece, jax.Array]]
+
+
+def dilated_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = False,
+    heads: str = "all",
+    combine: str = "lse",
+    layout: str = "overlap",
+    order: str | None = None,
+    stop_gradient_weights: bool = False,
+    return_lse: bool = False,
+    segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """Self-attention within segments, of every rate-th token, by several branches of (segment length, rate).
+
+    Equivalent to the following JAX code, where branch i gives head h the tokens whose place in their segment is
+    offset(i, h) modulo its rate::
+
+        def branch(i):
+            tokens, length, rate = arange(T), segment_lengths[i], dilation_rates[i]
+            # heads="all"; with heads="groups", i % rate for the heads of group i, and no token for the others
+            offset = arange(H) // ceil(H / rate)
+            takes = tokens % length % rate == offset[:, None]
+            keep = (tokens[:, None] // length == tokens // length) & takes[:, :, None] & takes[:, None, :]
+            return flash_attention(query, key, value, mask=keep, is_causal=is_causal, return_lse=True)
+
+        outs, lses = map(stack, zip(*(branch(i) for i in range(branches))))
+        weights = softmax(lses, axis=0) if combine == "lse" else full_like(lses, 1 / branches)
+        out = (weights.swapaxes(2, 3)[..., None] * outs).sum(0)
+        lse = logsumexp(lses, axis=0)
+
+    It takes memory for one attention over the tokens that the branches take: no mask, nothing of T x T. What the
+    backward keeps are query, key, value, out and lse. Branches whose segments hold equally many tokens, as in
+    LongNet, run as one attention.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T.
+      key: [B, T, Hkv, D] in query's dtype; Hkv divides H. A query head's tokens count for its key head too.
+      value: [B, T, Hkv, Dv] in query's dtype; Dv up to 256.
+      segment_lengths: of each branch, from 1 on. Neither need they divide T nor be below it.
+      dilation_rates: of each branch, from 1 to its segment length.
+      is_causal: a token attends to itself and to earlier tokens only, whatever the order.
+      heads: "all": every head runs every branch, with the offset h // ceil(H / rate) for head h. "groups": branch i
+        serves the i-th group of heads alone, with the offset i % rate; where the branches do not divide the heads,
+        the first groups have one head more.
+      combine: "lse": a token's outputs are weighted by the softmax of the branches' log-sum-exps, a branch that does
+        not have the token weighing nothing. "mean": they are added, and divided by the number of branches. A token
+        of a head that no branch has gets out = 0 and lse = -inf.
+      layout: "overlap": each branch cuts the whole sequence into segments of its length. "partition":
+        segment_lengths cut the sequence one after another, and in segment i every residue class modulo
+        dilation_rates[i] attends within itself, for all heads, so that each token is in one class; tokens past the
+        sum of the lengths form a last segment at rate 1. Then heads, combine and stop_gradient_weights have nothing
+        to choose and must be left alone.
+      order: None, or "hilbert": a token's place in its segment is the one that hilbert_order visits it at. At rate 1
+        that changes nothing.
+      stop_gradient_weights: pass no gradient through the weights of "lse".
+      return_lse: also return the log-sum-exp over all branches. Gradients through it are exact.
+      segment_ids: int32 [B, T]: packed sequences. A token attends to those with its id; one below 0 to nothing.
+      scale, deterministic, precision, implementation: as in flash_attention; "cudnn" serves no branch.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log.
+
+    Raises:
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, or a value is out of range.
+      NotImplementedError: a named implementation cannot serve this call, and why.
+
+    Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486.
+    """
+    call, arrays = _prepare(**locals())
+    results = _run(call, arrays)
+    return results if return_lse else results[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class DilatedPlan(dispatch.Plan):
+    """The plan of the attention with most work, and all of them in `branches`.
+
+    branches: (segment length, rate, plan) of each run of equal segments; a shorter last segment is a run of its own.
+    """
+
+    branches: tuple[tuple[int, int, dispatch.Plan], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.implementation} ({self.why})"]
+        for length, rate, plan in self.branches:
+            lines.append(
+                f"  segments of {length} at rate {rate}: {plan.implementation}, {plan.config} from {plan.source}"
+            )
+        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.passed_over])
+
+
+def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
+    names = ("query", "key", "value")
+    if len(args) > len(names):
+        raise TypeError(
+            f"dilated_attention takes {len(names)} positional arguments (query, key, value), got {len(args)}"
+        )
+    request, _, calls, _, arguments = _check(**dict(zip(names, args, strict=False)), **kwargs)
+    plans: dict[Piece, dispatch.Plan] = {}
+    for views in calls:
+        with dispatch.on_device(request.device):
+            plan = flash_attention.plan(**_specs(request, views), **arguments)  # type: ignore[attr-defined]
+        plans |= dict.fromkeys(views.pieces, plan)
+    pieces = sorted(plans, key=lambda piece: (piece.branch, piece.start))
+    most = plans[max(pieces, key=lambda piece: piece.segments * piece.rows**2)]
+    fields = {field.name: getattr(most, field.name) for field in dataclasses.fields(most)}
+    branches = tuple((piece.length, piece.rate, plans[piece]) for piece in pieces)
+    return DilatedPlan(**fields | {"op": "dilated_attention"}, branches=branches)
+
+
+dilated_attention.plan = _plan  # type: ignore[attr-defined]
+
+
+def _check(
+    query, key, value, *, segment_lengths, dilation_rates, is_causal=False, heads="all", combine="lse",
+    layout="overlap", order=None, stop_gradient_weights=False, return_lse=False, segment_ids=None, scale=None,
+    deterministic=None, precision=None, implementation=None, **unknown,
+) -> tuple[AttentionRequest, AttentionInputs, tuple[Call, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """(the request of the whole, its arrays, the calls, how they are merged, what each call is given)."""
+    for name in unknown:
+        raise TypeError(f"dilated_attention got an unexpected keyword argument {name!r}")
+    if isinstance(segment_ids, tuple | list):
+        raise TypeError("segment_ids: got a pair, want one int32 array [B, T]: queries and keys are the same tokens")
+    request, inputs = check(
+        query, key, value, is_causal=is_causal, return_lse=return_lse, scale=scale, deterministic=deterministic,
+        precision=precision, implementation=implementation,
+    )  # fmt: skip
+    if request.kv_length != request.q_length:
+        raise ValueError(f"key: got length {request.kv_length}, want query's length {request.q_length}")
+    if segment_ids is not None:
+        inputs = check(query, key, value, segment_ids=segment_ids)[1]
+    branches = check_pattern(
+        segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights
+    )
+    if heads == "groups" and len(branches) > request.heads:
+        raise ValueError(
+            f"heads: got 'groups' with {len(branches)} segment_lengths for {request.heads} heads, want a head at least "
+            "for each of them"
+        )
+    pieces = dilated_views.pieces_of(request.q_length, request.heads, branches, heads=heads, layout=layout, order=order)
+    calls = dilated_views.calls_of(
+        pieces,
+        request.heads,
+        request.kv_heads,
+        is_causal=request.is_causal,
+        has_segment_ids=segment_ids is not None,
+    )
+    merge = {
+        "branches": len(branches) if layout == "overlap" else 1,
+        "is_mean": combine == "mean",
+        "is_alone": heads == "groups" or layout == "partition" or len(branches) == 1,
+        "stop_gradient_weights": bool(stop_gradient_weights),
+        "return_lse": request.return_lse,
+    }
+    arguments = {
+        "is_causal": request.is_causal,
+        "scale": scale,
+        "return_lse": True,
+        "deterministic": request.deterministic,
+        "precision": precision,
+        "implementation": implementation,
+    }
+    return request, inputs, calls, merge, arguments
+
+
+def check_pattern(
+    segment_lengths: Any,
+    dilation_rates: Any,
+    heads: Any,
+    combine: Any,
+    layout: Any,
+    order: Any,
+    *,
+    stop_gradient_weights: Any = False,
+) -> tuple[tuple[int, int], ...]:
+    """The branches, (segment length, rate); raises what dilated_attention documents for what its arrays do not tell."""
+    for name, numbers in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+        if isinstance(numbers, str | bytes) or not isinstance(numbers, Sequence | np.ndarray):
+            raise TypeError(f"{name}: got {type(numbers).__name__}, want a sequence of ints")
+        if any(isinstance(x, bool) or not isinstance(x, int | np.integer) for x in numbers):
+            raise TypeError(f"{name}: got {numbers!r}, want a sequence of ints")
+        if len(numbers) == 0 or any(x < 1 for x in numbers):
+            raise ValueError(f"{name}: got {numbers!r}, want one number or more, all positive")
+    if len(segment_lengths) != len(dilation_rates):
+        raise ValueError(
+            f"dilation_rates: got {len(dilation_rates)} of them for {len(segment_lengths)} segment_lengths, want one "
+            "for each"
+        )
+    for index, (length, rate) in enumerate(zip(segment_lengths, dilation_rates, strict=True)):
+        if rate > length:
+            raise ValueError(f"dilation_rates[{index}]: got {rate}, want at most segment_lengths[{index}] = {length}")
+    for name, got, *choices in (
+        ("heads", heads, "all", "groups"),
+        ("combine", combine, "lse", "mean"),
+        ("layout", layout, "overlap", "partition"),
+        ("order", order, None, "hilbert"),
+    ):
+        if got not in choices:
+            raise ValueError(f"{name}: got {got!r}, want {choices[0]!r} or {choices[1]!r}")
+    if not isinstance(stop_gradient_weights, bool | np.bool_):
+        raise TypeError(f"stop_gradient_weights: got {type(stop_gradient_weights).__name__}, want a bool")
+    if stop_gradient_weights and combine == "mean":
+        raise ValueError("stop_gradient_weights: got True with combine='mean', want False: its weights are constants")
+    if layout == "partition" and (heads, combine, bool(stop_gradient_weights)) != ("all", "lse", False):
+        raise ValueError(
+            f"layout: got 'partition' with heads={heads!r}, combine={combine!r} and stop_gradient_weights="
+            f"{stop_gradient_weights}, want heads='all', combine='lse' and False: each token is in one class"
+        )
+    return tuple((int(length), int(rate)) for length, rate in zip(segment_lengths, dilation_rates, strict=True))
+
+
+def _specs(request: AttentionRequest, views: Call) -> dict[str, Any]:
+    """The arrays of one attention, without their values."""
+    entries = views.entries(request.batch, request.heads)
+    spec = lambda heads, dim: jax.ShapeDtypeStruct((entries, views.rows, heads, dim), jnp.dtype(request.dtype))
+    return {
+        "query": spec(views.heads, request.head_dim),
+        "key": spec(views.kv_heads, request.head_dim),
+        "value": spec(views.kv_heads, request.v_head_dim),
+        "segment_ids": jax.ShapeDtypeStruct((entries, views.rows), jnp.dtype(jnp.int32)) if views.is_masked else None,
+    }
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _DilatedCall:
+    """A planned call without its arrays: its attentions, and how what they give becomes one.
+
+    is_alone: no token of a head is in two branches. merged_backward: the gradient of every branch follows from out
+    and lse of the whole.
+    """
+
+    attentions: tuple[tuple[Call, AttentionCall], ...]
+    branches: int
+    is_mean: bool
+    is_alone: bool
+    stop_gradient_weights: bool
+    return_lse: bool
+
+    @property
+    def merged_backward(self) -> bool:
+        return self.is_alone or not (self.is_mean or self.stop_gradient_weights)
+
+    @property
+    def share(self) -> float:
+        """What "mean" multiplies a branch by."""
+        return 1 / self.branches if self.is_mean else 1.0
+
+
+def _prepare(**keywords: Any) -> tuple[_DilatedCall, tuple[Any, ...]]:
+    request, inputs, calls, merge, arguments = _check(**keywords)
+    query, scale = inputs.query, arguments["scale"]
+    scale = 1 / math.sqrt(request.head_dim) if scale is None else float(scale)
+    if scale <= 0:  # as flash_attention does it, before what has a gradient of its own
+        query, scale = query * jnp.asarray(0 if scale == 0 else -1, query.dtype), -scale or 1.0
+    is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
+    attentions = []
+    for views in calls:
+        prepare = lambda arrays: attention.prepare(**arrays, **arguments | {"scale": scale})[0]
+        with dispatch.on_device(request.device):
+            planned = jax.eval_shape(prepare, _specs(request, views))
+        # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
+        if is_merged and planned.implementation != "mosaic_gpu":
+            planned = dataclasses.replace(planned, out_dtype="float32")
+        attentions.append((views, planned))
+    arrays = attention.vary_alike((query, inputs.key, inputs.value, inputs.q_segment_ids))
+    return _DilatedCall(tuple(attentions), **merge), arrays
+
+
+def _inputs(views: Call, query, key, value, ids) -> AttentionInputs:
+    heads = query.shape[2]
+    rows = functools.partial(dilated_views.gather_rows, call=views, num_heads=heads)
+    if views.is_masked:
+        ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
+        ids = dilated_views.gather_ids(ids, views)
+    return AttentionInputs(rows(query), rows(key), rows(value), q_segment_ids=ids, kv_segment_ids=ids)
+
+
+def _forward(call: _DilatedCall, arrays):
+    query = arrays[0]
+    batch, length, heads, _ = query.shape
+    out_parts: Parts = []
+    lse_parts: Parts = []
+    for views, planned in call.attentions:
+        out, lse = attention.attention_forward(planned, _inputs(views, *arrays))
+        out_parts += dilated_views.scatter(out, views, batch, heads, heads)
+        lse_parts += dilated_views.scatter(lse.swapaxes(1, 2), views, batch, heads, heads, fill=-jnp.inf)
+    outs = dilated_views.merge_rows(out_parts, length)
+    lses = dilated_views.merge_rows(lse_parts, length, fill=-jnp.inf)
+    lse = functools.reduce(jnp.maximum, lses)
+    if not call.is_alone:
+        highest = jnp.where(jnp.isneginf(lse), 0, lse)
+        lse = jnp.log(_sum([jnp.exp(x - highest) for x in lses])) + highest
+        if not call.is_mean:
+            finite = jnp.where(jnp.isneginf(lse), 0, lse)
+            outs = [jnp.exp(x - finite)[..., None] * out for x, out in zip(lses, outs, strict=True)]
+    return (_sum(outs) * call.share).astype(query.dtype), lse.swapaxes(1, 2)
+
+
+def _sum(arrays: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dilated(call, arrays):
+    return _forward(call, arrays)[: 1 + call.return_lse]
+
+
+def _dilated_fwd(call, arrays):
+    out, lse = _forward(call, arrays)
+    return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
+
+
+def _dilated_bwd(call, residuals, cotangents):
+    *arrays, out, lse = residuals
+    batch, length, heads, _ = out.shape
+    dout, dlse = cotangents if call.return_lse else (*cotangents, None)
+    parts: tuple[Parts, Parts, Parts] = ([], [], [])
+    for views, planned in call.attentions:
+        rows = functools.partial(dilated_views.gather_rows, call=views, num_heads=heads)
+        inputs = _inputs(views, *arrays)
+        given = [rows(x) for x in (dout, out, lse.swapaxes(1, 2))] + [
+            None if dlse is None else rows(dlse.swapaxes(1, 2))
+        ]
+        gradients = _branch_gradients(call, planned, inputs, *given)
+        for part, gradient, x in zip(parts, gradients[:3], arrays, strict=False):
+            part += dilated_views.scatter(gradient, views, batch, heads, x.shape[2])
+    sums = [_sum(dilated_views.merge_rows(part, length)) for part in parts]
+    return ((*(total.astype(x.dtype) for total, x in zip(sums, arrays, strict=False)), None),)
+
+
+def _branch_gradients(call: _DilatedCall, planned: AttentionCall, inputs: AttentionInputs, dout, out, lse, dlse):
+    """The gradients of one attention. out, lse [entries, rows, heads] and cotangents are those of the whole."""
+    dtype, lse = dout.dtype, lse.swapaxes(1, 2)
+    dlse = None if dlse is None else dlse.swapaxes(1, 2)
+    if call.merged_backward:
+        # One softmax over all that the branches see: P = exp(score - lse), dS = P * (dP - sum(out * dout) + dlse).
+        out, dout = out.astype(jnp.float32) / call.share, (dout * call.share).astype(dtype)
+        return attention.attention_backward(planned, inputs, out, lse, dout, dlse)
+    branch_out, branch_lse = attention.attention_forward(planned, inputs)
+    weight = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse))
+    dlse = None if dlse is None else weight * dlse
+    dout = (dout * (call.share if call.is_mean else weight.swapaxes(1, 2)[..., None])).astype(dtype)
+    return attention.attention_backward(planned, inputs, branch_out, branch_lse, dout, dlse)
+
+
+_dilated.defvjp(_dilated_fwd, _dilated_bwd)
+
+# One compilation where the caller has none: the views and the merge are many small operations.
+_run = jax.jit(_dilated, static_argnums=0)

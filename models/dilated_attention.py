@@ -1,0 +1,259 @@
+"""Dilated attention as nnx modules, and LongNet, the decoder that has it."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_kernels.models.attention import KVCache, MultiHeadAttention
+from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.transformer import Block, Transformer
+from jax_kernels.ops.dilated_attention import check_pattern, dilated_attention
+
+__all__ = ["DilatedAttention", "LongNet", "LongNetConfig", "MultiHeadDilatedAttention"]
+
+
+class DilatedAttention(nnx.Module):
+    """dilated_attention with its pattern, as a module without parameters.
+
+    Args:
+      segment_lengths, dilation_rates: of each branch.
+      is_causal, heads, combine, layout, order, stop_gradient_weights, implementation: as in dilated_attention.
+
+    Raises:
+      ValueError, TypeError: as dilated_attention raises them for its pattern.
+    """
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        is_causal: bool = False,
+        heads: str = "all",
+        combine: str = "lse",
+        layout: str = "overlap",
+        order: str | None = None,
+        stop_gradient_weights: bool = False,
+        implementation: str | None = None,
+    ) -> None:
+        check_pattern(
+            segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights
+        )
+        self.segment_lengths = tuple(segment_lengths)
+        self.dilation_rates = tuple(dilation_rates)
+        self.is_causal = is_causal
+        self.heads = heads
+        self.combine = combine
+        self.layout = layout
+        self.order = order
+        self.stop_gradient_weights = stop_gradient_weights
+        self.implementation = implementation
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, *, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """query [B, T, H, D], key and value [B, T, Hkv, D], segment_ids int32 [B, T]; returns [B, T, H, D]."""
+        return dilated_attention(
+            query,
+            key,
+            value,
+            segment_ids=segment_ids,
+            segment_lengths=self.segment_lengths,
+            dilation_rates=self.dilation_rates,
+            is_causal=self.is_causal,
+            heads=self.heads,
+            combine=self.combine,
+            layout=self.layout,
+            order=self.order,
+            stop_gradient_weights=self.stop_gradient_weights,
+            implementation=self.implementation,
+        )
+
+
+class MultiHeadDilatedAttention(MultiHeadAttention):
+    """MultiHeadAttention, whose attention is dilated_attention, with what MAGNETO adds to it.
+
+    Parameters: those of MultiHeadAttention, and with layer_norm out_norm.scale and out_norm.bias
+    [num_heads * head_dim].
+
+    Args:
+      model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, dtype, param_dtype, rngs: as in
+        MultiHeadAttention.
+      segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
+        implementation: as in dilated_attention.
+      layer_norm: a LayerNorm over all heads before out_proj; layer_norm_eps: its epsilon.
+      gamma: None for LeCun normal kernels; a number for MAGNETO's: Xavier normal, those of v_proj and out_proj times
+        gamma. MAGNETO has sqrt(log(2 * layers)) for a decoder.
+
+    Raises:
+      ValueError, TypeError: an argument is out of range, naming it.
+
+    Source: Wang et al., "Foundation Transformers" (2022), arXiv:2210.06423.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        *,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        use_rotary: bool = True,
+        rope_theta: float = 10000.0,
+        is_causal: bool = True,
+        heads: str = "all",
+        combine: str = "lse",
+        layout: str = "overlap",
+        order: str | None = None,
+        stop_gradient_weights: bool = False,
+        layer_norm: bool = False,
+        layer_norm_eps: float = 1e-5,
+        gamma: float | None = None,
+        dtype: Any = jnp.float32,
+        param_dtype: Any = jnp.float32,
+        implementation: str | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.attention = DilatedAttention(
+            segment_lengths,
+            dilation_rates,
+            is_causal=is_causal,
+            heads=heads,
+            combine=combine,
+            layout=layout,
+            order=order,
+            stop_gradient_weights=stop_gradient_weights,
+            implementation=implementation,
+        )
+        super().__init__(
+            model_dim,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            use_rotary=use_rotary,
+            rope_theta=rope_theta,
+            is_causal=is_causal,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            implementation=implementation,
+            rngs=rngs,
+        )
+        if heads == "groups" and len(self.attention.segment_lengths) > num_heads:
+            raise ValueError(
+                f"num_heads={num_heads} must be at least the number of segment_lengths with heads='groups'"
+            )
+        norm = {"epsilon": layer_norm_eps, "dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.out_norm = nnx.LayerNorm(self.num_heads * self.head_dim, **norm) if layer_norm else None
+        if gamma is not None:
+            gains = ((self.q_proj, 1.0), (self.k_proj, 1.0), (self.v_proj, gamma), (self.out_proj, gamma))
+            for projection, gain in gains:
+                kernel = projection.kernel
+                initialize = nnx.initializers.variance_scaling(gain**2, "fan_avg", "normal")
+                kernel[...] = initialize(rngs.params(), kernel.shape, kernel.dtype)
+
+    def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
+        raise NotImplementedError("init_cache: dilated attention has no cache; run the whole sequence")
+
+    def __call__(  # type: ignore[override]
+        self, x: jax.Array, *, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """Attends within x.
+
+        Args:
+          x: [B, T, model_dim].
+          segment_ids: int32 [B, T]: packed sequences, as in dilated_attention.
+
+        Returns:
+          [B, T, model_dim] in dtype.
+
+        Raises:
+          ValueError: x has the wrong shape.
+        """
+        return self._project(self.attention(*self._heads(x, 0), segment_ids=segment_ids))
+
+    def _project(self, out: jax.Array) -> jax.Array:
+        if self.out_norm is not None:
+            out = self.out_norm(out.reshape(*out.shape[:2], -1))
+        return super()._project(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class LongNetConfig(TransformerConfig):
+    """The shape of a LongNet: a TransformerConfig, and the pattern of its dilated attention.
+
+    segment_lengths, dilation_rates, heads, combine, layout, order: as in dilated_attention.
+    layer_norm, gamma: as in MultiHeadDilatedAttention.
+
+    Raises ValueError, or TypeError, naming the field.
+    """
+
+    segment_lengths: Sequence[int] = (2048, 4096, 8192, 16384, 32768)
+    dilation_rates: Sequence[int] = (1, 2, 4, 6, 12)
+    heads: str = "all"
+    combine: str = "lse"
+    layout: str = "overlap"
+    order: str | None = None
+    layer_norm: bool = False
+    gamma: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_pattern(self.segment_lengths, self.dilation_rates, self.heads, self.combine, self.layout, self.order)
+        if self.heads == "groups" and len(self.segment_lengths) > self.num_heads:
+            raise ValueError(
+                f"LongNetConfig.segment_lengths={self.segment_lengths} must be at most num_heads={self.num_heads} "
+                "with heads='groups'"
+            )
+        if not isinstance(self.layer_norm, bool):
+            raise TypeError(f"LongNetConfig.layer_norm={self.layer_norm!r} must be a bool")
+        if self.gamma is not None and not self.gamma > 0:
+            raise ValueError(f"LongNetConfig.gamma={self.gamma} must be positive, or None")
+        object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
+
+
+class LongNetBlock(Block):
+    """A Transformer's block with dilated attention."""
+
+    def _attention(self, config: Any, rngs: nnx.Rngs) -> MultiHeadAttention:
+        return MultiHeadDilatedAttention(
+            config.model_dim,
+            config.num_heads,
+            segment_lengths=config.segment_lengths,
+            dilation_rates=config.dilation_rates,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rope_theta=config.rope_theta,
+            heads=config.heads,
+            combine=config.combine,
+            layout=config.layout,
+            order=config.order,
+            layer_norm=config.layer_norm,
+            gamma=config.gamma,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            implementation=config.implementation,
+            rngs=rngs,
+        )
+
+
+class LongNet(Transformer):
+    """A causal decoder with dilated attention: Transformer, but for the attention of its blocks.
+
+    Its parameters are Transformer's, and with config.layer_norm layers.N.attention.out_norm.scale and .bias. It has no
+    cache: init_cache raises.
+
+    Args:
+      config: a LongNetConfig.
+      rngs: as in Transformer.
+
+    Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486.
+    """
+
+    block_type = LongNetBlock

@@ -1,0 +1,44 @@
+"""The benchmark of dilated attention, as it runs without a GPU."""
+
+import json
+
+import dilated
+import pytest
+
+
+def test_runs_and_writes(tmp_path, run_script):
+    out = tmp_path / "dilated.json"
+    words = [
+        "--shapes",
+        "1,64,4,16,2",
+        "--segments",
+        "16,32",
+        "--rates",
+        "1,2",
+        "--timer",
+        "host",
+        "--output",
+        str(out),
+    ]
+    done = run_script("dilated.py", *words, "--mode", "fwd", "--rounds", "2", "--seconds", "0.01")
+    assert done.returncode == 0, done.stderr + done.stdout
+    rows = {row["contender"]: row for row in json.loads(out.read_text())["rows"]}
+    assert sorted(rows) == ["dense", "gather", "ours"]
+    assert 0 < rows["ours"]["error"] < 0.01
+    assert all(len(row["times_ms"]) == 2 for row in rows.values())
+    assert rows["ours"]["ours_is_faster_by"] == 1
+    # Two branches of 16 tokens to a segment, 4 and 2 of them, where dense attention has 64 tokens.
+    work = {name: row["tflops"] * row["median_ms"] for name, row in rows.items()}
+    assert work["ours"] == pytest.approx(work["gather"])
+    assert work["ours"] / work["dense"] == pytest.approx((4 + 2) * 16**2 / 64**2)
+
+
+def test_wrong_arguments_are_named(capsys):
+    for words, message in (
+        (["--rates", "1,2"], "segments, rates: got"),
+        (["--mode", "forward"], "mode: got ['forward'], want some of fwd"),
+        (["--contenders", "theirs"], "contenders: got ['theirs'], want some of ours"),
+    ):
+        with pytest.raises(SystemExit):
+            dilated.arguments(words)
+        assert message in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""dilated_attention on PyTorch tensors is JAX's, and the module around it."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import dilated_oracle
+
+from jax_kernels import bridge
+from jax_kernels.testing import rms_error
+
+PATTERN = {"segment_lengths": [6, 12], "dilation_rates": [1, 4]}
+
+
+def test_forward_and_gradients(make_qkv):
+    query, key, value = make_qkv(length=12, kv_heads=2)
+    pattern = PATTERN | {"is_causal": True}
+    segment_ids = torch.from_numpy(np.random.default_rng(0).integers(-1, 2, (2, 12)).astype(np.int32))
+    dout, dlse = torch.randn(2, 12, 4, 16), torch.randn(2, 4, 12)
+    numbers = [x.detach().numpy() for x in (query, key, value, dout, dlse)]
+    want = dilated_oracle.dilated_attention(*numbers, segment_ids=segment_ids.numpy(), **pattern)
+    run = torch.compile(bridge.dilated_attention, backend="aot_eager", fullgraph=True)
+    for function in (bridge.dilated_attention, run):
+        out, lse = function(query, key, value, segment_ids=segment_ids, return_lse=True, **pattern)
+        gradients = torch.autograd.grad((out, lse), (query, key, value), (dout, dlse))
+        for got, right in zip((out, lse, *gradients), want, strict=True):
+            assert rms_error(got.detach().numpy(), right) < 1e-6
+
+
+def test_errors(make_qkv):
+    query, key, value = make_qkv(length=15)
+    attend = bridge.dilated_attention
+    with pytest.raises(ValueError, match=r"dilation_rates: got 1 of them for 2 segment_lengths"):
+        attend(query, key, value, segment_lengths=[6, 12], dilation_rates=[1])
+    with pytest.raises(TypeError, match=r"query: got dtype torch.float64"):
+        attend(query.double(), key, value, **PATTERN)
+    with pytest.raises(TypeError, match=r"segment_ids: got dtype torch.int64, want torch.int32"):
+        attend(query, key, value, segment_ids=torch.zeros(2, 15, dtype=torch.int64), **PATTERN)
+    with pytest.raises(TypeError, match=r"segment_ids: got a pair"):
+        attend(query, key, value, segment_ids=(None, None), **PATTERN)
+
+
+@pytest.mark.parametrize("layer_norm", [True, False])
+def test_module(layer_norm):
+    module = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), layer_norm=layer_norm)
+    names = [f"{name}_proj.{part}" for name in ("q", "k", "v", "out") for part in ("weight", "bias")]
+    assert sorted(module.state_dict()) == sorted(names + ["norm.weight", "norm.bias"] * layer_norm)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(2, 15, 32)
+    out, weights = module(x, x, x, is_causal=True)
+    assert weights is None
+    torch.testing.assert_close(module(x, is_causal=True)[0], out)
+    p = {name: parameter.detach().double().numpy() for name, parameter in module.named_parameters()}
+    project = lambda x, name: x @ p[f"{name}_proj.weight"].T + p[f"{name}_proj.bias"]
+    qkv = [project(x.double().numpy(), name).reshape(2, 15, 4, 8) for name in "qkv"]
+    pattern = PATTERN | {"heads": "groups", "combine": "mean", "is_causal": True}
+    want = dilated_oracle.dilated_attention(*qkv, qkv[0], np.zeros((2, 4, 15)), **pattern)[0].reshape(2, 15, 32)
+    if layer_norm:
+        want = (want - want.mean(-1, keepdims=True)) / np.sqrt(want.var(-1, keepdims=True) + 1e-5)
+        want = want * p["norm.weight"] + p["norm.bias"]
+    np.testing.assert_allclose(out.detach().numpy(), project(want, "out"), atol=2e-5)
+    out.square().sum().backward()
+    assert all(parameter.grad.abs().max() > 0 for name, parameter in module.named_parameters() if name != "k_proj.bias")
+
+
+def test_module_initialisation_and_dropout():
+    torch.manual_seed(0)
+    module = bridge.nn.MultiheadDilatedAttention(256, 4, *PATTERN.values(), gamma_init=2.0, dropout=0.25)
+    for name, gain in (("q", 1), ("k", 1), ("v", 2), ("out", 2)):
+        assert getattr(module, f"{name}_proj").weight.std().item() == pytest.approx(gain / 16, rel=0.03)
+        assert not getattr(module, f"{name}_proj").bias.any()
+    x = torch.randn(2, 15, 256)
+    dropped = module(x)[0]
+    kept = dropped != 0
+    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.02)
+    torch.testing.assert_close(dropped[kept], module.eval()(x)[0][kept] / 0.75)
+
+
+def test_module_backends():
+    module = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), benchmark_backends=True)
+    assert module.attention_backend == "xla"
+    assert list(module.backend_times) == ["xla"]
+    assert 0 < module.backend_times["xla"] < 1e4
+    assert module.dtype == torch.float32
+    assert module.gpu_info.architecture == "CPU"
+    assert module.bfloat16().dtype == torch.bfloat16
+    make = lambda **options: bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), **options)
+    with pytest.raises(NotImplementedError, match="implementation='triton' cannot serve this"):
+        make(attention_backend="triton")
+    with pytest.raises(ValueError, match="implementation='sdpa' is not known"):
+        make(attention_backend="sdpa")
+    with pytest.raises(ValueError, match="benchmark_backends: got True with attention_backend='xla'"):
+        make(attention_backend="xla", benchmark_backends=True)
+    with pytest.raises(ValueError, match=r"dropout: got 1.5"):
+        make(dropout=1.5)
+    with pytest.raises(ValueError, match=r"embed_dim: got 33 with num_heads=4"):
+        bridge.nn.MultiheadDilatedAttention(33, 4, *PATTERN.values())
+    with pytest.raises(ValueError, match=r"query: got shape \(2, 15, 8\), want \[batch, length, 32\]"):
+        make()(torch.zeros(2, 15, 8))

@@ -1,0 +1,208 @@
+"""Masks from scores and by name, against NumPy."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mask_cases import block_status
+
+from jax_kernels import masks
+
+
+def largest(scores, k):
+    """NumPy's: of equals the first, never -inf or NaN."""
+    scores = np.where(np.isnan(scores), -np.inf, scores.astype(np.float64))
+    rank = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1, kind="stable")
+    return (rank < k) & (scores > -np.inf)
+
+
+def scores_of(shape, dtype=np.float32):
+    random = np.random.default_rng(0)
+    scores = np.round(random.standard_normal(shape), 1).astype(np.float32)  # rounded: there are ties
+    scores[random.random(shape) < 0.2] = -np.inf
+    scores[..., 0, :] = -np.inf
+    scores[..., 1, :2] = np.nan
+    return jnp.asarray(scores, dtype)
+
+
+@pytest.mark.parametrize("k", [1, 4, 19, 20, 100])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_top_k(k, dtype):
+    bias = scores_of((2, 3, 10, 20), dtype)
+    got = jax.jit(lambda bias: masks.top_k(bias, k))(bias).to_dense(10, 20)
+    np.testing.assert_array_equal(got, largest(np.asarray(bias), k))
+
+
+def test_top_k_among():
+    bias = scores_of((20, 20))
+    got = masks.top_k(bias, 3, among=masks.causal() & masks.sliding_window(9, 0)).to_dense(20, 20)
+    distance = np.arange(20)[:, None] - np.arange(20)
+    want = largest(np.where((distance >= 0) & (distance <= 9), bias, -np.inf), 3)
+    np.testing.assert_array_equal(got[0, 0], want)
+    # One row of bias for every query.
+    got = masks.top_k(bias[5:6], 3).to_dense(20, 20)
+    np.testing.assert_array_equal(got[0, 0], np.broadcast_to(largest(np.asarray(bias[5:6]), 3), (20, 20)))
+    got = masks.top_k(bias[5:6], 3, among=masks.causal(), q_length=8, q_offset=4).to_dense(8, 20)
+    np.testing.assert_array_equal(got[0, 0], largest(np.where(distance[4:12] >= 0, bias[5:6], -np.inf), 3))
+
+
+def test_threshold():
+    bias = scores_of((2, 3, 10, 20))
+    np.testing.assert_array_equal(masks.threshold(bias, 0.5).to_dense(10, 20), np.asarray(bias) > 0.5)
+    tau = jnp.array([0.1, 0.2, -0.3])[:, None, None]
+    np.testing.assert_array_equal(masks.threshold(bias, tau).to_dense(10, 20), np.asarray(bias) > np.asarray(tau))
+
+
+def test_top_k_blocks():
+    scores = scores_of((2, 3, 6, 7))
+    mask = jax.jit(lambda scores: masks.top_k_blocks(scores, 3, (8, 16)))(scores)
+    np.testing.assert_array_equal(mask.blocks, largest(np.asarray(scores), 3))
+    lists = mask.block_lists(48, 112, 8, 16)
+    assert lists.indices.shape == (2, 3, 6, 3)
+    np.testing.assert_array_equal(lists.full_count, largest(np.asarray(scores), 3).sum(-1))
+    assert not lists.partial_count.any()
+
+
+def test_mixture_of_block_attention():
+    """A query block's own block, and the best of those before it: 3 in all."""
+    scores = jnp.asarray(np.random.default_rng(1).standard_normal((3, 8, 8)), jnp.float32)
+    mask = masks.top_k_blocks(scores, 3, 16, among=masks.causal(), always=masks.sliding_window(0, 0))
+    row, column = np.ogrid[:8, :8]
+    want = np.where(row == column, np.inf, np.where(column < row, scores, -np.inf))
+    np.testing.assert_array_equal(mask.blocks[0], largest(want, 3))
+    dense = (mask & masks.causal()).to_dense(128, 128)
+    np.testing.assert_array_equal(block_status(np.asarray(dense), 16, 16)[0][0], largest(want, 3))
+    assert (mask & masks.causal()).block_lists(128, 128, 16, 16).partial_count.tolist() == [[[1] * 8] * 3]
+
+
+def test_pooled_scores():
+    random = np.random.default_rng(2)
+    query, key = (random.standard_normal(shape).astype(np.float32) for shape in ((2, 20, 4, 8), (2, 37, 2, 8)))
+    got = jax.jit(lambda q, k: masks.pooled_scores(q, k, (8, 16)))(query, key)
+    want = np.empty((2, 4, 3, 3))
+    for h, i, j in np.ndindex(4, 3, 3):
+        q, k = query[:, i * 8 : i * 8 + 8, h].mean(axis=1), key[:, j * 16 : j * 16 + 16, h // 2].mean(axis=1)
+        want[:, h, i, j] = (q * k).sum(axis=-1) / 8**0.5
+    np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_builders_pass_no_gradient():
+    x = jnp.ones((2, 8, 2, 4))
+
+    def loss(x):
+        mask = masks.top_k_blocks(masks.pooled_scores(x, x, 4), 1, 4) & masks.top_k(x[0, :, 0] @ x[0, :, 0].T, 3)
+        return jnp.where(mask.to_dense(8, 8), x.sum(), 0).sum()
+
+    kept = masks.top_k_blocks(masks.pooled_scores(x, x, 4), 1, 4) & masks.top_k(jnp.ones((8, 8)), 3)
+    np.testing.assert_allclose(jax.grad(loss)(x), kept.to_dense(8, 8).sum())
+
+
+def positions(n):
+    return np.arange(n)[:, None], np.arange(n)
+
+
+def test_presets():
+    q, k = positions(32)
+    causal, distance = q >= k, q - k
+    near = lambda left, right: (distance <= left) & (distance >= -right)
+    cells = np.random.default_rng(0).random((4, 4)) < 0.5
+    want = {
+        "causal": ({}, causal),
+        "sliding_window": ({"left": 3, "right": None}, distance <= 3),
+        "dilated": ({"rate": 3}, distance % 3 == 0),
+        "block_sparse": ({"blocks": cells, "block_size": 8}, cells.repeat(8, 0).repeat(8, 1)),
+        "global_local": ({"n": 2, "left": 4}, near(4, 4) | (q < 2) | (k < 2)),
+        "prefix_lm": ({"n": 5}, causal | (k < 5)),
+        "attention_sinks": ({"left": 6, "n": 2}, causal & (near(6, 0) | (k < 2))),
+        "strided": ({"stride": 5}, causal & (near(5, 0) | (distance % 5 == 0))),
+        "longformer": ({"window": 8, "n": 1}, near(4, 4) | (q < 1) | (k < 1)),
+    }
+    for name, (options, dense) in want.items():
+        np.testing.assert_array_equal(masks.preset(name, **options).to_dense(32, 32)[0, 0], dense, err_msg=name)
+    dilated = masks.preset("longformer", window=6, rate=2).to_dense(32, 32)[0, 0]
+    np.testing.assert_array_equal(dilated, near(6, 6) & (distance % 2 == 0))
+
+
+def test_bigbird():
+    options = {"q_length": 100, "kv_length": 128, "block_size": 8, "heads": 3, "random_blocks": 2}
+    mask = masks.preset("bigbird", **options)
+    row, column = np.ogrid[:13, :16]
+    fixed = (abs(row - column) <= 1) | (row < 1) | (column < 1)
+    blocks = np.asarray(mask.blocks[0])
+    assert blocks[:, fixed].all()
+    np.testing.assert_array_equal((blocks & ~fixed).sum(-1), np.broadcast_to(np.minimum(2, (~fixed).sum(-1)), (3, 13)))
+    assert (blocks[0] != blocks[1]).any()
+    np.testing.assert_array_equal(blocks, masks.preset("bigbird", **options).blocks[0])
+    assert (blocks != np.asarray(masks.preset("bigbird", **options, seed=1).blocks[0])).any()
+
+
+BAD = {
+    "k": (lambda: masks.top_k(jnp.ones((4, 4)), 0), ValueError, "k: got 0, want an int of at least 1"),
+    "bias_dtype": (
+        lambda: masks.top_k(np.ones((4, 4)), 1),
+        TypeError,
+        "bias: got dtype float64, want an array, bfloat16",
+    ),
+    "bias_bool": (lambda: masks.threshold(np.ones((4, 4), bool), 1), TypeError, "bias: got dtype bool, want an array"),
+    "bias_rank": (lambda: masks.threshold(jnp.ones(4), 1), ValueError, "bias: got shape (4,), want [batch, heads"),
+    "bias_list": (lambda: masks.top_k([[1.0]], 1), TypeError, "bias: got list, want an array"),
+    "tau": (lambda: masks.threshold(jnp.ones((4, 4)), "1"), TypeError, "tau: got str, want a number or an array"),
+    "tau_shape": (
+        lambda: masks.threshold(jnp.ones((4, 4)), jnp.ones(3)),
+        ValueError,
+        "tau: got shape (3,), want one that broadcasts to bias's shape (1, 1, 4, 4)",
+    ),
+    "q_length_none": (
+        lambda: masks.top_k(jnp.ones((1, 4)), 1, among=masks.causal()),
+        ValueError,
+        "q_length: got None with `among` and a bias of one row, want the number of queries",
+    ),
+    "q_length": (
+        lambda: masks.top_k(jnp.ones((3, 4)), 1, among=masks.causal(), q_length=4),
+        ValueError,
+        "q_length: got 4, want the 3 rows of bias, or None",
+    ),
+    "among": (lambda: masks.top_k(jnp.ones((4, 4)), 1, among=np.ones((4, 4))), TypeError, "among: got ndarray, want a"),
+    "always": (
+        lambda: masks.top_k_blocks(jnp.ones((4, 4)), 1, 8, always="local"),
+        TypeError,
+        "always: got str, want a Mask",
+    ),
+    "block_size": (lambda: masks.top_k_blocks(jnp.ones((4, 4)), 1, 0), ValueError, "block_size: got 0, want an int"),
+    "query_rank": (
+        lambda: masks.pooled_scores(jnp.ones((4, 4)), jnp.ones((4, 4)), 2),
+        ValueError,
+        "query: got shape (4, 4), want [batch, length, heads, head_dim]",
+    ),
+    "key_heads": (
+        lambda: masks.pooled_scores(jnp.ones((1, 4, 4, 2)), jnp.ones((1, 4, 3, 2)), 2),
+        ValueError,
+        "key: got shape (1, 4, 3, 2), want query's batch and head_dim and a divisor of its heads: (1, 4, 4, 2)",
+    ),
+    "preset": (lambda: masks.preset("ring"), ValueError, "name: got 'ring', want one of 'attention_sinks', 'bigbird'"),
+    "preset_option": (
+        lambda: masks.preset("dilated", n=3),
+        TypeError,
+        "options: got n for 'dilated', want (rate): ",
+    ),
+    "preset_value": (lambda: masks.preset("dilated", rate=0), ValueError, "rate: got 0, want an int of at least 1"),
+    "longformer": (
+        lambda: masks.preset("longformer", window=1),
+        ValueError,
+        "window: got 1, want an int of at least 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=re.escape(message)):
+        call()

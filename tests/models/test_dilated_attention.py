@@ -1,0 +1,100 @@
+"""Dilated attention as modules: what they compute, MAGNETO's options, and LongNet."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import dilated_oracle
+
+from jax_kernels import models
+from jax_kernels.models import LongNet, LongNetConfig, MultiHeadDilatedAttention, flat_parameters
+
+PATTERN = {"segment_lengths": (6, 12), "dilation_rates": (1, 4)}
+SHAPE = {"vocab_size": 50, "model_dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 48}
+
+forward = nnx.jit(lambda model, *args: model(*args))
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_is_projections_around_dilated_attention(layer_norm):
+    pattern = PATTERN | {"heads": "groups", "combine": "mean", "order": "hilbert"}
+    module = MultiHeadDilatedAttention(
+        24, 4, head_dim=8, use_rotary=False, is_causal=False, layer_norm=layer_norm, rngs=nnx.Rngs(0), **pattern
+    )
+    if layer_norm:
+        module.out_norm.scale[...] = jnp.linspace(0.5, 2, 32)
+        module.out_norm.bias[...] = jnp.linspace(-1, 1, 32)
+    x = jax.random.normal(jax.random.key(1), (2, 12, 24))
+    p = {name: array.astype(np.float64) for name, array in flat_parameters(module).items()}
+    qkv = (np.asarray(x, np.float64) @ p[f"{name}_proj.kernel"] for name in "qkv")
+    qkv = [y.reshape(2, 12, 4, 8) for y in qkv]
+    out, *_ = dilated_oracle.dilated_attention(*qkv, qkv[0], np.zeros((2, 4, 12)), **pattern)
+    out = out.reshape(2, 12, 32)
+    if layer_norm:
+        out = (out - out.mean(-1, keepdims=True)) / np.sqrt(out.var(-1, keepdims=True) + 1e-5)
+        out = out * p["out_norm.scale"] + p["out_norm.bias"]
+    np.testing.assert_allclose(forward(module, x), out @ p["out_proj.kernel"], atol=5e-6)
+
+
+def test_gamma_scales_value_and_output():
+    module = MultiHeadDilatedAttention(256, 4, num_kv_heads=2, gamma=3.0, rngs=nnx.Rngs(0), **PATTERN)
+    spread = {name: array.std() for name, array in flat_parameters(module).items()}
+    for name, fan_out, gain in (("q", 256, 1), ("k", 128, 1), ("v", 128, 3), ("out", 256, 3)):
+        assert spread[f"{name}_proj.kernel"] == pytest.approx(gain * (2 / (256 + fan_out)) ** 0.5, rel=0.03)
+
+
+def test_without_dilation_it_is_the_transformer():
+    config = LongNetConfig(**SHAPE, segment_lengths=[100], dilation_rates=[1])
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(models.TransformerConfig)}
+    transformer = models.Transformer(models.TransformerConfig(**fields), rngs=nnx.Rngs(0))
+    longnet = LongNet(config, rngs=nnx.Rngs(5))
+    nnx.update(longnet, nnx.state(transformer, nnx.Param))
+    tokens = jax.random.randint(jax.random.key(1), (2, 11), 0, 50)
+    np.testing.assert_allclose(forward(longnet, tokens), forward(transformer, tokens), atol=1e-5)
+
+
+def test_longnet_learns_and_sees_no_later_token():
+    longnet = LongNet(LongNetConfig(**SHAPE, **PATTERN, remat=True, layer_norm=True, gamma=1.2), rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 12), 0, 50)
+    logits = forward(longnet, tokens)
+    changed = forward(longnet, tokens.at[:, 9].set((tokens[:, 9] + 1) % 50))
+    np.testing.assert_array_equal(logits[:, :9], changed[:, :9])
+    assert (logits[:, 9:12] != changed[:, 9:12]).any(axis=-1).all()
+    gradients = nnx.jit(nnx.grad(lambda model: (model(tokens) ** 2).mean()))(longnet)
+    flat = flat_parameters(gradients)
+    assert flat.keys() == flat_parameters(longnet).keys() >= {"layers.0.attention.out_norm.scale"}
+    assert all(np.abs(array).max() > 0 for array in flat.values())
+    with pytest.raises(NotImplementedError, match="dilated attention has no cache"):
+        longnet.init_cache(1, 8)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"dilation_rates": (1,)}, ValueError, "dilation_rates: got 1 of them for 2 segment_lengths"),
+        (
+            {"dilation_rates": (1, 13)},
+            ValueError,
+            r"dilation_rates\[1\]: got 13, want at most segment_lengths\[1\] = 12",
+        ),
+        ({"order": "snake"}, ValueError, "order: got 'snake'"),
+        ({"layer_norm": 1}, TypeError, "LongNetConfig.layer_norm=1 must be a bool"),
+        ({"gamma": 0.0}, ValueError, "LongNetConfig.gamma=0.0 must be positive"),
+        (
+            {"heads": "groups", "segment_lengths": [4] * 5, "dilation_rates": [1] * 5},
+            ValueError,
+            "must be at most num_heads=4",
+        ),
+    ],
+)
+def test_errors(fields, error, message):
+    with pytest.raises(error, match=message):
+        LongNetConfig(**SHAPE | PATTERN | fields)

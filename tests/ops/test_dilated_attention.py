@@ -1,0 +1,374 @@
+"""dilated_attention against its definition in NumPy; causality, coverage, and what it refuses."""
+
+import functools
+import re
+import sys
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import dilated_oracle
+
+from jax_kernels import dilated_attention, explain, flash_attention
+from jax_kernels.dispatch import on_device
+from jax_kernels.reference import dilated_attention as reference
+from jax_kernels.testing import rms_error
+
+# Most of the time of a small case is XLA's, for compiling: unoptimised code is compiled in half of it.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+xla = functools.partial(dilated_attention, implementation="xla")
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def arrays(length, heads, kv_heads, *, batch=2, head_dim=8, v_head_dim=6, dtype=np.float32, seed=0):
+    """query, key, value, dout, dlse."""
+    random = np.random.default_rng(seed)
+    normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
+    qkv = (normal(batch, length, h, d) for h, d in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, v_head_dim)))
+    dout, dlse = normal(batch, length, heads, v_head_dim), normal(batch, heads, length)
+    return *(jnp.asarray(x, dtype) for x in (*qkv, dout)), jnp.asarray(dlse)
+
+
+def ids_of(length, batch=2):
+    return np.random.default_rng(1).integers(-1, 3, (batch, length)).astype(np.int32)
+
+
+def results_of(inputs, **arguments):
+    @jit
+    def run(query, key, value, dout, dlse):
+        attend = functools.partial(dilated_attention, return_lse=True, **{"implementation": "xla"} | arguments)
+        results, vjp = jax.vjp(attend, query, key, value)
+        return *results, *vjp((dout, dlse))
+
+    return run(*inputs)
+
+
+def check(inputs, bound=1e-6, **arguments):
+    got = results_of(inputs, **arguments)
+    arguments.pop("implementation", None)
+    want = dilated_oracle.dilated_attention(*inputs, **arguments)
+    errors = {name: rms_error(g, w) for name, g, w in zip(NAMES, got, want, strict=True)}
+    assert max(errors.values()) < bound, errors
+    dead = np.isneginf(want[1]).swapaxes(1, 2)
+    assert not np.asarray(got[0])[dead].any()
+    assert not np.asarray(got[2])[dead].any()
+
+
+PATTERN = {"segment_lengths": (10, 100), "dilation_rates": (3, 4)}
+# Branches and segments that one attention serves: every one has 4 tokens.
+ALIKE = {"segment_lengths": (4, 8, 16), "dilation_rates": (1, 2, 4)}
+MODES = {
+    "longnet": {},
+    "one_call": ALIKE,
+    "stopped": {"stop_gradient_weights": True},
+    "all_mean": {"combine": "mean"},
+    "groups_mean": {"heads": "groups", "combine": "mean"},
+    "groups_lse": {"heads": "groups"},
+    "partition": {"layout": "partition", "segment_lengths": (6, 6, 9), "dilation_rates": (2, 2, 4)},
+    "one_branch": {"segment_lengths": (16,), "dilation_rates": (3,), "stop_gradient_weights": True},
+}
+# How the parameters below meet, not their full product: (mode, is_causal, order, with segment ids, heads, key heads).
+CASES = [
+    ("longnet", False, None, False, 6, 6),
+    ("longnet", True, "hilbert", False, 8, 2),
+    ("longnet", True, None, True, 5, 5),
+    ("one_call", True, None, False, 4, 2),
+    ("one_call", False, "hilbert", True, 4, 4),
+    ("stopped", False, "hilbert", False, 4, 4),
+    ("stopped", True, None, True, 6, 3),
+    ("all_mean", True, None, False, 5, 1),
+    ("all_mean", False, "hilbert", False, 4, 4),
+    ("groups_mean", False, None, False, 7, 7),
+    ("groups_mean", True, "hilbert", True, 8, 2),
+    ("groups_lse", True, None, False, 7, 1),
+    ("partition", False, None, False, 2, 2),
+    ("partition", True, "hilbert", False, 4, 2),
+    ("partition", False, "hilbert", True, 2, 1),
+    ("one_branch", True, None, False, 4, 4),
+]
+
+
+@pytest.mark.parametrize(("mode", "is_causal", "order", "packed", "heads", "kv_heads"), CASES)
+def test_is_its_definition(mode, is_causal, order, packed, heads, kv_heads):
+    arguments = PATTERN | MODES[mode] | {"is_causal": is_causal, "order": order}
+    length = 16 if mode == "one_call" else 24
+    check(arrays(length, heads, kv_heads), segment_ids=ids_of(length) if packed else None, **arguments)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_reference_is_the_definition(mode):
+    arguments = PATTERN | MODES[mode] | {"is_causal": mode != "partition", "order": "hilbert"}
+    inputs, ids = arrays(23, 5, 5), ids_of(23)
+    want = dilated_oracle.dilated_attention(*inputs, segment_ids=ids, **arguments)
+
+    @jit
+    def run(query, key, value, dout, dlse):
+        forward = functools.partial(reference.dilated_attention, segment_ids=ids, **arguments)
+        results, vjp = jax.vjp(forward, query, key, value)
+        return *results, *vjp((dout, dlse))
+
+    with jax.enable_x64(True):
+        got = [np.asarray(x) for x in run(*(np.asarray(x, np.float64) for x in inputs))]
+    for name, g, w in zip(NAMES, got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-12, atol=1e-13, err_msg=name)
+
+
+@st.composite
+def any_call(draw):
+    branches = draw(st.integers(1, 3))
+    lengths = draw(st.tuples(*[st.integers(1, 30)] * branches))
+    layout = draw(st.sampled_from(["overlap", "overlap", "partition"]))
+    is_free = layout == "overlap"
+    combine = draw(st.sampled_from(["lse", "mean"])) if is_free else "lse"
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = "groups" if is_free and kv_heads * group >= branches and draw(st.booleans()) else "all"
+    pattern = {
+        "segment_lengths": lengths,
+        "dilation_rates": tuple(draw(st.integers(1, length)) for length in lengths),
+        "is_causal": draw(st.booleans()),
+        "heads": heads,
+        "combine": combine,
+        "layout": layout,
+        "order": draw(st.sampled_from([None, "hilbert"])),
+        "stop_gradient_weights": is_free and combine == "lse" and draw(st.booleans()),
+    }
+    length = draw(st.integers(1, 25))
+    pattern["segment_ids"] = ids_of(length) if draw(st.booleans()) else None
+    return length, kv_heads * group, kv_heads, pattern
+
+
+@hypothesis.given(any_call())
+@hypothesis.settings(max_examples=4)
+def test_any_call(call):
+    length, heads, kv_heads, pattern = call
+    check(arrays(length, heads, kv_heads), **pattern)
+
+
+def weights_of(length, heads, kv_heads, **arguments):
+    """[B, H, T, T]: how much of the value of a token (the last axis) is in the output of another."""
+    query, key, *_ = arrays(length, heads, kv_heads)
+    value = jnp.broadcast_to(jnp.eye(length)[:, None], (2, length, kv_heads, length))
+    return np.asarray(jit(functools.partial(xla, **arguments))(query, key, value)).swapaxes(1, 2)
+
+
+@pytest.mark.parametrize("mode", ["longnet", "all_mean", "groups_mean", "partition"])
+@pytest.mark.parametrize("order", [None, "hilbert"])
+def test_no_token_sees_a_later_one(mode, order):
+    """In batch entry j, token j is not what it is in the last entry: no output before j differs."""
+    arguments = PATTERN | MODES[mode] | {"order": order, "is_causal": True}
+    length = 21
+    changed = np.eye(length + 1, length, dtype=bool)[:, :, None, None]
+    inputs = (jnp.where(changed, 10 * x[:1] + 1, x[:1]) for x in arrays(length, 4, 4)[:3])
+    out = np.asarray(jit(functools.partial(xla, **arguments))(*inputs))
+    differs = (out != out[-1:]).any(axis=(2, 3))[:-1]
+    assert not np.tril(differs, -1).any()
+    assert differs.diagonal().mean() > 0.5
+
+
+@pytest.mark.parametrize("order", [None, "hilbert"])
+def test_a_partition_covers_every_token(order):
+    """Also past the sum of the segments, and where the sequence ends within one."""
+    for lengths, rates in (((10, 6), (4, 3)), ((8, 30), (4, 5))):
+        pattern = {"segment_lengths": lengths, "dilation_rates": rates, "layout": "partition", "order": order}
+        weights = weights_of(23, 2, 1, **pattern)
+        np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
+        assert (weights[..., np.arange(23), np.arange(23)] > 0).all()
+        np.testing.assert_array_equal(
+            weights > 0, np.broadcast_to(dilated_oracle.sees(23, 2, **pattern)[0], weights.shape)
+        )
+
+
+def test_a_hilbert_order_at_rate_1_changes_nothing():
+    pattern = {"segment_lengths": (8, 100), "dilation_rates": (1, 1)}
+    plain, ordered = (weights_of(23, 2, 2, order=order, **pattern) for order in (None, "hilbert"))
+    np.testing.assert_array_equal(plain, ordered)
+
+
+def test_a_hilbert_order_changes_which_tokens_are_seen():
+    pattern = {"segment_lengths": (16,), "dilation_rates": (4,)}
+    plain, ordered = (weights_of(16, 4, 4, order=order, **pattern) > 0 for order in (None, "hilbert"))
+    assert (plain != ordered).any()
+    np.testing.assert_array_equal(plain.sum(axis=-1).sum(axis=-1), ordered.sum(axis=-1).sum(axis=-1))
+
+
+def test_rate_1_over_the_whole_sequence_is_attention():
+    query, key, value, *_ = arrays(19, 4, 2)
+    got = xla(query, key, value, segment_lengths=(50,), dilation_rates=(1,), is_causal=True)
+    want = flash_attention(query, key, value, is_causal=True, implementation="xla")
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_a_negative_scale():
+    check(arrays(16, 4, 4), scale=-0.7, is_causal=True, segment_lengths=(8,), dilation_rates=(2,))
+
+
+def test_vmap():
+    inputs = [jnp.stack(x) for x in zip(arrays(16, 2, 2), arrays(16, 2, 2, seed=1), strict=True)]
+    pattern = {"segment_lengths": (8,), "dilation_rates": (3,)}
+    got = jax.vmap(lambda *inputs: results_of(inputs, **pattern))(*inputs)
+    for index in range(2):
+        want = dilated_oracle.dilated_attention(*(x[index] for x in inputs), **pattern)
+        for g, w in zip(got, want, strict=True):
+            assert rms_error(g[index], w) < 1e-6
+
+
+def test_shard_map():
+    """The gradient of keys that are the same on all devices is summed, where query has one axis more."""
+    mesh = jax.make_mesh((1,), ("x",), (jax.sharding.AxisType.Auto,))
+    query, key, value, dout, _ = arrays(8, 2, 2)
+    P = jax.sharding.PartitionSpec
+
+    @jit
+    def run(query, key, value):
+        attend = functools.partial(xla, is_causal=False, segment_lengths=(3,), dilation_rates=(2,))
+        mapped = jax.shard_map(attend, mesh=mesh, in_specs=(P("x"), P(), P()), out_specs=P("x"))
+        out, vjp = jax.vjp(mapped, query, key, value)
+        return out, *vjp(dout)
+
+    pattern = {"segment_lengths": (3,), "dilation_rates": (2,)}
+    got = run(query, key, value)
+    out, _, *want = dilated_oracle.dilated_attention(query, key, value, dout, np.zeros((2, 2, 8)), **pattern)
+    for g, w in zip(got, (out, *want), strict=True):
+        assert rms_error(g, w) < 1e-6
+
+
+def test_what_the_backward_keeps():
+    """query, key, value, out and lse: nothing of a branch."""
+    for mode in ("longnet", "stopped", "all_mean"):
+        inputs = arrays(20, 4, 2)[:3]
+        attend = functools.partial(xla, is_causal=True, **PATTERN | MODES[mode])
+        pullback = jax.eval_shape(lambda *qkv, attend=attend: jax.vjp(attend, *qkv)[1], *inputs)
+        kept = sorted(x.shape for x in jax.tree.leaves(pullback))
+        assert kept == sorted([*(x.shape for x in inputs), (2, 20, 4, 6), (2, 4, 20)])
+
+
+def test_like_branches_are_one_attention(monkeypatch):
+    from jax_kernels.ops import dilated_attention as module
+
+    shapes = []
+    forward = module.attention.attention_forward
+    record = lambda call, inputs: (shapes.append((inputs.query.shape, inputs.key.shape)), forward(call, inputs))[1]
+    monkeypatch.setattr(module.attention, "attention_forward", record)
+    query, key, value, *_ = arrays(64, 8, 4, batch=3)
+    attend = functools.partial(xla, is_causal=True)
+    jax.eval_shape(functools.partial(attend, **ALIKE), query, key, value)
+    assert shapes == [((3 * (16 + 8 + 4), 4, 8, 8), (3 * (16 + 8 + 4), 4, 4, 8))]
+    shapes.clear()
+    # Ragged classes of heads that share no class run as entries of their own, in one call too.
+    jax.eval_shape(functools.partial(xla, segment_lengths=(10,), dilation_rates=(4,)), query, key, value)
+    assert shapes == [((3 * 6 * 4, 3, 2, 8), (3 * 6 * 4, 3, 1, 8)), ((3 * 4 // 4, 1, 8, 8), (3 * 4 // 4, 1, 4, 8))]
+
+
+def test_16_bit_merges_in_float32():
+    inputs = arrays(64, 4, 4, dtype=jnp.bfloat16)
+    pattern = {"segment_lengths": (16, 32, 64), "dilation_rates": (1, 2, 4), "is_causal": True}
+    want = dilated_oracle.dilated_attention(*inputs, **pattern)
+    got = results_of(inputs, **pattern)
+    assert [str(x.dtype) for x in got] == ["bfloat16", "float32", *["bfloat16"] * 3]
+    # One rounding of out to 8 bits is 1.7e-3 root mean square; the gradients add up three rounded ones.
+    for name, g, w, bound in zip(NAMES, got, want, (1.8e-3, 2e-6, 4e-3, 4e-3, 4e-3), strict=True):
+        assert rms_error(g, w) < bound, name
+
+
+@pytest.mark.timeout(120)
+def test_kernels_interpreted(monkeypatch):
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    pattern = {"segment_lengths": (16,), "dilation_rates": (3,)}
+    check(arrays(16, 4, 2), bound=2e-6, is_causal=True, implementation="triton", **pattern)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
+@pytest.mark.parametrize(("mode", "is_causal", "order", "packed", "heads", "kv_heads"), CASES)
+def test_on_gpu(mode, is_causal, order, packed, heads, kv_heads, implementation):
+    lengths, rates = (MODES[mode].get(name, PATTERN[name]) for name in ("segment_lengths", "dilation_rates"))
+    arguments = PATTERN | MODES[mode] | {"is_causal": is_causal, "order": order, "implementation": implementation}
+    arguments |= {"segment_lengths": [25 * x for x in lengths], "dilation_rates": rates}
+    inputs = arrays(605, heads, kv_heads, head_dim=64, v_head_dim=64, dtype=jnp.bfloat16)
+    ids = ids_of(605) if packed else None
+    try:
+        explain(dilated_attention, *inputs[:3], segment_ids=ids, **arguments)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    got = results_of(inputs, segment_ids=ids, **arguments)
+    arguments.pop("implementation")
+    want = dilated_oracle.dilated_attention(*inputs, segment_ids=ids, **arguments)
+    for name, g, w, bound in zip(NAMES, got, want, (3e-3, 1e-5, 6e-3, 6e-3, 6e-3), strict=True):
+        assert rms_error(g, w) < bound, name
+
+
+def test_explain():
+    inputs = [jax.ShapeDtypeStruct((2, 5000, 8, 64), jnp.bfloat16)] * 3
+    with on_device("h200"):
+        plan = explain(dilated_attention, *inputs, segment_lengths=(2048, 4096), dilation_rates=(1, 4), is_causal=True)
+    assert plan.op == "dilated_attention"
+    assert [(length, rate) for length, rate, _ in plan.branches] == [(2048, 1), (904, 1), (4096, 4), (904, 4)]
+    assert {branch.implementation for *_, branch in plan.branches} == {"mosaic_gpu"}
+    assert "segments of 4096 at rate 4: mosaic_gpu" in str(plan)
+    plan = explain(dilated_attention, *inputs, segment_lengths=[64], dilation_rates=[1], implementation="xla")
+    assert plan.implementation == "xla"
+    assert plan.why == "asked for by name"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"segment_lengths": (8, 0)}, ValueError, "segment_lengths: got (8, 0), want one number or more, all positive"),
+        ({"dilation_rates": (1, -2)}, ValueError, "dilation_rates: got (1, -2), want one number or more, all positive"),
+        ({"segment_lengths": ()}, ValueError, "segment_lengths: got (), want one number or more"),
+        ({"segment_lengths": (8, 2.0)}, TypeError, "segment_lengths: got (8, 2.0), want a sequence of ints"),
+        ({"segment_lengths": 8}, TypeError, "segment_lengths: got int, want a sequence of ints"),
+        (
+            {"dilation_rates": (1,)},
+            ValueError,
+            "dilation_rates: got 1 of them for 2 segment_lengths, want one for each",
+        ),
+        (
+            {"dilation_rates": (1, 17)},
+            ValueError,
+            "dilation_rates[1]: got 17, want at most segment_lengths[1] = 16",
+        ),
+        (
+            {"heads": "groups", "segment_lengths": (8,) * 5, "dilation_rates": (1,) * 5},
+            ValueError,
+            "heads: got 'groups' with 5 segment_lengths for 4 heads",
+        ),
+        ({"heads": "some"}, ValueError, "heads: got 'some', want 'all' or 'groups'"),
+        ({"combine": "sum"}, ValueError, "combine: got 'sum', want 'lse' or 'mean'"),
+        ({"layout": "ring"}, ValueError, "layout: got 'ring', want 'overlap' or 'partition'"),
+        ({"order": "snake"}, ValueError, "order: got 'snake', want None or 'hilbert'"),
+        ({"layout": "partition", "combine": "mean"}, ValueError, "layout: got 'partition' with heads='all', combine="),
+        (
+            {"combine": "mean", "stop_gradient_weights": True},
+            ValueError,
+            "stop_gradient_weights: got True with combine=",
+        ),
+        ({"stop_gradient_weights": 1}, TypeError, "stop_gradient_weights: got int, want a bool"),
+        ({"is_causal": 1}, TypeError, "is_causal: got int, want a bool"),
+        ({"segment_ids": (np.zeros((2, 20), np.int32),) * 2}, TypeError, "segment_ids: got a pair, want one"),
+        ({"segment_ids": np.zeros((2, 9), np.int32)}, ValueError, "segment_ids: got shape (2, 9)"),
+        ({"implementation": "cudnn"}, NotImplementedError, "implementation='cudnn' cannot serve this"),
+        ({"window": 3}, TypeError, "unexpected keyword argument 'window'"),
+        ({"key": np.zeros((2, 21, 4, 8), np.float32)}, ValueError, "value: got (length, heads)"),
+    ],
+)
+def test_errors(arguments, error, message, monkeypatch):
+    query, key, value, *_ = arrays(20, 4, 4)
+    given = {"key": key, "value": value, "segment_lengths": (8, 16), "dilation_rates": (1, 2)} | arguments
+    for function in (dilated_attention, functools.partial(explain, dilated_attention)):
+        with pytest.raises(error, match=re.escape(message)):
+            function(query, **given)
+
+
+def test_queries_and_keys_are_the_same_tokens():
+    query, key, value, *_ = arrays(20, 4, 4)
+    with pytest.raises(ValueError, match=r"key: got length 19, want query's length 20"):
+        dilated_attention(query, key[:, :19], value[:, :19], segment_lengths=(8,), dilation_rates=(1,))
