@@ -17,6 +17,7 @@ __all__ = ["check"]
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 MAX_HEAD_DIM = 256
+HEADS = "[batch, length, heads, head_dim]"
 # A position, and the limit of a window, stay below these: their sums fit an int32.
 FARTHEST = 1 << 30
 WIDEST = 1 << 29
@@ -33,7 +34,7 @@ def check(
     if score_mod is not None:
         raise NotImplementedError("score_mod: not served yet by any implementation of flash_attention; want None")
     query, key, value = (checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    _check_shapes(query, key, value)
+    check_shapes(query, key, value)
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads = key.shape[1:3]
     scores = (batch, heads, q_length, kv_length)
@@ -54,7 +55,7 @@ def check(
     is_causal, window = checked_window(window, bool(is_causal))
     mask, bias = _mask(mask, scores), _bias(bias, scores, query.dtype)
     q_segment_ids, kv_segment_ids = _segment_ids(segment_ids, (batch, q_length), (batch, kv_length))
-    static_offset, q_offset = _offset(q_offset, batch)
+    static_offset, q_offset = checked_offset(q_offset, batch)
     inputs = AttentionInputs(
         query=query,
         key=key,
@@ -96,9 +97,14 @@ def check(
     return request, inputs
 
 
-def _check_shapes(query: Any, key: Any, value: Any) -> None:
+def _names(dtypes: tuple[Any, ...]) -> str:
+    *others, last = (str(dtype) for dtype in dtypes)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def check_shapes(query: Any, key: Any, value: Any, dtypes: tuple[Any, ...] = DTYPES) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
-        check_heads(name, x, query.dtype)
+        check_heads(name, x, query.dtype, dtypes=dtypes)
         if x.shape[0] != query.shape[0]:
             raise ValueError(f"{name}: got batch {x.shape[0]}, want query's batch {query.shape[0]}")
     batch, q_length, heads, head_dim = query.shape
@@ -113,24 +119,24 @@ def _check_shapes(query: Any, key: Any, value: Any) -> None:
         raise ValueError(f"query, key: got shapes {query.shape} and {key.shape}, want no axis of length 0")
 
 
-def check_heads(name: str, x: Any, dtype: Any, axes: str = "[batch, length, heads, head_dim]") -> None:
-    """That query, key or value is an array of heads, and in query's dtype."""
+def check_heads(name: str, x: Any, dtype: Any, axes: str = HEADS, dtypes: tuple[Any, ...] = DTYPES) -> None:
+    """That query, key or value is an array of heads, in query's dtype, which is one of `dtypes`."""
     if x.ndim != 4:
         raise ValueError(f"{name}: got shape {x.shape}, want 4 axes {axes}")
-    if x.dtype not in DTYPES:
-        raise TypeError(f"{name}: got dtype {x.dtype}, want bfloat16, float16 or float32")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want {_names(dtypes)}")
     if x.dtype != dtype:
         raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {dtype}")
     if not 0 < x.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(f"{name}: got head_dim {x.shape[3]}, want 1 to {MAX_HEAD_DIM}")
 
 
-def checked_array(name: str, x: Any) -> Any:
-    """A jax.Array of one of DTYPES, or a ShapeDtypeStruct."""
+def checked_array(name: str, x: Any, dtypes: tuple[Any, ...] = DTYPES) -> Any:
+    """A jax.Array, or a ShapeDtypeStruct. A NumPy array becomes one if its dtype is one of `dtypes`."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
-    if isinstance(x, np.ndarray | np.generic) and x.dtype not in DTYPES:
-        raise TypeError(f"{name}: got dtype {x.dtype}, want bfloat16, float16 or float32")
+    if isinstance(x, np.ndarray | np.generic) and x.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want {_names(dtypes)}")
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{name}: got {type(x).__module__}.{type(x).__name__}, want a jax.Array")
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
@@ -289,7 +295,7 @@ def checked_lengths(kv_lengths: Any, batch: int) -> Any:
     return kv_lengths
 
 
-def _offset(q_offset: Any, batch: int) -> tuple[int | None, Any]:
+def checked_offset(q_offset: Any, batch: int) -> tuple[int | None, Any]:
     """(the offset as an int, None) or (None, [B] int32)."""
     if _is_int(q_offset):
         if not -FARTHEST < q_offset < FARTHEST:

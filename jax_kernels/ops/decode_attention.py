@@ -197,9 +197,9 @@ def _check(
 
 
 def _check_shapes(query: Any, key: Any, value: Any, *, is_paged: bool) -> None:
-    axes = {"axes": "[pages, page_size, heads, head_dim]"} if is_paged else {}
+    axes = "[pages, page_size, heads, head_dim]" if is_paged else checks.HEADS
     for name, x in (("query", query), ("key", key), ("value", value)):
-        checks.check_heads(name, x, query.dtype, **({} if name == "query" else axes))
+        checks.check_heads(name, x, query.dtype, checks.HEADS if name == "query" else axes)
         if 0 in x.shape:
             raise ValueError(f"{name}: got shape {x.shape}, want no axis of length 0")
     batch, q_length, heads, head_dim = query.shape

@@ -16,7 +16,6 @@ of the instructions. The first block is the diagonal of causal work, so that row
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +24,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention import dense_sm90, softmax, tiles
+from jax_kernels.pallas.attention import dense_sm90, hopper, softmax, tiles
 from jax_kernels.pallas.attention.hopper import (
     SWIZZLED,
     WGMMA,
     all_of_warp,
-    fetch_tile,
     launch,
     named_barrier,
     pad_for_tma,
     segments_of,
     softcapped,
 )
+from jax_kernels.pallas.attention.tile_scheduler import Fetched, TileScheduler
 
 # Keys per query from which a look at all queries and keys beforehand pays: it reads them once, and saves a tenth of
 # the walk. At 2048 it gains 2 %, at 1024 (causal, 2048 long) it loses 10.
@@ -57,8 +56,15 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     if config.bounded and dense is None and _keys_per_query(options, kv_length) >= BOUNDED_FROM:
         largest = softmax.largest_scores(query, key, options.scale)
         largest = jnp.minimum(largest, cap * softmax.LOG2E) if cap else largest
-    tile_count = pl.cdiv(q_length, config.block_q) * query.shape[0] * query.shape[2]
-    dynamic = config.dynamic and not interpret and tile_count > core_count
+    scheduler = TileScheduler(
+        batch=query.shape[0],
+        heads=query.shape[2],
+        q_blocks=pl.cdiv(q_length, config.block_q),
+        is_causal=options.is_causal,
+        heads_together=config.heads_together,
+        dynamic=config.dynamic and not interpret,
+        core_count=core_count,
+    )
     sinks = inputs.sinks
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
@@ -69,11 +75,11 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         "query": query,
         "key": key,
         "value": value,
-        "counter": jax.new_ref(jnp.zeros((1,), jnp.int32)) if dynamic else None,
+        "counter": jax.new_ref(jnp.zeros((1,), jnp.int32)) if scheduler.fetches else None,
     }
     leaves, tree = jax.tree.flatten(arrays)
     kernel = _kernel(
-        arrays, tree, options, kv_length, out_dtype=out_dtype, config=config, core_count=core_count, interpret=interpret
+        arrays, tree, scheduler, options, kv_length, out_dtype=out_dtype, config=config, interpret=interpret
     )
     out, lse = kernel(*leaves)
     return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
@@ -87,7 +93,7 @@ def _keys_per_query(options: AttentionOptions, kv_length: int) -> int:
     return min(keys, options.window[0] + (0 if options.is_causal else max(options.window[1], 0)))
 
 
-def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, interpret):
+def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, interpret):
     batch, q_length, heads, head_dim = arrays["query"].shape
     group = heads // arrays["key"].shape[2]
     v_head_dim = arrays["value"].shape[-1]
@@ -100,12 +106,8 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
     take_turns = config.take_turns and not interpret
     share_q_out = config.share_q_out and out_dtype == dtype and v_head_dim == head_dim
 
-    q_blocks = pl.cdiv(q_length, block_q)
-    tile_count = q_blocks * batch * heads
-    together = math.gcd(config.heads_together, batch * heads)
-    ctas = min(core_count, tile_count)
-    has_bounds, has_segments, has_sinks, bounded, dynamic = (
-        arrays[name] is not None for name in ("bounds", "segments", "sinks", "largest", "counter")
+    has_bounds, has_segments, has_sinks, bounded = (
+        arrays[name] is not None for name in ("bounds", "segments", "sinks", "largest")
     )
     causal_only = is_causal and options.window is None and not has_segments
     has_limits = (is_causal or options.window is not None) and not has_bits
@@ -119,13 +121,16 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
     may_be_dead = has_bounds or has_segments or options.window is not None or (is_causal and q_offset < 0)
     may_be_dead = may_be_dead or has_bias or has_bits
 
+    following_slot = functools.partial(hopper.following_slot, stages=stages)
+
     def body(refs, scratch):
         given, out_gmem, lse_gmem = refs
         q_gmem, k_gmem, v_gmem, segments = (given[name] for name in ("query", "key", "value", "segments"))
         (
             q_smem, out_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free,
-            next_smem, next_ready, next_free, bias,
+            bias, *fetched,
         ) = scratch  # fmt: skip
+        fetched = Fetched(*fetched)
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
 
@@ -133,39 +138,9 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
             # Behind a barrier: what a warpgroup computes of it is not hoisted above the choice of warpgroup.
             return lax.optimization_barrier(cta)
 
-        def following_slot(slot):
-            return (
-                (slot + 1) & (stages - 1) if stages & (stages - 1) == 0 else jnp.where(slot == stages - 1, 0, slot + 1)
-            )
-
-        def following_tile(index, turn):
-            """The tile after `index`, the CTA's tile number `turn`. Every warpgroup asks once a tile."""
-            if not dynamic:
-                return index + ctas
-            slot = (turn + 1) & 1
-            plgpu.barrier_wait(next_ready.at[slot])
-            following = next_smem[slot]
-            plgpu.barrier_arrive(next_free.at[slot])
-            return following
-
-        def for_each_tile(run):
-            """run(index, turn, slot) -> (following tile, slot) for this CTA's tiles."""
-
-            def body(carry):
-                index, turn, slot = carry
-                index, slot = run(index, turn, slot)
-                return index, turn + 1, slot
-
-            lax.while_loop(lambda carry: carry[0] < tile_count, body, (first_tile(), jnp.int32(0), jnp.int32(0)))
-
         def tile(index):
             """(batch entry, head, first query, its blocks of keys, its limits) of a tile."""
-            round_, within = lax.div(index, q_blocks * together), lax.rem(index, q_blocks * together)
-            batch_head = round_ * together + lax.rem(within, together)
-            b, h = lax.div(batch_head, heads), lax.rem(batch_head, heads)
-            q_index = lax.div(within, together)
-            if is_causal:  # the longest first: the last ones to start are short
-                q_index = q_blocks - 1 - q_index
+            b, h, q_index = scheduler.place(index)
             limits = tiles.limits(
                 given["bounds"], b, q_offset, kv_length, is_causal=is_causal, window=options.window
             )  # fmt: skip
@@ -177,15 +152,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
             plgpu.set_max_registers(config.registers[1], action="decrease")
 
             def load_tile(index, turn, slot):
-                if dynamic:
-                    fetch_slot = (turn + 1) & 1
-
-                    @pl.when(turn >= 2)
-                    def _():
-                        plgpu.barrier_wait(next_free.at[fetch_slot])
-
-                    fetch_tile(given["counter"], next_smem.at[pl.ds(fetch_slot, 1)], ctas)
-                    plgpu.barrier_arrive(next_ready.at[fetch_slot])
+                scheduler.fetch(given["counter"], fetched, turn)
                 b, h, q_start, blocks, _ = tile(index)
                 kv_head = lax.div(h, jnp.int32(group)) if group > 1 else h
 
@@ -214,9 +181,9 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                 load_bias(jnp.int32(0))
                 slot = lax.fori_loop(1, blocks.count, step_loads, slot)
                 load_v(blocks.count - 1, slot)
-                return following_tile(index, turn), following_slot(slot)
+                return scheduler.following(fetched, index, turn), following_slot(slot)
 
-            for_each_tile(load_tile)
+            scheduler.for_each(first_tile(), load_tile)
 
         def compute(w):
             plgpu.set_max_registers(config.registers[0], action="increase")
@@ -370,10 +337,10 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
 
                 accumulators = plgpu.ACC((64, v_head_dim), jnp.float32), plgpu.ACC((64, block_kv), jnp.float32)
                 acc, highest, total, slot = pl.run_scoped(products, *accumulators)
-                following = following_tile(index, turn)
+                following = scheduler.following(fetched, index, turn)
 
                 def load_next_q():
-                    @pl.when(following < tile_count)
+                    @pl.when(following < scheduler.count)
                     def _():
                         load_q(following)
 
@@ -397,7 +364,7 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
                     load_next_q()
                 return following, following_slot(slot)
 
-            for_each_tile(run_tile)
+            scheduler.for_each(first_tile(), run_tile)
             if w == 0:
                 wait_turn()  # take the turn that the last warpgroup passed
             plgpu.wait_smem_to_gmem(0)
@@ -423,10 +390,8 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
             barriers(stages),
             barriers(stages, compute_wgs),
             barriers(stages, compute_wgs),
-            plgpu.SMEM((2,), jnp.int32) if dynamic else None,
-            barriers(2) if dynamic else None,
-            barriers(2, compute_wgs + 1) if dynamic else None,
             dense.stage(block_q, block_kv, block_kv, compute_wgs),
+            *scheduler.scratch(compute_wgs + 1),
             collective_axes="wg",
         )
 
@@ -435,9 +400,9 @@ def _kernel(arrays, tree, options, kv_length, *, out_dtype, config, core_count, 
         "attention_forward_sm90",
         out_type=(
             jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), out_dtype),
-            jax.ShapeDtypeStruct((batch, heads, q_blocks * block_q), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, scheduler.q_blocks * block_q), jnp.float32),
         ),
-        ctas=ctas,
+        ctas=scheduler.ctas,
         warpgroups=compute_wgs + 1,
         semantics=plgpu.LoweringSemantics.Lane,
         interpret=interpret,

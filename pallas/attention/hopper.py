@@ -34,8 +34,12 @@ def launch(
     warpgroups: int,
     semantics: plgpu.LoweringSemantics,
     interpret: bool,
+    **params: Any,
 ) -> Callable[..., Any]:
-    """plgpu.kernel over axes "cta" and "wg". With Warpgroup semantics the kernel places all barriers itself."""
+    """plgpu.kernel over axes "cta" and "wg". With Warpgroup semantics the kernel places all barriers itself.
+
+    params: more of plgpu.CompilerParams.
+    """
     is_lane = semantics == plgpu.LoweringSemantics.Lane
     return plgpu.kernel(
         entry,
@@ -46,7 +50,7 @@ def launch(
         thread_name="wg",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=semantics, unsafe_no_auto_barriers=not is_lane
+            approx_math=True, lowering_semantics=semantics, unsafe_no_auto_barriers=not is_lane, **params
         ),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
@@ -84,6 +88,11 @@ def fetch_tile(counter_ref, out_ref, first: int) -> None:
     fetch(counter_ref, out_ref)
 
 
+def following_slot(slot, stages: int):
+    """The slot after this one in a ring of so many."""
+    return (slot + 1) & (stages - 1) if stages & (stages - 1) == 0 else jnp.where(slot == stages - 1, 0, slot + 1)
+
+
 def all_of_warp(rows) -> jax.Array:
     """Whether a bool [64] is True in all 16 rows of a warp: a scalar bool, the same in a warp, not in a warpgroup.
 
@@ -108,6 +117,36 @@ def all_of_warp(rows) -> jax.Array:
         return fragmented_array.FragmentedArray.splat(result, (), is_signed=True)
 
     return vote(jnp.where(rows, 1, 0).astype(jnp.int32)) != 0
+
+
+def any_of_warp_above(numbers, rows) -> jax.Array:
+    """Whether any of numbers [64, n] is above its row's of rows [64], or NaN, in a warp: a bool as all_of_warp's."""
+    if INTERPRETED:
+        return jnp.any(~(numbers <= rows[:, None]))
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, ROW), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+    )
+    def vote(_, numbers, rows):
+        from jax.experimental.mosaic.gpu import fragmented_array
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        element = lambda x, i: vector.extract(x, dynamic_position=[], static_position=[i])
+        limits = [element(x, 0) for x in rows.registers.reshape(-1)]
+        above = [
+            arith.cmpf(arith.CmpFPredicate.UGT, element(x, i), limit)
+            for of_row in numbers.registers.reshape(-1, len(limits))
+            for x, limit in zip(of_row, limits, strict=True)
+            for i in range(2)
+        ]
+        mine = arith.extui(i32, functools.reduce(arith.ori, above))
+        assembly = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+        result = llvm.inline_asm(i32, [mine], assembly, "=r,r", has_side_effects=True)
+        return fragmented_array.FragmentedArray.splat(result, (), is_signed=True)
+
+    return vote(numbers, rows) != 0
 
 
 class Segments(NamedTuple):

@@ -26,16 +26,36 @@ def start(rows: int, lowest: float = LOWEST):
     return highest, plgpu.layout_cast(jnp.zeros((rows, PARTIAL_COLUMNS), jnp.float32), WGMMA)
 
 
-def step(scores, highest, total, scale: float):
+def step(scores, highest, total, scale, largest: float = 0.0):
     """(P = exp2 of the scores, the new maximum, the new sums, the factor for what was accumulated so far).
 
-    Masked scores are -inf.
+    Masked scores are -inf. largest: log2 of the largest P, by which the maximum is counted lower.
     """
     factor = scale * LOG2E
-    new = jnp.maximum(highest, scores.max(axis=1) * factor)
+    top = scores.max(axis=1) * factor
+    new = jnp.maximum(highest, top - largest if largest else top)
     alpha = jnp.exp2(highest - new)
     p = jnp.exp2(scores * factor - lax.broadcast_in_dim(new, scores.shape, [0]))
     return p, new, total * lax.broadcast_in_dim(alpha, total.shape, [0]) + _row_sums(p), alpha
+
+
+def lazy_step(scores, highest, total, scale, largest: float, limit: float, any_above):
+    """What step gives, and whether it is to be rescaled by: P may rise to 2**limit without a new maximum.
+
+    any_above(numbers [rows, PARTIAL_COLUMNS], limits [rows]): whether any is, for all that branch together.
+    """
+    factor = scale * LOG2E
+    tops = _tree(jnp.maximum, _parts(scores)) * factor
+    rises = any_above(tops, highest + limit)
+
+    def rescale(highest, total):
+        new = jnp.maximum(highest, tops.max(axis=1) - largest)
+        alpha = jnp.exp2(highest - new)
+        return new, total * lax.broadcast_in_dim(alpha, total.shape, [0]), alpha
+
+    highest, total, alpha = lax.cond(rises, rescale, lambda highest, total: (highest, total, highest), highest, total)
+    p = jnp.exp2(scores * factor - lax.broadcast_in_dim(highest, scores.shape, [0]))
+    return p, highest, total + _row_sums(p), alpha, rises
 
 
 def bounded_step(scores, highest, total, scale: float):
@@ -46,10 +66,17 @@ def bounded_step(scores, highest, total, scale: float):
 
 def _row_sums(p):
     """The rows of P summed up to PARTIAL_COLUMNS, as a tree: additions do not wait for one another."""
-    parts = [p[:, i : i + PARTIAL_COLUMNS] for i in range(0, p.shape[1], PARTIAL_COLUMNS)]
+    return _tree(jnp.add, _parts(p))
+
+
+def _parts(x):
+    return [x[:, i : i + PARTIAL_COLUMNS] for i in range(0, x.shape[1], PARTIAL_COLUMNS)]
+
+
+def _tree(combine, parts):
     while len(parts) > 1:
         odd = parts[-1:] if len(parts) % 2 else []
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
+        parts = [combine(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)] + odd
     return parts[0]
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
@@ -86,7 +87,11 @@ class Limits:
         may_end: the block may reach past kv_length. ids: the segment ids of the rows and of the columns. The scalars
         are added to the rows, of which a thread has few: added to the columns, they would take a register each.
         """
-        rows, columns = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
+        # A thread's place in a power of two is a shift of its number, in any other number a division.
+        wide = shape[0], pl.next_power_of_2(shape[1])
+        rows, columns = (plgpu.broadcasted_iota(jnp.int32, wide, axis, layout=layout) for axis in (0, 1))
+        if wide != shape:
+            rows, columns = rows[:, : shape[1]], columns[:, : shape[1]]
         # What a thread compares to is a constant if it takes its own part of the column to the rows' side.
         mine, constant = columns & 7, columns & ~7
         diagonal = self.q_offset + q_start - kv_start

@@ -1,7 +1,7 @@
 """Per-GPU block specs: one file of literal rows per compute capability, and the look-up in them."""
 
 from jax_kernels.pallas.block_specs import sm80, sm86, sm89, sm90, sm100, sm120
-from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow, AttentionRow
+from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow, AttentionFp8Row, AttentionRow
 
 _FILES = {80: sm80, 86: sm86, 89: sm89, 90: sm90, 100: sm100, 120: sm120}
 
@@ -57,6 +57,21 @@ def decode_row(
         if row.implementation == implementation and head_dim <= row.head_dim:
             return row, "block spec" if own else "heuristic"
     raise LookupError(f"no {implementation} row for decoding with head_dim={head_dim}")
+
+
+def fp8_row(
+    compute_capability: tuple[int, int] | None, implementation: str, *, head_dim: int, is_causal: bool
+) -> tuple[AttentionFp8Row, str]:
+    """The row for 8-bit attention, as attention_row gives it. Only Hopper has some."""
+    file, own = _file(compute_capability, implementation)
+    for row in file.ATTENTION_FP8:
+        if (
+            row.implementation == implementation
+            and head_dim <= row.head_dim
+            and row.is_causal in (None, is_causal)
+        ):  # fmt: skip
+            return row, "block spec" if own else "heuristic"
+    raise LookupError(f"no {implementation} row for 8-bit attention with head_dim={head_dim}")
 
 
 def _file(compute_capability: tuple[int, int] | None, implementation: str):

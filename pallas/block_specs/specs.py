@@ -53,6 +53,32 @@ class AttentionForwardSm90:
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionForwardFp8Sm90:
+    """Blocks of the 8-bit Hopper forward. take_turns, heads_together, dynamic: as in AttentionForwardSm90."""
+
+    compute_warpgroups: int
+    block_kv: int
+    stages: int
+    take_turns: bool = True
+    heads_together: int = 1
+    dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        _positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
+        if self.compute_warpgroups not in (2, 3):
+            raise ValueError(f"AttentionForwardFp8Sm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.compute_warpgroups
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread of a compute and of the memory warpgroup."""
+        return (240, 24) if self.compute_warpgroups == 2 else (160, 32)
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionBackwardSm90:
     """Blocks of the one-pass Hopper backward: two compute warpgroups share one block of keys."""
 
@@ -155,4 +181,15 @@ class AttentionDecodeRow:
     implementation: str
     head_dim: int
     config: Any
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionFp8Row:
+    """The blocks of the 8-bit forward. The first row that matches is taken. head_dim, is_causal: as in AttentionRow."""
+
+    implementation: str
+    head_dim: int
+    config: Any
+    is_causal: bool | None = None
     note: str = ""

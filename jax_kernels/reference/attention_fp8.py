@@ -1,0 +1,22 @@
+"""Attention of 8-bit arrays in plain jnp, the "xla" implementation: in float32, whose products are exact."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.reference import attention
+
+
+def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factors):
+    """(out [B, T, H, Dv] bfloat16, lse [B, H, T] float32).
+
+    Arguments are those of jax_kernels.pallas.attention.forward_fp8_sm90.
+    """
+    query, key, value = (x.astype(jnp.float32) for x in inputs[:3])
+    of_scores, of_out = (factors[..., i][:, None, :, None] for i in range(2))
+    if inputs.kv_lengths is not None:  # what stands past a length may be anything, a NaN too
+        value = jnp.where((jnp.arange(key.shape[1]) < inputs.kv_lengths[:, None])[..., None, None], value, 0)
+    inputs = inputs._replace(query=query * of_scores, key=key, value=value)
+    out, lse = attention.forward(inputs, dataclasses.replace(options, precision="fp32"), out_dtype=jnp.float32)
+    return (out * of_out).astype(jnp.bfloat16), lse

@@ -1,0 +1,102 @@
+"""Which tiles of the forward a persistent CTA takes, in which order: a tile is a (batch entry, head, block of queries).
+
+The tiles are dealt out in turn; or (dynamic) a CTA asks a counter in device memory for its next one, a tile ahead, so
+that long and short ones even out.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.hopper import fetch_tile
+
+
+class Fetched(NamedTuple):
+    """Where the numbers of the tiles stand that were fetched off the counter: the next one and the one after it."""
+
+    smem: Any
+    ready: Any
+    free: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TileScheduler:
+    """heads_together: as in AttentionForwardSm90. core_count: CTAs that run at a time."""
+
+    batch: int
+    heads: int
+    q_blocks: int
+    is_causal: bool
+    heads_together: int
+    dynamic: bool
+    core_count: int
+
+    @property
+    def count(self) -> int:
+        return self.q_blocks * self.batch * self.heads
+
+    @property
+    def ctas(self) -> int:
+        return min(self.core_count, self.count)
+
+    @property
+    def fetches(self) -> bool:
+        """Whether there is a counter: CTAs that have a tile each need none."""
+        return self.dynamic and self.count > self.core_count
+
+    def scratch(self, warpgroups: int) -> Fetched:
+        """What Fetched holds, for pl.run_scoped; Nones where nothing is fetched."""
+        if not self.fetches:
+            return Fetched(None, None, None)
+        barrier = functools.partial(plgpu.Barrier, num_barriers=2)
+        return Fetched(plgpu.SMEM((2,), jnp.int32), barrier(num_arrivals=1), barrier(num_arrivals=warpgroups))
+
+    def place(self, index):
+        """(batch entry, head, block of queries) of tile number `index`."""
+        together = math.gcd(self.heads_together, self.batch * self.heads)
+        round_, within = lax.div(index, self.q_blocks * together), lax.rem(index, self.q_blocks * together)
+        batch_head = round_ * together + lax.rem(within, together)
+        b, h = lax.div(batch_head, self.heads), lax.rem(batch_head, self.heads)
+        q_index = lax.div(within, together)
+        if self.is_causal:  # the longest first: the last ones to start are short
+            q_index = self.q_blocks - 1 - q_index
+        return b, h, q_index
+
+    def fetch(self, counter, fetched: Fetched, turn) -> None:
+        """For one warpgroup, during the CTA's tile number `turn`: has the one after it fetched."""
+        if not self.fetches:
+            return
+        slot = (turn + 1) & 1
+
+        @pl.when(turn >= 2)
+        def _():
+            plgpu.barrier_wait(fetched.free.at[slot])
+
+        fetch_tile(counter, fetched.smem.at[pl.ds(slot, 1)], self.ctas)
+        plgpu.barrier_arrive(fetched.ready.at[slot])
+
+    def following(self, fetched: Fetched, index, turn):
+        """The tile after `index`, the CTA's tile number `turn`. Every warpgroup asks once a tile."""
+        if not self.fetches:
+            return index + self.ctas
+        slot = (turn + 1) & 1
+        plgpu.barrier_wait(fetched.ready.at[slot])
+        following = fetched.smem[slot]
+        plgpu.barrier_arrive(fetched.free.at[slot])
+        return following
+
+    def for_each(self, first, run) -> None:
+        """run(index, turn, slot) -> (following tile, slot) for the CTA's tiles, of which it has the first one."""
+
+        def body(carry):
+            index, turn, slot = carry
+            index, slot = run(index, turn, slot)
+            return index, turn + 1, slot
+
+        lax.while_loop(lambda carry: carry[0] < self.count, body, (first, jnp.int32(0), jnp.int32(0)))

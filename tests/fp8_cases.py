@@ -1,0 +1,135 @@
+"""Cases of flash_attention_fp8, and its definition written out in NumPy, for the tests and the interpreter's script."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import flash_attention_fp8, quantize_fp8
+from jax_kernels.testing import rms_error
+
+E4M3 = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8Case:
+    """One call. rising: how many times longer the keys are that are visited last than those that are visited first."""
+
+    name: str
+    batch: int = 1
+    q_length: int = 200
+    kv_length: int = 300
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 128
+    v_head_dim: int = 128
+    is_causal: bool = False
+    q_offset: int | tuple[int, ...] = 0
+    kv_lengths: tuple[int, ...] | None = None
+    scale: float | None = None
+    rising: float = 1.0
+
+    def __str__(self) -> str:
+        return self.name
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Fp8Case("full"),
+        Fp8Case("causal", q_length=256, kv_length=256, kv_heads=2, is_causal=True),
+        Fp8Case("lengths", batch=3, q_length=70, kv_lengths=(300, 17, -2), scale=0.2),
+        Fp8Case("offsets", 2, 70, 200, heads=1, is_causal=True, q_offset=(100, -30), kv_lengths=(150, 200)),
+        # Scores hundreds above those of the first block; and 11 above them, in base 2, which e4m3 cannot hold.
+        Fp8Case("rising", q_length=64, kv_length=500, rising=160),
+        Fp8Case("rising_some", q_length=64, kv_length=500, heads=1, rising=4),
+        # An offset of half a block: of the two warpgroups of a tile, one visits a block less.
+        Fp8Case("head_dim_256", q_length=130, head_dim=256, v_head_dim=192, heads=1, is_causal=True, q_offset=-64),
+        Fp8Case("head_dim_64", head_dim=64, v_head_dim=64, is_causal=True, q_offset=100),
+        Fp8Case("odd", heads=1, head_dim=72, v_head_dim=40, q_length=67, kv_length=133, scale=-0.1),
+    )
+}
+
+
+def arrays_of(case: Fp8Case, seed: int = 0) -> dict[str, Any]:
+    """The arrays of a call. What stands past a length is NaN."""
+    random = np.random.default_rng(seed)
+    arrays: dict[str, Any] = {}
+    for name, length, heads, columns in (
+        ("query", case.q_length, case.heads, case.head_dim),
+        ("key", case.kv_length, case.kv_heads, case.head_dim),
+        ("value", case.kv_length, case.kv_heads, case.v_head_dim),
+    ):
+        x = random.standard_normal((case.batch, length, heads, columns), np.float32) * (1 + np.arange(heads)[:, None])
+        if name == "key":
+            x *= np.linspace(case.rising, 1, length, dtype=np.float32)[:, None, None]
+        x, scales = quantize_fp8(x, axis=(1, 3))
+        if case.kv_lengths is not None and name != "query":
+            past = np.arange(length) >= np.array(case.kv_lengths)[:, None]
+            x = jnp.where(past[..., None, None], jnp.nan, x.astype(jnp.float32)).astype(E4M3)
+        arrays |= {name: x, f"{name[0]}_scale": scales}
+    if case.kv_lengths is not None:
+        arrays["kv_lengths"] = jnp.asarray(case.kv_lengths, jnp.int32)
+    if isinstance(case.q_offset, tuple):
+        arrays["q_offset"] = jnp.asarray(case.q_offset, jnp.int32)
+    return arrays
+
+
+def run(case: Fp8Case, arrays: dict[str, Any], implementation: str | None):
+    """(out, lse) of flash_attention_fp8, jitted."""
+    options = {"is_causal": case.is_causal, "scale": case.scale, "return_lse": True, "implementation": implementation}
+    if isinstance(case.q_offset, int):
+        options["q_offset"] = case.q_offset
+    # Most of the time of a small case is XLA's, for compiling: unoptimised code is compiled in half of it.
+    on_cpu = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(functools.partial(flash_attention_fp8, **options), compiler_options=on_cpu)(**arrays)
+
+
+def definition(case: Fp8Case, arrays: dict[str, Any], rounded: bool = False):
+    """(out, lse) in float64. rounded: P, 256 at each row's maximum, rounded to e4m3, as a plain 8-bit evaluation."""
+    names = ("query", "key", "value", "q_scale", "k_scale", "v_scale")
+    query, key, value, q_scale, k_scale, v_scale = (np.asarray(arrays[name]).astype(np.float64) for name in names)
+    group = case.heads // case.kv_heads
+    key, value = (x.repeat(group, axis=2) for x in (key, value))
+    k_scale, v_scale = (x.repeat(group, axis=1) for x in (k_scale, v_scale))
+    keys = np.arange(case.kv_length)
+    lengths = np.broadcast_to(case.kv_length if case.kv_lengths is None else case.kv_lengths, (case.batch,))
+    exists = keys < lengths[:, None]
+    live = np.broadcast_to(exists[:, None, None], (case.batch, 1, case.q_length, case.kv_length))
+    if case.is_causal:
+        offset = np.broadcast_to(case.q_offset, (case.batch,))
+        live = live & (offset[:, None, None] + np.arange(case.q_length)[:, None] >= keys)[:, None]
+    value = np.where(exists[..., None, None], value, 0)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    with np.errstate(invalid="ignore"):
+        scores = np.einsum("bthd,bshd->bhts", query, key) * (q_scale * k_scale)[..., None, None] * scale
+    scores = np.where(live, scores, -np.inf)
+    highest = scores.max(axis=-1, keepdims=True)
+    highest = np.where(np.isneginf(highest), 0, highest)
+    p = np.exp(scores - highest)
+    total = p.sum(axis=-1, keepdims=True)
+    if rounded:
+        p = np.asarray(jnp.asarray(p * 256, jnp.float32).astype(E4M3)).astype(np.float64) / 256
+    out = np.einsum("bhts,bshd->bthd", p / np.where(total == 0, 1, total), value) * v_scale[:, None, :, None]
+    with np.errstate(divide="ignore"):
+        return out, (np.log(total) + highest)[..., 0]
+
+
+def errors(case: Fp8Case, arrays: dict[str, Any], got, implementation: str) -> dict[str, tuple[float, float]]:
+    """Of out and lse: (the error, the largest that it may have).
+
+    out by "xla": what bfloat16 rounds by, 2**-9 at most. By the kernel: as much, and 1.2 times what a plain 8-bit
+    evaluation has, whose P are rounded relative to other maxima. On a GPU, whose tensor cores add products of 8 bits
+    with some 14 bits, 1.5 times, and 2**-12 for lse.
+    """
+    want, plain = definition(case, arrays), definition(case, arrays, rounded=True)
+    bound, lse_bound = 2.0**-9, 2e-6
+    if implementation != "xla":
+        on_gpu = jax.default_backend() == "gpu"
+        bound += (1.5 if on_gpu else 1.2) * rms_error(plain[0], want[0])
+        lse_bound = 2.0**-12 if on_gpu else lse_bound
+    found = {name: rms_error(x, y) for name, x, y in zip(("out", "lse"), got, want, strict=True)}
+    return {"out": (found["out"], bound), "lse": (found["lse"], lse_bound)}
