@@ -112,7 +112,7 @@ class _Numbered(Mask):
         return 1 if self.limits is None else self.limits.shape[0]
 
     @property
-    def _per_batch(self) -> jax.Array:
+    def per_batch(self) -> jax.Array:
         """[B or 1, 1]."""
         return jnp.asarray(self.limit if self.limits is None else self.limits, jnp.int32).reshape(-1, 1)
 
@@ -132,9 +132,9 @@ class Prefix(_Numbered):
 
     def terms(self, negated):
         if negated:
-            after = lambda grid: (self._per_batch, grid.kv_length)
+            after = lambda grid: (self.per_batch, grid.kv_length)
             return ((Literal(interval=after, keys=(self.limit, None)),),)
-        return ((Literal(interval=lambda grid: (0, self._per_batch), keys=(None, self.limit)),),)
+        return ((Literal(interval=lambda grid: (0, self.per_batch), keys=(None, self.limit)),),)
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         return k_index < self._at(b)
@@ -149,8 +149,8 @@ class GlobalTokens(_Numbered):
     limits: Any
 
     def terms(self, negated):
-        first = lambda grid: (0, jnp.where(grid.positions < self._per_batch, grid.kv_length, 0))
-        other = lambda grid: (0, jnp.where(grid.positions >= self._per_batch, grid.kv_length, 0))
+        first = lambda grid: (0, jnp.where(grid.positions < self.per_batch, grid.kv_length, 0))
+        other = lambda grid: (0, jnp.where(grid.positions >= self.per_batch, grid.kv_length, 0))
         (keys,) = Prefix(self.limit, self.limits).terms(negated)
         if negated:
             return ((*keys, Literal(interval=other, queries=(self.limit, None))),)

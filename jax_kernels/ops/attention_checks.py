@@ -12,6 +12,7 @@ from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention_table import AttentionRequest
+from jax_kernels.ops.mask_arguments import MaskArguments, as_arguments
 
 __all__ = ["check"]
 
@@ -54,7 +55,11 @@ def check(
 
     is_causal, window = checked_window(window, bool(is_causal))
     mask, bias = _mask(mask, scores), _bias(bias, scores, query.dtype)
-    q_segment_ids, kv_segment_ids = _segment_ids(segment_ids, (batch, q_length), (batch, kv_length))
+    ids = _segment_ids(segment_ids, (batch, q_length), (batch, kv_length))
+    lengths = checked_lengths(kv_lengths, batch)
+    call = MaskArguments(mask, is_causal, window, None if segment_ids is None else ids, lengths)
+    mask, is_causal, window, segment_ids, kv_lengths = as_arguments(call, batch)
+    q_segment_ids, kv_segment_ids = segment_ids or (None, None)
     static_offset, q_offset = checked_offset(q_offset, batch)
     inputs = AttentionInputs(
         query=query,
@@ -65,7 +70,7 @@ def check(
         sinks=checked_sinks(sinks, heads),
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
-        kv_lengths=checked_lengths(kv_lengths, batch),
+        kv_lengths=kv_lengths,
         q_offset=q_offset,
     )
     request = AttentionRequest(

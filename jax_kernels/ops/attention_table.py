@@ -193,7 +193,9 @@ def _bias_by_cudnn(request: AttentionRequest) -> str | None:
 def _without_mask_objects(supports):
     def supports_arrays(request: AttentionRequest) -> str | None:
         if request.has_mask_object:
-            return "it does not serve Mask objects yet; is_causal, window, segment_ids and kv_lengths are arguments"
+            return (
+                "of Mask objects it serves causal, window, segments, prefix and dense ones joined by &, no others yet"
+            )
         return supports(request)
 
     return supports_arrays

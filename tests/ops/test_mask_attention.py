@@ -15,6 +15,7 @@ from mask_cases import CASES, B, H, S, T
 
 from jax_kernels import block_sparse_attention, explain, flash_attention, masks
 from jax_kernels.dispatch import on_device
+from jax_kernels.ops.mask_arguments import MaskArguments, as_arguments
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import rms_error
 
@@ -120,18 +121,62 @@ def test_vmap(mapped, mask):
     assert rms_error(got, want) < 1e-6
 
 
-def test_which_implementation():
-    query = jax.ShapeDtypeStruct((B, T, H, 16), jnp.bfloat16)
+IDS = np.repeat([0, 1, -1, 2], [T // 4, T // 3, 5, T - T // 4 - T // 3 - 5]).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("mask", "served"),
+    [
+        (masks.causal(), "mosaic_gpu"),
+        (masks.sliding_window(7, 3) & masks.causal() & masks.segments(IDS), "mosaic_gpu"),
+        (masks.prefix(20) & masks.dense(np.tri(T, dtype=bool)), "mosaic_gpu"),
+        (masks.causal() | masks.prefix(4), "xla"),
+        (~masks.causal(), "xla"),
+        (masks.segments(IDS) & masks.segments(IDS[::-1].copy()), "xla"),
+        (masks.dilated(3), "xla"),
+    ],
+    ids=repr,
+)
+def test_which_implementation(mask, served):
+    query = jax.ShapeDtypeStruct((B, T, H, 64), jnp.bfloat16)
     with on_device("H200"):
-        plan = explain(flash_attention, query, query, query, mask=masks.causal())
-        assert plan.implementation == "xla"
-        assert {name for name, _ in plan.passed_over} == {"mosaic_gpu", "triton", "cudnn"}
-        for _, reason in plan.passed_over:
-            assert reason.startswith("it does not serve Mask objects yet")
-        with pytest.raises(
-            NotImplementedError, match="'triton' cannot serve this flash_attention: it does not serve Mask"
-        ):
-            explain(flash_attention, query, query, query, mask=masks.causal(), implementation="triton")
+        plan = explain(flash_attention, query, query, query, mask=mask)
+        assert plan.implementation == served
+        if served == "xla":
+            assert {name for name, _ in plan.passed_over} == {"mosaic_gpu", "triton", "cudnn"}
+            assert all(reason.startswith("of Mask objects it serves") for _, reason in plan.passed_over)
+            with pytest.raises(NotImplementedError, match="'triton' cannot serve this flash_attention: of Mask"):
+                explain(flash_attention, query, query, query, mask=mask, implementation="triton")
+
+
+# What stands beside the mask in the call, which limits as well.
+BESIDE = (
+    {},
+    {"is_causal": True},
+    {"window": (5, 9)},
+    {"window": (-1, 2), "kv_lengths": np.array([S, 11], np.int32)},
+    {"segment_ids": (IDS[None].repeat(B, 0), np.resize(IDS, (B, S)))},
+)
+OF_ARGUMENTS = (
+    masks.sliding_window(6, 4),
+    masks.causal() & masks.sliding_window(3, None),
+    masks.sliding_window(None, 8) & masks.sliding_window(20, 30) & masks.prefix(np.array([17, S], np.int32)),
+    masks.segments(IDS, np.resize(IDS[::-1], S)) & masks.prefix(25),
+    masks.dense(np.random.default_rng(0).random((H, T, S)) < 0.6) & masks.sliding_window(9, 0),
+)
+
+
+@pytest.mark.parametrize("beside", BESIDE, ids=lambda beside: "_".join(beside) or "alone")
+def test_masks_that_are_arguments(beside):
+    """Each against the mask written out, next to the same arguments."""
+    query, key, value = arrays()
+    for mask in OF_ARGUMENTS:
+        attend = lambda mask: flash_attention(query, key, value, mask=mask, q_offset=2, return_lse=True, **beside)
+        got, want = jit(attend)(mask), jit(attend)(mask.to_dense(T, S, q_offset=2))
+        for x, y in zip(got, want, strict=True):
+            assert rms_error(x, y) < 2e-6, mask
+    batch = as_arguments(MaskArguments(OF_ARGUMENTS[0], False, (5, -1), None, None), B)
+    assert batch == MaskArguments(None, False, (5, 4), None, None)
 
 
 def test_block_sparse_attention():
