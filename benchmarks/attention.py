@@ -137,7 +137,8 @@ class Run:
         self.results: dict[str, Any] = {
             "schema": report.SCHEMA,
             "environment": report.environment(args.commit, usable),
-            "arguments": {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()},
+            # But for where it writes, which is the machine's own.
+            "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, pathlib.Path)},
             "timer": "",
             "method": {},
             "ceilings": {},

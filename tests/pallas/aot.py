@@ -5,7 +5,7 @@ From a shell, with JAX_PLATFORMS=cpu or without:
     python tests/pallas/aot.py GPU [SPEC...]
     python tests/pallas/aot.py h200 implementation=mosaic_gpu head_dim=128 is_causal=1
     python tests/pallas/aot.py "rtx 4090" implementation=triton head_dim=64 dtype=float32 precision=tf32 kv_heads=2
-    python tests/pallas/aot.py a100 implementation=triton row=2 keep=/tmp/kept
+    python tests/pallas/aot.py a100 implementation=triton row=2 keep=kept
 
 GPU is any name `jax_kernels.device.device_info` knows: a100, a6000, rtx3090, rtx4090, h200, b200, "rtx pro 6000", ...
 SPEC is field=value for the fields of `Spec`; quote nothing, 1 and 0 are the bools. The JSON on stdout is a `report`:
