@@ -16,6 +16,7 @@ class AttentionCase:
     window, softcap: as flash_attention takes them. sinks: whether there are any. segments: None; "packed", one
     after another and some padding at the end; or "mixed", ids in any order. bias: None, or the axes that a bias
     has, of "bhts", the others being 1; bias_dtype: "" for dtype. bias_masks: some of it, and whole rows, are -inf.
+    bias_low: added to it where a key comes after its query, as those do who mask by -1e30.
     mask: None, or the axes that a bool mask has; where it has queries, some of them have no key.
     """
 
@@ -40,6 +41,7 @@ class AttentionCase:
     bias: str | None = None
     bias_dtype: str = ""
     bias_masks: bool = False
+    bias_low: float = 0.0
     mask: str | None = None
 
     def __str__(self) -> str:
@@ -75,6 +77,8 @@ class AttentionCase:
             return None
         random = self._random(2)
         bias = random.standard_normal(self._shape(self.bias), np.float32)
+        if self.bias_low:
+            bias += np.float32(self.bias_low) * ~np.tri(self.q_length, self.kv_length, dtype=bool)
         if self.bias_masks:
             bias = np.where(random.random(bias.shape) < 0.2, -np.inf, bias)
             bias[:, :, : self.q_length // 4] = -np.inf
@@ -169,6 +173,8 @@ ATTENTION_CASES = (
     AttentionCase("bias_queries", bias="ht", dtype="float32", q_length=77, kv_length=131),
     AttentionCase("bias_number", bias="", dtype="float32", q_length=77, kv_length=70, heads=4, is_causal=True),
     AttentionCase("bias_masks", bias="hts", bias_masks=True, q_length=80, kv_length=80, kv_lengths=(80, 40)),
+    AttentionCase("bias_low", bias="ts", bias_low=-1e30, q_length=150, kv_length=150),
+    AttentionCase("bias_lower", bias="hts", bias_dtype="float32", bias_low=-1e10, q_length=70, kv_length=150),
     AttentionCase("bias_fp32", bias="bhts", dtype="float32", is_causal=True, q_length=70, kv_length=70),
     AttentionCase("mask", mask="bts", q_length=150, kv_length=131, heads=4),
     AttentionCase("mask_keys", mask="bs", q_length=70, kv_length=131, is_causal=True, q_offset=61),

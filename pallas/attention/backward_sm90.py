@@ -123,7 +123,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
     has_segments = arrays["segments"] is not None
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias, has_bits = dense.has_bias, dense.bits is not None
-    factor = 1.0 if has_bias else cap or scale  # of the scores in the softmax
+    factor = 1.0 if has_bias else (cap or scale) * LOG2E  # to base 2, in which the biased scores are
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
     visits_all = not (options.is_causal or options.window is not None or has_segments)
     predicate = may_end or has_segments or not (visits_all or has_bits)
@@ -303,7 +303,9 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         wide = lambda x: lax.broadcast_in_dim(x, scores.shape, [1])
                         lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
                         logits = biased(scores) if has_bias and cap else scores
-                        p = jnp.exp2(logits * (factor * LOG2E) - wide(lse))
+                        p = jnp.exp2(logits * factor - wide(lse))
+                        if has_bias:  # of a row that a bias of -1e30 masks, lse is too coarse to give P: keep it finite
+                            p = jnp.minimum(p, 1)
                         p16 = None
                         if config.early_dv:
                             plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[do_slot, my_half])

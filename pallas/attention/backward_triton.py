@@ -271,11 +271,11 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
         q_start = q_index * block_q
         limits = call.limits(refs, b)
         first, end = (0, call.kv_blocks) if bias_shape[3] == 1 else (own_kv, own_kv + 1)
-        among = tiles.Among(first, end, 0, 0)  # all as partial blocks
+        among = tiles.Among(first, end)
         q_ids = None
         if refs.q_ids is not None:
             meets = tiles.among(refs.ranges, b, q_index)
-            among = tiles.Among(tiles.maximum(among.first, meets.first), tiles.minimum(among.end, meets.end), 0, 0)
+            among = tiles.Among(tiles.maximum(among.first, meets.first), tiles.minimum(among.end, meets.end))
             q_ids = load_rows(refs.q_ids.at[b, pl.ds(q_start, block_q)], q_start, call.q_length, tiles.NO_QUERY)
         blocks = limits.key_blocks(q_start, block_q, block_kv, among)
         these = pl.ds(q_start, block_q)

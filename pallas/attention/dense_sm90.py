@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, SWIZZLED_F32, WGMMA
+from jax_kernels.pallas.attention.softmax import LOG2E
 
 WORD = 32  # bits of a word of the mask
 PART = 8  # columns of which a thread has two
@@ -27,8 +28,8 @@ class Dense(NamedTuple):
     """The bias and the mask of a call as a kernel reads them; None where it lacks one.
 
     A tile's rows are queries and its columns keys, or if transposed the other way round. by_key: [B or 1, H or 1, S]
-    float32, a bias of all queries. tiles: [B or 1, H or 1, rows, columns], a bias in its own dtype. bits: [B or 1,
-    H or 1, columns / WORD, rows] int32, the mask.
+    float32, a bias of all queries, times log2(e). tiles: [B or 1, H or 1, rows, columns], a bias in its own dtype.
+    bits: [B or 1, H or 1, columns / WORD, rows] int32, the mask.
     """
 
     by_key: Any = None
@@ -98,16 +99,18 @@ class Stage(NamedTuple):
             plgpu.copy_gmem_to_smem(source, self.by_key, self.ready)
 
     def added(self, scores, factor: float, row_start, *, transposed: bool):
-        """scores * factor, and the bias of their rows. transposed: rows are keys."""
+        """scores * factor and the bias of their rows, times log2(e). transposed: rows are keys, P is clamped.
+
+        In base 2 the maximum is subtracted as it is: of a product with log2(e) it would miss the rounding, which under
+        a bias of -1e10 is hundreds. For the same reason the sum comes last, unless P is clamped: it costs registers.
+        """
         rows = pl.ds(row_start, scores.shape[0])
-        scores = scores * factor
-        if self.by_key is not None:
-            ref, layout = (self.by_key.at[rows], ROW) if transposed else (self.by_key, COLUMN)
-            by_key = plgpu.load(ref, layout=layout, optimized=False)
-            scores = scores + lax.broadcast_in_dim(by_key, scores.shape, [0 if transposed else 1])
         if self.tile is not None:
-            scores = scores + plgpu.load(self.tile.at[rows], layout=WGMMA).astype(jnp.float32)
-        return scores
+            bias = plgpu.load(self.tile.at[rows], layout=WGMMA).astype(jnp.float32)
+            return (scores * factor + bias) * LOG2E if transposed else scores * (factor * LOG2E) + bias * LOG2E
+        ref, layout = (self.by_key.at[rows], ROW) if transposed else (self.by_key, COLUMN)
+        by_key = plgpu.load(ref, layout=layout, optimized=False)
+        return scores * (factor * LOG2E) + lax.broadcast_in_dim(by_key, scores.shape, [0 if transposed else 1])
 
 
 def dense_of(
@@ -130,7 +133,7 @@ def dense_of(
     if bias is not None and bias.shape[2] > 1:
         tiles = _padded(bias.swapaxes(2, 3) if transposed else bias, 8, 64 if bias.dtype.itemsize == 2 else 32)
     elif bias is not None:
-        by_key = bias[:, :, 0].astype(jnp.float32)
+        by_key = bias[:, :, 0].astype(jnp.float32) * LOG2E
     if mask is not None and mask.shape[2] > 1:
         bits = _packed(mask & _limits(inputs, options), rows, columns, transposed=transposed)
     elif mask is not None:

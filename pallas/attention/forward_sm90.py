@@ -101,7 +101,8 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
     is_causal, q_offset, cap = options.is_causal, options.q_offset, options.softcap
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias, has_bits = dense.has_bias, dense.bits is not None
-    scale = 1.0 if has_bias else cap or options.scale  # of what the softmax sees
+    # Of what the softmax sees: with a bias, that is in base 2 already.
+    scale = softmax.LN2 if has_bias else cap or options.scale
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
     take_turns = config.take_turns and not interpret
     share_q_out = config.share_q_out and out_dtype == dtype and v_head_dim == head_dim
@@ -278,7 +279,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                     if predicate:
                         s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
                     s = kept(s, jnp.int32(0))
-                    highest, total = softmax.start(64, *([softmax.LOWEST_BIASED] if has_bias else []))
+                    highest, total = softmax.start(64)
                     p, highest, total, _ = softmax.step(s, highest, total, scale)
                     # Whether no later score of the warp's rows can be far above what the first block has.
                     is_bounded = all_of_warp(largest - highest <= softmax.room(dtype)) if bounded else None

@@ -96,7 +96,7 @@ class Call:
     def factor(self) -> float:
         """Of the scores that `scores` gives, in exp2."""
         if self.bias_columns is not None:
-            return LOG2E
+            return 1.0
         return LOG2E * (self.options.scale if self.options.softcap is None else self.options.softcap)
 
     def limits(self, refs: Refs, batch_index: Any) -> tiles.Limits:
@@ -127,27 +127,35 @@ class Call:
         return lax.dot_general(a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32)
 
     def scores(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        """(the scores over factor * ln 2, the tanh in them), from query @ key^T and the bias of its tile."""
+        """(the scores over factor * ln 2, the tanh in them), from query @ key^T and the bias of its tile.
+
+        With a bias the factor is 1, so that exp2 subtracts a maximum or lse as it is: of a product with log2(e) it
+        would miss the rounding, which under a bias of -1e10 is hundreds.
+        """
         scale, softcap = self.options.scale, self.options.softcap
         if softcap is None:
-            return (products if bias is None else products * scale + bias), None
+            return (products if bias is None else products * (scale * LOG2E) + bias * LOG2E), None
         if self.options.precision is None:  # exact to 1e-7 of softcap: 16-bit products are not
             tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(products * (2 * LOG2E * scale / softcap)))
         else:
             tanh = jnp.tanh(products * (scale / softcap))
-        return (tanh if bias is None else tanh * softcap + bias), tanh
+        return (tanh if bias is None else tanh * (softcap * LOG2E) + bias * LOG2E), tanh
 
     def exp2(self, x: jax.Array, shift: jax.Array) -> jax.Array:
-        """exp2(x * factor - shift), float32, in two instructions.
+        """exp2(x * factor - shift), float32, in two instructions; with a bias at most 1, in three.
 
-        Triton as XLA runs it rounds the product, and its exp2 scales around denormal results: six instructions. This
-        one fuses the product, and gives 0 below 2**-126. The interpreter knows no assembly, and gets the formula.
+        Of a row that a bias of -1e30 masks, lse is too coarse to give P, which then stays finite. Triton as XLA runs it
+        rounds the product, and its exp2 scales around denormal results: six instructions. This one fuses the product,
+        and gives 0 below 2**-126. The interpreter knows no assembly, and gets the formula.
         """
+        at_most = self.bias_columns is not None
         if self.interpret:
-            return jnp.exp2(x * self.factor - shift)
+            x = x * self.factor - shift
+            return jnp.exp2(jnp.minimum(x, 0.0) if at_most else x)
         bits = struct.pack(">f", self.factor).hex()
+        clamp = "min.f32 t, t, 0f00000000; " if at_most else ""
         (result,) = plgpu.elementwise_inline_asm(
-            f"{{ .reg .f32 t; fma.rn.f32 t, $1, 0f{bits}, $2; ex2.approx.ftz.f32 $0, t; }}",
+            f"{{ .reg .f32 t; fma.rn.f32 t, $1, 0f{bits}, $2; {clamp}ex2.approx.ftz.f32 $0, t; }}",
             args=[x, jnp.broadcast_to(-shift, x.shape)],
             constraints="=f,f,f",
             pack=1,

@@ -14,15 +14,14 @@ WGMMA = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
 LN2 = math.log(2)
 PARTIAL_COLUMNS = 8
-# The maximum of a row that has met no key: below any score, and finite, so that -inf - LOWEST is no NaN.
-LOWEST = -1e30
-# The same with a bias, whose numbers may mean to be as low as possible.
-LOWEST_BIASED = -3e38
+# The maximum of a row that has met no key: below any score, also under a bias of -1e30 that means to mask, and finite,
+# so that -inf - LOWEST is no NaN.
+LOWEST = -3e38
 
 
-def start(rows: int, lowest: float = LOWEST):
+def start(rows: int):
     """(the maximum so far, the sums so far) of rows that have met no key."""
-    highest = plgpu.layout_cast(jnp.full((rows,), lowest, jnp.float32), WGMMA.reduce(1))
+    highest = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), WGMMA.reduce(1))
     return highest, plgpu.layout_cast(jnp.zeros((rows, PARTIAL_COLUMNS), jnp.float32), WGMMA)
 
 

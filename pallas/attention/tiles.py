@@ -189,24 +189,31 @@ class Limits:
 
 
 class Among(NamedTuple):
-    """Blocks first ... end - 1. full_first ... full_end - 1 are the ones that only Limits can make partial."""
+    """Blocks first ... end - 1. full_first ... full_end - 1 are the ones that only Limits can make partial: by default
+    none.
+    """
 
     first: Any
     end: Any
-    full_first: Any
-    full_end: Any
+    full_first: Any = 0
+    full_end: Any = 0
 
     def within(self, first: Any, full_start: Any, full_end: Any, last: Any) -> tuple[Any, Any, Any, Any]:
         """The same four of the blocks that stand in both."""
         first = maximum(first, self.first)
-        full = maximum(full_start, self.full_first), minimum(full_end, self.full_end)
-        return first, *full, maximum(minimum(last, self.end), first)
+        last = maximum(minimum(last, self.end), first)
+        if isinstance(self.full_end, int) and self.full_end == 0:
+            return first, first, 0, last
+        return first, maximum(full_start, self.full_first), minimum(full_end, self.full_end), last
 
 
 def _partial_at_both_ends(
     first: Any, full_start: Any, full_end: Any, last: Any, *, descending: bool, in_order: bool
 ) -> Blocks:
     """Blocks first ... last - 1, of which those from full_start up to full_end, if any, are full."""
+    if isinstance(full_end, int) and full_end == 0:  # known to be none
+        count = last - first
+        return Blocks(count, count, lambda step: last - 1 - step if descending else first + step)
     full_end = _clip(full_end, full_start, last)
     before, after, count = full_start - first, last - full_end, last - first
     partial = before + after

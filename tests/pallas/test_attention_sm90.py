@@ -84,6 +84,7 @@ CASES = {
     | WIDE
     | {"bias": "bhts", "bias_dtype": "float32", "heads": 2, "window": 40, "kv_length": 70},
     "bias_256": SMALL | VERY_WIDE | {"bias": "ts", "q_length": 77, "kv_length": 100, "softcap": 2.0, "races": True},
+    "bias_low": LARGE | {"bias": "ts", "bias_low": -1e30},
     "bias_keys_64": LARGE | {"bias": "bhs", "batch": 2, "heads": 2, "kv_lengths": [290, 0], "races": True},
     "mask_64": LARGE | {"mask": "bts", "is_causal": True, "batch": 2, "window": [70, 0], "q_offset": [100, -20]},
     "mask_128": LARGE | WIDE | {"mask": "hts", "heads": 2, "segments": "packed", "races": True},
