@@ -30,15 +30,19 @@ from jax_kernels.pallas.attention.hopper import (
     SWIZZLED,
     SWIZZLED_F32,
     WGMMA,
+    count_up,
     launch,
     pad_for_tma,
     segments_of,
     softcapped,
 )
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.attention.split_tail import SplitTail
 
 COMPUTE_WGS = 2
 REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
+# The queries up to which heads_together is as a row has it; of longer sequences fewer heads run together.
+HEADS_TOGETHER_UP_TO = 8192
 
 
 def attention_backward(
@@ -46,9 +50,9 @@ def attention_backward(
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardSm90. 16-bit inputs only.
 
-    dquery is summed in order of arrival; if options.deterministic, by a kernel of its own, in the order of the keys.
+    dquery is summed in order of arrival, and so may dkey and dvalue be (see split_tail); if options.deterministic,
+    dquery by a kernel of its own, in the order of the keys.
     """
-    del core_count  # one CTA a block of keys
     query, key, value = inputs[:3]
     q_length, kv_length = query.shape[1], key.shape[1]
     # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
@@ -72,7 +76,7 @@ def attention_backward(
         "dquery": None if options.deterministic else jax.new_ref(jnp.zeros(q.shape, jnp.float32)),
     }
     described = {"config": config, "interpret": interpret}
-    dk, dv = _kernel(arrays, options, kv_length, **described)
+    dk, dv = _kernel(arrays, options, kv_length, core_count=core_count, **described)
     if options.deterministic:
         blocks = backward_dq_sm90.BLOCK_Q, backward_dq_sm90.BLOCKS[width][0]
         arrays["segments"] = segments_of(inputs, *blocks, of_keys=False)
@@ -87,7 +91,7 @@ def _block_kv(head_dim: int) -> int:
     return 64 if head_dim > 128 else 64 * COMPUTE_WGS
 
 
-def _kernel(arrays, options, kv_length, *, config, interpret):
+def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
     """(dkey, dvalue). Where arrays have dquery, a float32 ref, it adds dquery / scale to that.
 
     All have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of block_q] float32.
@@ -118,8 +122,10 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
     if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
         raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
     q_blocks, kv_blocks = pl.cdiv(q_length, block_q), pl.cdiv(kv_length, block_kv)
-    # Heads of a group read the same keys: that many more of them run together at the same cost in cache.
-    together = math.gcd(config.heads_together * group, batch * kv_heads)
+    # Heads of a group read the same keys: that many more of them run together at the same cost in cache. The dquery of
+    # those that run together has to fit it.
+    longer = max(1, q_length // HEADS_TOGETHER_UP_TO)
+    together = math.gcd(max(1, config.heads_together // longer) * group, batch * kv_heads)
     has_segments = arrays["segments"] is not None
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias, has_bits = dense.has_bias, dense.bits is not None
@@ -127,6 +133,12 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
     visits_all = not (options.is_causal or options.window is not None or has_segments)
     predicate = may_end or has_segments or not (visits_all or has_bits)
+    tiles_count = batch * kv_heads * kv_blocks
+    split = SplitTail.none(tiles_count)
+    if visits_all and arrays["bounds"] is None and with_dq:
+        split = SplitTail.of(tiles_count, q_blocks * group, core_count)
+    is_split = split.parts > 1
+    arrays = arrays | split.shared(2, block_kv, head_dim, warpgroups=COMPUTE_WGS)
 
     def body(refs, scratch):
         given, dk_gmem, dv_gmem = refs
@@ -136,7 +148,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
         (
             k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
             kv_ready, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
-            bias,
+            bias, arrived_smem,
         ) = scratch  # fmt: skip
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -147,8 +159,8 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
 
         def block(cta):
             """(batch entry, kv head, block of keys) of a CTA. Heads that run together alternate."""
-            per_round = kv_blocks * together
-            round_, within = lax.div(cta, per_round), lax.rem(cta, per_round)
+            tile, per_round = split.tile(cta), kv_blocks * together
+            round_, within = lax.div(tile, per_round), lax.rem(tile, per_round)
             batch_head = round_ * together + lax.rem(within, together)
             return lax.div(batch_head, kv_heads), lax.rem(batch_head, kv_heads), lax.div(within, together)
 
@@ -164,6 +176,8 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
             blocks = limits.query_blocks(kv_start, block_kv, block_q, q_length, among, in_order=True).at_least_one()
 
             def place(step):
+                if is_split:
+                    step = step + split.first(recomputed(cta))
                 if group == 1:
                     head, nth = kv_head, step
                 else:
@@ -174,7 +188,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                     q_block = lax.rem(q_block + kv_index * config.rotate, jnp.int32(q_blocks))
                 return head, q_block, blocks.is_partial(nth)
 
-            return blocks.count * group, place
+            return split.count(cta) if is_split else blocks.count * group, place
 
         @pl.when(wg == COMPUTE_WGS)
         def _memory():
@@ -416,27 +430,59 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
             if ahead:
                 plgpu.barrier_wait(q_ready.at[0])
             dk, dv = pl.run_scoped(walk, plgpu.ACC((64, width)), plgpu.ACC((64, width)))
-            b, kv_head, kv_index = block(recomputed(cta))
+            plgpu.barrier_arrive(last_read)  # the other warpgroup may still read K, and with "columns" V
             w = recomputed(wg)
             row_group, my_half = (0, w) if columns else (w, 0)
-            rows = pl.ds(kv_index * block_kv + 64 * row_group, 64)
-            plgpu.barrier_arrive(last_read)  # the other warpgroup may still read K, and with "columns" V
-            if columns:
-                plgpu.barrier_wait(last_read)
-            v_smem.at[row_group, my_half][...] = dv.astype(dtype)
-            plgpu.commit_smem()
-            target = dv_gmem.at[b, rows, kv_head, pl.ds(my_half * width, width)]
-            plgpu.copy_smem_to_gmem(v_smem.at[row_group, my_half], target)
-            if not columns:
-                plgpu.barrier_wait(last_read)
-            dk = (dk * scale).astype(dtype)
             my_chunks = [my_half * (width // 64) + c for c in range(width // 64)]
-            for c, chunk in enumerate(my_chunks):
-                k_smem.at[chunk, row_group][...] = dk[:, 64 * c : 64 * (c + 1)] if width > 64 else dk
-            plgpu.commit_smem()
-            for chunk in my_chunks:
-                target = dk_gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
-                plgpu.copy_smem_to_gmem(k_smem.at[chunk, row_group], target)
+
+            def store(dk, dv):
+                b, kv_head, kv_index = block(recomputed(cta))
+                rows = pl.ds(kv_index * block_kv + 64 * row_group, 64)
+                if columns:
+                    plgpu.barrier_wait(last_read)
+                v_smem.at[row_group, my_half][...] = dv.astype(dtype)
+                plgpu.commit_smem()
+                target = dv_gmem.at[b, rows, kv_head, pl.ds(my_half * width, width)]
+                plgpu.copy_smem_to_gmem(v_smem.at[row_group, my_half], target)
+                if not columns:
+                    plgpu.barrier_wait(last_read)
+                dk = (dk * scale).astype(dtype)
+                for c, chunk in enumerate(my_chunks):
+                    k_smem.at[chunk, row_group][...] = dk[:, 64 * c : 64 * (c + 1)] if width > 64 else dk
+                plgpu.commit_smem()
+                for chunk in my_chunks:
+                    target = dk_gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
+                    plgpu.copy_smem_to_gmem(k_smem.at[chunk, row_group], target)
+
+            def store_part():
+                """Adds dk and dv to those of the tile's other parts; the last one to do so stores the sums."""
+                nth = split.tile(recomputed(cta)) - split.whole
+                rows = pl.ds(64 * row_group, 64)
+                for which, sums in enumerate((dk, dv)):
+                    for c, chunk in enumerate(my_chunks):
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        dq_smem.at[w][...] = sums[:, 64 * c : 64 * (c + 1)] if width > 64 else sums
+                        plgpu.commit_smem()
+                        target = given["sums"].at[nth, which, rows, pl.ds(64 * chunk, 64)]
+                        plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
+                plgpu.wait_smem_to_gmem(0)
+                plgpu.commit_smem()  # no thread counts before the one that waited
+                count_up(given["arrived"].at[nth, pl.ds(w, 1)], arrived_smem.at[pl.ds(w, 1)], release=True)
+                plgpu.commit_smem()
+
+                @pl.when(arrived_smem[w] == split.parts - 1)
+                def _():
+                    columns_of_mine = pl.ds(my_half * width, width)
+                    load = lambda which: plgpu.load(
+                        given["sums"].at[nth, which, rows, columns_of_mine], layout=WGMMA, optimized=False
+                    )
+                    store(load(0), load(1))
+
+            if is_split:
+                pl.when(cta < split.whole)(lambda: store(dk, dv))
+                pl.when(cta >= split.whole)(store_part)
+            else:
+                store(dk, dv)
             plgpu.wait_smem_to_gmem(0, wait_read_only=config.leave_early)
 
     leaves, tree = jax.tree.flatten(arrays)
@@ -466,6 +512,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
             dense.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
+            plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if is_split else None,
             collective_axes="wg",
         )
 
@@ -474,7 +521,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
         entry,
         "attention_backward_sm90",
         out_type=[shape, shape],
-        ctas=batch * kv_heads * kv_blocks,
+        ctas=split.ctas,
         warpgroups=COMPUTE_WGS + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
         interpret=interpret,

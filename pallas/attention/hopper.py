@@ -70,8 +70,16 @@ def named_barrier(kind: str, index: int, threads: int) -> None:
     barrier()
 
 
-def fetch_tile(counter_ref, out_ref, first: int) -> None:
-    """out_ref[0] = first + the number of tiles fetched so far, counted in device memory by all CTAs."""
+def count_up(counter_ref, out_ref, first: int = 0, *, release: bool = False) -> None:
+    """out_ref[0] = first + how often the counter in device memory, [1], was counted up before.
+
+    release: what the calling thread has in device memory before is seen by those who count later.
+    """
+    if INTERPRETED:
+        count = counter_ref[0]
+        counter_ref[0] = count + 1
+        out_ref[0] = count + first
+        return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=None)
     def fetch(_, counter, out):
@@ -80,9 +88,9 @@ def fetch_tile(counter_ref, out_ref, first: int) -> None:
         from jaxlib.mlir.dialects import arith, llvm, memref
 
         i32 = ir.IntegerType.get_signless(32)
+        ordering = llvm.AtomicOrdering.acq_rel if release else llvm.AtomicOrdering.monotonic
         with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
-            one = utils.c(1, i32)
-            count = llvm.atomicrmw(llvm.AtomicBinOp.add, utils.memref_ptr(counter), one, llvm.AtomicOrdering.monotonic)
+            count = llvm.atomicrmw(llvm.AtomicBinOp.add, utils.memref_ptr(counter), utils.c(1, i32), ordering)
             memref.store(arith.addi(count, utils.c(first, i32)), out, [utils.c(0, ir.IndexType.get())])
 
     fetch(counter_ref, out_ref)

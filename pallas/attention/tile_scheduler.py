@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention.hopper import fetch_tile
+from jax_kernels.pallas.attention.hopper import count_up
 
 
 class Fetched(NamedTuple):
@@ -78,7 +78,7 @@ class TileScheduler:
         def _():
             plgpu.barrier_wait(fetched.free.at[slot])
 
-        fetch_tile(counter, fetched.smem.at[pl.ds(slot, 1)], self.ctas)
+        count_up(counter, fetched.smem.at[pl.ds(slot, 1)], self.ctas)
         plgpu.barrier_arrive(fetched.ready.at[slot])
 
     def following(self, fetched: Fetched, index, turn):

@@ -41,6 +41,10 @@ EVERYTHING = {
 CASES = {
     "causal": SMALL | {"is_causal": True, "q_length": 256, "kv_length": 256, "races": True},
     "full_128": SMALL | {"head_dim": 128, "v_head_dim": 128, "races": True},
+    # Blocks of keys in parts: of two heads, and of the last keys, which are fewer than a block. What orders them, a
+    # counter, the search for races does not know.
+    "split_128_gqa": SMALL | WIDE | {"q_length": 300, "kv_length": 130, "heads": 2, "cores": 132},
+    "split_256": SMALL | VERY_WIDE | {"q_length": 500, "kv_length": 100, "cores": 6},
     "odd": SMALL | {"q_length": 77, "kv_length": 203},
     "odd_causal": SMALL | {"q_length": 133, "kv_length": 66, "is_causal": True},
     "gqa": SMALL | {"heads": 4, "kv_heads": 2, "is_causal": True, "q_length": 70, "kv_length": 150, "q_offset": 80},

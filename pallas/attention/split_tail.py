@@ -1,0 +1,77 @@
+"""Equal tiles of work on many SMs, of which the last round is split: its tiles are shared out in parts.
+
+So many tiles take ceil(tiles / SMs) rounds, however few are left for the last one. Where rounds are few, SMs without a
+tile are lost time: split into parts that a CTA each takes, the last tiles fill the machine. The parts of a tile add
+what they have to sums in device memory; a counter says which of them arrives last and has it all.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# What a part costs by itself, in steps: its start, and its additions.
+OVERHEAD = 2.0
+MOST_PARTS = 32
+# The least part of the time that a split has to save. Many rounds are bound by power: what some SMs leave, others use.
+WORTHWHILE = 0.15
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitTail:
+    """`tiles` tiles of `steps` steps each, of which those from `whole` on are in `parts` parts each."""
+
+    tiles: int
+    steps: int
+    whole: int
+    parts: int
+
+    @classmethod
+    def none(cls, tiles: int) -> "SplitTail":
+        return cls(tiles, 1, tiles, 1)
+
+    @classmethod
+    def of(cls, tiles: int, steps: int, core_count: int) -> "SplitTail":
+        """The split that ends first, if core_count tiles or parts run at a time."""
+        rest = tiles % core_count
+
+        def time(parts: int) -> float:
+            rounds = -(-rest * parts // core_count)
+            return rounds * (steps / parts + (OVERHEAD if parts > 1 else 0.0))
+
+        parts = min(range(1, min(steps, MOST_PARTS) + 1), key=time)
+        saved = (time(1) - time(parts)) / (tiles // core_count * steps + time(1))
+        return cls(tiles, steps, tiles - rest, parts) if saved >= WORTHWHILE else cls.none(tiles)
+
+    @property
+    def ctas(self) -> int:
+        return self.whole + (self.tiles - self.whole) * self.parts
+
+    def tile(self, cta: Any) -> Any:
+        """The tile of a CTA."""
+        if self.parts == 1:
+            return cta
+        return jnp.where(cta < self.whole, cta, self.whole + lax.div(cta - self.whole, jnp.int32(self.parts)))
+
+    def first(self, cta: Any) -> Any:
+        """The first of its steps that a CTA takes."""
+        part = lax.rem(cta - self.whole, jnp.int32(self.parts))
+        return jnp.where(cta < self.whole, 0, lax.div(part * self.steps, jnp.int32(self.parts)))
+
+    def count(self, cta: Any) -> Any:
+        """How many steps a CTA takes."""
+        part = lax.rem(cta - self.whole, jnp.int32(self.parts))
+        end = lax.div((part + 1) * self.steps, jnp.int32(self.parts))
+        return jnp.where(cta < self.whole, self.steps, end - self.first(cta))
+
+    def shared(self, *shape: int, warpgroups: int) -> dict[str, Any]:
+        """What the parts of a tile share, in refs: sums of this shape, and for each warpgroup how many have arrived."""
+        if self.parts == 1:
+            return {"sums": None, "arrived": None}
+        split = self.tiles - self.whole
+        return {
+            "sums": jax.new_ref(jnp.zeros((split, *shape), jnp.float32)),
+            "arrived": jax.new_ref(jnp.zeros((split, warpgroups), jnp.int32)),
+        }
