@@ -12,8 +12,7 @@ The walk keeps a running maximum per row, as usual, only where it has to. Length
 the longest query and key of a head are known beforehand. Where nothing can rise far above the maximum of a row's
 first block, that one serves to the end: exp2(score - maximum) may exceed 1, but bfloat16 and float32 have the
 exponents for it. That leaves out the search for the maximum, the rescaling, and the wait for both, which are a third
-of the instructions. The first block is the diagonal of causal work, so that rows with few keys never see this. Where
-lengths are not known, a maximum still serves until a score rises far above it: the search stays, the rest is rare.
+of the instructions. The first block is the diagonal of causal work, so that rows with few keys never see this.
 """
 
 import functools
@@ -286,23 +285,20 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                     is_bounded = all_of_warp(largest - highest <= softmax.room(dtype)) if bounded else None
 
                     def exponentials(s, highest, total):
-                        """(P, the new maximum and sums, what to rescale by, whether that is needed)"""
+                        """(P, the new maximum and sums, what to rescale by)"""
                         full = functools.partial(softmax.step, scale=scale)
-                        if is_bounded is None and has_bias and v_head_dim > 128:  # no registers to be lazy with
-                            return *full(s, highest, total), True
-                        if is_bounded is None:
-                            rise = softmax.LAZY_RISE, hopper.any_of_warp_above
-                            return softmax.lazy_step(s, highest, total, scale, 0.0, *rise)
+                        if not bounded:
+                            return full(s, highest, total)
 
                         def short(s, highest, total):
                             p, total = softmax.bounded_step(s, highest, total, scale)
                             return p, highest, total, highest
 
-                        return *lax.cond(is_bounded, short, full, s, highest, total), ~is_bounded
+                        return lax.cond(is_bounded, short, full, s, highest, total)
 
-                    def rescaled(acc, alpha, rises):
+                    def rescaled(acc, alpha):
                         full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-                        return full(acc) if rises is True else lax.cond(rises, full, lambda acc: acc, acc)
+                        return lax.cond(is_bounded, lambda acc: acc, full, acc) if bounded else full(acc)
 
                     p = p.astype(dtype)
                     plgpu.barrier_wait(v_ready.at[slot])
@@ -323,8 +319,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                             again = tile(lax.optimization_barrier(index))[3] if has_segments else blocks
                             s = lax.cond(again.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
                         s = kept(s, j)
-                        *results, rises = exponentials(s, highest, total)
-                        p, highest, total, alpha = lax.optimization_barrier(tuple(results))
+                        p, highest, total, alpha = lax.optimization_barrier(exponentials(s, highest, total))
                         # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
                         plgpu.barrier_wait(v_ready.at[slot])
                         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
@@ -332,7 +327,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                         # P stays float32 until the product that read the last P has ended (ptxas C7513).
                         acc, p = lax.optimization_barrier((acc, p))
                         p = p.astype(dtype)
-                        acc_ref[...] = rescaled(acc, alpha, rises)
+                        acc_ref[...] = rescaled(acc, alpha)
                         return p, highest, total, slot
 
                     p, highest, total, last_slot = lax.fori_loop(1, blocks.count, step, (p, highest, total, slot))

@@ -17,8 +17,6 @@ PARTIAL_COLUMNS = 8
 # The maximum of a row that has met no key: below any score, also under a bias of -1e30 that means to mask, and finite,
 # so that -inf - LOWEST is no NaN.
 LOWEST = -3e38
-# By how much, in base 2, P of 16 bits may exceed 1 before a new maximum is taken. Its precision is relative.
-LAZY_RISE = 8.0
 
 
 def start(rows: int):
