@@ -13,6 +13,7 @@ from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.ops.mask_arguments import MaskArguments, as_arguments
+from jax_kernels.score_mod import trace
 
 __all__ = ["check"]
 
@@ -32,8 +33,6 @@ def check(
     """The request behind a call and its arrays in the kernels' form; raises what flash_attention documents."""
     for name in unknown:
         raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
-    if score_mod is not None:
-        raise NotImplementedError("score_mod: not served yet by any implementation of flash_attention; want None")
     query, key, value = (checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     check_shapes(query, key, value)
     batch, q_length, heads, head_dim = query.shape
@@ -47,6 +46,8 @@ def check(
         raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
     check_number("scale", scale)
     check_softcap(softcap)
+    if score_mod is not None and softcap is not None:
+        raise ValueError(f"softcap: got {softcap} with a score_mod, want None: score_mod(score, ...) can begin with it")
     check_implementation(implementation)
     if precision not in (None, "fp32", "tf32"):
         raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None")
@@ -72,6 +73,7 @@ def check(
         kv_segment_ids=kv_segment_ids,
         kv_lengths=kv_lengths,
         q_offset=q_offset,
+        score_mod=None if score_mod is None else trace(score_mod),
     )
     request = AttentionRequest(
         op="flash_attention",
@@ -94,6 +96,7 @@ def check(
         has_sinks=sinks is not None,
         has_segment_ids=segment_ids is not None,
         has_kv_lengths=kv_lengths is not None,
+        has_score_mod=score_mod is not None,
         q_offset=static_offset,
         return_lse=bool(return_lse),
         deterministic=_deterministic() if deterministic is None else bool(deterministic),

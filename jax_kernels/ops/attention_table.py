@@ -36,6 +36,7 @@ class AttentionRequest(Request):
     has_sinks: bool
     has_segment_ids: bool
     has_kv_lengths: bool
+    has_score_mod: bool
     q_offset: int | None
     return_lse: bool
     deterministic: bool
@@ -102,6 +103,8 @@ class Blocks:
 def _supports_mosaic(request: AttentionRequest) -> str | None:
     if reason := reasons.not_hopper(request):
         return reason
+    if request.has_score_mod:
+        return "it does not take a score_mod"
     if request.bits != 16:
         return "its wgmma products take bfloat16 and float16 here, not float32"
     for name, shape in (("dense mask", request.mask_shape), ("bias", request.bias_shape)):
@@ -120,6 +123,8 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
 def _supports_triton(request: AttentionRequest) -> str | None:
     if reason := reasons.below(request, (8, 0)):
         return reason
+    if request.has_score_mod:
+        return "it does not take a score_mod"
     if request.has_mask:
         return "it does not take a dense mask"
     return reasons.no_gpu(request)
@@ -137,6 +142,8 @@ def _supports_cudnn(request: AttentionRequest) -> str | None:
         return "its backward takes no gradient of the log-sum-exp"
     if request.has_segment_ids:
         return "it does not take segment_ids"
+    if request.has_score_mod:
+        return "it does not take a score_mod"
     if request.softcap is not None:
         return "it does not take a softcap"
     if request.has_sinks:
