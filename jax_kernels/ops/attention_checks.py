@@ -150,7 +150,7 @@ def checked_array(name: str, x: Any, dtypes: tuple[Any, ...] = DTYPES) -> Any:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-def _reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     return jnp.asarray(x, dtype).reshape(shape)
@@ -226,7 +226,7 @@ def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
         if known is not None and not ((known == 0) | (known == 1)).all():
             raise ValueError("mask: got float32 values other than 0 and 1, want a bool mask; an additive one is a bias")
         mask = mask != 0
-    return _reshaped(mask, full, bool)
+    return reshaped(mask, full, bool)
 
 
 def _bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
@@ -239,7 +239,7 @@ def _bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
         or_float32 = "" if dtype == jnp.float32 else " or float32"
         hint = "; a bool one is a mask" if bias.dtype == bool else ""
         raise TypeError(f"bias: got dtype {bias.dtype}, want query's dtype {dtype}{or_float32}{hint}")
-    return _reshaped(bias, _broadcastable("bias", bias, shape), bias.dtype)
+    return reshaped(bias, _broadcastable("bias", bias, shape), bias.dtype)
 
 
 def checked_sinks(sinks: Any, heads: int) -> Any:
@@ -252,7 +252,7 @@ def checked_sinks(sinks: Any, heads: int) -> Any:
         raise TypeError(f"sinks: got dtype {sinks.dtype}, want bfloat16, float16 or float32")
     if sinks.shape != (heads,):
         raise ValueError(f"sinks: got shape {sinks.shape}, want [heads] = ({heads},)")
-    return _reshaped(sinks, (1, heads), jnp.float32)
+    return reshaped(sinks, (1, heads), jnp.float32)
 
 
 def checked_integers(name: str, x: Any, want: str) -> Any:
