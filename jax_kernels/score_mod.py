@@ -17,7 +17,10 @@ _WANT = (
 
 @node
 class ScoreMod:
-    """A pytree, whose leaves are the arrays. Another trace of the same function is another program to jit."""
+    """A pytree, whose leaves are the arrays. Another trace of the same function is another program to jit.
+
+    program: a jaxpr of (*arrays, score, b, h, q_idx, kv_idx).
+    """
 
     arrays: tuple[Any, ...]
     program: Any = static()
@@ -52,8 +55,8 @@ class ScoreMod:
         return ScoreMod(arrays, self.program)
 
     def _applied(self, arrays: tuple[Any, ...], scores: Any, q_idx: Any) -> jax.Array:
-        program = jaxpr_as_fun(ClosedJaxpr(self.program, arrays))
-        function = lambda score, *indices: program(score, *indices)[0]
+        program = jaxpr_as_fun(ClosedJaxpr(self.program, []))
+        function = lambda score, *indices: program(*arrays, score, *indices)[0]
         axes = [jnp.arange(n, dtype=jnp.int32) for n in scores.shape]
         axes[2] = q_idx
         for axis in (3, 2, 1, 0):
@@ -76,4 +79,5 @@ def trace(function: Any) -> ScoreMod:
         raise ValueError(f"score_mod: got shape {result.shape} from it for scalars, {_WANT}")
     if result.dtype != jnp.float32:
         raise TypeError(f"score_mod: got dtype {result.dtype} from it, {_WANT}")
-    return ScoreMod(tuple(program.consts), program.jaxpr)
+    jaxpr = program.jaxpr
+    return ScoreMod(tuple(program.consts), jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]))

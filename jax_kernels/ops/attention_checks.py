@@ -14,6 +14,7 @@ from jax_kernels.masks import Mask
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.ops.mask_arguments import MaskArguments, as_arguments
 from jax_kernels.score_mod import trace
+from jax_kernels.score_mod_tiles import why_not
 
 __all__ = ["check"]
 
@@ -49,6 +50,7 @@ def check(
     if score_mod is not None and softcap is not None:
         raise ValueError(f"softcap: got {softcap} with a score_mod, want None: score_mod(score, ...) can begin with it")
     check_implementation(implementation)
+    score_mod = None if score_mod is None else trace(score_mod)
     if precision not in (None, "fp32", "tf32"):
         raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None")
     if precision is not None and query.dtype != jnp.float32:
@@ -73,7 +75,7 @@ def check(
         kv_segment_ids=kv_segment_ids,
         kv_lengths=kv_lengths,
         q_offset=q_offset,
-        score_mod=None if score_mod is None else trace(score_mod),
+        score_mod=score_mod,
     )
     request = AttentionRequest(
         op="flash_attention",
@@ -97,6 +99,7 @@ def check(
         has_segment_ids=segment_ids is not None,
         has_kv_lengths=kv_lengths is not None,
         has_score_mod=score_mod is not None,
+        not_in_tiles=None if score_mod is None else why_not(score_mod),
         q_offset=static_offset,
         return_lse=bool(return_lse),
         deterministic=_deterministic() if deterministic is None else bool(deterministic),

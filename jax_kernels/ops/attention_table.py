@@ -37,6 +37,8 @@ class AttentionRequest(Request):
     has_segment_ids: bool
     has_kv_lengths: bool
     has_score_mod: bool
+    # Why a kernel cannot inline the score_mod.
+    not_in_tiles: str | None
     q_offset: int | None
     return_lse: bool
     deterministic: bool
@@ -123,10 +125,12 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
 def _supports_triton(request: AttentionRequest) -> str | None:
     if reason := reasons.below(request, (8, 0)):
         return reason
-    if request.has_score_mod:
-        return "it does not take a score_mod"
     if request.has_mask:
         return "it does not take a dense mask"
+    if request.has_score_mod and request.bias_shape is not None:
+        return "it does not take a score_mod with a bias"
+    if request.not_in_tiles:
+        return request.not_in_tiles
     return reasons.no_gpu(request)
 
 

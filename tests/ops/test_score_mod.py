@@ -265,14 +265,77 @@ def test_unwanted_gradients_are_not_computed():
     assert "scatter" not in text(0)
 
 
+def keyed(score, b, h, q, k, slopes, columns, ids):
+    """Look-ups of floats and ints, of axes of every kind, and one of none."""
+    score = score * columns[b, k] + slopes[h] * (q - k) + jnp.where(columns[0, k] > 0.5, slopes[0], 0.0)
+    return jnp.where(ids[q] == ids[k], score, -jnp.inf)
+
+
+def far_off_diagonal(score, b, h, q, k):
+    return score * jnp.sqrt((q - k + 4).astype(score.dtype))
+
+
+MODS |= {x.__name__: x for x in (keyed, far_off_diagonal)}
+CLOSED |= {
+    "keyed": {
+        "slopes": CLOSED["alibi"]["slopes"],
+        "columns": np.random.default_rng(3).random((B, S), np.float32),
+        "ids": np.arange(T + S, dtype=np.int32) // 30,
+    },
+    "far_off_diagonal": {},
+}
+
+
+def by(implementation, name, argnums, **arguments):
+    """(out, lse) and gradients, those of floats alone."""
+    floats, others = {}, {}
+    for key, x in CLOSED[name].items():
+        (floats if x.dtype == np.float32 else others)[key] = jnp.asarray(x)
+
+    def run(q, k, v, floats):
+        mod = lambda score, b, h, q, k: MODS[name](score, b, h, q, k, **floats, **others)
+        out = flash_attention(q, k, v, score_mod=mod, return_lse=True, implementation=implementation, **arguments)
+        return loss(*out), out
+
+    return jit(jax.value_and_grad(run, argnums, has_aux=True))(*arrays(), floats)
+
+
+@pytest.mark.parametrize(
+    ("name", "argnums", "arguments"),
+    [
+        ("both", (0, 1, 2, 3), {}),
+        ("keyed", (0, 1, 2, 3), {"is_causal": True, "q_offset": 4, "kv_lengths": LENGTHS}),
+        ("keyed", (0, 1), {"window": (9, 3), "sinks": np.arange(4, dtype=np.float32)}),
+        ("far_off_diagonal", (0, 1, 2), {"is_causal": True, "q_offset": 4}),
+    ],
+    ids=["both", "keyed", "without_gradients_of_arrays", "without_a_derivative"],
+)
+def test_triton_is_xla(name, argnums, arguments, monkeypatch):
+    """The kernels, in several blocks of queries and of keys, where the mod has a tile of its own."""
+    want = by("xla", name, argnums, **arguments)
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    got = by("triton", name, argnums, **arguments)
+    check(got[0][1], want[0][1])
+    check(got[1], want[1], 1e-5)
+
+
 def test_which_implementation():
+    """Kernels take what they can read by the row or by the column of a tile."""
     query = jax.ShapeDtypeStruct((B, 64, H, 64), jnp.bfloat16)
+    slopes, table = jnp.arange(4.0), jnp.arange(128.0)
+    bias = {"bias": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
+    no = "of a score_mod it takes look-ups by query or by key, not by both or by the score"
     with on_device("H200"):
-        plan = explain(flash_attention, query, query, query, score_mod=lambda score, b, h, q, k: score)
-        assert plan.implementation == "xla"
-        assert plan.passed_over == tuple(
-            (name, "it does not take a score_mod") for name in ("mosaic_gpu", "cudnn", "triton")
-        )
+        for mod, arguments, served, reason in (
+            (lambda score, b, h, q, k: score * slopes[h] + table[q] + table[2 * k + b], {}, "triton", None),
+            (lambda score, b, h, q, k: score + table[jnp.abs(q - k)], {}, "xla", no),
+            (lambda score, b, h, q, k: score + table[score.astype(int)], {}, "xla", no),
+            (lambda score, b, h, q, k: score * 2, bias, "xla", "it does not take a score_mod with a bias"),
+        ):
+            plan = explain(flash_attention, query, query, query, score_mod=mod, **arguments)
+            assert plan.implementation == served
+            reasons = {"mosaic_gpu": "it does not take a score_mod", "cudnn": "it does not take a score_mod"}
+            assert dict(plan.passed_over) == reasons | ({"triton": reason} if reason else {})
 
 
 def out_of(result):
