@@ -83,10 +83,8 @@ def compare(mask, bias, batch=B, **arguments):
 
 SHAPES = [
     # mask, bias
-    ((B, H, T, S), (B, H, T, S)),
     ((B, HKV, T, S), (B, HKV, T, S)),
     ((B, HKV, T, S), (1, H, 1, S)),
-    ((B, HKV, T, S), (T, S)),
     ((B, 1, T, S), (B, HKV, T, S)),
     ((1, HKV, T, S), (1, HKV, 1, S)),
     ((B, HKV, 1, S), (B, HKV, 1, S)),
@@ -132,7 +130,7 @@ def test_mask_objects():
 
 
 @hypothesis.given(data=st.data())
-@hypothesis.settings(max_examples=6)
+@hypothesis.settings(max_examples=3)
 def test_any_shapes(data):
     """A mask and a bias of any axes, with any number of heads that is taken."""
     batch = data.draw(st.integers(1, 2))
