@@ -1,15 +1,24 @@
 """A score_mod in two parts: what it reads of arrays, before a kernel, and what a kernel does to a tile of scores."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from jax_kernels.score_mod import ScoreMod
 
 __all__ = ["TileMod", "split", "why_not"]
+
+# What Pallas lowers through Triton for a tile, it and its derivative.
+ELEMENTWISE = {
+    "abs", "add", "and", "atan", "convert_element_type", "cos", "custom_jvp_call", "div", "eq", "exp", "exp2", "expm1",
+    "floor", "ge", "gt", "integer_pow", "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "not", "or", "pow", "rem", "rsqrt", "select_n", "shift_right_arithmetic", "sign", "sin", "sqrt", "square",
+    "stop_gradient", "sub", "tanh", "xor",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,6 +85,9 @@ def split(mod: ScoreMod) -> TileMod:
     results = [x for equation in equations for x in equation.outvars]
     if any(x.aval.shape != () for x in (*operands, *results)):
         raise NotImplementedError("of a score_mod it takes look-ups by query or by key, not by both or by the score")
+    unknown = sorted(set(_primitives(equations)) - ELEMENTWISE)
+    if unknown:
+        raise NotImplementedError(f"of a score_mod its kernels cannot compute {', '.join(unknown)}")
     before = {x: _leading_to([x], program.eqns, set()) for x in operands}
     whole = lambda x: program.replace(invars=[*arrays, *indices], eqns=before[x], outvars=[x])
     reads = tuple((whole(x), depends[x]) for x in operands)
@@ -84,6 +96,14 @@ def split(mod: ScoreMod) -> TileMod:
 
 def _variables(atoms: Any) -> list[Any]:
     return [x for x in atoms if not isinstance(x, Literal)]
+
+
+def _primitives(equations: Any) -> Iterator[str]:
+    for equation in equations:
+        yield str(equation.primitive)
+        for parameter in equation.params.values():
+            if isinstance(parameter, Jaxpr | ClosedJaxpr):
+                yield from _primitives(parameter.eqns)
 
 
 def _leading_to(variables: Any, equations: Any, known: set[Any]) -> list[Any]:

@@ -332,6 +332,13 @@ def test_which_implementation():
             (lambda score, b, h, q, k: score + table[jnp.abs(q - k)], {}, "xla", no),
             (lambda score, b, h, q, k: score + table[score.astype(int)], {}, "xla", no),
             (lambda score, b, h, q, k: score * 2, bias, "xla", "it does not take a score_mod with a bias"),
+            (lambda score, b, h, q, k: jax.nn.softplus(jnp.clip(score, -9, 9)) * (q % 3), {}, "triton", None),
+            (
+                lambda score, b, h, q, k: jax.jit(jnp.round)(score),
+                {},
+                "xla",
+                "of a score_mod its kernels cannot compute round",
+            ),
         ):
             plan = explain(flash_attention, query, query, query, score_mod=mod, **arguments)
             assert plan.implementation == served
