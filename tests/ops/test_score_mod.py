@@ -378,3 +378,31 @@ def test_bad_input(name):
 def test_not_beside_a_softcap():
     with pytest.raises(ValueError, match=r"^softcap: got 2\.0 with a score_mod, want None: score_mod\(score, \.\.\.\)"):
         flash_attention(*arrays(), score_mod=out_of(lambda s: s), softcap=2.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["both", "keyed"])
+@pytest.mark.parametrize("arguments", [{}, {"is_causal": True, "q_offset": 5}], ids=["full", "causal"])
+def test_triton_on_a_gpu(name, arguments):
+    """In bfloat16, over many blocks and at odd lengths, against exact products of the same inputs."""
+    q_length, kv_length, heads, kv_heads = 777, 781, 8, 2
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
+    closed = {"slopes": draw(heads) / 100, "columns": draw(B, kv_length), "rows": draw(B, q_length)}
+    ids = {"ids": jnp.arange(q_length + kv_length) // 100} if name == "keyed" else {}
+    closed.pop("rows" if name == "keyed" else "columns")
+    shapes = ((B, q_length, heads, 64), (B, kv_length, kv_heads, 64), (B, kv_length, kv_heads, 64))
+    qkv = [draw(*shape).astype(jnp.bfloat16) for shape in shapes]
+
+    def gradients(implementation, dtype):
+        def run(q, k, v, closed):
+            mod = lambda score, b, h, q, k: MODS[name](score, b, h, q, k, **closed, **ids)
+            out, lse = flash_attention(
+                q, k, v, score_mod=mod, return_lse=True, implementation=implementation, **arguments
+            )
+            return loss(out.astype(jnp.float32), lse), (out, lse)
+
+        return jax.jit(jax.value_and_grad(run, (0, 1, 2, 3), has_aux=True))(*(x.astype(dtype) for x in qkv), closed)
+
+    got, want = gradients("triton", jnp.bfloat16), gradients("xla", jnp.float32)
+    check((got[0][1], got[1]), (want[0][1], want[1]), 2e-2)
