@@ -20,8 +20,12 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 def build(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
     function, plan, heads_first = _MAKERS[name](case)
-    tensors = [tuple(_tensor(x, heads_first) for x in (*s.qkv, s.dout)) for s in sets]
-    return Built(in_mode(function, case.mode, tensors, heads_first), plan)
+    return Built(in_mode(function, case.mode, tensors(sets, heads_first), heads_first), plan)
+
+
+def tensors(sets: Sequence[InputSet], heads_first: bool) -> list[tuple]:
+    """(q, k, v, do) of each set."""
+    return [tuple(_tensor(x, heads_first) for x in (*s.qkv, s.dout)) for s in sets]
 
 
 def _tensor(x: Any, heads_first: bool) -> torch.Tensor:
@@ -71,7 +75,8 @@ def _sdpa(backend: SDPBackend, case: Case) -> tuple[Attention, str, bool]:
     return function, f"scaled_dot_product_attention, {backend.name}", True
 
 
-def _flex(case: Case) -> tuple[Attention, str, bool]:
+def flex(case: Case, block_mask: Any = None) -> tuple[Attention, str, bool]:
+    """block_mask: None for that of the case."""
     import torch._dynamo.config
     import torch._functorch.config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -79,7 +84,9 @@ def _flex(case: Case) -> tuple[Attention, str, bool]:
     torch._functorch.config.donated_buffer = False  # the backward runs many times on one forward's buffers
     torch._dynamo.config.recompile_limit = 1000
     options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads}
-    if case.causal:
+    if block_mask is not None:
+        options["block_mask"] = block_mask
+    elif case.causal:
         causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
         options["block_mask"] = create_block_mask(causal, None, None, case.seq, case.seq, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -100,6 +107,6 @@ def _fa4(case: Case) -> tuple[Attention, str, bool]:
 _MAKERS: dict[str, Callable[[Case], tuple[Attention, str, bool]]] = {
     "torch-cudnn": functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "torch-fa2": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
-    "torch-flex": _flex,
+    "torch-flex": flex,
     "fa4": _fa4,
 }

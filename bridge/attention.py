@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge import dlpack, library, sparse_attention
 from jax_kernels.bridge.attention_checks import check_inputs, check_statics, segment_pair, window_sides
+from jax_kernels.masks import Mask
 from jax_kernels.ops import attention
 
 __all__ = ["flash_attention"]
@@ -62,7 +63,7 @@ def flash_attention(
     value: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
+    mask: torch.Tensor | Mask | None = None,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
     segment_ids: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -92,13 +93,20 @@ def flash_attention(
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
       bias: broadcastable to [B, H, T, S], in query's dtype or float32.
-      mask: bool, broadcastable to [B, H, T, S], True where a query may attend.
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Or a masks.Mask, of JAX or NumPy
+        arrays, a constant of the call.
       segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
       kv_lengths: [B] int32.
       q_offset: an int, or an int32 tensor, a scalar or [B].
+      score_mod: a function of JAX scalars, as jax_kernels.flash_attention takes it, a constant of the call. What it
+        closes over is JAX's, and gets no gradient here; bridge.from_jax of a function that closes over its arguments
+        gives them one.
       sinks: [H], bfloat16, float16 or float32.
       deterministic: None follows torch.use_deterministic_algorithms, and where that is off, XLA's flag.
       The others are those of jax_kernels.flash_attention.
+
+    With a Mask or a score_mod it runs as bridge.from_jax says: each other Mask or function, and each set of shapes, is
+    compiled by JAX anew, and kept; with a Mask torch.compile has a graph break here; torch.func.vmap is not served.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
@@ -109,8 +117,8 @@ def flash_attention(
       NotImplementedError: an argument, or a named implementation, that cannot serve this call, and why.
       RuntimeError: on differentiating twice, while capturing a CUDA graph, or where JAX lacks the device.
     """
-    if score_mod is not None:
-        raise NotImplementedError("score_mod: not served yet on PyTorch tensors; want None")
+    if score_mod is not None or isinstance(mask, Mask):
+        return sparse_attention.attend(**locals())
     q_ids, kv_ids = segment_pair(segment_ids)
     check_inputs(query, key, value, bias, sinks, mask, (q_ids, kv_ids), kv_lengths, q_offset)
     check_statics(is_causal, scale, softcap, return_lse, deterministic, precision, implementation)

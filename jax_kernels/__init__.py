@@ -10,8 +10,10 @@ from jax_kernels.hilbert import invert_order as invert_order
 from jax_kernels.ops.attention import flash_attention as flash_attention
 from jax_kernels.ops.attention_fp8 import flash_attention_fp8 as flash_attention_fp8
 from jax_kernels.ops.block_sparse_attention import block_sparse_attention as block_sparse_attention
+from jax_kernels.ops.compile_attention import compile_attention as compile_attention
 from jax_kernels.ops.decode_attention import decode_attention as decode_attention
 from jax_kernels.ops.dilated_attention import dilated_attention as dilated_attention
+from jax_kernels.ops.dynamic_mask_attention import dynamic_mask_attention as dynamic_mask_attention
 from jax_kernels.quantization import quantize_fp8 as quantize_fp8
 
 __version__ = "0.1.0"

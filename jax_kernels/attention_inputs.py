@@ -14,6 +14,7 @@ class AttentionInputs(NamedTuple):
     q_segment_ids, kv_segment_ids: [B, T] and [B, S] int32; a query attends to keys with its id, if that is >= 0.
     kv_lengths: [B] int32, the number of keys that count.
     q_offset: [B] int32, the position of query 0; None where AttentionOptions.q_offset has it.
+    score_mod: a ScoreMod.
     """
 
     query: Any
@@ -26,25 +27,30 @@ class AttentionInputs(NamedTuple):
     kv_segment_ids: Any = None
     kv_lengths: Any = None
     q_offset: Any = None
+    score_mod: Any = None
 
 
 class AttentionGradients(NamedTuple):
-    """The gradients of AttentionInputs, each with its array's shape and dtype. None for what has none."""
+    """The gradients of AttentionInputs, each with its array's shape and dtype. None for what has none.
+
+    score_mod: a ScoreMod of the gradients of its arrays.
+    """
 
     query: Any
     key: Any
     value: Any
     bias: Any = None
     sinks: Any = None
+    score_mod: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOptions:
     """The static half of a call: hashable, so that it can key a jit cache.
 
-    The scores are query @ key^T * scale, then softcap * tanh(scores / softcap), then + bias. Query i stands at
-    position p = q_offset + i. Key j may be attended to if p >= j (is_causal), p - left <= j (window's left) and
-    j <= p + right (window's right; -1 is no limit on that side). A window has a limit that is_causal does not
+    The scores are query @ key^T * scale, then softcap * tanh(scores / softcap) or score_mod, then + bias. Query i
+    stands at position p = q_offset + i. Key j may be attended to if p >= j (is_causal), p - left <= j (window's left)
+    and j <= p + right (window's right; -1 is no limit on that side). A window has a limit that is_causal does not
     give: (-1, -1) is None, and with is_causal its right is 0 and its left is not -1.
     """
 
@@ -57,6 +63,8 @@ class AttentionOptions:
     precision: str | None = None
     # Whether the backward gives bias a gradient, which costs it two more products.
     bias_gradient: bool = True
+    # Whether the backward gives the arrays of score_mod their gradients.
+    score_mod_gradient: bool = True
     # Whether the backward has to give the same bits on every run.
     deterministic: bool = False
 

@@ -12,5 +12,6 @@ from jax_kernels.models.dilated_attention import DilatedAttention as DilatedAtte
 from jax_kernels.models.dilated_attention import LongNet as LongNet
 from jax_kernels.models.dilated_attention import LongNetConfig as LongNetConfig
 from jax_kernels.models.dilated_attention import MultiHeadDilatedAttention as MultiHeadDilatedAttention
+from jax_kernels.models.dynamic_mask_attention import DynamicMaskAttention as DynamicMaskAttention
 from jax_kernels.models.transformer import Transformer as Transformer
 from jax_kernels.models.transformer import flat_parameters as flat_parameters

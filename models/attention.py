@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_kernels import masks
 from jax_kernels.models.config import check_heads
 from jax_kernels.ops.attention import flash_attention
 
@@ -75,6 +76,7 @@ class MultiHeadAttention(nnx.Module):
       head_dim: per head, up to 256 (None: model_dim / num_heads).
       use_rotary, rope_theta: rotate queries and keys by their positions (see rotary_embedding).
       is_causal: a token attends to itself and to earlier tokens only.
+      mask: a masks.Mask of all calls, combined with is_causal and with the mask of a call.
       dtype: dtype of the computation and of the output; param_dtype: of the parameters.
       implementation: of the attention, as in flash_attention.
       rngs: initialises the kernels (LeCun normal), from its stream `params`.
@@ -93,11 +95,14 @@ class MultiHeadAttention(nnx.Module):
         use_rotary: bool = True,
         rope_theta: float = 10000.0,
         is_causal: bool = True,
+        mask: masks.Mask | None = None,
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
+        if mask is not None and not isinstance(mask, masks.Mask):
+            raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask, or None; an array goes to a call")
         num_kv_heads, head_dim = check_heads("", model_dim, num_heads, num_kv_heads, head_dim)
         if use_rotary and head_dim % 2:
             raise ValueError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
@@ -108,6 +113,7 @@ class MultiHeadAttention(nnx.Module):
         self.use_rotary = use_rotary
         self.rope_theta = rope_theta
         self.is_causal = is_causal
+        self.mask = nnx.data(mask)
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation
 
@@ -128,20 +134,25 @@ class MultiHeadAttention(nnx.Module):
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
 
     @overload
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, cache: None = None) -> jax.Array: ...
+    def __call__(
+        self, x: jax.Array, *, mask: jax.Array | masks.Mask | None = None, cache: None = None
+    ) -> jax.Array: ...
 
     @overload
-    def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, cache: KVCache) -> tuple[jax.Array, KVCache]: ...
+    def __call__(
+        self, x: jax.Array, *, mask: jax.Array | masks.Mask | None = None, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]: ...
 
     def __call__(
-        self, x: jax.Array, *, mask: jax.Array | None = None, cache: KVCache | None = None
+        self, x: jax.Array, *, mask: jax.Array | masks.Mask | None = None, cache: KVCache | None = None
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Attends within x, or, with a cache, to the cached tokens and x.
 
         Args:
           x: [B, T, model_dim]. With a cache these are the next T tokens: a whole prompt, one token, or several.
-          mask: bool, broadcastable to [B, num_heads, T, S], True = attend, combined with is_causal; S is T, or
-            the cache's max_length.
+          mask: bool, broadcastable to [B, num_heads, T, S], True = attend, or a masks.Mask, combined with is_causal;
+            S is T, or the cache's max_length. With a cache, the first of the T queries of a Mask stands after the
+            tokens that are cached.
           cache: from init_cache or from the call before. Not changed.
 
         Returns:
@@ -153,21 +164,22 @@ class MultiHeadAttention(nnx.Module):
         """
         start = 0 if cache is None else cache.length
         query, key, value = self._heads(x, start)
-        options: dict[str, Any] = {"mask": mask, "is_causal": self.is_causal, "implementation": self.implementation}
+        if self.mask is not None:
+            mask = self.mask if mask is None else self.mask & as_mask(mask)
         if cache is None:
-            return self._project(flash_attention(query, key, value, **options))
+            return self._project(self._attend(query, key, value, mask))
 
         cache = _append(cache, key, value)
-        out = flash_attention(
-            query,
-            cache.key.astype(self.dtype),
-            cache.value.astype(self.dtype),
-            q_offset=start,
-            kv_lengths=jnp.full(x.shape[:1], cache.length),
-            **options,
-        )
+        key, value = cache.key.astype(self.dtype), cache.value.astype(self.dtype)
+        lengths = jnp.full(x.shape[:1], cache.length)
+        out = self._attend(query, key, value, mask, q_offset=start, kv_lengths=lengths)
         out = jnp.where(cache.length <= cache.max_length, self._project(out), jnp.nan)
         return out, cache
+
+    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, **arguments: Any) -> jax.Array:
+        """[B, T, num_heads, head_dim]. arguments: those of flash_attention that a cache asks for."""
+        arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
+        return flash_attention(query, key, value, mask=mask, **arguments)
 
     def _heads(self, x: jax.Array, start: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """query [B, T, num_heads, head_dim], key and value [B, T, num_kv_heads, head_dim], the first at `start`."""
@@ -185,6 +197,10 @@ class MultiHeadAttention(nnx.Module):
 
     def _project(self, out: jax.Array) -> jax.Array:
         return self.out_proj(out.reshape(*out.shape[:2], self.num_heads * self.head_dim))
+
+
+def as_mask(mask: jax.Array | masks.Mask) -> masks.Mask:
+    return mask if isinstance(mask, masks.Mask) else masks.dense(mask)
 
 
 def _append(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:

@@ -59,6 +59,7 @@ def flash_attention(
 
         scores = jnp.einsum("bthd,bshd->bhts", query, key).astype(float32) * scale
         scores = softcap * tanh(scores / softcap) if softcap else scores
+        scores = score_mod(scores, b, h, arange(T)[:, None], arange(S)) if score_mod else scores
         scores = scores + bias
         position = (q_offset + arange(T))[:, None]
         keep = mask & (arange(S) < kv_lengths[:, None, None, None])
@@ -70,7 +71,7 @@ def flash_attention(
         out = jnp.einsum("bhts,bshd->bthd", exp(scores - lse[..., None]), value)
 
     Every implementation skips what is_causal, window, segment_ids and kv_lengths rule out in whole blocks, but
-    "xla" and "cudnn"; the gradients are those of query, key, value, bias and sinks.
+    "xla" and "cudnn"; the gradients are those of query, key, value, bias, sinks and what score_mod closes over.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T.
@@ -95,7 +96,15 @@ def flash_attention(
       kv_lengths: [B] int32, how many keys of each batch entry count; the others are never attended to.
       q_offset: position of query 0: an int, a scalar array, or [B] int32. 0 aligns the causal mask top-left,
         as jax.nn and PyTorch do; S - T aligns it bottom-right, as flash-attn does.
-      score_mod: not served yet.
+      score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any jnp code, called with scalars: float32
+        query @ key * scale, and the int32 indices of the batch entry, the query head, the query (its row in this
+        call: q_offset does not shift it) and the key. The bias is added, and masks apply, to what it returns;
+        softcap is not taken beside it. The gradients are exact, also of the arrays that it closes over, summed in
+        float32 over the pairs of a chunk of queries and over the chunks; where a pair is masked out, its score
+        passes none, but those arrays may get a NaN from it, as through jnp.where. It is traced in each call that is
+        not under jax.jit, and vmap is a loop over calls. "triton" inlines it in its kernels where it looks arrays up
+        by the query or by the key, with b and h or without (slopes[h], ids[b, q] == ids[b, k]), not by both
+        (table[q - k]), and without a bias; "xla" serves any.
       sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
@@ -116,8 +125,8 @@ def flash_attention(
       NotImplementedError: an argument, or a named implementation, that cannot serve this call, and why.
 
     Source: Dao, "FlashAttention-2" (2023), arXiv:2307.08691; Shah et al., "FlashAttention-3" (2024),
-    arXiv:2407.08608. Sinks: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023),
-    arXiv:2309.17453.
+    arXiv:2407.08608. score_mod: Dong et al., "Flex Attention" (2024), arXiv:2412.05496. Sinks: Xiao
+    et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453.
     """
     call, inputs = prepare(**locals())
     out, lse = run(call, inputs)
@@ -189,10 +198,15 @@ def _attention(call, inputs):
 
 def _attention_fwd(call, primals):
     inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
-    bias_gradient = primals.bias is not None and primals.bias.perturbed
-    call = dataclasses.replace(call, options=dataclasses.replace(call.options, bias_gradient=bias_gradient))
+    perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
+    wanted = {f"{name}_gradient": perturbed(getattr(primals, name)) for name in ("bias", "score_mod")}
+    call = dataclasses.replace(call, options=dataclasses.replace(call.options, **wanted))
     results = attention_forward(call, inputs)
     return results, (call, inputs, *results)
+
+
+def _is_primal(x):
+    return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
 
 
 def _attention_bwd(_, residuals, cotangents):
@@ -257,7 +271,8 @@ def _batched(function, call):
     @wrapped.def_vmap
     def _(size, batched, inputs, *results):
         length = inputs.query.shape[1 if batched[0].query else 0]
-        if isinstance(inputs.mask, Mask) and (any(jax.tree.leaves(batched[0].mask)) or inputs.mask.batch > 1):
+        own_mask = isinstance(inputs.mask, Mask) and (any(jax.tree.leaves(batched[0].mask)) or inputs.mask.batch > 1)
+        if own_mask or inputs.score_mod is not None:
             return _one_by_one(wrapped, batched, (inputs, *results))
 
         def join(x, has_axis):
@@ -289,7 +304,7 @@ def _batched(function, call):
 
 
 def _one_by_one(function, batched, arguments):
-    """A vmap by a loop, for a Mask that tells batch entries apart: its batch is not to be joined with another."""
+    """A vmap by a loop, for what tells batch entries apart: a Mask, or a score_mod."""
     leaves, structure = jax.tree.leaves(arguments), jax.tree.structure(arguments)
     has_axis = jax.tree.leaves(batched)
 

@@ -13,6 +13,8 @@ from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.ops.mask_arguments import MaskArguments, as_arguments
+from jax_kernels.score_mod import trace
+from jax_kernels.score_mod_tiles import why_not
 
 __all__ = ["check"]
 
@@ -32,8 +34,6 @@ def check(
     """The request behind a call and its arrays in the kernels' form; raises what flash_attention documents."""
     for name in unknown:
         raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
-    if score_mod is not None:
-        raise NotImplementedError("score_mod: not served yet by any implementation of flash_attention; want None")
     query, key, value = (checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     check_shapes(query, key, value)
     batch, q_length, heads, head_dim = query.shape
@@ -47,7 +47,10 @@ def check(
         raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
     check_number("scale", scale)
     check_softcap(softcap)
+    if score_mod is not None and softcap is not None:
+        raise ValueError(f"softcap: got {softcap} with a score_mod, want None: score_mod(score, ...) can begin with it")
     check_implementation(implementation)
+    score_mod = None if score_mod is None else trace(score_mod)
     if precision not in (None, "fp32", "tf32"):
         raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None")
     if precision is not None and query.dtype != jnp.float32:
@@ -72,6 +75,7 @@ def check(
         kv_segment_ids=kv_segment_ids,
         kv_lengths=kv_lengths,
         q_offset=q_offset,
+        score_mod=score_mod,
     )
     request = AttentionRequest(
         op="flash_attention",
@@ -94,6 +98,8 @@ def check(
         has_sinks=sinks is not None,
         has_segment_ids=segment_ids is not None,
         has_kv_lengths=kv_lengths is not None,
+        has_score_mod=score_mod is not None,
+        not_in_tiles=None if score_mod is None else why_not(score_mod),
         q_offset=static_offset,
         return_lse=bool(return_lse),
         deterministic=_deterministic() if deterministic is None else bool(deterministic),
@@ -147,7 +153,7 @@ def checked_array(name: str, x: Any, dtypes: tuple[Any, ...] = DTYPES) -> Any:
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
 
 
-def _reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     return jnp.asarray(x, dtype).reshape(shape)
@@ -223,7 +229,7 @@ def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
         if known is not None and not ((known == 0) | (known == 1)).all():
             raise ValueError("mask: got float32 values other than 0 and 1, want a bool mask; an additive one is a bias")
         mask = mask != 0
-    return _reshaped(mask, full, bool)
+    return reshaped(mask, full, bool)
 
 
 def _bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
@@ -236,7 +242,7 @@ def _bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
         or_float32 = "" if dtype == jnp.float32 else " or float32"
         hint = "; a bool one is a mask" if bias.dtype == bool else ""
         raise TypeError(f"bias: got dtype {bias.dtype}, want query's dtype {dtype}{or_float32}{hint}")
-    return _reshaped(bias, _broadcastable("bias", bias, shape), bias.dtype)
+    return reshaped(bias, _broadcastable("bias", bias, shape), bias.dtype)
 
 
 def checked_sinks(sinks: Any, heads: int) -> Any:
@@ -249,7 +255,7 @@ def checked_sinks(sinks: Any, heads: int) -> Any:
         raise TypeError(f"sinks: got dtype {sinks.dtype}, want bfloat16, float16 or float32")
     if sinks.shape != (heads,):
         raise ValueError(f"sinks: got shape {sinks.shape}, want [heads] = ({heads},)")
-    return _reshaped(sinks, (1, heads), jnp.float32)
+    return reshaped(sinks, (1, heads), jnp.float32)
 
 
 def checked_integers(name: str, x: Any, want: str) -> Any:

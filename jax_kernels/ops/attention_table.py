@@ -36,6 +36,9 @@ class AttentionRequest(Request):
     has_sinks: bool
     has_segment_ids: bool
     has_kv_lengths: bool
+    has_score_mod: bool
+    # Why a kernel cannot inline the score_mod.
+    not_in_tiles: str | None
     q_offset: int | None
     return_lse: bool
     deterministic: bool
@@ -102,6 +105,8 @@ class Blocks:
 def _supports_mosaic(request: AttentionRequest) -> str | None:
     if reason := reasons.not_hopper(request):
         return reason
+    if request.has_score_mod:
+        return "it does not take a score_mod"
     if request.bits != 16:
         return "its wgmma products take bfloat16 and float16 here, not float32"
     for name, shape in (("dense mask", request.mask_shape), ("bias", request.bias_shape)):
@@ -122,6 +127,10 @@ def _supports_triton(request: AttentionRequest) -> str | None:
         return reason
     if request.has_mask:
         return "it does not take a dense mask"
+    if request.has_score_mod and request.bias_shape is not None:
+        return "it does not take a score_mod with a bias"
+    if request.not_in_tiles:
+        return request.not_in_tiles
     return reasons.no_gpu(request)
 
 
@@ -137,6 +146,8 @@ def _supports_cudnn(request: AttentionRequest) -> str | None:
         return "its backward takes no gradient of the log-sum-exp"
     if request.has_segment_ids:
         return "it does not take segment_ids"
+    if request.has_score_mod:
+        return "it does not take a score_mod"
     if request.softcap is not None:
         return "it does not take a softcap"
     if request.has_sinks:

@@ -16,10 +16,10 @@ from jax_kernels.masks import Mask
 CHUNK_BYTES = 1 << 28
 
 
-def positions(inputs: AttentionInputs, options: AttentionOptions):
-    """Positions of the queries: [B or 1, T] int32."""
+def positions(inputs: AttentionInputs, options: AttentionOptions, queries=None):
+    """Positions of the queries: [B or 1, T] int32. queries: their indices, by default all of them."""
     offset = first_position(inputs, options)
-    queries = jnp.arange(inputs.query.shape[1], dtype=jnp.int32)
+    queries = jnp.arange(inputs.query.shape[1], dtype=jnp.int32) if queries is None else queries
     return jnp.atleast_1d(jnp.asarray(offset, jnp.int32))[:, None] + queries
 
 
@@ -50,12 +50,18 @@ def live(inputs: AttentionInputs, options: AttentionOptions, query_positions):
     return keep
 
 
-def scores_of(products, bias, options: AttentionOptions):
-    """The scores [B, H, T, S], from query @ key^T."""
+def scores_of(products, bias, options: AttentionOptions, modify=None):
+    """The scores [B, H, T, S], from query @ key^T. modify: what score_mod makes of them."""
     scores = products * options.scale
     if options.softcap is not None:
         scores = options.softcap * jnp.tanh(scores / options.softcap)
+    scores = scores if modify is None else modify(scores)
     return scores if bias is None else scores + bias.astype(scores.dtype)
+
+
+def _modify(inputs: AttentionInputs, rows):
+    """The score_mod of the queries with these indices [T], or None."""
+    return None if inputs.score_mod is None else lambda scores: inputs.score_mod(scores, rows)
 
 
 def attention(inputs: AttentionInputs, options: AttentionOptions):
@@ -66,7 +72,8 @@ def attention(inputs: AttentionInputs, options: AttentionOptions):
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
     products = jnp.einsum("bthd,bshd->bhts", query, key, precision="highest")
     keep = live(inputs, options, positions(inputs, options))
-    scores = jnp.where(keep, scores_of(products, inputs.bias, options), -jnp.inf)
+    rows = jnp.arange(query.shape[1], dtype=jnp.int32)
+    scores = jnp.where(keep, scores_of(products, inputs.bias, options, _modify(inputs, rows)), -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
     if inputs.sinks is not None:
         sinks = inputs.sinks.astype(dtype)[:, :, None, None]
@@ -89,11 +96,11 @@ def _chunk_length(query, key):
     return min(rows, max(query.shape[1], 1))
 
 
-def _split(x, chunk, axis=1):
-    """[..., T, ...] -> [chunks, ..., chunk, ...], zero-padded at the end."""
+def _split(x, chunk, axis=1, fill=0):
+    """[..., T, ...] -> [chunks, ..., chunk, ...], padded at the end."""
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, -x.shape[axis] % chunk)
-    x = jnp.pad(x, pad)
+    x = jnp.pad(x, pad, constant_values=fill)
     x = x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)
 
@@ -105,21 +112,21 @@ def _join(x, length, axis=1):
     return lax.slice_in_dim(x, 0, length, axis=axis)
 
 
-# The axis of queries of what has one, beside the positions.
+# The axis of queries of what has one, beside the indices of the queries.
 _QUERY_AXES = {"query": 1, "mask": 2, "bias": 2, "q_segment_ids": 1}
 
 
 def _in_chunks(inputs: AttentionInputs, options: AttentionOptions):
-    """(the chunk's length, its arrays with a leading axis of chunks, its inputs and positions from one of them)."""
+    """(the chunk's length, its arrays with a leading axis of chunks, its inputs and query indices from one of them)."""
     chunk = _chunk_length(inputs.query, inputs.key)
-    split = {"positions": _split(positions(inputs, options), chunk)}
+    split = {"rows": _split(jnp.arange(inputs.query.shape[1], dtype=jnp.int32), chunk, axis=0)}
     for name, axis in _QUERY_AXES.items():
         x = getattr(inputs, name)
         if x is not None and not isinstance(x, Mask) and (name == "query" or x.shape[axis] > 1):
             split[name] = _split(x, chunk, axis)
 
     def inputs_of(arrays):
-        return inputs._replace(**{name: x for name, x in arrays.items() if name != "positions"}), arrays["positions"]
+        return inputs._replace(**{name: x for name, x in arrays.items() if name != "rows"}), arrays["rows"]
 
     return chunk, split, inputs_of
 
@@ -142,11 +149,11 @@ def _products(inputs, options):
     return s.reshape(s.shape[0], -1, *s.shape[3:])
 
 
-def _masked_scores(inputs, options, query_positions):
-    """(scores, products), float32 [B, H, T, S]."""
+def _masked_scores(inputs, options, rows):
+    """(scores, products), float32 [B, H, T, S], of the queries with the indices `rows`, [T]."""
     products = _products(inputs, options)
-    keep = live(inputs, options, query_positions)
-    return jnp.where(keep, scores_of(products, inputs.bias, options), -jnp.inf), products
+    keep = live(inputs, options, positions(inputs, options, rows))
+    return jnp.where(keep, scores_of(products, inputs.bias, options, _modify(inputs, rows)), -jnp.inf), products
 
 
 def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
@@ -155,8 +162,8 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
     _, split, inputs_of = _in_chunks(inputs, options)
 
     def one(arrays):
-        part, query_positions = inputs_of(arrays)
-        s, _ = _masked_scores(part, options, query_positions)
+        part, rows = inputs_of(arrays)
+        s, _ = _masked_scores(part, options, rows)
         highest = jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf)
         if part.sinks is not None:
             sinks = part.sinks[:, :, None, None]
@@ -193,7 +200,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
 
     lse, delta: row_terms.
     """
-    query, key, value, bias = inputs.query, inputs.key, inputs.value, inputs.bias
+    query, key, value, bias, score_mod = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.score_mod
     length, kv_heads, precision = query.shape[1], key.shape[2], _precision(options)
     chunk, split, inputs_of = _in_chunks(inputs, options)
     k32, v32 = key.astype(jnp.float32), value.astype(jnp.float32)
@@ -202,8 +209,8 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
 
     def one(carry, args):
         arrays, do, l, d = args
-        part, query_positions = inputs_of(arrays)
-        s, products = _masked_scores(part, options, query_positions)
+        part, rows = inputs_of(arrays)
+        s, products = _masked_scores(part, options, rows)
         p = jnp.exp(s - l[..., None])
         grouped = lambda x: x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
         q, do = (_grouped(x.astype(jnp.float32), kv_heads) for x in (part.query, do))
@@ -216,21 +223,30 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
             dbias = ds.sum(broadcast, keepdims=True)
         if options.softcap is not None:
             ds = ds * (1 - jnp.tanh(products * (options.scale / options.softcap)) ** 2)
+        darrays = ()
+        if part.score_mod is not None:
+            of_arrays = options.score_mod_gradient
+            ds, darrays = part.score_mod.gradients(products * options.scale, rows, ds, of_arrays=of_arrays)
+            ds = jnp.where(jnp.isneginf(s), 0, ds)  # where the derivative may be anything
         ds = grouped(ds) * options.scale
         dq = jnp.einsum("bkgqs,bskd->bqkgd", ds, k32, precision=precision)
         dk = jnp.einsum("bkgqs,bqkgd->bskd", ds, q, precision=precision)
         dq = dq.reshape(*dq.shape[:2], -1, dq.shape[-1]).astype(query.dtype)
-        sums = (dk, dv, dbias if with_bias and not bias_chunks else None)
+        sums = (dk, dv, dbias if with_bias and not bias_chunks else None, darrays)
         return jax.tree.map(jnp.add, carry, sums), (dq, dbias if bias_chunks else None)
 
     # zeros_like keeps what shard_map knows of the arrays: that they vary over the mesh.
     zeros = lambda x: jnp.zeros_like(x, jnp.float32)
-    carry = (zeros(key), zeros(value), zeros(bias) if with_bias and not bias_chunks else None)
-    others = (_split(dout, chunk), _split(lse, chunk, axis=2), _split(delta, chunk, axis=2))
-    (dk, dv, dbias), (dq, dbias_chunks) = lax.scan(one, carry, (split, *others))
+    array_zeros = () if score_mod is None else score_mod.zeros(of_arrays=options.score_mod_gradient)
+    carry = (zeros(key), zeros(value), zeros(bias) if with_bias and not bias_chunks else None, array_zeros)
+    # Queries past the last have probabilities of 0, whatever score_mod makes of them.
+    others = (_split(dout, chunk), _split(lse, chunk, axis=2, fill=jnp.inf), _split(delta, chunk, axis=2))
+    (dk, dv, dbias, darrays), (dq, dbias_chunks) = lax.scan(one, carry, (split, *others))
     if with_bias:
         dbias = jnp.asarray(_join(dbias_chunks, length, axis=2) if bias_chunks else dbias, bias.dtype)
-    return AttentionGradients(_join(dq, length), dk.astype(key.dtype), dv.astype(value.dtype), dbias)
+    dmod = None if score_mod is None else score_mod.with_gradients(darrays)
+    gradients = (_join(dq, length), dk.astype(key.dtype), dv.astype(value.dtype))
+    return AttentionGradients(*gradients, bias=dbias, score_mod=dmod)
 
 
 # The public form of the oracle, jitted: un-jitted einsums in float64 are slow on a CPU.

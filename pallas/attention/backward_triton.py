@@ -16,6 +16,13 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
+from jax_kernels.pallas.attention.score_mod_triton import (
+    modified,
+    operand_gradients,
+    operands_of,
+    summed,
+    where_alive,
+)
 from jax_kernels.pallas.attention.shared_triton import (
     Call,
     Queries,
@@ -30,6 +37,8 @@ from jax_kernels.pallas.attention.shared_triton import (
     load,
     load_bias,
     load_rows,
+    load_tile,
+    operand_arrays,
     padded,
     row_mask,
     run,
@@ -49,14 +58,18 @@ def attention_backward(
     rows = dout.astype(inputs.query.dtype), lse * LOG2E, delta
     bias, inputs = inputs.bias, inputs._replace(bias=aligned_bias(inputs.bias))
     limiting = limiting_arrays(inputs, options)
+    operands, gradients_of_arrays = operands_of(inputs)
     dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
     dquery_blocks = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
-    dkey, dvalue = _dkv(inputs, *limiting, *rows, dkey_blocks, config)
-    dquery = _dq(inputs, *limiting, *rows, dquery_blocks, config)
+    dkey, dvalue, *by_key = _dkv(inputs, *limiting, *rows, operands, dkey_blocks, config)
+    dquery, *by_query = _dq(inputs, *limiting, *rows, operands, dquery_blocks, config)
     dbias = None
     if bias is not None and options.bias_gradient:
         dbias = _dbias(inputs, *limiting, *rows, dquery_blocks, config)[..., : bias.shape[3]]
-    return AttentionGradients(dquery, dkey, dvalue, dbias)
+    dmod = None
+    if inputs.score_mod is not None and options.score_mod_gradient:
+        dmod = gradients_of_arrays(operand_gradients(operands, by_query, by_key))
+    return AttentionGradients(dquery, dkey, dvalue, dbias, score_mod=dmod)
 
 
 def bias_gradient(
@@ -70,7 +83,7 @@ def bias_gradient(
     return _dbias(inputs, *limiting, dout, lse * LOG2E, delta, call, config)[..., :keys]
 
 
-def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
+def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, operands, call, config):
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
     # All queries, of the heads that share this head of keys; without an axis of heads where it is one.
     heads = None if group == 1 else group
@@ -87,8 +100,10 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
         "lse2": (lse2, row_spec),
         "delta": (delta, row_spec),
     }
-    if bias is not None:
-        ins["bias"] = bias, bias_spec(bias, (None, heads, q_rows, block_kv), lambda i, h, b: (b, h, 0, i))
+    for name, x in (({} if bias is None else {"bias": bias}) | operand_arrays(operands)).items():
+        ins[name] = x, bias_spec(x, (None, heads, q_rows, block_kv), lambda i, h, b: (b, h, 0, i))
+    sums = jax.ShapeDtypeStruct((len(key), call.heads, call.kv_length), jnp.float32)
+    sums_spec = pl.BlockSpec((None, heads, block_kv), lambda i, h, b: (b, h, i))
     if q_ids is not None:
         ins["q_ids"] = q_ids, pl.BlockSpec((None, q_rows), lambda i, h, b: (b, 0))
         ins["kv_ids"] = kv_ids, pl.BlockSpec((None, block_kv), lambda i, h, b: (b, i))
@@ -103,13 +118,14 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
         outs=[
             (jax.ShapeDtypeStruct(x.shape, x.dtype), kv_spec(d))
             for x, d in ((key, call.head_dim), (value, call.v_head_dim))
-        ],
+        ]
+        + [(sums, sums_spec)] * len(summed(call, operands, by_key=True)),
     )
 
 
 def _dkv_kernel(refs: Refs, *, call: Call):
     block_q, block_kv, group = call.block_q, call.block_kv, call.group
-    kv_index, batch_index = pl.program_id(0), pl.program_id(2)
+    kv_index, first_head, batch_index = pl.program_id(0), pl.program_id(1) * group, pl.program_id(2)
     kv_start = kv_index * block_kv
     limits = call.limits(refs, batch_index)
     keys = kv_start + iota(block_kv)
@@ -123,9 +139,11 @@ def _dkv_kernel(refs: Refs, *, call: Call):
     columns = row_mask(kv_start, block_kv, call.bias_columns)
     kv_ids = None if refs.kv_ids is None else load_rows(refs.kv_ids, kv_start, call.kv_length, tiles.NO_KEY)
 
+    by_key = summed(call, refs.operands, by_key=True)
+
     # Everything is transposed, [keys, queries], so that P^T and dS^T are first operands as they stand.
     def step(index, state, *, head, partial):
-        dk, dv = state
+        dk, dv, *sums = state
         start = blocks.at(index) * block_q
         rows = pl.ds(start, block_q)
         of_head = lambda ref: ref.at[rows, :] if head is None else ref.at[rows, head, :]
@@ -133,8 +151,15 @@ def _dkv_kernel(refs: Refs, *, call: Call):
         q = load(of_head(refs.query), start, call.q_length, call.head_dim)
         lse2 = load_rows(row_of_head(refs.lse2), start, call.q_length, jnp.inf)
         masks = (row_mask(start, block_q, call.q_length), columns)
-        bias = load_bias(refs.bias, rows, slice(None), masks, head)
-        s, tanh = call.scores(call.dot(k, q, (1, 1)), None if bias is None else bias.T)
+        if call.mod is None:
+            bias = load_bias(refs.bias, rows, slice(None), masks, head)
+            s, tanh = call.scores(call.dot(k, q, (1, 1)), None if bias is None else bias.T)
+        else:
+            masks = masks[0], row_mask(kv_start, block_kv, call.operand_columns)
+            operands = [load_tile(x, rows, slice(None), masks, head).T for x in refs.operands]
+            place = batch_index, first_head + (0 if head is None else head)
+            indices = (start + iota(block_q))[None, :], keys[:, None]
+            s, pullback = modified(call, call.dot(k, q, (1, 1)), place, *indices, operands)
         p = call.exp2(s, lse2[None, :])
         if partial:
             ids = None
@@ -145,42 +170,54 @@ def _dkv_kernel(refs: Refs, *, call: Call):
         dv = dv + call.dot(p.astype(dout.dtype), dout, (1, 0))
         delta = load_rows(row_of_head(refs.delta), start, call.q_length, 0.0)
         ds = p * (call.dot(v, dout, (1, 1)) - delta[None, :])
-        if tanh is not None:
+        if call.mod is not None:
+            ds, doperands = where_alive(p, pullback(ds))
+            sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_key, sums, strict=True)]
+        elif tanh is not None:
             ds = ds * (1.0 - tanh * tanh)
         dk = dk + call.dot(ds.astype(q.dtype), q, (1, 0))
+        return (dk, dv, *sums)
+
+    def one_head(head, state):
+        state = (*state, *(jnp.zeros((block_kv,), jnp.float32) for _ in by_key))
+        dk, dv, *sums = walk(blocks, lambda *args, **options: step(*args, head=head, **options), state)
+        for ref, x in zip(refs.outs[2:], sums, strict=True):
+            x = jnp.where(keys < limits.kv_length, x, 0.0)
+            plgpu.store(ref if head is None else ref.at[head], x, mask=row_mask(kv_start, block_kv, call.kv_length))
         return dk, dv
 
-    one_head = lambda head, state: walk(blocks, lambda *args, **options: step(*args, head=head, **options), state)
     state = tuple(jnp.zeros((block_kv, padded(d)), jnp.float32) for d in (call.head_dim, call.v_head_dim))
     dk, dv = one_head(None, state) if group == 1 else lax.fori_loop(0, group, one_head, state)
     if refs.bounds is not None:
         dk, dv = (jnp.where((keys < limits.kv_length)[:, None], x, 0.0) for x in (dk, dv))
-    dk_ref, dv_ref = refs.outs
+    dk_ref, dv_ref = refs.outs[:2]
     store(dk_ref, (dk * call.options.scale).astype(dk_ref.dtype), kv_start, call.kv_length, call.head_dim)
     store(dv_ref, dv.astype(dv_ref.dtype), kv_start, call.kv_length, call.v_head_dim)
 
 
-def _dq(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
-    programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids))
+def _dq(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, operands, call, config):
+    programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
     rows = {"lse2": (lse2, programs.row_spec), "delta": (delta, programs.row_spec)}
     query = inputs.query
-    (dquery,) = run(
+    sums = jax.ShapeDtypeStruct((len(query), call.heads, call.q_length), jnp.float32)
+    return run(
         _dq_kernel,
         call,
         config,
         name="attention_backward_dq_triton",
         grid=programs.grid,
         ins=programs.ins | {"dout": (dout, programs.q_spec(call.v_head_dim))} | rows,
-        outs=[(jax.ShapeDtypeStruct(query.shape, query.dtype), programs.q_spec(call.head_dim))],
+        outs=[(jax.ShapeDtypeStruct(query.shape, query.dtype), programs.q_spec(call.head_dim))]
+        + [(sums, programs.row_spec)] * len(summed(call, operands, by_key=False)),
         q_block=programs.q_block,
     )
-    return dquery
 
 
 def _dq_kernel(refs: Refs, *, call: Call, q_block):
     block_q, block_kv = call.block_q, call.block_kv
-    q_index, batch_index = q_block(pl.program_id(0)), pl.program_id(2)
+    q_index, head, batch_index = q_block(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
     q_start = q_index * block_q
+    by_query = summed(call, refs.operands, by_key=False)
     limits = call.limits(refs, batch_index)
     blocks = call.key_blocks(refs, limits, batch_index, q_index)
     rows = row_mask(q_start, block_q, call.q_length)
@@ -191,15 +228,22 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
     q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, tiles.NO_QUERY)
     queries = Queries.of(limits, q_start, block_q, q_ids)
 
-    def step(index, dq, *, partial):
+    def step(index, state, *, partial):
+        dq, *sums = state
         start = blocks.at(index) * block_kv
         these = pl.ds(start, block_kv)
         length = limits.kv_length if partial else None
         k = load(refs.key.at[these, :], start, length, call.head_dim)
         v = load(refs.value.at[these, :], start, length, call.v_head_dim)
-        columns = row_mask(start, block_kv, call.bias_columns if partial else None)
-        bias = load_bias(refs.bias, slice(None), these, (rows, columns))
-        s, tanh = call.scores(call.dot(q, k, (1, 1)), bias)
+        if call.mod is None:
+            columns = row_mask(start, block_kv, call.bias_columns if partial else None)
+            bias = load_bias(refs.bias, slice(None), these, (rows, columns))
+            s, tanh = call.scores(call.dot(q, k, (1, 1)), bias)
+        else:
+            columns = row_mask(start, block_kv, call.operand_columns if partial else None)
+            operands = [load_tile(x, slice(None), these, (rows, columns)) for x in refs.operands]
+            indices = (q_start + iota(block_q))[:, None], (start + iota(block_kv))[None, :]
+            s, pullback = modified(call, call.dot(q, k, (1, 1)), (batch_index, head), *indices, operands)
         p = call.exp2(s, lse2[:, None])
         if partial:
             kv_ids = None
@@ -207,12 +251,18 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
                 kv_ids = load_rows(refs.kv_ids.at[these], start, call.kv_length, tiles.NO_KEY)
             p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
         ds = p * (call.dot(dout, v, (1, 1)) - delta[:, None])
-        if tanh is not None:
+        if call.mod is not None:
+            ds, doperands = where_alive(p, pullback(ds))
+            sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_query, sums, strict=True)]
+        elif tanh is not None:
             ds = ds * (1.0 - tanh * tanh)
-        return dq + call.dot(ds.astype(k.dtype), k, (1, 0))
+        return (dq + call.dot(ds.astype(k.dtype), k, (1, 0)), *sums)
 
-    dq = walk(blocks, step, jnp.zeros((block_q, padded(call.head_dim)), jnp.float32))
-    (dq_ref,) = refs.outs
+    zeros = [jnp.zeros((block_q, padded(call.head_dim)), jnp.float32)]
+    dq, *sums = walk(blocks, step, (*zeros, *(jnp.zeros((block_q,), jnp.float32) for _ in by_query)))
+    dq_ref, *sum_refs = refs.outs
+    for ref, x in zip(sum_refs, sums, strict=True):
+        plgpu.store(ref, x, mask=rows)
     store(dq_ref, (dq * call.options.scale).astype(dq_ref.dtype), q_start, call.q_length, call.head_dim)
 
 

@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
+from jax_kernels.pallas.attention.score_mod_triton import modified, operands_of
 from jax_kernels.pallas.attention.shared_triton import (
     Call,
     Queries,
@@ -23,6 +24,7 @@ from jax_kernels.pallas.attention.shared_triton import (
     load,
     load_bias,
     load_rows,
+    load_tile,
     padded,
     row_mask,
     run,
@@ -40,7 +42,8 @@ def attention_forward(
     del core_count  # one program per tile: nothing is persistent
     inputs = inputs._replace(bias=aligned_bias(inputs.bias))
     call = Call.of(inputs, options, config.block_q, config.block_kv, interpret)
-    programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options))
+    operands, _ = operands_of(inputs)
+    programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options), operands)
     out = jax.ShapeDtypeStruct((*inputs.query.shape[:3], call.v_head_dim), out_dtype)
     lse = jax.ShapeDtypeStruct((len(inputs.query), call.heads, call.q_length), jnp.float32)
     return run(
@@ -72,9 +75,15 @@ def _kernel(refs: Refs, *, call: Call, q_block):
         these = pl.ds(start, block_kv)
         length = limits.kv_length if partial else None
         k = load(refs.key.at[these, :], start, length, call.head_dim)
-        columns = row_mask(start, block_kv, call.bias_columns if partial else None)
-        bias = load_bias(refs.bias, slice(None), these, (rows, columns))
-        s, _ = call.scores(call.dot(q, k, (1, 1)), bias)
+        if call.mod is None:
+            columns = row_mask(start, block_kv, call.bias_columns if partial else None)
+            bias = load_bias(refs.bias, slice(None), these, (rows, columns))
+            s, _ = call.scores(call.dot(q, k, (1, 1)), bias)
+        else:
+            columns = row_mask(start, block_kv, call.operand_columns if partial else None)
+            operands = [load_tile(x, slice(None), these, (rows, columns)) for x in refs.operands]
+            indices = (q_start + iota(block_q))[:, None], (start + iota(block_kv))[None, :]
+            s, _ = modified(call, call.dot(q, k, (1, 1)), (batch_index, head), *indices, operands)
         if partial:
             kv_ids = None
             if q_ids is not None:
@@ -82,7 +91,7 @@ def _kernel(refs: Refs, *, call: Call, q_block):
             s = jnp.where(queries.keep(start + iota(block_kv), kv_ids), s, -jnp.inf)
         new = jnp.maximum(highest, s.max(axis=1) * call.factor)
         # A row may have met no key so far: -inf - -inf would be NaN.
-        shift = jnp.where(new == -jnp.inf, 0.0, new) if partial or refs.bias is not None else new
+        shift = jnp.where(new == -jnp.inf, 0.0, new) if partial or call.may_mask else new
         alpha = jnp.exp2(highest - shift)
         p = call.exp2(s, shift[:, None])
         total = total * alpha + p.sum(axis=1)

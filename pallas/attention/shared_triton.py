@@ -18,15 +18,17 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.score_mod_tiles import TileMod, split
 
 SMALLEST = 16  # the least size of a tensor core operand
+OPERAND = "operand "
 
 
 class Refs(NamedTuple):
     """The arrays of a kernel; None where the call lacks one.
 
     mask: int8. bounds: tiles.bounds_array. ranges: tiles.segment_ranges of the blocks that the programs own. lse2,
-    delta: of the backward. outs: what the kernel writes.
+    delta: of the backward. operands: of a score_mod. outs: what the kernel writes.
     """
 
     query: Any
@@ -42,6 +44,7 @@ class Refs(NamedTuple):
     dout: Any = None
     lse2: Any = None
     delta: Any = None
+    operands: Any = ()
     outs: Any = ()
 
 
@@ -60,6 +63,7 @@ class Call:
     block_kv: int
     bias_columns: int | None  # of an aligned_bias
     interpret: bool
+    mod: TileMod | None = None
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, interpret: bool):
@@ -77,7 +81,18 @@ class Call:
             block_kv=fit(block_kv, inputs.key.shape[1]),
             bias_columns=None if inputs.bias is None else inputs.bias.shape[3],
             interpret=interpret,
+            mod=None if inputs.score_mod is None else split(inputs.score_mod),
         )
+
+    @property
+    def may_mask(self) -> bool:
+        """Whether scores may be -inf, or -1e30, where no mask says so."""
+        return self.bias_columns is not None or self.mod is not None
+
+    @property
+    def operand_columns(self) -> int:
+        """Of an operand of score_mod with an axis of keys, once it is aligned."""
+        return -(-self.kv_length // 8) * 8
 
     @property
     def q_blocks(self) -> int:
@@ -95,7 +110,7 @@ class Call:
     @property
     def factor(self) -> float:
         """Of the scores that `scores` gives, in exp2."""
-        if self.bias_columns is not None:
+        if self.may_mask:
             return 1.0
         return LOG2E * (self.options.scale if self.options.softcap is None else self.options.softcap)
 
@@ -142,13 +157,13 @@ class Call:
         return (tanh if bias is None else tanh * (softcap * LOG2E) + bias * LOG2E), tanh
 
     def exp2(self, x: jax.Array, shift: jax.Array) -> jax.Array:
-        """exp2(x * factor - shift), float32, in two instructions; with a bias at most 1, in three.
+        """exp2(x * factor - shift), float32, in two instructions; with a bias or score_mod at most 1, in three.
 
         Of a row that a bias of -1e30 masks, lse is too coarse to give P, which then stays finite. Triton as XLA runs it
         rounds the product, and its exp2 scales around denormal results: six instructions. This one fuses the product,
         and gives 0 below 2**-126. The interpreter knows no assembly, and gets the formula.
         """
-        at_most = self.bias_columns is not None
+        at_most = self.may_mask
         if self.interpret:
             x = x * self.factor - shift
             return jnp.exp2(jnp.minimum(x, 0.0) if at_most else x)
@@ -165,11 +180,16 @@ class Call:
 
 
 def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
-    """pallas_call of kernel(refs, call=call, **rest). ins: (array, spec) of Refs by name; outs: (shape, spec) each."""
+    """pallas_call of kernel(refs, call=call, **rest). ins: (array, spec) of Refs by name; outs: (shape, spec) each.
+
+    The operands of Refs go by names that begin with OPERAND.
+    """
     ins = {name: pair for name, pair in ins.items() if pair is not None and pair[0] is not None}
 
     def body(*refs):
-        kernel(Refs(**dict(zip(ins, refs, strict=False)), outs=refs[len(ins) :]), call=call, **rest)
+        named = dict(zip(ins, refs, strict=False))
+        operands = [named.pop(name) for name in ins if name.startswith(OPERAND)]
+        kernel(Refs(**named, operands=operands, outs=refs[len(ins) :]), call=call, **rest)
 
     return pl.pallas_call(
         body,
@@ -227,10 +247,10 @@ def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
 class QueryPrograms:
     """What a kernel gets whose programs (i, h, b) own a block of queries each, and walk the keys.
 
-    limiting: limiting_arrays. q_block: the block of queries of program i. ins: of `run`.
+    limiting: limiting_arrays. operands: of score_mod. q_block: the block of queries of program i. ins: of `run`.
     """
 
-    def __init__(self, call: Call, inputs: AttentionInputs, limiting: tuple[Any, Any, Any]):
+    def __init__(self, call: Call, inputs: AttentionInputs, limiting: tuple[Any, Any, Any], operands: Any = ()):
         bounds, q_ids, kv_ids = limiting
         block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
         # Under a causal mask the last queries have the most keys: they go first, so that short programs fill the end.
@@ -245,9 +265,9 @@ class QueryPrograms:
             "key": (inputs.key, kv_spec(call.head_dim)),
             "value": (inputs.value, kv_spec(call.v_head_dim)),
         }
-        if inputs.bias is not None:
-            block = (None, None, block_q, kv_rows)
-            self.ins["bias"] = inputs.bias, bias_spec(inputs.bias, block, lambda i, h, b: (b, h, q_block(i), 0))
+        tiles_of = {"bias": inputs.bias} if inputs.bias is not None else {}
+        for name, x in (tiles_of | operand_arrays(operands)).items():
+            self.ins[name] = x, bias_spec(x, (None, None, block_q, kv_rows), lambda i, h, b: (b, h, q_block(i), 0))
         if q_ids is not None:
             self.ins["q_ids"] = q_ids, pl.BlockSpec((None, block_q), lambda i, h, b: (b, q_block(i)))
             self.ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
@@ -259,11 +279,16 @@ class QueryPrograms:
         return pl.BlockSpec(block, lambda i, h, b: (b, self.q_block(i), h, 0))
 
 
-def aligned_bias(bias: jax.Array | None) -> jax.Array | None:
+def aligned_bias(bias: Any) -> Any:
     """The bias, with rows of whole 16 bytes: read one by one, its numbers would take thousands of registers."""
     if bias is None or bias.shape[3] == 1:
         return bias
     return jnp.pad(bias, [(0, 0)] * 3 + [(0, -bias.shape[3] % 8)])
+
+
+def operand_arrays(operands: Any) -> dict[str, jax.Array]:
+    """The operands of score_mod by the names that `run` takes, aligned as a bias is."""
+    return {f"{OPERAND}{i}": aligned_bias(x) for i, x in enumerate(operands)}
 
 
 def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) -> pl.BlockSpec:
@@ -321,19 +346,22 @@ def load_rows(view: Any, start: Any, length: Any, other: Any) -> jax.Array:
     return plgpu.load(view, mask=mask, other=None if mask is None else other)
 
 
-def load_bias(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leading: Any) -> jax.Array | None:
-    """A tile of the bias, float32 [rows or 1, columns or 1]; None without a bias.
+def load_bias(ref: Any, *place: Any) -> jax.Array | None:
+    """A tile of the bias, float32 [rows or 1, columns or 1]; None without a bias. place: as load_tile's."""
+    return None if ref is None else load_tile(ref, *place).astype(jnp.float32)
+
+
+def load_tile(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leading: Any) -> jax.Array:
+    """A tile of an array whose axes may be 1: [rows or 1, columns or 1].
 
     rows, columns: what to take of the view's axes, where they are not 1. masks: which of these exist. leading: where
     in the view's axes before them, as far as it has such.
     """
-    if ref is None:
-        return None
     axes = [slice(None) if n == 1 else part for n, part in zip(ref.shape[-2:], (rows, columns), strict=True)]
     view = ref.at[(*leading[: len(ref.shape) - 2], *axes)]
     row_mask, column_mask = (None if n == 1 else mask for n, mask in zip(view.shape[-2:], masks, strict=True))
     mask = both(row_mask, column_mask, view.shape[-2:])
-    return plgpu.load(view, mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
+    return plgpu.load(view, mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
 
 
 def store(ref: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> None:

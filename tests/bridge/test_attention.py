@@ -280,11 +280,6 @@ def test_errors(args, options, error, message):
         bridge.flash_attention(*args, **options)
 
 
-def test_score_mod_is_not_served():
-    with pytest.raises(NotImplementedError, match=r"^score_mod: not served yet"):
-        bridge.flash_attention(ZEROS, ZEROS, ZEROS, score_mod=lambda score, b, h, q, k: score)
-
-
 SDPA = {
     "plain": ((2, 4, 24, 16), (2, 4, 24, 16), {}),
     "causal, odd lengths": ((2, 4, 17, 16), (2, 4, 29, 16), {"is_causal": True}),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_kernels import masks
 from jax_kernels.models import KVCache, MultiHeadAttention, rotary_embedding
 
 WIDTH, BATCH, LENGTH = 32, 2, 11
@@ -67,6 +68,30 @@ def test_mask_combines_with_causal():
     attention, x = module(), inputs()
     mask = jax.random.bernoulli(jax.random.key(2), 0.5, (BATCH, 1, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
     np.testing.assert_allclose(forward(attention, x, mask), plain(attention, x, mask), atol=2e-6)
+
+
+def test_mask_objects():
+    """Of a call, of the module, and both; one with an array is a leaf of the module's state."""
+    window, ids = masks.sliding_window(3, 0), jnp.arange(LENGTH) // 6
+    some = jax.random.bernoulli(jax.random.key(2), 0.5, (BATCH, 4, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
+    dense = lambda mask: mask.to_dense(LENGTH, LENGTH)
+    x = inputs()
+    for attention, mask, want in (
+        (module(), window, dense(window)),
+        (module(mask=window | masks.prefix(2)), None, dense(window | masks.prefix(2))),
+        (module(mask=window), some, dense(window) & some),
+        (module(mask=masks.segments(ids), is_causal=False), window, dense(window & masks.segments(ids))),
+    ):
+        np.testing.assert_allclose(forward(attention, x, mask), plain(attention, x, want), atol=2e-6)
+
+
+def test_decoding_under_a_mask():
+    attention, x = module(mask=masks.sliding_window(2, 0) | masks.prefix(1)), inputs()
+    cache, outs = attention.init_cache(BATCH, 16), []
+    for start, end in ((0, 5), (5, 6), (6, LENGTH)):
+        out, cache = decode(attention, x[:, start:end], cache)
+        outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x), atol=1e-6)
 
 
 def test_computes_in_dtype_and_keeps_parameters_in_param_dtype():
@@ -157,6 +182,8 @@ def test_bad_arguments_are_named():
     ]:
         with pytest.raises(ValueError, match=message):
             module(**options)
+    with pytest.raises(TypeError, match=r"mask: got ndarray, want a masks\.Mask, or None; an array goes to a call"):
+        module(mask=np.ones((LENGTH, LENGTH), bool))
     with pytest.raises(ValueError, match="num_heads=5 must divide model_dim=32"):
         MultiHeadAttention(WIDTH, 5, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"num_heads=4\.0 must be an int"):

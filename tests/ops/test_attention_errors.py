@@ -97,6 +97,7 @@ BAD = [
     ("implementation_type", {"implementation": 3}, TypeError, "implementation: got int, want a name or None"),
     ("mask_dtype", {"mask": np.ones((T, S), np.int32)}, TypeError, "mask: got dtype int32, want bool (True = attend)"),
     ("mask_bf16", {"mask": np.ones((T, S), jnp.bfloat16)}, TypeError, "mask: got dtype bfloat16, want bool"),
+    ("score_mod", {"score_mod": "alibi"}, TypeError, "score_mod: got str, want an elementwise function"),
     ("mask_list", {"mask": [[True] * S] * T}, TypeError, "mask: got list, want a bool array"),
     (
         "mask_shape",
@@ -217,12 +218,6 @@ def test_bad_argument(arguments, error, message, compiled):
 def test_the_listener_hears_compiling(compiled):
     jax.jit(lambda x: x * 3 + 1)(np.float32(2)).block_until_ready()
     assert compiled
-
-
-def test_argument_that_is_not_served_yet(compiled):
-    with pytest.raises(NotImplementedError, match="score_mod: not served yet by any implementation"):
-        flash_attention(**GOOD, score_mod=lambda score, b, h, q, k: score)
-    assert not compiled
 
 
 EVEN = {name: jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16) for name in ("query", "key", "value")}

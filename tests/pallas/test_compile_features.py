@@ -1,4 +1,4 @@
-"""The Triton attention kernels with windows, segments, softcap, sinks and biases, compiled for GPUs that are not here.
+"""The Triton attention kernels with windows, segments, softcap, sinks, biases and a score_mod, compiled without a GPU.
 
 Each compiles in a process of its own. What is asked: that tiles fit the GPU's shared memory, and registers roughly.
 """
@@ -25,6 +25,8 @@ CASES = {
     "bias_of_keys": ("a100", {"bias": [2, 1, 1, 3999]}),
     # Of Hopper's own backward: the gradient of the bias is Triton's there too.
     "bias_mask": ("h200", {"bias": [1, 8, 4001, 3999], "mask": [1, 1, 4001, 3999], "implementation": "mosaic_gpu"}),
+    "score_mod": ("h200", {"score_mod": True, "is_causal": True, "kv_heads": 2}),
+    "score_mod_float32": ("a100", {"score_mod": True, "dtype": "float32"}),
     "everything": ("a100", EVERYTHING | {"bias": [1, 8, 4001, 3999], "bias_dtype": "float32"}),
 }
 # Bytes that a kernel may spill. Of a bias read number by number, it would be 25,000.
@@ -40,7 +42,8 @@ def _compile(gpu: str, options: dict) -> list[str]:
 
     batch, q_length, kv_length, heads, head_dim = 2, 4001, 3999, 8, 128
     kv_heads = options.pop("kv_heads", heads)
-    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    dtype = options.pop("dtype", "bfloat16")
+    array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     arrays = {"query": array(batch, q_length, heads, head_dim)}
     arrays |= {name: array(batch, kv_length, kv_heads, head_dim) for name in ("key", "value")}
     if "bias" in options:
@@ -50,6 +53,10 @@ def _compile(gpu: str, options: dict) -> list[str]:
     integers = {}
     if "mask" in options:
         integers["mask"] = array(*options.pop("mask"), dtype="bool")
+    if options.pop("score_mod", False):
+        arrays |= {"slopes": array(heads, dtype="float32"), "rows": array(batch, q_length)}
+        arrays |= {"columns": array(kv_length, dtype="float32")}
+        integers |= {"ids": array(batch, kv_length + q_length, dtype="int32")}
     implementation = options.pop("implementation", "triton")
     if options.pop("segment_ids", False):
         integers["segment_ids"] = array(batch, q_length, dtype="int32"), array(batch, kv_length, dtype="int32")
@@ -57,9 +64,18 @@ def _compile(gpu: str, options: dict) -> list[str]:
         integers["kv_lengths"] = array(batch, dtype="int32")
 
     def both(arrays, integers, cotangents):
-        attend = lambda arrays: flash_attention(
-            **arrays, **integers, **options, return_lse=True, implementation=implementation
-        )
+        def attend(arrays):
+            given = arrays | integers | options
+            if "slopes" in given:
+                slopes, rows, columns, ids = (given.pop(name) for name in ("slopes", "rows", "columns", "ids"))
+
+                def mod(score, b, h, q, k):
+                    score = score * columns[k] - slopes[h] * jnp.abs(q - k) + rows[b, q].astype(jnp.float32)
+                    return jnp.where(ids[b, q] == ids[b, k], score, -jnp.inf)
+
+                given["score_mod"] = mod
+            return flash_attention(**given, return_lse=True, implementation=implementation)
+
         return jax.vjp(attend, arrays)[1](cotangents)
 
     cotangents = arrays["query"], array(batch, heads, q_length, dtype="float32")

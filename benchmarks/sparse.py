@@ -1,0 +1,248 @@
+"""Sparse attention side by side, alternating, by device time: under a mask of blocks, a window, a random or mixed one.
+
+    PYTHONPATH=. python benchmarks/sparse.py --pattern block,window,random,structured --sparsity 0.5,0.9
+    PYTHONPATH=. python benchmarks/sparse.py --seq-len 16384 --num-heads 16 --head-dim 128 --output results/sparse.json
+
+Patterns, none causal: "block", random blocks, as many in each row of blocks; "window", keys near the query; "random",
+pairs drawn one by one, so that no block is dead; "structured", a window and global tokens. A sparsity is the share of
+pairs that are masked out.
+
+Contenders: "mask", ours under the Mask; "array", ours under the same mask as a bool array; "dense", ours without one,
+which the others are measured against; "jax-cudnn-bias", cuDNN with a bias of -1e30 where the mask is False;
+"torch-flex", compiled flex_attention with a block mask. All but "dense" are held against float32 before they are timed.
+"""
+
+import argparse
+import functools
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import report
+from attention import choose_timer, close, prepare_process, say
+from cases import DTYPES, TOLERANCE, Case, InputSet, input_sets
+from contenders import framework, unavailable
+from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, wait
+
+from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
+
+PATTERNS = ("block", "window", "random", "structured")
+MODES = ("fwd", "bwd")
+CONTENDERS = ("dense", "mask", "array", "jax-cudnn-bias", "torch-flex")
+# Of the blocks that the kernels skip, and that a row of results counts.
+BLOCK = 128
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pattern", default=",".join(PATTERNS), help=f"comma list of {', '.join(PATTERNS)}")
+    parser.add_argument("--sparsity", default="0.5,0.75,0.9", help="comma list, each from 0 to below 1")
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--num-heads", type=int, default=16)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=BLOCK, help="of the pattern block")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
+    parser.add_argument("--mode", default=",".join(MODES), help=f"comma list of {', '.join(MODES)}")
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"comma list of {', '.join(CONTENDERS)}")
+    parser.add_argument("--implementation", help="of ours: mosaic_gpu, triton, cudnn or xla; default the fastest")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.1, help="queued work of one turn")
+    parser.add_argument("--budget", type=float, default=540, help="seconds after which no more work begins")
+    parser.add_argument("--timer", choices=tuple(METHODS), default="cupti")
+    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
+    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
+    args = parser.parse_args(argv)
+    try:
+        for name, known in (("pattern", PATTERNS), ("mode", MODES), ("contenders", CONTENDERS)):
+            names = [word.strip() for word in getattr(args, name).split(",")]
+            if not set(names) <= set(known):
+                raise ValueError(f"{name}: got {names}, want some of {', '.join(known)}")
+            setattr(args, name, names)
+        args.sparsity = [float(word) for word in args.sparsity.split(",")]
+        if not all(0 <= x < 1 for x in args.sparsity):
+            raise ValueError(f"sparsity: got {args.sparsity}, want numbers from 0 to below 1")
+        if args.block_size < 1:
+            raise ValueError(f"block_size: got {args.block_size}, want a positive number")
+        shape = (args.batch_size, args.seq_len, args.num_heads, args.head_dim, args.num_heads)
+        args.cases = [Case(*shape, args.dtype, False, mode) for mode in args.mode]
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def mask_of(pattern: str, sparsity: float, seq: int, block: int) -> masks.Mask:
+    """A mask of seq queries and keys, of about this sparsity; every query has a key."""
+    random, keep = np.random.default_rng(0), 1 - sparsity
+    if pattern == "block":
+        cells = -(-seq // block)
+        rank = random.random((cells, cells)).argsort(axis=1).argsort(axis=1)
+        return masks.block_sparse(rank < max(1, round(keep * cells)), block)
+    if pattern == "random":
+        array = random.random((seq, seq), np.float32) < keep
+        np.fill_diagonal(array, True)
+        return masks.dense(array)
+    tokens = 0 if pattern == "window" else max(1, int(seq * keep / 8))
+    side = min(range(seq), key=lambda side: abs(_pairs(seq, side, tokens) - keep * seq * seq))
+    window = masks.sliding_window(side, side)
+    return window if pattern == "window" else window | masks.global_tokens(tokens)
+
+
+def _pairs(seq: int, side: int, tokens: int) -> int:
+    """How many pairs stand within `side` of the diagonal, or among the first `tokens` queries or keys."""
+    of_window = lambda n: n * n - (n - side) * (n - side - 1) if side < n else n * n
+    # Without the first tokens, what is left is a window over the others.
+    return of_window(seq - tokens) + tokens * (2 * seq - tokens)
+
+
+def kept_share(mask: masks.Mask, seq: int) -> float:
+    """Of all pairs, counted."""
+    count = jax.jit(lambda mask, rows: mask.rows(rows, seq).sum(axis=(2, 3), dtype=jnp.int32)[0, 0])
+    return sum(int(count(mask, jnp.arange(i, min(i + 1024, seq)))) for i in range(0, seq, 1024)) / seq**2
+
+
+def in_jax(function: Callable[..., jax.Array], given: Any, mode: str, sets: Sequence[InputSet]) -> Call:
+    """call(i) of function(given, query, key, value) on input set i: (out,), or (dq, dk, dv) of its backward alone."""
+    if mode == "fwd":
+        forward = jax.jit(lambda given, *qkv: (function(given, *qkv),))
+        return lambda i: forward(given, *sets[i % len(sets)].qkv)
+    pullback = jax.jit(lambda given, *qkv: jax.vjp(functools.partial(function, given), *qkv)[1])
+    saved = [jax.tree.flatten(pullback(given, *inputs.qkv)) for inputs in sets]
+    backward = jax.jit(lambda residuals, do: jax.tree.unflatten(saved[0][1], residuals)(do))
+    return lambda i: backward(saved[i % len(sets)][0], sets[i % len(sets)].dout)
+
+
+def in_torch(keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Call:
+    """flex_attention, compiled, under a block mask made from the bool array `keep`."""
+    import torch
+    import torch_contenders
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    array = torch.from_dlpack(keep.astype(jnp.uint8)).bool()
+    rule = lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]
+    block_mask = create_block_mask(rule, None, None, case.seq, case.seq, device="cuda", BLOCK_SIZE=BLOCK)
+    function, _, heads_first = torch_contenders.flex(case, block_mask=block_mask)
+    return torch_contenders.in_mode(function, case.mode, torch_contenders.tensors(sets, heads_first), heads_first)
+
+
+def build(name: str, case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequence[InputSet], args: Any) -> Contender:
+    """keep: the mask as a bool array [seq, seq]."""
+    contender = Contender(name, framework(name))
+    ours = {"implementation": args.implementation}
+    try:
+        if name in ("dense", "mask", "array"):
+            attend = dynamic_mask_attention if name == "array" else flash_attention
+            given = {"dense": None, "mask": mask, "array": keep}[name]
+            contender.plan = str(explain(attend, *sets[0].qkv, mask=given, **ours))
+            contender.call = in_jax(lambda m, *qkv: attend(*qkv, mask=m, **ours), given, case.mode, sets)
+        else:
+            reason = unavailable("torch-flex" if name == "torch-flex" else "jax-cudnn")
+            if reason is not None:
+                raise NotImplementedError(reason)
+            if name == "torch-flex":
+                contender.plan = "torch.compile(flex_attention), block mask from the array"
+                contender.call = in_torch(keep, case, sets)
+            else:
+                contender.plan = "jax.nn.dot_product_attention, cudnn, bias [1, H, T, S]"
+                bias = jnp.where(keep, 0, -1e30).astype(sets[0].query.dtype)
+                bias = jnp.broadcast_to(bias, (1, case.heads, case.seq, case.seq))
+                attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+                contender.call = in_jax(lambda bias, *qkv: attend(*qkv, bias=bias), bias, case.mode, sets)
+        wait(contender.call(0), contender.framework)
+    except NotImplementedError as error:
+        contender.give_up("unavailable", first_line(error).removeprefix("NotImplementedError: "))
+    except Exception as error:
+        contender.give_up("failed", first_line(error))
+    return contender
+
+
+def right(case: Case, keep: jax.Array, inputs: InputSet) -> list[np.ndarray]:
+    """Float32 results of the first head of the first batch entry: (out,) or (dq, dk, dv)."""
+    *qkv, dout = (x[:1, :, :1].astype(jnp.float32) for x in (*inputs.qkv, inputs.dout))
+    attend = lambda *qkv: flash_attention(*qkv, mask=keep, implementation="xla")
+    out, vjp = jax.vjp(jax.jit(attend), *qkv)
+    return [np.asarray(x) for x in ([out] if case.mode == "fwd" else vjp(dout))]
+
+
+def check(contender: Contender, want: Sequence[np.ndarray]) -> None:
+    """Sets the contender's error, of what its first call gives; one that is wrong is not timed."""
+    assert contender.call is not None
+    host = lambda x: np.asarray(x.astype(jnp.float32)) if isinstance(x, jax.Array) else x.detach().float().cpu().numpy()
+    norm = np.linalg.norm
+    pairs = [(host(got[:1, :, :1]), w) for got, w in zip(contender.call(0), want, strict=True)]
+    contender.error = float(max(norm(got - w) / norm(w) for got, w in pairs))
+    if not contender.error <= TOLERANCE:
+        contender.give_up("wrong", f"relative error {contender.error:.2g}, want at most {TOLERANCE}")
+
+
+def row_of(contender: Contender, case: Case, facts: dict[str, Any], dense: Sequence[float]) -> dict[str, Any]:
+    row = facts | {"contender": contender.name, "case": case.label, "mode": case.mode, "status": contender.status}
+    row |= {"reason": contender.reason, "plan": contender.plan, "error": contender.error}
+    if contender.times:
+        median = spread(contender.times)["median"]
+        share = 1.0 if contender.name == "dense" else 1 - facts["sparsity"]
+        row |= {
+            "times_ms": contender.times,
+            "median_ms": median,
+            "tflops": case.flops * share / median / 1e9,  # of the pairs that are kept
+            "faster_than_dense_by": speed_ratio(contender.times, dense) if dense else None,
+            "kernels_ms": contender.reading.kernels if contender.reading else {},
+        }
+        if dense:
+            say(f"  {contender.name}: {row['faster_than_dense_by']:.2f} times as fast as dense")
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    prepare_process()
+    deadline = time.monotonic() + args.budget
+    usable = "torch-flex" in args.contenders and unavailable("torch-flex") is None
+    frameworks = ["jax", "torch"] if usable else ["jax"]
+    timer_name, timer = choose_timer(args.timer, frameworks)
+    results: dict[str, Any] = {
+        "schema": report.SCHEMA,
+        "environment": report.environment(args.commit, usable),
+        "timer": timer_name,
+        "method": {which: METHODS[timer_name][which] for which in frameworks},
+        "rows": [],
+    }
+    sets = input_sets(args.cases[0])
+    for pattern in args.pattern:
+        for sparsity in args.sparsity:
+            mask = mask_of(pattern, sparsity, args.seq_len, args.block_size)
+            facts = {
+                "pattern": pattern,
+                "sparsity_asked": sparsity,
+                "sparsity": 1 - kept_share(mask, args.seq_len),
+                "live_blocks": float(mask.density(args.seq_len, args.seq_len, BLOCK)),
+            }
+            keep = jax.jit(lambda mask: mask.to_dense(args.seq_len, args.seq_len)[0, 0])(mask)
+            for case in args.cases:
+                say(f"{case.label} {pattern}, sparsity {facts['sparsity']:.3f}, live blocks {facts['live_blocks']:.3f}")
+                if time.monotonic() > deadline:
+                    say("  skipped: the time budget is spent")
+                    continue
+                found = [build(name, case, mask, keep, sets, args) for name in args.contenders]
+                want = right(case, keep, sets[0])
+                for contender in found:
+                    if contender.status == "ok" and contender.name != "dense":
+                        check(contender, want)
+                    told = contender.reason or contender.plan.splitlines()[0]
+                    say(f"  {contender.name}: {contender.status} {told}")
+                alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
+                dense = next((c.times for c in found if c.name == "dense"), [])
+                results["rows"] += [row_of(contender, case, facts, dense) for contender in found]
+                if args.output is not None:
+                    report.write_json(args.output, results)
+    close(timer)
+    return 0 if all(row["status"] in ("ok", "unavailable") for row in results["rows"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Attention on PyTorch tensors under masks of blocks, dynamic masks, Mask objects and functions of the scores."""
+
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.attention_checks import check_inputs, check_tensor, segment_pair
+from jax_kernels.bridge.function import from_jax
+from jax_kernels.masks import Mask
+from jax_kernels.ops import attention
+from jax_kernels.ops import block_sparse_attention as block_sparse
+from jax_kernels.ops import dynamic_mask_attention as dynamic_mask
+
+__all__ = ["attend", "block_sparse_attention", "dynamic_mask_attention"]
+
+_flash = from_jax(attention.flash_attention)
+_block_sparse = from_jax(block_sparse.block_sparse_attention)
+_dynamic_mask = from_jax(dynamic_mask.dynamic_mask_attention)
+
+
+def attend(query: Any, key: Any, value: Any, *, mask: Any, bias: Any, **arguments: Any) -> Any:
+    """bridge.flash_attention with a Mask or a score_mod, which are constants of a function of tensors."""
+    tensors, arguments = _prepared(query, key, value, mask, bias, arguments)
+    query, key, value, mask, bias = tensors
+    return _run(mask, _flash, (query, key, value), arguments | {"mask": mask, "bias": bias})
+
+
+def block_sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block_mask: torch.Tensor | Mask,
+    *,
+    block_size: int | tuple[int, int] | None = None,
+    **arguments: Any,
+) -> Any:
+    """jax_kernels.block_sparse_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
+
+    It runs, and may be compiled, differentiated and captured, as bridge.from_jax says. Under autocast query, key, value
+    and a 16-bit bias are cast to the autocast dtype.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
+      key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
+      block_mask: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns]. Or a masks.Mask, a
+        constant of the call: each other Mask is compiled by JAX anew, and kept. With one, torch.compile has a graph
+        break here.
+      block_size: an int, or (queries, keys); None is 128.
+      arguments: all others of bridge.flash_attention but mask.
+
+    Returns and raises: as bridge.flash_attention, but from_jax's errors where it differs.
+    """
+    if not isinstance(block_mask, Mask):
+        check_tensor("block_mask", block_mask, query)
+        if block_mask.dtype != torch.bool:
+            raise TypeError(f"block_mask: got dtype {block_mask.dtype}, want torch.bool (True = attend)")
+    if "mask" in arguments:
+        raise TypeError(
+            "mask: block_sparse_attention has block_mask in its place; compose masks, and pass a Mask there"
+        )
+    tensors, arguments = _prepared(query, key, value, None, arguments.pop("bias", None), arguments)
+    query, key, value, _, bias = tensors
+    named = arguments | {"block_size": block_size, "bias": bias}
+    return _run(block_mask, _block_sparse, (query, key, value, block_mask), named)
+
+
+def dynamic_mask_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | Mask,
+    bias: torch.Tensor | None = None,
+    **arguments: Any,
+) -> Any:
+    """jax_kernels.dynamic_mask_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
+
+    It runs, and may be compiled, differentiated and captured, as bridge.from_jax says. Under autocast query, key, value
+    and a 16-bit bias are cast to the autocast dtype.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
+      key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
+      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend. Or a masks.Mask, a
+        constant of the call: each other Mask is compiled by JAX anew, and kept. With one, torch.compile has a graph
+        break here.
+      bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32.
+      arguments: all others of bridge.flash_attention.
+
+    Returns and raises: as bridge.flash_attention, but from_jax's errors where it differs.
+    """
+    tensors, arguments = _prepared(query, key, value, mask, bias, arguments)
+    return _run(mask, _dynamic_mask, tensors, arguments)
+
+
+def _call(function: Any, tensors: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+    return function(*tensors, **arguments)
+
+
+_uncompiled = torch.compiler.disable(_call, reason="jax_kernels: a Mask is no constant that torch.compile takes")
+
+
+def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """((query, key, value, mask, bias), arguments), checked and cast as bridge.flash_attention does."""
+    optional = {name: arguments.get(name) for name in ("sinks", "kv_lengths", "segment_ids")}
+    tensor_mask = None if isinstance(mask, Mask) else mask
+    ids = segment_pair(optional["segment_ids"])
+    offset = arguments.get("q_offset", 0)
+    check_inputs(query, key, value, bias, optional["sinks"], tensor_mask, ids, optional["kv_lengths"], offset)
+    if arguments.get("deterministic") is None and torch.are_deterministic_algorithms_enabled():
+        arguments = arguments | {"deterministic": True}
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if bias is not None and bias.dtype != torch.float32:
+            bias = bias.to(dtype)
+    return (query, key, value, mask, bias), arguments
+
+
+def _run(mask: Any, function: Any, tensors: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
+    return (_uncompiled if isinstance(mask, Mask) else _call)(function, tensors, arguments)

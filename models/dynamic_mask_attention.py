@@ -1,0 +1,89 @@
+"""Multi-head attention that learns which keys to attend to, as an nnx module."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_kernels import masks
+from jax_kernels.models.attention import MultiHeadAttention, as_mask
+from jax_kernels.ops.dynamic_mask_attention import dynamic_mask_attention
+
+__all__ = ["DynamicMaskAttention"]
+
+
+class DynamicMaskAttention(MultiHeadAttention):
+    """MultiHeadAttention whose queries attend to the keys of the largest bias, which is made of the values.
+
+    Equivalent to the following JAX code, within MultiHeadAttention, for each head of keys::
+
+        steps = value.reshape(B, S, num_kv_heads * head_dim) @ dt_proj.kernel  # [B, S, num_kv_heads]
+        bias = exp(A * softplus(steps)).transpose(0, 2, 1)[:, :, None]  # [B, num_kv_heads, 1, S]
+        keep = masks.top_k(bias, keys_to_keep, among=masks.causal(), q_length=T)
+        out = dynamic_mask_attention(query, key, value, keep, bias)
+
+    The mask passes no gradient; A and dt_proj learn through the bias.
+
+    Parameters: those of MultiHeadAttention, dt_proj.kernel [num_kv_heads * head_dim, num_kv_heads], A [num_kv_heads].
+
+    Args:
+      keys_to_keep: how many keys each query attends to, at most, of those that is_causal and masks leave; of keys of
+        one bias the first.
+      The others are those of MultiHeadAttention. A mask has num_kv_heads heads, or one.
+      rngs: also draws A, normal with a standard deviation of 0.02: of 0, all keys would have one bias.
+
+    Raises:
+      ValueError, TypeError: an argument is out of range, naming it.
+
+    Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
+    """
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        *,
+        keys_to_keep: int = 2048,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        super().__init__(model_dim, num_heads, param_dtype=param_dtype, rngs=rngs, **options)
+        if isinstance(keys_to_keep, bool) or not isinstance(keys_to_keep, int):
+            raise TypeError(f"keys_to_keep={keys_to_keep!r} must be an int")
+        if keys_to_keep < 1:
+            raise ValueError(f"keys_to_keep={keys_to_keep} must be positive")
+        self.keys_to_keep = keys_to_keep
+        self.A = nnx.Param(0.02 * jax.random.normal(rngs.params(), (self.num_kv_heads,), param_dtype))
+        self.dt_proj = nnx.Linear(
+            self.num_kv_heads * self.head_dim,
+            self.num_kv_heads,
+            use_bias=False,
+            dtype=self.dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+
+    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, **arguments: Any) -> jax.Array:
+        batch, kv_length = value.shape[:2]
+        steps = self.dt_proj(value.reshape(batch, kv_length, -1)).astype(jnp.float32)
+        bias = jnp.exp(self.A[...].astype(jnp.float32) * jax.nn.softplus(steps)).swapaxes(1, 2)[:, :, None]
+        among = self._among(mask, arguments.get("kv_lengths"))
+        if kv_length > self.keys_to_keep:
+            offset = arguments.get("q_offset", 0)
+            among = masks.top_k(bias, self.keys_to_keep, among=among, q_length=query.shape[1], q_offset=offset)
+        arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
+        return dynamic_mask_attention(query, key, value, among, bias, **arguments)
+
+    def _among(self, mask: Any, kv_lengths: jax.Array | None) -> masks.Mask:
+        """The keys that compete."""
+        among = masks.causal() if self.is_causal else masks.sliding_window(None, None)
+        if kv_lengths is not None:
+            among = among & masks.prefix(kv_lengths)
+        if mask is None:
+            return among
+        mask = as_mask(mask)
+        if mask.heads not in (1, self.num_kv_heads):
+            raise ValueError(f"mask: got {mask.heads} heads, want 1 or num_kv_heads={self.num_kv_heads}")
+        return among & mask

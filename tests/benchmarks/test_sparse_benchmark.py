@@ -1,0 +1,82 @@
+"""The benchmark of sparse attention, as it runs without a GPU."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sparse
+
+
+@pytest.mark.parametrize("pattern", sparse.PATTERNS)
+@pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
+def test_masks_have_their_sparsity(pattern, sparsity):
+    mask = sparse.mask_of(pattern, sparsity, 200, 10)
+    dense = np.asarray(mask.to_dense(200, 200))[0, 0]
+    assert dense.any(axis=1).all()
+    assert dense.mean() == pytest.approx(1 - sparsity, abs=0.02)
+    assert sparse.kept_share(mask, 200) == dense.mean()
+
+
+def test_pairs_are_counted():
+    i, j = np.ogrid[:23, :23]
+    for side, tokens in ((0, 0), (3, 0), (22, 0), (0, 5), (4, 2), (21, 3), (22, 22)):
+        want = (np.abs(i - j) <= side) | (i < tokens) | (j < tokens)
+        assert sparse._pairs(23, side, tokens) == want.sum()
+
+
+def test_runs_and_writes(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(sparse, "prepare_process", lambda: None)
+    out = tmp_path / "sparse.json"
+    words = "--seq-len 64 --batch-size 2 --num-heads 2 --head-dim 16 --block-size 16 --timer host --rounds 2"
+    words += f" --pattern block --sparsity 0.5 --seconds 0.001 --implementation xla --output {out}"
+    assert sparse.main(words.split()) == 0
+    results = json.loads(out.read_text())
+    assert {"schema", "environment", "timer", "method", "rows"} == set(results)
+    rows = results["rows"]
+    assert [(r["pattern"], r["mode"], r["contender"]) for r in rows] == [
+        (pattern, mode, name) for pattern in ("block",) for mode in ("fwd", "bwd") for name in sparse.CONTENDERS
+    ]
+    for row in rows:
+        if row["contender"] in ("jax-cudnn-bias", "torch-flex"):
+            assert (row["status"], row["reason"][:22]) == ("unavailable", "it needs an NVIDIA GPU")
+            continue
+        assert (row["status"], len(row["times_ms"])) == ("ok", 2)
+        assert row["contender"] == "dense" or 1e-4 < row["error"] < 1e-2
+        share = 1 if row["contender"] == "dense" else 1 - row["sparsity"]
+        work = 4 * 2 * 2 * 64 * 64 * 16 * share * (2.5 if row["mode"] == "bwd" else 1)
+        assert row["tflops"] * row["median_ms"] == pytest.approx(work / 1e9)
+        assert row["contender"] != "dense" or row["faster_than_dense_by"] == 1
+    assert rows[0]["sparsity"] == 0.5
+    assert rows[0]["live_blocks"] == 1
+
+
+@pytest.mark.parametrize("mode", sparse.MODES)
+def test_what_is_wrong_is_not_timed(mode, make_case):
+    """The results of another mask, that lacks one key."""
+    case = make_case(mode, causal=False, shape=(1, 64, 2, 16, 2))
+    args = sparse.arguments(["--implementation", "xla"])
+    sets = sparse.input_sets(case)[:1]
+    keep = jnp.asarray(np.tri(64, dtype=bool))
+    contender = sparse.build("array", case, sparse.masks.dense(keep), keep, sets, args)
+    sparse.check(contender, sparse.right(case, keep, sets[0]))
+    assert contender.status == "ok"
+    sparse.check(contender, sparse.right(case, keep.at[32:, 0].set(False), sets[0]))
+    assert (contender.status, contender.call) == ("wrong", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--pattern causal", "pattern: got ['causal'], want some of block, window, random, structured"),
+        ("--sparsity 1", "sparsity: got [1.0], want numbers from 0 to below 1"),
+        ("--mode forward", "mode: got ['forward'], want some of fwd, bwd"),
+        ("--contenders ours", "contenders: got ['ours'], want some of dense"),
+        ("--block-size 0", "block_size: got 0, want a positive number"),
+        ("--seq-len 0", "seq: got 0, want a positive number"),
+    ],
+)
+def test_wrong_arguments_are_named(words, message, capsys):
+    with pytest.raises(SystemExit):
+        sparse.arguments(words.split())
+    assert message in capsys.readouterr().err

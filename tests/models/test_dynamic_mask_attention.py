@@ -1,0 +1,109 @@
+"""DynamicMaskAttention: against a plain evaluation in float64, its cache, and what learns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_kernels import masks
+from jax_kernels.models import DynamicMaskAttention
+
+WIDTH, BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 32, 2, 17, 4, 2, 8
+
+forward = nnx.jit(lambda attention, x, mask=None: attention(x, mask=mask))
+decode = nnx.jit(lambda attention, x, cache: attention(x, cache=cache))
+
+
+def module(**options):
+    options = {"num_kv_heads": KV_HEADS, "keys_to_keep": 5, "use_rotary": False} | options
+    attention = DynamicMaskAttention(WIDTH, HEADS, rngs=nnx.Rngs(0), **options)
+    attention.A[...] = jnp.array([0.5, -0.7])  # as if trained: biases that differ by more than a rounding
+    return attention
+
+
+def inputs(seed=1):
+    return jax.random.normal(jax.random.key(seed), (BATCH, LENGTH, WIDTH))
+
+
+def plain(attention, x, mask=True):
+    """The module in float64 NumPy."""
+    x = np.asarray(x, np.float64)
+    weight = lambda linear: np.asarray(linear.kernel[...], np.float64)
+    heads = lambda linear: (x @ weight(linear)).reshape(BATCH, LENGTH, -1, HEAD_DIM)
+    q, k, v = heads(attention.q_proj), heads(attention.k_proj), heads(attention.v_proj)
+    steps = v.reshape(BATCH, LENGTH, -1) @ weight(attention.dt_proj)
+    bias = np.exp(np.asarray(attention.A[...], np.float64) * np.log1p(np.exp(steps))).transpose(0, 2, 1)
+    keep = np.tri(LENGTH, dtype=bool) if attention.is_causal else np.ones((LENGTH, LENGTH), bool)
+    keep = np.broadcast_to(keep & np.asarray(mask), (BATCH, KV_HEADS, LENGTH, LENGTH))
+    rows = np.where(keep, bias[:, :, None], -np.inf)
+    least = np.sort(rows, axis=-1)[..., -attention.keys_to_keep, None] if attention.keys_to_keep < LENGTH else -np.inf
+    scores = np.where(keep & (rows >= least), bias[:, :, None], -np.inf).repeat(HEADS // KV_HEADS, axis=1)
+    k, v = (y.repeat(HEADS // KV_HEADS, axis=2) for y in (k, v))
+    scores = scores + np.einsum("bthd,bshd->bhts", q, k) / np.sqrt(HEAD_DIM)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    out = np.einsum("bhts,bshd->bthd", weights / weights.sum(-1, keepdims=True), v)
+    return out.reshape(BATCH, LENGTH, -1) @ weight(attention.out_proj)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": False, "keys_to_keep": 1}, {"keys_to_keep": LENGTH}], ids=str)
+def test_equals_a_plain_evaluation(options):
+    attention, x = module(**options), inputs()
+    np.testing.assert_allclose(forward(attention, x), plain(attention, x), atol=2e-6)
+
+
+def test_keys_compete_within_the_masks():
+    """Of the module and of the call: a key that these rule out takes nobody's place."""
+    some = jax.random.bernoulli(jax.random.key(2), 0.6, (BATCH, KV_HEADS, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
+    window, x = masks.sliding_window(9, 3), inputs()
+    for attention, mask, want in (
+        (module(mask=window, is_causal=False), None, window.to_dense(LENGTH, LENGTH)),
+        (module(mask=window), some, some & window.to_dense(LENGTH, LENGTH)),
+    ):
+        np.testing.assert_allclose(forward(attention, x, mask), plain(attention, x, want), atol=2e-6)
+
+
+def test_decoding_equals_the_full_forward():
+    attention, x = module(use_rotary=True), inputs()
+    cache, outs = attention.init_cache(BATCH, 20), []
+    for start, end in ((0, 8), (8, 9), (9, LENGTH)):
+        out, cache = decode(attention, x[:, start:end], cache)
+        outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x), atol=1e-6)
+
+
+def test_the_bias_learns():
+    """A and dt_proj have the gradient of the bias, at fixed keys: that of small steps."""
+    attention, x = module(), inputs()
+    loss = lambda attention: jnp.sin(attention(x)).sum()
+    gradients = nnx.jit(nnx.grad(loss))(attention)
+    step = 1e-4
+    for name in ("A", "dt_proj"):
+        parameter = attention.A if name == "A" else attention.dt_proj.kernel
+        gradient = (gradients.A if name == "A" else gradients.dt_proj.kernel)[...]
+        old = parameter[...]
+        direction = gradient / jnp.linalg.norm(gradient)
+        values = []
+        for sign in (1, -1):
+            parameter[...] = old + sign * step * direction
+            values.append(np.sin(plain(attention, x)).sum())
+        parameter[...] = old
+        np.testing.assert_allclose((values[0] - values[1]) / (2 * step), jnp.linalg.norm(gradient), rtol=1e-3)
+
+
+def test_parameters_and_dtypes():
+    attention = DynamicMaskAttention(WIDTH, HEADS, num_kv_heads=KV_HEADS, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert attention.keys_to_keep == 2048
+    assert attention.A[...].shape == (KV_HEADS,)
+    assert 0 < float(jnp.abs(attention.A[...]).max()) < 0.1
+    assert attention.dt_proj.kernel[...].shape == (KV_HEADS * HEAD_DIM, KV_HEADS)
+    assert forward(attention, inputs()).dtype == jnp.bfloat16
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="keys_to_keep=0 must be positive"):
+        module(keys_to_keep=0)
+    with pytest.raises(TypeError, match=r"keys_to_keep=2\.0 must be an int"):
+        module(keys_to_keep=2.0)
+    with pytest.raises(ValueError, match="mask: got 4 heads, want 1 or num_kv_heads=2"):
+        module()(inputs(), mask=jnp.ones((1, HEADS, LENGTH, LENGTH), bool))
