@@ -17,22 +17,23 @@ _CHUNK = 1 << 24
 class BlockLists(NamedTuple):
     """The live blocks of the other side, for every block of one side.
 
-    indices: int32 [B or 1, H or 1, blocks, width]: in ascending order first the partial blocks, in which a kernel
-    evaluates the predicate, then the full ones, in which every pair is kept; 0 past the last.
-    partial_count, full_count: int32 [B or 1, H or 1, blocks], how many there are of each.
+    indices: int32 [B or 1, H or 1, blocks, width]: in ascending order first the full blocks, in which every pair is
+    kept, then the partial ones, in which a kernel evaluates the predicate; 0 past the last. The maximum of a row's first
+    block can then serve a softmax for all.
+    full_count, partial_count: int32 [B or 1, H or 1, blocks], how many there are of each.
     """
 
     indices: Any
-    partial_count: Any
     full_count: Any
+    partial_count: Any
 
 
 class PackedBlocks(NamedTuple):
     """The partial blocks of a mask, bit by bit.
 
     words: uint32 [entries, ceil(block_kv / 32), block_q] for lists by query, [entries, ceil(block_q / 32), block_kv] by
-    key: bit j % 32 of word j // 32 is member j of the other side. It is 0 beyond the last key and query, and in the last
-    entry, which is no block's. Entries are in the order of (batch, head, query block, key block).
+    key: bit j % 32 of word j // 32 is member j of the other side. It is 0 beyond the last key and query, and in the
+    last entry, which is no block's. Entries are in the order of (batch, head, query block, key block).
     entries: int32, shaped as BlockLists.indices: the entry of a partial block, -1 for every other.
     """
 
@@ -82,10 +83,10 @@ def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
 def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
     """Lists along the last axis, of at most `most` entries."""
     count = alive.shape[-1]
-    kind = jnp.where(full, 1, jnp.where(alive, 0, 2)).astype(jnp.int32)
+    kind = jnp.where(full, 0, jnp.where(alive, 1, 2)).astype(jnp.int32)
     order = lax.sort(kind * count + jnp.arange(count, dtype=jnp.int32), dimension=alive.ndim - 1)[..., :most]
     total, full_count = (x.sum(axis=-1, dtype=jnp.int32) for x in (alive, full))
-    return BlockLists(jnp.where(order < 2 * count, lax.rem(order, jnp.int32(count)), 0), total - full_count, full_count)
+    return BlockLists(jnp.where(order < 2 * count, lax.rem(order, jnp.int32(count)), 0), full_count, total - full_count)
 
 
 def _sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
@@ -135,7 +136,8 @@ def packed_lists(
     lists = compress(_sided(alive, by, joined), _sided(full, by, joined), joined * width(terms, grid, by))
     entries = jnp.take_along_axis(_sided(numbers, by, joined), lists.indices, axis=-1)
     slots = jnp.arange(lists.indices.shape[-1], dtype=jnp.int32)
-    entries = jnp.where(slots < lists.partial_count[..., None], entries, -1)
+    past_full = slots - lists.full_count[..., None]
+    entries = jnp.where((past_full >= 0) & (past_full < lists.partial_count[..., None]), entries, -1)
 
     # Where each entry stands, none past the last.
     places = jnp.full((most + 1,), partial.size, jnp.int32)

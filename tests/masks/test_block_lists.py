@@ -70,7 +70,8 @@ def check_bitmaps(packed, listed, dense, by, blocks):
     assert bits.shape[1:] == (own, -(-other // 32) * 32)
     assert not bits[..., other:].any()
     assert not bits[-1].any()
-    is_partial = np.arange(entries.shape[-1]) < np.asarray(listed.partial_count)[..., None]
+    past_full = np.arange(entries.shape[-1]) - np.asarray(listed.full_count)[..., None]
+    is_partial = (past_full >= 0) & (past_full < np.asarray(listed.partial_count)[..., None])
     np.testing.assert_array_equal(entries >= 0, is_partial)
     used = np.sort(entries[is_partial])
     np.testing.assert_array_equal(used, np.arange(used.size))
