@@ -18,8 +18,8 @@ class BlockLists(NamedTuple):
     """The live blocks of the other side, for every block of one side.
 
     indices: int32 [B or 1, H or 1, blocks, width]: in ascending order first the full blocks, in which every pair is
-    kept, then the partial ones, in which a kernel evaluates the predicate; 0 past the last. The maximum of a row's first
-    block can then serve a softmax for all.
+    kept, then the partial ones, in which a kernel evaluates the predicate; 0 past the last. A softmax that starts with
+    a full block has a maximum in each row.
     full_count, partial_count: int32 [B or 1, H or 1, blocks], how many there are of each.
     """
 
