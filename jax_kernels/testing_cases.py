@@ -1,10 +1,13 @@
 """The cases of attention that tests, benchmarks and `jax-kernels check` share; jax_kernels.testing runs them."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from jax_kernels import masks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +21,7 @@ class AttentionCase:
     has, of "bhts", the others being 1; bias_dtype: "" for dtype. bias_masks: some of it, and whole rows, are -inf.
     bias_low: added to it where a key comes after its query, as those do who mask by -1e30.
     mask: None, or the axes that a bool mask has; where it has queries, some of them have no key.
+    pattern: None, or the name of a Mask in PATTERNS, in place of mask.
     """
 
     name: str
@@ -43,6 +47,7 @@ class AttentionCase:
     bias_masks: bool = False
     bias_low: float = 0.0
     mask: str | None = None
+    pattern: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -84,7 +89,9 @@ class AttentionCase:
             bias[:, :, : self.q_length // 4] = -np.inf
         return jnp.asarray(bias, self.bias_dtype or self.dtype)
 
-    def _mask(self) -> np.ndarray | None:
+    def _mask(self) -> Any:
+        if self.pattern is not None:
+            return PATTERNS[self.pattern](self)
         if self.mask is None:
             return None
         mask = self._random(4).random(self._shape(self.mask)) < 0.4
@@ -106,6 +113,28 @@ class AttentionCase:
         borders = np.array([0.33, 0.66, 0.9]) - random.random((self.batch, 1)) / 10
         q_ids, kv_ids = ((np.arange(n)[:, None] >= borders[:, None] * n).sum(-1, dtype=np.int32) for n in lengths)
         return np.where(q_ids == 3, -1, q_ids), np.where(kv_ids == 3, -1, kv_ids)
+
+
+def _cells(case: AttentionCase, size: int) -> masks.Mask:
+    """Random cells of each batch entry and head; of one head, the first row and the last column have none."""
+    shape = (case.batch, case.heads, -(-case.q_length // size), -(-case.kv_length // size))
+    cells = case._random(5).random(shape) < 0.4
+    cells[0, : case.heads // case.kv_heads, 0] = False
+    cells[0, : case.heads // case.kv_heads, :, -1] = False
+    return masks.block_sparse(jnp.asarray(cells), size)
+
+
+def _stripes(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q // 3 + k * (h + 1)) % 5 < 2
+
+
+PATTERNS: dict[str, Callable[[AttentionCase], masks.Mask]] = {
+    "cells": lambda case: _cells(case, 128),
+    "cells_causal": lambda case: _cells(case, 48) & masks.causal(),
+    "global": lambda case: masks.sliding_window(40, 10) | masks.global_tokens(5),
+    "long_global": lambda case: masks.sliding_window(300, 100) | masks.global_tokens(70),
+    "stripes": lambda case: masks.from_function(_stripes, heads=case.heads),
+}
 
 
 def _heads(name: str, head_dim: int, v_head_dim: int | None = None, **fields: Any) -> AttentionCase:
@@ -179,6 +208,10 @@ ATTENTION_CASES = (
     AttentionCase("mask", mask="bts", q_length=150, kv_length=131, heads=4),
     AttentionCase("mask_keys", mask="bs", q_length=70, kv_length=131, is_causal=True, q_offset=61),
     AttentionCase("mask_bias", mask="ts", bias="bhs", q_length=131, kv_length=70, heads=4),
+    AttentionCase("pattern_cells", pattern="cells", batch=1, q_length=300, kv_length=256, heads=4),
+    AttentionCase("pattern_cells_causal", pattern="cells_causal", q_length=150, kv_length=200, heads=4, q_offset=20),
+    AttentionCase("pattern_global", pattern="global", q_length=140, kv_length=131, kv_lengths=(131, 60), sinks=True),
+    AttentionCase("pattern_stripes", pattern="stripes", q_length=77, kv_length=140, window=(60, 30), softcap=3.0),
     AttentionCase(
         "everything",
         q_length=45,
@@ -256,5 +289,13 @@ GPU_ATTENTION_CASES = (
     _long("long_mask_256", 256, mask="bhts", q_length=1025, kv_length=1999),
     _long("long_mask_keys", 128, batch=2, mask="bs", is_causal=True),
     _long("long_mask_bias", 64, batch=2, mask="bts", bias="bs"),
+    _long("long_cells", 128, pattern="cells", batch=2),
+    _long("long_cells_64", 64, pattern="cells", q_length=1999, kv_length=2047),
+    _long("long_cells_256", 256, pattern="cells", heads=8, kv_heads=2),
+    _long("long_cells_causal", 128, pattern="cells_causal", heads=8, kv_heads=2, q_length=2047),
+    _long("long_global", 128, pattern="long_global", batch=2, kv_lengths=(2048, 1000)),
+    _long("long_global_64", 64, pattern="long_global", is_causal=True, heads=8, kv_heads=2),
+    _long("long_global_256", 256, pattern="long_global", q_length=1025, kv_length=1999),
+    _long("long_stripes", 128, pattern="stripes", q_length=1025, kv_length=999, segments="packed"),
     _long("long_bias_fp32", 64, bias="ts", dtype="float32", precision="fp32", softcap=5.0),
 )

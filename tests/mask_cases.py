@@ -188,19 +188,19 @@ def block_status(dense, block_q, block_kv):
 
 def unlist(lists, count):
     """(live, full) as BlockLists have them, [B or 1, H or 1, blocks, count]; each index once, ascending in its part."""
-    indices, partial_count, full_count = (np.asarray(x) for x in lists)
+    indices, full_count, partial_count = (np.asarray(x) for x in lists)
     assert indices.dtype == partial_count.dtype == full_count.dtype == np.int32
     total = partial_count + full_count
     assert total.max() <= indices.shape[-1], "more live blocks than the lists are wide"
     slots = np.arange(indices.shape[-1])
     assert ((indices >= 0) & (indices < count)).all()
     assert not indices[slots >= total[..., None]].any()
-    ends_part = slots[1:] == partial_count[..., None]
+    ends_part = slots[1:] == full_count[..., None]
     ascends = (np.diff(indices, axis=-1) > 0) | ends_part | (slots[1:] >= total[..., None])
     assert ascends.all()
     live, full = (np.zeros((*indices.shape[:3], count), bool) for _ in range(2))
     for place in np.ndindex(indices.shape[:3]):
         live[place][indices[place][: total[place]]] = True
-        full[place][indices[place][partial_count[place] : total[place]]] = True
+        full[place][indices[place][: full_count[place]]] = True
     assert (live.sum(-1) == total).all(), "an index stands in a list twice"
     return live, full

@@ -220,11 +220,23 @@ class BlockSparse(_Array):
 
     def terms(self, negated):
         if negated:
-            return ((Literal(cells=lambda grid: operator.lt(*grid.once(self._counts))),),)
-        return ((Literal(cells=lambda grid: grid.once(self._counts)[0] > 0, cell_width=self._width),),)
+            return ((Literal(cells=lambda grid: operator.lt(*grid.once(self._counts)), varies=self._varies),),)
+        alive = lambda grid: grid.once(self._counts)[0] > 0
+        return ((Literal(cells=alive, cell_width=self._width, varies=self._varies),),)
+
+    def _in_cells(self, grid: Grid) -> bool:
+        """Whether each block lies in one cell."""
+        return self.block_q % grid.block_q == 0 and self.block_kv % grid.block_kv == 0
+
+    def _varies(self, grid: Grid) -> int:
+        return 0 if self._in_cells(grid) else grid.rows * grid.columns
 
     def _counts(self, grid: Grid):
         """(live cells, all cells) that each block of the grid lies in, from a table of sums over rectangles."""
+        if self._in_cells(grid):
+            cells = jnp.repeat(self.blocks, self.block_q // grid.block_q, axis=2)[:, :, : grid.rows]
+            cells = jnp.repeat(cells, self.block_kv // grid.block_kv, axis=3)[..., : grid.columns]
+            return cells.astype(jnp.int32), 1
         sums = jnp.cumsum(jnp.cumsum(self.blocks, axis=2, dtype=jnp.int32), axis=3, dtype=jnp.int32)
         sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0), (1, 0)))
         (top, bottom), (left, right) = (

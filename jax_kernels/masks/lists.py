@@ -8,31 +8,34 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.masks.literals import Grid, live, width
+from jax_kernels.masks.literals import Grid, live, most_partial, width
 
 # Pairs that are evaluated at a time, where a mask is no matter of block arithmetic.
 _CHUNK = 1 << 24
+# Pairs of which bits are packed at a time: most masks leave nothing behind of a pair but its bit.
+_BITS_CHUNK = 1 << 26
 
 
 class BlockLists(NamedTuple):
     """The live blocks of the other side, for every block of one side.
 
-    indices: int32 [B or 1, H or 1, blocks, width]: in ascending order first the partial blocks, in which a kernel
-    evaluates the predicate, then the full ones, in which every pair is kept; 0 past the last.
-    partial_count, full_count: int32 [B or 1, H or 1, blocks], how many there are of each.
+    indices: int32 [B or 1, H or 1, blocks, width]: in ascending order first the full blocks, in which every pair is
+    kept, then the partial ones, in which a kernel evaluates the predicate; 0 past the last. A softmax that starts with
+    a full block has a maximum in each row.
+    full_count, partial_count: int32 [B or 1, H or 1, blocks], how many there are of each.
     """
 
     indices: Any
-    partial_count: Any
     full_count: Any
+    partial_count: Any
 
 
 class PackedBlocks(NamedTuple):
     """The partial blocks of a mask, bit by bit.
 
-    words: uint32 [entries, block_q, ceil(block_kv / 32)]: bit j % 32 of word j // 32 is key j of the block, a row is
-    a query; 0 beyond the last key and query. Entries are in the order of (batch, head, query block, key block),
-    whichever side the lists are by, so that one array serves both directions.
+    words: uint32 [entries, ceil(block_kv / 32), block_q] for lists by query, [entries, ceil(block_q / 32), block_kv] by
+    key: bit j % 32 of word j // 32 is member j of the other side. It is 0 beyond the last key and query, and in the
+    last entry, which is no block's. Entries are in the order of (batch, head, query block, key block).
     entries: int32, shaped as BlockLists.indices: the entry of a partial block, -1 for every other.
     """
 
@@ -82,14 +85,20 @@ def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
 def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
     """Lists along the last axis, of at most `most` entries."""
     count = alive.shape[-1]
-    kind = jnp.where(full, 1, jnp.where(alive, 0, 2)).astype(jnp.int32)
+    kind = jnp.where(full, 0, jnp.where(alive, 1, 2)).astype(jnp.int32)
     order = lax.sort(kind * count + jnp.arange(count, dtype=jnp.int32), dimension=alive.ndim - 1)[..., :most]
     total, full_count = (x.sum(axis=-1, dtype=jnp.int32) for x in (alive, full))
-    return BlockLists(jnp.where(order < 2 * count, lax.rem(order, jnp.int32(count)), 0), total - full_count, full_count)
+    return BlockLists(jnp.where(order < 2 * count, lax.rem(order, jnp.int32(count)), 0), full_count, total - full_count)
 
 
-def _sided(x: jax.Array, by: str) -> jax.Array:
-    return x if by == "query" else x.swapaxes(2, 3)
+def _sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
+    """[B, H, rows, columns] with the side of the lists first, and for `joined` heads one after another in a list."""
+    if by == "query":
+        return x
+    batch, heads, rows, columns = x.shape
+    x = x.reshape(batch, -1, min(joined, heads), rows, columns)
+    x = jnp.broadcast_to(x, (*x.shape[:2], joined, rows, columns))
+    return x.reshape(*x.shape[:2], joined * rows, columns).swapaxes(2, 3)
 
 
 @functools.partial(jax.jit, static_argnames=("lengths", "blocks", "static_offset", "by"))
@@ -104,51 +113,62 @@ def block_status(mask: Any, offset: Any, *, lengths, blocks, static_offset) -> t
     return status(mask, Grid.of(lengths, blocks, offset, static_offset))
 
 
-def packed_partial(mask: Any, offset: Any, *, lengths, blocks, static_offset, by) -> PackedBlocks:
-    statics = {"lengths": lengths, "blocks": blocks, "static_offset": static_offset}
+def packed_partial(mask: Any, offset: Any, *, by, **statics) -> PackedBlocks:
     alive, full = block_status(mask, offset, **statics)
-    partial = alive & ~full
-    if isinstance(partial, jax.core.Tracer):
-        most = width(mask.terms(False), Grid.of(lengths, blocks, offset, static_offset), "query")
-        capacity = math.prod(partial.shape[:3]) * most
-    else:
-        capacity = max(1, int(partial.sum()))
-    return _packed(mask, offset, alive, full, **statics, by=by, capacity=capacity)
+    most = None if isinstance(alive, jax.core.Tracer) else int((alive & ~full).sum())
+    return packed_lists(mask, offset, **statics, by=by, most=most)[1]
 
 
-@functools.partial(jax.jit, static_argnames=("lengths", "blocks", "static_offset", "by", "capacity"))
-def _packed(mask, offset, alive, full, *, lengths, blocks, static_offset, by, capacity) -> PackedBlocks:
+@functools.partial(jax.jit, static_argnames=("lengths", "blocks", "static_offset", "by", "joined", "most"))
+def packed_lists(
+    mask: Any, offset: Any, *, lengths, blocks, static_offset, by, joined: int = 1, most: int | None = None
+) -> tuple[BlockLists, PackedBlocks]:
+    """The lists with their partial blocks, of which there are `most` at most; None for as many as there can be.
+
+    joined: lists by key are of so many heads together, and their indices are those of query blocks of all of these, one
+    head after another.
+    """
     grid = Grid.of(lengths, blocks, offset, static_offset)
+    terms = mask.terms(False)
+    alive, full = status(mask, grid)
     partial = alive & ~full
-    numbers = jnp.where(partial, jnp.cumsum(partial, dtype=jnp.int32).reshape(partial.shape) - 1, -1)
-    lists = compress(_sided(alive, by), _sided(full, by), width(mask.terms(False), grid, by))
-    entries = jnp.take_along_axis(_sided(numbers, by), lists.indices, axis=-1)
+    if most is None:
+        most = math.prod(partial.shape[:2]) * most_partial(terms, grid)
+    lists = compress(_sided(alive, by, joined), _sided(full, by, joined), joined * width(terms, grid, by))
+    words = functools.partial(_words, mask, grid, partial.shape, by)
+    if most == 0:
+        shape = jax.eval_shape(words, jnp.int32(0))
+        return lists, PackedBlocks(jnp.zeros((1, *shape.shape), shape.dtype), jnp.full_like(lists.indices, -1))
+    numbers = jnp.cumsum(partial, dtype=jnp.int32).reshape(partial.shape) - 1
+    entries = jnp.take_along_axis(_sided(numbers, by, joined), lists.indices, axis=-1)
     slots = jnp.arange(lists.indices.shape[-1], dtype=jnp.int32)
-    entries = jnp.where(slots < lists.partial_count[..., None], entries, -1)
+    past_full = slots - lists.full_count[..., None]
+    entries = jnp.where((past_full >= 0) & (past_full < lists.partial_count[..., None]), entries, -1)
 
-    def words(place):
-        b, h, row, column = place
-        q = row * grid.block_q + jnp.arange(grid.block_q, dtype=jnp.int32)[:, None]
-        k = column * grid.block_kv + jnp.arange(grid.block_kv, dtype=jnp.int32)
-        keep = mask.elements(
-            b,
-            h,
-            jnp.minimum(q, grid.q_length - 1),
-            jnp.minimum(k, grid.kv_length - 1),
-            q_offset=offset[jnp.minimum(b, offset.shape[0] - 1)],
-        )
-        return pack_bits(keep & (q < grid.q_length) & (k < grid.kv_length))
-
-    places = jnp.nonzero(partial, size=capacity, fill_value=0)
-    places = tuple(x.astype(jnp.int32) for x in places)
-    batch_size = max(1, min(capacity, _CHUNK // (grid.block_q * grid.block_kv)))
-    packed = lax.map(words, places, batch_size=batch_size)
-    used = jnp.arange(capacity, dtype=jnp.int32) < partial.sum(dtype=jnp.int32)
-    return PackedBlocks(jnp.where(used[:, None, None], packed, 0), entries)
+    # Where each entry stands, none past the last.
+    places = jnp.full((most + 1,), partial.size, jnp.int32)
+    every = jnp.arange(partial.size, dtype=jnp.int32).reshape(partial.shape)
+    places = places.at[jnp.where(partial, numbers, most + 1)].set(every, mode="drop")
+    chunk = max(1, _BITS_CHUNK // (grid.block_q * grid.block_kv))
+    packed = jax.vmap(words)(places) if most < chunk else lax.map(words, places, batch_size=chunk)
+    return lists, PackedBlocks(packed, entries)
 
 
-def pack_bits(keep: jax.Array) -> jax.Array:
-    """uint32 [..., ceil(n / 32)] from bool [..., n], the first in the lowest bit."""
-    keep = jnp.pad(keep, [(0, 0)] * (keep.ndim - 1) + [(0, -keep.shape[-1] % 32)])
-    bits = keep.reshape(*keep.shape[:-1], -1, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
-    return bits.sum(axis=-1, dtype=jnp.uint32)
+def _words(mask: Any, grid: Grid, shape: tuple[int, ...], by: str, place: jax.Array) -> jax.Array:
+    """uint32 [words, rows] of the block at `place` of all blocks, of this shape; zeros where there is none."""
+    b, h, row, column = jnp.unravel_index(jnp.minimum(place, math.prod(shape) - 1), shape)
+    rows, others = (grid.block_q, grid.block_kv) if by == "query" else (grid.block_kv, grid.block_q)
+    mine, bit = jnp.arange(rows, dtype=jnp.int32), jnp.arange(32, dtype=jnp.int32)[:, None]
+    other = jnp.arange(-(-others // 32), dtype=jnp.int32)[:, None, None] * 32 + bit
+    q_index, k_index = (mine, other) if by == "query" else (other, mine)
+    inside = (other < others) & (place < math.prod(shape))
+    q, k = row * grid.block_q + q_index, column * grid.block_kv + k_index
+    keep = mask.elements(
+        b,
+        h,
+        jnp.minimum(q, grid.q_length - 1),
+        jnp.minimum(k, grid.kv_length - 1),
+        q_offset=grid.offset[jnp.minimum(b, grid.offset.shape[0] - 1)],
+    )
+    keep = keep & inside & (q < grid.q_length) & (k < grid.kv_length)
+    return (keep.astype(jnp.uint32) << bit.astype(jnp.uint32)).sum(axis=1, dtype=jnp.uint32)

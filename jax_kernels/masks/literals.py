@@ -86,6 +86,9 @@ class Literal:
 
     What bounds the length of lists: low <= key - position <= high; keys and queries: [start, end) of key indices
     and of positions; rate: of the distances one in so many is kept; cell_width(grid, by): of cells.
+
+    varies(grid): in how many blocks of a batch entry and head it keeps some pairs and drops others, at most; None: in
+    any.
     """
 
     interval: Callable[[Grid], tuple[Any, Any]] | None = None
@@ -97,6 +100,7 @@ class Literal:
     queries: tuple[int | None, int | None] = (None, None)
     rate: int = 1
     cell_width: Callable[[Grid, str], int] | None = None
+    varies: Callable[[Grid], int] | None = None
 
 
 Conjunction = tuple[Literal, ...]
@@ -119,7 +123,14 @@ def band(low: int | None, high: int | None) -> Literal:
         keep = keep if low is None else keep & (-d >= low)
         return keep if high is None else keep & (-d <= high)
 
-    return Literal(interval, distance, low=low, high=high)
+    def varies(grid: Grid) -> int:
+        # Of a block of rows, those that the first keys past the limit stand in, but for the last row's.
+        edges = ([] if low is None else [low]) + ([] if high is None else [high + 1])
+        step, offset = math.gcd(grid.block_q, grid.block_kv), grid.static_offset
+        each = lambda edge: touched(grid.block_q - 1, grid.block_kv, step, None if offset is None else offset + edge)
+        return grid.rows * sum(map(each, edges)) if grid.block_q > 1 else 0
+
+    return Literal(interval, distance, low=low, high=high, varies=varies)
 
 
 def product(factors: list[Terms]) -> Terms:
@@ -197,6 +208,14 @@ def width(terms: Terms, grid: Grid, by: str) -> int:
     """The most live blocks that one list can have, at least 1."""
     most = grid.columns if by == "query" else grid.rows
     return max(1, min(most, sum(_conjunction_width(literals, grid, by) for literals in terms)))
+
+
+def most_partial(terms: Terms, grid: Grid) -> int:
+    """The most partial blocks that a batch entry and head can have: in the others, no literal varies."""
+    literals = {id(literal): literal for conjunction in terms for literal in conjunction}.values()
+    blocks = grid.rows * grid.columns
+    past_end = grid.rows if grid.kv_length % grid.block_kv else 0
+    return min(blocks, past_end + sum(blocks if x.varies is None else x.varies(grid) for x in literals))
 
 
 def _given(numbers: Iterable[int | None]) -> list[int]:

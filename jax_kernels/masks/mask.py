@@ -123,8 +123,9 @@ class Mask:
     ) -> PackedBlocks:
         """The pairs of the partial blocks of block_lists(...), with the same arguments, as PackedBlocks.
 
-        There is an entry for each partial block; under a trace, where their number is not known, for each that
-        there could be: rows x width, which for a dense mask is all blocks.
+        There is an entry for each partial block, and one more; under a trace, where their number is not known, for each
+        that there could be, which is a few for each block of queries and keys where the mask is made of causal,
+        sliding_window, prefix, global_tokens and block_sparse masks whose cells hold whole blocks, and else all blocks.
         """
         if by not in ("query", "key"):
             raise ValueError(f"by: got {by!r}, want 'query' or 'key'")

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.masks import checks
-from jax_kernels.masks.literals import Literal, band
+from jax_kernels.masks.literals import Grid, Literal, band
 from jax_kernels.masks.mask import Mask, node, static
 
 # A position and the limit of a window stay below these: their sums fit an int32.
@@ -125,6 +125,14 @@ class _Numbered(Mask):
         return str(self.limit) if self.limits is None else checks.array_text(self.limits)
 
 
+def _one_column(grid: Grid) -> int:
+    return grid.rows
+
+
+def _one_row(grid: Grid) -> int:
+    return grid.columns
+
+
 @node
 class Prefix(_Numbered):
     limit: int | None = static()
@@ -133,8 +141,9 @@ class Prefix(_Numbered):
     def terms(self, negated):
         if negated:
             after = lambda grid: (self.per_batch, grid.kv_length)
-            return ((Literal(interval=after, keys=(self.limit, None)),),)
-        return ((Literal(interval=lambda grid: (0, self.per_batch), keys=(None, self.limit)),),)
+            return ((Literal(interval=after, keys=(self.limit, None), varies=_one_column),),)
+        before = lambda grid: (0, self.per_batch)
+        return ((Literal(interval=before, keys=(None, self.limit), varies=_one_column),),)
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         return k_index < self._at(b)
@@ -153,8 +162,8 @@ class GlobalTokens(_Numbered):
         other = lambda grid: (0, jnp.where(grid.positions >= self.per_batch, grid.kv_length, 0))
         (keys,) = Prefix(self.limit, self.limits).terms(negated)
         if negated:
-            return ((*keys, Literal(interval=other, queries=(self.limit, None))),)
-        return (keys, (Literal(interval=first, queries=(None, self.limit)),))
+            return ((*keys, Literal(interval=other, queries=(self.limit, None), varies=_one_row)),)
+        return (keys, (Literal(interval=first, queries=(None, self.limit), varies=_one_row),))
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         return (q_offset + q_index < self._at(b)) | (k_index < self._at(b))

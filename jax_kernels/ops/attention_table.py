@@ -75,6 +75,7 @@ def _row(name: str, request: AttentionRequest):
         is_causal=request.is_causal,
         is_limited=request.window is not None or request.has_segment_ids,
         dense_bits=request.dense_bits,
+        has_lists=request.has_mask_object,
     )
 
 
@@ -115,6 +116,8 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
     mask, bias = request.mask_shape, request.bias_shape
     if mask and bias and bias[2] > 1 and any(n > of_bias for n, of_bias in zip(mask, bias, strict=True)):
         return f"with a bias of shape {bias} it takes a dense mask of its axes, not of shape {mask}"
+    if request.has_mask_object and bias:
+        return "with a bias it takes a dense mask, or a Mask that says no more than one, not lists of blocks"
     if request.dense_bits and request.deterministic:
         return "its deterministic backward takes neither a dense mask nor a bias"
     if request.dense_bits == 32 and max(request.head_dim, request.v_head_dim) > 128:
@@ -204,9 +207,7 @@ def _bias_by_cudnn(request: AttentionRequest) -> str | None:
 def _without_mask_objects(supports):
     def supports_arrays(request: AttentionRequest) -> str | None:
         if request.has_mask_object:
-            return (
-                "of Mask objects it serves causal, window, segments, prefix and dense ones joined by &, no others yet"
-            )
+            return "of Mask objects it serves causal, window, segments, prefix and dense ones joined by &, no others"
         return supports(request)
 
     return supports_arrays
@@ -282,7 +283,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret):
 IMPLEMENTATIONS = {
     "mosaic_gpu": Implementation(
         "mosaic_gpu",
-        _without_mask_objects(_supports_mosaic),
+        _supports_mosaic,
         _config("mosaic_gpu"),
         _kernel(forward_sm90.attention_forward, "forward"),
         _mosaic_backward,

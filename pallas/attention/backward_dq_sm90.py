@@ -42,9 +42,9 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
     ahead = head_dim <= 128
     q_blocks = pl.cdiv(q_length, BLOCK_Q)
     together = math.gcd(config.heads_together, batch * heads)
-    has_segments = arrays["segments"] is not None
+    has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
-    predicate = is_causal or may_end or options.window is not None or has_segments
+    predicate = is_causal or may_end or options.window is not None or has_segments or has_lists
 
     def body(refs, scratch):
         given, dq_gmem = refs
@@ -63,6 +63,9 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
 
         def tile(cta):
             """(batch entry, head, first query) of a CTA. Heads that run together alternate."""
+            if has_lists:
+                walk = given["lists"].walk(cta)
+                return walk.b, walk.head, walk.block * BLOCK_Q
             per_round = q_blocks * together
             round_, within = lax.div(cta, per_round), lax.rem(cta, per_round)
             batch_head = round_ * together + lax.rem(within, together)
@@ -77,6 +80,8 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
         )  # fmt: skip
         among = segments.among(b, lax.div(q_start, jnp.int32(BLOCK_Q))) if has_segments else None
         blocks = limits.key_blocks(q_start, BLOCK_Q, block_kv, among, in_order=True).at_least_one()
+        if has_lists:
+            blocks = given["lists"].walk(cta)
 
         @pl.when(wg == COMPUTE_WGS)
         def _memory():
@@ -127,6 +132,8 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                     plgpu.barrier_wait(v_ready.at[v_slot])
 
                     def apply_predicate(s):
+                        if has_lists:
+                            return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * w)
                         kv_start = blocks.at(i) * block_kv
                         ids = None
                         if has_segments:

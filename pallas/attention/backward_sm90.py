@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention import backward_dq_sm90, dense_sm90, tiles
+from jax_kernels.pallas.attention import backward_dq_sm90, dense_sm90, lists_sm90, tiles
 from jax_kernels.pallas.attention.hopper import (
     COLUMN,
     ROW,
@@ -55,18 +55,24 @@ def attention_backward(
     """
     query, key, value = inputs[:3]
     q_length, kv_length = query.shape[1], key.shape[1]
+    widest = max(query.shape[-1], value.shape[-1])
+    width = next(w for w in (64, 128, 256) if w >= widest)
+    listed = functools.partial(lists_sm90.lists_of, inputs, options, heads_together=config.heads_together)
+    lists = listed(config.block_q, _block_kv(width), by="key")
+    dq_blocks = backward_dq_sm90.BLOCK_Q, backward_dq_sm90.BLOCKS[width][0]
+    dq_lists = listed(*dq_blocks, by="query") if options.deterministic else None
+    inputs, options = lists_sm90.without_limits(inputs, options)
     # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
     short = -q_length % (backward_dq_sm90.BLOCK_Q if options.deterministic else config.block_q)
     rows = [(0, 0), (0, 0), (0, short)]
     lse = jnp.pad(lse * LOG2E, rows, constant_values=jnp.inf)
 
-    widest = max(query.shape[-1], value.shape[-1])
-    width = next(w for w in (64, 128, 256) if w >= widest)
     q, k, v, do = (pad_for_tma(x, width) for x in (query, key, value, dout))
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
         "segments": segments_of(inputs, config.block_q, _block_kv(width), of_keys=True),
         "dense": dense_sm90.dense_of(inputs, options, _block_kv(width), config.block_q, transposed=True),
+        "lists": lists,
         "query": q,
         "key": k,
         "value": v,
@@ -78,8 +84,7 @@ def attention_backward(
     described = {"config": config, "interpret": interpret}
     dk, dv = _kernel(arrays, options, kv_length, core_count=core_count, **described)
     if options.deterministic:
-        blocks = backward_dq_sm90.BLOCK_Q, backward_dq_sm90.BLOCKS[width][0]
-        arrays["segments"] = segments_of(inputs, *blocks, of_keys=False)
+        arrays |= {"segments": segments_of(inputs, *dq_blocks, of_keys=False), "lists": dq_lists}
         dq = backward_dq_sm90.query_gradient(arrays, options, kv_length, **described)
     else:
         dq = (jax.freeze(arrays["dquery"]) * options.scale).astype(query.dtype)
@@ -126,16 +131,16 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
     # those that run together has to fit it.
     longer = max(1, q_length // HEADS_TOGETHER_UP_TO)
     together = math.gcd(max(1, config.heads_together // longer) * group, batch * kv_heads)
-    has_segments = arrays["segments"] is not None
+    has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias, has_bits = dense.has_bias, dense.bits is not None
     factor = 1.0 if has_bias else (cap or scale) * LOG2E  # to base 2, in which the biased scores are
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
     visits_all = not (options.is_causal or options.window is not None or has_segments)
-    predicate = may_end or has_segments or not (visits_all or has_bits)
+    predicate = may_end or has_segments or has_lists or not (visits_all or has_bits)
     tiles_count = batch * kv_heads * kv_blocks
     split = SplitTail.none(tiles_count)
-    if visits_all and arrays["bounds"] is None and with_dq:
+    if visits_all and not has_lists and arrays["bounds"] is None and with_dq:
         split = SplitTail.of(tiles_count, q_blocks * group, core_count)
     is_split = split.parts > 1
     arrays = arrays | split.shared(2, block_kv, head_dim, warpgroups=COMPUTE_WGS)
@@ -159,6 +164,9 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
 
         def block(cta):
             """(batch entry, kv head, block of keys) of a CTA. Heads that run together alternate."""
+            if has_lists:
+                walk = given["lists"].walk(cta)
+                return walk.b, walk.head, walk.block
             tile, per_round = split.tile(cta), kv_blocks * together
             round_, within = lax.div(tile, per_round), lax.rem(tile, per_round)
             batch_head = round_ * together + lax.rem(within, together)
@@ -171,6 +179,10 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
 
         def walk_over_queries(b, kv_head, kv_index):
             """(number of steps, step -> (head, block of queries, whether it is partial))."""
+            if has_lists:
+                walk = given["lists"].walk(recomputed(cta))
+                # As the compiler is to know: around a loop that may not run it keeps more in registers.
+                return jnp.maximum(walk.count, 1), functools.partial(walk.query_place, group=group, q_blocks=q_blocks)
             among = segments.among(b, kv_index) if has_segments else None
             limits, kv_start = limits_of(b), kv_index * block_kv
             blocks = limits.query_blocks(kv_start, block_kv, block_q, q_length, among, in_order=True).at_least_one()
@@ -246,6 +258,9 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
             plgpu.barrier_wait(kv_ready)
             my_keys = kv_index * block_kv + (0 if columns else 64 * wg)
 
+            def step_count():  # of a list it is read again, not kept in a register
+                return walk_over_queries(b, kv_head, kv_index)[0] if has_lists else steps
+
             def issue_scores(s_acc, row_group, slot):
                 for c in range(chunks):
                     half, start = divmod(64 * c, width)
@@ -263,9 +278,11 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
                     row_group, my_half = (recomputed(0), w) if columns else (w, 0)
                     slot = lax.rem(i, jnp.int32(q_stages))
                     do_slot = lax.rem(i, jnp.int32(do_stages)) if do_stages > 1 else recomputed(0)
-                    head, q_block, is_partial = place(i)
-                    if has_segments:  # what it depends on is read again, not kept in registers
-                        is_partial = walk_over_queries(*block(recomputed(cta)))[1](i)[2]
+                    # What segments and lists make it depend on is read again, not kept in registers.
+                    again = lambda: walk_over_queries(*block(recomputed(cta)))[1](i)
+                    head, q_block, is_partial = again() if has_lists else place(i)
+                    if has_segments:
+                        is_partial = again()[2]
                     q_start = q_block * block_q
                     # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
                     if not ahead:
@@ -276,6 +293,8 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
                         plgpu.barrier_wait(bias.ready)
 
                     def apply_predicate(s):
+                        if has_lists:
+                            return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * row_group)
                         b = block(recomputed(cta))[0]
                         ids = None
                         if has_segments:
@@ -363,19 +382,22 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
 
                     if ahead:
 
-                        @pl.when(i + 1 < steps)
+                        @pl.when(i + 1 < step_count())
                         def _():
                             plgpu.barrier_wait(q_ready.at[next_slot])
 
                     if exchange:
                         plgpu.barrier_wait(ds_ready)
 
-                    def store_dq(part, value, rows):
+                    def store_dq(part, value, rows, q_start):
                         chunk, row = part
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         dq_smem.at[w][...] = value
                         plgpu.commit_smem()
                         entry = block(recomputed(cta))[0]
+                        if has_lists and cap:  # read again: a softcap leaves no registers to keep them
+                            rows, q_block, _ = again()
+                            q_start = q_block * block_q
                         target = given["dquery"].at[entry, pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
                         plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
 
@@ -397,7 +419,7 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
                         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
                         if exchange:
                             plgpu.barrier_arrive(ds_free)
-                        store_dq((chunk, row), dq, head)
+                        store_dq((chunk, row), dq, head, q_start)
 
                     if with_dq:
                         pl.run_scoped(gradients, plgpu.ACC((64, 64)))
@@ -408,7 +430,7 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
 
                     def more_dq(dq_acc, part):
                         plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[part[0], row_group])
-                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), head)
+                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), head, q_start)
 
                     for part in dq_parts(w)[1:] if with_dq else []:
                         pl.run_scoped(functools.partial(more_dq, part=part), plgpu.ACC((64, 64)))
@@ -424,7 +446,11 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
                     return s_acc[...]
 
                 s = pl.run_scoped(first_scores, plgpu.ACC((64, block_q))) if ahead else None
-                lax.fori_loop(0, steps, step, s)
+                if has_lists:
+                    next_step = lambda carry: (carry[0] + 1, step(*carry))
+                    lax.while_loop(lambda carry: carry[0] < step_count(), next_step, (jnp.int32(0), s))
+                else:
+                    lax.fori_loop(0, steps, step, s)
                 return dk_acc[...], dv_acc[...]
 
             if ahead:

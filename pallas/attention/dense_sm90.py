@@ -55,25 +55,29 @@ class Dense(NamedTuple):
 
     def masked(self, scores, b, h, row_start, column_start):
         """The scores of a tile, -inf where the mask has a zero."""
-        rows, columns = scores.shape
-        bits = _of_head(self.bits, b, h)
+        bits = of_head(self.bits, b, h)
         first = lax.div(column_start, jnp.int32(WORD))
-        # A thread shifts its own part of the column out of a word once, for which it has no registers to keep: what is
-        # left is a bit that is known when compiling. All in parts of eight columns, of which a thread has two.
-        part = plgpu.broadcasted_iota(jnp.int32, (rows, PART), 1, layout=WGMMA)
-        kept = []
-        for start in range(0, columns, PART):
-            if start % WORD == 0:
-                word = bits.at[first + start // WORD, pl.ds(row_start, rows)]
-                word = plgpu.load(word, layout=ROW, optimized=False)
-                mine = lax.shift_right_logical(lax.broadcast_in_dim(word, part.shape, [0]), part)
-                mine = lax.optimization_barrier(mine)
-            keep = (mine & (1 << start % WORD)) != 0
-            kept.append(jnp.where(keep, scores[:, start : start + PART], -jnp.inf))
-        return jnp.concatenate(kept, axis=1)
+        return kept(scores, lambda word: bits.at[first + word, pl.ds(row_start, scores.shape[0])])
 
 
-def _of_head(ref: Any, b: Any, h: Any) -> Any:
+def kept(scores, words):
+    """scores, -inf where a bit is 0. words(i): the ref of the words, one for each row, of columns i * WORD and on."""
+    rows, columns = scores.shape
+    # A thread shifts its own part of the column out of a word once, for which it has no registers to keep: what is
+    # left is a bit that is known when compiling. All in parts of eight columns, of which a thread has two.
+    part = plgpu.broadcasted_iota(jnp.int32, (rows, PART), 1, layout=WGMMA)
+    parts = []
+    for start in range(0, columns, PART):
+        if start % WORD == 0:
+            word = plgpu.load(words(start // WORD), layout=ROW, optimized=False)
+            mine = lax.shift_right_logical(lax.broadcast_in_dim(word, part.shape, [0]), part)
+            mine = lax.optimization_barrier(mine)
+        keep = (mine & (1 << start % WORD)) != 0
+        parts.append(jnp.where(keep, scores[:, start : start + PART], -jnp.inf))
+    return jnp.concatenate(parts, axis=1)
+
+
+def of_head(ref: Any, b: Any, h: Any) -> Any:
     return ref.at[0 if ref.shape[0] == 1 else b, 0 if ref.shape[1] == 1 else h]
 
 
@@ -92,10 +96,10 @@ class Stage(NamedTuple):
         """Copies a step's bias, for a thread that has waited for `free`."""
         if self.tile is not None:
             starts = zip((row_start, column_start), self.tile.shape, strict=True)
-            source = _of_head(dense.tiles, b, h).at[tuple(pl.ds(start, size) for start, size in starts)]
+            source = of_head(dense.tiles, b, h).at[tuple(pl.ds(start, size) for start, size in starts)]
             plgpu.copy_gmem_to_smem(source, self.tile, self.ready)
         if self.by_key is not None:
-            source = _of_head(dense.by_key, b, h).at[pl.ds(key_start, self.by_key.shape[0])]
+            source = of_head(dense.by_key, b, h).at[pl.ds(key_start, self.by_key.shape[0])]
             plgpu.copy_gmem_to_smem(source, self.by_key, self.ready)
 
     def added(self, scores, factor: float, row_start, *, transposed: bool):

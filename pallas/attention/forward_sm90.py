@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention import dense_sm90, hopper, softmax, tiles
+from jax_kernels.pallas.attention import dense_sm90, hopper, lists_sm90, softmax, tiles
 from jax_kernels.pallas.attention.hopper import (
     SWIZZLED,
     WGMMA,
@@ -47,13 +47,19 @@ FIRST_TURN_BARRIER = 8
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
     """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
     q_length, v_head_dim = inputs.query.shape[1], inputs.value.shape[-1]
+    lists = lists_sm90.lists_of(
+        inputs, options, config.block_q, config.block_kv, by="query", heads_together=config.heads_together
+    )
+    inputs, options = lists_sm90.without_limits(inputs, options)
     query, key, value = (pad_for_tma(x) for x in inputs[:3])
     kv_length = inputs.key.shape[1]
     cap = options.softcap
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
     dense = dense_sm90.dense_of(inputs, options, config.block_q, config.block_kv, transposed=False)
     largest = None
-    if config.bounded and dense is None and _keys_per_query(options, kv_length) >= BOUNDED_FROM:
+    keys = _keys_per_query(options, kv_length)
+    keys = keys if lists is None else lists.indices.shape[-1] * config.block_kv
+    if config.bounded and dense is None and keys >= BOUNDED_FROM:
         largest = softmax.largest_scores(query, key, options.scale)
         largest = jnp.minimum(largest, cap * softmax.LOG2E) if cap else largest
     scheduler = TileScheduler(
@@ -70,6 +76,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         "bounds": tiles.bounds_array(inputs, options),
         "segments": segments,
         "dense": dense,
+        "lists": lists,
         "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
         "largest": largest,
         "query": query,
@@ -107,20 +114,22 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
     take_turns = config.take_turns and not interpret
     share_q_out = config.share_q_out and out_dtype == dtype and v_head_dim == head_dim
 
-    has_bounds, has_segments, has_sinks, bounded = (
-        arrays[name] is not None for name in ("bounds", "segments", "sinks", "largest")
+    has_bounds, has_segments, has_lists, has_sinks, bounded = (
+        arrays[name] is not None for name in ("bounds", "segments", "lists", "sinks", "largest")
     )
     causal_only = is_causal and options.window is None and not has_segments
     has_limits = (is_causal or options.window is not None) and not has_bits
     may_end = has_bounds or kv_length % block_kv != 0
-    predicate = has_limits or has_segments or may_end
+    predicate = has_limits or has_segments or has_lists or may_end
     # Whether no block, beside the first that a warpgroup visits, can need the predicate.
-    only_first = not (has_limits or has_segments) or (causal_only and not has_bounds and q_offset % 64 == 0)
+    only_first = not (has_limits or has_segments or has_lists) or (
+        causal_only and not has_bounds and q_offset % 64 == 0
+    )
     # Whether all warpgroups of a tile visit the same blocks. With bounds, what tells them apart would spill.
     aligned = not has_bounds and q_offset % block_q == 0 and block_kv % block_q == 0
     same_blocks = not causal_only or has_bounds or aligned
     may_be_dead = has_bounds or has_segments or options.window is not None or (is_causal and q_offset < 0)
-    may_be_dead = may_be_dead or has_bias or has_bits
+    may_be_dead = may_be_dead or has_bias or has_bits or has_lists
 
     following_slot = functools.partial(hopper.following_slot, stages=stages)
 
@@ -141,6 +150,9 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
 
         def tile(index):
             """(batch entry, head, first query, its blocks of keys, its limits) of a tile."""
+            if has_lists:
+                walk = given["lists"].walk(index)
+                return walk.b, walk.head, walk.block * block_q, walk, None
             b, h, q_index = scheduler.place(index)
             limits = tiles.limits(
                 given["bounds"], b, q_offset, kv_length, is_causal=is_causal, window=options.window
@@ -158,8 +170,8 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                 kv_head = lax.div(h, jnp.int32(group)) if group > 1 else h
 
                 def load(step, slot, gmem, smem, ready, free):
-                    plgpu.barrier_wait(free.at[slot])
                     rows = pl.ds(blocks.at(step) * block_kv, block_kv)
+                    plgpu.barrier_wait(free.at[slot])
                     plgpu.copy_gmem_to_smem(gmem.at[b, rows, kv_head], smem.at[slot], ready.at[slot])
 
                 load_k = functools.partial(load, gmem=k_gmem, smem=k_smem, ready=k_ready, free=k_free)
@@ -252,6 +264,8 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
 
                 def masked(s, step):
                     b, _, q_start, tile_blocks, limits = tile(lax.optimization_barrier(index))
+                    if has_lists:
+                        return tile_blocks.masked(s, step, w * 64)
                     q_start = q_start + w * 64
                     blocks = tile_blocks if same_blocks else limits.key_blocks(q_start, 64, block_kv).at_least_one()
                     kv_start = blocks.at(step) * block_kv

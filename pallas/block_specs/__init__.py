@@ -29,6 +29,7 @@ def attention_row(
     is_causal: bool,
     is_limited: bool = False,
     dense_bits: int = 0,
+    has_lists: bool = False,
 ) -> tuple[AttentionRow, str]:
     """The row for this attention, and where it came from ("block spec" or "heuristic").
 
@@ -42,6 +43,7 @@ def attention_row(
             and bits == row.bits
             and row.is_causal in (None, is_causal)
             and row.is_limited in (None, is_limited)
+            and row.has_lists == has_lists
             and (row.dense_bits is None or 0 < dense_bits <= row.dense_bits)
         ):
             return row, "block spec" if own else "heuristic"

@@ -100,6 +100,28 @@ MOSAIC_DENSE = (
     ),
 )
 
+# Masks as lists of live blocks. Not measured yet: the blocks of windows, and as many heads together as the L2 cache has
+# room for the keys and values of.
+MOSAIC_LISTS = (
+    Row(
+        "mosaic_gpu",
+        64,
+        16,
+        Forward(2, 128, 4, dynamic=True, heads_together=16),
+        Backward(128, heads_together=4),
+        has_lists=True,
+    ),
+    Row(
+        "mosaic_gpu",
+        128,
+        16,
+        Forward(2, 128, 2, dynamic=True, heads_together=8),
+        Backward(64, heads_together=4),
+        has_lists=True,
+    ),
+    Row("mosaic_gpu", 256, 16, WIDE_CAUSAL, WIDE_BACKWARD_CAUSAL, has_lists=True),
+)
+
 # Of (64, 128), (128, 64), (64, 64) and (128, 128) with 4 or 8 warps and 2 or 3 stages. The row of sm_80 has 0.7 of it
 # without a mask and 0.8 with, for want of registers: 128 x 128 scores leave none to keep a product in flight.
 TRITON = (
@@ -107,7 +129,7 @@ TRITON = (
     Row("triton", 64, 16, AttentionForwardTriton(128, 64, 8, 3), BACKWARD_TRITON, is_causal=True),
 )
 
-ATTENTION = (*MOSAIC_DENSE, *MOSAIC, *TRITON, *SM80[1:])
+ATTENTION = (*MOSAIC_LISTS, *MOSAIC_DENSE, *MOSAIC, *TRITON, *SM80[1:])
 
 # H200, (64, 1, 32 / 8 heads) and (1, 1, 32 / 8) over 16,384 keys: of two warpgroups or one, and 64 or 128 keys a
 # block, all stand within 3 %, at 4.4 to 4.5 TB/s. At head_dim 64 one warpgroup is 1.17 times as slow as two: its

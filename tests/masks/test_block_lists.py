@@ -57,16 +57,21 @@ def compare(case, q_offset, got, blocks=BLOCKS):
         if packed:
             check_bitmaps(packed[by], listed, want, by, blocks)
     if packed:
-        np.testing.assert_array_equal(packed["query"].words, packed["key"].words)
         np.testing.assert_allclose(density, live["query"].mean(), rtol=1e-6)
 
 
 def check_bitmaps(packed, listed, dense, by, blocks):
     words, entries = (np.asarray(x) for x in packed)
     assert words.dtype == np.uint32
-    bits = (words[..., None] >> np.arange(32, dtype=np.uint32) & 1).reshape(*words.shape[:2], -1).astype(bool)
-    assert not bits[..., blocks[1] :].any()
-    is_partial = np.arange(entries.shape[-1]) < np.asarray(listed.partial_count)[..., None]
+    # [entries, rows, members of the other side]
+    bits = (words.swapaxes(1, 2)[..., None] >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
+    bits = bits.reshape(len(words), words.shape[2], -1)
+    own, other = blocks[:: 1 if by == "query" else -1]
+    assert bits.shape[1:] == (own, -(-other // 32) * 32)
+    assert not bits[..., other:].any()
+    assert not bits[-1].any()
+    past_full = np.arange(entries.shape[-1]) - np.asarray(listed.full_count)[..., None]
+    is_partial = (past_full >= 0) & (past_full < np.asarray(listed.partial_count)[..., None])
     np.testing.assert_array_equal(entries >= 0, is_partial)
     used = np.sort(entries[is_partial])
     np.testing.assert_array_equal(used, np.arange(used.size))
@@ -78,7 +83,8 @@ def check_bitmaps(packed, listed, dense, by, blocks):
     place = np.broadcast_arrays(own, other)[:: 1 if by == "query" else -1]
     b, h = np.arange(entries.shape[0])[:, None, None, None], np.arange(entries.shape[1])[:, None, None]
     want = tiles[b, h, place[0], place[1]][is_partial]
-    np.testing.assert_array_equal(bits[entries][..., : blocks[1]][is_partial], want)
+    got = bits[entries][is_partial][..., : blocks[1 if by == "query" else 0]]
+    np.testing.assert_array_equal(got if by == "query" else got.swapaxes(1, 2), want)
 
 
 # To compile, they take as long again.
@@ -249,6 +255,37 @@ def test_64_bit_mode():
 def test_only_the_partial_blocks_that_there_are_have_bitmaps():
     """Where their number is known."""
     mask = masks.causal() & masks.dense(np.ones((128, 128), bool))
-    assert mask.packed_partial(128, 128, 16, 16).words.shape == (8, 16, 1)
-    assert jit(lambda mask: mask.packed_partial(128, 128, 16, 16))(mask).words.shape == (64, 16, 1)
-    assert masks.sliding_window(None, None).packed_partial(128, 128, 16, 64).words.shape == (1, 16, 2)
+    assert mask.packed_partial(128, 128, 16, 16).words.shape == (9, 1, 16)
+    assert jit(lambda mask: mask.packed_partial(128, 128, 16, 16))(mask).words.shape == (65, 1, 16)
+    assert masks.sliding_window(None, None).packed_partial(128, 128, 16, 64).words.shape == (1, 2, 16)
+
+
+CELLS = np.ones((2, 3, 8, 8), bool)
+MOST_PARTIAL = {
+    # mask, lengths, blocks, offset: entries under a trace, one of which is no block's
+    "causal": (masks.causal(), (1024, 1024), (128, 128), 0, 8),
+    "causal_further": (masks.causal(), (1024, 1024), (128, 128), 1, 16),
+    "causal_past_end": (masks.causal(), (1024, 1000), (128, 128), 0, 16),
+    "window": (masks.sliding_window(256, 0), (1024, 1024), (128, 64), 0, 8 * 4),
+    "one_query": (masks.causal(), (9, 64), (1, 8), 0, 0),
+    "global": (masks.global_tokens(np.array([3, 5])) | masks.causal(), (1024, 512), (128, 64), 0, 2 * (8 + 8 + 8 * 2)),
+    "cells": (masks.block_sparse(CELLS, 128), (1024, 1024), (64, 128), 0, 0),
+    "cells_causal": (masks.block_sparse(CELLS, 128) & masks.causal(), (1024, 1024), (128, 128), 0, 6 * 8),
+    "split_cells": (masks.block_sparse(CELLS, 128), (1024, 1024), (256, 128), 0, 6 * 4 * 8),
+    "segments": (masks.segments(np.zeros(1024, np.int32)), (1024, 1024), (128, 128), 0, 64),
+}
+
+
+@pytest.mark.parametrize("name", MOST_PARTIAL)
+def test_how_many_partial_blocks_there_can_be(name):
+    mask, lengths, blocks, offset, most = MOST_PARTIAL[name]
+    packed = lambda mask: mask.packed_partial(*lengths, *blocks, q_offset=offset)
+    assert jax.eval_shape(packed, mask).words.shape[0] == most + 1
+
+
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(compositions(leaves), st.integers(-30, 30), st.sampled_from([(8, 16), (5, 7), (16, 4), (64, 64)]))
+def test_no_composition_has_more_partial_blocks(case, q_offset, blocks):
+    count = lambda mask: mask.block_lists(T, S, *blocks, q_offset=q_offset).partial_count.sum()
+    packed = jax.eval_shape(lambda mask: mask.packed_partial(T, S, *blocks, q_offset=q_offset), case.mask)
+    assert jit(count)(case.mask) <= packed.words.shape[0] - 1

@@ -16,6 +16,7 @@ from mask_cases import CASES, B, H, S, T
 from jax_kernels import block_sparse_attention, explain, flash_attention, masks
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.mask_arguments import MaskArguments, as_arguments
+from jax_kernels.pallas.block_specs import attention_row
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import rms_error
 
@@ -125,26 +126,32 @@ IDS = np.repeat([0, 1, -1, 2], [T // 4, T // 3, 5, T - T // 4 - T // 3 - 5]).ast
 
 
 @pytest.mark.parametrize(
-    ("mask", "served"),
+    ("mask", "as_lists"),
     [
-        (masks.causal(), "mosaic_gpu"),
-        (masks.sliding_window(7, 3) & masks.causal() & masks.segments(IDS), "mosaic_gpu"),
-        (masks.prefix(20) & masks.dense(np.tri(T, dtype=bool)), "mosaic_gpu"),
-        (masks.causal() | masks.prefix(4), "xla"),
-        (~masks.causal(), "xla"),
-        (masks.segments(IDS) & masks.segments(IDS[::-1].copy()), "xla"),
-        (masks.dilated(3), "xla"),
+        (masks.causal(), False),
+        (masks.sliding_window(7, 3) & masks.causal() & masks.segments(IDS), False),
+        (masks.prefix(20) & masks.dense(np.tri(T, dtype=bool)), False),
+        (masks.causal() | masks.prefix(4), True),
+        (~masks.causal(), True),
+        (masks.segments(IDS) & masks.segments(IDS[::-1].copy()), True),
+        (masks.dilated(3), True),
     ],
     ids=repr,
 )
-def test_which_implementation(mask, served):
+def test_which_implementation(mask, as_lists):
     query = jax.ShapeDtypeStruct((B, T, H, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1, H, T, T), jnp.bfloat16)
     with on_device("H200"):
         plan = explain(flash_attention, query, query, query, mask=mask)
-        assert plan.implementation == served
-        if served == "xla":
-            assert {name for name, _ in plan.passed_over} == {"mosaic_gpu", "triton", "cudnn"}
-            assert all(reason.startswith("of Mask objects it serves") for _, reason in plan.passed_over)
+        assert plan.implementation == "mosaic_gpu"
+        row, _ = attention_row((9, 0), "mosaic_gpu", head_dim=64, bits=16, is_causal=False, has_lists=True)
+        assert (plan.config.forward is row.forward) == as_lists
+        if as_lists:
+            plan = explain(flash_attention, query, query, query, mask=mask, bias=bias)
+            passed_over = dict(plan.passed_over)
+            assert plan.implementation == "xla"
+            assert passed_over["mosaic_gpu"].startswith("with a bias it takes a dense mask")
+            assert all(passed_over[name].startswith("of Mask objects it serves") for name in ("triton", "cudnn"))
             with pytest.raises(NotImplementedError, match="'triton' cannot serve this flash_attention: of Mask"):
                 explain(flash_attention, query, query, query, mask=mask, implementation="triton")
 

@@ -44,7 +44,8 @@ class Spec:
     row: compile with the blocks of this row of the GPU's block spec file, instead of the one that is planned.
     kv_lengths, q_offsets, segment_ids, sinks: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
     window: "left,right". softcap: 0 is none. bias, mask: the axes that one has, of "bhts", the others being 1; "" is
-    none. The bias gets no gradient. bias_dtype: "" for dtype.
+    none. The bias gets no gradient. bias_dtype: "" for dtype. cells: the axes of a block_sparse mask that has those of
+    "ts"; it is a Mask, together with a causal one.
     blocks: a Python expression for the row's (forward, backward), to try numbers that are in no row yet.
     keep: a folder that keeps XLA's log and what Mosaic dumps (its PTX among it).
     """
@@ -64,6 +65,7 @@ class Spec:
     bias: str = ""
     bias_dtype: str = ""
     mask: str = ""
+    cells: str = ""
     deterministic: bool = False
     lse: bool = False
     backward: bool = True
@@ -178,6 +180,7 @@ def _compile(gpu: str, spec: Spec) -> list[str]:
     import jax
     import jax.numpy as jnp
 
+    from jax_kernels import masks
     from jax_kernels.ops import attention_table
     from jax_kernels.ops.attention import flash_attention
 
@@ -198,13 +201,20 @@ def _compile(gpu: str, spec: Spec) -> list[str]:
         extra["segment_ids"] = tuple(jax.ShapeDtypeStruct((spec.batch, length), jnp.int32) for length in lengths)
     if spec.sinks:
         extra["sinks"] = jax.ShapeDtypeStruct((spec.heads,), jnp.float32)
+    sizes = {"b": spec.batch, "h": spec.heads, "t": spec.q_length, "s": spec.kv_length}
     for name, axes, dtype in (("bias", spec.bias, spec.bias_dtype or spec.dtype), ("mask", spec.mask, "bool")):
-        sizes = {"b": spec.batch, "h": spec.heads, "t": spec.q_length, "s": spec.kv_length}
         if axes:
             shape = [size if axis in axes else 1 for axis, size in sizes.items()]
             extra[name] = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
+    if spec.cells:
+        sizes |= {"t": -(-spec.q_length // 128), "s": -(-spec.kv_length // 128)}
+        shape = [size if axis in spec.cells else 1 for axis, size in sizes.items()]
+        extra["mask"] = jax.ShapeDtypeStruct(shape, jnp.dtype(bool))
+
     def forward(query, key, value, extra):
+        if spec.cells:
+            extra = extra | {"mask": masks.block_sparse(extra["mask"], 128) & masks.causal()}
         out, lse = flash_attention(
             query,
             key,

@@ -26,6 +26,9 @@ def rows():
     """(GPU, row, Spec) of everything to compile."""
     for number, file in block_specs._FILES.items():
         for row in file.ATTENTION:
+            if row.has_lists:  # of each query head, which those of a group are joined of
+                yield GPUS[number], row, dataclasses.replace(_spec(row, False, ""), cells="bhts", kv_heads=2)
+                continue
             if row.dense_bits is not None:
                 yield from _dense(GPUS[number], row)
                 continue
@@ -57,6 +60,7 @@ def _planned(gpu, row, spec):
         is_causal=spec.is_causal,
         is_limited=bool(spec.window),
         dense_bits=bits if spec.bias or spec.mask else 0,
+        has_lists=bool(spec.cells),
     )
     return planned
 
@@ -79,7 +83,8 @@ def name(gpu, spec):
     dense = (
         f"{', bias' if spec.bias else ''}{', mask' if spec.mask else ''}{spec.bias_dtype and ' in ' + spec.bias_dtype}"
     )
-    return f"{gpu}, {spec.implementation}, {spec.head_dim}, {kind}{masks}{dense}"
+    lists = ", lists" if spec.cells else ""
+    return f"{gpu}, {spec.implementation}, {spec.head_dim}, {kind}{masks}{dense}{lists}"
 
 
 ROWS = {name(gpu, spec): (gpu, row, spec) for gpu, row, spec in rows()}
