@@ -17,6 +17,7 @@ from jax_kernels.ops.attention import AttentionCall, flash_attention
 from jax_kernels.ops.attention_checks import check
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.ops.dilated_views import Call, Piece
+from jax_kernels.reference.attention import row_terms
 
 __all__ = ["DilatedPlan", "check_pattern", "dilated_attention"]
 
@@ -296,14 +297,33 @@ def _prepare(**keywords: Any) -> tuple[_DilatedCall, tuple[Any, ...]]:
         # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
         if is_merged and planned.implementation != "mosaic_gpu":
             planned = dataclasses.replace(planned, out_dtype="float32")
-        attentions.append((views, planned))
+        parts = (views,)
+        if _reads_views(planned, request):
+            parts = dilated_views.split_strided(views, request.q_length, request.heads // request.kv_heads)
+        attentions += [(part, _of_views(planned, part, request)) for part in parts]
     arrays = attention.vary_alike((query, inputs.key, inputs.value, inputs.q_segment_ids))
     return _DilatedCall(tuple(attentions), **merge), arrays
 
 
+def _reads_views(planned: AttentionCall, request: AttentionRequest) -> bool:
+    """Whether an attention can take heads of an array, which its kernels then read as they stand, unpadded."""
+    whole = request.head_dim == request.v_head_dim and request.head_dim in (64, 128, 256)
+    return planned.implementation == "mosaic_gpu" and whole and not request.deterministic
+
+
+def _of_views(planned: AttentionCall, views: Call, request: AttentionRequest) -> AttentionCall:
+    if not views.is_strided:
+        return planned
+    head_views = (views.head_view(request.heads, heads) for heads in (request.heads, request.kv_heads))
+    names = ("query_heads", "kv_heads")
+    return dataclasses.replace(
+        planned, options=dataclasses.replace(planned.options, **dict(zip(names, head_views, strict=True)))
+    )
+
+
 def _inputs(views: Call, query, key, value, ids) -> AttentionInputs:
     heads = query.shape[2]
-    rows = functools.partial(dilated_views.gather_rows, call=views, num_heads=heads)
+    rows = functools.partial(dilated_views.arrays_of, call=views, num_heads=heads)
     if views.is_masked:
         ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
         ids = dilated_views.gather_ids(ids, views)
@@ -346,36 +366,58 @@ def _dilated_fwd(call, arrays):
 
 
 def _dilated_bwd(call, residuals, cotangents):
-    *arrays, out, lse = residuals
+    query, key, value, ids, out, lse = residuals
     batch, length, heads, _ = out.shape
     dout, dlse = cotangents if call.return_lse else (*cotangents, None)
+    terms = _row_terms(call, out, lse, dout, dlse) if call.merged_backward else None
+    # What strided calls add to, one after the other.
+    dquery = jnp.zeros(query.shape, jnp.float32) if any(views.is_strided for views, _ in call.attentions) else None
     parts: tuple[Parts, Parts, Parts] = ([], [], [])
     for views, planned in call.attentions:
-        rows = functools.partial(dilated_views.gather_rows, call=views, num_heads=heads)
-        inputs = _inputs(views, *arrays)
-        given = [rows(x) for x in (dout, out, lse.swapaxes(1, 2))] + [
-            None if dlse is None else rows(dlse.swapaxes(1, 2))
-        ]
-        gradients = _branch_gradients(call, planned, inputs, *given)
-        for part, gradient, x in zip(parts, gradients[:3], arrays, strict=False):
-            part += dilated_views.scatter(gradient, views, batch, heads, x.shape[2])
-    sums = [_sum(dilated_views.merge_rows(part, length)) for part in parts]
-    return ((*(total.astype(x.dtype) for total, x in zip(sums, arrays, strict=False)), None),)
+        inputs = _inputs(views, query, key, value, ids)
+        if terms is None:
+            of_rows = _branch_terms(call, views, planned, inputs, lse, dout, dlse)
+        else:
+            of_rows = [dilated_views.gather_rows(x, views, heads).swapaxes(1, 2) for x in terms]
+        given = (*of_rows, dilated_views.arrays_of(dout, views, heads))
+        if views.is_strided:
+            gradients = attention.attention_gradients(planned, inputs, *given, dquery.reshape(inputs.query.shape))
+            dquery = gradients.query.reshape(query.shape)
+            scale = planned.options.scale
+        else:
+            gradients = attention.attention_gradients(planned, inputs, *given)
+        for name, part, x in zip(("query", "key", "value"), parts, (query, key, value), strict=True):
+            if name != "query" or not views.is_strided:
+                part += dilated_views.scatter(getattr(gradients, name), views, batch, heads, x.shape[2])
+    sums = [dilated_views.merge_rows(part, length) for part in parts]
+    if dquery is not None:
+        sums[0].append(dquery * scale)
+    return ((*(_sum(parts).astype(x.dtype) for parts, x in zip(sums, (query, key, value), strict=True)), None),)
 
 
-def _branch_gradients(call: _DilatedCall, planned: AttentionCall, inputs: AttentionInputs, dout, out, lse, dlse):
-    """The gradients of one attention. out, lse [entries, rows, heads] and cotangents are those of the whole."""
-    dtype, lse = dout.dtype, lse.swapaxes(1, 2)
-    dlse = None if dlse is None else dlse.swapaxes(1, 2)
-    if call.merged_backward:
-        # One softmax over all that the branches see: P = exp(score - lse), dS = P * (dP - sum(out * dout) + dlse).
-        out, dout = out.astype(jnp.float32) / call.share, (dout * call.share).astype(dtype)
-        return attention.attention_backward(planned, inputs, out, lse, dout, dlse)
+def _row_terms(call: _DilatedCall, out, lse, dout, dlse):
+    """(lse, delta) [B, T, H] of one softmax over all that the branches see.
+
+    With them every branch has P = exp(score - lse) and dS = P * (dP - delta), where P has the branch's share in it.
+    """
+    lse, delta = (x.swapaxes(1, 2) for x in row_terms(out, lse, dout, dlse))
+    return lse - math.log(call.share), delta / call.share
+
+
+def _branch_terms(call: _DilatedCall, views: Call, planned: AttentionCall, inputs: AttentionInputs, lse, dout, dlse):
+    """(lse, delta) [entries, heads, rows] of one attention, which runs once more, as _row_terms gives them.
+
+    P has the branch's weight in it, so that lse is that of the whole, or with "mean" its own one and the share.
+    """
+    rows = lambda x: dilated_views.gather_rows(x, views, dout.shape[2])
+    lse_of_rows = rows(lse.swapaxes(1, 2)).swapaxes(1, 2)
     branch_out, branch_lse = attention.attention_forward(planned, inputs)
-    weight = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse))
-    dlse = None if dlse is None else weight * dlse
-    dout = (dout * (call.share if call.is_mean else weight.swapaxes(1, 2)[..., None])).astype(dtype)
-    return attention.attention_backward(planned, inputs, branch_out, branch_lse, dout, dlse)
+    dlse = None if dlse is None else rows(dlse.swapaxes(1, 2)).swapaxes(1, 2)
+    if call.is_mean and dlse is not None:
+        dlse = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse_of_rows)) * dlse / call.share
+    branch_lse, delta = row_terms(branch_out, branch_lse, rows(dout), dlse)
+    lse_of_rows = branch_lse - math.log(call.share) if call.is_mean else lse_of_rows
+    return jnp.where(jnp.isposinf(branch_lse), jnp.inf, lse_of_rows), delta
 
 
 _dilated.defvjp(_dilated_fwd, _dilated_bwd)

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention import backward_dq_sm90, dense_sm90, tiles
+from jax_kernels.pallas.attention import backward_dq_sm90, dense_sm90, tiles, views_sm90
 from jax_kernels.pallas.attention.hopper import (
     COLUMN,
     ROW,
@@ -42,9 +42,12 @@ REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
 
 
 def attention_backward(
-    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, *, config, core_count, interpret
+    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, dquery=None, *, config, core_count, interpret
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardSm90. 16-bit inputs only.
+
+    dquery: float32, like query: then query's gradient over options.scale is added to it, and it is given back in place
+    of the gradient. For head_dims of whole tiles, and where it need not be deterministic.
 
     dquery is summed in order of arrival; if options.deterministic, by a kernel of its own, in the order of the keys.
     """
@@ -69,10 +72,14 @@ def attention_backward(
         "dout": do,
         "lse": lse,
         "delta": jnp.pad(delta, rows),
-        "dquery": None if options.deterministic else jax.new_ref(jnp.zeros(q.shape, jnp.float32)),
+        "dquery": None,
     }
+    if not options.deterministic:
+        arrays["dquery"] = jax.new_ref(jnp.zeros(q.shape, jnp.float32) if dquery is None else dquery)
     described = {"config": config, "interpret": interpret}
     dk, dv = _kernel(arrays, options, kv_length, **described)
+    if dquery is not None:
+        return AttentionGradients(jax.freeze(arrays["dquery"]), dk, dv)
     if options.deterministic:
         blocks = backward_dq_sm90.BLOCK_Q, backward_dq_sm90.BLOCKS[width][0]
         arrays["segments"] = segments_of(inputs, *blocks, of_keys=False)
@@ -92,9 +99,10 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
 
     All have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of block_q] float32.
     """
-    batch, q_length, heads, head_dim = arrays["query"].shape
+    batch, q_length, _, head_dim = arrays["query"].shape
     key = arrays["key"]
-    kv_heads = key.shape[2]
+    heads, kv_heads = views_sm90.head_counts(arrays["query"], key, options)
+    q_head_of, kv_head_of = views_sm90.head_maps(options)
     group = heads // kv_heads
     scale, cap = options.scale, options.softcap
     dtype = key.dtype
@@ -180,6 +188,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
         def _memory():
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
             b, kv_head, kv_index = block(recomputed(cta))
+            kv_head = kv_head_of(kv_head)
             for r in range(row_groups):
                 rows = pl.ds(kv_index * block_kv + 64 * r, 64)
                 for c in range(chunks):
@@ -203,7 +212,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         plgpu.barrier_wait(free.at[slot])
 
                     for half in range(halves):
-                        source = gmem.at[b, rows, head, pl.ds(width * half, width)]
+                        source = gmem.at[b, rows, q_head_of(head), pl.ds(width * half, width)]
                         plgpu.copy_gmem_to_smem(source, smem.at[slot, half], ready.at[slot])
                     plgpu.copy_gmem_to_smem(row_gmem.at[b, head, rows], row_smem.at[slot], ready.at[slot])
                     if with_ids:
@@ -383,7 +392,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
                         if exchange:
                             plgpu.barrier_arrive(ds_free)
-                        store_dq((chunk, row), dq, head)
+                        store_dq((chunk, row), dq, q_head_of(head))
 
                     if with_dq:
                         pl.run_scoped(gradients, plgpu.ACC((64, 64)))
@@ -394,7 +403,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
 
                     def more_dq(dq_acc, part):
                         plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[part[0], row_group])
-                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), head)
+                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), q_head_of(head))
 
                     for part in dq_parts(w)[1:] if with_dq else []:
                         pl.run_scoped(functools.partial(more_dq, part=part), plgpu.ACC((64, 64)))
@@ -469,7 +478,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
             collective_axes="wg",
         )
 
-    shape = jax.ShapeDtypeStruct(key.shape, dtype)
+    shape = jax.ShapeDtypeStruct((batch, key.shape[1], kv_heads, head_dim), dtype)
     return launch(
         entry,
         "attention_backward_sm90",
