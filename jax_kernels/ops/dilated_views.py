@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,14 @@ import numpy as np
 
 from jax_kernels.attention_inputs import HeadView
 from jax_kernels.hilbert import hilbert_order, invert_order
+from jax_kernels.pallas.attention.dilated_triton import Rows
 
 __all__ = [
     "Call",
     "Piece",
     "arrays_of",
     "calls_of",
+    "compact_rows",
     "gather_ids",
     "gather_rows",
     "merge_rows",
@@ -197,6 +200,26 @@ def _is_strided(piece: Piece, length: int, group: int) -> bool:
     return is_whole and has_tiles and shares and piece.arrangement is None
 
 
+def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads: int) -> list[Rows] | None:
+    """Where what calls give for an array of so many heads, query's or key's, has its tokens.
+
+    None where it has more than one entry or head for a token of one of these heads, or not in the order of the tokens.
+    """
+    group, rows = num_heads // array_heads, []
+    for number, call in enumerate(calls):
+        base = 0
+        for piece in call.pieces:
+            if call.is_masked or piece.offsets is None or piece.arrangement is not None:
+                return None
+            if _shared(piece, group) != group:
+                return None
+            first, end, boundary = (head // group for head in (*piece.heads, piece.boundaries[1]))
+            tokens = (piece.start, piece.segments, piece.length, piece.rate)
+            rows.append(Rows(number, base, *tokens, first, end, piece.offsets[first * group], boundary - first))
+            base += batch * piece.segments
+    return rows
+
+
 def _shared(piece: Piece, group: int) -> int:
     """How many neighbouring query heads have both key head and class in common, everywhere in the piece."""
     return group if piece.offsets is None else math.gcd(group, *piece.boundaries)
@@ -232,7 +255,7 @@ def _permuted(x: jax.Array, order: np.ndarray) -> jax.Array:
 
 
 def arrays_of(x: jax.Array, call: Call, num_heads: int) -> jax.Array:
-    """[B, T, heads, ...] -> what a call reads: the gathered rows; of a strided one, [entries, rows, rate * heads, ...]."""
+    """[B, T, heads, ...] -> what a call reads: gathered rows, or a view [entries, rows, rate * heads, ...]."""
     if not call.is_strided:
         return gather_rows(x, call, num_heads)
     (piece,) = call.pieces

@@ -1,10 +1,9 @@
 """dilated_attention by the Hopper kernels in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
 
-python tests/pallas/dilated_interpreter.py '{"num_heads": 4, "kv_heads": 2, "length": 64, "head_dim": 64, "segment_lengths": ...}'
+python tests/pallas/dilated_interpreter.py '{"num_heads": 4, "kv_heads": 2, "length": 64, "head_dim": 64, ...}'
 
 """
 
-import functools
 import functools
 import importlib
 import json
@@ -14,6 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import mosaic_interpreter  # first: it sets the environment
+
+# isort: split
 import dilated_oracle
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,6 @@ import numpy as np
 from jax_kernels import dilated_attention
 from jax_kernels.dispatch import on_device
 from jax_kernels.testing import rms_error
-
 
 module = importlib.import_module("jax_kernels.ops.dilated_attention")
 
