@@ -12,6 +12,7 @@ from jax_kernels.ops.attention_fp8 import flash_attention_fp8 as flash_attention
 from jax_kernels.ops.block_sparse_attention import block_sparse_attention as block_sparse_attention
 from jax_kernels.ops.decode_attention import decode_attention as decode_attention
 from jax_kernels.ops.dilated_attention import dilated_attention as dilated_attention
+from jax_kernels.ops.dilated_parallel import sequence_parallel_dilated_attention as sequence_parallel_dilated_attention
 from jax_kernels.quantization import quantize_fp8 as quantize_fp8
 
 __version__ = "0.1.0"
