@@ -49,6 +49,10 @@ class DilatedCall:
         return 1 / self.branches if self.is_mean else 1.0
 
     @property
+    def reads_views(self) -> bool:
+        return any(views.is_strided for views, _ in self.attentions)
+
+    @property
     def interpret(self) -> bool:
         return self.attentions[0][1].interpret
 
@@ -136,31 +140,33 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
     heads = out.shape[2]
     dout, dlse = cotangents if call.return_lse else (*cotangents, None)
     terms = _row_terms(call, out, lse, dout, dlse) if call.merged_backward else None
-    # What strided calls add to, one after the other.
-    dquery = jnp.zeros(query.shape, jnp.float32) if any(views.is_strided for views, _ in call.attentions) else None
+    # Where calls read views, what they add their query gradients to, one after the other; these are not scaled yet.
+    dquery = jnp.zeros(query.shape, jnp.float32) if call.reads_views else None
     parts: dict[str, list[Any]] = {"query": [], "key": [], "value": []}
     for views, planned in call.attentions:
         inputs = _inputs(views, query, key, value, ids)
         if terms is None:
-            of_rows = _branch_terms(call, views, planned, inputs, lse, dout, dlse)
+            lse_of_rows, delta = _branch_terms(call, views, planned, inputs, lse, dout, dlse)
         else:
-            of_rows = [dilated_views.gather_rows(x, views, heads).swapaxes(1, 2) for x in terms]
-        given = (inputs, of_rows[0], of_rows[1], dilated_views.arrays_of(dout, views, heads))
-        if dquery is not None and views.is_strided:
-            gradients = attention.attention_gradients(planned, *given, dquery=dquery.reshape(inputs.query.shape))
+            lse_of_rows, delta = (dilated_views.gather_rows(x, views, heads).swapaxes(1, 2) for x in terms)
+        so_far = None
+        if dquery is not None:
+            shape = inputs.query.shape
+            so_far = dquery.reshape(shape) if views.is_strided else jnp.zeros(shape, jnp.float32)
+        dout_of_rows = dilated_views.arrays_of(dout, views, heads)
+        gradients = attention.attention_gradients(planned, inputs, lse_of_rows, delta, dout_of_rows, so_far)
+        if views.is_strided:
             dquery, gradients = gradients.query.reshape(query.shape), gradients._replace(query=None)
-        else:
-            gradients = attention.attention_gradients(planned, *given)
         for name, part in parts.items():
             part.append(getattr(gradients, name))
-    scale = call.attentions[0][1].options.scale
+    scale = call.attentions[0][1].options.scale if call.reads_views else 1.0
     dq = _total(call, parts["query"], query, heads, dquery, scale)
     dk, dv = (_total(call, parts[name], x, heads) for name, x in (("key", key), ("value", value)))
     return ((dq, dk, dv, None),)
 
 
 def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float = 1.0):
-    """The gradient of an array, from what each attention gave (or None), and factor * whole."""
+    """factor times the sum of what each attention gave for an array (or None), and of `whole`: the array's gradient."""
     batch, length, array_heads, _ = like.shape
     calls = [views for (views, _), part in zip(call.attentions, parts, strict=True) if part is not None]
     parts = [part for part in parts if part is not None]
@@ -173,8 +179,8 @@ def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float
     scattered: Parts = []
     for views, part in zip(calls, parts, strict=True):
         scattered += dilated_views.scatter(part, views, batch, heads, array_heads)
-    sums = dilated_views.merge_rows(scattered, length) + ([] if whole is None else [factor * whole])
-    return _sum(sums).astype(like.dtype)
+    sums = dilated_views.merge_rows(scattered, length) + ([] if whole is None else [whole])
+    return (factor * _sum(sums)).astype(like.dtype)
 
 
 def _row_terms(call: DilatedCall, out, lse, dout, dlse):

@@ -46,8 +46,8 @@ def attention_backward(
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardSm90. 16-bit inputs only.
 
-    dquery: float32, like query: then query's gradient over options.scale is added to it, and it is given back in place
-    of the gradient. For head_dims of whole tiles, and where it need not be deterministic.
+    dquery: float32, shaped as query: query's gradient over options.scale is added to it, and it is given back in place
+    of the gradient, where that need not be deterministic.
 
     dquery is summed in order of arrival; if options.deterministic, by a kernel of its own, in the order of the keys.
     """
@@ -75,17 +75,18 @@ def attention_backward(
         "dquery": None,
     }
     if not options.deterministic:
-        arrays["dquery"] = jax.new_ref(jnp.zeros(q.shape, jnp.float32) if dquery is None else dquery)
+        arrays["dquery"] = jax.new_ref(
+            jnp.zeros(q.shape, jnp.float32) if dquery is None else pad_for_tma(dquery, width)
+        )
     described = {"config": config, "interpret": interpret}
     dk, dv = _kernel(arrays, options, kv_length, **described)
-    if dquery is not None:
-        return AttentionGradients(jax.freeze(arrays["dquery"]), dk, dv)
     if options.deterministic:
         blocks = backward_dq_sm90.BLOCK_Q, backward_dq_sm90.BLOCKS[width][0]
         arrays["segments"] = segments_of(inputs, *blocks, of_keys=False)
         dq = backward_dq_sm90.query_gradient(arrays, options, kv_length, **described)
     else:
-        dq = (jax.freeze(arrays["dquery"]) * options.scale).astype(query.dtype)
+        dq = jax.freeze(arrays["dquery"])
+        dq = dq if dquery is not None else (dq * options.scale).astype(query.dtype)
     pairs = zip((dq, dk, dv), inputs[:3], strict=True)
     return AttentionGradients(*(dx[:, : x.shape[1], :, : x.shape[3]] for dx, x in pairs))
 

@@ -88,7 +88,7 @@ def merge(
 def total(
     rows: Sequence[Rows], parts: Sequence[jax.Array], whole: jax.Array | None, factor: float, *, like, interpret
 ) -> jax.Array:
-    """The compact parts added up, and factor * whole (float32) where there is that; shaped and typed as `like`."""
+    """factor times the sum of the compact parts, and of `whole` (float32) where there is that: typed as `like`."""
     _, length, _, head_dim = like.shape
 
     def kernel(*refs):
@@ -97,10 +97,10 @@ def total(
         exists = tokens < length
         acc = jnp.zeros((len(tokens), padded(head_dim)), jnp.float32)
         if whole is not None:
-            acc += factor * plgpu.load(given[-1], mask=_mask(exists, head_dim), other=0.0)
+            acc += plgpu.load(given[-1], mask=_mask(exists, head_dim), other=0.0)
         for x in rows:
             acc += _load(given[x.array], x, x.find(tokens, head, b), exists, head, head_dim)
-        _store(out_ref, acc, exists, head_dim)
+        _store(out_ref, acc * factor, exists, head_dim)
 
     arrays = [whole_array(_lines(x)) for x in parts]
     if whole is not None:

@@ -85,7 +85,7 @@ def test_total(name, with_whole):
         for views, part in zip(calls, parts, strict=True):
             scattered += dilated_views.scatter(part, views, 2, heads, kv_heads)
         sums = dilated_views.merge_rows(scattered, length)
-        return dilated_vjp._sum([*sums, *([] if whole is None else [0.3 * whole])])
+        return 0.3 * dilated_vjp._sum([*sums, *([] if whole is None else [whole])])
 
     @jit
     def in_one_pass(parts, whole):
