@@ -203,7 +203,8 @@ def _is_strided(piece: Piece, length: int, group: int) -> bool:
 def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads: int) -> list[Rows] | None:
     """Where what calls give for an array of so many heads, query's or key's, has its tokens.
 
-    None where it has more than one entry or head for a token of one of these heads, or not in the order of the tokens.
+    What has several entries or heads for tokens of one of these heads has as many Rows. None where an entry has not all
+    the heads of a piece, or its rows are not in the order of the tokens.
     """
     group, rows = num_heads // array_heads, []
     for number, call in enumerate(calls):
@@ -211,11 +212,13 @@ def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads:
         for piece in call.pieces:
             if call.is_masked or piece.offsets is None or piece.arrangement is not None:
                 return None
-            if _shared(piece, group) != group:
-                return None
-            first, end, boundary = (head // group for head in (*piece.heads, piece.boundaries[1]))
+            shared = _shared(piece, group)
+            first, end, boundary = (head // shared for head in (*piece.heads, piece.boundaries[1]))
             tokens = (piece.start, piece.segments, piece.length, piece.rate)
-            rows.append(Rows(number, base, *tokens, first, end, piece.offsets[first * group], boundary - first))
+            offset, parts = piece.offsets[piece.heads[0]], group // shared
+            rows += [
+                Rows(number, base, *tokens, first, end, offset, boundary - first, parts, nth) for nth in range(parts)
+            ]
             base += batch * piece.segments
     return rows
 

@@ -24,8 +24,9 @@ class Rows(NamedTuple):
     """Which tokens a compact array [entries, rows, end - first, ...] has of an array [B, T, heads, ...].
 
     Of the compact arrays it is number `array`, in which entries base ... base + B * segments - 1 are those of a piece.
-    Row r of segment s and head h, first <= h < end, is the token start + s * length + r * rate + offset +
-    (h - first) // run, where that is below start + (s + 1) * length.
+    Head h of the array is number part * h + nth among `part` times as many, of which the compact one has first ...
+    end - 1. Row r of segment s and of the compact array's head c is the token start + s * length + r * rate + offset +
+    c // run, where that is below start + (s + 1) * length.
     """
 
     array: int
@@ -38,15 +39,18 @@ class Rows(NamedTuple):
     end: int
     offset: int
     run: int
+    part: int = 1
+    nth: int = 0
 
     def find(self, tokens, head, batch_index):
-        """(whether there is a place for each token, its entry, its row)."""
+        """(whether there is a place for each token, its entry, its row, its head)."""
         place = tokens - self.start
         segment, within = lax.div(place, self.length), lax.rem(place, self.length)
         row, phase = lax.div(within, self.rate), lax.rem(within, self.rate)
-        taken = phase == self.offset + lax.div(head - self.first, self.run)
-        taken = taken & (place >= 0) & (segment < self.segments) & (head >= self.first) & (head < self.end)
-        return taken, self.base + batch_index * self.segments + segment, row
+        compact = head * self.part + (self.nth - self.first)
+        taken = phase == self.offset + lax.div(compact, self.run)
+        taken = taken & (place >= 0) & (segment < self.segments) & (compact >= 0) & (compact < self.end - self.first)
+        return taken, self.base + batch_index * self.segments + segment, row, compact
 
 
 def merge(
@@ -65,8 +69,8 @@ def merge(
         exists = tokens < length
         places = [x.find(tokens, head, b) for x in rows]
         parts = []
-        for x, (taken, entry, row) in zip(rows, places, strict=True):
-            view = lse_refs[x.array].at[entry * (x.end - x.first) + (head - x.first), row]
+        for x, (taken, entry, row, compact) in zip(rows, places, strict=True):
+            view = lse_refs[x.array].at[entry * (x.end - x.first) + compact, row]
             parts.append(plgpu.load(view, mask=taken & exists, other=-jnp.inf))
         highest = functools.reduce(jnp.maximum, parts)
         highest = jnp.where(highest == -jnp.inf, 0.0, highest)
@@ -77,7 +81,7 @@ def merge(
         acc = jnp.zeros((len(tokens), padded(head_dim)), jnp.float32)
         for x, place, weight in zip(rows, places, weights, strict=True):
             weight = (weight / safe)[:, None] if share is None else share
-            acc += weight * _load(out_refs[x.array], x, place, exists, head, head_dim)
+            acc += weight * _load(out_refs[x.array], place, exists, head_dim)
         _store(out_ref, acc, exists, head_dim)
 
     shapes = [like, jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)]
@@ -99,7 +103,7 @@ def total(
         if whole is not None:
             acc += plgpu.load(given[-1], mask=_mask(exists, head_dim), other=0.0)
         for x in rows:
-            acc += _load(given[x.array], x, x.find(tokens, head, b), exists, head, head_dim)
+            acc += _load(given[x.array], x.find(tokens, head, b), exists, head_dim)
         _store(out_ref, acc * factor, exists, head_dim)
 
     arrays = [whole_array(_lines(x)) for x in parts]
@@ -144,12 +148,12 @@ def _lines(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:2], -1)
 
 
-def _load(ref: Any, rows: Rows, place: Any, exists: Any, head: Any, head_dim: int) -> jax.Array:
+def _load(ref: Any, place: Any, exists: Any, head_dim: int) -> jax.Array:
     """The tokens of a block that a compact array has, zeros for others: float32 [block, padded head_dim]."""
-    taken, entry, row = place
+    taken, entry, row, head = place
     shape = (len(row), padded(head_dim))
     wide = lambda x: jnp.broadcast_to(x[:, None], shape)
-    column = (head - rows.first) * head_dim + lax.broadcasted_iota(jnp.int32, shape, 1)
+    column = head * head_dim + lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = _mask(taken & exists, head_dim)
     return plgpu.load(ref.at[wide(entry), wide(row), column], mask=mask, other=0.0).astype(jnp.float32)
 

@@ -19,6 +19,8 @@ PATTERNS = {
     "divides_nothing": ((10, 24), (3, 5), 6, 6, 37, False),
     "more_classes_than_heads": ((6, 24), (5, 7), 3, 3, 24, False),
     "groups": ((8, 12), (2, 3), 5, 5, 24, True),
+    "classes_within_groups": ((8, 16, 24), (1, 2, 5), 8, 2, 24, False),
+    "groups_within_groups": ((8, 12), (2, 3), 6, 2, 24, True),
 }
 
 
@@ -66,7 +68,7 @@ def test_merge(name):
         return dilated_triton.merge(rows, outs, lses, like=like, share=share, interpret=True)
 
     got, want = in_one_pass(*results), by_selection(*results)
-    assert np.isneginf(want[1]).any() == (name not in ("longnet", "grouped_heads"))
+    assert np.isneginf(want[1]).any() == (name not in ("longnet", "grouped_heads", "classes_within_groups"))
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=2e-6, atol=2e-6)
 
@@ -100,15 +102,9 @@ def test_total(name, with_whole):
 def test_what_has_no_compact_rows():
     calls, heads, *_ = calls_of("longnet")
     assert dilated_views.compact_rows([dataclasses.replace(calls[0], is_masked=True)], 2, heads, heads) is None
-    (call,) = dilated_views.calls_of(
-        dilated_views.pieces_of(16, 4, ((16, 4),), heads="all", layout="overlap", order=None),
-        *(4, 2),
-        is_causal=True,
-        has_segment_ids=False,
-    )
-    # Query heads of one key head that are in two classes: two entries' heads for one of key's tokens.
-    assert dilated_views.compact_rows([call], 1, 4, 4) is not None
-    assert dilated_views.compact_rows([call], 1, 4, 2) is None
+    pieces = dilated_views.pieces_of(16, 4, ((16, 4),), heads="all", layout="overlap", order="hilbert")
+    ordered = dilated_views.calls_of(pieces, 4, 4, is_causal=True, has_segment_ids=False)
+    assert dilated_views.compact_rows(ordered, 2, 4, 4) is None
 
 
 STRIDED = {
