@@ -40,18 +40,20 @@ class AttentionGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadView:
-    """The heads of a call among those of its array: head h is the array's first + h + h // run * skip.
+    """The heads of a call among those of its array: head h is the array's first + h // part + h // run * skip.
 
-    count: how many heads the call has. run, skip: after so many heads, that many are left out.
+    count: how many heads the call has. run, skip: after so many heads, that many are left out. part: so many heads of
+    the call are in one of the array, of several such runs.
     """
 
     count: int
     first: int
     run: int
     skip: int
+    part: int = 1
 
     def of_array(self, head: int) -> int:
-        return self.first + head + head // self.run * self.skip
+        return self.first + head // self.part + head // self.run * self.skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,13 +154,14 @@ class Call:
         if piece.offsets is None or (piece.rate == 1 and self.heads == num_heads):
             return None
         group = num_heads // array_heads
+        shared = _shared(piece, group)
         first, end = piece.heads
-        boundary = piece.boundaries[1]
         return HeadView(
-            count=(end - first) // group,
+            count=(end - first) // shared,
             first=piece.offsets[first] * array_heads + first // group,
-            run=(boundary - first) // group,
+            run=(piece.boundaries[1] - first) // shared,
             skip=array_heads,
+            part=group // shared,
         )
 
 
@@ -195,9 +196,9 @@ def split_strided(call: Call, length: int, group: int) -> tuple[Call, ...]:
 def _is_strided(piece: Piece, length: int, group: int) -> bool:
     is_whole = piece.start == 0 and piece.segments * piece.length == length
     has_tiles = piece.length % piece.rate == 0 and piece.rows % ROW_MULTIPLE == 0
-    # Else a key head that a call takes once in the array would be two of the call's.
-    shares = piece.offsets is None or _shared(piece, group) == group
-    return is_whole and has_tiles and shares and piece.arrangement is None
+    # Else the parts of key heads do not start where these do.
+    is_aligned = piece.offsets is None or piece.heads[0] % group == 0
+    return is_whole and has_tiles and is_aligned and piece.arrangement is None
 
 
 def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads: int) -> list[Rows] | None:

@@ -27,6 +27,7 @@ def head_maps(options: AttentionOptions) -> tuple[Callable[[Any], Any], Callable
 def _head_map(view: HeadView | None) -> Callable[[Any], Any]:
     if view is None:
         return lambda head: head
+    quotient = lambda head, divisor: head if divisor == 1 else lax.div(head, jnp.int32(divisor))
     if view.run >= view.count:
-        return lambda head: head + view.first
-    return lambda head: head + view.first + lax.div(head, jnp.int32(view.run)) * view.skip
+        return lambda head: view.first + quotient(head, view.part)
+    return lambda head: view.first + quotient(head, view.part) + quotient(head, view.run) * view.skip

@@ -305,6 +305,25 @@ def test_on_gpu(mode, is_causal, order, packed, heads, kv_heads, implementation)
         assert rms_error(g, w) < bound, name
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("mode", ["longnet", "stopped", "all_mean", "groups_mean"])
+def test_views_on_gpu(mode, head_dim):
+    """Segments that cover the sequence, which Hopper reads as they stand, beside one whose rate does not divide it."""
+    pattern = {"segment_lengths": (128, 256, 512, 512), "dilation_rates": (1, 2, 4, 3), "is_causal": mode != "all_mean"}
+    arguments = MODES[mode] | pattern
+    inputs = arrays(512, 8, 2, head_dim=head_dim, v_head_dim=head_dim, dtype=jnp.bfloat16)
+    try:
+        explain(dilated_attention, *inputs[:3], implementation="mosaic_gpu", **arguments)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    got = results_of(inputs, implementation="mosaic_gpu", **arguments)
+    want = dilated_oracle.dilated_attention(*inputs, **arguments)
+    for name, g, w, bound in zip(NAMES, got, want, (3e-3, 1e-5, 6e-3, 6e-3, 6e-3), strict=True):
+        assert rms_error(g, w) < bound, name
+
+
 def test_explain():
     inputs = [jax.ShapeDtypeStruct((2, 5000, 8, 64), jnp.bfloat16)] * 3
     with on_device("h200"):

@@ -110,6 +110,8 @@ def test_what_has_no_compact_rows():
 STRIDED = {
     "longnet": ((16, 32, 64), (1, 2, 4), 4, 4, 64, False),
     "uneven_classes": ((32, 64), (2, 4), 6, 3, 64, False),
+    "classes_within_groups": ((32, 64, 64), (2, 4, 8), 12, 2, 64, False),
+    "one_key_head": ((32, 64, 32), (2, 8, 1), 6, 1, 64, False),
     "groups": ((32, 16), (2, 1), 6, 2, 64, True),
 }
 
@@ -135,14 +137,11 @@ def test_views_have_the_gathered_rows(name, monkeypatch):
 
 
 def test_what_is_not_strided():
-    """Segments that do not cover the sequence, rates that do not divide them, rows of no whole tiles, classes within
-    a group of heads, and an order.
-    """
+    """Segments that do not cover the sequence, rates that do not divide them, rows of no whole tiles, and an order."""
     for pattern in (
         ((48,), (2,), 4, 4, 64, None),
         ((64,), (3,), 4, 4, 64, None),
         ((8,), (2,), 4, 4, 64, None),
-        ((64,), (4,), 4, 2, 64, None),
         ((64,), (2,), 4, 4, 64, "hilbert"),
     ):
         lengths, rates, heads, kv_heads, length, order = pattern
