@@ -53,14 +53,15 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
     dense = dense_sm90.dense_of(inputs, options, config.block_q, config.block_kv, transposed=False)
     largest = None
-    # Of some heads of an array, all would be read.
-    can_be_bounded = config.bounded and dense is None and options.query_heads is None
-    if can_be_bounded and _keys_per_query(options, kv_length) >= BOUNDED_FROM:
+    heads = views_sm90.head_counts(query, key, options)[0]
+    # The look is at all heads of the array, where a call takes only some.
+    bounded_from = BOUNDED_FROM * query.shape[2] / heads
+    if config.bounded and dense is None and _keys_per_query(options, kv_length) >= bounded_from:
         largest = softmax.largest_scores(query, key, options.scale)
         largest = jnp.minimum(largest, cap * softmax.LOG2E) if cap else largest
     scheduler = TileScheduler(
         batch=query.shape[0],
-        heads=views_sm90.head_counts(query, key, options)[0],
+        heads=heads,
         q_blocks=pl.cdiv(q_length, config.block_q),
         is_causal=options.is_causal,
         heads_together=config.heads_together,
@@ -266,7 +267,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                     return jnp.where(keep, s, -jnp.inf)
 
                 plgpu.barrier_wait(q_ready.at[w])
-                largest = given["largest"][b, h] if bounded else None
+                largest = given["largest"][b, q_head_of(h)] if bounded else None
 
                 def products(acc_ref, s_ref):
                     def issue_scores(slot):

@@ -22,6 +22,7 @@ import numpy as np
 
 from jax_kernels import dilated_attention
 from jax_kernels.dispatch import on_device
+from jax_kernels.pallas.attention import forward_sm90
 from jax_kernels.testing import rms_error
 
 module = importlib.import_module("jax_kernels.ops.dilated_attention")
@@ -29,6 +30,8 @@ module = importlib.import_module("jax_kernels.ops.dilated_attention")
 
 def main(case: dict) -> dict:
     mosaic_interpreter.install()
+    if case.pop("bounded", False):  # short walks do without it
+        forward_sm90.BOUNDED_FROM = 0
     heads, kv_heads, length, head_dim = (case.pop(name) for name in ("num_heads", "kv_heads", "length", "head_dim"))
     random = np.random.default_rng(0)
     normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
