@@ -204,23 +204,23 @@ def _is_strided(piece: Piece, length: int, group: int) -> bool:
 def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads: int) -> list[Rows] | None:
     """Where what calls give for an array of so many heads, query's or key's, has its tokens.
 
-    What has several entries or heads for tokens of one of these heads has as many Rows. None where an entry has not all
-    the heads of a piece, or its rows are not in the order of the tokens.
+    Of a head whose tokens are several of an entry's heads there are as many Rows. None where calls take all classes, or
+    tokens in another order.
     """
     group, rows = num_heads // array_heads, []
     for number, call in enumerate(calls):
         base = 0
         for piece in call.pieces:
-            if call.is_masked or piece.offsets is None or piece.arrangement is not None:
+            if piece.offsets is None or piece.arrangement is not None:
                 return None
             shared = _shared(piece, group)
             first, end, boundary = (head // shared for head in (*piece.heads, piece.boundaries[1]))
-            tokens = (piece.start, piece.segments, piece.length, piece.rate)
-            offset, parts = piece.offsets[piece.heads[0]], group // shared
-            rows += [
-                Rows(number, base, *tokens, first, end, offset, boundary - first, parts, nth) for nth in range(parts)
-            ]
-            base += batch * piece.segments
+            in_entry, parts = call.heads // shared, group // shared
+            folds = (end - first) // in_entry
+            place = (number, base, piece.start, piece.segments, piece.length, piece.rate, first, folds, in_entry)
+            offset, run = piece.offsets[piece.heads[0]], boundary - first
+            rows += [Rows(*place, offset, run, parts, nth) for nth in range(parts)]
+            base += batch * piece.segments * folds
     return rows
 
 

@@ -21,12 +21,13 @@ ELEMENTS = 8192  # of a program's block of tokens
 
 
 class Rows(NamedTuple):
-    """Which tokens a compact array [entries, rows, end - first, ...] has of an array [B, T, heads, ...].
+    """Which tokens a compact array [entries, rows, in_entry, ...] has of an array [B, T, heads, ...].
 
-    Of the compact arrays it is number `array`, in which entries base ... base + B * segments - 1 are those of a piece.
-    Head h of the array is number part * h + nth among `part` times as many, of which the compact one has first ...
-    end - 1. Row r of segment s and of the compact array's head c is the token start + s * length + r * rate + offset +
-    c // run, where that is below start + (s + 1) * length.
+    Of the compact arrays it is number `array`, of which it is entries base ... base + B * segments * folds - 1. These
+    are those of an array [B * segments, folds, rows, in_entry, ...] where fold f has heads f * in_entry ... of heads
+    0 ... folds * in_entry - 1. Head h of the array is number part * h + nth among `part` times as many, and that is
+    first + c of one of these heads, c. Row r of segment s and head c is the token start + s * length + r * rate +
+    offset + c // run, where that is below start + (s + 1) * length.
     """
 
     array: int
@@ -36,21 +37,24 @@ class Rows(NamedTuple):
     length: int
     rate: int
     first: int
-    end: int
+    folds: int
+    in_entry: int
     offset: int
     run: int
     part: int = 1
     nth: int = 0
 
     def find(self, tokens, head, batch_index):
-        """(whether there is a place for each token, its entry, its row, its head)."""
+        """(whether there is a place for each token, its entry, its row, its head in the entry)."""
         place = tokens - self.start
         segment, within = lax.div(place, self.length), lax.rem(place, self.length)
         row, phase = lax.div(within, self.rate), lax.rem(within, self.rate)
         compact = head * self.part + (self.nth - self.first)
         taken = phase == self.offset + lax.div(compact, self.run)
-        taken = taken & (place >= 0) & (segment < self.segments) & (compact >= 0) & (compact < self.end - self.first)
-        return taken, self.base + batch_index * self.segments + segment, row, compact
+        taken = taken & (place >= 0) & (segment < self.segments)
+        taken = taken & (compact >= 0) & (compact < self.folds * self.in_entry)
+        entry = (batch_index * self.segments + segment) * self.folds + lax.div(compact, self.in_entry)
+        return taken, self.base + entry, row, lax.rem(compact, self.in_entry)
 
 
 def merge(
@@ -69,8 +73,8 @@ def merge(
         exists = tokens < length
         places = [x.find(tokens, head, b) for x in rows]
         parts = []
-        for x, (taken, entry, row, compact) in zip(rows, places, strict=True):
-            view = lse_refs[x.array].at[entry * (x.end - x.first) + compact, row]
+        for x, (taken, entry, row, in_entry) in zip(rows, places, strict=True):
+            view = lse_refs[x.array].at[entry * x.in_entry + in_entry, row]
             parts.append(plgpu.load(view, mask=taken & exists, other=-jnp.inf))
         highest = functools.reduce(jnp.maximum, parts)
         highest = jnp.where(highest == -jnp.inf, 0.0, highest)

@@ -1,6 +1,5 @@
 """The passes that put the branches of dilated attention together, and views of arrays, against what gathers give."""
 
-import dataclasses
 import functools
 
 import jax
@@ -21,6 +20,9 @@ PATTERNS = {
     "groups": ((8, 12), (2, 3), 5, 5, 24, True),
     "classes_within_groups": ((8, 16, 24), (1, 2, 5), 8, 2, 24, False),
     "groups_within_groups": ((8, 12), (2, 3), 6, 2, 24, True),
+    # Not causal: heads of one class are entries of their own, under a mask.
+    "masked": ((10, 24), (3, 5), 12, 6, 37, False),
+    "masked_groups": ((8, 12), (3, 5), 6, 2, 24, True),
 }
 
 
@@ -28,7 +30,9 @@ def calls_of(name):
     lengths, rates, heads, kv_heads, length, in_groups = PATTERNS[name]
     branches, served = tuple(zip(lengths, rates, strict=True)), "groups" if in_groups else "all"
     pieces = dilated_views.pieces_of(length, heads, branches, heads=served, layout="overlap", order=None)
-    calls = dilated_views.calls_of(pieces, heads, kv_heads, is_causal=True, has_segment_ids=False)
+    is_causal = not name.startswith("masked")
+    calls = dilated_views.calls_of(pieces, heads, kv_heads, is_causal=is_causal, has_segment_ids=False)
+    assert is_causal or any(call.is_masked for call in calls)
     return calls, heads, kv_heads, length
 
 
@@ -100,11 +104,10 @@ def test_total(name, with_whole):
 
 
 def test_what_has_no_compact_rows():
-    calls, heads, *_ = calls_of("longnet")
-    assert dilated_views.compact_rows([dataclasses.replace(calls[0], is_masked=True)], 2, heads, heads) is None
-    pieces = dilated_views.pieces_of(16, 4, ((16, 4),), heads="all", layout="overlap", order="hilbert")
-    ordered = dilated_views.calls_of(pieces, 4, 4, is_causal=True, has_segment_ids=False)
-    assert dilated_views.compact_rows(ordered, 2, 4, 4) is None
+    for layout, order in (("overlap", "hilbert"), ("partition", None)):
+        pieces = dilated_views.pieces_of(16, 4, ((16, 4),), heads="all", layout=layout, order=order)
+        calls = dilated_views.calls_of(pieces, 4, 4, is_causal=True, has_segment_ids=False)
+        assert dilated_views.compact_rows(calls, 2, 4, 4) is None
 
 
 STRIDED = {
@@ -127,7 +130,11 @@ def test_views_have_the_gathered_rows(name, monkeypatch):
         for call in strided:
             if not call.is_strided:
                 continue
-            view, want = dilated_views.arrays_of(x, call, heads), dilated_views.gather_rows(x, call, heads)
+            read = lambda x, call=call: (
+                dilated_views.arrays_of(x, call, heads),
+                dilated_views.gather_rows(x, call, heads),
+            )
+            view, want = (np.asarray(rows) for rows in jit(read)(x))
             taken = call.head_view(heads, array_heads)
             assert taken is not None or call.pieces[0].rate == 1
             if taken is not None:
