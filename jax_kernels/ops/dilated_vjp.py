@@ -28,7 +28,7 @@ Parts = list[tuple[Piece, jax.Array]]
 class DilatedCall:
     """A planned call without its arrays: its attentions, and how what they give becomes one.
 
-    is_alone: no token of a head is in two branches. merged_backward: the gradient of every branch follows from out
+    All attentions have one implementation. is_alone: no token of a head is in two branches. merged_backward: the gradient of every branch follows from out
     and lse of the whole.
     """
 

@@ -78,12 +78,13 @@ def test_merge(name):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-@pytest.mark.parametrize("with_whole", [True, False])
-def test_total(name, with_whole):
+def test_total(name):
     calls, heads, kv_heads, length = calls_of(name)
     parts, _ = random_results(calls, heads, "kv_heads", 20)
     like = jax.ShapeDtypeStruct((2, length, kv_heads, 20), jnp.bfloat16)
-    whole = jnp.asarray(np.random.default_rng(1).standard_normal(like.shape), jnp.float32) if with_whole else None
+    whole = None
+    if name.startswith(("longnet", "divides", "masked")):
+        whole = jnp.asarray(np.random.default_rng(1).standard_normal(like.shape), jnp.float32)
 
     @jit
     def by_selection(parts, whole):
