@@ -71,22 +71,20 @@ def gathered(query, key, value, *, segment_lengths, dilation_rates, is_causal, i
     outs, lses = [], []
     for size, rate in zip(segment_lengths, dilation_rates, strict=True):
         size = min(size, length)
-        if length % size or size % rate:
-            raise NotImplementedError(f"its segments must divide {length}, and its rates its segments")
-        places = np.arange(0, length, rate).reshape(-1, size // rate)[:, :, None] + np.arange(heads) // -(
-            -heads // rate
-        )
+        if length % size or (size % rate and not is_causal):
+            raise NotImplementedError(f"its segments must divide {length}, and if not causal its rates its segments")
+        rows = np.arange(-(-size // rate))[:, None] * rate + np.arange(heads) // -(-heads // rate)
+        # A row that a segment lacks is the last one of its class: no other row attends to it, and it is dropped.
+        places = np.where(rows < size, np.arange(0, length, size)[:, None, None] + rows, length)
         columns = np.broadcast_to(np.arange(heads), places.shape)
-        pick = lambda x, places=places, columns=columns: x[:, places, columns].reshape(
-            -1, *places.shape[1:], x.shape[3]
-        )
-        out, lse = flash_attention(
-            pick(query), pick(key), pick(value), is_causal=is_causal, return_lse=True, implementation=implementation
-        )
+        pick = lambda x, places=places, columns=columns: x.at[:, places, columns].get(mode="clip")
+        picked = (pick(x).reshape(-1, *places.shape[1:], x.shape[3]) for x in (query, key, value))
+        out, lse = flash_attention(*picked, is_causal=is_causal, return_lse=True, implementation=implementation)
         out = out.reshape(batch, *places.shape, -1).astype(jnp.float32)
         lse = lse.swapaxes(1, 2).reshape(batch, *places.shape)
-        outs.append(jnp.zeros((batch, length, heads, out.shape[-1])).at[:, places, columns].set(out))
-        lses.append(jnp.full((batch, length, heads), -jnp.inf).at[:, places, columns].set(lse))
+        put = lambda empty, x, places=places, columns=columns: empty.at[:, places, columns].set(x, mode="drop")
+        outs.append(put(jnp.zeros((batch, length, heads, out.shape[-1])), out))
+        lses.append(put(jnp.full((batch, length, heads), -jnp.inf), lse))
     weights = jax.nn.softmax(jnp.stack(lses), axis=0)
     return sum(w[..., None] * out for w, out in zip(weights, outs, strict=True)).astype(query.dtype)
 

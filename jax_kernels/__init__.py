@@ -13,6 +13,7 @@ from jax_kernels.ops.block_sparse_attention import block_sparse_attention as blo
 from jax_kernels.ops.compile_attention import compile_attention as compile_attention
 from jax_kernels.ops.decode_attention import decode_attention as decode_attention
 from jax_kernels.ops.dilated_attention import dilated_attention as dilated_attention
+from jax_kernels.ops.dilated_parallel import sequence_parallel_dilated_attention as sequence_parallel_dilated_attention
 from jax_kernels.ops.dynamic_mask_attention import dynamic_mask_attention as dynamic_mask_attention
 from jax_kernels.quantization import quantize_fp8 as quantize_fp8
 

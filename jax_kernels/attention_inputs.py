@@ -45,6 +45,24 @@ class AttentionGradients(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class HeadView:
+    """The heads of a call among those of its array: head h is the array's first + h // part + h // run * skip.
+
+    count: how many heads the call has. run, skip: after so many heads, that many are left out. part: so many heads of
+    the call are in one of the array, of several such runs.
+    """
+
+    count: int
+    first: int
+    run: int
+    skip: int
+    part: int = 1
+
+    def of_array(self, head: int) -> int:
+        return self.first + head // self.part + head // self.run * self.skip
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionOptions:
     """The static half of a call: hashable, so that it can key a jit cache.
 
@@ -67,6 +85,10 @@ class AttentionOptions:
     score_mod_gradient: bool = True
     # Whether the backward has to give the same bits on every run.
     deterministic: bool = False
+    # The heads that a call takes of query, and of key and value, where it does not take all of them ("mosaic_gpu").
+    # What it gives, and lse and delta of the backward, have the call's heads alone; dout has those of query's array.
+    query_heads: HeadView | None = None
+    kv_heads: HeadView | None = None
 
 
 def first_position(inputs: AttentionInputs, options: AttentionOptions) -> Any:

@@ -17,7 +17,15 @@ from jax_kernels.ops.attention_checks import check
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.reference.attention import row_terms
 
-__all__ = ["AttentionCall", "attention_backward", "attention_forward", "flash_attention", "prepare", "vary_alike"]
+__all__ = [
+    "AttentionCall",
+    "attention_backward",
+    "attention_forward",
+    "attention_gradients",
+    "flash_attention",
+    "prepare",
+    "vary_alike",
+]
 
 
 @jax.tree_util.register_static
@@ -234,11 +242,16 @@ def attention_backward(call: AttentionCall, inputs: AttentionInputs, out, lse, d
     if lse is None:  # of "cudnn", which JAX differentiates
         return _batched(_backward, call)(inputs, None, None, dout)
     lse, delta = row_terms(out, lse, dout, dlse)
-    gradients = _batched(_backward, call)(inputs, lse, delta, dout)
+    gradients = attention_gradients(call, inputs, lse, delta, dout)
     if inputs.sinks is None:
         return gradients
     share = jnp.exp(inputs.sinks[..., None] - lse)  # the sink's, of a query's softmax
     return gradients._replace(sinks=-jnp.sum(share * delta, axis=(0, 2))[None])
+
+
+def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta, dout, dquery=None):
+    """The gradients but that of the sinks, from what row_terms gives. dquery: to add to, for "mosaic_gpu" alone."""
+    return _batched(_backward, call)(inputs, lse, delta, dout, *(() if dquery is None else (dquery,)))
 
 
 def _forward(call, inputs):
@@ -247,10 +260,10 @@ def _forward(call, inputs):
     return implementation.forward(inputs, call.options, **statics)
 
 
-def _backward(call, inputs, lse, delta, dout):
+def _backward(call, inputs, lse, delta, dout, *dquery):
     backward = table.IMPLEMENTATIONS[call.implementation].backward
     if backward is not None:
-        return backward(inputs, call.options, lse, delta, dout, config=call.config, interpret=call.interpret)
+        return backward(inputs, call.options, lse, delta, dout, *dquery, config=call.config, interpret=call.interpret)
     # Differentiated by JAX: the forward runs once more.
     wanted = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
     if not call.options.bias_gradient:

@@ -1,7 +1,6 @@
-"""dilated_attention: its plan, its merge of branches and its gradient. Its views are in dilated_views."""
+"""dilated_attention: what it takes, and its plan. Its views are in dilated_views, what it computes in dilated_vjp."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,15 +11,14 @@ import numpy as np
 
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
-from jax_kernels.ops import attention, dilated_views
+from jax_kernels.ops import attention, dilated_views, dilated_vjp
 from jax_kernels.ops.attention import AttentionCall, flash_attention
 from jax_kernels.ops.attention_checks import check
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.ops.dilated_views import Call, Piece
+from jax_kernels.ops.dilated_vjp import DilatedCall
 
 __all__ = ["DilatedPlan", "check_pattern", "dilated_attention"]
-
-Parts = list[tuple[Piece, jax.Array]]
 
 
 def dilated_attention(
@@ -101,7 +99,7 @@ def dilated_attention(
     Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486.
     """
     call, arrays = _prepare(**locals())
-    results = _run(call, arrays)
+    results = dilated_vjp.run(call, arrays)
     return results if return_lse else results[0]
 
 
@@ -255,33 +253,7 @@ def _specs(request: AttentionRequest, views: Call) -> dict[str, Any]:
     }
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _DilatedCall:
-    """A planned call without its arrays: its attentions, and how what they give becomes one.
-
-    is_alone: no token of a head is in two branches. merged_backward: the gradient of every branch follows from out
-    and lse of the whole.
-    """
-
-    attentions: tuple[tuple[Call, AttentionCall], ...]
-    branches: int
-    is_mean: bool
-    is_alone: bool
-    stop_gradient_weights: bool
-    return_lse: bool
-
-    @property
-    def merged_backward(self) -> bool:
-        return self.is_alone or not (self.is_mean or self.stop_gradient_weights)
-
-    @property
-    def share(self) -> float:
-        """What "mean" multiplies a branch by."""
-        return 1 / self.branches if self.is_mean else 1.0
-
-
-def _prepare(**keywords: Any) -> tuple[_DilatedCall, tuple[Any, ...]]:
+def _prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     request, inputs, calls, merge, arguments = _check(**keywords)
     query, scale = inputs.query, arguments["scale"]
     scale = 1 / math.sqrt(request.head_dim) if scale is None else float(scale)
@@ -296,89 +268,23 @@ def _prepare(**keywords: Any) -> tuple[_DilatedCall, tuple[Any, ...]]:
         # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
         if is_merged and planned.implementation != "mosaic_gpu":
             planned = dataclasses.replace(planned, out_dtype="float32")
-        attentions.append((views, planned))
+        group = request.heads // request.kv_heads
+        reads_views = _reads_views(planned, request)
+        parts = dilated_views.split_strided(views, request.q_length, group) if reads_views else (views,)
+        attentions += [(part, _of_views(planned, part, request)) for part in parts]
     arrays = attention.vary_alike((query, inputs.key, inputs.value, inputs.q_segment_ids))
-    return _DilatedCall(tuple(attentions), **merge), arrays
+    return DilatedCall(tuple(attentions), **merge), arrays
 
 
-def _inputs(views: Call, query, key, value, ids) -> AttentionInputs:
-    heads = query.shape[2]
-    rows = functools.partial(dilated_views.gather_rows, call=views, num_heads=heads)
-    if views.is_masked:
-        ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
-        ids = dilated_views.gather_ids(ids, views)
-    return AttentionInputs(rows(query), rows(key), rows(value), q_segment_ids=ids, kv_segment_ids=ids)
+def _reads_views(planned: AttentionCall, request: AttentionRequest) -> bool:
+    """Whether an attention can take heads of an array, which its kernels then read as they stand, unpadded."""
+    whole = request.head_dim == request.v_head_dim and request.head_dim in (64, 128, 256)
+    return planned.implementation == "mosaic_gpu" and whole and not request.deterministic
 
 
-def _forward(call: _DilatedCall, arrays):
-    query = arrays[0]
-    batch, length, heads, _ = query.shape
-    out_parts: Parts = []
-    lse_parts: Parts = []
-    for views, planned in call.attentions:
-        out, lse = attention.attention_forward(planned, _inputs(views, *arrays))
-        out_parts += dilated_views.scatter(out, views, batch, heads, heads)
-        lse_parts += dilated_views.scatter(lse.swapaxes(1, 2), views, batch, heads, heads, fill=-jnp.inf)
-    outs = dilated_views.merge_rows(out_parts, length)
-    lses = dilated_views.merge_rows(lse_parts, length, fill=-jnp.inf)
-    lse = functools.reduce(jnp.maximum, lses)
-    if not call.is_alone:
-        highest = jnp.where(jnp.isneginf(lse), 0, lse)
-        lse = jnp.log(_sum([jnp.exp(x - highest) for x in lses])) + highest
-        if not call.is_mean:
-            finite = jnp.where(jnp.isneginf(lse), 0, lse)
-            outs = [jnp.exp(x - finite)[..., None] * out for x, out in zip(lses, outs, strict=True)]
-    return (_sum(outs) * call.share).astype(query.dtype), lse.swapaxes(1, 2)
-
-
-def _sum(arrays: list[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.add, arrays)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dilated(call, arrays):
-    return _forward(call, arrays)[: 1 + call.return_lse]
-
-
-def _dilated_fwd(call, arrays):
-    out, lse = _forward(call, arrays)
-    return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
-
-
-def _dilated_bwd(call, residuals, cotangents):
-    *arrays, out, lse = residuals
-    batch, length, heads, _ = out.shape
-    dout, dlse = cotangents if call.return_lse else (*cotangents, None)
-    parts: tuple[Parts, Parts, Parts] = ([], [], [])
-    for views, planned in call.attentions:
-        rows = functools.partial(dilated_views.gather_rows, call=views, num_heads=heads)
-        inputs = _inputs(views, *arrays)
-        given = [rows(x) for x in (dout, out, lse.swapaxes(1, 2))] + [
-            None if dlse is None else rows(dlse.swapaxes(1, 2))
-        ]
-        gradients = _branch_gradients(call, planned, inputs, *given)
-        for part, gradient, x in zip(parts, gradients[:3], arrays, strict=False):
-            part += dilated_views.scatter(gradient, views, batch, heads, x.shape[2])
-    sums = [_sum(dilated_views.merge_rows(part, length)) for part in parts]
-    return ((*(total.astype(x.dtype) for total, x in zip(sums, arrays, strict=False)), None),)
-
-
-def _branch_gradients(call: _DilatedCall, planned: AttentionCall, inputs: AttentionInputs, dout, out, lse, dlse):
-    """The gradients of one attention. out, lse [entries, rows, heads] and cotangents are those of the whole."""
-    dtype, lse = dout.dtype, lse.swapaxes(1, 2)
-    dlse = None if dlse is None else dlse.swapaxes(1, 2)
-    if call.merged_backward:
-        # One softmax over all that the branches see: P = exp(score - lse), dS = P * (dP - sum(out * dout) + dlse).
-        out, dout = out.astype(jnp.float32) / call.share, (dout * call.share).astype(dtype)
-        return attention.attention_backward(planned, inputs, out, lse, dout, dlse)
-    branch_out, branch_lse = attention.attention_forward(planned, inputs)
-    weight = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse))
-    dlse = None if dlse is None else weight * dlse
-    dout = (dout * (call.share if call.is_mean else weight.swapaxes(1, 2)[..., None])).astype(dtype)
-    return attention.attention_backward(planned, inputs, branch_out, branch_lse, dout, dlse)
-
-
-_dilated.defvjp(_dilated_fwd, _dilated_bwd)
-
-# One compilation where the caller has none: the views and the merge are many small operations.
-_run = jax.jit(_dilated, static_argnums=0)
+def _of_views(planned: AttentionCall, views: Call, request: AttentionRequest) -> AttentionCall:
+    if not views.is_strided:
+        return planned
+    of_query, of_key = (views.head_view(request.heads, heads) for heads in (request.heads, request.kv_heads))
+    options = dataclasses.replace(planned.options, query_heads=of_query, kv_heads=of_key)
+    return dataclasses.replace(planned, options=options)

@@ -1,22 +1,41 @@
 """The branches of dilated attention as views of its arrays: which rows and heads an attention call gets, and back.
 
 A piece is a run of equal segments of one branch. Its tokens, reshaped to [B * segments, rows, rate, heads, D], hold
-in column `phase` what one residue class takes, so a head is a strided slice. Nothing but reshapes, static slices,
-concatenations and selects is used, which XLA fuses, unless an order permutes the tokens.
+in column `phase` what one residue class takes, so a head is a strided slice. Where a piece covers the sequence and its
+rate divides its segments, that reshape is the array of a call, of which a kernel reads the heads that take part
+(Call.is_strided). Else the rows are gathered, by nothing but reshapes, static slices, concatenations and selects, which
+XLA fuses, unless an order permutes the tokens.
 """
 
 import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kernels.attention_inputs import HeadView
 from jax_kernels.hilbert import hilbert_order, invert_order
+from jax_kernels.pallas.attention.dilated_triton import Rows
 
-__all__ = ["Call", "Piece", "calls_of", "gather_ids", "gather_rows", "merge_rows", "pieces_of", "scatter"]
+__all__ = [
+    "Call",
+    "Piece",
+    "arrays_of",
+    "calls_of",
+    "compact_rows",
+    "gather_ids",
+    "gather_rows",
+    "merge_rows",
+    "pieces_of",
+    "scatter",
+    "split_strided",
+]
+
+ROW_MULTIPLE = 8  # of the tensor memory accelerator's tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +57,9 @@ class Piece:
 
     @property
     def rows(self) -> int:
-        return -(-self.length // self.rate)
+        """The places of a class. Where some classes lack a token in the last one, there are more of those."""
+        rows, rest = divmod(self.length, self.rate)
+        return -(-(rows + 1) // ROW_MULTIPLE) * ROW_MULTIPLE if rest else rows
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -110,7 +131,8 @@ class Call:
     """Pieces that one attention call serves, in batch entries of one shape.
 
     rows: queries, and keys, of an entry. heads, kv_heads: of an entry. is_masked: whether it needs segment ids, for
-    the caller's, or for the rows that some classes lack where causality does not hide them.
+    the caller's, or for the rows that some classes lack where causality does not hide them. is_strided: the call takes
+    some heads of a view of the whole arrays, of its one piece.
     """
 
     pieces: tuple[Piece, ...]
@@ -118,9 +140,29 @@ class Call:
     heads: int
     kv_heads: int
     is_masked: bool
+    is_strided: bool = False
 
     def entries(self, batch: int, num_heads: int) -> int:
         return sum(_entries(piece, batch, num_heads, self.heads) for piece in self.pieces)
+
+    def head_view(self, num_heads: int, array_heads: int) -> HeadView | None:
+        """Of a strided call: its heads among those of arrays_of, for query's or key's; None where it takes them all.
+
+        num_heads: of query. array_heads: of query or key.
+        """
+        (piece,) = self.pieces
+        if piece.offsets is None or (piece.rate == 1 and self.heads == num_heads):
+            return None
+        group = num_heads // array_heads
+        shared = _shared(piece, group)
+        first, end = piece.heads
+        return HeadView(
+            count=(end - first) // shared,
+            first=piece.offsets[first] * array_heads + first // group,
+            run=(piece.boundaries[1] - first) // shared,
+            skip=array_heads,
+            part=group // shared,
+        )
 
 
 def calls_of(
@@ -139,6 +181,47 @@ def calls_of(
             in_entry = math.gcd(*(b - a for a, b in itertools.pairwise(ends))) if is_masked else ends[-1] - ends[0]
         calls.setdefault((piece.rows, in_entry, in_entry // shared, is_masked), []).append(piece)
     return tuple(Call(tuple(pieces), *key) for key, pieces in calls.items())
+
+
+def split_strided(call: Call, length: int, group: int) -> tuple[Call, ...]:
+    """The call, with its pieces that views can serve in strided calls of their own. group: query heads per key head."""
+    if call.is_masked:
+        return (call,)
+    strided = [piece for piece in call.pieces if _is_strided(piece, length, group)]
+    others = tuple(piece for piece in call.pieces if piece not in strided)
+    calls = [dataclasses.replace(call, pieces=(piece,), is_strided=True) for piece in strided]
+    return *calls, *([dataclasses.replace(call, pieces=others)] if others else [])
+
+
+def _is_strided(piece: Piece, length: int, group: int) -> bool:
+    is_whole = piece.start == 0 and piece.segments * piece.length == length
+    has_tiles = piece.length % piece.rate == 0 and piece.rows % ROW_MULTIPLE == 0
+    # Else the parts of key heads do not start where these do.
+    is_aligned = piece.offsets is None or piece.heads[0] % group == 0
+    return is_whole and has_tiles and is_aligned and piece.arrangement is None
+
+
+def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads: int) -> list[Rows] | None:
+    """Where what calls give for an array of so many heads, query's or key's, has its tokens.
+
+    Of a head whose tokens are several of an entry's heads there are as many Rows. None where calls take all classes, or
+    tokens in another order.
+    """
+    group, rows = num_heads // array_heads, []
+    for number, call in enumerate(calls):
+        base = 0
+        for piece in call.pieces:
+            if piece.offsets is None or piece.arrangement is not None:
+                return None
+            shared = _shared(piece, group)
+            first, end, boundary = (head // shared for head in (*piece.heads, piece.boundaries[1]))
+            in_entry, parts = call.heads // shared, group // shared
+            folds = (end - first) // in_entry
+            place = (number, base, piece.start, piece.segments, piece.length, piece.rate, first, folds, in_entry)
+            offset, run = piece.offsets[piece.heads[0]], boundary - first
+            rows += [Rows(*place, offset, run, parts, nth) for nth in range(parts)]
+            base += batch * piece.segments * folds
+    return rows
 
 
 def _shared(piece: Piece, group: int) -> int:
@@ -173,6 +256,14 @@ def _tokens(x: jax.Array, piece: Piece, batch: int) -> jax.Array:
 
 def _permuted(x: jax.Array, order: np.ndarray) -> jax.Array:
     return x.at[:, order].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def arrays_of(x: jax.Array, call: Call, num_heads: int) -> jax.Array:
+    """[B, T, heads, ...] -> what a call reads: gathered rows, or a view [entries, rows, rate * heads, ...]."""
+    if not call.is_strided:
+        return gather_rows(x, call, num_heads)
+    (piece,) = call.pieces
+    return x.reshape(-1, piece.rows, piece.rate * x.shape[2], *x.shape[3:])
 
 
 def gather_rows(x: jax.Array, call: Call, num_heads: int) -> jax.Array:

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention import backward_dq_sm90, dense_sm90, lists_sm90, tiles
+from jax_kernels.pallas.attention import backward_dq_sm90, dense_sm90, lists_sm90, tiles, views_sm90
 from jax_kernels.pallas.attention.hopper import (
     COLUMN,
     ROW,
@@ -46,9 +46,12 @@ HEADS_TOGETHER_UP_TO = 8192
 
 
 def attention_backward(
-    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, *, config, core_count, interpret
+    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, dquery=None, *, config, core_count, interpret
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardSm90. 16-bit inputs only.
+
+    dquery: float32, shaped as query: query's gradient over options.scale is added to it, and it is given back in place
+    of the gradient, where that need not be deterministic.
 
     dquery is summed in order of arrival, and so may dkey and dvalue be (see split_tail); if options.deterministic,
     dquery by a kernel of its own, in the order of the keys.
@@ -79,15 +82,20 @@ def attention_backward(
         "dout": do,
         "lse": lse,
         "delta": jnp.pad(delta, rows),
-        "dquery": None if options.deterministic else jax.new_ref(jnp.zeros(q.shape, jnp.float32)),
+        "dquery": None,
     }
+    if not options.deterministic:
+        arrays["dquery"] = jax.new_ref(
+            jnp.zeros(q.shape, jnp.float32) if dquery is None else pad_for_tma(dquery, width)
+        )
     described = {"config": config, "interpret": interpret}
     dk, dv = _kernel(arrays, options, kv_length, core_count=core_count, **described)
     if options.deterministic:
         arrays |= {"segments": segments_of(inputs, *dq_blocks, of_keys=False), "lists": dq_lists}
         dq = backward_dq_sm90.query_gradient(arrays, options, kv_length, **described)
     else:
-        dq = (jax.freeze(arrays["dquery"]) * options.scale).astype(query.dtype)
+        dq = jax.freeze(arrays["dquery"])
+        dq = dq if dquery is not None else (dq * options.scale).astype(query.dtype)
     pairs = zip((dq, dk, dv), inputs[:3], strict=True)
     return AttentionGradients(*(dx[:, : x.shape[1], :, : x.shape[3]] for dx, x in pairs))
 
@@ -101,9 +109,10 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
 
     All have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of block_q] float32.
     """
-    batch, q_length, heads, head_dim = arrays["query"].shape
+    batch, q_length, _, head_dim = arrays["query"].shape
     key = arrays["key"]
-    kv_heads = key.shape[2]
+    heads, kv_heads = views_sm90.head_counts(arrays["query"], key, options)
+    q_head_of, kv_head_of = views_sm90.head_maps(options)
     group = heads // kv_heads
     scale, cap = options.scale, options.softcap
     dtype = key.dtype
@@ -206,6 +215,7 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
         def _memory():
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
             b, kv_head, kv_index = block(recomputed(cta))
+            kv_head = kv_head_of(kv_head)
             for r in range(row_groups):
                 rows = pl.ds(kv_index * block_kv + 64 * r, 64)
                 for c in range(chunks):
@@ -229,7 +239,7 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
                         plgpu.barrier_wait(free.at[slot])
 
                     for half in range(halves):
-                        source = gmem.at[b, rows, head, pl.ds(width * half, width)]
+                        source = gmem.at[b, rows, q_head_of(head), pl.ds(width * half, width)]
                         plgpu.copy_gmem_to_smem(source, smem.at[slot, half], ready.at[slot])
                     plgpu.copy_gmem_to_smem(row_gmem.at[b, head, rows], row_smem.at[slot], ready.at[slot])
                     if with_ids:
@@ -419,7 +429,7 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
                         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
                         if exchange:
                             plgpu.barrier_arrive(ds_free)
-                        store_dq((chunk, row), dq, head, q_start)
+                        store_dq((chunk, row), dq, q_head_of(head), q_start)
 
                     if with_dq:
                         pl.run_scoped(gradients, plgpu.ACC((64, 64)))
@@ -430,7 +440,7 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
 
                     def more_dq(dq_acc, part):
                         plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[part[0], row_group])
-                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), head, q_start)
+                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), q_head_of(head), q_start)
 
                     for part in dq_parts(w)[1:] if with_dq else []:
                         pl.run_scoped(functools.partial(more_dq, part=part), plgpu.ACC((64, 64)))
@@ -542,7 +552,7 @@ def _kernel(arrays, options, kv_length, *, config, core_count, interpret):
             collective_axes="wg",
         )
 
-    shape = jax.ShapeDtypeStruct(key.shape, dtype)
+    shape = jax.ShapeDtypeStruct((batch, key.shape[1], kv_heads, head_dim), dtype)
     return launch(
         entry,
         "attention_backward_sm90",

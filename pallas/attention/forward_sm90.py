@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention import dense_sm90, hopper, lists_sm90, softmax, tiles
+from jax_kernels.pallas.attention import dense_sm90, hopper, lists_sm90, softmax, tiles, views_sm90
 from jax_kernels.pallas.attention.hopper import (
     SWIZZLED,
     WGMMA,
@@ -59,12 +59,15 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     largest = None
     keys = _keys_per_query(options, kv_length)
     keys = keys if lists is None else lists.indices.shape[-1] * config.block_kv
-    if config.bounded and dense is None and keys >= BOUNDED_FROM:
+    heads = views_sm90.head_counts(query, key, options)[0]
+    # The look is at all heads of the array, where a call takes only some.
+    bounded_from = BOUNDED_FROM * query.shape[2] / heads
+    if config.bounded and dense is None and keys >= bounded_from:
         largest = softmax.largest_scores(query, key, options.scale)
         largest = jnp.minimum(largest, cap * softmax.LOG2E) if cap else largest
     scheduler = TileScheduler(
         batch=query.shape[0],
-        heads=query.shape[2],
+        heads=heads,
         q_blocks=pl.cdiv(q_length, config.block_q),
         is_causal=options.is_causal,
         heads_together=config.heads_together,
@@ -101,8 +104,10 @@ def _keys_per_query(options: AttentionOptions, kv_length: int) -> int:
 
 
 def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, interpret):
-    batch, q_length, heads, head_dim = arrays["query"].shape
-    group = heads // arrays["key"].shape[2]
+    batch, q_length, _, head_dim = arrays["query"].shape
+    heads, kv_heads = views_sm90.head_counts(arrays["query"], arrays["key"], options)
+    group = heads // kv_heads
+    q_head_of, kv_head_of = views_sm90.head_maps(options)
     v_head_dim = arrays["value"].shape[-1]
     dtype = arrays["query"].dtype
     is_causal, q_offset, cap = options.is_causal, options.q_offset, options.softcap
@@ -167,7 +172,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
             def load_tile(index, turn, slot):
                 scheduler.fetch(given["counter"], fetched, turn)
                 b, h, q_start, blocks, _ = tile(index)
-                kv_head = lax.div(h, jnp.int32(group)) if group > 1 else h
+                kv_head = kv_head_of(lax.div(h, jnp.int32(group)) if group > 1 else h)
 
                 def load(step, slot, gmem, smem, ready, free):
                     rows = pl.ds(blocks.at(step) * block_kv, block_kv)
@@ -215,7 +220,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
             def load_q(index):
                 b, h, q_start, _, _ = tile(index)
                 rows = pl.ds(q_start + w * 64, 64)
-                plgpu.copy_gmem_to_smem(q_gmem.at[b, rows, h], q_smem_wg, q_ready.at[w])
+                plgpu.copy_gmem_to_smem(q_gmem.at[b, rows, q_head_of(h)], q_smem_wg, q_ready.at[w])
 
             for slot in range(stages):
                 plgpu.barrier_arrive(k_free.at[slot])
@@ -276,7 +281,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                     return jnp.where(keep, s, -jnp.inf)
 
                 plgpu.barrier_wait(q_ready.at[w])
-                largest = given["largest"][b, h] if bounded else None
+                largest = given["largest"][b, q_head_of(h)] if bounded else None
 
                 def products(acc_ref, s_ref):
                     def issue_scores(slot):

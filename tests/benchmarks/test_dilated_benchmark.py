@@ -1,9 +1,14 @@
 """The benchmark of dilated attention, as it runs without a GPU."""
 
+import functools
 import json
 
 import dilated
+import jax
+import jax.numpy as jnp
 import pytest
+
+from jax_kernels import dilated_attention
 
 
 def test_runs_and_writes(tmp_path, run_script):
@@ -31,6 +36,20 @@ def test_runs_and_writes(tmp_path, run_script):
     work = {name: row["tflops"] * row["median_ms"] for name, row in rows.items()}
     assert work["ours"] == pytest.approx(work["gather"])
     assert work["ours"] / work["dense"] == pytest.approx((4 + 2) * 16**2 / 64**2)
+
+
+def test_by_gathers_and_scatters_where_rates_divide_nothing():
+    query, key, value, dout = (jax.random.normal(jax.random.key(i), (2, 32, 4, 8)) for i in range(4))
+    pattern = {"segment_lengths": (8, 16, 40), "dilation_rates": (1, 3, 12), "is_causal": True, "implementation": "xla"}
+
+    def run(function):
+        out, vjp = jax.vjp(jax.jit(functools.partial(function, **pattern)), query, key, value)
+        return out, *vjp(dout)
+
+    for got, want in zip(run(dilated.gathered), run(dilated_attention), strict=True):
+        assert float(jnp.abs(got - want).max()) < 1e-5
+    with pytest.raises(NotImplementedError, match="if not causal its rates its segments"):
+        dilated.gathered(query, key, value, **pattern | {"is_causal": False})
 
 
 def test_wrong_arguments_are_named(capsys):

@@ -1,0 +1,214 @@
+"""What a planned dilated attention computes, forward and backward: its attentions, and their results as one."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.ops import attention, dilated_views
+from jax_kernels.ops.attention import AttentionCall
+from jax_kernels.ops.dilated_views import Call, Piece
+from jax_kernels.pallas.attention import dilated_triton
+from jax_kernels.pallas.attention.dilated_triton import Rows
+from jax_kernels.reference.attention import row_terms
+
+__all__ = ["DilatedCall", "run"]
+
+Parts = list[tuple[Piece, jax.Array]]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class DilatedCall:
+    """A planned call without its arrays: its attentions, and how what they give becomes one.
+
+    All attentions have one implementation. is_alone: no token of a head is in two branches. merged_backward: the
+    gradient of every branch follows from out and lse of the whole.
+    """
+
+    attentions: tuple[tuple[Call, AttentionCall], ...]
+    branches: int
+    is_mean: bool
+    is_alone: bool
+    stop_gradient_weights: bool
+    return_lse: bool
+
+    @property
+    def merged_backward(self) -> bool:
+        return self.is_alone or not (self.is_mean or self.stop_gradient_weights)
+
+    @property
+    def share(self) -> float:
+        """What "mean" multiplies a branch by."""
+        return 1 / self.branches if self.is_mean else 1.0
+
+    @property
+    def reads_views(self) -> bool:
+        return any(views.is_strided for views, _ in self.attentions)
+
+    @property
+    def interpret(self) -> bool:
+        return self.attentions[0][1].interpret
+
+    def compact_rows(
+        self, batch: int, num_heads: int, array_heads: int, calls: Sequence[Call] | None = None
+    ) -> list[Rows] | None:
+        """Of what the attentions give, or some of them, for dilated_triton; None where it does not serve."""
+        if not all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions):
+            return None
+        calls = [views for views, _ in self.attentions] if calls is None else calls
+        return dilated_views.compact_rows(calls, batch, num_heads, array_heads)
+
+
+def _inputs(views: Call, query, key, value, ids) -> AttentionInputs:
+    heads = query.shape[2]
+    rows = functools.partial(dilated_views.arrays_of, call=views, num_heads=heads)
+    if views.is_masked:
+        ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
+        ids = dilated_views.gather_ids(ids, views)
+    return AttentionInputs(rows(query), rows(key), rows(value), q_segment_ids=ids, kv_segment_ids=ids)
+
+
+def _forward(call: DilatedCall, arrays):
+    query = arrays[0]
+    batch, _, heads, _ = query.shape
+    results = [attention.attention_forward(planned, _inputs(views, *arrays)) for views, planned in call.attentions]
+    outs, lses = zip(*results, strict=True)
+    like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
+    rows = call.compact_rows(batch, heads, heads)
+    if rows is not None:
+        share = call.share if call.is_mean else None
+        merge = lambda outs, lses: dilated_triton.merge(
+            rows, outs, lses, like=like, share=share, interpret=call.interpret
+        )
+        return _without_x64(sequential_vmap(merge))(outs, lses)
+    out_parts: Parts = []
+    lse_parts: Parts = []
+    for (views, _), out, lse in zip(call.attentions, outs, lses, strict=True):
+        out_parts += dilated_views.scatter(out, views, batch, heads, heads)
+        lse_parts += dilated_views.scatter(lse.swapaxes(1, 2), views, batch, heads, heads, fill=-jnp.inf)
+    return _merge(call, out_parts, lse_parts, like)
+
+
+def _merge(call: DilatedCall, out_parts: Parts, lse_parts: Parts, like):
+    """What dilated_triton.merge gives, in jnp."""
+    outs = dilated_views.merge_rows(out_parts, like.shape[1])
+    lses = dilated_views.merge_rows(lse_parts, like.shape[1], fill=-jnp.inf)
+    lse = functools.reduce(jnp.maximum, lses)
+    if not call.is_alone:
+        highest = jnp.where(jnp.isneginf(lse), 0, lse)
+        lse = jnp.log(_sum([jnp.exp(x - highest) for x in lses])) + highest
+        if not call.is_mean:
+            finite = jnp.where(jnp.isneginf(lse), 0, lse)
+            outs = [jnp.exp(x - finite)[..., None] * out for x, out in zip(lses, outs, strict=True)]
+    return (_sum(outs) * call.share).astype(like.dtype), lse.swapaxes(1, 2)
+
+
+def _without_x64(function):
+    """For kernels: their indices are int32, and a Python int in them must not be int64."""
+
+    @functools.wraps(function)
+    def run(*args):
+        with jax.enable_x64(False):
+            return function(*args)
+
+    return run
+
+
+def _sum(arrays: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dilated(call, arrays):
+    return _forward(call, arrays)[: 1 + call.return_lse]
+
+
+def _dilated_fwd(call, arrays):
+    out, lse = _forward(call, arrays)
+    return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
+
+
+def _dilated_bwd(call: DilatedCall, residuals, cotangents):
+    query, key, value, ids, out, lse = residuals
+    heads = out.shape[2]
+    dout, dlse = cotangents if call.return_lse else (*cotangents, None)
+    terms = _row_terms(call, out, lse, dout, dlse) if call.merged_backward else None
+    # Where calls read views, what they add their query gradients to, one after the other; these are not scaled yet.
+    dquery = jnp.zeros(query.shape, jnp.float32) if call.reads_views else None
+    parts: dict[str, list[Any]] = {"query": [], "key": [], "value": []}
+    for views, planned in call.attentions:
+        inputs = _inputs(views, query, key, value, ids)
+        if terms is None:
+            lse_of_rows, delta = _branch_terms(call, views, planned, inputs, lse, dout, dlse)
+        else:
+            lse_of_rows, delta = (dilated_views.gather_rows(x, views, heads).swapaxes(1, 2) for x in terms)
+        so_far = None
+        if dquery is not None:
+            shape = inputs.query.shape
+            so_far = dquery.reshape(shape) if views.is_strided else jnp.zeros(shape, jnp.float32)
+        dout_of_rows = dilated_views.arrays_of(dout, views, heads)
+        gradients = attention.attention_gradients(planned, inputs, lse_of_rows, delta, dout_of_rows, so_far)
+        if views.is_strided:
+            dquery, gradients = gradients.query.reshape(query.shape), gradients._replace(query=None)
+        for name, part in parts.items():
+            part.append(getattr(gradients, name))
+    scale = call.attentions[0][1].options.scale if call.reads_views else 1.0
+    dq = _total(call, parts["query"], query, heads, dquery, scale)
+    dk, dv = (_total(call, parts[name], x, heads) for name, x in (("key", key), ("value", value)))
+    return ((dq, dk, dv, None),)
+
+
+def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float = 1.0):
+    """factor times the sum of what each attention gave for an array (or None), and of `whole`: the array's gradient."""
+    batch, length, array_heads, _ = like.shape
+    calls = [views for (views, _), part in zip(call.attentions, parts, strict=True) if part is not None]
+    parts = [part for part in parts if part is not None]
+    rows = call.compact_rows(batch, heads, array_heads, calls)
+    if rows is not None:
+        total = lambda parts, whole: dilated_triton.total(
+            rows, parts, whole, factor, like=like, interpret=call.interpret
+        )
+        return _without_x64(sequential_vmap(total))(parts, whole)
+    scattered: Parts = []
+    for views, part in zip(calls, parts, strict=True):
+        scattered += dilated_views.scatter(part, views, batch, heads, array_heads)
+    sums = dilated_views.merge_rows(scattered, length) + ([] if whole is None else [whole])
+    return (factor * _sum(sums)).astype(like.dtype)
+
+
+def _row_terms(call: DilatedCall, out, lse, dout, dlse):
+    """(lse, delta) [B, T, H] of one softmax over all that the branches see.
+
+    With them every branch has P = exp(score - lse) and dS = P * (dP - delta), where P has the branch's share in it.
+    """
+    lse, delta = (x.swapaxes(1, 2) for x in row_terms(out, lse, dout, dlse))
+    return lse - math.log(call.share), delta / call.share
+
+
+def _branch_terms(call: DilatedCall, views: Call, planned: AttentionCall, inputs: AttentionInputs, lse, dout, dlse):
+    """(lse, delta) [entries, heads, rows] of one attention, which runs once more, as _row_terms gives them.
+
+    P has the branch's weight in it, so that lse is that of the whole, or with "mean" its own one and the share.
+    """
+    rows = lambda x: dilated_views.gather_rows(x, views, dout.shape[2])
+    lse_of_rows = rows(lse.swapaxes(1, 2)).swapaxes(1, 2)
+    branch_out, branch_lse = attention.attention_forward(planned, inputs)
+    dlse = None if dlse is None else rows(dlse.swapaxes(1, 2)).swapaxes(1, 2)
+    if call.is_mean and dlse is not None:
+        dlse = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse_of_rows)) * dlse / call.share
+    branch_lse, delta = row_terms(branch_out, branch_lse, rows(dout), dlse)
+    lse_of_rows = branch_lse - math.log(call.share) if call.is_mean else lse_of_rows
+    return jnp.where(jnp.isposinf(branch_lse), jnp.inf, lse_of_rows), delta
+
+
+_dilated.defvjp(_dilated_fwd, _dilated_bwd)
+
+# One compilation where the caller has none: the views and the merge are many small operations.
+run = jax.jit(_dilated, static_argnums=0)

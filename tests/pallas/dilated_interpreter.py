@@ -1,0 +1,61 @@
+"""dilated_attention by the Hopper kernels in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
+
+python tests/pallas/dilated_interpreter.py '{"num_heads": 4, "kv_heads": 2, "length": 64, "head_dim": 64, ...}'
+
+"""
+
+import functools
+import importlib
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import mosaic_interpreter  # first: it sets the environment
+
+# isort: split
+import dilated_oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import dilated_attention
+from jax_kernels.dispatch import on_device
+from jax_kernels.pallas.attention import forward_sm90
+from jax_kernels.testing import rms_error
+
+module = importlib.import_module("jax_kernels.ops.dilated_attention")
+
+
+def main(case: dict) -> dict:
+    mosaic_interpreter.install()
+    if case.pop("bounded", False):  # short walks do without it
+        forward_sm90.BOUNDED_FROM = 0
+    heads, kv_heads, length, head_dim = (case.pop(name) for name in ("num_heads", "kv_heads", "length", "head_dim"))
+    random = np.random.default_rng(0)
+    normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
+    query, dout = (jnp.asarray(normal(1, length, heads, head_dim), jnp.bfloat16) for _ in range(2))
+    key, value = (jnp.asarray(normal(1, length, kv_heads, head_dim), jnp.bfloat16) for _ in range(2))
+    dlse = jnp.asarray(normal(1, heads, length))
+    strided = []
+    of_views = module._of_views
+    module._of_views = lambda planned, views, request: (
+        strided.append(views.is_strided),
+        of_views(planned, views, request),
+    )[1]
+
+    def run(query, key, value):
+        attend = functools.partial(dilated_attention, return_lse=True, implementation="mosaic_gpu", **case)
+        results, vjp = jax.vjp(attend, query, key, value)
+        return *results, *vjp((dout, dlse))
+
+    with on_device("h200"):
+        got = jax.block_until_ready(run(query, key, value))
+    want = dilated_oracle.dilated_attention(query, key, value, dout, dlse, **case)
+    errors = [rms_error(g, w) for g, w in zip(got, want, strict=True)]
+    return {"errors": errors, "strided": strided}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.loads(sys.argv[1]))))

@@ -1,0 +1,109 @@
+"""Dilated attention by the Hopper kernels, which read views of whole arrays: in the interpreter, and compiled.
+
+As a script it compiles one call: `python tests/pallas/test_dilated_sm90.py HEAD_DIM`.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import aot
+
+from jax_kernels import dilated_attention
+
+SCRIPT = Path(__file__).with_name("dilated_interpreter.py")
+# Beside the pattern: which calls read views.
+INTERPRETED = {
+    "one_key_head_and_a_rate_that_divides_nothing": (
+        {"num_heads": 4, "kv_heads": 1, "length": 32, "head_dim": 64, "is_causal": True, "bounded": True}
+        | {"segment_lengths": [32, 32, 32], "dilation_rates": [1, 2, 3]},
+        [True, True, False],
+    ),
+    "groups_and_rows_of_no_whole_tiles": (
+        {"num_heads": 3, "kv_heads": 3, "length": 48, "head_dim": 128}
+        | {"segment_lengths": [48, 24, 24], "dilation_rates": [2, 2, 1], "heads": "groups", "combine": "mean"},
+        [True, True, False],
+    ),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name):
+    case, strided = INTERPRETED[name]
+    command = [sys.executable, str(SCRIPT), json.dumps(case)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["strided"] == strided
+    for what, error, bound in zip(("out", "lse", "dq", "dk", "dv"), result["errors"], BOUNDS, strict=True):
+        assert error <= bound, (what, error, bound)
+
+
+# What bfloat16 rounds: out once in a branch and once merged, the gradients in each branch.
+BOUNDS = (3e-3, 1e-5, 6e-3, 6e-3, 6e-3)
+
+
+def _compile(head_dim: int) -> None:
+    arrays = [jax.ShapeDtypeStruct((1, 16384, heads, head_dim), jnp.bfloat16) for heads in (12, 3, 3, 12)]
+    attend = functools.partial(
+        dilated_attention, segment_lengths=(16384,), dilation_rates=(2,), is_causal=True, implementation="mosaic_gpu"
+    )
+
+    def both(query, key, value, dout):
+        out, vjp = jax.vjp(attend, query, key, value)
+        return out, *vjp(dout)
+
+    compiled, _ = aot.lower_and_compile("h200", both, *arrays)
+    memory = compiled.memory_analysis()
+    print(memory.temp_size_in_bytes / (arrays[0].size * arrays[0].dtype.itemsize))
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_it_compiles(head_dim):
+    """Kernels that divide a head's number, as classes end within groups of heads: no spills, no serialised products.
+
+    The walk is so long that the forward knows a bound of the scores.
+
+    Beside what comes in and goes out there is dquery in float32, two of query's size, and what is compact, of dkey and
+    dvalue a quarter of it each: nothing else is as large as an array.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": "",
+            "TF_CPP_MIN_LOG_LEVEL": "0",
+            "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
+            "MOSAIC_GPU_DUMP_TO": folder,
+            "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
+        }
+        environment.pop("JAX_KERNELS_INTERPRET", None)
+        command = [sys.executable, __file__, str(head_dim)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=aot.TIMEOUT)
+        assert done.returncode == 0, done.stderr[-2000:]
+        kernels, others = aot._read_dump(Path(folder)), aot._read_log(done.stderr)
+    assert len(kernels) == 2, kernels
+    passes = {name: figures for name, figures in others.items() if name.startswith("dilated_")}
+    assert {name.split("__")[0] for name in passes} == {"dilated_merge", "dilated_total"}, others
+    kernels |= passes
+    assert 2 < float(done.stdout) < 2.5
+    for name, figures in kernels.items():
+        assert figures["spill_stores"] + figures["spill_loads"] == 0, (name, figures)
+        assert figures["notes"] == [], (name, figures)
+
+
+if __name__ == "__main__":
+    _compile(int(sys.argv[1]))
