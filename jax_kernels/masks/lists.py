@@ -12,6 +12,8 @@ from jax_kernels.masks.literals import Grid, live, most_partial, width
 
 # Pairs that are evaluated at a time, where a mask is no matter of block arithmetic.
 _CHUNK = 1 << 24
+# Pairs of which bits are packed at a time: most masks leave nothing behind of a pair but its bit.
+_BITS_CHUNK = 1 << 26
 
 
 class BlockLists(NamedTuple):
@@ -132,8 +134,12 @@ def packed_lists(
     partial = alive & ~full
     if most is None:
         most = math.prod(partial.shape[:2]) * most_partial(terms, grid)
-    numbers = jnp.cumsum(partial, dtype=jnp.int32).reshape(partial.shape) - 1
     lists = compress(_sided(alive, by, joined), _sided(full, by, joined), joined * width(terms, grid, by))
+    words = functools.partial(_words, mask, grid, partial.shape, by)
+    if most == 0:
+        shape = jax.eval_shape(words, jnp.int32(0))
+        return lists, PackedBlocks(jnp.zeros((1, *shape.shape), shape.dtype), jnp.full_like(lists.indices, -1))
+    numbers = jnp.cumsum(partial, dtype=jnp.int32).reshape(partial.shape) - 1
     entries = jnp.take_along_axis(_sided(numbers, by, joined), lists.indices, axis=-1)
     slots = jnp.arange(lists.indices.shape[-1], dtype=jnp.int32)
     past_full = slots - lists.full_count[..., None]
@@ -143,9 +149,9 @@ def packed_lists(
     places = jnp.full((most + 1,), partial.size, jnp.int32)
     every = jnp.arange(partial.size, dtype=jnp.int32).reshape(partial.shape)
     places = places.at[jnp.where(partial, numbers, most + 1)].set(every, mode="drop")
-    words = functools.partial(_words, mask, grid, partial.shape, by)
-    batch_size = max(1, min(most + 1, _CHUNK // (grid.block_q * grid.block_kv)))
-    return lists, PackedBlocks(lax.map(words, places, batch_size=batch_size), entries)
+    chunk = max(1, _BITS_CHUNK // (grid.block_q * grid.block_kv))
+    packed = jax.vmap(words)(places) if most < chunk else lax.map(words, places, batch_size=chunk)
+    return lists, PackedBlocks(packed, entries)
 
 
 def _words(mask: Any, grid: Grid, shape: tuple[int, ...], by: str, place: jax.Array) -> jax.Array:

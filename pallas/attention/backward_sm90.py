@@ -166,11 +166,10 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
             )
 
         def place_in_list(walk, step):
-            block = walk.at(step)
             if group == 1:
-                return walk.head, block, walk.is_partial(step)
-            head = walk.head * group + lax.div(block, jnp.int32(q_blocks))
-            return head, lax.rem(block, jnp.int32(q_blocks)), walk.is_partial(step)
+                return walk.head, walk.at(step), walk.is_partial(step)
+            of_group, q_block = walk.query_block(step, q_blocks)
+            return walk.head * group + of_group, q_block, walk.is_partial(step)
 
         def walk_over_queries(b, kv_head, kv_index):
             """(number of steps, step -> (head, block of queries, whether it is partial))."""

@@ -28,18 +28,22 @@ from jax_kernels.pallas.attention.dense_sm90 import kept, of_head
 COLUMNS = 8  # of the table: numbers that are read together stand in one sector
 
 
-class Lists(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lists:
     """The lists of a call as a kernel reads them, all int32.
 
     tiles: [tiles, COLUMNS]: batch entry, head, block, how many blocks it visits, how many of these are full.
     indices, entries: [B or 1, H or 1, blocks, width], as BlockLists and PackedBlocks have them; H: the tiles' heads.
     words: [entries, words, rows], as PackedBlocks has them.
+    sharing: so many query heads visit each block of a list, one after another, before the next block.
     """
 
     tiles: Any
     indices: Any
     entries: Any
     words: Any
+    sharing: int = dataclasses.field(metadata={"static": True})
 
     def walk(self, tile: Any) -> "Walk":
         return Walk(self, *(self.tiles[tile, i] for i in range(5)))
@@ -58,6 +62,13 @@ class Walk(NamedTuple):
     def at(self, step: Any) -> Any:
         return self._of_step(self.lists.indices, step)
 
+    def query_block(self, step: Any, q_blocks: int) -> tuple[Any, Any]:
+        """Of a list by key: (which head of the group, which of its blocks of queries)."""
+        block, sharing = self.at(step), self.lists.sharing
+        if sharing > 1:
+            return lax.rem(step, jnp.int32(sharing)), block
+        return lax.div(block, jnp.int32(q_blocks)), lax.rem(block, jnp.int32(q_blocks))
+
     def is_partial(self, step: Any) -> Any:
         return step >= self.full
 
@@ -68,6 +79,8 @@ class Walk(NamedTuple):
         return kept(scores, lambda word: self.lists.words.at[entry, word, rows])
 
     def _of_step(self, ref: Any, step: Any) -> Any:
+        sharing = self.lists.sharing
+        step = lax.div(step, jnp.int32(sharing)) if sharing > 1 else step
         return of_head(ref, self.b, self.head)[self.block, step]
 
 
@@ -76,8 +89,8 @@ def lists_of(
 ) -> Lists | None:
     """The call's lists, None where its mask is no Mask. What else limits its keys is in them.
 
-    by: "query" or "key". Lists by key are of a kv head: their blocks are those of its group's first head, then those of
-    the second, and so on. heads_together: how many heads' tiles alternate.
+    by: "query" or "key". Lists by key are of a kv head. Where the mask tells heads apart, they are of its group's heads
+    together, whose blocks of queries are numbered one head after another. heads_together: how many heads' tiles alternate.
     """
     if not isinstance(inputs.mask, Mask):
         return None
@@ -85,6 +98,8 @@ def lists_of(
     batch, kv_heads = inputs.key.shape[0], inputs.key.shape[2]
     heads = inputs.query.shape[2] if by == "query" else kv_heads
     offset = first_position(inputs, options)
+    group = 1 if by == "query" else inputs.query.shape[2] // kv_heads
+    sharing = group if inputs.mask.heads == 1 else 1
     lists, packed = packed_lists(
         _whole_mask(inputs, options),
         jnp.atleast_1d(jnp.asarray(offset, jnp.int32)),
@@ -92,14 +107,15 @@ def lists_of(
         blocks=(block_q, block_kv),
         static_offset=offset if isinstance(offset, int) else None,
         by=by,
-        joined=1 if by == "query" else inputs.query.shape[2] // kv_heads,
+        joined=group // sharing,
     )
     # A tile without a block visits block 0, under the bits of the last entry, which are zeros.
     total = lists.partial_count + lists.full_count
     dead = total == 0
     entries = packed.entries.at[..., 0].set(jnp.where(dead, packed.words.shape[0] - 1, packed.entries[..., 0]))
-    tiles = _tiles(jnp.maximum(total, 1), lists.full_count, batch, heads, lists.indices.shape[-1], heads_together)
-    return Lists(tiles, lists.indices, entries, lax.bitcast_convert_type(packed.words, jnp.int32))
+    counts = jnp.maximum(total, 1) * sharing, lists.full_count * sharing
+    tiles = _tiles(*counts, batch, heads, lists.indices.shape[-1] * sharing, heads_together)
+    return Lists(tiles, lists.indices, entries, lax.bitcast_convert_type(packed.words, jnp.int32), sharing)
 
 
 def without_limits(inputs: AttentionInputs, options: AttentionOptions) -> tuple[AttentionInputs, AttentionOptions]:
