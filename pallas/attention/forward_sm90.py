@@ -329,9 +329,8 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                         plgpu.barrier_arrive(k_free.at[slot])
                         s = capped(lax.optimization_barrier(s))
                         if predicate and not only_first:  # one loop with a branch: two loops were slower
-                            # With segments and lists, what it depends on is read again, not kept in registers.
-                            read_again = has_segments or has_lists
-                            again = tile(lax.optimization_barrier(index))[3] if read_again else blocks
+                            # With segments, what it depends on is read again, not kept in registers.
+                            again = tile(lax.optimization_barrier(index))[3] if has_segments else blocks
                             s = lax.cond(again.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
                         s = kept(s, j)
                         p, highest, total, alpha = lax.optimization_barrier(exponentials(s, highest, total))
