@@ -90,7 +90,8 @@ def lists_of(
     """The call's lists, None where its mask is no Mask. What else limits its keys is in them.
 
     by: "query" or "key". Lists by key are of a kv head. Where the mask tells heads apart, they are of its group's heads
-    together, whose blocks of queries are numbered one head after another. heads_together: how many heads' tiles alternate.
+    together, whose blocks of queries are numbered one head after another. heads_together: of so many heads the tiles
+    stand in the table together.
     """
     if not isinstance(inputs.mask, Mask):
         return None

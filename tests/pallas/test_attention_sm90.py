@@ -91,9 +91,9 @@ CASES = {
     "mask_keys_128_bias": SMALL | WIDE | {"mask": "s", "bias": "s", "kv_length": 150, "sinks": True},
     "mask_bias_64": SMALL | {"mask": "ts", "bias": "hts", "heads": 2, "kv_length": 100},
     "lists_64": LARGE | {"pattern": "cells", "batch": 2, "heads": 4, "kv_heads": 2, "bounded": True, "races": True},
-    "lists_128": LARGE
+    "lists_128": SMALL
     | WIDE
-    | {"pattern": "cells_causal", "heads": 4, "kv_heads": 2, "q_offset": [90], "deterministic": True},
+    | {"pattern": "cells_causal", "heads": 2, "kv_heads": 1, "q_offset": [50], "kv_length": 200},
     "lists_256": SMALL | VERY_WIDE | {"pattern": "global", "heads": 2, "kv_heads": 1, "deterministic": True},
     "lists_everything": EVERYTHING | {"pattern": "stripes", "races": True},
     "everything_64": EVERYTHING,
