@@ -137,7 +137,7 @@ def test_on_gpu_queries_that_a_low_bias_masks(implementation):
 @pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["long_128_causal", "long_gqa_64", "long_fp32"])
+@pytest.mark.parametrize("name", ["long_128_causal", "long_gqa_64", "long_fp32", "long_cells_causal"])
 def test_on_gpu_the_same_bits(name, implementation, deterministic):
     """Of the forward always, of the backward with deterministic=True."""
     case = next(case for case in GPU_ATTENTION_CASES if case.name == name)
