@@ -165,18 +165,12 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                 given["bounds"], b, options.q_offset, kv_length, is_causal=options.is_causal, window=options.window
             )
 
-        def place_in_list(walk, step):
-            if group == 1:
-                return walk.head, walk.at(step), walk.is_partial(step)
-            of_group, q_block = walk.query_block(step, q_blocks)
-            return walk.head * group + of_group, q_block, walk.is_partial(step)
-
         def walk_over_queries(b, kv_head, kv_index):
             """(number of steps, step -> (head, block of queries, whether it is partial))."""
             if has_lists:
                 walk = given["lists"].walk(recomputed(cta))
                 # As the compiler is to know: around a loop that may not run it keeps more in registers.
-                return jnp.maximum(walk.count, 1), functools.partial(place_in_list, walk)
+                return jnp.maximum(walk.count, 1), functools.partial(walk.query_place, group=group, q_blocks=q_blocks)
             among = segments.among(b, kv_index) if has_segments else None
             limits, kv_start = limits_of(b), kv_index * block_kv
             blocks = limits.query_blocks(kv_start, block_kv, block_q, q_length, among, in_order=True).at_least_one()

@@ -62,12 +62,14 @@ class Walk(NamedTuple):
     def at(self, step: Any) -> Any:
         return self._of_step(self.lists.indices, step)
 
-    def query_block(self, step: Any, q_blocks: int) -> tuple[Any, Any]:
-        """Of a list by key: (which head of the group, which of its blocks of queries)."""
-        block, sharing = self.at(step), self.lists.sharing
-        if sharing > 1:
-            return lax.rem(step, jnp.int32(sharing)), block
-        return lax.div(block, jnp.int32(q_blocks)), lax.rem(block, jnp.int32(q_blocks))
+    def query_place(self, step: Any, group: int, q_blocks: int) -> tuple[Any, Any, Any]:
+        """Of a list by key: (query head, block of queries, whether it is partial)."""
+        block, of_group = self.at(step), jnp.int32(0)
+        if self.lists.sharing > 1:
+            of_group = lax.rem(step, jnp.int32(group))
+        elif group > 1:
+            of_group, block = lax.div(block, jnp.int32(q_blocks)), lax.rem(block, jnp.int32(q_blocks))
+        return self.head * group + of_group, block, self.is_partial(step)
 
     def is_partial(self, step: Any) -> Any:
         return step >= self.full
