@@ -375,12 +375,15 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                     if exchange:
                         plgpu.barrier_wait(ds_ready)
 
-                    def store_dq(part, value, rows):
+                    def store_dq(part, value, rows, q_start):
                         chunk, row = part
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         dq_smem.at[w][...] = value
                         plgpu.commit_smem()
                         entry = block(recomputed(cta))[0]
+                        if has_lists and cap:  # read again: a softcap leaves no registers to keep them
+                            rows, q_block, _ = again()
+                            q_start = q_block * block_q
                         target = given["dquery"].at[entry, pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
                         plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
 
@@ -402,7 +405,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
                         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
                         if exchange:
                             plgpu.barrier_arrive(ds_free)
-                        store_dq((chunk, row), dq, head)
+                        store_dq((chunk, row), dq, head, q_start)
 
                     if with_dq:
                         pl.run_scoped(gradients, plgpu.ACC((64, 64)))
@@ -413,7 +416,7 @@ def _kernel(arrays, options, kv_length, *, config, interpret):
 
                     def more_dq(dq_acc, part):
                         plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[part[0], row_group])
-                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), head)
+                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), head, q_start)
 
                     for part in dq_parts(w)[1:] if with_dq else []:
                         pl.run_scoped(functools.partial(more_dq, part=part), plgpu.ACC((64, 64)))
