@@ -28,8 +28,8 @@ Parts = list[tuple[Piece, jax.Array]]
 class DilatedCall:
     """A planned call without its arrays: its attentions, and how what they give becomes one.
 
-    All attentions have one implementation. is_alone: no token of a head is in two branches. merged_backward: the gradient of every branch follows from out
-    and lse of the whole.
+    All attentions have one implementation. is_alone: no token of a head is in two branches. merged_backward: the
+    gradient of every branch follows from out and lse of the whole.
     """
 
     attentions: tuple[tuple[Call, AttentionCall], ...]
