@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).with_name("dilated_interpreter.py")
 # Beside the pattern: which calls read views.
 INTERPRETED = {
     "one_key_head_and_a_rate_that_divides_nothing": (
-        {"num_heads": 4, "kv_heads": 1, "length": 32, "head_dim": 64, "is_causal": True, "bounded": True}
+        {"num_heads": 2, "kv_heads": 1, "length": 32, "head_dim": 64, "is_causal": True, "bounded": True}
         | {"segment_lengths": [32, 32, 32], "dilation_rates": [1, 2, 3]},
         [True, True, False],
     ),

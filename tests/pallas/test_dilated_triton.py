@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_kernels.ops import dilated_views, dilated_vjp
-from jax_kernels.pallas.attention import dilated_triton
+from jax_kernels.pallas.attention import dilated_triton, views_sm90
 
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 # segment_lengths, dilation_rates, heads, key heads, length, and whether heads are in groups.
@@ -140,7 +140,10 @@ def test_views_have_the_gathered_rows(name, monkeypatch):
             assert taken is not None or call.pieces[0].rate == 1
             if taken is not None:
                 assert taken.count == want.shape[2]
-                view = view[:, :, np.array([taken.of_array(head) for head in range(taken.count)])]
+                places = np.array([taken.of_array(head) for head in range(taken.count)])
+                view = view[:, :, places]
+                in_kernel = views_sm90._head_map(taken)
+                np.testing.assert_array_equal([in_kernel(jnp.int32(head)) for head in range(taken.count)], places)
             np.testing.assert_array_equal(view, want)
 
 
