@@ -42,7 +42,8 @@ def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):
     """A right config, a wrong one and a broken one; the kernel is the reference in their place."""
 
     def kernel(inputs, options, *, out_dtype, config, core_count, interpret):
-        assert (inputs[3:], options.q_offset, core_count) == ((None,) * 7, 0, 1)
+        assert not any(x is not None for x in inputs[3:])
+        assert (options.q_offset, core_count) == (0, 1)
         if config.block_q == 32:
             raise ValueError("does not fit\nin any way")
         out, lse = sweep.reference.forward(inputs, options, out_dtype=out_dtype)

@@ -1,10 +1,10 @@
 """JAX's Mosaic GPU interpreter, with what the Hopper attention kernels need and it lacks.
 
 The stock interpreter (jax 0.11) has no wgmma with its first operand in registers, and no adding stores.
-Run as a script it checks one case and prints JSON: it is a script because a kernel that deadlocks hangs its
-process, and a process can be killed.
+Run as a script it checks cases and prints a line of JSON for each: it is a script because a kernel that deadlocks
+hangs its process, and a process can be killed.
 
-    python tests/pallas/mosaic_interpreter.py '{"batch": 1, ..., "races": true, "deterministic": true}'
+    python tests/pallas/mosaic_interpreter.py '{"batch": 1, ..., "races": true, "deterministic": true}' ...
 """
 
 import functools
@@ -24,6 +24,11 @@ from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
 from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels import testing
+from jax_kernels.pallas.attention import forward_sm90, split_tail
+
+_PARAMS, _SPLIT = plgpu.InterpretGPUParams, split_tail.SplitTail.of
+_BOUNDED_FROM = forward_sm90.BOUNDED_FROM
 _ADDING = threading.Lock()
 _RACES: list = []  # of every kernel: the interpreter keeps those of the last
 
@@ -162,21 +167,18 @@ def install() -> None:
 
 def run(case: dict) -> dict:
     """Errors of the forward and the backward of one case against float64, and the races that were seen."""
-    from jax_kernels import testing
-    from jax_kernels.pallas.attention import forward_sm90, split_tail
-
+    jax.clear_caches()  # what is set here is in no cache's key
+    _RACES.clear()
     races = case.pop("races", False)
     deterministic = case.pop("deterministic", False)
-    if case.pop("bounded", False):  # short walks do without it
-        forward_sm90.BOUNDED_FROM = 0
+    forward_sm90.BOUNDED_FROM = 0 if case.pop("bounded", False) else _BOUNDED_FROM  # short walks do without it
     cores = case.pop("cores", 1)  # of a GPU that has fewer tiles, the backward splits tiles
-    split = split_tail.SplitTail.of
-    split_tail.SplitTail.of = lambda tiles, steps, core_count: split(tiles, steps, cores)
+    split_tail.SplitTail.of = lambda tiles, steps, core_count: _SPLIT(tiles, steps, cores)
     rising = case.pop("rising", False)
     case = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
     case = testing.AttentionCase(name="interpreted", **case)
     # Not force_gpu_interpret_mode, which would take the Triton kernel of a bias's gradient too.
-    plgpu.InterpretGPUParams = functools.partial(plgpu.InterpretGPUParams, detect_races=races)
+    plgpu.InterpretGPUParams = functools.partial(_PARAMS, detect_races=races)
     query, key, *others = testing.attention_inputs(case, seed=0)
     if rising:  # the keys that are visited last have scores hundreds above those of the first block
         key *= jax.numpy.linspace(40, 0, case.kv_length)[:, None, None].astype(key.dtype)
@@ -194,4 +196,5 @@ def run(case: dict) -> dict:
 
 if __name__ == "__main__":
     install()
-    print(json.dumps(run(json.loads(sys.argv[1]))))
+    for argument in sys.argv[1:]:
+        print(json.dumps(run(json.loads(argument))), flush=True)
