@@ -72,7 +72,7 @@ def choose(
     order: Sequence[str],
     implementation: str | None = None,
 ) -> Plan:
-    """The plan for a request: the named implementation, or the first of `order` that can serve it.
+    """The plan for a request: the named implementation, or the first of `order` in the table that can serve it.
 
     Raises ValueError for an unknown name, and NotImplementedError, with every reason, where none can serve.
     """
@@ -87,7 +87,7 @@ def choose(
         return Plan(request.op, implementation, config, source, "asked for by name")
 
     passed_over: list[tuple[str, str]] = []
-    for name in order:
+    for name in (name for name in order if name in table):
         reason = table[name].supports(request)
         if reason is None:
             config, source = table[name].config(request)

@@ -13,7 +13,7 @@ from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.masks import Mask
 from jax_kernels.ops import attention_table as table
-from jax_kernels.ops.attention_checks import check
+from jax_kernels.ops.attention_checks import by_name, check, with_positive_scale
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.reference.attention import row_terms
 
@@ -145,10 +145,7 @@ def flash_attention(
 
 
 def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
-    names = ("query", "key", "value")
-    if len(args) > len(names):
-        raise TypeError(f"flash_attention takes {len(names)} positional arguments (query, key, value), got {len(args)}")
-    request, _ = check(**dict(zip(names, args, strict=False)), **kwargs)
+    request, _ = check(**by_name("flash_attention", args), **kwargs)
     return _choose(request, kwargs.get("implementation"))
 
 
@@ -165,9 +162,8 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
     plan = _choose(request, implementation)
     inputs = vary_alike(inputs)
     scale = 1 / math.sqrt(request.head_dim) if scale is None else float(scale)
-    if scale <= 0:  # kernels take the maximum before they scale: give them a positive one
-        query = inputs.query * jnp.asarray(0 if scale == 0 else -1, inputs.query.dtype)
-        inputs, scale = inputs._replace(query=query), -scale or 1.0
+    query, scale = with_positive_scale(inputs.query, scale)
+    inputs = inputs._replace(query=query)
     options = AttentionOptions(
         scale=scale,
         is_causal=request.is_causal,

@@ -40,9 +40,7 @@ def check(
     kv_length, kv_heads = key.shape[1:3]
     scores = (batch, heads, q_length, kv_length)
 
-    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")
+    check_flags(is_causal=is_causal, return_lse=return_lse)
     if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
         raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
     check_number("scale", scale)
@@ -181,6 +179,27 @@ def check_implementation(implementation: Any) -> None:
 
 def _is_int(x: Any) -> bool:
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")
+
+
+def by_name(op: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The positional arguments of an op under their names."""
+    names = ("query", "key", "value")
+    if len(args) > len(names):
+        raise TypeError(f"{op} takes {len(names)} positional arguments (query, key, value), got {len(args)}")
+    return dict(zip(names, args, strict=False))
+
+
+def with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, float]:
+    """A query and a scale of the same scores; kernels take the maximum before they scale."""
+    if scale > 0:
+        return query, scale
+    return query * jnp.asarray(0 if scale == 0 else -1, query.dtype), -scale or 1.0
 
 
 def checked_window(window: Any, is_causal: bool) -> tuple[bool, tuple[int, int] | None]:

@@ -109,8 +109,7 @@ def flash_attention_fp8(
     request, arrays, scale = _check(**locals())
     query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths = arrays
     plan = _choose(request, implementation)
-    if scale <= 0:  # the kernel takes the maximum before it scales: give it a positive scale
-        query, scale = query * jnp.asarray(0 if scale == 0 else -1, query.dtype), -scale or 1.0
+    query, scale = checks.with_positive_scale(query, scale)
     # The factors hold the scale: with those of query and key it differs from head to head.
     options = AttentionOptions(scale=1.0, is_causal=request.is_causal, q_offset=request.q_offset)
     call = _Call(plan.implementation, plan.config, options, interpreting())
@@ -120,12 +119,7 @@ def flash_attention_fp8(
 
 
 def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
-    names = ("query", "key", "value")
-    if len(args) > len(names):
-        raise TypeError(
-            f"flash_attention_fp8 takes {len(names)} positional arguments (query, key, value), got {len(args)}"
-        )
-    request, *_ = _check(**dict(zip(names, args, strict=False)), **kwargs)
+    request, *_ = _check(**checks.by_name("flash_attention_fp8", args), **kwargs)
     return _choose(request, kwargs.get("implementation"))
 
 
@@ -134,9 +128,7 @@ flash_attention_fp8.plan = _plan  # type: ignore[attr-defined]
 
 def _choose(request: Fp8Request, implementation: str | None) -> dispatch.Plan:
     order = block_specs.attention_order(request.device.compute_capability)
-    return dispatch.choose(
-        request, IMPLEMENTATIONS, [name for name in order if name in IMPLEMENTATIONS], implementation
-    )
+    return dispatch.choose(request, IMPLEMENTATIONS, order, implementation)
 
 
 def _check(
@@ -152,9 +144,7 @@ def _check(
     checks.check_shapes(query, key, value, DTYPES)
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads = key.shape[1:3]
-    for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")
+    checks.check_flags(is_causal=is_causal, return_lse=return_lse)
     checks.check_number("scale", scale)
     checks.check_implementation(implementation)
     scales = (

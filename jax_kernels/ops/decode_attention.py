@@ -117,20 +117,14 @@ def decode_attention(
     request, arrays, scale = _check(**locals())
     plan = _choose(request, implementation)
     query, *others = arrays
-    if scale <= 0:  # kernels take the maximum before they scale: give them a positive one
-        query, scale = query * jnp.asarray(0 if scale == 0 else -1, query.dtype), -scale or 1.0
+    query, scale = checks.with_positive_scale(query, scale)
     call = _Call(plan.implementation, plan.config, scale, request.softcap, _left(request), interpreting())
     out, lse = _decode(call, (query, *others))
     return (out, lse) if return_lse else out
 
 
 def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
-    names = ("query", "key", "value")
-    if len(args) > len(names):
-        raise TypeError(
-            f"decode_attention takes {len(names)} positional arguments (query, key, value), got {len(args)}"
-        )
-    request, *_ = _check(**dict(zip(names, args, strict=False)), **kwargs)
+    request, *_ = _check(**checks.by_name("decode_attention", args), **kwargs)
     return _choose(request, kwargs.get("implementation"))
 
 
@@ -139,9 +133,7 @@ decode_attention.plan = _plan  # type: ignore[attr-defined]
 
 def _choose(request: DecodeRequest, implementation: str | None) -> dispatch.Plan:
     order = block_specs.attention_order(request.device.compute_capability)
-    return dispatch.choose(
-        request, IMPLEMENTATIONS, [name for name in order if name in IMPLEMENTATIONS], implementation
-    )
+    return dispatch.choose(request, IMPLEMENTATIONS, order, implementation)
 
 
 def _check(
@@ -159,8 +151,7 @@ def _check(
     checks.check_number("scale", scale)
     checks.check_softcap(softcap)
     checks.check_implementation(implementation)
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"return_lse: got {type(return_lse).__name__}, want a bool that is known when tracing")
+    checks.check_flags(return_lse=return_lse)
     _, window = checks.checked_window(window, True)
     sinks = checks.checked_sinks(sinks, heads)
 

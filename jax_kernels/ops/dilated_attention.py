@@ -13,7 +13,7 @@ from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.ops import attention, dilated_views, dilated_vjp
 from jax_kernels.ops.attention import AttentionCall, flash_attention
-from jax_kernels.ops.attention_checks import check
+from jax_kernels.ops.attention_checks import by_name, check, with_positive_scale
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.ops.dilated_views import Call, Piece
 from jax_kernels.ops.dilated_vjp import DilatedCall
@@ -122,12 +122,7 @@ class DilatedPlan(dispatch.Plan):
 
 
 def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
-    names = ("query", "key", "value")
-    if len(args) > len(names):
-        raise TypeError(
-            f"dilated_attention takes {len(names)} positional arguments (query, key, value), got {len(args)}"
-        )
-    request, _, calls, _, arguments = _check(**dict(zip(names, args, strict=False)), **kwargs)
+    request, _, calls, _, arguments = _check(**by_name("dilated_attention", args), **kwargs)
     plans: dict[Piece, dispatch.Plan] = {}
     for views in calls:
         with dispatch.on_device(request.device):
@@ -257,8 +252,7 @@ def _prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     request, inputs, calls, merge, arguments = _check(**keywords)
     query, scale = inputs.query, arguments["scale"]
     scale = 1 / math.sqrt(request.head_dim) if scale is None else float(scale)
-    if scale <= 0:  # as flash_attention does it, before what has a gradient of its own
-        query, scale = query * jnp.asarray(0 if scale == 0 else -1, query.dtype), -scale or 1.0
+    query, scale = with_positive_scale(query, scale)  # before what has a gradient of its own
     is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
     attentions = []
     for views in calls:
