@@ -1,11 +1,11 @@
-"""dquery of attention on Hopper with the same bits on every run, beside backward_sm90's dkey and dvalue.
+"""dquery of attention on Hopper with the same bits on every run, beside backward_dqkv_sm90's dkey and dvalue.
 
 A CTA owns a block of queries of one head and walks the keys, so that dquery stays in registers, in float32, and
 is written once: nothing is added to device memory in order of arrival. Each of two compute warpgroups owns 64
 queries; a memory warpgroup loads keys and values. dS is an operand in registers and never leaves them.
 
 Per tile of block_q x block_kv: 6 * block_q * block_kv * head_dim FLOPs. With the four products that are left of
-backward_sm90, the scores and dP are computed twice: seven products instead of five.
+backward_dqkv_sm90, the scores and dP are computed twice: seven products instead of five.
 """
 
 import math
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, WGMMA, launch, softcapped
+from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, WGMMA, launch, recomputed, softcapped
 from jax_kernels.pallas.attention.softmax import LOG2E
 
 COMPUTE_WGS = 2
@@ -56,10 +56,6 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
         ) = scratch  # fmt: skip
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
-
-        def recomputed(index):
-            # Keeps the arithmetic on an index where it is written: hoisted out of the loop, its results spill.
-            return lax.optimization_barrier(jnp.int32(index) if isinstance(index, int) else index)
 
         def tile(cta):
             """(batch entry, head, first query) of a CTA. Heads that run together alternate."""

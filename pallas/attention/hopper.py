@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -94,6 +95,15 @@ def count_up(counter_ref, out_ref, first: int = 0, *, release: bool = False) -> 
             memref.store(arith.addi(count, utils.c(first, i32)), out, [utils.c(0, ir.IndexType.get())])
 
     fetch(counter_ref, out_ref)
+
+
+def as_int32(x):
+    return jnp.int32(x) if isinstance(x, int) else x
+
+
+def recomputed(index):
+    """Keeps the arithmetic on an index where it is written: hoisted out of a loop, its results spill."""
+    return lax.optimization_barrier(as_int32(index))
 
 
 def following_slot(slot, stages: int):

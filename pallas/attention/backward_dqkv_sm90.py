@@ -1,0 +1,406 @@
+"""The kernel of the attention backward on Hopper: dquery, dkey and dvalue in one pass, five products per tile.
+
+A CTA owns a block of keys of one kv head and walks the queries of every head of its group, so that dkey and
+dvalue stay in registers, in float32, from the first query to the last. The scores are computed transposed:
+P^T and dS^T are then operands in registers. dS goes through shared memory once, transposed for dquery, which
+the tensor memory accelerator adds to a float32 array in device memory, in the order of arrival.
+
+Two compute warpgroups share the work. Up to head_dim 128 each owns 64 of 128 keys ("keys"); above that the
+float32 sums of 64 keys fill the registers of two warpgroups, so each owns half of the columns of the same 64
+keys ("columns") and both compute the scores: seven products instead of five.
+
+Per tile of block_q x block_kv: 10 * block_q * block_kv * head_dim FLOPs (14 with "columns"); block_q * head_dim
+float32 additions to device memory, which the L2 cache absorbs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention import dense_sm90, views_sm90
+from jax_kernels.pallas.attention.backward_store_sm90 import Store
+from jax_kernels.pallas.attention.backward_walks_sm90 import Walks
+from jax_kernels.pallas.attention.hopper import (
+    COLUMN,
+    ROW,
+    SWIZZLED,
+    SWIZZLED_F32,
+    WGMMA,
+    launch,
+    recomputed,
+    softcapped,
+)
+from jax_kernels.pallas.attention.softmax import LOG2E
+
+COMPUTE_WGS = 2
+REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
+
+
+def block_kv_of(head_dim: int) -> int:
+    return 64 if head_dim > 128 else 64 * COMPUTE_WGS
+
+
+def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
+    """(dkey, dvalue). Where arrays have dquery, a float32 ref, it adds dquery / scale to that.
+
+    All have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of block_q] float32.
+    """
+    batch, _, _, head_dim = arrays["query"].shape
+    key = arrays["key"]
+    q_head_of, kv_head_of = views_sm90.head_maps(options)
+    scale, cap = options.scale, options.softcap
+    dtype = key.dtype
+    block_q, q_stages, do_stages = config.block_q, config.q_stages, config.do_stages
+    columns = head_dim > 128  # else "keys"
+    row_groups = 1 if columns else COMPUTE_WGS
+    halves = COMPUTE_WGS if columns else 1
+    width = head_dim // halves
+    block_kv = block_kv_of(head_dim)
+    # Whether the next step's scores are computed behind this step's gradients; "columns" lacks the registers.
+    ahead = not columns
+    with_dq = arrays["dquery"] is not None
+    # Whether the warpgroups give one another their dS.
+    exchange = with_dq and not columns
+    # Whether the branch of the predicate stands before the issue of dP. Without the exchange, the products would be
+    # serialised by it (C7511); softcap's exponentials had better run behind dP.
+    mask_first = exchange and not cap
+    chunks, q_chunks = head_dim // 64, block_q // 64
+    # 64 x 64 blocks of dquery that a warpgroup stores in a step.
+    dq_blocks = chunks * q_chunks // COMPUTE_WGS
+    if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
+        raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
+    walks = Walks.of(arrays, options, kv_length, block_kv, config, core_count)
+    arrays = arrays | walks.split.shared(2, block_kv, head_dim, warpgroups=COMPUTE_WGS)
+    has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
+    dense = arrays["dense"] or dense_sm90.Dense()
+    has_bias, has_bits = dense.has_bias, dense.bits is not None
+    factor = 1.0 if has_bias else (cap or scale) * LOG2E  # to base 2, in which the biased scores are
+    may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
+    predicate = may_end or has_segments or has_lists or not (walks.visits_all or has_bits)
+
+    def body(refs, scratch):
+        given, dk_gmem, dv_gmem = refs
+        q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, segments = (
+            given[name] for name in ("query", "key", "value", "dout", "lse", "delta", "segments")
+        )
+        (
+            k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
+            kv_ready, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
+            bias, arrived_smem,
+        ) = scratch  # fmt: skip
+        wg = lax.axis_index("wg")
+        cta = lax.axis_index("cta")
+
+        block, limits_of = functools.partial(walks.block, given), functools.partial(walks.limits, given)
+        walk_over_queries = functools.partial(walks.over_queries, given, cta)
+
+        @pl.when(wg == COMPUTE_WGS)
+        def _memory():
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+            b, kv_head, kv_index = block(recomputed(cta))
+            kv_head = kv_head_of(kv_head)
+            for r in range(row_groups):
+                rows = pl.ds(kv_index * block_kv + 64 * r, 64)
+                for c in range(chunks):
+                    plgpu.copy_gmem_to_smem(k_gmem.at[b, rows, kv_head, pl.ds(64 * c, 64)], k_smem.at[c, r], kv_ready)
+                for half in range(halves):
+                    source = v_gmem.at[b, rows, kv_head, pl.ds(width * half, width)]
+                    plgpu.copy_gmem_to_smem(source, v_smem.at[r, half], kv_ready)
+            # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
+            b, kv_head, kv_index = block(recomputed(cta))
+            steps, place = walk_over_queries(b, kv_head, kv_index)
+
+            def load(step, _):
+                head, q_block, _ = place(step)
+                rows = pl.ds(q_block * block_q, block_q)
+
+                def load_rows(gmem, smem, row_gmem, row_smem, ready, free, stages, with_ids=False):
+                    slot = lax.rem(step, jnp.int32(stages))
+
+                    @pl.when(step >= stages)
+                    def _():
+                        plgpu.barrier_wait(free.at[slot])
+
+                    for half in range(halves):
+                        source = gmem.at[b, rows, q_head_of(head), pl.ds(width * half, width)]
+                        plgpu.copy_gmem_to_smem(source, smem.at[slot, half], ready.at[slot])
+                    plgpu.copy_gmem_to_smem(row_gmem.at[b, head, rows], row_smem.at[slot], ready.at[slot])
+                    if with_ids:
+                        plgpu.copy_gmem_to_smem(segments.q_ids.at[b, rows], ids_smem.at[slot], ready.at[slot])
+
+                load_rows(q_gmem, q_smem, lse_gmem, lse_smem, q_ready, q_free, q_stages, has_segments)
+                load_rows(do_gmem, do_smem, delta_gmem, delta_smem, do_ready, do_free, do_stages)
+                if has_bias:
+
+                    @pl.when(step > 0)
+                    def _():
+                        plgpu.barrier_wait(bias.free)
+
+                    entry, _, of_keys = block(recomputed(cta))
+                    kv_start = of_keys * block_kv
+                    bias.fill(given["dense"], entry, head, kv_start, q_block * block_q, kv_start)
+
+            # An opaque count: unrolled or peeled, the loop would not fit the registers either.
+            lax.fori_loop(0, recomputed(steps), load, None)
+
+        @pl.when(wg < COMPUTE_WGS)
+        def _compute():
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            b, kv_head, kv_index = block(cta)
+            steps, place = walk_over_queries(b, kv_head, kv_index)
+            plgpu.barrier_wait(kv_ready)
+            my_keys = kv_index * block_kv + (0 if columns else 64 * wg)
+
+            def step_count():  # of a list it is read again, not kept in a register
+                return walk_over_queries(b, kv_head, kv_index)[0] if has_lists else steps
+
+            def issue_scores(s_acc, row_group, slot):
+                for c in range(chunks):
+                    half, start = divmod(64 * c, width)
+                    plgpu.wgmma(s_acc, k_smem.at[c, row_group], q_smem.at[slot, half, :, start : start + 64].T)
+
+            def dq_parts(w):
+                """(chunk of columns, first row within the block of queries) of this warpgroup's dquery blocks."""
+                if columns:
+                    return [(w * dq_blocks + i, 0) for i in range(dq_blocks)]
+                return [(w, 0)] if q_chunks == 1 else [(0, w)]
+
+            def walk(dk_acc, dv_acc):
+                def step(i, s):
+                    w = recomputed(wg)
+                    row_group, my_half = (recomputed(0), w) if columns else (w, 0)
+                    slot = lax.rem(i, jnp.int32(q_stages))
+                    do_slot = lax.rem(i, jnp.int32(do_stages)) if do_stages > 1 else recomputed(0)
+                    # What segments and lists make it depend on is read again, not kept in registers.
+                    again = lambda: walk_over_queries(*block(recomputed(cta)))[1](i)
+                    head, q_block, is_partial = again() if has_lists else place(i)
+                    if has_segments:
+                        is_partial = again()[2]
+                    q_start = q_block * block_q
+                    # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
+                    if not ahead:
+                        plgpu.barrier_wait(q_ready.at[slot])
+                    if ahead or not config.late_do:
+                        plgpu.barrier_wait(do_ready.at[do_slot])
+                    if has_bias:
+                        plgpu.barrier_wait(bias.ready)
+
+                    def apply_predicate(s):
+                        if has_lists:
+                            return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * row_group)
+                        b = block(recomputed(cta))[0]
+                        ids = None
+                        if has_segments:
+                            ids = (
+                                plgpu.load(segments.kv_ids.at[b, pl.ds(my_keys, 64)], layout=ROW, optimized=False),
+                                plgpu.load(ids_smem.at[slot], layout=COLUMN, optimized=False),
+                            )
+                        limits = limits_of(b).of_length() if has_bits else limits_of(b)
+                        keep = limits.keep(s.shape, my_keys, q_start, layout=WGMMA, kv_axis=0, may_end=may_end, ids=ids)
+                        return jnp.where(keep, s, -jnp.inf)
+
+                    def biased(s):
+                        return bias.added(s, cap or scale, 64 * row_group, transposed=True)
+
+                    def masked(s):
+                        if cap:
+                            s = softcapped(s, cap, scale)
+                        elif has_bias:  # softcap's derivative needs the scores without
+                            s = biased(s)
+                        if predicate:
+                            # One loop with a branch, not two loops: what lives across a loop more would spill.
+                            s = lax.cond(is_partial, apply_predicate, lambda s: s, s)
+                        if has_bits:
+                            s = given["dense"].masked(s, block(recomputed(cta))[0], head, my_keys, q_start)
+                        return s
+
+                    if mask_first:
+                        s = masked(s)
+
+                    def weights(dp_acc, *s_acc):
+                        if not ahead and not config.late_do:
+                            issue_scores(s_acc[0], row_group, slot)
+                        for half in range(halves):
+                            plgpu.wgmma(dp_acc, v_smem.at[row_group, half], do_smem.at[do_slot, half].T)
+                        scores = s if ahead else plgpu.wgmma_accumulator_load(s_acc[0], wait_n=halves)
+                        if not mask_first:
+                            scores = masked(scores)
+
+                        wide = lambda x: lax.broadcast_in_dim(x, scores.shape, [1])
+                        lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
+                        logits = biased(scores) if has_bias and cap else scores
+                        p = jnp.exp2(logits * factor - wide(lse))
+                        if has_bias:  # of a row that a bias of -1e30 masks, lse is too coarse to give P: keep it finite
+                            p = jnp.minimum(p, 1)
+                        p16 = None
+                        if config.early_dv:
+                            plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[do_slot, my_half])
+                        if cap:
+                            # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
+                            p16, p = p.astype(dtype), p * (1 - jnp.square(jnp.maximum(scores, -1)))
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1 if config.early_dv else 0)
+                        delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMN, optimized=False)
+                        ds16 = (p * (dp - wide(delta))).astype(dtype)
+                        if config.early_dv:
+                            return None, ds16
+                        return p16 if cap else p.astype(dtype), ds16
+
+                    def weights_late_do(s_acc):
+                        issue_scores(s_acc, row_group, slot)
+                        plgpu.barrier_wait(do_ready.at[do_slot])
+                        return pl.run_scoped(lambda dp_acc: weights(dp_acc, s_acc), plgpu.ACC((64, block_q)))
+
+                    if not ahead and config.late_do:
+                        p16, ds16 = pl.run_scoped(weights_late_do, plgpu.ACC((64, block_q)))
+                    else:
+                        p16, ds16 = pl.run_scoped(weights, *[plgpu.ACC((64, block_q))] * (1 if ahead else 2))
+                    if not config.early_dv:
+                        plgpu.wgmma(dv_acc, p16, do_smem.at[do_slot, my_half])
+
+                    if exchange:  # the other warpgroup may still read the last step's dS
+
+                        @pl.when(i > 0)
+                        def _():
+                            plgpu.barrier_wait(ds_free)
+
+                    if with_dq:
+                        for e in range(q_chunks):
+                            ds_smem.at[w, e][...] = ds16[:, 64 * e : 64 * (e + 1)]
+                    plgpu.commit_smem()  # behind what was read, too, which the next copies overwrite
+                    if has_bias:  # behind that: the bias was read before the copy that the barrier lets go
+                        plgpu.barrier_arrive(bias.free)
+                    if exchange:
+                        plgpu.barrier_arrive(ds_ready)
+                    next_slot = lax.rem(i + 1, jnp.int32(q_stages))
+
+                    if ahead:
+
+                        @pl.when(i + 1 < step_count())
+                        def _():
+                            plgpu.barrier_wait(q_ready.at[next_slot])
+
+                    if exchange:
+                        plgpu.barrier_wait(ds_ready)
+
+                    def store_dq(part, value, rows, q_start):
+                        chunk, row = part
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        dq_smem.at[w][...] = value
+                        plgpu.commit_smem()
+                        entry = block(recomputed(cta))[0]
+                        if has_lists and cap:  # read again: a softcap leaves no registers to keep them
+                            rows, q_block, _ = again()
+                            q_start = q_block * block_q
+                        target = given["dquery"].at[entry, pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
+                        plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
+
+                    def next_scores(s_acc):
+                        # In the last step this works on a stale tile, and is dropped.
+                        issue_scores(s_acc, row_group, next_slot)
+                        plgpu.wgmma_wait(chunks)
+                        plgpu.barrier_arrive(q_free.at[slot])
+                        return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
+
+                    def gradients(dq_acc):
+                        chunk, row = dq_parts(w)[0]
+                        for source in [w] if columns else range(COMPUTE_WGS):
+                            keys = k_smem.at[chunk, row_group if columns else source]
+                            plgpu.wgmma(dq_acc, ds_smem.at[source, row].T, keys)
+                        plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half])
+                        plgpu.wgmma_wait((1 if columns else COMPUTE_WGS) + 1)
+                        plgpu.barrier_arrive(do_free.at[do_slot])
+                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+                        if exchange:
+                            plgpu.barrier_arrive(ds_free)
+                        store_dq((chunk, row), dq, q_head_of(head), q_start)
+
+                    if with_dq:
+                        pl.run_scoped(gradients, plgpu.ACC((64, 64)))
+                    else:
+                        plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half])
+                        plgpu.wgmma_wait(1)
+                        plgpu.barrier_arrive(do_free.at[do_slot])
+
+                    def more_dq(dq_acc, part):
+                        plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[part[0], row_group])
+                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), q_head_of(head), q_start)
+
+                    for part in dq_parts(w)[1:] if with_dq else []:
+                        pl.run_scoped(functools.partial(more_dq, part=part), plgpu.ACC((64, 64)))
+
+                    if ahead:
+                        return pl.run_scoped(next_scores, plgpu.ACC((64, block_q)))
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(q_free.at[slot])
+                    return None
+
+                def first_scores(s_acc):
+                    issue_scores(s_acc, 0 if columns else wg, 0)
+                    return s_acc[...]
+
+                s = pl.run_scoped(first_scores, plgpu.ACC((64, block_q))) if ahead else None
+                if has_lists:
+                    next_step = lambda carry: (carry[0] + 1, step(*carry))
+                    lax.while_loop(lambda carry: carry[0] < step_count(), next_step, (jnp.int32(0), s))
+                else:
+                    lax.fori_loop(0, steps, step, s)
+                return dk_acc[...], dv_acc[...]
+
+            if ahead:
+                plgpu.barrier_wait(q_ready.at[0])
+            dk, dv = pl.run_scoped(walk, plgpu.ACC((64, width)), plgpu.ACC((64, width)))
+            plgpu.barrier_arrive(last_read)  # the other warpgroup may still read K, and with "columns" V
+            w = recomputed(wg)
+            row_group, half = (0, w) if columns else (w, 0)
+            my_chunks = [half * (width // 64) + c for c in range(width // 64)]
+            Store(
+                walks, given, dk_gmem, dv_gmem, k_smem, v_smem, dq_smem.at[w], arrived_smem, last_read,
+                cta, w, columns, row_group, half, my_chunks,
+            ).finish(dk, dv)  # fmt: skip
+            plgpu.wait_smem_to_gmem(0, wait_read_only=config.leave_early)
+
+    leaves, tree = jax.tree.flatten(arrays)
+
+    def entry(*refs):
+        *given, dk_gmem, dv_gmem = refs
+        refs = jax.tree.unflatten(tree, given), dk_gmem, dv_gmem
+        tile_smem = lambda *shape: plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
+        barriers = lambda count, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+        pl.run_scoped(
+            lambda *scratch: body(refs, scratch),
+            tile_smem(chunks, row_groups, 64, 64),
+            tile_smem(row_groups, halves, 64, width),
+            tile_smem(q_stages, halves, block_q, width),
+            tile_smem(do_stages, halves, block_q, width),
+            tile_smem(COMPUTE_WGS, q_chunks, 64, 64),
+            plgpu.SMEM((COMPUTE_WGS, 64, 64), jnp.float32, transforms=SWIZZLED_F32),
+            plgpu.SMEM((q_stages, block_q), jnp.float32),
+            plgpu.SMEM((do_stages, block_q), jnp.float32),
+            plgpu.SMEM((q_stages, block_q), jnp.int32) if has_segments else None,
+            plgpu.Barrier(num_arrivals=row_groups * (chunks + halves)),
+            barriers(q_stages, halves + 1 + has_segments),
+            barriers(do_stages, halves + 1),
+            barriers(q_stages, COMPUTE_WGS),
+            barriers(do_stages, COMPUTE_WGS),
+            plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+            plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+            plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+            dense.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
+            plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if walks.split.parts > 1 else None,
+            collective_axes="wg",
+        )
+
+    shape = jax.ShapeDtypeStruct((batch, key.shape[1], walks.kv_heads, head_dim), dtype)
+    return launch(
+        entry,
+        "attention_backward_sm90",
+        out_type=[shape, shape],
+        ctas=walks.split.ctas,
+        warpgroups=COMPUTE_WGS + 1,
+        semantics=plgpu.LoweringSemantics.Warpgroup,
+        interpret=interpret,
+    )(*leaves)

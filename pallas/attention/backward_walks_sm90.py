@@ -1,0 +1,103 @@
+"""What a CTA of the Hopper backward works on: a block of keys of a kv head, and the queries that it walks along."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_kernels.attention_inputs import AttentionOptions
+from jax_kernels.pallas.attention import tiles, views_sm90
+from jax_kernels.pallas.attention.hopper import as_int32, recomputed
+from jax_kernels.pallas.attention.split_tail import SplitTail
+
+# The queries up to which heads_together is as a row has it; of longer sequences fewer heads run together.
+HEADS_TOGETHER_UP_TO = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Walks:
+    """A kernel's work, as it is known when tracing. given, below: its arrays in device memory, by name.
+
+    group: query heads of a kv head; the walk goes over all of them. together: kv heads that run together. visits_all:
+    whether every block of keys meets every block of queries, as far as causality, a window and segments say.
+    """
+
+    options: AttentionOptions
+    q_length: int
+    kv_length: int
+    block_q: int
+    block_kv: int
+    kv_heads: int
+    group: int
+    together: int
+    rotate: int
+    visits_all: bool
+    split: SplitTail
+
+    @classmethod
+    def of(cls, arrays, options: AttentionOptions, kv_length: int, block_kv: int, config, core_count: int) -> "Walks":
+        batch, q_length = arrays["query"].shape[:2]
+        heads, kv_heads = views_sm90.head_counts(arrays["query"], arrays["key"], options)
+        group = heads // kv_heads
+        # Heads of a group read the same keys: that many more of them run together at the same cost in cache. The dquery
+        # of those that run together has to fit it.
+        longer = max(1, q_length // HEADS_TOGETHER_UP_TO)
+        together = math.gcd(max(1, config.heads_together // longer) * group, batch * kv_heads)
+        visits_all = not (options.is_causal or options.window is not None or arrays["segments"] is not None)
+        count = batch * kv_heads * pl.cdiv(kv_length, block_kv)
+        split = SplitTail.none(count)
+        # Only dquery that is added in order of arrival may be; so may dkey and dvalue then.
+        if visits_all and all(arrays[name] is None for name in ("lists", "bounds")) and arrays["dquery"] is not None:
+            split = SplitTail.of(count, pl.cdiv(q_length, config.block_q) * group, core_count)
+        sizes = q_length, kv_length, config.block_q, block_kv
+        return cls(options, *sizes, kv_heads, group, together, config.rotate, visits_all, split)
+
+    def block(self, given, cta: Any) -> tuple[Any, Any, Any]:
+        """(batch entry, kv head, block of keys) of a CTA. Heads that run together alternate."""
+        if given["lists"] is not None:
+            walk = given["lists"].walk(cta)
+            return walk.b, walk.head, walk.block
+        tile, per_round = self.split.tile(cta), pl.cdiv(self.kv_length, self.block_kv) * self.together
+        round_, within = lax.div(tile, per_round), lax.rem(tile, per_round)
+        batch_head = round_ * self.together + lax.rem(within, self.together)
+        return lax.div(batch_head, self.kv_heads), lax.rem(batch_head, self.kv_heads), lax.div(within, self.together)
+
+    def limits(self, given, b: Any) -> tiles.Limits:
+        """Of a batch entry."""
+        options = self.options
+        return tiles.limits(
+            given["bounds"], b, options.q_offset, self.kv_length, is_causal=options.is_causal, window=options.window
+        )
+
+    def over_queries(self, given, cta: Any, b: Any, kv_head: Any, kv_index: Any) -> tuple[Any, Callable]:
+        """(number of steps, step -> (head, block of queries, whether it is partial))."""
+        group, q_blocks = self.group, pl.cdiv(self.q_length, self.block_q)
+        if given["lists"] is not None:
+            walk = given["lists"].walk(recomputed(cta))
+            # As the compiler is to know: around a loop that may not run it keeps more in registers.
+            return jnp.maximum(walk.count, 1), functools.partial(walk.query_place, group=group, q_blocks=q_blocks)
+        among = None if given["segments"] is None else given["segments"].among(b, kv_index)
+        sizes = self.block_kv, self.block_q, self.q_length
+        blocks = self.limits(given, b).query_blocks(kv_index * self.block_kv, *sizes, among, in_order=True)
+        blocks = blocks.at_least_one()
+        is_split = self.split.parts > 1
+
+        def place(step):
+            if is_split:
+                step = step + self.split.first(recomputed(cta))
+            if group == 1:
+                head, nth = kv_head, step
+            else:
+                head = kv_head * group + lax.div(step, as_int32(blocks.count))
+                nth = lax.rem(step, as_int32(blocks.count))
+            q_block = blocks.at(nth)
+            if self.rotate and self.visits_all:
+                q_block = lax.rem(q_block + kv_index * self.rotate, jnp.int32(q_blocks))
+            return head, q_block, blocks.is_partial(nth)
+
+        return self.split.count(cta) if is_split else blocks.count * group, place
