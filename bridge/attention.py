@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.bridge import dlpack, library, sparse_attention
-from jax_kernels.bridge.attention_checks import check_inputs, check_statics, segment_pair, window_sides
+from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
 from jax_kernels.masks import Mask
 from jax_kernels.ops import attention
 
@@ -126,14 +126,7 @@ def flash_attention(
     if isinstance(q_offset, torch.Tensor):
         q_offset_array, q_offset = q_offset, 0
 
-    if deterministic is None and torch.are_deterministic_algorithms_enabled():
-        deterministic = True
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if bias is not None and bias.dtype != torch.float32:
-            bias = bias.to(dtype)
-
+    query, key, value, bias, deterministic = as_torch_is_set(query, key, value, bias, deterministic)
     key, value = library.distinct(key, [query]), library.distinct(value, [query, key])
     if kv_ids is not None:
         kv_ids = library.distinct(kv_ids, [q_ids])

@@ -83,6 +83,18 @@ def check_statics(is_causal, scale, softcap, return_lse, deterministic, precisio
             raise TypeError(f"{name}: got {type(choice).__name__}, want a name or None")
 
 
+def as_torch_is_set(query, key, value, bias, deterministic) -> tuple[Any, ...]:
+    """The same, as autocast and torch.use_deterministic_algorithms have it. A float32 bias stays one."""
+    if deterministic is None and torch.are_deterministic_algorithms_enabled():
+        deterministic = True
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if bias is not None and bias.dtype != torch.float32:
+            bias = bias.to(dtype)
+    return query, key, value, bias, deterministic
+
+
 def window_sides(window: Any) -> tuple[int, int]:
     """(left, right), -1 for no limit."""
     if window is None:

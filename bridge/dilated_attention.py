@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from jax_kernels.bridge import dlpack, library
-from jax_kernels.bridge.attention_checks import check_inputs
+from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.dispatch import explain
@@ -63,11 +63,7 @@ def dilated_attention(
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 tensor [B, T]: queries and keys are the same tokens")
     check_inputs(query, key, value, None, None, None, (segment_ids,), None, 0)
-    if deterministic is None and torch.are_deterministic_algorithms_enabled():
-        deterministic = True
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value, _, deterministic = as_torch_is_set(query, key, value, None, deterministic)
     return _attend(
         query,
         key,

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge.attention_checks import check_inputs, check_tensor, segment_pair
+from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.masks import Mask
 from jax_kernels.ops import attention
@@ -20,8 +20,7 @@ _dynamic_mask = from_jax(dynamic_mask.dynamic_mask_attention)
 
 def attend(query: Any, key: Any, value: Any, *, mask: Any, bias: Any, **arguments: Any) -> Any:
     """bridge.flash_attention with a Mask or a score_mod, which are constants of a function of tensors."""
-    tensors, arguments = _prepared(query, key, value, mask, bias, arguments)
-    query, key, value, mask, bias = tensors
+    (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
     return _run(mask, _flash, (query, key, value), arguments | {"mask": mask, "bias": bias})
 
 
@@ -54,12 +53,7 @@ def block_sparse_attention(
         check_tensor("block_mask", block_mask, query)
         if block_mask.dtype != torch.bool:
             raise TypeError(f"block_mask: got dtype {block_mask.dtype}, want torch.bool (True = attend)")
-    if "mask" in arguments:
-        raise TypeError(
-            "mask: block_sparse_attention has block_mask in its place; compose masks, and pass a Mask there"
-        )
-    tensors, arguments = _prepared(query, key, value, None, arguments.pop("bias", None), arguments)
-    query, key, value, _, bias = tensors
+    (query, key, value, bias), arguments = _prepared(query, key, value, None, arguments.pop("bias", None), arguments)
     named = arguments | {"block_size": block_size, "bias": bias}
     return _run(block_mask, _block_sparse, (query, key, value, block_mask), named)
 
@@ -88,8 +82,8 @@ def dynamic_mask_attention(
 
     Returns and raises: as bridge.flash_attention, but from_jax's errors where it differs.
     """
-    tensors, arguments = _prepared(query, key, value, mask, bias, arguments)
-    return _run(mask, _dynamic_mask, tensors, arguments)
+    (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
+    return _run(mask, _dynamic_mask, (query, key, value, mask, bias), arguments)
 
 
 def _call(function: Any, tensors: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
@@ -100,20 +94,14 @@ _uncompiled = torch.compiler.disable(_call, reason="jax_kernels: a Mask is no co
 
 
 def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
-    """((query, key, value, mask, bias), arguments), checked and cast as bridge.flash_attention does."""
+    """((query, key, value, bias), arguments), checked and cast as bridge.flash_attention does."""
     optional = {name: arguments.get(name) for name in ("sinks", "kv_lengths", "segment_ids")}
     tensor_mask = None if isinstance(mask, Mask) else mask
     ids = segment_pair(optional["segment_ids"])
     offset = arguments.get("q_offset", 0)
     check_inputs(query, key, value, bias, optional["sinks"], tensor_mask, ids, optional["kv_lengths"], offset)
-    if arguments.get("deterministic") is None and torch.are_deterministic_algorithms_enabled():
-        arguments = arguments | {"deterministic": True}
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        if bias is not None and bias.dtype != torch.float32:
-            bias = bias.to(dtype)
-    return (query, key, value, mask, bias), arguments
+    *tensors, deterministic = as_torch_is_set(query, key, value, bias, arguments.get("deterministic"))
+    return tensors, arguments if deterministic is None else arguments | {"deterministic": deterministic}
 
 
 def _run(mask: Any, function: Any, tensors: tuple[Any, ...], arguments: dict[str, Any]) -> Any:

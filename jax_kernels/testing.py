@@ -170,7 +170,7 @@ def _plain(case, primals, cotangents):
         key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
         products = jnp.einsum("bthd,bshd->bhts", query, key, precision=precision)
         scores = reference.scores_of(_rounded_gradient(products, dtype), inputs.bias, options)
-        live = reference.live(inputs, options, reference.positions(inputs, options)) & ~jnp.isneginf(scores)
+        live = reference.live(inputs, options) & ~jnp.isneginf(scores)
         dead = ~live.any(axis=-1)
         scores = jnp.where(dead[..., None], 0, jnp.where(live, scores, -jnp.inf))
         lse = jnp.where(dead, -jnp.inf, jax.nn.logsumexp(scores, axis=-1))

@@ -47,14 +47,14 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "model_dim", "num_layers"):
-            _positive(f"TransformerConfig.{name}", getattr(self, name))
+            positive(f"TransformerConfig.{name}", getattr(self, name))
         kv_heads, head_dim = check_heads(
             "TransformerConfig.", self.model_dim, self.num_heads, self.num_kv_heads, self.head_dim
         )
         if head_dim % 2:
             raise ValueError(f"TransformerConfig.head_dim={head_dim} must be even: rotary embedding turns pairs")
         mlp_dim = math.ceil(self.model_dim * 8 / 3 / 64) * 64 if self.mlp_dim is None else self.mlp_dim
-        _positive("TransformerConfig.mlp_dim", mlp_dim)
+        positive("TransformerConfig.mlp_dim", mlp_dim)
         for name in ("rope_theta", "norm_eps"):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int | float):
@@ -80,22 +80,22 @@ def check_heads(
     prefix: str, model_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
     """(num_kv_heads, head_dim) with their defaults; raises ValueError or TypeError naming `prefix` + the argument."""
-    _positive(f"{prefix}num_heads", num_heads)
+    positive(f"{prefix}num_heads", num_heads)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    _positive(f"{prefix}num_kv_heads", kv_heads)
+    positive(f"{prefix}num_kv_heads", kv_heads)
     if num_heads % kv_heads:
         raise ValueError(f"{prefix}num_kv_heads={kv_heads} must divide num_heads={num_heads}")
     if head_dim is None:
         if model_dim % num_heads:
             raise ValueError(f"{prefix}num_heads={num_heads} must divide model_dim={model_dim}, or give head_dim")
         head_dim = model_dim // num_heads
-    _positive(f"{prefix}head_dim", head_dim)
+    positive(f"{prefix}head_dim", head_dim)
     if head_dim > 256:
         raise ValueError(f"{prefix}head_dim={head_dim} must be at most 256")
     return kv_heads, head_dim
 
 
-def _positive(name: str, value: object) -> None:
+def positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r} must be an int")
     if value < 1:

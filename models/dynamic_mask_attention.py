@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_kernels import masks
 from jax_kernels.models.attention import MultiHeadAttention, as_mask
+from jax_kernels.models.config import positive
 from jax_kernels.ops.dynamic_mask_attention import dynamic_mask_attention
 
 __all__ = ["DynamicMaskAttention"]
@@ -50,10 +51,7 @@ class DynamicMaskAttention(MultiHeadAttention):
         **options: Any,
     ) -> None:
         super().__init__(model_dim, num_heads, param_dtype=param_dtype, rngs=rngs, **options)
-        if isinstance(keys_to_keep, bool) or not isinstance(keys_to_keep, int):
-            raise TypeError(f"keys_to_keep={keys_to_keep!r} must be an int")
-        if keys_to_keep < 1:
-            raise ValueError(f"keys_to_keep={keys_to_keep} must be positive")
+        positive("keys_to_keep", keys_to_keep)
         self.keys_to_keep = keys_to_keep
         self.A = nnx.Param(0.02 * jax.random.normal(rngs.params(), (self.num_kv_heads,), param_dtype))
         self.dt_proj = nnx.Linear(
@@ -70,9 +68,11 @@ class DynamicMaskAttention(MultiHeadAttention):
         steps = self.dt_proj(value.reshape(batch, kv_length, -1)).astype(jnp.float32)
         bias = jnp.exp(self.A[...].astype(jnp.float32) * jax.nn.softplus(steps)).swapaxes(1, 2)[:, :, None]
         among = self._among(mask, arguments.get("kv_lengths"))
+        q_length, offset = query.shape[1], arguments.get("q_offset", 0)
         if kv_length > self.keys_to_keep:
-            offset = arguments.get("q_offset", 0)
-            among = masks.top_k(bias, self.keys_to_keep, among=among, q_length=query.shape[1], q_offset=offset)
+            among = masks.top_k(bias, self.keys_to_keep, among=among, q_length=q_length, q_offset=offset)
+        elif among.heads not in (1, self.num_heads):  # only as an array may a mask have the heads of the keys
+            among = masks.dense(among.to_dense(q_length, kv_length, q_offset=offset))
         arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
         return dynamic_mask_attention(query, key, value, among, bias, **arguments)
 

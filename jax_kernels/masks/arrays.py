@@ -232,7 +232,7 @@ class BlockSparse(_Array):
         return 0 if self._in_cells(grid) else grid.rows * grid.columns
 
     def _counts(self, grid: Grid):
-        """(live cells, all cells) that each block of the grid lies in, from a table of sums over rectangles."""
+        """(live cells, all cells) that each block of the grid lies in; of many, from a table of sums."""
         if self._in_cells(grid):
             cells = jnp.repeat(self.blocks, self.block_q // grid.block_q, axis=2)[:, :, : grid.rows]
             cells = jnp.repeat(cells, self.block_kv // grid.block_kv, axis=3)[..., : grid.columns]

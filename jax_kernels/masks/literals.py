@@ -128,7 +128,7 @@ def band(low: int | None, high: int | None) -> Literal:
         edges = ([] if low is None else [low]) + ([] if high is None else [high + 1])
         step, offset = math.gcd(grid.block_q, grid.block_kv), grid.static_offset
         each = lambda edge: touched(grid.block_q - 1, grid.block_kv, step, None if offset is None else offset + edge)
-        return grid.rows * sum(map(each, edges)) if grid.block_q > 1 else 0
+        return grid.rows * sum(map(each, edges))
 
     return Literal(interval, distance, low=low, high=high, varies=varies)
 

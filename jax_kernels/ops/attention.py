@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -161,7 +160,6 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
     request, inputs = check(implementation=implementation, scale=scale, **arguments)
     plan = _choose(request, implementation)
     inputs = vary_alike(inputs)
-    scale = 1 / math.sqrt(request.head_dim) if scale is None else float(scale)
     query, scale = with_positive_scale(inputs.query, scale)
     inputs = inputs._replace(query=query)
     options = AttentionOptions(

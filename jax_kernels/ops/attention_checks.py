@@ -195,8 +195,9 @@ def by_name(op: str, args: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(names, args, strict=False))
 
 
-def with_positive_scale(query: jax.Array, scale: float) -> tuple[jax.Array, float]:
-    """A query and a scale of the same scores; kernels take the maximum before they scale."""
+def with_positive_scale(query: jax.Array, scale: float | None) -> tuple[jax.Array, float]:
+    """A query and a scale (None: 1 / sqrt(D)) of the same scores; kernels take the maximum before they scale."""
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     if scale > 0:
         return query, scale
     return query * jnp.asarray(0 if scale == 0 else -1, query.dtype), -scale or 1.0

@@ -106,7 +106,7 @@ def flash_attention_fp8(
     Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024),
     arXiv:2407.08608.
     """
-    request, arrays, scale = _check(**locals())
+    request, arrays = _check(**locals())
     query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths = arrays
     plan = _choose(request, implementation)
     query, scale = checks.with_positive_scale(query, scale)
@@ -119,7 +119,7 @@ def flash_attention_fp8(
 
 
 def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
-    request, *_ = _check(**checks.by_name("flash_attention_fp8", args), **kwargs)
+    request, _ = _check(**checks.by_name("flash_attention_fp8", args), **kwargs)
     return _choose(request, kwargs.get("implementation"))
 
 
@@ -134,8 +134,8 @@ def _choose(request: Fp8Request, implementation: str | None) -> dispatch.Plan:
 def _check(
     query, key, value, *, q_scale=None, k_scale=None, v_scale=None, is_causal=False, scale=None, q_offset=0,
     kv_lengths=None, return_lse=False, implementation=None, **unknown,
-) -> tuple[Fp8Request, tuple[Any, ...], float]:  # fmt: skip
-    """The request behind a call, its arrays (q_offset None where it is an int), and its scale."""
+) -> tuple[Fp8Request, tuple[Any, ...]]:  # fmt: skip
+    """The request behind a call and its arrays (q_offset None where it is an int)."""
     for name in unknown:
         raise TypeError(f"flash_attention_fp8 got an unexpected keyword argument {name!r}")
     query, key, value = (
@@ -168,8 +168,7 @@ def _check(
         has_kv_lengths=kv_lengths is not None,
         q_offset=static_offset,
     )
-    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
-    return request, (query, key, value, *scales, q_offset, kv_lengths), scale
+    return request, (query, key, value, *scales, q_offset, kv_lengths)
 
 
 def _scale(name: str, x: Any, shape: tuple[int, int]) -> Any:

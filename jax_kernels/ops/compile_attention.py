@@ -45,7 +45,7 @@ class _Shape:
     head_dim: int
     dtype: Any
 
-    @property
+    @functools.cached_property
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         queries = (self.batch, self.seq_len, self.num_heads, self.head_dim)
         keys = (self.batch, self.kv_len, self.num_kv_heads, self.head_dim)

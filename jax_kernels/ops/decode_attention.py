@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -114,7 +113,7 @@ def decode_attention(
     Source: Dao et al., "Flash-Decoding for long-context inference" (2023); Kwon et al., "Efficient Memory Management
     for Large Language Model Serving with PagedAttention" (2023), arXiv:2309.06180.
     """
-    request, arrays, scale = _check(**locals())
+    request, arrays = _check(**locals())
     plan = _choose(request, implementation)
     query, *others = arrays
     query, scale = checks.with_positive_scale(query, scale)
@@ -124,7 +123,7 @@ def decode_attention(
 
 
 def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
-    request, *_ = _check(**checks.by_name("decode_attention", args), **kwargs)
+    request, _ = _check(**checks.by_name("decode_attention", args), **kwargs)
     return _choose(request, kwargs.get("implementation"))
 
 
@@ -139,8 +138,8 @@ def _choose(request: DecodeRequest, implementation: str | None) -> dispatch.Plan
 def _check(
     query, key, value, *, kv_lengths=None, block_tables=None, window=None, softcap=None, sinks=None, scale=None,
     return_lse=False, implementation=None, **unknown,
-) -> tuple[DecodeRequest, tuple[Any, ...], float]:  # fmt: skip
-    """The request behind a call, its arrays in the kernels' form and order, and its scale."""
+) -> tuple[DecodeRequest, tuple[Any, ...]]:  # fmt: skip
+    """The request behind a call and its arrays in the kernels' form and order."""
     for name in unknown:
         raise TypeError(f"decode_attention got an unexpected keyword argument {name!r}")
     query, key, value = (
@@ -183,8 +182,7 @@ def _check(
         softcap=None if softcap is None else float(softcap),
         has_sinks=sinks is not None,
     )
-    scale = 1 / math.sqrt(head_dim) if scale is None else float(scale)
-    return request, (query, key, value, kv_lengths, block_tables, sinks), scale
+    return request, (query, key, value, kv_lengths, block_tables, sinks)
 
 
 def _check_shapes(query: Any, key: Any, value: Any, *, is_paged: bool) -> None:

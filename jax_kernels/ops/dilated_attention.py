@@ -1,7 +1,6 @@
 """dilated_attention: what it takes, and its plan. Its views are in dilated_views, what it computes in dilated_vjp."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -250,19 +249,17 @@ def _specs(request: AttentionRequest, views: Call) -> dict[str, Any]:
 
 def _prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     request, inputs, calls, merge, arguments = _check(**keywords)
-    query, scale = inputs.query, arguments["scale"]
-    scale = 1 / math.sqrt(request.head_dim) if scale is None else float(scale)
-    query, scale = with_positive_scale(query, scale)  # before what has a gradient of its own
+    query, scale = with_positive_scale(inputs.query, arguments["scale"])  # before what has a gradient of its own
     is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
+    group = request.heads // request.kv_heads
+    prepare = lambda arrays: attention.prepare(**arrays, **arguments | {"scale": scale})[0]
     attentions = []
     for views in calls:
-        prepare = lambda arrays: attention.prepare(**arrays, **arguments | {"scale": scale})[0]
         with dispatch.on_device(request.device):
             planned = jax.eval_shape(prepare, _specs(request, views))
         # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
         if is_merged and planned.implementation != "mosaic_gpu":
             planned = dataclasses.replace(planned, out_dtype="float32")
-        group = request.heads // request.kv_heads
         reads_views = _reads_views(planned, request)
         parts = dilated_views.split_strided(views, request.q_length, group) if reads_views else (views,)
         attentions += [(part, _of_views(planned, part, request)) for part in parts]

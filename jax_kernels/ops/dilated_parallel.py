@@ -64,8 +64,8 @@ def sequence_parallel_dilated_attention(
         "scale": scale,
         "deterministic": deterministic,
         "precision": precision,
+        "implementation": implementation,
     }
-    common |= {"implementation": implementation}
     branches = check_pattern(segment_lengths, dilation_rates, "all", "lse", "overlap", None)
     length, devices = query.shape[1], lax.axis_size(axis_name)
     branches = tuple((min(size, length * devices), rate) for size, rate in branches)
@@ -82,7 +82,8 @@ def sequence_parallel_dilated_attention(
     parts += [
         _across(query, key, value, axis_name, size // length, rate, common) for size, rate in branches if size > length
     ]
-    out, lse = parts[0] if len(parts) == 1 else _merge(parts, query.dtype)
+    out, lse = parts[0] if len(parts) == 1 else _merge(parts)
+    out = out.astype(query.dtype)
     return (out, lse) if return_lse else out
 
 
@@ -139,7 +140,7 @@ def _gather_bwd(axis_name, groups, _, cotangent):
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def _merge(parts, dtype):
+def _merge(parts):
     """The branches' outs by the softmax of their lses, and the lse of all; of what no branch has, 0 and -inf."""
     outs, lses = zip(*parts, strict=True)
     alive = [~jnp.isneginf(lse) for lse in lses]
@@ -154,4 +155,4 @@ def _merge(parts, dtype):
         (power / safe).swapaxes(1, 2)[..., None] * out.astype(jnp.float32)
         for power, out in zip(powers, outs, strict=True)
     )
-    return functools.reduce(jnp.add, weighted).astype(dtype), jnp.where(dead, -jnp.inf, jnp.log(safe) + highest)
+    return functools.reduce(jnp.add, weighted), jnp.where(dead, -jnp.inf, jnp.log(safe) + highest)

@@ -87,7 +87,8 @@ def _forward(call: DilatedCall, arrays):
         merge = lambda outs, lses: dilated_triton.merge(
             rows, outs, lses, like=like, share=share, interpret=call.interpret
         )
-        return _without_x64(sequential_vmap(merge))(outs, lses)
+        with jax.enable_x64(False):  # as for flash_attention's kernels
+            return sequential_vmap(merge)(outs, lses)
     out_parts: Parts = []
     lse_parts: Parts = []
     for (views, _), out, lse in zip(call.attentions, outs, lses, strict=True):
@@ -108,17 +109,6 @@ def _merge(call: DilatedCall, out_parts: Parts, lse_parts: Parts, like):
             finite = jnp.where(jnp.isneginf(lse), 0, lse)
             outs = [jnp.exp(x - finite)[..., None] * out for x, out in zip(lses, outs, strict=True)]
     return (_sum(outs) * call.share).astype(like.dtype), lse.swapaxes(1, 2)
-
-
-def _without_x64(function):
-    """For kernels: their indices are int32, and a Python int in them must not be int64."""
-
-    @functools.wraps(function)
-    def run(*args):
-        with jax.enable_x64(False):
-            return function(*args)
-
-    return run
 
 
 def _sum(arrays: list[jax.Array]) -> jax.Array:
@@ -175,7 +165,8 @@ def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float
         total = lambda parts, whole: dilated_triton.total(
             rows, parts, whole, factor, like=like, interpret=call.interpret
         )
-        return _without_x64(sequential_vmap(total))(parts, whole)
+        with jax.enable_x64(False):
+            return sequential_vmap(total)(parts, whole)
     scattered: Parts = []
     for views, part in zip(calls, parts, strict=True):
         scattered += dilated_views.scatter(part, views, batch, heads, array_heads)

@@ -16,19 +16,15 @@ from jax_kernels.masks import Mask
 CHUNK_BYTES = 1 << 28
 
 
-def positions(inputs: AttentionInputs, options: AttentionOptions, queries=None):
-    """Positions of the queries: [B or 1, T] int32. queries: their indices, by default all of them."""
-    offset = first_position(inputs, options)
-    queries = jnp.arange(inputs.query.shape[1], dtype=jnp.int32) if queries is None else queries
-    return jnp.atleast_1d(jnp.asarray(offset, jnp.int32))[:, None] + queries
-
-
-def live(inputs: AttentionInputs, options: AttentionOptions, query_positions):
+def live(inputs: AttentionInputs, options: AttentionOptions, rows=None):
     """Which keys each query may attend to: bool, broadcastable to [B, H, T, S].
 
-    query_positions: [B or 1, T]. A bias of -inf is not looked at.
+    rows: the indices of the queries, [T] int32, by default all of them. A bias of -inf is not looked at.
     """
-    positions, keys = query_positions[:, None, :, None], jnp.arange(inputs.key.shape[1], dtype=jnp.int32)
+    rows = jnp.arange(inputs.query.shape[1], dtype=jnp.int32) if rows is None else rows
+    offset = first_position(inputs, options)
+    positions = (jnp.atleast_1d(jnp.asarray(offset, jnp.int32))[:, None] + rows)[:, None, :, None]
+    keys = jnp.arange(inputs.key.shape[1], dtype=jnp.int32)
     keep = jnp.ones((1, 1, 1, 1), bool)
     if options.is_causal:
         keep = keep & (positions >= keys)
@@ -42,8 +38,6 @@ def live(inputs: AttentionInputs, options: AttentionOptions, query_positions):
         q_ids, kv_ids = inputs.q_segment_ids[:, None, :, None], inputs.kv_segment_ids[:, None, None, :]
         keep = keep & (q_ids == kv_ids) & (q_ids >= 0)
     if isinstance(inputs.mask, Mask):
-        offset = first_position(inputs, options)
-        rows = query_positions[0] - jnp.atleast_1d(offset)[0]
         keep = keep & inputs.mask.rows(rows, inputs.key.shape[1], q_offset=offset)
     elif inputs.mask is not None:
         keep = keep & inputs.mask
@@ -71,7 +65,7 @@ def attention(inputs: AttentionInputs, options: AttentionOptions):
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
     products = jnp.einsum("bthd,bshd->bhts", query, key, precision="highest")
-    keep = live(inputs, options, positions(inputs, options))
+    keep = live(inputs, options)
     rows = jnp.arange(query.shape[1], dtype=jnp.int32)
     scores = jnp.where(keep, scores_of(products, inputs.bias, options, _modify(inputs, rows)), -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
@@ -152,7 +146,7 @@ def _products(inputs, options):
 def _masked_scores(inputs, options, rows):
     """(scores, products), float32 [B, H, T, S], of the queries with the indices `rows`, [T]."""
     products = _products(inputs, options)
-    keep = live(inputs, options, positions(inputs, options, rows))
+    keep = live(inputs, options, rows)
     return jnp.where(keep, scores_of(products, inputs.bias, options, _modify(inputs, rows)), -jnp.inf), products
 
 

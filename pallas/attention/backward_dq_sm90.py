@@ -71,13 +71,14 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
             return lax.div(batch_head, heads), lax.rem(batch_head, heads), q_index * BLOCK_Q
 
         b, head, q_start = tile(cta)
-        limits = tiles.limits(
-            given["bounds"], b, options.q_offset, kv_length, is_causal=is_causal, window=options.window
-        )  # fmt: skip
-        among = segments.among(b, lax.div(q_start, jnp.int32(BLOCK_Q))) if has_segments else None
-        blocks = limits.key_blocks(q_start, BLOCK_Q, block_kv, among, in_order=True).at_least_one()
         if has_lists:
             blocks = given["lists"].walk(cta)
+        else:
+            limits = tiles.limits(
+                given["bounds"], b, options.q_offset, kv_length, is_causal=is_causal, window=options.window
+            )  # fmt: skip
+            among = segments.among(b, lax.div(q_start, jnp.int32(BLOCK_Q))) if has_segments else None
+            blocks = limits.key_blocks(q_start, BLOCK_Q, block_kv, among, in_order=True).at_least_one()
 
         @pl.when(wg == COMPUTE_WGS)
         def _memory():

@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax_kernels import masks
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
+from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.lists import packed_lists
-from jax_kernels.masks.positions import Band
 from jax_kernels.pallas.attention.dense_sm90 import kept, of_head
 
 COLUMNS = 8  # of the table: numbers that are read together stand in one sector
@@ -100,15 +100,15 @@ def lists_of(
     q_length, kv_length = inputs.query.shape[1], inputs.key.shape[1]
     batch, kv_heads = inputs.key.shape[0], inputs.key.shape[2]
     heads = inputs.query.shape[2] if by == "query" else kv_heads
-    offset = first_position(inputs, options)
+    static_offset, offset = offset_of(first_position(inputs, options))
     group = 1 if by == "query" else inputs.query.shape[2] // kv_heads
     sharing = group if inputs.mask.heads == 1 else 1
     lists, packed = packed_lists(
         _whole_mask(inputs, options),
-        jnp.atleast_1d(jnp.asarray(offset, jnp.int32)),
+        offset,
         lengths=(q_length, kv_length),
         blocks=(block_q, block_kv),
-        static_offset=offset if isinstance(offset, int) else None,
+        static_offset=static_offset,
         by=by,
         joined=group // sharing,
     )
@@ -135,8 +135,7 @@ def _whole_mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
     if options.is_causal:
         mask &= masks.causal()
     if options.window is not None:
-        left, right = options.window
-        mask &= Band(-left if left >= 0 else None, right if right >= 0 else None)
+        mask &= masks.sliding_window(*options.window)
     if inputs.q_segment_ids is not None:
         mask &= masks.segments(inputs.q_segment_ids, inputs.kv_segment_ids)
     if inputs.kv_lengths is not None:

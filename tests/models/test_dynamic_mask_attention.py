@@ -63,6 +63,14 @@ def test_keys_compete_within_the_masks():
         np.testing.assert_allclose(forward(attention, x, mask), plain(attention, x, want), atol=2e-6)
 
 
+def test_fewer_keys_than_are_kept():
+    """Every key that the mask leaves, also where it is a Mask with the heads of the keys."""
+    attention, x = module(keys_to_keep=LENGTH), inputs()
+    some = jax.random.bernoulli(jax.random.key(2), 0.6, (BATCH, KV_HEADS, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
+    for mask in (some, masks.dense(some)):
+        np.testing.assert_allclose(forward(attention, x, mask), plain(attention, x, some), atol=2e-6)
+
+
 def test_decoding_equals_the_full_forward():
     attention, x = module(use_rotary=True), inputs()
     cache, outs = attention.init_cache(BATCH, 20), []

@@ -55,9 +55,12 @@ def main() -> dict:
 
         got = run(query, key, value, dout, dlse)
         want = dilated_oracle.dilated_attention(query, key, value, dout, dlse, **pattern)
+        halves = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in (query, key, value)]
+        dtypes = [x.dtype.name for x in jax.eval_shape(shared, *halves)]
         text = str(jax.make_jaxpr(shared)(query, key, value))
         gathered = [int(rows) for rows in re.findall(r"f32\[\d+,(\d+),\d+,\d+\]\S* = all_gather", text)]
-        found[name] = {"errors": [rms_error(g, w) for g, w in zip(got, want, strict=True)], "gathered": gathered}
+        errors = [rms_error(g, w) for g, w in zip(got, want, strict=True)]
+        found[name] = {"errors": errors, "dtypes": dtypes, "gathered": gathered}
     return found
 
 
@@ -91,6 +94,12 @@ def test_what_travels(results):
         "across_alone": [32 // 2] * 2,
         "local_alone": [],
     }
+
+
+@pytest.mark.timeout(240)
+def test_dtypes(results):
+    """Also of one branch alone, which nothing is merged with."""
+    assert {tuple(result["dtypes"]) for result in results.values()} == {("bfloat16", "float32")}
 
 
 def test_errors():

@@ -123,7 +123,7 @@ def plain(case: Case, query, key, value, dout, dlse):
     spread = lambda x: jnp.repeat(x, group, axis=2)
     gather = lambda x: x.reshape(*x.shape[:2], case.kv_heads, group, -1).sum(axis=3).astype(dtype)
     inputs, options = case.call(query, key, value)
-    keep = reference.live(inputs, options, reference.positions(inputs, options))
+    keep = reference.live(inputs, options)
     scale = 1 / math.sqrt(case.head_dim)
     scores = jnp.where(keep, product("bthd,bshd->bhts", query, spread(key)) * scale, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)

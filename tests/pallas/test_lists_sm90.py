@@ -78,7 +78,7 @@ def test_lists_keep_what_the_call_keeps(name, by):
     # Most of the time is XLA's, for compiling: unoptimised code is compiled in half of it.
     lists = jax.jit(build, compiler_options={"xla_backend_optimization_level": 0})(inputs)
     lists = jax.tree.map(np.asarray, lists)
-    want = reference.live(inputs, options, reference.positions(inputs, options))
+    want = reference.live(inputs, options)
     np.testing.assert_array_equal(walked(lists, by), np.broadcast_to(want, (B, H, T, S)))
     heads, blocks = (H, 5) if by == "query" else (KV_HEADS, 3)
     assert sorted(lists.tiles[:, :3].tolist()) == [
