@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, MODES, TOLERANCE, Case, input_sets, parse_shape
+from cases import DTYPES, MODES, TOLERANCE, Case, input_sets, parse_shape, relative_error
 from contenders import from_function
 from timing import METHODS, Contender, alternate, first_line, speed_ratio, spread, wait
 
@@ -111,11 +111,6 @@ def plan_of(name: str, case: Case, args: argparse.Namespace, inputs: Any) -> str
         return "gather, attention and scatter for each branch"
     function = function_of(name, case, args)
     return str(jax_kernels.explain(function.func, *inputs.qkv, **function.keywords))  # type: ignore[attr-defined]
-
-
-def relative_error(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> float:
-    norm = lambda x: float(jnp.linalg.norm(x.astype(jnp.float32).ravel()))
-    return max(norm(g.astype(jnp.float32) - w.astype(jnp.float32)) / norm(w) for g, w in zip(got, want, strict=True))
 
 
 def build(case: Case, args: argparse.Namespace) -> list[Contender]:

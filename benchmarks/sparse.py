@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, TOLERANCE, Case, InputSet, input_sets
+from cases import DTYPES, TOLERANCE, Case, InputSet, as_numpy, input_sets, relative_error
 from contenders import framework, unavailable
 from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, wait
 
@@ -172,10 +172,7 @@ def right(case: Case, keep: jax.Array, inputs: InputSet) -> list[np.ndarray]:
 def check(contender: Contender, want: Sequence[np.ndarray]) -> None:
     """Sets the contender's error, of what its first call gives; one that is wrong is not timed."""
     assert contender.call is not None
-    host = lambda x: np.asarray(x.astype(jnp.float32)) if isinstance(x, jax.Array) else x.detach().float().cpu().numpy()
-    norm = np.linalg.norm
-    pairs = [(host(got[:1, :, :1]), w) for got, w in zip(contender.call(0), want, strict=True)]
-    contender.error = float(max(norm(got - w) / norm(w) for got, w in pairs))
+    contender.error = relative_error([as_numpy(x[:1, :, :1]) for x in contender.call(0)], want)
     if not contender.error <= TOLERANCE:
         contender.give_up("wrong", f"relative error {contender.error:.2g}, want at most {TOLERANCE}")
 

@@ -52,6 +52,22 @@ def test_by_gathers_and_scatters_where_rates_divide_nothing():
         dilated.gathered(query, key, value, **pattern | {"is_causal": False})
 
 
+def test_nan_gradients_are_wrong(monkeypatch):
+    @jax.custom_vjp
+    def poisoned(x):
+        return x
+
+    poisoned.defvjp(lambda x: (x, None), lambda _, gradient: (gradient * jnp.nan,))
+    attend = dilated.gathered
+    of_poisoned_values = lambda *qkv, **options: attend(*qkv[:2], poisoned(qkv[2]), **options)
+    monkeypatch.setattr(dilated, "dilated_attention", of_poisoned_values)
+    monkeypatch.setattr(dilated, "plan_of", lambda *_: "")
+    words = "--shapes 1,64,2,16 --segments 16,32 --rates 1,2 --mode fwdbwd --implementation xla"
+    args = dilated.arguments([*words.split(), "--contenders", "gather,ours"])
+    gather, ours = dilated.build(args.cases[0], args)
+    assert (gather.status, ours.status, ours.call) == ("ok", "wrong", None)
+
+
 def test_wrong_arguments_are_named(capsys):
     for words, message in (
         (["--rates", "1,2"], "segments, rates: got"),

@@ -61,8 +61,12 @@ def test_what_is_wrong_is_not_timed(mode, make_case):
     contender = sparse.build("array", case, sparse.masks.dense(keep), keep, sets, args)
     sparse.check(contender, sparse.right(case, keep, sets[0]))
     assert contender.status == "ok"
+    call = contender.call
     sparse.check(contender, sparse.right(case, keep.at[32:, 0].set(False), sets[0]))
     assert (contender.status, contender.call) == ("wrong", None)
+    poisoned = sparse.Contender("array", "jax", lambda index: (*call(index)[:-1], call(index)[-1] * jnp.nan))
+    sparse.check(poisoned, sparse.right(case, keep, sets[0]))
+    assert (poisoned.status, poisoned.call) == ("wrong", None)
 
 
 @pytest.mark.parametrize(
