@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, MODES, TOLERANCE, Case, input_sets, parse_shape, relative_error
+from cases import DTYPES, MODES, Case, input_sets, parse_shape, relative_error
 from contenders import from_function
 from timing import METHODS, Contender, alternate, first_line, speed_ratio, spread, wait
 
@@ -127,9 +127,7 @@ def build(case: Case, args: argparse.Namespace) -> list[Contender]:
             if name == "gather":
                 right = outputs
             elif name == "ours" and right is not None:
-                contender.error = relative_error(outputs, right)
-                if not contender.error <= TOLERANCE:
-                    contender.give_up("wrong", f"differs from gather by {contender.error:.2g}, want {TOLERANCE}")
+                contender.judge(relative_error(outputs, right), "gather")
         except NotImplementedError as error:
             contender.give_up("unavailable", first_line(error))
         except Exception as error:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, TOLERANCE, Case, InputSet, as_numpy, input_sets, relative_error
+from cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
 from contenders import framework, unavailable
 from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, wait
 
@@ -170,11 +170,9 @@ def right(case: Case, keep: jax.Array, inputs: InputSet) -> list[np.ndarray]:
 
 
 def check(contender: Contender, want: Sequence[np.ndarray]) -> None:
-    """Sets the contender's error, of what its first call gives; one that is wrong is not timed."""
+    """Judges what the contender's first call gives."""
     assert contender.call is not None
-    contender.error = relative_error([as_numpy(x[:1, :, :1]) for x in contender.call(0)], want)
-    if not contender.error <= TOLERANCE:
-        contender.give_up("wrong", f"relative error {contender.error:.2g}, want at most {TOLERANCE}")
+    contender.judge(relative_error([as_numpy(x[:1, :, :1]) for x in contender.call(0)], want), "float32")
 
 
 def row_of(contender: Contender, case: Case, facts: dict[str, Any], dense: Sequence[float]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import report
 from attention import choose_timer, prepare_process, say
-from cases import DTYPES, TOLERANCE, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
+from cases import DTYPES, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
 from contenders import build
 from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
 
@@ -249,15 +249,13 @@ class Sweep:
             contender.call = make(self.args, config, sets, saved)
             outputs = contender.call(0)
             wait(outputs, "jax")
-            error = relative_error(outputs, self.wanted)
-            row["error"] = error if math.isfinite(error) else None
-            if not error <= TOLERANCE:
-                row |= {"status": "wrong", "reason": f"relative error {error:.2g} against {control.name}"}
-            else:
+            contender.judge(relative_error(outputs, self.wanted), control.name)
+            row |= {"status": contender.status, "reason": contender.reason, "error": contender.error}
+            if contender.status == "ok":
                 for _ in range(self.args.turns):
                     take_turn(contender, self.timer, self.args.seconds)
                 ms = spread(contender.times)["median"]
-                row |= {"status": "ok", "times_ms": contender.times, "ms": ms, "tflops": self.args.case.tflops(ms)}
+                row |= {"times_ms": contender.times, "ms": ms, "tflops": self.args.case.tflops(ms)}
                 row["ratio"] = control.times[-1] / ms
                 self.contenders[contender.name] = contender
         except Exception as error:

@@ -98,6 +98,13 @@ def test_rows_and_plot(tmp_path, make_case):
     assert (tmp_path / "plots" / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_what_is_no_number_is_null(tmp_path):
+    row = {"error": np.nan, "times": (1.5, np.inf), "calls": 3}
+    report.write_json(tmp_path / "x.json", {"rows": [row], "ok": True})
+    read = json.loads((tmp_path / "x.json").read_text())
+    assert read == {"rows": [{"error": None, "times": [1.5, None], "calls": 3}], "ok": True}
+
+
 def test_a_device_timer_that_fails_gives_way_to_events(monkeypatch, capsys, without_gpu):
     def broken(call, calls, framework):
         raise RuntimeError("CUPTI saw no device activity")

@@ -52,7 +52,7 @@ def test_by_gathers_and_scatters_where_rates_divide_nothing():
         dilated.gathered(query, key, value, **pattern | {"is_causal": False})
 
 
-def test_nan_gradients_are_wrong(monkeypatch):
+def test_nan_gradients_are_wrong(tmp_path, monkeypatch, without_gpu):
     @jax.custom_vjp
     def poisoned(x):
         return x
@@ -62,10 +62,15 @@ def test_nan_gradients_are_wrong(monkeypatch):
     of_poisoned_values = lambda *qkv, **options: attend(*qkv[:2], poisoned(qkv[2]), **options)
     monkeypatch.setattr(dilated, "dilated_attention", of_poisoned_values)
     monkeypatch.setattr(dilated, "plan_of", lambda *_: "")
-    words = "--shapes 1,64,2,16 --segments 16,32 --rates 1,2 --mode fwdbwd --implementation xla"
-    args = dilated.arguments([*words.split(), "--contenders", "gather,ours"])
-    gather, ours = dilated.build(args.cases[0], args)
-    assert (gather.status, ours.status, ours.call) == ("ok", "wrong", None)
+    monkeypatch.setattr(dilated, "prepare_process", lambda: None)
+    out = tmp_path / "dilated.json"
+    words = "--shapes 1,64,2,16 --segments 16,32 --rates 1,2 --mode fwdbwd --implementation xla --timer host"
+    words += f" --rounds 1 --seconds 0.001 --contenders gather,ours --output {out}"
+    assert dilated.main(words.split()) == 1
+    gather, ours = json.loads(out.read_text())["rows"]
+    assert (gather["status"], ours["status"], ours["error"]) == ("ok", "wrong", None)
+    assert ours["reason"] == "relative error nan against gather, want at most 0.02"
+    assert "times_ms" not in ours
 
 
 def test_wrong_arguments_are_named(capsys):
