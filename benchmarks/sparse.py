@@ -17,7 +17,7 @@ import functools
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,8 +26,8 @@ import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
 from cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
-from contenders import framework, unavailable
-from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, wait
+from contenders import Built, framework, from_function, unavailable
+from timing import METHODS, Contender, alternate, first_line, speed_ratio, spread, wait
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
 
@@ -100,24 +100,12 @@ def _pairs(seq: int, side: int, tokens: int) -> int:
     return of_window(seq - tokens) + tokens * (2 * seq - tokens)
 
 
-def kept_share(mask: masks.Mask, seq: int) -> float:
-    """Of all pairs, counted."""
-    count = jax.jit(lambda mask, rows: mask.rows(rows, seq).sum(axis=(2, 3), dtype=jnp.int32)[0, 0])
-    return sum(int(count(mask, jnp.arange(i, min(i + 1024, seq)))) for i in range(0, seq, 1024)) / seq**2
+def kept_share(keep: jax.Array) -> float:
+    """Of all pairs, counted by rows: all of them may not fit an int32."""
+    return np.asarray(keep.sum(axis=1)).sum(dtype=np.int64) / keep.size
 
 
-def in_jax(function: Callable[..., jax.Array], given: Any, mode: str, sets: Sequence[InputSet]) -> Call:
-    """call(i) of function(given, query, key, value) on input set i: (out,), or (dq, dk, dv) of its backward alone."""
-    if mode == "fwd":
-        forward = jax.jit(lambda given, *qkv: (function(given, *qkv),))
-        return lambda i: forward(given, *sets[i % len(sets)].qkv)
-    pullback = jax.jit(lambda given, *qkv: jax.vjp(functools.partial(function, given), *qkv)[1])
-    saved = [jax.tree.flatten(pullback(given, *inputs.qkv)) for inputs in sets]
-    backward = jax.jit(lambda residuals, do: jax.tree.unflatten(saved[0][1], residuals)(do))
-    return lambda i: backward(saved[i % len(sets)][0], sets[i % len(sets)].dout)
-
-
-def in_torch(keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Call:
+def in_torch(keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Built:
     """flex_attention, compiled, under a block mask made from the bool array `keep`."""
     import torch
     import torch_contenders
@@ -127,7 +115,8 @@ def in_torch(keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Call:
     rule = lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]
     block_mask = create_block_mask(rule, None, None, case.seq, case.seq, device="cuda", BLOCK_SIZE=BLOCK)
     function, _, heads_first = torch_contenders.flex(case, block_mask=block_mask)
-    return torch_contenders.in_mode(function, case.mode, torch_contenders.tensors(sets, heads_first), heads_first)
+    call = torch_contenders.in_mode(function, case.mode, torch_contenders.tensors(sets, heads_first), heads_first)
+    return Built(call, "torch.compile(flex_attention), block mask from the array")
 
 
 def build(name: str, case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequence[InputSet], args: Any) -> Contender:
@@ -138,21 +127,21 @@ def build(name: str, case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequen
         if name in ("dense", "mask", "array"):
             attend = dynamic_mask_attention if name == "array" else flash_attention
             given = {"dense": None, "mask": mask, "array": keep}[name]
-            contender.plan = str(explain(attend, *sets[0].qkv, mask=given, **ours))
-            contender.call = in_jax(lambda m, *qkv: attend(*qkv, mask=m, **ours), given, case.mode, sets)
+            plan = str(explain(attend, *sets[0].qkv, mask=given, **ours))
+            built = from_function(lambda m, *qkv: attend(*qkv, mask=m, **ours), case, sets, plan, given)
         else:
             reason = unavailable("torch-flex" if name == "torch-flex" else "jax-cudnn")
             if reason is not None:
                 raise NotImplementedError(reason)
             if name == "torch-flex":
-                contender.plan = "torch.compile(flex_attention), block mask from the array"
-                contender.call = in_torch(keep, case, sets)
+                built = in_torch(keep, case, sets)
             else:
-                contender.plan = "jax.nn.dot_product_attention, cudnn, bias [1, H, T, S]"
+                plan = "jax.nn.dot_product_attention, cudnn, bias [1, H, T, S]"
                 bias = jnp.where(keep, 0, -1e30).astype(sets[0].query.dtype)
                 bias = jnp.broadcast_to(bias, (1, case.heads, case.seq, case.seq))
                 attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-                contender.call = in_jax(lambda bias, *qkv: attend(*qkv, bias=bias), bias, case.mode, sets)
+                built = from_function(lambda bias, *qkv: attend(*qkv, bias=bias), case, sets, plan, bias)
+        contender.call, contender.plan = built.call, built.plan
         wait(contender.call(0), contender.framework)
     except NotImplementedError as error:
         contender.give_up("unavailable", first_line(error).removeprefix("NotImplementedError: "))
@@ -211,13 +200,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for pattern in args.pattern:
         for sparsity in args.sparsity:
             mask = mask_of(pattern, sparsity, args.seq_len, args.block_size)
+            keep = jax.jit(lambda mask: mask.to_dense(args.seq_len, args.seq_len)[0, 0])(mask)
             facts = {
                 "pattern": pattern,
                 "sparsity_asked": sparsity,
-                "sparsity": 1 - kept_share(mask, args.seq_len),
+                "sparsity": 1 - kept_share(keep),
                 "live_blocks": float(mask.density(args.seq_len, args.seq_len, BLOCK)),
             }
-            keep = jax.jit(lambda mask: mask.to_dense(args.seq_len, args.seq_len)[0, 0])(mask)
             for case in args.cases:
                 say(f"{case.label} {pattern}, sparsity {facts['sparsity']:.3f}, live blocks {facts['live_blocks']:.3f}")
                 if time.monotonic() > deadline:
