@@ -24,7 +24,7 @@ import report
 from cases import DTYPES, MODES, Case, Oracle, input_sets, parse_shape
 from contenders import OURS, PEERS, build, framework, unavailable
 from device_activity import DeviceActivity
-from timing import METHODS, Contender, Timer, alternate, first_line, host_timer, make_timer, spread, wait
+from timing import METHODS, Contender, Timer, alternate, first_line, host_timer, make_timer, skipped, spread, wait
 
 SHAPES = "2,8192,16,128;2,8192,32,64"
 say = functools.partial(print, flush=True)
@@ -178,8 +178,7 @@ class Run:
         contenders = []
         for name in self.args.implementations + self.args.peers:
             if time.monotonic() > self.deadline:
-                contender = Contender(name, framework(name))
-                contender.give_up("skipped", "the time budget was spent before it was built")
+                contender = skipped(name, framework(name))
             else:
                 if case.causal not in oracles:
                     oracles[case.causal] = Oracle(case, sets[0])

@@ -6,6 +6,8 @@
 "gather" is the usual form, in one jit: for each branch the tokens of each head are gathered by index, attended to by
 this library's kernel, scattered into zeros of the full size, and the branches are merged by their lse. "dense" is this
 library's attention over the whole sequence. Ours is held against "gather" before it is timed.
+
+The exit status is 1 where a contender was not timed: unavailable, failed, wrong, or skipped as the budget was spent.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import report
 from attention import choose_timer, close, prepare_process, say
 from cases import DTYPES, MODES, Case, input_sets, parse_shape, relative_error
 from contenders import from_function
-from timing import METHODS, Contender, alternate, first_line, speed_ratio, spread, wait
+from timing import METHODS, Contender, alternate, first_line, skipped, speed_ratio, spread, wait
 
 import jax_kernels
 from jax_kernels import dilated_attention, flash_attention
@@ -179,12 +181,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": [],
     }
     for case in args.cases:
-        if time.monotonic() > deadline:
-            say(f"{case.label}: skipped, the time budget is spent")
-            continue
         say(case.label)
-        contenders = build(case, args)
-        alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
+        if time.monotonic() > deadline:
+            say("  skipped: the time budget is spent")
+            contenders = [skipped(name, "jax") for name in args.contenders]
+        else:
+            contenders = build(case, args)
+            alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
         results["rows"] += rows_of(case, args, contenders)
         if args.output is not None:
             report.write_json(args.output, results)

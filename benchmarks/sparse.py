@@ -10,6 +10,8 @@ pairs that are masked out.
 Contenders: "mask", ours under the Mask; "array", ours under the same mask as a bool array; "dense", ours without one,
 which the others are measured against; "jax-cudnn-bias", cuDNN with a bias of -1e30 where the mask is False;
 "torch-flex", compiled flex_attention with a block mask. All but "dense" are held against float32 before they are timed.
+
+The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
 """
 
 import argparse
@@ -27,7 +29,7 @@ import report
 from attention import choose_timer, close, prepare_process, say
 from cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
 from contenders import Built, framework, from_function, unavailable
-from timing import METHODS, Contender, alternate, first_line, speed_ratio, spread, wait
+from timing import METHODS, Contender, alternate, first_line, skipped, speed_ratio, spread, wait
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
 
@@ -164,6 +166,19 @@ def check(contender: Contender, want: Sequence[np.ndarray]) -> None:
     contender.judge(relative_error([as_numpy(x[:1, :, :1]) for x in contender.call(0)], want), "float32")
 
 
+def checked(
+    case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequence[InputSet], args: argparse.Namespace
+) -> list[Contender]:
+    """The contenders of a case, built and checked."""
+    found = [build(name, case, mask, keep, sets, args) for name in args.contenders]
+    want = right(case, keep, sets[0])
+    for contender in found:
+        if contender.status == "ok" and contender.name != "dense":
+            check(contender, want)
+        say(f"  {contender.name}: {contender.status} {contender.reason or contender.plan.splitlines()[0]}")
+    return found
+
+
 def row_of(contender: Contender, case: Case, facts: dict[str, Any], dense: Sequence[float]) -> dict[str, Any]:
     row = facts | {"contender": contender.name, "case": case.label, "mode": case.mode, "status": contender.status}
     row |= {"reason": contender.reason, "plan": contender.plan, "error": contender.error}
@@ -211,15 +226,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say(f"{case.label} {pattern}, sparsity {facts['sparsity']:.3f}, live blocks {facts['live_blocks']:.3f}")
                 if time.monotonic() > deadline:
                     say("  skipped: the time budget is spent")
-                    continue
-                found = [build(name, case, mask, keep, sets, args) for name in args.contenders]
-                want = right(case, keep, sets[0])
-                for contender in found:
-                    if contender.status == "ok" and contender.name != "dense":
-                        check(contender, want)
-                    told = contender.reason or contender.plan.splitlines()[0]
-                    say(f"  {contender.name}: {contender.status} {told}")
-                alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
+                    found = [skipped(name, framework(name)) for name in args.contenders]
+                else:
+                    found = checked(case, mask, keep, sets, args)
+                    alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
                 dense = next((c.times for c in found if c.name == "dense"), [])
                 results["rows"] += [row_of(contender, case, facts, dense) for contender in found]
                 if args.output is not None:

@@ -176,6 +176,13 @@ class Contender:
             self.give_up("wrong", f"relative error {error:.2g} against {against}, want at most {tolerance}")
 
 
+def skipped(name: str, framework: str) -> Contender:
+    """A contender whose turn to be built came too late."""
+    contender = Contender(name, framework)
+    contender.give_up("skipped", "the time budget was spent before it was built")
+    return contender
+
+
 def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]

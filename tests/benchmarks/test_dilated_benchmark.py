@@ -52,6 +52,20 @@ def test_by_gathers_and_scatters_where_rates_divide_nothing():
         dilated.gathered(query, key, value, **pattern | {"is_causal": False})
 
 
+def test_without_time_left_each_row_says_so(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(dilated, "prepare_process", lambda: None)
+    out = tmp_path / "dilated.json"
+    words = f"--shapes 1,64,2,16;2,64,2,16 --mode fwd --timer host --budget 0.000001 --output {out}"
+    assert dilated.main(words.split()) == 1
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["case"][:4], row["contender"]) for row in rows] == [
+        (case, name) for case in ("1x64", "2x64") for name in dilated.CONTENDERS
+    ]
+    assert {(row["status"], row["reason"], "times_ms" in row) for row in rows} == {
+        ("skipped", "the time budget was spent before it was built", False)
+    }
+
+
 def test_nan_gradients_are_wrong(tmp_path, monkeypatch, without_gpu):
     @jax.custom_vjp
     def poisoned(x):

@@ -52,6 +52,20 @@ def test_runs_and_writes(tmp_path, monkeypatch, without_gpu):
     assert rows[0]["live_blocks"] == 1
 
 
+def test_without_time_left_each_row_says_so(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(sparse, "prepare_process", lambda: None)
+    out = tmp_path / "sparse.json"
+    words = "--seq-len 64 --batch-size 1 --num-heads 2 --head-dim 16 --pattern block,window --sparsity 0.5"
+    assert sparse.main([*words.split(), "--timer", "host", "--budget", "0.000001", "--output", str(out)]) == 1
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["pattern"], r["mode"], r["contender"]) for r in rows] == [
+        (pattern, mode, name) for pattern in ("block", "window") for mode in sparse.MODES for name in sparse.CONTENDERS
+    ]
+    assert {(r["status"], r["reason"], "times_ms" in r) for r in rows} == {
+        ("skipped", "the time budget was spent before it was built", False)
+    }
+
+
 @pytest.mark.parametrize("mode", sparse.MODES)
 def test_what_is_wrong_is_not_timed(mode, make_case):
     """The results of another mask, that lacks one key."""
