@@ -12,12 +12,12 @@ The exit status is 1 where a contender was not timed: unavailable, failed, wrong
 
 import argparse
 import functools
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +34,7 @@ CONTENDERS = ("ours", "gather", "dense")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.2, budget=540)
     parser.add_argument("--shapes", default="1,32768,16,128", help="batch,seq,heads,head_dim[,kv_heads], split by ';'")
     parser.add_argument("--segments", default="2048,4096,8192,16384", help="segment_lengths")
     parser.add_argument("--rates", default="1,2,4,8", help="dilation_rates")
@@ -43,12 +43,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", default="fwd,fwdbwd", help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="comma list")
     parser.add_argument("--implementation", help="of all: mosaic_gpu, triton or xla; default the fastest")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.2, help="queued work of one turn")
-    parser.add_argument("--budget", type=float, default=540, help="seconds after which no more work begins")
-    parser.add_argument("--timer", choices=tuple(METHODS), help="default cupti")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     args = parser.parse_args(argv)
     try:
         args.shapes = [parse_shape(text) for text in args.shapes.split(";") if text.strip()]
@@ -56,10 +50,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if len(args.segments) != len(args.rates) or min(*args.segments, *args.rates) < 1:
             raise ValueError(f"segments, rates: got {args.segments} and {args.rates}, want a positive one for each")
         for name, known in (("mode", MODES), ("contenders", CONTENDERS)):
-            names = [word.strip() for word in getattr(args, name).split(",")]
-            if not set(names) <= set(known):
-                raise ValueError(f"{name}: got {names}, want some of {', '.join(known)}")
-            setattr(args, name, names)
+            setattr(args, name, command_line.names(name, getattr(args, name), known))
         args.cases = [Case(*s, args.dtype, not args.full, mode) for s in args.shapes for mode in args.mode]
     except ValueError as error:
         parser.error(str(error))
@@ -172,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     prepare_process()
     deadline = time.monotonic() + args.budget
-    name, timer = choose_timer(args.timer or "cupti", ["jax"])
+    name, timer = choose_timer(args.timer, ["jax"])
     results: dict[str, Any] = {
         "schema": report.SCHEMA,
         "environment": report.environment(args.commit),

@@ -8,16 +8,16 @@ that of the fp8 output against the bf16 one, most of it from the quantization.
 
 import argparse
 import functools
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import report
 from attention import choose_timer, prepare_process, say
 from cases import Case, parse_shape, relative_error
-from timing import METHODS, Contender, alternate, first_line, speed_ratio, spread
+from timing import Contender, alternate, first_line, speed_ratio, spread
 
 from jax_kernels import explain, flash_attention, flash_attention_fp8, quantize_fp8
 
@@ -73,14 +73,9 @@ def row_of(contender: Contender, case: Case) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05)
     parser.add_argument("--shapes", default=SHAPES, help="batch,seq,heads,head_dim[,kv_heads], separated by ';'")
     parser.add_argument("--implementation", default=None)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.05, help="queued work of one turn")
-    parser.add_argument("--timer", choices=tuple(METHODS), default="cupti")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     args = parser.parse_args(argv)
     prepare_process()
     name, timer = choose_timer(args.timer, ["jax"])

@@ -13,11 +13,11 @@ held at once, as a multiple of the query's bytes too: query, key, value, dout an
 import argparse
 import functools
 import json
-import pathlib
 import subprocess
 import sys
 import time
 
+import command_line
 import jax
 import jax.numpy as jnp
 import report
@@ -59,7 +59,7 @@ def measure(length: int, args: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--lengths", default="32768,65536,131072", help="comma list of tokens")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -67,8 +67,6 @@ def main() -> None:
     parser.add_argument("--rates", help="comma list of dilation_rates")
     parser.add_argument("--implementation", default=None)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if (args.segments is None) != (args.rates is None):

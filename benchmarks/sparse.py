@@ -16,12 +16,12 @@ The exit status is 1 where a contender failed, was wrong, or was skipped as the 
 
 import argparse
 import functools
-import pathlib
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +41,7 @@ BLOCK = 128
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.1, budget=540)
     parser.add_argument("--pattern", default=",".join(PATTERNS), help=f"comma list of {', '.join(PATTERNS)}")
     parser.add_argument("--sparsity", default="0.5,0.75,0.9", help="comma list, each from 0 to below 1")
     parser.add_argument("--seq-len", type=int, default=8192)
@@ -53,19 +53,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", default=",".join(MODES), help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"comma list of {', '.join(CONTENDERS)}")
     parser.add_argument("--implementation", help="of ours: mosaic_gpu, triton, cudnn or xla; default the fastest")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.1, help="queued work of one turn")
-    parser.add_argument("--budget", type=float, default=540, help="seconds after which no more work begins")
-    parser.add_argument("--timer", choices=tuple(METHODS), default="cupti")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     args = parser.parse_args(argv)
     try:
         for name, known in (("pattern", PATTERNS), ("mode", MODES), ("contenders", CONTENDERS)):
-            names = [word.strip() for word in getattr(args, name).split(",")]
-            if not set(names) <= set(known):
-                raise ValueError(f"{name}: got {names}, want some of {', '.join(known)}")
-            setattr(args, name, names)
+            setattr(args, name, command_line.names(name, getattr(args, name), known))
         args.sparsity = [float(word) for word in args.sparsity.split(",")]
         if not all(0 <= x < 1 for x in args.sparsity):
             raise ValueError(f"sparsity: got {args.sparsity}, want numbers from 0 to below 1")

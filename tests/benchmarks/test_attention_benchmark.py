@@ -33,7 +33,10 @@ def test_arguments_give_every_case():
         (["--mode", "forward"], "mode: got 'forward', want some of fwd, bwd, fwdbwd"),
         (["--peers", "torch"], "peers: got 'torch', want some of torch-cudnn"),
         (["--implementations", "cuda"], "implementations: got 'cuda', want some of mosaic_gpu"),
-        (["--rounds", "0"], "rounds, seconds, budget: want positive numbers"),
+        (["--rounds", "0"], "--rounds: got 0, want a positive number"),
+        (["--seconds", "nan"], "--seconds: got nan, want a positive number"),
+        (["--budget", "-1"], "--budget: got -1, want a positive number"),
+        (["--mode", ""], "mode: got '', want some of fwd, bwd, fwdbwd"),
     ],
 )
 def test_bad_arguments_are_named(argv, message, capsys):

@@ -90,8 +90,8 @@ def test_nan_gradients_are_wrong(tmp_path, monkeypatch, without_gpu):
 def test_wrong_arguments_are_named(capsys):
     for words, message in (
         (["--rates", "1,2"], "segments, rates: got"),
-        (["--mode", "forward"], "mode: got ['forward'], want some of fwd"),
-        (["--contenders", "theirs"], "contenders: got ['theirs'], want some of ours"),
+        (["--mode", "forward"], "mode: got 'forward', want some of fwd"),
+        (["--contenders", "theirs"], "contenders: got 'theirs', want some of ours"),
     ):
         with pytest.raises(SystemExit):
             dilated.arguments(words)

@@ -87,10 +87,10 @@ def test_what_is_wrong_is_not_timed(mode, make_case):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--pattern causal", "pattern: got ['causal'], want some of block, window, random, structured"),
+        ("--pattern causal", "pattern: got 'causal', want some of block, window, random, structured"),
         ("--sparsity 1", "sparsity: got [1.0], want numbers from 0 to below 1"),
-        ("--mode forward", "mode: got ['forward'], want some of fwd, bwd"),
-        ("--contenders ours", "contenders: got ['ours'], want some of dense"),
+        ("--mode forward", "mode: got 'forward', want some of fwd, bwd"),
+        ("--contenders ours", "contenders: got 'ours', want some of dense"),
         ("--block-size 0", "block_size: got 0, want a positive number"),
         ("--seq-len 0", "seq: got 0, want a positive number"),
     ],
