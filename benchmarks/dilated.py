@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, MODES, Case, input_sets, parse_shape, relative_error
+from cases import DTYPES, MODES, Case, dilated_flops, input_sets, parse_shape, relative_error
 from contenders import from_function
 from timing import METHODS, Contender, alternate, first_line, skipped, speed_ratio, spread, wait
 
@@ -82,15 +82,6 @@ def gathered(query, key, value, *, segment_lengths, dilation_rates, is_causal, i
     return sum(w[..., None] * out for w, out in zip(weights, outs, strict=True)).astype(query.dtype)
 
 
-def flops(case: Case, args: argparse.Namespace) -> float:
-    """Of the branches, counted as cases.Case counts those of dense attention."""
-    share = 0.0
-    for size, rate in zip(args.segments, args.rates, strict=True):
-        size = min(size, case.seq)
-        share += case.seq / size * (size / rate) ** 2 / case.seq**2
-    return case.flops * share
-
-
 def function_of(name: str, case: Case, args: argparse.Namespace) -> Callable[..., jax.Array]:
     common = {"is_causal": case.causal, "implementation": args.implementation}
     pattern = {"segment_lengths": args.segments, "dilation_rates": args.rates}
@@ -146,7 +137,7 @@ def rows_of(case: Case, args: argparse.Namespace, contenders: Sequence[Contender
         }
         if contender.times:
             median = spread(contender.times)["median"]
-            work = case.flops if contender.name == "dense" else flops(case, args)
+            work = case.flops if contender.name == "dense" else dilated_flops(case, args.segments, args.rates)
             row |= {
                 "times_ms": contender.times,
                 "median_ms": median,
