@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -80,22 +79,9 @@ def _compile(gpu: str, options: dict) -> list[str]:
 @pytest.mark.parametrize("case", COMPILED)
 def test_it_compiles(case):
     gpu, options = COMPILED[case]
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": "",
-            "TF_CPP_MIN_LOG_LEVEL": "0",
-            "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
-            "MOSAIC_GPU_DUMP_TO": folder,
-            "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
-        }
-        environment.pop("JAX_KERNELS_INTERPRET", None)
-        command = [sys.executable, __file__, gpu, json.dumps(options)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=aot.TIMEOUT)
-        assert done.returncode == 0, done.stderr[-2000:]
-        kernels = aot._read_dump(Path(folder)) | aot._read_log(done.stderr)
+    _, mosaic, others = aot.compile_script(__file__, gpu, json.dumps(options))
     is_mosaic = options.get("implementation") != "triton"
-    kernels = {name: figures for name, figures in kernels.items() if name.startswith("attention_decode")}
+    kernels = {name: figures for name, figures in (mosaic | others).items() if name.startswith("attention_decode")}
     # Only the full grid of the largest batch is not cut into splits.
     assert len(kernels) == (1 if options.get("batch") == 64 else 2), list(kernels)
     assert any(name.startswith("attention_decode_sm90") for name in kernels) is is_mosaic

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import jax
@@ -122,20 +121,7 @@ SPILLS = {"256": 8}
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles(name):
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": "",
-            "TF_CPP_MIN_LOG_LEVEL": "0",
-            "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
-            "MOSAIC_GPU_DUMP_TO": folder,
-            "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
-        }
-        environment.pop("JAX_KERNELS_INTERPRET", None)
-        command = [sys.executable, __file__, json.dumps(COMPILED[name])]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=aot.TIMEOUT)
-        assert done.returncode == 0, done.stderr[-2000:]
-        mosaic, others = aot._read_dump(Path(folder)), aot._read_log(done.stderr)
+    _, mosaic, others = aot.compile_script(__file__, json.dumps(COMPILED[name]))
     (kernel,) = mosaic.values()
     assert kernel["spill_stores"] + kernel["spill_loads"] <= SPILLS.get(name, 0), kernel
     assert kernel["notes"] == []
