@@ -4,8 +4,6 @@ As a script it compiles one call: `python tests/pallas/test_decode_sm90.py GPU '
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import aot
+import cases_interpreter
 
-SCRIPT = Path(__file__).with_name("decode_interpreter.py")
+# Cores, whether races are looked for, and cases.
 INTERPRETED = {
     "one_core": (1, True, ["plain", "short", "multi_query_two_tiles", "pages_16", "head_dim_256"]),
     "splits": (3, False, ["no_lengths", "dead", "everything", "head_dim_128", "pages_128", "pages_32_everything"]),
@@ -25,17 +24,7 @@ INTERPRETED = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", INTERPRETED)
 def test_interpreted(group):
-    cores, races, names = INTERPRETED[group]
-    command = [sys.executable, str(SCRIPT), str(cores), str(int(races)), *names]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(results) == sorted(names)
-    for name, result in results.items():
-        assert not result["races"], name
-        for what, (error, bound) in result["errors"].items():
-            assert error <= bound, (name, what, error, bound)
+    cases_interpreter.check("decode_cases", *INTERPRETED[group])
 
 
 EVERYTHING = {"window": 1000, "softcap": 30.0, "sinks": True, "q_length": 4}

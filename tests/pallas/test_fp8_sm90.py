@@ -5,8 +5,6 @@ As a script it compiles one call: `python tests/pallas/test_fp8_sm90.py '{"head_
 
 import functools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,12 +16,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import aot
+import cases_interpreter
 
 from jax_kernels.pallas.attention import fp8_values_triton
 from jax_kernels.pallas.attention.forward_fp8_sm90 import reorder_keys
 from jax_kernels.pallas.attention.fp8_values_triton import KEY_ORDER
 
-SCRIPT = Path(__file__).with_name("fp8_interpreter.py")
 # Cores, whether races are looked for, and cases.
 INTERPRETED = {
     "one_core": (1, True, ["causal"]),
@@ -80,17 +78,7 @@ def test_values(shape, with_lengths):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", INTERPRETED)
 def test_interpreted(group):
-    cores, races, names = INTERPRETED[group]
-    command = [sys.executable, str(SCRIPT), str(cores), str(int(races)), *names]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(results) == sorted(names)
-    for name, result in results.items():
-        assert not result["races"], name
-        for what, (error, bound) in result["errors"].items():
-            assert error <= bound, (name, what, error, bound)
+    cases_interpreter.check("fp8_cases", *INTERPRETED[group])
 
 
 def _compile(options: dict) -> None:
