@@ -46,12 +46,8 @@ def test_interpreted(name):
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["strided"] == strided
-    for what, error, bound in zip(("out", "lse", "dq", "dk", "dv"), result["errors"], BOUNDS, strict=True):
+    for what, (error, bound) in result["errors"].items():
         assert error <= bound, (what, error, bound)
-
-
-# What bfloat16 rounds: out once in a branch and once merged, the gradients in each branch.
-BOUNDS = (3e-3, 1e-5, 6e-3, 6e-3, 6e-3)
 
 
 def _compile(head_dim: int) -> None:
