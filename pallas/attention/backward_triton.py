@@ -28,7 +28,7 @@ from jax_kernels.pallas.attention.shared_triton import (
     Queries,
     QueryPrograms,
     Refs,
-    aligned_bias,
+    aligned,
     all_rows,
     bias_spec,
     both,
@@ -56,7 +56,7 @@ def attention_backward(
     """See the package's docstring. config: AttentionBackwardTriton."""
     del core_count  # one program per tile: nothing is persistent
     rows = dout.astype(inputs.query.dtype), lse * LOG2E, delta
-    bias, inputs = inputs.bias, inputs._replace(bias=aligned_bias(inputs.bias))
+    bias, inputs = inputs.bias, inputs._replace(bias=aligned(inputs.bias))
     limiting = limiting_arrays(inputs, options)
     operands, gradients_of_arrays = operands_of(inputs)
     dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
@@ -77,7 +77,7 @@ def bias_gradient(
 ) -> jax.Array:
     """The bias's alone, under a dense mask too. Arguments: as attention_backward's."""
     del core_count
-    keys, inputs = inputs.bias.shape[3], inputs._replace(bias=aligned_bias(inputs.bias))
+    keys, inputs = inputs.bias.shape[3], inputs._replace(bias=aligned(inputs.bias))
     call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
     limiting = limiting_arrays(inputs, options)
     return _dbias(inputs, *limiting, dout, lse * LOG2E, delta, call, config)[..., :keys]
@@ -136,7 +136,7 @@ def _dkv_kernel(refs: Refs, *, call: Call):
     blocks = limits.query_blocks(kv_start, block_kv, block_q, call.q_length, among, predicate_at_end=has_partial)
     k = load(refs.key, kv_start, limits.kv_length, call.head_dim)
     v = load(refs.value, kv_start, limits.kv_length, call.v_head_dim)
-    columns = row_mask(kv_start, block_kv, call.bias_columns)
+    columns = row_mask(kv_start, block_kv, call.columns)
     kv_ids = None if refs.kv_ids is None else load_rows(refs.kv_ids, kv_start, call.kv_length, tiles.NO_KEY)
 
     by_key = summed(call, refs.operands, by_key=True)
@@ -155,7 +155,7 @@ def _dkv_kernel(refs: Refs, *, call: Call):
             bias = load_bias(refs.bias, rows, slice(None), masks, head)
             s, tanh = call.scores(call.dot(k, q, (1, 1)), None if bias is None else bias.T)
         else:
-            masks = masks[0], row_mask(kv_start, block_kv, call.operand_columns)
+            masks = masks[0], row_mask(kv_start, block_kv, call.columns)
             operands = [load_tile(x, rows, slice(None), masks, head).T for x in refs.operands]
             place = batch_index, first_head + (0 if head is None else head)
             indices = (start + iota(block_q))[None, :], keys[:, None]
@@ -236,11 +236,11 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
         k = load(refs.key.at[these, :], start, length, call.head_dim)
         v = load(refs.value.at[these, :], start, length, call.v_head_dim)
         if call.mod is None:
-            columns = row_mask(start, block_kv, call.bias_columns if partial else None)
+            columns = row_mask(start, block_kv, call.columns if partial else None)
             bias = load_bias(refs.bias, slice(None), these, (rows, columns))
             s, tanh = call.scores(call.dot(q, k, (1, 1)), bias)
         else:
-            columns = row_mask(start, block_kv, call.operand_columns if partial else None)
+            columns = row_mask(start, block_kv, call.columns if partial else None)
             operands = [load_tile(x, slice(None), these, (rows, columns)) for x in refs.operands]
             indices = (q_start + iota(block_q))[:, None], (start + iota(block_kv))[None, :]
             s, pullback = modified(call, call.dot(q, k, (1, 1)), (batch_index, head), *indices, operands)
@@ -286,7 +286,7 @@ def _dbias(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
     }
     if inputs.mask is not None:
         sides = (1 if n == 1 else of_all for n, of_all in zip(inputs.mask.shape[2:], (q_rows, kv_rows), strict=True))
-        ins["mask"] = aligned_bias(inputs.mask.astype(jnp.int8)), whole_spec(*inputs.mask.shape[:2], *sides)
+        ins["mask"] = aligned(inputs.mask.astype(jnp.int8)), whole_spec(*inputs.mask.shape[:2], *sides)
     if q_ids is not None:
         ins["q_ids"] = q_ids, whole_spec(batch, q_rows)
         ins["kv_ids"] = kv_ids, whole_spec(batch, kv_rows)
@@ -340,7 +340,7 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
             keys, of_keys = pl.ds(start, block_kv), lax.div(h, jnp.int32(call.group))
             k = load(refs.key.at[b, keys, of_keys, :], start, limits.kv_length, call.head_dim)
             v = load(refs.value.at[b, keys, of_keys, :], start, limits.kv_length, call.v_head_dim)
-            masks = (rows, row_mask(start, block_kv, call.bias_columns))
+            masks = (rows, row_mask(start, block_kv, call.columns))
             bias = load_bias(refs.bias, slice(None), slice(None), masks)
             s, _ = call.scores(call.dot(q, k, (1, 1)), bias)
             kv_ids = None
@@ -370,7 +370,7 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
     else:
         acc = acc.sum(axis=0)[None, :]
     if bias_shape[3] > 1:
-        columns = row_mask(own_kv * block_kv, block_kv, call.bias_columns)
+        columns = row_mask(own_kv * block_kv, block_kv, call.columns)
     else:
         acc = acc.sum(axis=1)[:, None]
     (dbias_ref,) = refs.outs

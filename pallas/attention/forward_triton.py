@@ -18,7 +18,7 @@ from jax_kernels.pallas.attention.shared_triton import (
     Queries,
     QueryPrograms,
     Refs,
-    aligned_bias,
+    aligned,
     iota,
     limiting_arrays,
     load,
@@ -40,7 +40,7 @@ def attention_forward(
 ):  # fmt: skip
     """See the package's docstring. config: AttentionForwardTriton."""
     del core_count  # one program per tile: nothing is persistent
-    inputs = inputs._replace(bias=aligned_bias(inputs.bias))
+    inputs = inputs._replace(bias=aligned(inputs.bias))
     call = Call.of(inputs, options, config.block_q, config.block_kv, interpret)
     operands, _ = operands_of(inputs)
     programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options), operands)
@@ -76,11 +76,11 @@ def _kernel(refs: Refs, *, call: Call, q_block):
         length = limits.kv_length if partial else None
         k = load(refs.key.at[these, :], start, length, call.head_dim)
         if call.mod is None:
-            columns = row_mask(start, block_kv, call.bias_columns if partial else None)
+            columns = row_mask(start, block_kv, call.columns if partial else None)
             bias = load_bias(refs.bias, slice(None), these, (rows, columns))
             s, _ = call.scores(call.dot(q, k, (1, 1)), bias)
         else:
-            columns = row_mask(start, block_kv, call.operand_columns if partial else None)
+            columns = row_mask(start, block_kv, call.columns if partial else None)
             operands = [load_tile(x, slice(None), these, (rows, columns)) for x in refs.operands]
             indices = (q_start + iota(block_q))[:, None], (start + iota(block_kv))[None, :]
             s, _ = modified(call, call.dot(q, k, (1, 1)), (batch_index, head), *indices, operands)

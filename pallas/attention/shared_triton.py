@@ -21,6 +21,7 @@ from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.score_mod_tiles import TileMod, split
 
 SMALLEST = 16  # the least size of a tensor core operand
+ALIGNED = 8  # numbers of 16 bits in 16 bytes
 OPERAND = "operand "
 
 
@@ -61,13 +62,12 @@ class Call:
     v_head_dim: int
     block_q: int
     block_kv: int
-    bias_columns: int | None  # of an aligned_bias
+    has_bias: bool
     interpret: bool
     mod: TileMod | None = None
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, interpret: bool):
-        """inputs.bias: an aligned_bias."""
         _, q_length, heads, head_dim = inputs.query.shape
         return cls(
             options=options,
@@ -79,7 +79,7 @@ class Call:
             v_head_dim=inputs.value.shape[3],
             block_q=fit(block_q, q_length),
             block_kv=fit(block_kv, inputs.key.shape[1]),
-            bias_columns=None if inputs.bias is None else inputs.bias.shape[3],
+            has_bias=inputs.bias is not None,
             interpret=interpret,
             mod=None if inputs.score_mod is None else split(inputs.score_mod),
         )
@@ -87,12 +87,12 @@ class Call:
     @property
     def may_mask(self) -> bool:
         """Whether scores may be -inf, or -1e30, where no mask says so."""
-        return self.bias_columns is not None or self.mod is not None
+        return self.has_bias or self.mod is not None
 
     @property
-    def operand_columns(self) -> int:
-        """Of an operand of score_mod with an axis of keys, once it is aligned."""
-        return -(-self.kv_length // 8) * 8
+    def columns(self) -> int | None:
+        """Of what is `aligned` and has an axis of keys; None without a bias and score_mod."""
+        return pl.cdiv(self.kv_length, ALIGNED) * ALIGNED if self.may_mask else None
 
     @property
     def q_blocks(self) -> int:
@@ -279,16 +279,19 @@ class QueryPrograms:
         return pl.BlockSpec(block, lambda i, h, b: (b, self.q_block(i), h, 0))
 
 
-def aligned_bias(bias: Any) -> Any:
-    """The bias, with rows of whole 16 bytes: read one by one, its numbers would take thousands of registers."""
-    if bias is None or bias.shape[3] == 1:
-        return bias
-    return jnp.pad(bias, [(0, 0)] * 3 + [(0, -bias.shape[3] % 8)])
+def aligned(x: Any) -> Any:
+    """A bias, with rows of whole 16 bytes: read one by one, its numbers would take thousands of registers.
+
+    So too a mask, and an operand of score_mod.
+    """
+    if x is None or x.shape[3] == 1:
+        return x
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % ALIGNED)])
 
 
 def operand_arrays(operands: Any) -> dict[str, jax.Array]:
     """The operands of score_mod by the names that `run` takes, aligned as a bias is."""
-    return {f"{OPERAND}{i}": aligned_bias(x) for i, x in enumerate(operands)}
+    return {f"{OPERAND}{i}": aligned(x) for i, x in enumerate(operands)}
 
 
 def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) -> pl.BlockSpec:
