@@ -38,7 +38,6 @@ from jax_kernels.pallas.attention.shared_triton import (
     load_bias,
     load_rows,
     load_tile,
-    operand_arrays,
     padded,
     row_mask,
     run,
@@ -90,6 +89,7 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, operands, call, confi
     q_spec = lambda d: whole(call.q_length, call.block_q, heads, d, lambda i, h, b: (b, h))
     row_spec = pl.BlockSpec((None, heads, q_rows), lambda i, h, b: (b, h, 0))
     kv_spec = lambda d: pl.BlockSpec((None, block_kv, None, padded(d)), lambda i, h, b: (b, i, h, 0))
+    tile = lambda x: bias_spec(x, (None, heads, q_rows, block_kv), lambda i, h, b: (b, h, 0, i))
     key, value, bias = inputs.key, inputs.value, inputs.bias
     ins = {
         "bounds": whole_array(bounds),
@@ -99,9 +99,9 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, operands, call, confi
         "dout": (dout, q_spec(call.v_head_dim)),
         "lse2": (lse2, row_spec),
         "delta": (delta, row_spec),
+        "bias": None if bias is None else (bias, tile(bias)),
+        "operands": [(x, tile(x)) for x in operands],
     }
-    for name, x in (({} if bias is None else {"bias": bias}) | operand_arrays(operands)).items():
-        ins[name] = x, bias_spec(x, (None, heads, q_rows, block_kv), lambda i, h, b: (b, h, 0, i))
     sums = jax.ShapeDtypeStruct((len(key), call.heads, call.kv_length), jnp.float32)
     sums_spec = pl.BlockSpec((None, heads, block_kv), lambda i, h, b: (b, h, i))
     if q_ids is not None:

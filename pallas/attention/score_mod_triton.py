@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs
-from jax_kernels.pallas.attention.shared_triton import Call
+from jax_kernels.pallas.attention.shared_triton import Call, aligned
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.score_mod import ScoreMod
 from jax_kernels.score_mod_tiles import split
 
 
 def operands_of(inputs: AttentionInputs):
-    """The operands of score_mod, and from the gradients of those in float32 the ScoreMod of its arrays'."""
+    """The operands of score_mod, aligned, and from the gradients of those in float32 the ScoreMod of its arrays'."""
     mod = inputs.score_mod
     if mod is None:
         return [], lambda gradients: None
@@ -35,7 +35,7 @@ def operands_of(inputs: AttentionInputs):
         found = dict(zip(moving, jax.vjp(floats, given)[1](gradients)[0], strict=True))
         return ScoreMod(tuple(found.get(i) for i in range(len(mod.arrays))), mod.program)
 
-    return tiles.operands(mod.arrays, shape), of_arrays
+    return [aligned(x) for x in tiles.operands(mod.arrays, shape)], of_arrays
 
 
 def summed(call: Call, operands: Any, *, by_key: bool) -> list[int]:

@@ -22,7 +22,6 @@ from jax_kernels.score_mod_tiles import TileMod, split
 
 SMALLEST = 16  # the least size of a tensor core operand
 ALIGNED = 8  # numbers of 16 bits in 16 bytes
-OPERAND = "operand "
 
 
 class Refs(NamedTuple):
@@ -180,27 +179,26 @@ class Call:
 
 
 def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
-    """pallas_call of kernel(refs, call=call, **rest). ins: (array, spec) of Refs by name; outs: (shape, spec) each.
+    """pallas_call of kernel(refs, call=call, **rest). outs: (shape, spec) each.
 
-    The operands of Refs go by names that begin with OPERAND.
+    ins: of Refs by name, (array, spec), a list of such, or None.
     """
-    ins = {name: pair for name, pair in ins.items() if pair is not None and pair[0] is not None}
+    pairs, tree = jax.tree.flatten(list(ins.values()), is_leaf=lambda x: isinstance(x, tuple))
 
     def body(*refs):
-        named = dict(zip(ins, refs, strict=False))
-        operands = [named.pop(name) for name in ins if name.startswith(OPERAND)]
-        kernel(Refs(**named, operands=operands, outs=refs[len(ins) :]), call=call, **rest)
+        given = jax.tree.unflatten(tree, refs[: len(pairs)])
+        kernel(Refs(**dict(zip(ins, given, strict=True)), outs=refs[len(pairs) :]), call=call, **rest)
 
     return pl.pallas_call(
         body,
         grid=grid,
-        in_specs=[spec for _, spec in ins.values()],
+        in_specs=[spec for _, spec in pairs],
         out_specs=[spec for _, spec in outs],
         out_shape=[shape for shape, _ in outs],
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=call.interpret,
         name=name,
-    )(*(array for array, _ in ins.values()))
+    )(*(array for array, _ in pairs))
 
 
 def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, Any, Any]:
@@ -247,7 +245,7 @@ def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
 class QueryPrograms:
     """What a kernel gets whose programs (i, h, b) own a block of queries each, and walk the keys.
 
-    limiting: limiting_arrays. operands: of score_mod. q_block: the block of queries of program i. ins: of `run`.
+    limiting: limiting_arrays. operands: operands_of. q_block: the block of queries of program i. ins: of `run`.
     """
 
     def __init__(self, call: Call, inputs: AttentionInputs, limiting: tuple[Any, Any, Any], operands: Any = ()):
@@ -259,15 +257,15 @@ class QueryPrograms:
         self.grid = (call.q_blocks, call.heads, inputs.query.shape[0])
         self._block_q = block_q
         kv_spec = lambda d: whole(call.kv_length, call.block_kv, None, d, lambda i, h, b: (b, h // call.group))
+        tile = lambda x: bias_spec(x, (None, None, block_q, kv_rows), lambda i, h, b: (b, h, q_block(i), 0))
         self.ins = {
             "bounds": whole_array(bounds),
             "query": (inputs.query, self.q_spec(call.head_dim)),
             "key": (inputs.key, kv_spec(call.head_dim)),
             "value": (inputs.value, kv_spec(call.v_head_dim)),
+            "bias": None if inputs.bias is None else (inputs.bias, tile(inputs.bias)),
+            "operands": [(x, tile(x)) for x in operands],
         }
-        tiles_of = {"bias": inputs.bias} if inputs.bias is not None else {}
-        for name, x in (tiles_of | operand_arrays(operands)).items():
-            self.ins[name] = x, bias_spec(x, (None, None, block_q, kv_rows), lambda i, h, b: (b, h, q_block(i), 0))
         if q_ids is not None:
             self.ins["q_ids"] = q_ids, pl.BlockSpec((None, block_q), lambda i, h, b: (b, q_block(i)))
             self.ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
@@ -287,11 +285,6 @@ def aligned(x: Any) -> Any:
     if x is None or x.shape[3] == 1:
         return x
     return jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % ALIGNED)])
-
-
-def operand_arrays(operands: Any) -> dict[str, jax.Array]:
-    """The operands of score_mod by the names that `run` takes, aligned as a bias is."""
-    return {f"{OPERAND}{i}": aligned(x) for i, x in enumerate(operands)}
 
 
 def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) -> pl.BlockSpec:
