@@ -17,8 +17,8 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.score_mod_triton import (
+    array_gradients,
     modified,
-    operand_gradients,
     operands_of,
     summed,
     where_alive,
@@ -57,9 +57,9 @@ def attention_backward(
     rows = dout.astype(inputs.query.dtype), lse * LOG2E, delta
     bias, inputs = inputs.bias, inputs._replace(bias=aligned(inputs.bias))
     limiting = limiting_arrays(inputs, options)
-    operands, gradients_of_arrays = operands_of(inputs)
     dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
     dquery_blocks = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    operands = operands_of(dquery_blocks, inputs)
     dkey, dvalue, *by_key = _dkv(inputs, *limiting, *rows, operands, dkey_blocks, config)
     dquery, *by_query = _dq(inputs, *limiting, *rows, operands, dquery_blocks, config)
     dbias = None
@@ -67,7 +67,7 @@ def attention_backward(
         dbias = _dbias(inputs, *limiting, *rows, dquery_blocks, config)[..., : bias.shape[3]]
     dmod = None
     if inputs.score_mod is not None and options.score_mod_gradient:
-        dmod = gradients_of_arrays(operand_gradients(operands, by_query, by_key))
+        dmod = array_gradients(dquery_blocks, inputs, operands, by_query, by_key)
     return AttentionGradients(dquery, dkey, dvalue, dbias, score_mod=dmod)
 
 

@@ -42,8 +42,7 @@ def attention_forward(
     del core_count  # one program per tile: nothing is persistent
     inputs = inputs._replace(bias=aligned(inputs.bias))
     call = Call.of(inputs, options, config.block_q, config.block_kv, interpret)
-    operands, _ = operands_of(inputs)
-    programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options), operands)
+    programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options), operands_of(call, inputs))
     out = jax.ShapeDtypeStruct((*inputs.query.shape[:3], call.v_head_dim), out_dtype)
     lse = jax.ShapeDtypeStruct((len(inputs.query), call.heads, call.q_length), jnp.float32)
     return run(
