@@ -16,13 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.score_mod_triton import (
-    array_gradients,
-    modified,
-    operands_of,
-    summed,
-    where_alive,
-)
+from jax_kernels.pallas.attention.score_mod_triton import array_gradients, operands_of, summed, tile_scores
 from jax_kernels.pallas.attention.shared_triton import (
     Call,
     Queries,
@@ -35,7 +29,6 @@ from jax_kernels.pallas.attention.shared_triton import (
     iota,
     limiting_arrays,
     load,
-    load_bias,
     load_rows,
     load_tile,
     padded,
@@ -150,16 +143,11 @@ def _dkv_kernel(refs: Refs, *, call: Call):
         row_of_head = lambda ref: ref.at[rows] if head is None else ref.at[head, rows]
         q = load(of_head(refs.query), start, call.q_length, call.head_dim)
         lse2 = load_rows(row_of_head(refs.lse2), start, call.q_length, jnp.inf)
-        masks = (row_mask(start, block_q, call.q_length), columns)
-        if call.mod is None:
-            bias = load_bias(refs.bias, rows, slice(None), masks, head)
-            s, tanh = call.scores(call.dot(k, q, (1, 1)), None if bias is None else bias.T)
-        else:
-            masks = masks[0], row_mask(kv_start, block_kv, call.columns)
-            operands = [load_tile(x, rows, slice(None), masks, head).T for x in refs.operands]
-            place = batch_index, first_head + (0 if head is None else head)
-            indices = (start + iota(block_q))[None, :], keys[:, None]
-            s, pullback = modified(call, call.dot(k, q, (1, 1)), place, *indices, operands)
+        masks = row_mask(start, block_q, call.q_length), columns
+        load_this = lambda x: load_tile(x, rows, slice(None), masks, head)
+        own_head = first_head if head is None else first_head + head
+        at = batch_index, own_head, start, kv_start
+        s, pullback = tile_scores(call, refs, load_this, q, k, at, transposed=True)
         p = call.exp2(s, lse2[None, :])
         if partial:
             ids = None
@@ -169,12 +157,8 @@ def _dkv_kernel(refs: Refs, *, call: Call):
         dout = load(of_head(refs.dout), start, call.q_length, call.v_head_dim)
         dv = dv + call.dot(p.astype(dout.dtype), dout, (1, 0))
         delta = load_rows(row_of_head(refs.delta), start, call.q_length, 0.0)
-        ds = p * (call.dot(v, dout, (1, 1)) - delta[None, :])
-        if call.mod is not None:
-            ds, doperands = where_alive(p, pullback(ds))
-            sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_key, sums, strict=True)]
-        elif tanh is not None:
-            ds = ds * (1.0 - tanh * tanh)
+        ds, doperands = pullback(p, p * (call.dot(v, dout, (1, 1)) - delta[None, :]))
+        sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_key, sums, strict=True)]
         dk = dk + call.dot(ds.astype(q.dtype), q, (1, 0))
         return (dk, dv, *sums)
 
@@ -235,27 +219,17 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
         length = limits.kv_length if partial else None
         k = load(refs.key.at[these, :], start, length, call.head_dim)
         v = load(refs.value.at[these, :], start, length, call.v_head_dim)
-        if call.mod is None:
-            columns = row_mask(start, block_kv, call.columns if partial else None)
-            bias = load_bias(refs.bias, slice(None), these, (rows, columns))
-            s, tanh = call.scores(call.dot(q, k, (1, 1)), bias)
-        else:
-            columns = row_mask(start, block_kv, call.columns if partial else None)
-            operands = [load_tile(x, slice(None), these, (rows, columns)) for x in refs.operands]
-            indices = (q_start + iota(block_q))[:, None], (start + iota(block_kv))[None, :]
-            s, pullback = modified(call, call.dot(q, k, (1, 1)), (batch_index, head), *indices, operands)
+        columns = row_mask(start, block_kv, call.columns if partial else None)
+        load_this = lambda x: load_tile(x, slice(None), these, (rows, columns))
+        s, pullback = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
         p = call.exp2(s, lse2[:, None])
         if partial:
             kv_ids = None
             if q_ids is not None:
                 kv_ids = load_rows(refs.kv_ids.at[these], start, call.kv_length, tiles.NO_KEY)
             p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
-        ds = p * (call.dot(dout, v, (1, 1)) - delta[:, None])
-        if call.mod is not None:
-            ds, doperands = where_alive(p, pullback(ds))
-            sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_query, sums, strict=True)]
-        elif tanh is not None:
-            ds = ds * (1.0 - tanh * tanh)
+        ds, doperands = pullback(p, p * (call.dot(dout, v, (1, 1)) - delta[:, None]))
+        sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_query, sums, strict=True)]
         return (dq + call.dot(ds.astype(k.dtype), k, (1, 0)), *sums)
 
     zeros = [jnp.zeros((block_q, padded(call.head_dim)), jnp.float32)]
@@ -341,15 +315,15 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
             k = load(refs.key.at[b, keys, of_keys, :], start, limits.kv_length, call.head_dim)
             v = load(refs.value.at[b, keys, of_keys, :], start, limits.kv_length, call.v_head_dim)
             masks = (rows, row_mask(start, block_kv, call.columns))
-            bias = load_bias(refs.bias, slice(None), slice(None), masks)
-            s, _ = call.scores(call.dot(q, k, (1, 1)), bias)
+            load_this = lambda x: load_tile(x, slice(None), slice(None), masks)
+            s, _ = tile_scores(call, refs, load_this, q, k, (b, h, q_start, start))
             kv_ids = None
             if q_ids is not None:
                 kv_ids = load_rows(refs.kv_ids.at[b, keys], start, call.kv_length, tiles.NO_KEY)
             keep = queries.keep(start + iota(block_kv), kv_ids)
             if refs.mask is not None:
                 of_head = (jnp.int32(0) if n == 1 else i for n, i in zip(refs.mask.shape, (b, h), strict=False))
-                keep = keep & (load_bias(refs.mask, these, keys, masks, *of_head) != 0)
+                keep = keep & (load_tile(refs.mask, these, keys, masks, *of_head) != 0)
             p = jnp.where(keep, call.exp2(s, lse2[:, None]), 0.0)
             return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
 

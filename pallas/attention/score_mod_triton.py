@@ -1,4 +1,4 @@
-"""A score_mod in the Triton attention kernels: its operands, its tiles, and the gradients of both.
+"""The scores of a tile in the Triton attention kernels, and a score_mod's operands and gradients.
 
 An operand is what score_mod reads of arrays, [B or 1, H or 1, T or 1, S or 1], T and S not both. A kernel loads a tile
 of each. The backward gives the gradient of each as sums over the keys, or over the queries where the operand has an
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs
-from jax_kernels.pallas.attention.shared_triton import Call, aligned
+from jax_kernels.pallas.attention.shared_triton import Call, Refs, aligned, iota
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.score_mod import ScoreMod, moving, with_moving
 
@@ -48,22 +48,27 @@ def _shape(call: Call, inputs: AttentionInputs) -> tuple[int, int, int, int]:
     return len(inputs.query), call.heads, call.q_length, call.kv_length
 
 
-def where_alive(p: jax.Array, gradients: Any) -> Any:
-    """modified's gradients, 0 where a pair has no weight: the derivative there may be anything."""
-    return jax.tree.map(lambda x: jnp.where(p > 0.0, x, 0.0), gradients)
+def tile_scores(call: Call, refs: Refs, load: Any, q: jax.Array, k: jax.Array, at: Any, *, transposed: bool = False):
+    """(the scores of a tile over call.factor * ln 2, their pullback).
 
-
-def modified(call: Call, products: jax.Array, place: tuple[Any, Any], queries: Any, keys: Any, operands: Any):
-    """(the scores in base 2, from the gradient of the scores that of what score_mod got and those of the operands).
-
-    products: query @ key^T [queries, keys], or if operands and indices stand so, its transpose. place: the batch entry
-    and the head. queries, keys: indices that broadcast to products' shape, as operands do. The gradients of operands
-    are of products' shape, in the form of `moving`.
+    load: what a kernel's program has of an array of Refs for this tile, [queries or 1, keys or 1]. at: the batch entry,
+    the head, the first query and the first key. transposed: scores, and what is of their shape, are [keys, queries].
+    pullback: from P and the gradient of the scores, (that of query @ key^T * scale, those of the operands in the form
+    of `moving`, of the scores' shape).
     """
-    whole = lambda x: jnp.broadcast_to(x, products.shape)
-    queries, keys, operands = whole(queries), whole(keys), [whole(x) for x in operands]
-    mod, floats = call.mod, moving(operands, call.options.score_mod_gradient)
-    assert mod is not None
-    function = lambda scores, given: mod(scores, *place, queries, keys, with_moving(operands, given))
+    turned = lambda x: x.T if transposed else x
+    product = lambda: call.dot(*((k, q) if transposed else (q, k)), (1, 1))
+    if call.mod is None:
+        bias = None if refs.bias is None else load(refs.bias).astype(jnp.float32)
+        scores, tanh = call.scores(product(), None if bias is None else turned(bias))
+        return scores, lambda p, ds: (ds if tanh is None else ds * (1.0 - tanh * tanh), ())
+    batch_index, head, first_query, first_key = at
+    operands = [turned(load(x)) for x in refs.operands]
+    indices = turned((first_query + iota(call.block_q))[:, None]), turned((first_key + iota(call.block_kv))[None, :])
+    products = product()
+    queries, keys, *operands = (jnp.broadcast_to(x, products.shape) for x in (*indices, *operands))
+    function = lambda scores, given: call.mod(scores, batch_index, head, queries, keys, with_moving(operands, given))
+    floats = moving(operands, call.options.score_mod_gradient)
     scores, pullback = jax.vjp(function, products * call.options.scale, floats)
-    return scores * LOG2E, pullback
+    # Where a pair has no weight, the derivative may be anything.
+    return scores * LOG2E, lambda p, ds: jax.tree.map(lambda x: jnp.where(p > 0.0, x, 0.0), pullback(ds))

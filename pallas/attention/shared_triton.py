@@ -342,11 +342,6 @@ def load_rows(view: Any, start: Any, length: Any, other: Any) -> jax.Array:
     return plgpu.load(view, mask=mask, other=None if mask is None else other)
 
 
-def load_bias(ref: Any, *place: Any) -> jax.Array | None:
-    """A tile of the bias, float32 [rows or 1, columns or 1]; None without a bias. place: as load_tile's."""
-    return None if ref is None else load_tile(ref, *place).astype(jnp.float32)
-
-
 def load_tile(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leading: Any) -> jax.Array:
     """A tile of an array whose axes may be 1: [rows or 1, columns or 1].
 
