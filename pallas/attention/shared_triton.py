@@ -238,7 +238,7 @@ def whole(length: int, block: int, heads: int | None, head_dim: int, index_map: 
 
 
 def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
-    """For a small array of which a kernel reads scalars."""
+    """An array that every program has all of, to load what it looks up; None without one."""
     return None if x is None else (x, pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim))
 
 
@@ -321,10 +321,11 @@ def both(rows: jax.Array | None, columns: jax.Array | None, shape: tuple[int, in
     return mask
 
 
-def _mask(start: Any, rows: int, length: Any, head_dim: int) -> jax.Array | None:
+def head_mask(rows: jax.Array | None, count: int, head_dim: int) -> jax.Array | None:
+    """The mask of a matrix [count, padded head_dim] whose rows have a mask."""
     width = padded(head_dim)
     columns = None if head_dim == width else iota(width) < head_dim
-    return both(row_mask(start, rows, length), columns, (rows, width))
+    return both(rows, columns, (count, width))
 
 
 def load(view: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
@@ -332,7 +333,8 @@ def load(view: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
 
     length: how many rows count, so that what stands behind them is never read; None where all of these do.
     """
-    mask = _mask(start, view.shape[0], length, head_dim)
+    rows = view.shape[0]
+    mask = head_mask(row_mask(start, rows, length), rows, head_dim)
     return plgpu.load(view, mask=mask, other=None if mask is None else 0.0)
 
 
@@ -357,7 +359,7 @@ def load_tile(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leadin
 
 def store(ref: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> None:
     """Stores what exists of a block of rows."""
-    plgpu.store(ref, x, mask=_mask(start, x.shape[0], length, head_dim))
+    plgpu.store(ref, x, mask=head_mask(row_mask(start, len(x), length), len(x), head_dim))
 
 
 class Queries(NamedTuple):
