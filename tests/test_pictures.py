@@ -1,0 +1,36 @@
+"""The README's pictures: drawn by docs/pictures.py, of what tokens see by the definition of dilated attention."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import dilated_oracle
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "docs" / "pictures.py"
+
+
+def test_every_picture_is_written_checked_in_and_shown(tmp_path):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "new")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    written = {path.name: path.stat().st_size for path in (tmp_path / "new").iterdir()}
+    assert set(written) == {path.name for path in SCRIPT.parent.glob("*.svg")}
+    assert max(written.values()) < 60_000
+    readme = (ROOT / "README.md").read_text()
+    assert not [name for name in written if f"docs/{name}" not in readme]
+
+
+def test_what_is_drawn_is_the_definition():
+    pictures = runpy.run_path(str(SCRIPT))
+    for name, (num_heads, arguments) in pictures["MODES"].items():
+        got = pictures["seen"](pictures["TOKENS"], num_heads, **arguments)
+        want = sum(x.astype(int) for x in dilated_oracle.sees(pictures["TOKENS"], num_heads, **arguments))
+        np.testing.assert_array_equal(got, want, err_msg=name)
