@@ -6,11 +6,10 @@ Root mean square over the whole array, relative: of out, and of the gradients of
 keys are the queries, so that each row has one key that stands out. "large": queries of eight times the length.
 """
 
-import argparse
 import itertools
-import pathlib
 from collections.abc import Sequence
 
+import command_line
 import jax
 import jax.numpy as jnp
 import report
@@ -61,12 +60,10 @@ def draw(kind: str, shape: tuple[int, ...]):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--lengths", default="256,2048", help="comma list of tokens")
     parser.add_argument("--head-dims", default="64,128,256")
     parser.add_argument("--implementations", default="mosaic_gpu,cudnn", help="comma list, cudnn among them")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     args = parser.parse_args(argv)
     jax.config.update("jax_enable_x64", True)
     numbers = lambda text: [int(word) for word in text.split(",")]

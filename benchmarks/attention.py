@@ -18,55 +18,42 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import report
 from cases import DTYPES, MODES, Case, Oracle, input_sets, parse_shape
 from contenders import OURS, PEERS, build, framework, unavailable
 from device_activity import DeviceActivity
-from timing import METHODS, Contender, Timer, alternate, first_line, host_timer, make_timer, spread, wait
+from timing import METHODS, Contender, Timer, alternate, first_line, host_timer, make_timer, skipped, spread, wait
 
 SHAPES = "2,8192,16,128;2,8192,32,64"
 say = functools.partial(print, flush=True)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.timing_parser(__doc__, rounds=7, seconds=0.2)
     parser.add_argument("--shapes", default=SHAPES, help="batch,seq,heads,head_dim[,kv_heads], separated by ';'")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--causal", choices=("no", "yes", "both"), default="both")
     parser.add_argument("--mode", default="fwd,bwd", help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--implementations", default="mosaic_gpu,triton", help=f"ours: comma list of {', '.join(OURS)}")
     parser.add_argument("--peers", default=",".join(PEERS), help=f"comma list of {', '.join(PEERS)}; '' for none")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.2, help="queued work of one turn")
-    parser.add_argument("--budget", type=float, default=540, help="seconds after which the run ends, whatever is left")
-    parser.add_argument("--timer", choices=tuple(METHODS), help="default cupti; --self-check tries them all")
+    told = "seconds after which the run ends, whatever is left"
+    parser.add_argument("--budget", type=command_line.positive(float), default=540, help=told)
     parser.add_argument("--ceiling", type=int, default=8192, help="size of the square matmul behind the ceilings")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
     parser.add_argument("--plot", type=pathlib.Path, help="PNG file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     parser.add_argument("--self-check", action="store_true", help="one matmul and one attention under every timer")
     args = parser.parse_args(argv)
     try:
         args.shapes = [parse_shape(text) for text in args.shapes.split(";") if text.strip()]
-        args.mode = _names("mode", args.mode, MODES)
-        args.implementations = _names("implementations", args.implementations, OURS)
-        args.peers = _names("peers", args.peers, PEERS)
-        if args.rounds < 1 or args.seconds <= 0 or args.budget <= 0:
-            raise ValueError("rounds, seconds, budget: want positive numbers")
+        args.mode = command_line.names("mode", args.mode, MODES)
+        args.implementations = command_line.names("implementations", args.implementations, OURS, optional=True)
+        args.peers = command_line.names("peers", args.peers, PEERS, optional=True)
         cases(args)
     except ValueError as error:
         parser.error(str(error))
     return args
-
-
-def _names(argument: str, text: str, known: Sequence[str]) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{argument}: got {name!r}, want some of {', '.join(known)}")
-    return list(dict.fromkeys(names))
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -100,8 +87,12 @@ def matmul(which: str, size: int) -> Contender:
     return contender
 
 
-def choose_timer(name: str, frameworks: Sequence[str]) -> tuple[str, Timer]:
-    """The timer, tried on a small matmul of each framework; "events" instead of a device timer that does not work."""
+def choose_timer(name: str | None, frameworks: Sequence[str]) -> tuple[str, Timer]:
+    """The timer, "cupti" if none is named, tried on a small matmul of each framework.
+
+    "events" instead of a device timer that does not work.
+    """
+    name = name or "cupti"
     timer: Timer | None = None
     try:
         timer = make_timer(name)
@@ -147,7 +138,7 @@ class Run:
         }
 
     def everything(self) -> None:
-        name, self.timer = choose_timer(self.args.timer or "cupti", self.frameworks)
+        name, self.timer = choose_timer(self.args.timer, self.frameworks)
         self.results |= {"timer": name, "method": {which: METHODS[name][which] for which in self.frameworks}}
         self.ceilings()
         shape: Any = None
@@ -178,8 +169,7 @@ class Run:
         contenders = []
         for name in self.args.implementations + self.args.peers:
             if time.monotonic() > self.deadline:
-                contender = Contender(name, framework(name))
-                contender.give_up("skipped", "the time budget was spent before it was built")
+                contender = skipped(name, framework(name))
             else:
                 if case.causal not in oracles:
                     oracles[case.causal] = Oracle(case, sets[0])
@@ -199,8 +189,8 @@ class Run:
             say(f"  {contender.name}: {contender.status}: {contender.reason}")
 
     def _alternate(self, contenders: Sequence[Contender]) -> None:
-        options = {"rounds": self.args.rounds, "seconds": self.args.seconds, "deadline": self.deadline}
-        alternate(contenders, self.timer, say=say, **options)
+        rounds, seconds = self.args.rounds, self.args.seconds
+        alternate(contenders, self.timer, rounds=rounds, seconds=seconds, deadline=self.deadline, say=say)
 
     def save(self) -> None:
         if self.args.output is not None:

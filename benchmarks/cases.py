@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +66,13 @@ class Case:
 
     def tflops(self, milliseconds: float) -> float:
         return self.flops / milliseconds / 1e9
+
+
+def dilated_flops(case: Case, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> float:
+    """Of the branches of dilated attention, counted as Case counts those of dense attention."""
+    sizes = zip(segment_lengths, dilation_rates, strict=True)
+    # A query of a branch sees size / rate keys, and one in rate takes part.
+    return case.flops * sum(min(size, case.seq) / rate**2 for size, rate in sizes) / case.seq
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int, int]:
@@ -129,23 +138,34 @@ class Oracle:
 
     def error(self, outputs: tuple) -> float:
         """The largest relative error among outputs: (out,), (dq, dk, dv) or (out, dq, dk, dv), [B, T, H, D] each."""
-        errors = []
+        got, wanted = [], []
         for batch, queries, keys, want in self.corners:
             picks = (queries, queries, keys, keys)
             names = {"fwd": [0], "bwd": [1, 2, 3], "fwdbwd": [0, 1, 2, 3]}[self.mode]
             for output, which in zip(outputs, names, strict=True):
-                got = _numpy(output[batch : batch + 1, :, picks[which]])
-                errors.append(np.linalg.norm(got - want[which]) / np.linalg.norm(want[which]))
-        return float(np.max(errors))  # NaN if any is
+                got.append(as_numpy(output[batch : batch + 1, :, picks[which]]))
+                wanted.append(want[which])
+        return relative_error(got, wanted)
 
 
 def _cut(x, batch, heads):
     return x[batch : batch + 1, :, heads].astype(jnp.float32)
 
 
-def _numpy(x) -> np.ndarray:
+def as_numpy(x) -> np.ndarray:
     """A JAX array or a torch tensor of any 16-bit type as float32 NumPy."""
     return np.asarray(x.astype(jnp.float32)) if isinstance(x, jax.Array) else x.detach().float().cpu().numpy()
+
+
+def relative_error(outputs: Sequence[Any], wanted: Sequence[Any]) -> float:
+    """The largest relative error (2-norm, over a whole array) among outputs; NaN if any is, which max() would lose."""
+    return float(_relative_error(tuple(outputs), tuple(wanted)))
+
+
+@jax.jit
+def _relative_error(outputs, wanted):
+    pairs = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in zip(outputs, wanted, strict=True)]
+    return jnp.max(jnp.stack([jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in pairs]))
 
 
 @jax.jit(static_argnums=4)

@@ -6,17 +6,16 @@ A step reads every key and value once: its bandwidth is their bytes over its tim
 bandwidth counts both. "cudnn" is jax.nn.dot_product_attention, where it takes the shape.
 """
 
-import argparse
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 import report
 from attention import choose_timer, prepare_process, say
-from timing import METHODS, Contender, alternate, first_line, spread, wait
+from timing import Contender, alternate, first_line, spread, wait
 
 from jax_kernels import decode_attention
 
@@ -59,15 +58,10 @@ def contenders(shape: tuple[int, ...], kv_length: int, implementations: Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05)
     parser.add_argument("--shapes", default="64,1,32,128,8", help="batch,queries,heads,head_dim,kv_heads, ';' between")
     parser.add_argument("--kv-length", type=int, default=16384)
     parser.add_argument("--implementations", default="mosaic_gpu,triton")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.05, help="queued work of one turn")
-    parser.add_argument("--timer", choices=tuple(METHODS), default="cupti")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     args = parser.parse_args(argv)
     prepare_process()
     timer_name, timer = choose_timer(args.timer, ["jax"])

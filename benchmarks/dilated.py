@@ -6,24 +6,26 @@
 "gather" is the usual form, in one jit: for each branch the tokens of each head are gathered by index, attended to by
 this library's kernel, scattered into zeros of the full size, and the branches are merged by their lse. "dense" is this
 library's attention over the whole sequence. Ours is held against "gather" before it is timed.
+
+The exit status is 1 where a contender was not timed: unavailable, failed, wrong, or skipped as the budget was spent.
 """
 
 import argparse
 import functools
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, MODES, TOLERANCE, Case, input_sets, parse_shape
+from cases import DTYPES, MODES, Case, dilated_flops, input_sets, parse_shape, relative_error
 from contenders import from_function
-from timing import METHODS, Contender, alternate, first_line, speed_ratio, spread, wait
+from timing import METHODS, Contender, alternate, first_line, skipped, speed_ratio, spread, wait
 
 import jax_kernels
 from jax_kernels import dilated_attention, flash_attention
@@ -32,7 +34,7 @@ CONTENDERS = ("ours", "gather", "dense")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.2, budget=540)
     parser.add_argument("--shapes", default="1,32768,16,128", help="batch,seq,heads,head_dim[,kv_heads], split by ';'")
     parser.add_argument("--segments", default="2048,4096,8192,16384", help="segment_lengths")
     parser.add_argument("--rates", default="1,2,4,8", help="dilation_rates")
@@ -41,12 +43,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", default="fwd,fwdbwd", help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="comma list")
     parser.add_argument("--implementation", help="of all: mosaic_gpu, triton or xla; default the fastest")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.2, help="queued work of one turn")
-    parser.add_argument("--budget", type=float, default=540, help="seconds after which no more work begins")
-    parser.add_argument("--timer", choices=tuple(METHODS), help="default cupti")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     args = parser.parse_args(argv)
     try:
         args.shapes = [parse_shape(text) for text in args.shapes.split(";") if text.strip()]
@@ -54,10 +50,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if len(args.segments) != len(args.rates) or min(*args.segments, *args.rates) < 1:
             raise ValueError(f"segments, rates: got {args.segments} and {args.rates}, want a positive one for each")
         for name, known in (("mode", MODES), ("contenders", CONTENDERS)):
-            names = [word.strip() for word in getattr(args, name).split(",")]
-            if not set(names) <= set(known):
-                raise ValueError(f"{name}: got {names}, want some of {', '.join(known)}")
-            setattr(args, name, names)
+            setattr(args, name, command_line.names(name, getattr(args, name), known))
         args.cases = [Case(*s, args.dtype, not args.full, mode) for s in args.shapes for mode in args.mode]
     except ValueError as error:
         parser.error(str(error))
@@ -89,15 +82,6 @@ def gathered(query, key, value, *, segment_lengths, dilation_rates, is_causal, i
     return sum(w[..., None] * out for w, out in zip(weights, outs, strict=True)).astype(query.dtype)
 
 
-def flops(case: Case, args: argparse.Namespace) -> float:
-    """Of the branches, counted as cases.Case counts those of dense attention."""
-    share = 0.0
-    for size, rate in zip(args.segments, args.rates, strict=True):
-        size = min(size, case.seq)
-        share += case.seq / size * (size / rate) ** 2 / case.seq**2
-    return case.flops * share
-
-
 def function_of(name: str, case: Case, args: argparse.Namespace) -> Callable[..., jax.Array]:
     common = {"is_causal": case.causal, "implementation": args.implementation}
     pattern = {"segment_lengths": args.segments, "dilation_rates": args.rates}
@@ -111,11 +95,6 @@ def plan_of(name: str, case: Case, args: argparse.Namespace, inputs: Any) -> str
         return "gather, attention and scatter for each branch"
     function = function_of(name, case, args)
     return str(jax_kernels.explain(function.func, *inputs.qkv, **function.keywords))  # type: ignore[attr-defined]
-
-
-def relative_error(got: Sequence[jax.Array], want: Sequence[jax.Array]) -> float:
-    norm = lambda x: float(jnp.linalg.norm(x.astype(jnp.float32).ravel()))
-    return max(norm(g.astype(jnp.float32) - w.astype(jnp.float32)) / norm(w) for g, w in zip(got, want, strict=True))
 
 
 def build(case: Case, args: argparse.Namespace) -> list[Contender]:
@@ -132,9 +111,7 @@ def build(case: Case, args: argparse.Namespace) -> list[Contender]:
             if name == "gather":
                 right = outputs
             elif name == "ours" and right is not None:
-                contender.error = relative_error(outputs, right)
-                if not contender.error <= TOLERANCE:
-                    contender.give_up("wrong", f"differs from gather by {contender.error:.2g}, want {TOLERANCE}")
+                contender.judge(relative_error(outputs, right), "gather")
         except NotImplementedError as error:
             contender.give_up("unavailable", first_line(error))
         except Exception as error:
@@ -160,7 +137,7 @@ def rows_of(case: Case, args: argparse.Namespace, contenders: Sequence[Contender
         }
         if contender.times:
             median = spread(contender.times)["median"]
-            work = case.flops if contender.name == "dense" else flops(case, args)
+            work = case.flops if contender.name == "dense" else dilated_flops(case, args.segments, args.rates)
             row |= {
                 "times_ms": contender.times,
                 "median_ms": median,
@@ -177,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     prepare_process()
     deadline = time.monotonic() + args.budget
-    name, timer = choose_timer(args.timer or "cupti", ["jax"])
+    name, timer = choose_timer(args.timer, ["jax"])
     results: dict[str, Any] = {
         "schema": report.SCHEMA,
         "environment": report.environment(args.commit),
@@ -186,12 +163,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": [],
     }
     for case in args.cases:
-        if time.monotonic() > deadline:
-            say(f"{case.label}: skipped, the time budget is spent")
-            continue
         say(case.label)
-        contenders = build(case, args)
-        alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
+        if time.monotonic() > deadline:
+            say("  skipped: the time budget is spent")
+            contenders = [skipped(name, "jax") for name in args.contenders]
+        else:
+            contenders = build(case, args)
+            alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
         results["rows"] += rows_of(case, args, contenders)
         if args.output is not None:
             report.write_json(args.output, results)

@@ -9,17 +9,17 @@ number of (query, key) pairs that may attend, over the plain one's. A cost of 1.
 import argparse
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 import report
 from attention import choose_timer, prepare_process, say
 from cases import parse_shape
-from timing import METHODS, Contender, alternate, first_line, spread, wait
+from timing import Contender, alternate, first_line, spread, wait
 
 from jax_kernels.ops import attention
 
@@ -135,21 +135,20 @@ def measure(group: Sequence[Variant], mode: str, timer: Any, args: argparse.Name
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05)
     parser.add_argument("--shape", default="2,8192,16,128", help="batch,seq,heads,head_dim")
     parser.add_argument("--mode", default="fwd,bwd")
     parser.add_argument("--implementation", default=None)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.05, help="queued work of one turn")
-    parser.add_argument("--timer", choices=tuple(METHODS), default="cupti")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     args = parser.parse_args(argv)
+    try:
+        modes = command_line.names("mode", args.mode, ("fwd", "bwd"))
+    except ValueError as error:
+        parser.error(str(error))
     prepare_process()
     name, timer = choose_timer(args.timer, ["jax"])
     results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(args.commit), "timer": name}
     results["rows"] = rows = []
-    for mode in args.mode.split(","):
+    for mode in modes:
         for group in groups(*parse_shape(args.shape)[:4]):
             rows += measure(group, mode, timer, args)
             if args.output is not None:

@@ -8,28 +8,32 @@ that of the fp8 output against the bf16 one, most of it from the quantization.
 
 import argparse
 import functools
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import report
 from attention import choose_timer, prepare_process, say
-from cases import parse_shape
-from timing import METHODS, Contender, alternate, first_line, speed_ratio, spread, wait
+from cases import Case, parse_shape, relative_error
+from timing import Contender, alternate, first_line, speed_ratio, spread
 
 from jax_kernels import explain, flash_attention, flash_attention_fp8, quantize_fp8
 
+SHAPES = "2,8192,16,128;2,8192,8,256;2,8192,32,64"
+# What e4m3's 3 bits behind the point leave is 0.05: above this, the results are not those of the same attention.
+TOLERANCE = 0.1
 
-def measure(shape: Sequence[int], is_causal: bool, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    batch, seq, heads, head_dim = shape
+
+def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(case.batch, case.seq, heads, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads)]
     # Drawn in bfloat16, they would have a mean of -0.013, and their rounding a mean that long rows do not average out.
-    arrays = [jax.random.normal(k, (batch, seq, heads, head_dim)).astype(jnp.bfloat16) for k in keys]
+    arrays = [jax.random.normal(k, shape).astype(jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)]
     quantized, scales = zip(*(jax.jit(quantize_fp8)(x) for x in arrays), strict=True)
     scales = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
-    options = {"is_causal": is_causal, "implementation": args.implementation}
+    options = {"is_causal": case.causal, "implementation": args.implementation}
     calls = {
         "bf16": (functools.partial(flash_attention, **options), arrays),
         "fp8": (functools.partial(flash_attention_fp8, **scales, **options), quantized),
@@ -41,47 +45,37 @@ def measure(shape: Sequence[int], is_causal: bool, timer: Any, args: argparse.Na
         try:
             run = jax.jit(function)
             contender.call = lambda index, run=run, given=given: run(*given)
-            outputs[name] = wait_for(contender.call(0))
+            outputs[name] = jax.block_until_ready(contender.call(0))
             contender.plan = str(explain(function.func, *given, **function.keywords))
         except Exception as error:
             contender.give_up("failed", first_line(error))
-    alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
-    row = {"shape": list(shape), "causal": is_causal, "contenders": [row_of(c, shape, is_causal) for c in contenders]}
     bf16, fp8 = contenders
+    if bf16.status == fp8.status == "ok":
+        fp8.judge(relative_error([outputs["fp8"]], [outputs["bf16"]]), "bf16", TOLERANCE)
+    alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
+    row = {"shape": list(case.shape), "causal": case.causal, "error": fp8.error}
+    row["contenders"] = [row_of(c, case) for c in contenders]
     if bf16.times and fp8.times:
-        want, got = (outputs[name].astype(jnp.float32) for name in ("bf16", "fp8"))
-        row["error"] = float(jnp.sqrt(jnp.mean(jnp.square(got - want)) / jnp.mean(jnp.square(want))))
         row["speed_ratio"] = speed_ratio(fp8.times, bf16.times)
-        say(f"{'x'.join(map(str, shape))} {'causal' if is_causal else 'full'}: {row['speed_ratio']:.3f} x bf16")
+        say(f"{case.label}: {row['speed_ratio']:.3f} x bf16")
     else:
-        say(f"{shape}: {bf16.status} {bf16.reason}, {fp8.status} {fp8.reason}")
+        say(f"{case.label}: {bf16.status} {bf16.reason}, {fp8.status} {fp8.reason}")
     return row
 
 
-def wait_for(outputs: jax.Array) -> jax.Array:
-    wait(outputs, "jax")
-    return outputs
-
-
-def row_of(contender: Contender, shape: Sequence[int], is_causal: bool) -> dict[str, Any]:
+def row_of(contender: Contender, case: Case) -> dict[str, Any]:
     row: dict[str, Any] = {"name": contender.name, "plan": contender.plan, "status": contender.status}
     row |= {"reason": contender.reason, "times_ms": contender.times}
     if contender.times:
-        batch, seq, heads, head_dim = shape
         row["ms"] = spread(contender.times)["median"]
-        row["tflops"] = 4e-9 * batch * heads * seq**2 * head_dim / (2 if is_causal else 1) / row["ms"]
+        row["tflops"] = case.tflops(row["ms"])
     return row
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="2,8192,16,128;2,8192,8,256;2,8192,32,64", help="batch,seq,heads,head_dim")
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05)
+    parser.add_argument("--shapes", default=SHAPES, help="batch,seq,heads,head_dim[,kv_heads], separated by ';'")
     parser.add_argument("--implementation", default=None)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.05, help="queued work of one turn")
-    parser.add_argument("--timer", choices=tuple(METHODS), default="cupti")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     args = parser.parse_args(argv)
     prepare_process()
     name, timer = choose_timer(args.timer, ["jax"])
@@ -89,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results["rows"] = rows = []
     for shape in args.shapes.split(";"):
         for is_causal in (False, True):
-            rows.append(measure(parse_shape(shape)[:4], is_causal, timer, args))
+            rows.append(measure(Case(*parse_shape(shape), "bf16", is_causal, "fwd"), timer, args))
             if args.output is not None:
                 report.write_json(args.output, results)
 

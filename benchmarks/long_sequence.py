@@ -13,14 +13,15 @@ held at once, as a multiple of the query's bytes too: query, key, value, dout an
 import argparse
 import functools
 import json
-import pathlib
 import subprocess
 import sys
 import time
 
+import command_line
 import jax
 import jax.numpy as jnp
 import report
+from cases import Case, dilated_flops
 
 from jax_kernels import dilated_attention, flash_attention
 
@@ -29,11 +30,12 @@ def measure(length: int, args: argparse.Namespace) -> dict:
     heads, head_dim = args.heads, args.head_dim
     normal = jax.jit(lambda k: jax.random.normal(k, (1, length, heads, head_dim), jnp.bfloat16))
     query, key, value, dout = (jax.block_until_ready(normal(jax.random.key(i))) for i in range(4))
-    pairs, attend = length**2, flash_attention
+    case = Case(1, length, heads, head_dim, heads, "bf16", True, "fwdbwd")
+    flops, attend = case.flops, flash_attention
     if args.segments:
         lengths, rates = (tuple(int(x) for x in text.split(",")) for text in (args.segments, args.rates))
         attend = functools.partial(dilated_attention, segment_lengths=lengths, dilation_rates=rates)
-        pairs = sum(length * min(size, length) / rate**2 for size, rate in zip(lengths, rates, strict=True))
+        flops = dilated_flops(case, lengths, rates)
 
     @jax.jit
     def run(query, key, value, dout):
@@ -48,7 +50,6 @@ def measure(length: int, args: argparse.Namespace) -> dict:
         jax.block_until_ready(run(query, key, value, dout))
         seconds.append(time.perf_counter() - start)
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    flops = 3.5 * 4 * pairs * heads * head_dim / 2
     return {
         "length": length,
         "seconds": seconds,
@@ -59,7 +60,7 @@ def measure(length: int, args: argparse.Namespace) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.parser(__doc__)
     parser.add_argument("--lengths", default="32768,65536,131072", help="comma list of tokens")
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
@@ -67,8 +68,6 @@ def main() -> None:
     parser.add_argument("--rates", help="comma list of dilation_rates")
     parser.add_argument("--implementation", default=None)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if (args.segments is None) != (args.rates is None):

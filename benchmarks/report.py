@@ -83,7 +83,7 @@ def rows(
             "reason": contender.reason,
             "note": contender.note,
             "plan": contender.plan,
-            "error": contender.error if contender.error is None or math.isfinite(contender.error) else None,
+            "error": contender.error,
             "method": method.get(contender.framework),
         }
         if contender.name in times:
@@ -109,11 +109,20 @@ def rows(
 
 
 def write_json(path: pathlib.Path, results: dict[str, Any]) -> None:
-    """Replaces the file in one step, so that a run that is killed leaves the last whole one."""
+    """Replaces the file in one step, so that a run that is killed leaves the last whole one. NaN is null there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    draft.write_text(json.dumps(_in_json(results), indent=1, allow_nan=False) + "\n")
     draft.replace(path)
+
+
+def _in_json(x: Any) -> Any:
+    """x with None for each number that JSON has not."""
+    if isinstance(x, dict):
+        return {key: _in_json(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [_in_json(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def table(results: dict[str, Any]) -> Table:

@@ -10,24 +10,26 @@ pairs that are masked out.
 Contenders: "mask", ours under the Mask; "array", ours under the same mask as a bool array; "dense", ours without one,
 which the others are measured against; "jax-cudnn-bias", cuDNN with a bias of -1e30 where the mask is False;
 "torch-flex", compiled flex_attention with a block mask. All but "dense" are held against float32 before they are timed.
+
+The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
 """
 
 import argparse
 import functools
-import pathlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, TOLERANCE, Case, InputSet, input_sets
-from contenders import framework, unavailable
-from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, wait
+from cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
+from contenders import Built, framework, from_function, unavailable
+from timing import METHODS, Contender, alternate, first_line, skipped, speed_ratio, spread, wait
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
 
@@ -39,7 +41,7 @@ BLOCK = 128
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.1, budget=540)
     parser.add_argument("--pattern", default=",".join(PATTERNS), help=f"comma list of {', '.join(PATTERNS)}")
     parser.add_argument("--sparsity", default="0.5,0.75,0.9", help="comma list, each from 0 to below 1")
     parser.add_argument("--seq-len", type=int, default=8192)
@@ -51,19 +53,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", default=",".join(MODES), help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"comma list of {', '.join(CONTENDERS)}")
     parser.add_argument("--implementation", help="of ours: mosaic_gpu, triton, cudnn or xla; default the fastest")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.1, help="queued work of one turn")
-    parser.add_argument("--budget", type=float, default=540, help="seconds after which no more work begins")
-    parser.add_argument("--timer", choices=tuple(METHODS), default="cupti")
-    parser.add_argument("--output", type=pathlib.Path, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
     args = parser.parse_args(argv)
     try:
         for name, known in (("pattern", PATTERNS), ("mode", MODES), ("contenders", CONTENDERS)):
-            names = [word.strip() for word in getattr(args, name).split(",")]
-            if not set(names) <= set(known):
-                raise ValueError(f"{name}: got {names}, want some of {', '.join(known)}")
-            setattr(args, name, names)
+            setattr(args, name, command_line.names(name, getattr(args, name), known))
         args.sparsity = [float(word) for word in args.sparsity.split(",")]
         if not all(0 <= x < 1 for x in args.sparsity):
             raise ValueError(f"sparsity: got {args.sparsity}, want numbers from 0 to below 1")
@@ -100,24 +93,12 @@ def _pairs(seq: int, side: int, tokens: int) -> int:
     return of_window(seq - tokens) + tokens * (2 * seq - tokens)
 
 
-def kept_share(mask: masks.Mask, seq: int) -> float:
-    """Of all pairs, counted."""
-    count = jax.jit(lambda mask, rows: mask.rows(rows, seq).sum(axis=(2, 3), dtype=jnp.int32)[0, 0])
-    return sum(int(count(mask, jnp.arange(i, min(i + 1024, seq)))) for i in range(0, seq, 1024)) / seq**2
+def kept_share(keep: jax.Array) -> float:
+    """Of all pairs, counted by rows: all of them may not fit an int32."""
+    return np.asarray(keep.sum(axis=1)).sum(dtype=np.int64) / keep.size
 
 
-def in_jax(function: Callable[..., jax.Array], given: Any, mode: str, sets: Sequence[InputSet]) -> Call:
-    """call(i) of function(given, query, key, value) on input set i: (out,), or (dq, dk, dv) of its backward alone."""
-    if mode == "fwd":
-        forward = jax.jit(lambda given, *qkv: (function(given, *qkv),))
-        return lambda i: forward(given, *sets[i % len(sets)].qkv)
-    pullback = jax.jit(lambda given, *qkv: jax.vjp(functools.partial(function, given), *qkv)[1])
-    saved = [jax.tree.flatten(pullback(given, *inputs.qkv)) for inputs in sets]
-    backward = jax.jit(lambda residuals, do: jax.tree.unflatten(saved[0][1], residuals)(do))
-    return lambda i: backward(saved[i % len(sets)][0], sets[i % len(sets)].dout)
-
-
-def in_torch(keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Call:
+def in_torch(keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Built:
     """flex_attention, compiled, under a block mask made from the bool array `keep`."""
     import torch
     import torch_contenders
@@ -127,7 +108,8 @@ def in_torch(keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Call:
     rule = lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]
     block_mask = create_block_mask(rule, None, None, case.seq, case.seq, device="cuda", BLOCK_SIZE=BLOCK)
     function, _, heads_first = torch_contenders.flex(case, block_mask=block_mask)
-    return torch_contenders.in_mode(function, case.mode, torch_contenders.tensors(sets, heads_first), heads_first)
+    call = torch_contenders.in_mode(function, case.mode, torch_contenders.tensors(sets, heads_first), heads_first)
+    return Built(call, "torch.compile(flex_attention), block mask from the array")
 
 
 def build(name: str, case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequence[InputSet], args: Any) -> Contender:
@@ -138,21 +120,21 @@ def build(name: str, case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequen
         if name in ("dense", "mask", "array"):
             attend = dynamic_mask_attention if name == "array" else flash_attention
             given = {"dense": None, "mask": mask, "array": keep}[name]
-            contender.plan = str(explain(attend, *sets[0].qkv, mask=given, **ours))
-            contender.call = in_jax(lambda m, *qkv: attend(*qkv, mask=m, **ours), given, case.mode, sets)
+            plan = str(explain(attend, *sets[0].qkv, mask=given, **ours))
+            built = from_function(lambda m, *qkv: attend(*qkv, mask=m, **ours), case, sets, plan, given)
         else:
             reason = unavailable("torch-flex" if name == "torch-flex" else "jax-cudnn")
             if reason is not None:
                 raise NotImplementedError(reason)
             if name == "torch-flex":
-                contender.plan = "torch.compile(flex_attention), block mask from the array"
-                contender.call = in_torch(keep, case, sets)
+                built = in_torch(keep, case, sets)
             else:
-                contender.plan = "jax.nn.dot_product_attention, cudnn, bias [1, H, T, S]"
+                plan = "jax.nn.dot_product_attention, cudnn, bias [1, H, T, S]"
                 bias = jnp.where(keep, 0, -1e30).astype(sets[0].query.dtype)
                 bias = jnp.broadcast_to(bias, (1, case.heads, case.seq, case.seq))
                 attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-                contender.call = in_jax(lambda bias, *qkv: attend(*qkv, bias=bias), bias, case.mode, sets)
+                built = from_function(lambda bias, *qkv: attend(*qkv, bias=bias), case, sets, plan, bias)
+        contender.call, contender.plan = built.call, built.plan
         wait(contender.call(0), contender.framework)
     except NotImplementedError as error:
         contender.give_up("unavailable", first_line(error).removeprefix("NotImplementedError: "))
@@ -170,14 +152,22 @@ def right(case: Case, keep: jax.Array, inputs: InputSet) -> list[np.ndarray]:
 
 
 def check(contender: Contender, want: Sequence[np.ndarray]) -> None:
-    """Sets the contender's error, of what its first call gives; one that is wrong is not timed."""
+    """Judges what the contender's first call gives."""
     assert contender.call is not None
-    host = lambda x: np.asarray(x.astype(jnp.float32)) if isinstance(x, jax.Array) else x.detach().float().cpu().numpy()
-    norm = np.linalg.norm
-    pairs = [(host(got[:1, :, :1]), w) for got, w in zip(contender.call(0), want, strict=True)]
-    contender.error = float(max(norm(got - w) / norm(w) for got, w in pairs))
-    if not contender.error <= TOLERANCE:
-        contender.give_up("wrong", f"relative error {contender.error:.2g}, want at most {TOLERANCE}")
+    contender.judge(relative_error([as_numpy(x[:1, :, :1]) for x in contender.call(0)], want), "float32")
+
+
+def checked(
+    case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequence[InputSet], args: argparse.Namespace
+) -> list[Contender]:
+    """The contenders of a case, built and checked."""
+    found = [build(name, case, mask, keep, sets, args) for name in args.contenders]
+    want = right(case, keep, sets[0])
+    for contender in found:
+        if contender.status == "ok" and contender.name != "dense":
+            check(contender, want)
+        say(f"  {contender.name}: {contender.status} {contender.reason or contender.plan.splitlines()[0]}")
+    return found
 
 
 def row_of(contender: Contender, case: Case, facts: dict[str, Any], dense: Sequence[float]) -> dict[str, Any]:
@@ -216,26 +206,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     for pattern in args.pattern:
         for sparsity in args.sparsity:
             mask = mask_of(pattern, sparsity, args.seq_len, args.block_size)
+            keep = jax.jit(lambda mask: mask.to_dense(args.seq_len, args.seq_len)[0, 0])(mask)
             facts = {
                 "pattern": pattern,
                 "sparsity_asked": sparsity,
-                "sparsity": 1 - kept_share(mask, args.seq_len),
+                "sparsity": 1 - kept_share(keep),
                 "live_blocks": float(mask.density(args.seq_len, args.seq_len, BLOCK)),
             }
-            keep = jax.jit(lambda mask: mask.to_dense(args.seq_len, args.seq_len)[0, 0])(mask)
             for case in args.cases:
                 say(f"{case.label} {pattern}, sparsity {facts['sparsity']:.3f}, live blocks {facts['live_blocks']:.3f}")
                 if time.monotonic() > deadline:
                     say("  skipped: the time budget is spent")
-                    continue
-                found = [build(name, case, mask, keep, sets, args) for name in args.contenders]
-                want = right(case, keep, sets[0])
-                for contender in found:
-                    if contender.status == "ok" and contender.name != "dense":
-                        check(contender, want)
-                    told = contender.reason or contender.plan.splitlines()[0]
-                    say(f"  {contender.name}: {contender.status} {told}")
-                alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
+                    found = [skipped(name, framework(name)) for name in args.contenders]
+                else:
+                    found = checked(case, mask, keep, sets, args)
+                    alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
                 dense = next((c.times for c in found if c.name == "dense"), [])
                 results["rows"] += [row_of(contender, case, facts, dense) for contender in found]
                 if args.output is not None:

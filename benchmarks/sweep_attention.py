@@ -24,10 +24,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import report
 from attention import choose_timer, prepare_process, say
-from cases import DTYPES, TOLERANCE, Case, InputSet, Oracle, input_sets, parse_shape
+from cases import DTYPES, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
 from contenders import build
 from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
 
@@ -178,13 +177,6 @@ def make(args: argparse.Namespace, config: Any, sets: Sequence[InputSet], saved:
     return lambda i: backward(sets[i % len(sets)].qkv, saved[i % len(sets)], sets[i % len(sets)].dout)
 
 
-@jax.jit
-def difference(outputs: tuple, wanted: tuple) -> jax.Array:
-    """The largest relative error (2-norm, over the whole array) among outputs."""
-    pairs = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in zip(outputs, wanted, strict=True)]
-    return jnp.max(jnp.stack([jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in pairs]))
-
-
 def row_of(config: Any, **row: Any) -> dict[str, Any]:
     return {"config": repr(config), "fields": dataclasses.asdict(config), **row}
 
@@ -257,15 +249,13 @@ class Sweep:
             contender.call = make(self.args, config, sets, saved)
             outputs = contender.call(0)
             wait(outputs, "jax")
-            error = float(difference(tuple(outputs), tuple(self.wanted)))
-            row["error"] = error if math.isfinite(error) else None
-            if not error <= TOLERANCE:
-                row |= {"status": "wrong", "reason": f"relative error {error:.2g} against {control.name}"}
-            else:
+            contender.judge(relative_error(outputs, self.wanted), control.name)
+            row |= {"status": contender.status, "reason": contender.reason, "error": contender.error}
+            if contender.status == "ok":
                 for _ in range(self.args.turns):
                     take_turn(contender, self.timer, self.args.seconds)
                 ms = spread(contender.times)["median"]
-                row |= {"status": "ok", "times_ms": contender.times, "ms": ms, "tflops": self.args.case.tflops(ms)}
+                row |= {"times_ms": contender.times, "ms": ms, "tflops": self.args.case.tflops(ms)}
                 row["ratio"] = control.times[-1] / ms
                 self.contenders[contender.name] = contender
         except Exception as error:

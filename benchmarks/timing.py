@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from cases import TOLERANCE
 
 Call = Callable[[int], Any]
 
@@ -167,6 +168,19 @@ class Contender:
 
     def give_up(self, status: str, reason: str) -> None:
         self.status, self.reason, self.call = status, reason, None
+
+    def judge(self, error: float, against: str, tolerance: float = TOLERANCE) -> None:
+        """Sets the error of its results; above the tolerance, or with NaN, they are wrong and are not timed."""
+        self.error = error
+        if not error <= tolerance:
+            self.give_up("wrong", f"relative error {error:.2g} against {against}, want at most {tolerance}")
+
+
+def skipped(name: str, framework: str) -> Contender:
+    """A contender whose turn to be built came too late."""
+    contender = Contender(name, framework)
+    contender.give_up("skipped", "the time budget was spent before it was built")
+    return contender
 
 
 def first_line(error: BaseException) -> str:

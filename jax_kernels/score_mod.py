@@ -8,11 +8,24 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_kernels.masks.mask import node, static
 
-__all__ = ["ScoreMod", "trace"]
+__all__ = ["ScoreMod", "moving", "trace", "with_moving"]
 
 _WANT = (
     "want an elementwise function score_mod(score, b, h, q_idx, kv_idx) in jnp code: float32 scalar to float32 scalar"
 )
+
+
+def moving(arrays: Any, wanted: bool = True) -> tuple[Any, ...]:
+    """The arrays, but None for integers, which have no gradient, and for all if none is wanted.
+
+    None is no leaf: the gradient has it in the same places.
+    """
+    return tuple(x if wanted and jnp.issubdtype(x.dtype, jnp.inexact) else None for x in arrays)
+
+
+def with_moving(arrays: Any, given: Any) -> tuple[Any, ...]:
+    """The arrays, with what is `given` in the form of `moving` in the place of theirs."""
+    return tuple(x if moved is None else moved for x, moved in zip(arrays, given, strict=True))
 
 
 @node
@@ -27,41 +40,28 @@ class ScoreMod:
 
     def __call__(self, scores: Any, q_idx: Any) -> jax.Array:
         """scores: [B, H, T, S] of queries q_idx [T], which are in range; the same shape and dtype."""
-        return self._applied(self.arrays, scores, q_idx)
+        program = jaxpr_as_fun(ClosedJaxpr(self.program, []))
+        function = lambda score, *indices: program(*self.arrays, score, *indices)[0]
+        axes = [jnp.arange(n, dtype=jnp.int32) for n in scores.shape]
+        axes[2] = q_idx
+        for axis in (3, 2, 1, 0):
+            function = jax.vmap(function, (0, *(0 if axis == other else None for other in range(4))))
+        return function(scores.astype(jnp.float32), *axes).astype(scores.dtype)
 
     def gradients(self, scores: Any, q_idx: Any, dout: Any, *, of_arrays: bool) -> tuple[Any, tuple[Any, ...]]:
         """(of the scores, of each array or None), from the cotangent of what __call__ gives."""
-        moving = [i for i, x in enumerate(self.arrays) if of_arrays and jnp.issubdtype(x.dtype, jnp.inexact)]
-
-        def function(scores, given):
-            arrays = dict(enumerate(self.arrays)) | dict(zip(moving, given, strict=True))
-            return self._applied(tuple(arrays.values()), scores, q_idx)
-
-        dscores, given = jax.vjp(function, scores, [self.arrays[i] for i in moving])[1](dout)
-        found = dict(zip(moving, given, strict=True))
-        return dscores, tuple(found.get(i) for i in range(len(self.arrays)))
+        function = lambda scores, given: ScoreMod(with_moving(self.arrays, given), self.program)(scores, q_idx)
+        return jax.vjp(function, scores, moving(self.arrays, of_arrays))[1](dout)
 
     def zeros(self, *, of_arrays: bool) -> tuple[Any, ...]:
         """What sums of the gradients of arrays begin with, in float32."""
-        kinds = (of_arrays and jnp.issubdtype(x.dtype, jnp.inexact) for x in self.arrays)
-        return tuple(
-            jnp.zeros_like(x, jnp.float32) if moves else None for moves, x in zip(kinds, self.arrays, strict=True)
-        )
+        return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), moving(self.arrays, of_arrays))
 
     def with_gradients(self, sums: tuple[Any, ...]) -> "ScoreMod":
         """The gradients in the place of their arrays, in their dtypes."""
         dtypes = (x.dtype for x in self.arrays)
         arrays = tuple(None if x is None else x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True))
         return ScoreMod(arrays, self.program)
-
-    def _applied(self, arrays: tuple[Any, ...], scores: Any, q_idx: Any) -> jax.Array:
-        program = jaxpr_as_fun(ClosedJaxpr(self.program, []))
-        function = lambda score, *indices: program(*arrays, score, *indices)[0]
-        axes = [jnp.arange(n, dtype=jnp.int32) for n in scores.shape]
-        axes[2] = q_idx
-        for axis in (3, 2, 1, 0):
-            function = jax.vmap(function, (0, *(0 if axis == other else None for other in range(4))))
-        return function(scores.astype(jnp.float32), *axes).astype(scores.dtype)
 
 
 def trace(function: Any) -> ScoreMod:

@@ -41,7 +41,7 @@ class DecodeCase:
         return [min(max(length, 0), self.kv_length) for length in lengths]
 
 
-CASES = (
+_CASES = (
     DecodeCase("plain"),
     DecodeCase("no_lengths", kv_lengths=None, dtype="float16"),
     DecodeCase("multi_head_some_queries", q_length=4, kv_heads=4),
@@ -60,6 +60,7 @@ CASES = (
     DecodeCase("odd", head_dim=40, v_head_dim=24, kv_length=83, kv_lengths=(83, 17), scale=-0.3),
     DecodeCase("odd_pages", head_dim=40, v_head_dim=72, kv_length=80, kv_lengths=(80, 13), page_size=16, q_length=5),
 )
+CASES = {case.name: case for case in _CASES}
 
 
 def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:
@@ -149,3 +150,9 @@ def errors(case: DecodeCase, arrays: dict[str, Any], got) -> dict[str, tuple[flo
         bound = max(1.1 * rms_error(plain[0], want[0]), float(jnp.finfo(case.dtype).eps) / 8)
     found = {name: rms_error(x, y) for name, x, y in zip(("out", "lse"), got, want, strict=True)}
     return {"out": (found["out"], bound), "lse": (found["lse"], 2e-6)}
+
+
+def errors_by(case: DecodeCase, implementation: str) -> dict[str, tuple[float, float]]:
+    """The errors of a call, as errors gives them."""
+    arrays = arrays_of(case)
+    return errors(case, arrays, run(case, arrays, implementation))

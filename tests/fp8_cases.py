@@ -142,3 +142,9 @@ def errors(case: Fp8Case, arrays: dict[str, Any], got, implementation: str) -> d
         lse_bound = 2.0**-12 if on_gpu else lse_bound
     found = {name: rms_error(x, y) for name, x, y in zip(("out", "lse"), got, want, strict=True)}
     return {"out": (found["out"], bound), "lse": (found["lse"], lse_bound)}
+
+
+def errors_by(case: Fp8Case, implementation: str) -> dict[str, tuple[float, float]]:
+    """The errors of a call, as errors gives them."""
+    arrays = arrays_of(case)
+    return errors(case, arrays, run(case, arrays, implementation), implementation)

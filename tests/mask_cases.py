@@ -25,10 +25,6 @@ class Defined:
     keep: Callable[[Any, Any], Any]
     exact: bool = True
 
-    def _joined(self, join, other):
-        keep = lambda p, k: join(self.keep(p, k), other.keep(p, k))
-        return Defined(join(self.mask, other.mask), keep, self.exact and other.exact)
-
     def __and__(self, other):
         return Defined(
             self.mask & other.mask, lambda p, k: self.keep(p, k) & other.keep(p, k), self.exact & other.exact

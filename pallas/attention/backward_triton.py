@@ -16,29 +16,21 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.score_mod_triton import (
-    modified,
-    operand_gradients,
-    operands_of,
-    summed,
-    where_alive,
-)
+from jax_kernels.pallas.attention.score_mod_triton import array_gradients, operands_of, summed, tile_scores
 from jax_kernels.pallas.attention.shared_triton import (
     Call,
     Queries,
     QueryPrograms,
     Refs,
-    aligned_bias,
+    aligned,
     all_rows,
     bias_spec,
     both,
     iota,
     limiting_arrays,
     load,
-    load_bias,
     load_rows,
     load_tile,
-    operand_arrays,
     padded,
     row_mask,
     run,
@@ -56,11 +48,11 @@ def attention_backward(
     """See the package's docstring. config: AttentionBackwardTriton."""
     del core_count  # one program per tile: nothing is persistent
     rows = dout.astype(inputs.query.dtype), lse * LOG2E, delta
-    bias, inputs = inputs.bias, inputs._replace(bias=aligned_bias(inputs.bias))
+    bias, inputs = inputs.bias, inputs._replace(bias=aligned(inputs.bias))
     limiting = limiting_arrays(inputs, options)
-    operands, gradients_of_arrays = operands_of(inputs)
     dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
     dquery_blocks = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    operands = operands_of(dquery_blocks, inputs)
     dkey, dvalue, *by_key = _dkv(inputs, *limiting, *rows, operands, dkey_blocks, config)
     dquery, *by_query = _dq(inputs, *limiting, *rows, operands, dquery_blocks, config)
     dbias = None
@@ -68,7 +60,7 @@ def attention_backward(
         dbias = _dbias(inputs, *limiting, *rows, dquery_blocks, config)[..., : bias.shape[3]]
     dmod = None
     if inputs.score_mod is not None and options.score_mod_gradient:
-        dmod = gradients_of_arrays(operand_gradients(operands, by_query, by_key))
+        dmod = array_gradients(dquery_blocks, inputs, operands, by_query, by_key)
     return AttentionGradients(dquery, dkey, dvalue, dbias, score_mod=dmod)
 
 
@@ -77,7 +69,7 @@ def bias_gradient(
 ) -> jax.Array:
     """The bias's alone, under a dense mask too. Arguments: as attention_backward's."""
     del core_count
-    keys, inputs = inputs.bias.shape[3], inputs._replace(bias=aligned_bias(inputs.bias))
+    keys, inputs = inputs.bias.shape[3], inputs._replace(bias=aligned(inputs.bias))
     call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
     limiting = limiting_arrays(inputs, options)
     return _dbias(inputs, *limiting, dout, lse * LOG2E, delta, call, config)[..., :keys]
@@ -90,6 +82,7 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, operands, call, confi
     q_spec = lambda d: whole(call.q_length, call.block_q, heads, d, lambda i, h, b: (b, h))
     row_spec = pl.BlockSpec((None, heads, q_rows), lambda i, h, b: (b, h, 0))
     kv_spec = lambda d: pl.BlockSpec((None, block_kv, None, padded(d)), lambda i, h, b: (b, i, h, 0))
+    tile = lambda x: bias_spec(x, (None, heads, q_rows, block_kv), lambda i, h, b: (b, h, 0, i))
     key, value, bias = inputs.key, inputs.value, inputs.bias
     ins = {
         "bounds": whole_array(bounds),
@@ -99,9 +92,9 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, operands, call, confi
         "dout": (dout, q_spec(call.v_head_dim)),
         "lse2": (lse2, row_spec),
         "delta": (delta, row_spec),
+        "bias": None if bias is None else (bias, tile(bias)),
+        "operands": [(x, tile(x)) for x in operands],
     }
-    for name, x in (({} if bias is None else {"bias": bias}) | operand_arrays(operands)).items():
-        ins[name] = x, bias_spec(x, (None, heads, q_rows, block_kv), lambda i, h, b: (b, h, 0, i))
     sums = jax.ShapeDtypeStruct((len(key), call.heads, call.kv_length), jnp.float32)
     sums_spec = pl.BlockSpec((None, heads, block_kv), lambda i, h, b: (b, h, i))
     if q_ids is not None:
@@ -136,7 +129,7 @@ def _dkv_kernel(refs: Refs, *, call: Call):
     blocks = limits.query_blocks(kv_start, block_kv, block_q, call.q_length, among, predicate_at_end=has_partial)
     k = load(refs.key, kv_start, limits.kv_length, call.head_dim)
     v = load(refs.value, kv_start, limits.kv_length, call.v_head_dim)
-    columns = row_mask(kv_start, block_kv, call.bias_columns)
+    columns = row_mask(kv_start, block_kv, call.columns)
     kv_ids = None if refs.kv_ids is None else load_rows(refs.kv_ids, kv_start, call.kv_length, tiles.NO_KEY)
 
     by_key = summed(call, refs.operands, by_key=True)
@@ -150,16 +143,11 @@ def _dkv_kernel(refs: Refs, *, call: Call):
         row_of_head = lambda ref: ref.at[rows] if head is None else ref.at[head, rows]
         q = load(of_head(refs.query), start, call.q_length, call.head_dim)
         lse2 = load_rows(row_of_head(refs.lse2), start, call.q_length, jnp.inf)
-        masks = (row_mask(start, block_q, call.q_length), columns)
-        if call.mod is None:
-            bias = load_bias(refs.bias, rows, slice(None), masks, head)
-            s, tanh = call.scores(call.dot(k, q, (1, 1)), None if bias is None else bias.T)
-        else:
-            masks = masks[0], row_mask(kv_start, block_kv, call.operand_columns)
-            operands = [load_tile(x, rows, slice(None), masks, head).T for x in refs.operands]
-            place = batch_index, first_head + (0 if head is None else head)
-            indices = (start + iota(block_q))[None, :], keys[:, None]
-            s, pullback = modified(call, call.dot(k, q, (1, 1)), place, *indices, operands)
+        masks = row_mask(start, block_q, call.q_length), columns
+        load_this = lambda x: load_tile(x, rows, slice(None), masks, head)
+        own_head = first_head if head is None else first_head + head
+        at = batch_index, own_head, start, kv_start
+        s, pullback = tile_scores(call, refs, load_this, q, k, at, transposed=True)
         p = call.exp2(s, lse2[None, :])
         if partial:
             ids = None
@@ -169,12 +157,8 @@ def _dkv_kernel(refs: Refs, *, call: Call):
         dout = load(of_head(refs.dout), start, call.q_length, call.v_head_dim)
         dv = dv + call.dot(p.astype(dout.dtype), dout, (1, 0))
         delta = load_rows(row_of_head(refs.delta), start, call.q_length, 0.0)
-        ds = p * (call.dot(v, dout, (1, 1)) - delta[None, :])
-        if call.mod is not None:
-            ds, doperands = where_alive(p, pullback(ds))
-            sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_key, sums, strict=True)]
-        elif tanh is not None:
-            ds = ds * (1.0 - tanh * tanh)
+        ds, doperands = pullback(p, p * (call.dot(v, dout, (1, 1)) - delta[None, :]))
+        sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_key, sums, strict=True)]
         dk = dk + call.dot(ds.astype(q.dtype), q, (1, 0))
         return (dk, dv, *sums)
 
@@ -235,27 +219,17 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
         length = limits.kv_length if partial else None
         k = load(refs.key.at[these, :], start, length, call.head_dim)
         v = load(refs.value.at[these, :], start, length, call.v_head_dim)
-        if call.mod is None:
-            columns = row_mask(start, block_kv, call.bias_columns if partial else None)
-            bias = load_bias(refs.bias, slice(None), these, (rows, columns))
-            s, tanh = call.scores(call.dot(q, k, (1, 1)), bias)
-        else:
-            columns = row_mask(start, block_kv, call.operand_columns if partial else None)
-            operands = [load_tile(x, slice(None), these, (rows, columns)) for x in refs.operands]
-            indices = (q_start + iota(block_q))[:, None], (start + iota(block_kv))[None, :]
-            s, pullback = modified(call, call.dot(q, k, (1, 1)), (batch_index, head), *indices, operands)
+        columns = row_mask(start, block_kv, call.columns if partial else None)
+        load_this = lambda x: load_tile(x, slice(None), these, (rows, columns))
+        s, pullback = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
         p = call.exp2(s, lse2[:, None])
         if partial:
             kv_ids = None
             if q_ids is not None:
                 kv_ids = load_rows(refs.kv_ids.at[these], start, call.kv_length, tiles.NO_KEY)
             p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
-        ds = p * (call.dot(dout, v, (1, 1)) - delta[:, None])
-        if call.mod is not None:
-            ds, doperands = where_alive(p, pullback(ds))
-            sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_query, sums, strict=True)]
-        elif tanh is not None:
-            ds = ds * (1.0 - tanh * tanh)
+        ds, doperands = pullback(p, p * (call.dot(dout, v, (1, 1)) - delta[:, None]))
+        sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_query, sums, strict=True)]
         return (dq + call.dot(ds.astype(k.dtype), k, (1, 0)), *sums)
 
     zeros = [jnp.zeros((block_q, padded(call.head_dim)), jnp.float32)]
@@ -286,7 +260,7 @@ def _dbias(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
     }
     if inputs.mask is not None:
         sides = (1 if n == 1 else of_all for n, of_all in zip(inputs.mask.shape[2:], (q_rows, kv_rows), strict=True))
-        ins["mask"] = aligned_bias(inputs.mask.astype(jnp.int8)), whole_spec(*inputs.mask.shape[:2], *sides)
+        ins["mask"] = aligned(inputs.mask.astype(jnp.int8)), whole_spec(*inputs.mask.shape[:2], *sides)
     if q_ids is not None:
         ins["q_ids"] = q_ids, whole_spec(batch, q_rows)
         ins["kv_ids"] = kv_ids, whole_spec(batch, kv_rows)
@@ -340,16 +314,16 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
             keys, of_keys = pl.ds(start, block_kv), lax.div(h, jnp.int32(call.group))
             k = load(refs.key.at[b, keys, of_keys, :], start, limits.kv_length, call.head_dim)
             v = load(refs.value.at[b, keys, of_keys, :], start, limits.kv_length, call.v_head_dim)
-            masks = (rows, row_mask(start, block_kv, call.bias_columns))
-            bias = load_bias(refs.bias, slice(None), slice(None), masks)
-            s, _ = call.scores(call.dot(q, k, (1, 1)), bias)
+            masks = (rows, row_mask(start, block_kv, call.columns))
+            load_this = lambda x: load_tile(x, slice(None), slice(None), masks)
+            s, _ = tile_scores(call, refs, load_this, q, k, (b, h, q_start, start))
             kv_ids = None
             if q_ids is not None:
                 kv_ids = load_rows(refs.kv_ids.at[b, keys], start, call.kv_length, tiles.NO_KEY)
             keep = queries.keep(start + iota(block_kv), kv_ids)
             if refs.mask is not None:
                 of_head = (jnp.int32(0) if n == 1 else i for n, i in zip(refs.mask.shape, (b, h), strict=False))
-                keep = keep & (load_bias(refs.mask, these, keys, masks, *of_head) != 0)
+                keep = keep & (load_tile(refs.mask, these, keys, masks, *of_head) != 0)
             p = jnp.where(keep, call.exp2(s, lse2[:, None]), 0.0)
             return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
 
@@ -370,7 +344,7 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
     else:
         acc = acc.sum(axis=0)[None, :]
     if bias_shape[3] > 1:
-        columns = row_mask(own_kv * block_kv, block_kv, call.bias_columns)
+        columns = row_mask(own_kv * block_kv, block_kv, call.columns)
     else:
         acc = acc.sum(axis=1)[:, None]
     (dbias_ref,) = refs.outs

@@ -14,7 +14,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.pallas.attention import decode
-from jax_kernels.pallas.attention.shared_triton import SMALLEST, all_rows, fit, iota, load, padded, store, whole
+from jax_kernels.pallas.attention.shared_triton import (
+    SMALLEST,
+    all_rows,
+    fit,
+    iota,
+    load,
+    padded,
+    store,
+    whole,
+    whole_array,
+)
 from jax_kernels.pallas.attention.softmax import LOG2E
 
 # Rows of a program: more are cut into tiles.
@@ -93,20 +103,19 @@ def attention_decode(
     # Heads run next to one another: their keys stand next to one another in memory.
     head_of = lambda i: lax.rem(i, kv_heads)
     tile_of = lambda i: lax.div(i, kv_heads)
-    whole_array = lambda x: pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim)
     if page_size is None:
         kv_spec = lambda d: whole(capacity, block_kv, None, d, lambda i, split, b: (b, head_of(i)))
     else:
         pages = (*key.shape[:2], None)
         kv_spec = lambda d: pl.BlockSpec((*pages, padded(d)), lambda i, split, b: (0, 0, head_of(i), 0))
-    ins = {
+    ins: dict[str, Any] = {
         "query": (
             decode.pack(query, kv_heads, rows),
             pl.BlockSpec((None, None, tile, padded(head_dim)), lambda i, split, b: (b, head_of(i), tile_of(i), 0)),
         ),
         "key": (key, kv_spec(head_dim)),
         "value": (value, kv_spec(v_head_dim)),
-        "lengths": (kv_lengths, whole_array(kv_lengths)),
+        "lengths": whole_array(kv_lengths),
     }
     if page_size is not None:
         ins["tables"] = block_tables, pl.BlockSpec((None, block_tables.shape[1]), lambda i, split, b: (b, 0))

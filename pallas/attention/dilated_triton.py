@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.pallas.attention.shared_triton import iota, padded, whole_array
+from jax_kernels.pallas.attention.shared_triton import head_mask, iota, padded, whole_array
 
 ELEMENTS = 8192  # of a program's block of tokens
 
@@ -89,8 +89,8 @@ def merge(
         _store(out_ref, acc, exists, head_dim)
 
     shapes = [like, jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)]
-    arrays = [*map(_lines, outs), *(x.reshape(-1, x.shape[2]) for x in lses)]
-    return tuple(_run(kernel, "dilated_merge", [*map(whole_array, arrays)], shapes, interpret))
+    arrays = [_lines(x) for x in outs] + [x.reshape(-1, x.shape[2]) for x in lses]
+    return tuple(_run(kernel, "dilated_merge", [whole_array(x) for x in arrays], shapes, interpret))
 
 
 def total(
@@ -105,7 +105,7 @@ def total(
         exists = tokens < length
         acc = jnp.zeros((len(tokens), padded(head_dim)), jnp.float32)
         if whole is not None:
-            acc += plgpu.load(given[-1], mask=_mask(exists, head_dim), other=0.0)
+            acc += plgpu.load(given[-1], mask=head_mask(exists, len(exists), head_dim), other=0.0)
         for x in rows:
             acc += _load(given[x.array], x.find(tokens, head, b), exists, head_dim)
         _store(out_ref, acc * factor, exists, head_dim)
@@ -158,15 +158,9 @@ def _load(ref: Any, place: Any, exists: Any, head_dim: int) -> jax.Array:
     shape = (len(row), padded(head_dim))
     wide = lambda x: jnp.broadcast_to(x[:, None], shape)
     column = head * head_dim + lax.broadcasted_iota(jnp.int32, shape, 1)
-    mask = _mask(taken & exists, head_dim)
+    mask = head_mask(taken & exists, len(row), head_dim)
     return plgpu.load(ref.at[wide(entry), wide(row), column], mask=mask, other=0.0).astype(jnp.float32)
 
 
-def _mask(rows: Any, head_dim: int) -> jax.Array:
-    shape = (len(rows), padded(head_dim))
-    mask = jnp.broadcast_to(rows[:, None], shape)
-    return mask if head_dim == shape[1] else mask & (lax.broadcasted_iota(jnp.int32, shape, 1) < head_dim)
-
-
 def _store(ref: Any, x: jax.Array, exists: Any, head_dim: int) -> None:
-    plgpu.store(ref, x.astype(ref.dtype), mask=_mask(exists, head_dim))
+    plgpu.store(ref, x.astype(ref.dtype), mask=head_mask(exists, len(exists), head_dim))

@@ -12,17 +12,16 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.score_mod_triton import modified, operands_of
+from jax_kernels.pallas.attention.score_mod_triton import operands_of, tile_scores
 from jax_kernels.pallas.attention.shared_triton import (
     Call,
     Queries,
     QueryPrograms,
     Refs,
-    aligned_bias,
+    aligned,
     iota,
     limiting_arrays,
     load,
-    load_bias,
     load_rows,
     load_tile,
     padded,
@@ -40,10 +39,9 @@ def attention_forward(
 ):  # fmt: skip
     """See the package's docstring. config: AttentionForwardTriton."""
     del core_count  # one program per tile: nothing is persistent
-    inputs = inputs._replace(bias=aligned_bias(inputs.bias))
+    inputs = inputs._replace(bias=aligned(inputs.bias))
     call = Call.of(inputs, options, config.block_q, config.block_kv, interpret)
-    operands, _ = operands_of(inputs)
-    programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options), operands)
+    programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options), operands_of(call, inputs))
     out = jax.ShapeDtypeStruct((*inputs.query.shape[:3], call.v_head_dim), out_dtype)
     lse = jax.ShapeDtypeStruct((len(inputs.query), call.heads, call.q_length), jnp.float32)
     return run(
@@ -75,15 +73,9 @@ def _kernel(refs: Refs, *, call: Call, q_block):
         these = pl.ds(start, block_kv)
         length = limits.kv_length if partial else None
         k = load(refs.key.at[these, :], start, length, call.head_dim)
-        if call.mod is None:
-            columns = row_mask(start, block_kv, call.bias_columns if partial else None)
-            bias = load_bias(refs.bias, slice(None), these, (rows, columns))
-            s, _ = call.scores(call.dot(q, k, (1, 1)), bias)
-        else:
-            columns = row_mask(start, block_kv, call.operand_columns if partial else None)
-            operands = [load_tile(x, slice(None), these, (rows, columns)) for x in refs.operands]
-            indices = (q_start + iota(block_q))[:, None], (start + iota(block_kv))[None, :]
-            s, _ = modified(call, call.dot(q, k, (1, 1)), (batch_index, head), *indices, operands)
+        columns = row_mask(start, block_kv, call.columns if partial else None)
+        load_this = lambda x: load_tile(x, slice(None), these, (rows, columns))
+        s, _ = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
         if partial:
             kv_ids = None
             if q_ids is not None:

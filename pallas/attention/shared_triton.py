@@ -21,7 +21,7 @@ from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.score_mod_tiles import TileMod, split
 
 SMALLEST = 16  # the least size of a tensor core operand
-OPERAND = "operand "
+ALIGNED = 8  # numbers of 16 bits in 16 bytes
 
 
 class Refs(NamedTuple):
@@ -61,13 +61,12 @@ class Call:
     v_head_dim: int
     block_q: int
     block_kv: int
-    bias_columns: int | None  # of an aligned_bias
+    has_bias: bool
     interpret: bool
     mod: TileMod | None = None
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, interpret: bool):
-        """inputs.bias: an aligned_bias."""
         _, q_length, heads, head_dim = inputs.query.shape
         return cls(
             options=options,
@@ -79,7 +78,7 @@ class Call:
             v_head_dim=inputs.value.shape[3],
             block_q=fit(block_q, q_length),
             block_kv=fit(block_kv, inputs.key.shape[1]),
-            bias_columns=None if inputs.bias is None else inputs.bias.shape[3],
+            has_bias=inputs.bias is not None,
             interpret=interpret,
             mod=None if inputs.score_mod is None else split(inputs.score_mod),
         )
@@ -87,12 +86,12 @@ class Call:
     @property
     def may_mask(self) -> bool:
         """Whether scores may be -inf, or -1e30, where no mask says so."""
-        return self.bias_columns is not None or self.mod is not None
+        return self.has_bias or self.mod is not None
 
     @property
-    def operand_columns(self) -> int:
-        """Of an operand of score_mod with an axis of keys, once it is aligned."""
-        return -(-self.kv_length // 8) * 8
+    def columns(self) -> int | None:
+        """Of what is `aligned` and has an axis of keys; None without a bias and score_mod."""
+        return pl.cdiv(self.kv_length, ALIGNED) * ALIGNED if self.may_mask else None
 
     @property
     def q_blocks(self) -> int:
@@ -180,27 +179,26 @@ class Call:
 
 
 def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
-    """pallas_call of kernel(refs, call=call, **rest). ins: (array, spec) of Refs by name; outs: (shape, spec) each.
+    """pallas_call of kernel(refs, call=call, **rest). outs: (shape, spec) each.
 
-    The operands of Refs go by names that begin with OPERAND.
+    ins: of Refs by name, (array, spec), a list of such, or None.
     """
-    ins = {name: pair for name, pair in ins.items() if pair is not None and pair[0] is not None}
+    pairs, tree = jax.tree.flatten(list(ins.values()), is_leaf=lambda x: isinstance(x, tuple))
 
     def body(*refs):
-        named = dict(zip(ins, refs, strict=False))
-        operands = [named.pop(name) for name in ins if name.startswith(OPERAND)]
-        kernel(Refs(**named, operands=operands, outs=refs[len(ins) :]), call=call, **rest)
+        given = jax.tree.unflatten(tree, refs[: len(pairs)])
+        kernel(Refs(**dict(zip(ins, given, strict=True)), outs=refs[len(pairs) :]), call=call, **rest)
 
     return pl.pallas_call(
         body,
         grid=grid,
-        in_specs=[spec for _, spec in ins.values()],
+        in_specs=[spec for _, spec in pairs],
         out_specs=[spec for _, spec in outs],
         out_shape=[shape for shape, _ in outs],
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=call.interpret,
         name=name,
-    )(*(array for array, _ in ins.values()))
+    )(*(array for array, _ in pairs))
 
 
 def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, Any, Any]:
@@ -240,14 +238,14 @@ def whole(length: int, block: int, heads: int | None, head_dim: int, index_map: 
 
 
 def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
-    """For a small array of which a kernel reads scalars."""
+    """An array that every program has all of, to load what it looks up; None without one."""
     return None if x is None else (x, pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim))
 
 
 class QueryPrograms:
     """What a kernel gets whose programs (i, h, b) own a block of queries each, and walk the keys.
 
-    limiting: limiting_arrays. operands: of score_mod. q_block: the block of queries of program i. ins: of `run`.
+    limiting: limiting_arrays. operands: operands_of. q_block: the block of queries of program i. ins: of `run`.
     """
 
     def __init__(self, call: Call, inputs: AttentionInputs, limiting: tuple[Any, Any, Any], operands: Any = ()):
@@ -259,15 +257,15 @@ class QueryPrograms:
         self.grid = (call.q_blocks, call.heads, inputs.query.shape[0])
         self._block_q = block_q
         kv_spec = lambda d: whole(call.kv_length, call.block_kv, None, d, lambda i, h, b: (b, h // call.group))
+        tile = lambda x: bias_spec(x, (None, None, block_q, kv_rows), lambda i, h, b: (b, h, q_block(i), 0))
         self.ins = {
             "bounds": whole_array(bounds),
             "query": (inputs.query, self.q_spec(call.head_dim)),
             "key": (inputs.key, kv_spec(call.head_dim)),
             "value": (inputs.value, kv_spec(call.v_head_dim)),
+            "bias": None if inputs.bias is None else (inputs.bias, tile(inputs.bias)),
+            "operands": [(x, tile(x)) for x in operands],
         }
-        tiles_of = {"bias": inputs.bias} if inputs.bias is not None else {}
-        for name, x in (tiles_of | operand_arrays(operands)).items():
-            self.ins[name] = x, bias_spec(x, (None, None, block_q, kv_rows), lambda i, h, b: (b, h, q_block(i), 0))
         if q_ids is not None:
             self.ins["q_ids"] = q_ids, pl.BlockSpec((None, block_q), lambda i, h, b: (b, q_block(i)))
             self.ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
@@ -279,16 +277,14 @@ class QueryPrograms:
         return pl.BlockSpec(block, lambda i, h, b: (b, self.q_block(i), h, 0))
 
 
-def aligned_bias(bias: Any) -> Any:
-    """The bias, with rows of whole 16 bytes: read one by one, its numbers would take thousands of registers."""
-    if bias is None or bias.shape[3] == 1:
-        return bias
-    return jnp.pad(bias, [(0, 0)] * 3 + [(0, -bias.shape[3] % 8)])
+def aligned(x: Any) -> Any:
+    """A bias, with rows of whole 16 bytes: read one by one, its numbers would take thousands of registers.
 
-
-def operand_arrays(operands: Any) -> dict[str, jax.Array]:
-    """The operands of score_mod by the names that `run` takes, aligned as a bias is."""
-    return {f"{OPERAND}{i}": aligned_bias(x) for i, x in enumerate(operands)}
+    So too a mask, and an operand of score_mod.
+    """
+    if x is None or x.shape[3] == 1:
+        return x
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % ALIGNED)])
 
 
 def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) -> pl.BlockSpec:
@@ -325,10 +321,11 @@ def both(rows: jax.Array | None, columns: jax.Array | None, shape: tuple[int, in
     return mask
 
 
-def _mask(start: Any, rows: int, length: Any, head_dim: int) -> jax.Array | None:
+def head_mask(rows: jax.Array | None, count: int, head_dim: int) -> jax.Array | None:
+    """The mask of a matrix [count, padded head_dim] whose rows have a mask."""
     width = padded(head_dim)
     columns = None if head_dim == width else iota(width) < head_dim
-    return both(row_mask(start, rows, length), columns, (rows, width))
+    return both(rows, columns, (count, width))
 
 
 def load(view: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
@@ -336,7 +333,8 @@ def load(view: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
 
     length: how many rows count, so that what stands behind them is never read; None where all of these do.
     """
-    mask = _mask(start, view.shape[0], length, head_dim)
+    rows = view.shape[0]
+    mask = head_mask(row_mask(start, rows, length), rows, head_dim)
     return plgpu.load(view, mask=mask, other=None if mask is None else 0.0)
 
 
@@ -344,11 +342,6 @@ def load_rows(view: Any, start: Any, length: Any, other: Any) -> jax.Array:
     """A number for each row from `start` on, `other` where there is no row."""
     mask = row_mask(start, view.shape[0], length)
     return plgpu.load(view, mask=mask, other=None if mask is None else other)
-
-
-def load_bias(ref: Any, *place: Any) -> jax.Array | None:
-    """A tile of the bias, float32 [rows or 1, columns or 1]; None without a bias. place: as load_tile's."""
-    return None if ref is None else load_tile(ref, *place).astype(jnp.float32)
 
 
 def load_tile(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leading: Any) -> jax.Array:
@@ -366,7 +359,7 @@ def load_tile(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leadin
 
 def store(ref: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> None:
     """Stores what exists of a block of rows."""
-    plgpu.store(ref, x, mask=_mask(start, x.shape[0], length, head_dim))
+    plgpu.store(ref, x, mask=head_mask(row_mask(start, len(x), length), len(x), head_dim))
 
 
 class Queries(NamedTuple):

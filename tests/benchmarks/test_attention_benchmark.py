@@ -33,7 +33,10 @@ def test_arguments_give_every_case():
         (["--mode", "forward"], "mode: got 'forward', want some of fwd, bwd, fwdbwd"),
         (["--peers", "torch"], "peers: got 'torch', want some of torch-cudnn"),
         (["--implementations", "cuda"], "implementations: got 'cuda', want some of mosaic_gpu"),
-        (["--rounds", "0"], "rounds, seconds, budget: want positive numbers"),
+        (["--rounds", "0"], "--rounds: got 0, want a positive number"),
+        (["--seconds", "nan"], "--seconds: got nan, want a positive number"),
+        (["--budget", "-1"], "--budget: got -1, want a positive number"),
+        (["--mode", ""], "mode: got '', want some of fwd, bwd, fwdbwd"),
     ],
 )
 def test_bad_arguments_are_named(argv, message, capsys):
@@ -96,6 +99,13 @@ def test_rows_and_plot(tmp_path, make_case):
     assert report.table(results).row_count == 2
     report.plot(results, tmp_path / "plots" / "plot.png")
     assert (tmp_path / "plots" / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_is_no_number_is_null(tmp_path):
+    row = {"error": np.nan, "times": (1.5, np.inf), "calls": 3}
+    report.write_json(tmp_path / "x.json", {"rows": [row], "ok": True})
+    read = json.loads((tmp_path / "x.json").read_text())
+    assert read == {"rows": [{"error": None, "times": [1.5, None], "calls": 3}], "ok": True}
 
 
 def test_a_device_timer_that_fails_gives_way_to_events(monkeypatch, capsys, without_gpu):

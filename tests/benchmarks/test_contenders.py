@@ -8,6 +8,7 @@ import cases
 import contenders
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 
@@ -59,6 +60,14 @@ def test_nan_is_wrong(monkeypatch, make_case):
     poisoned = lambda *_: contenders.Built(lambda index: (sets[0].query * jnp.nan,), "")
     monkeypatch.setattr(contenders, "_ours", poisoned)
     assert contenders.build("xla", given, sets, cases.Oracle(given, sets[0])).status == "wrong"
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_no_nan_is_lost_among_errors(place):
+    right = [np.arange(6.0).reshape(2, 3) + i for i in range(3)]
+    assert cases.relative_error([x * 1.5 for x in right], right) == 0.5
+    got = [x * np.nan if i == place else x for i, x in enumerate(right)]
+    assert np.isnan(cases.relative_error(got, right))
 
 
 @pytest.mark.parametrize("causal", [False, True])

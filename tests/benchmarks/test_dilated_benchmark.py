@@ -52,11 +52,46 @@ def test_by_gathers_and_scatters_where_rates_divide_nothing():
         dilated.gathered(query, key, value, **pattern | {"is_causal": False})
 
 
+def test_without_time_left_each_row_says_so(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(dilated, "prepare_process", lambda: None)
+    out = tmp_path / "dilated.json"
+    words = f"--shapes 1,64,2,16;2,64,2,16 --mode fwd --timer host --budget 0.000001 --output {out}"
+    assert dilated.main(words.split()) == 1
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["case"][:4], row["contender"]) for row in rows] == [
+        (case, name) for case in ("1x64", "2x64") for name in dilated.CONTENDERS
+    ]
+    assert {(row["status"], row["reason"], "times_ms" in row) for row in rows} == {
+        ("skipped", "the time budget was spent before it was built", False)
+    }
+
+
+def test_nan_gradients_are_wrong(tmp_path, monkeypatch, without_gpu):
+    @jax.custom_vjp
+    def poisoned(x):
+        return x
+
+    poisoned.defvjp(lambda x: (x, None), lambda _, gradient: (gradient * jnp.nan,))
+    attend = dilated.gathered
+    of_poisoned_values = lambda *qkv, **options: attend(*qkv[:2], poisoned(qkv[2]), **options)
+    monkeypatch.setattr(dilated, "dilated_attention", of_poisoned_values)
+    monkeypatch.setattr(dilated, "plan_of", lambda *_: "")
+    monkeypatch.setattr(dilated, "prepare_process", lambda: None)
+    out = tmp_path / "dilated.json"
+    words = "--shapes 1,64,2,16 --segments 16,32 --rates 1,2 --mode fwdbwd --implementation xla --timer host"
+    words += f" --rounds 1 --seconds 0.001 --contenders gather,ours --output {out}"
+    assert dilated.main(words.split()) == 1
+    gather, ours = json.loads(out.read_text())["rows"]
+    assert (gather["status"], ours["status"], ours["error"]) == ("ok", "wrong", None)
+    assert ours["reason"] == "relative error nan against gather, want at most 0.02"
+    assert "times_ms" not in ours
+
+
 def test_wrong_arguments_are_named(capsys):
     for words, message in (
         (["--rates", "1,2"], "segments, rates: got"),
-        (["--mode", "forward"], "mode: got ['forward'], want some of fwd"),
-        (["--contenders", "theirs"], "contenders: got ['theirs'], want some of ours"),
+        (["--mode", "forward"], "mode: got 'forward', want some of fwd"),
+        (["--contenders", "theirs"], "contenders: got 'theirs', want some of ours"),
     ):
         with pytest.raises(SystemExit):
             dilated.arguments(words)

@@ -1,12 +1,14 @@
-"""The scripts features, decode and accuracy, as they run without a GPU."""
+"""The scripts features, decode, accuracy and long_sequence, as they run without a GPU."""
 
 import json
+import types
 
 import accuracy
 import decode
 import features
 import jax
 import jax.numpy as jnp
+import long_sequence
 import numpy as np
 import pytest
 
@@ -86,3 +88,13 @@ def test_accuracy_runs(tmp_path, monkeypatch, without_gpu):
         assert row["errors"]["xla"] == row["errors"]["cudnn"]
         assert set(row["errors"]["xla"]) == set(accuracy.RESULTS)
         assert all(1e-4 < error < 1e-2 for error in row["errors"]["xla"].values())
+
+
+@pytest.mark.parametrize("segments", [None, "16,64"])
+def test_long_sequence_measures(segments):
+    args = {"heads": 2, "head_dim": 8, "segments": segments, "rates": segments and "1,2", "repeats": 2}
+    row = long_sequence.measure(32, types.SimpleNamespace(**args, implementation="xla"))
+    assert len(row["seconds"]) == 2
+    # Two segments of 16, and one of every second token.
+    pairs = 32**2 if segments is None else 2 * 16**2 + 16**2
+    assert row["tflops"] * min(row["seconds"]) == pytest.approx(3.5 * 4 * pairs * 2 * 8 / 2 / 1e12)

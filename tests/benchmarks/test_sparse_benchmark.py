@@ -12,10 +12,11 @@ import sparse
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
 def test_masks_have_their_sparsity(pattern, sparsity):
     mask = sparse.mask_of(pattern, sparsity, 200, 10)
-    dense = np.asarray(mask.to_dense(200, 200))[0, 0]
+    keep = mask.to_dense(200, 200)[0, 0]
+    dense = np.asarray(keep)
     assert dense.any(axis=1).all()
     assert dense.mean() == pytest.approx(1 - sparsity, abs=0.02)
-    assert sparse.kept_share(mask, 200) == dense.mean()
+    assert sparse.kept_share(keep) == dense.mean()
 
 
 def test_pairs_are_counted():
@@ -51,6 +52,20 @@ def test_runs_and_writes(tmp_path, monkeypatch, without_gpu):
     assert rows[0]["live_blocks"] == 1
 
 
+def test_without_time_left_each_row_says_so(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(sparse, "prepare_process", lambda: None)
+    out = tmp_path / "sparse.json"
+    words = "--seq-len 64 --batch-size 1 --num-heads 2 --head-dim 16 --pattern block,window --sparsity 0.5"
+    assert sparse.main([*words.split(), "--timer", "host", "--budget", "0.000001", "--output", str(out)]) == 1
+    rows = json.loads(out.read_text())["rows"]
+    assert [(r["pattern"], r["mode"], r["contender"]) for r in rows] == [
+        (pattern, mode, name) for pattern in ("block", "window") for mode in sparse.MODES for name in sparse.CONTENDERS
+    ]
+    assert {(r["status"], r["reason"], "times_ms" in r) for r in rows} == {
+        ("skipped", "the time budget was spent before it was built", False)
+    }
+
+
 @pytest.mark.parametrize("mode", sparse.MODES)
 def test_what_is_wrong_is_not_timed(mode, make_case):
     """The results of another mask, that lacks one key."""
@@ -61,17 +76,21 @@ def test_what_is_wrong_is_not_timed(mode, make_case):
     contender = sparse.build("array", case, sparse.masks.dense(keep), keep, sets, args)
     sparse.check(contender, sparse.right(case, keep, sets[0]))
     assert contender.status == "ok"
+    call = contender.call
     sparse.check(contender, sparse.right(case, keep.at[32:, 0].set(False), sets[0]))
     assert (contender.status, contender.call) == ("wrong", None)
+    poisoned = sparse.Contender("array", "jax", lambda index: (*call(index)[:-1], call(index)[-1] * jnp.nan))
+    sparse.check(poisoned, sparse.right(case, keep, sets[0]))
+    assert (poisoned.status, poisoned.call) == ("wrong", None)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--pattern causal", "pattern: got ['causal'], want some of block, window, random, structured"),
+        ("--pattern causal", "pattern: got 'causal', want some of block, window, random, structured"),
         ("--sparsity 1", "sparsity: got [1.0], want numbers from 0 to below 1"),
-        ("--mode forward", "mode: got ['forward'], want some of fwd, bwd"),
-        ("--contenders ours", "contenders: got ['ours'], want some of dense"),
+        ("--mode forward", "mode: got 'forward', want some of fwd, bwd"),
+        ("--contenders ours", "contenders: got 'ours', want some of dense"),
         ("--block-size 0", "block_size: got 0, want a positive number"),
         ("--seq-len 0", "seq: got 0, want a positive number"),
     ],

@@ -64,6 +64,17 @@ def test_an_odd_count_of_launches_is_noted():
     assert made.note == "2.50 device activities a call: not a whole number"
 
 
+def test_what_is_wrong_is_given_up():
+    right, wrong, poisoned = named("a"), named("b"), named("c")
+    right.judge(0.02, "float32")
+    wrong.judge(0.05, "float32", tolerance=0.04)
+    poisoned.judge(float("nan"), "cuDNN")
+    assert (right.status, right.error, right.call is None) == ("ok", 0.02, False)
+    assert (wrong.status, wrong.error, wrong.call) == ("wrong", 0.05, None)
+    assert (poisoned.status, poisoned.call) == ("wrong", None)
+    assert poisoned.reason == "relative error nan against cuDNN, want at most 0.02"
+
+
 def test_timers_without_a_gpu(without_gpu):
     assert timing.make_timer("host") is timing.host_timer
     for name in ("cupti", "events", "profilers"):

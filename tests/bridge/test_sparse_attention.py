@@ -48,13 +48,13 @@ def test_block_sparse_attention(kind, make_qkv, reference):
     check(results, inputs, reference, mask=keep, is_causal=True)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "mask", "of keys"])
+@pytest.mark.parametrize("kind", ["tensor", "mask", "bias of pairs"])
 def test_dynamic_mask_attention(kind, make_qkv, reference):
-    inputs = [*make_qkv(kv_heads=2), torch.randn(2, 2, 1, 24, requires_grad=True)]
+    rows = 24 if kind == "bias of pairs" else 1
+    inputs = [*make_qkv(kv_heads=2), torch.randn(2, 2, rows, 24, requires_grad=True)]
     keep = torch.rand(2, 2, 24, 24) < 0.4
     keep[:, :, 5:7] = False
     mask = masks.dense(keep.numpy()) if kind == "mask" else keep
-    inputs[3] = inputs[3] if kind != "of keys" else torch.randn(2, 2, 24, 24, requires_grad=True)
     results = bridge.dynamic_mask_attention(*inputs[:3], mask, inputs[3], return_lse=True)
     of_heads = lambda x: x.repeat_interleave(2, dim=1)
     check(results, inputs, reference, mask=of_heads(keep), bias=of_heads(inputs[3]))

@@ -39,12 +39,12 @@ def check(case, implementation, arrays=None):
         assert not np.asarray(out)[dead].any()
 
 
-@pytest.mark.parametrize("case", [*CASES, ON_XLA], ids=str)
+@pytest.mark.parametrize("case", [*CASES.values(), ON_XLA], ids=str)
 def test_xla(case, no_interpret):
     check(case, "xla")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES.values(), ids=str)
 def test_triton_interpreted(case, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     with on_device(MANY_CORES):
@@ -55,7 +55,7 @@ def test_triton_interpreted(case, monkeypatch):
 def test_triton_interpreted_in_one_split(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     with on_device(dataclasses.replace(MANY_CORES, core_count=1)):
-        check(next(case for case in CASES if case.name == name), "triton")
+        check(CASES[name], "triton")
 
 
 LONG = (
@@ -70,7 +70,7 @@ LONG = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", [*CASES, *LONG, ON_XLA], ids=str)
+@pytest.mark.parametrize("case", [*CASES.values(), *LONG, ON_XLA], ids=str)
 def test_on_gpu(case, implementation, no_interpret):
     arrays = arrays_of(case)
     try:
@@ -115,7 +115,7 @@ def test_without_lse_and_with_a_scale_of_zero(no_interpret):
 @pytest.mark.parametrize("mapped", ["all", "not_the_pages", "queries"])
 def test_vmap(implementation, mapped, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
-    case = next(case for case in CASES if case.name == "pages_16")
+    case = CASES["pages_16"]
     case = dataclasses.replace(case, heads=2, kv_heads=1, head_dim=64, kv_length=64, kv_lengths=(60, 10))
     calls = [arrays_of(case, seed) for seed in range(2)]
     axes = {"all": set(calls[0]), "not_the_pages": {"q", "kv_lengths", "block_tables"}, "queries": {"q"}}[mapped]

@@ -19,8 +19,9 @@ spill_stores, spill_loads, stack and shared_memory are bytes (shared memory: the
 ptxas' C75xx lines (C7510, C7514, C7519: products in flight that it serialised). Of kernels of one name, the figures
 are the worst of them.
 
-From Python, `compile_spec(gpu, Spec(...))` gives the same dictionary; every compile is a process of its own, since
-an instruction that the architecture lacks can abort it. Needs jax's CUDA plugin and pjrt wheels and NVIDIA's nvcc
+From Python, `compile_spec(gpu, Spec(...))` gives the same dictionary, and `compile_script` what another script compiles
+by `lower_and_compile`; every compile is a process of its own, since an instruction that the architecture lacks can
+abort it. Needs jax's CUDA plugin and pjrt wheels and NVIDIA's nvcc
 and nvvm wheels (the "dev" extra), and no driver.
 """
 
@@ -32,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TIMEOUT = 240  # seconds for one compile
 
@@ -310,24 +311,44 @@ def _read_dump(folder: Path) -> dict[str, dict[str, Any]]:
     return kernels
 
 
+def _run(dump: Path, script: str, *words: str) -> subprocess.CompletedProcess:
+    """A script that compiles. Its stderr is the log that _read_log reads, `dump` what _read_dump does."""
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": "",
+        "TF_CPP_MIN_LOG_LEVEL": "0",
+        "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
+        "MOSAIC_GPU_DUMP_TO": str(dump),
+        "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
+    }
+    env.pop("JAX_KERNELS_INTERPRET", None)
+    command = [sys.executable, script, *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+
+
+class Compiled(NamedTuple):
+    """What a script printed, and the figures of its kernels by name: those of Mosaic, and XLA's with Triton's."""
+
+    printed: str
+    mosaic: dict[str, dict[str, Any]]
+    others: dict[str, dict[str, Any]]
+
+
+def compile_script(script: str, *words: str) -> Compiled:
+    """Runs a script that calls lower_and_compile, in a process of its own, which has to end well."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = _run(Path(folder), script, *words)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return Compiled(done.stdout, _read_dump(Path(folder)), _read_log(done.stderr))
+
+
 def compile_spec(gpu: str, spec: Spec) -> dict[str, Any]:
     """Compiles in a process of its own; the report described at the top of this file."""
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(spec.keep) if spec.keep else Path(folder)
         dump.mkdir(parents=True, exist_ok=True)
-        env = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": "",
-            "TF_CPP_MIN_LOG_LEVEL": "0",
-            "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
-            "MOSAIC_GPU_DUMP_TO": str(dump),
-            "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
-        }
-        env.pop("JAX_KERNELS_INTERPRET", None)
-        command = [sys.executable, __file__, "--here", gpu, *spec.words()]
         try:
-            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+            done = _run(dump, __file__, "--here", gpu, *spec.words())
         except subprocess.TimeoutExpired:
             return {"kernels": {}, "xla": {}, "error": f"no result after {TIMEOUT} s"}
         error = None

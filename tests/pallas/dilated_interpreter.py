@@ -53,8 +53,9 @@ def main(case: dict) -> dict:
     with on_device("h200"):
         got = jax.block_until_ready(run(query, key, value))
     want = dilated_oracle.dilated_attention(query, key, value, dout, dlse, **case)
-    errors = [rms_error(g, w) for g, w in zip(got, want, strict=True)]
-    return {"errors": errors, "strided": strided}
+    errors = (rms_error(g, w) for g, w in zip(got, want, strict=True))
+    bounded = zip(errors, dilated_oracle.BFLOAT16_BOUNDS, strict=True)
+    return {"errors": dict(zip(dilated_oracle.NAMES, bounded, strict=True)), "strided": strided}
 
 
 if __name__ == "__main__":

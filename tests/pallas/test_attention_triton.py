@@ -15,7 +15,9 @@ import pytest
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.pallas.attention import tiles
+from jax_kernels.pallas.attention.backward_triton import bias_gradient
 from jax_kernels.pallas.attention.shared_triton import walk
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import (
     ATTENTION_CASES,
@@ -379,3 +381,18 @@ def test_a_bias_gradient_is_computed_only_where_it_is_asked_for(wanted):
     assert ("attention_backward_dbias_triton" in names) == wanted, names
     sizes = [math.prod(v.aval.shape) for e in equations for v in e.outvars if hasattr(v.aval, "shape")]
     assert max(sizes) < 1024 * 1024
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 70, 1), (1, 1, 1, 1), (1, 2, 70, 75)], ids=str)
+def test_the_gradient_of_a_bias_under_a_mask(shape):
+    """The mask has an axis of keys where the bias may have none."""
+    case = AttentionCase("", batch=1, q_length=70, kv_length=75, heads=2, kv_heads=2, head_dim=16, dtype="float32")
+    query, key, value, dout, dlse = attention_inputs(case)
+    keys = jax.random.split(jax.random.key(0))
+    bias, mask = jax.random.normal(keys[0], shape), jax.random.bernoulli(keys[1], 0.7, (1, 1, 70, 75))
+    inputs = AttentionInputs(query, key, value, bias=bias, mask=mask)
+    options, blocks = AttentionOptions(0.25, precision="fp32"), AttentionBackwardTriton(32, 32, 32, 32, 4, 2)
+    out, lse = reference.forward(inputs, options, out_dtype=jnp.float32)
+    rows = *reference.row_terms(out, lse, dout, dlse), dout
+    got = bias_gradient(inputs, options, *rows, config=blocks, core_count=1, interpret=True)
+    assert error(got, reference.backward(inputs, options, *rows).bias) < 1e-4  # sums of up to 10,500

@@ -4,8 +4,6 @@ Each compiles in a process of its own. What is asked: that tiles fit the GPU's s
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -87,19 +85,9 @@ def _compile(gpu: str, options: dict) -> list[str]:
 @pytest.mark.parametrize("case", CASES)
 def test_it_compiles(case):
     gpu, options = CASES[case]
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": "",
-        "TF_CPP_MIN_LOG_LEVEL": "0",
-        "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
-        "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
-    }
-    env.pop("JAX_KERNELS_INTERPRET", None)
-    command = [sys.executable, __file__, gpu, json.dumps(options)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=aot.TIMEOUT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    names = json.loads(done.stdout)
-    kernels = {name: figures for name, figures in aot._read_log(done.stderr).items() if name.startswith(tuple(names))}
+    printed, _, others = aot.compile_script(__file__, gpu, json.dumps(options))
+    names = json.loads(printed)
+    kernels = {name: figures for name, figures in others.items() if name.startswith(tuple(names))}
     expected = 1 if "implementation" in options else 4 if "bias" in options else 3
     assert len(names) == len(kernels) == expected, (names, kernels)
     for name, figures in kernels.items():

@@ -4,10 +4,7 @@ As a script it compiles one call: `python tests/pallas/test_decode_sm90.py GPU '
 """
 
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import aot
+import cases_interpreter
 
-SCRIPT = Path(__file__).with_name("decode_interpreter.py")
+# Cores, whether races are looked for, and cases.
 INTERPRETED = {
     "one_core": (1, True, ["plain", "short", "multi_query_two_tiles", "pages_16", "head_dim_256"]),
     "splits": (3, False, ["no_lengths", "dead", "everything", "head_dim_128", "pages_128", "pages_32_everything"]),
@@ -26,17 +24,7 @@ INTERPRETED = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", INTERPRETED)
 def test_interpreted(group):
-    cores, races, names = INTERPRETED[group]
-    command = [sys.executable, str(SCRIPT), str(cores), str(int(races)), *names]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(results) == sorted(names)
-    for name, result in results.items():
-        assert not result["races"], name
-        for what, (error, bound) in result["errors"].items():
-            assert error <= bound, (name, what, error, bound)
+    cases_interpreter.check("decode_cases", *INTERPRETED[group])
 
 
 EVERYTHING = {"window": 1000, "softcap": 30.0, "sinks": True, "q_length": 4}
@@ -80,22 +68,9 @@ def _compile(gpu: str, options: dict) -> list[str]:
 @pytest.mark.parametrize("case", COMPILED)
 def test_it_compiles(case):
     gpu, options = COMPILED[case]
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": "",
-            "TF_CPP_MIN_LOG_LEVEL": "0",
-            "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
-            "MOSAIC_GPU_DUMP_TO": folder,
-            "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
-        }
-        environment.pop("JAX_KERNELS_INTERPRET", None)
-        command = [sys.executable, __file__, gpu, json.dumps(options)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=aot.TIMEOUT)
-        assert done.returncode == 0, done.stderr[-2000:]
-        kernels = aot._read_dump(Path(folder)) | aot._read_log(done.stderr)
+    _, mosaic, others = aot.compile_script(__file__, gpu, json.dumps(options))
     is_mosaic = options.get("implementation") != "triton"
-    kernels = {name: figures for name, figures in kernels.items() if name.startswith("attention_decode")}
+    kernels = {name: figures for name, figures in (mosaic | others).items() if name.startswith("attention_decode")}
     # Only the full grid of the largest batch is not cut into splits.
     assert len(kernels) == (1 if options.get("batch") == 64 else 2), list(kernels)
     assert any(name.startswith("attention_decode_sm90") for name in kernels) is is_mosaic

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import jax
@@ -47,12 +46,8 @@ def test_interpreted(name):
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["strided"] == strided
-    for what, error, bound in zip(("out", "lse", "dq", "dk", "dv"), result["errors"], BOUNDS, strict=True):
+    for what, (error, bound) in result["errors"].items():
         assert error <= bound, (what, error, bound)
-
-
-# What bfloat16 rounds: out once in a branch and once merged, the gradients in each branch.
-BOUNDS = (3e-3, 1e-5, 6e-3, 6e-3, 6e-3)
 
 
 def _compile(head_dim: int) -> None:
@@ -81,25 +76,12 @@ def test_it_compiles(head_dim):
     Beside what comes in and goes out there is dquery in float32, two of query's size, and what is compact, of dkey and
     dvalue a quarter of it each: nothing else is as large as an array.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": "",
-            "TF_CPP_MIN_LOG_LEVEL": "0",
-            "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
-            "MOSAIC_GPU_DUMP_TO": folder,
-            "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
-        }
-        environment.pop("JAX_KERNELS_INTERPRET", None)
-        command = [sys.executable, __file__, str(head_dim)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=aot.TIMEOUT)
-        assert done.returncode == 0, done.stderr[-2000:]
-        kernels, others = aot._read_dump(Path(folder)), aot._read_log(done.stderr)
+    printed, kernels, others = aot.compile_script(__file__, str(head_dim))
     assert len(kernels) == 2, kernels
     passes = {name: figures for name, figures in others.items() if name.startswith("dilated_")}
     assert {name.split("__")[0] for name in passes} == {"dilated_merge", "dilated_total"}, others
     kernels |= passes
-    assert 2 < float(done.stdout) < 2.5
+    assert 2 < float(printed) < 2.5
     for name, figures in kernels.items():
         assert figures["spill_stores"] + figures["spill_loads"] == 0, (name, figures)
         assert figures["notes"] == [], (name, figures)

@@ -5,10 +5,7 @@ As a script it compiles one call: `python tests/pallas/test_fp8_sm90.py '{"head_
 
 import functools
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import jax
@@ -19,12 +16,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import aot
+import cases_interpreter
 
 from jax_kernels.pallas.attention import fp8_values_triton
 from jax_kernels.pallas.attention.forward_fp8_sm90 import reorder_keys
 from jax_kernels.pallas.attention.fp8_values_triton import KEY_ORDER
 
-SCRIPT = Path(__file__).with_name("fp8_interpreter.py")
 # Cores, whether races are looked for, and cases.
 INTERPRETED = {
     "one_core": (1, True, ["causal"]),
@@ -81,17 +78,7 @@ def test_values(shape, with_lengths):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", INTERPRETED)
 def test_interpreted(group):
-    cores, races, names = INTERPRETED[group]
-    command = [sys.executable, str(SCRIPT), str(cores), str(int(races)), *names]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(results) == sorted(names)
-    for name, result in results.items():
-        assert not result["races"], name
-        for what, (error, bound) in result["errors"].items():
-            assert error <= bound, (name, what, error, bound)
+    cases_interpreter.check("fp8_cases", *INTERPRETED[group])
 
 
 def _compile(options: dict) -> None:
@@ -122,20 +109,7 @@ SPILLS = {"256": 8}
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles(name):
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": "",
-            "TF_CPP_MIN_LOG_LEVEL": "0",
-            "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
-            "MOSAIC_GPU_DUMP_TO": folder,
-            "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
-        }
-        environment.pop("JAX_KERNELS_INTERPRET", None)
-        command = [sys.executable, __file__, json.dumps(COMPILED[name])]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=aot.TIMEOUT)
-        assert done.returncode == 0, done.stderr[-2000:]
-        mosaic, others = aot._read_dump(Path(folder)), aot._read_log(done.stderr)
+    _, mosaic, others = aot.compile_script(__file__, json.dumps(COMPILED[name]))
     (kernel,) = mosaic.values()
     assert kernel["spill_stores"] + kernel["spill_loads"] <= SPILLS.get(name, 0), kernel
     assert kernel["notes"] == []

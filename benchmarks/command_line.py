@@ -1,0 +1,52 @@
+"""The options that the benchmarks have in common."""
+
+import argparse
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from timing import METHODS
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """With --output and --commit."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--output", type=pathlib.Path, help="JSON file")
+    made.add_argument("--commit", help="what to record as the commit where the tree has no .git")
+    return made
+
+
+def timing_parser(
+    description: str | None, *, rounds: int, seconds: float, budget: float | None = None
+) -> argparse.ArgumentParser:
+    """With what timing.alternate takes, too. budget: None for a benchmark that ends when it is done."""
+    made = parser(description)
+    made.add_argument("--rounds", type=positive(int), default=rounds)
+    made.add_argument("--seconds", type=positive(float), default=seconds, help="queued work of one turn")
+    made.add_argument("--timer", choices=tuple(METHODS), help="default cupti")
+    if budget is not None:
+        told = "seconds after which no more work begins"
+        made.add_argument("--budget", type=positive(float), default=budget, help=told)
+    return made
+
+
+def positive(kind: type) -> Any:
+    """The type of an option that is an int or a float above zero."""
+
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"got {text}, want a positive number")
+        return value
+
+    return number
+
+
+def names(option: str, text: str, known: Sequence[str], *, optional: bool = False) -> list[str]:
+    """Of a comma list, each once. Raises ValueError for one that is not known, and for none if it is not optional."""
+    found = [name.strip() for name in text.split(",") if name.strip()]
+    for name in found or ([] if optional else [text]):
+        if name not in known:
+            raise ValueError(f"{option}: got {name!r}, want some of {', '.join(known)}")
+    return list(dict.fromkeys(found))
