@@ -125,8 +125,17 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                 head, q_block, _ = place(step)
                 rows = pl.ds(q_block * block_q, block_q)
 
+                def place_again():
+                    """(batch entry, head, queries): the loop of copies leaves no registers to keep them."""
+                    if not q_tiles.eights:
+                        return b, head, rows
+                    b_, kv_head_, kv_index_ = block(recomputed(cta))
+                    head_, q_block_, _ = walk_over_queries(b_, kv_head_, kv_index_)[1](recomputed(step))
+                    return b_, head_, pl.ds(q_block_ * block_q, block_q)
+
                 def load_rows(gmem, smem, row_gmem, row_smem, ready, free, stages, with_ids=False):
                     slot = lax.rem(step, jnp.int32(stages))
+                    b, head, rows = place_again()
 
                     @pl.when(step >= stages)
                     def _():
@@ -135,6 +144,7 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                     for half in range(halves):
                         source = gmem.at[b, rows, q_head_of(head), pl.ds(width * half, width)]
                         q_tiles.load(source, smem.at[slot, half], ready.at[slot])
+                    b, head, rows = place_again()
                     plgpu.copy_gmem_to_smem(row_gmem.at[b, head, rows], row_smem.at[slot], ready.at[slot])
                     if with_ids:
                         plgpu.copy_gmem_to_smem(segments.q_ids.at[b, rows], ids_smem.at[slot], ready.at[slot])
