@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention import dense_sm90, views_sm90
+from jax_kernels.pallas.attention import dense_sm90, hopper, views_sm90
 from jax_kernels.pallas.attention.backward_store_sm90 import Store
 from jax_kernels.pallas.attention.backward_walks_sm90 import Walks
 from jax_kernels.pallas.attention.hopper import (
@@ -69,6 +69,10 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
     # serialised by it (C7511); softcap's exponentials had better run behind dP.
     mask_first = exchange and not cap
     chunks, q_chunks = head_dim // 64, block_q // 64
+    any_rows = arrays["query"].shape[1] % 8 != 0 or key.shape[1] % 8 != 0
+    k_tiles, v_tiles = hopper.Tiles(64, any_rows), hopper.Tiles(width, any_rows)
+    q_tiles = hopper.Tiles(width, any_rows, whole=True)
+    parts = q_tiles.count
     # 64 x 64 blocks of dquery that a warpgroup stores in a step.
     dq_blocks = chunks * q_chunks // COMPUTE_WGS
     if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
@@ -92,6 +96,8 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
             kv_ready, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
             bias, arrived_smem,
         ) = scratch  # fmt: skip
+        (k_smem, k_copied), (v_smem, v_copied) = k_tiles.views(k_smem), v_tiles.views(v_smem)
+        (q_smem, q_copied), (do_smem, do_copied) = q_tiles.views(q_smem), q_tiles.views(do_smem)
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
 
@@ -106,10 +112,11 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
             for r in range(row_groups):
                 rows = pl.ds(kv_index * block_kv + 64 * r, 64)
                 for c in range(chunks):
-                    plgpu.copy_gmem_to_smem(k_gmem.at[b, rows, kv_head, pl.ds(64 * c, 64)], k_smem.at[c, r], kv_ready)
+                    source = k_gmem.at[b, rows, kv_head, pl.ds(64 * c, 64)]
+                    k_tiles.load(source, k_copied.at[c, r], kv_ready)
                 for half in range(halves):
                     source = v_gmem.at[b, rows, kv_head, pl.ds(width * half, width)]
-                    plgpu.copy_gmem_to_smem(source, v_smem.at[r, half], kv_ready)
+                    v_tiles.load(source, v_copied.at[r, half], kv_ready)
             # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
             b, kv_head, kv_index = block(recomputed(cta))
             steps, place = walk_over_queries(b, kv_head, kv_index)
@@ -118,8 +125,17 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                 head, q_block, _ = place(step)
                 rows = pl.ds(q_block * block_q, block_q)
 
+                def place_again():
+                    """(batch entry, head, queries): the loop of copies leaves no registers to keep them."""
+                    if not q_tiles.eights:
+                        return b, head, rows
+                    b_, kv_head_, kv_index_ = block(recomputed(cta))
+                    head_, q_block_, _ = walk_over_queries(b_, kv_head_, kv_index_)[1](recomputed(step))
+                    return b_, head_, pl.ds(q_block_ * block_q, block_q)
+
                 def load_rows(gmem, smem, row_gmem, row_smem, ready, free, stages, with_ids=False):
                     slot = lax.rem(step, jnp.int32(stages))
+                    b, head, rows = place_again()
 
                     @pl.when(step >= stages)
                     def _():
@@ -127,13 +143,14 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
 
                     for half in range(halves):
                         source = gmem.at[b, rows, q_head_of(head), pl.ds(width * half, width)]
-                        plgpu.copy_gmem_to_smem(source, smem.at[slot, half], ready.at[slot])
+                        q_tiles.load(source, smem.at[slot, half], ready.at[slot])
+                    b, head, rows = place_again()
                     plgpu.copy_gmem_to_smem(row_gmem.at[b, head, rows], row_smem.at[slot], ready.at[slot])
                     if with_ids:
                         plgpu.copy_gmem_to_smem(segments.q_ids.at[b, rows], ids_smem.at[slot], ready.at[slot])
 
-                load_rows(q_gmem, q_smem, lse_gmem, lse_smem, q_ready, q_free, q_stages, has_segments)
-                load_rows(do_gmem, do_smem, delta_gmem, delta_smem, do_ready, do_free, do_stages)
+                load_rows(q_gmem, q_copied, lse_gmem, lse_smem, q_ready, q_free, q_stages, has_segments)
+                load_rows(do_gmem, do_copied, delta_gmem, delta_smem, do_ready, do_free, do_stages)
                 if has_bias:
 
                     @pl.when(step > 0)
@@ -161,7 +178,8 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
             def issue_scores(s_acc, row_group, slot):
                 for c in range(chunks):
                     half, start = divmod(64 * c, width)
-                    plgpu.wgmma(s_acc, k_smem.at[c, row_group], q_smem.at[slot, half, :, start : start + 64].T)
+                    queries = q_tiles.sixty_four(q_smem.at[slot, half], start)
+                    plgpu.wgmma(s_acc, k_smem.at[c, row_group, 0], queries.T)
 
             def dq_parts(w):
                 """(chunk of columns, first row within the block of queries) of this warpgroup's dquery blocks."""
@@ -169,7 +187,14 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                     return [(w * dq_blocks + i, 0) for i in range(dq_blocks)]
                 return [(w, 0)] if q_chunks == 1 else [(0, w)]
 
-            def walk(dk_acc, dv_acc):
+            def add(accs, x, smem):
+                """accs += x @ smem, a group of products per chunk of columns."""
+                for c, acc in enumerate(accs):
+                    plgpu.wgmma(acc, x, smem.at[c])
+
+            def walk(*accs):
+                dk_accs, dv_accs = accs[:parts], accs[parts:]
+
                 def step(i, s):
                     w = recomputed(wg)
                     row_group, my_half = (recomputed(0), w) if columns else (w, 0)
@@ -225,8 +250,11 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                         if not ahead and not config.late_do:
                             issue_scores(s_acc[0], row_group, slot)
                         for half in range(halves):
-                            plgpu.wgmma(dp_acc, v_smem.at[row_group, half], do_smem.at[do_slot, half].T)
-                        scores = s if ahead else plgpu.wgmma_accumulator_load(s_acc[0], wait_n=halves)
+                            for c in range(v_tiles.count):
+                                dout = do_smem.at[do_slot, half]
+                                dout = dout.at[0] if v_tiles.count == 1 else q_tiles.sixty_four(dout, 64 * c)
+                                plgpu.wgmma(dp_acc, v_smem.at[row_group, half, c], dout.T)
+                        scores = s if ahead else plgpu.wgmma_accumulator_load(s_acc[0], wait_n=halves * v_tiles.count)
                         if not mask_first:
                             scores = masked(scores)
 
@@ -238,11 +266,11 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                             p = jnp.minimum(p, 1)
                         p16 = None
                         if config.early_dv:
-                            plgpu.wgmma(dv_acc, p.astype(dtype), do_smem.at[do_slot, my_half])
+                            add(dv_accs, p.astype(dtype), do_smem.at[do_slot, my_half])
                         if cap:
                             # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
                             p16, p = p.astype(dtype), p * (1 - jnp.square(jnp.maximum(scores, -1)))
-                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1 if config.early_dv else 0)
+                        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=parts if config.early_dv else 0)
                         delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMN, optimized=False)
                         ds16 = (p * (dp - wide(delta))).astype(dtype)
                         if config.early_dv:
@@ -259,7 +287,7 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                     else:
                         p16, ds16 = pl.run_scoped(weights, *[plgpu.ACC((64, block_q))] * (1 if ahead else 2))
                     if not config.early_dv:
-                        plgpu.wgmma(dv_acc, p16, do_smem.at[do_slot, my_half])
+                        add(dv_accs, p16, do_smem.at[do_slot, my_half])
 
                     if exchange:  # the other warpgroup may still read the last step's dS
 
@@ -308,12 +336,12 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                     def gradients(dq_acc):
                         chunk, row = dq_parts(w)[0]
                         for source in [w] if columns else range(COMPUTE_WGS):
-                            keys = k_smem.at[chunk, row_group if columns else source]
+                            keys = k_smem.at[chunk, row_group if columns else source, 0]
                             plgpu.wgmma(dq_acc, ds_smem.at[source, row].T, keys)
-                        plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half])
-                        plgpu.wgmma_wait((1 if columns else COMPUTE_WGS) + 1)
+                        add(dk_accs, ds16, q_smem.at[slot, my_half])
+                        plgpu.wgmma_wait((1 if columns else COMPUTE_WGS) + parts)
                         plgpu.barrier_arrive(do_free.at[do_slot])
-                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+                        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=parts)
                         if exchange:
                             plgpu.barrier_arrive(ds_free)
                         store_dq((chunk, row), dq, q_head_of(head), q_start)
@@ -321,12 +349,12 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                     if with_dq:
                         pl.run_scoped(gradients, plgpu.ACC((64, 64)))
                     else:
-                        plgpu.wgmma(dk_acc, ds16, q_smem.at[slot, my_half])
-                        plgpu.wgmma_wait(1)
+                        add(dk_accs, ds16, q_smem.at[slot, my_half])
+                        plgpu.wgmma_wait(parts)
                         plgpu.barrier_arrive(do_free.at[do_slot])
 
                     def more_dq(dq_acc, part):
-                        plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[part[0], row_group])
+                        plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[part[0], row_group, 0])
                         store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), q_head_of(head), q_start)
 
                     for part in dq_parts(w)[1:] if with_dq else []:
@@ -348,18 +376,18 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                     lax.while_loop(lambda carry: carry[0] < step_count(), next_step, (jnp.int32(0), s))
                 else:
                     lax.fori_loop(0, steps, step, s)
-                return dk_acc[...], dv_acc[...]
+                return [[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)]
 
             if ahead:
                 plgpu.barrier_wait(q_ready.at[0])
-            dk, dv = pl.run_scoped(walk, plgpu.ACC((64, width)), plgpu.ACC((64, width)))
+            dk, dv = pl.run_scoped(walk, *[plgpu.ACC((64, q_tiles.width))] * (2 * parts))
             plgpu.barrier_arrive(last_read)  # the other warpgroup may still read K, and with "columns" V
             w = recomputed(wg)
             row_group, half = (0, w) if columns else (w, 0)
             my_chunks = [half * (width // 64) + c for c in range(width // 64)]
             Store(
-                walks, given, dk_gmem, dv_gmem, k_smem, v_smem, dq_smem.at[w], arrived_smem, last_read,
-                cta, w, columns, row_group, half, my_chunks,
+                walks, given, dk_gmem, dv_gmem, k_tiles, v_tiles, (k_smem, k_copied), (v_smem, v_copied), dq_smem.at[w],
+                arrived_smem, last_read, cta, w, columns, row_group, half, my_chunks,
             ).finish(dk, dv)  # fmt: skip
             plgpu.wait_smem_to_gmem(0, wait_read_only=config.leave_early)
 
@@ -368,22 +396,21 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
     def entry(*refs):
         *given, dk_gmem, dv_gmem = refs
         refs = jax.tree.unflatten(tree, given), dk_gmem, dv_gmem
-        tile_smem = lambda *shape: plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
         barriers = lambda count, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         pl.run_scoped(
             lambda *scratch: body(refs, scratch),
-            tile_smem(chunks, row_groups, 64, 64),
-            tile_smem(row_groups, halves, 64, width),
-            tile_smem(q_stages, halves, block_q, width),
-            tile_smem(do_stages, halves, block_q, width),
-            tile_smem(COMPUTE_WGS, q_chunks, 64, 64),
+            k_tiles.scratch(chunks, row_groups, 64, dtype=dtype),
+            v_tiles.scratch(row_groups, halves, 64, dtype=dtype),
+            q_tiles.scratch(q_stages, halves, block_q, dtype=dtype),
+            q_tiles.scratch(do_stages, halves, block_q, dtype=dtype),
+            plgpu.SMEM((COMPUTE_WGS, q_chunks, 64, 64), dtype, transforms=SWIZZLED),
             plgpu.SMEM((COMPUTE_WGS, 64, 64), jnp.float32, transforms=SWIZZLED_F32),
             plgpu.SMEM((q_stages, block_q), jnp.float32),
             plgpu.SMEM((do_stages, block_q), jnp.float32),
             plgpu.SMEM((q_stages, block_q), jnp.int32) if has_segments else None,
-            plgpu.Barrier(num_arrivals=row_groups * (chunks + halves)),
-            barriers(q_stages, halves + 1 + has_segments),
-            barriers(do_stages, halves + 1),
+            plgpu.Barrier(num_arrivals=row_groups * (chunks + halves * v_tiles.copies(64))),
+            barriers(q_stages, halves * q_tiles.copies(block_q) + 1 + has_segments),
+            barriers(do_stages, halves * q_tiles.copies(block_q) + 1),
             barriers(q_stages, COMPUTE_WGS),
             barriers(do_stages, COMPUTE_WGS),
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),

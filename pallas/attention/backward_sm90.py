@@ -37,7 +37,8 @@ def attention_backward(
     rows = [(0, 0), (0, 0), (0, short)]
     lse = jnp.pad(lse * LOG2E, rows, constant_values=jnp.inf)
 
-    q, k, v, do = (pad_for_tma(x, width) for x in (query, key, value, dout))
+    any_rows = not options.deterministic
+    q, k, v, do = (pad_for_tma(x, width, any_rows=any_rows) for x in (query, key, value, dout))
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
         "segments": segments_of(inputs, config.block_q, block_kv, of_keys=True),
@@ -53,7 +54,7 @@ def attention_backward(
     }
     if not options.deterministic:
         arrays["dquery"] = jax.new_ref(
-            jnp.zeros(q.shape, jnp.float32) if dquery is None else pad_for_tma(dquery, width)
+            pad_for_tma(jnp.zeros(q.shape, jnp.float32) if dquery is None else dquery, width)
         )
     described = {"config": config, "interpret": interpret}
     dk, dv = backward_dqkv_sm90.key_gradients(arrays, options, kv_length, core_count=core_count, **described)

@@ -6,24 +6,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.backward_walks_sm90 import Walks
-from jax_kernels.pallas.attention.hopper import WGMMA, count_up, recomputed
+from jax_kernels.pallas.attention.hopper import WGMMA, Tiles, count_up, recomputed
 
 
 class Store(NamedTuple):
     """given: the kernel's arrays in device memory, by name. dk_gmem, dv_gmem: its results.
 
-    The other fields are shared memory: k_smem and v_smem the block of keys, which the results go through once no
-    warpgroup reads it (last_read), sums_smem [64, 64] float32 and arrived_smem [warpgroups] int32 what a part of a tile
-    needs. wg: the warpgroup. columns: whether it has half of the columns of all keys, not all columns of half the keys;
-    row_group, half: which 64 keys are its, and which half; chunks: their chunks of 64 columns.
+    The other fields are shared memory: k_smem and v_smem the block of keys (for stores, for copies), which the results
+    go through once no warpgroup reads it (last_read), sums_smem [64, 64] float32 and arrived_smem [warpgroups] int32
+    what a part of a tile needs. wg: the warpgroup. columns: whether it has half of the columns of all keys, not all
+    columns of half the keys; row_group, half: which 64 keys are its, and which half; chunks: its chunks of 64 columns.
     """
 
     walks: Walks
     given: Any
     dk_gmem: Any
     dv_gmem: Any
-    k_smem: Any
-    v_smem: Any
+    k_tiles: Tiles
+    v_tiles: Tiles
+    k_smem: tuple[Any, Any]
+    v_smem: tuple[Any, Any]
     sums_smem: Any
     arrived_smem: Any
     last_read: Any
@@ -36,34 +38,40 @@ class Store(NamedTuple):
 
     @property
     def width(self) -> int:
-        return self.v_smem.shape[-1]
+        return self.v_tiles.width * self.v_tiles.count
 
-    def _chunk(self, x: Any, c: int) -> Any:
-        return x[:, 64 * c : 64 * (c + 1)] if self.width > 64 else x
+    def _columns(self, parts: list[Any], start: int, count: int) -> Any:
+        """Of what stands in arrays of some columns each, as many or more."""
+        width = parts[0].shape[1]
+        part = parts[start // width]
+        return part if width == count else part[:, start % width : start % width + count]
 
-    def store(self, dk: Any, dv: Any) -> None:
-        """dk: without the scale. Both: float32 [64, width]."""
+    def store(self, dk: list[Any], dv: list[Any]) -> None:
+        """dk: without the scale. Both: float32 [64, width], in one or more arrays of columns."""
         b, kv_head, kv_index = self.walks.block(self.given, recomputed(self.cta))
         row_group, half = self.row_group, self.half
         rows = pl.ds(kv_index * self.walks.block_kv + 64 * row_group, 64)
-        dtype = self.v_smem.dtype
+        v_smem, v_copied = (smem.at[row_group, half] for smem in self.v_smem)
+        dtype = v_smem.dtype
         if self.columns:
             plgpu.barrier_wait(self.last_read)
-        self.v_smem.at[row_group, half][...] = dv.astype(dtype)
+        for c in range(self.v_tiles.count):
+            v_smem.at[c][...] = self._columns(dv, self.v_tiles.width * c, self.v_tiles.width).astype(dtype)
         plgpu.commit_smem()
         target = self.dv_gmem.at[b, rows, kv_head, pl.ds(half * self.width, self.width)]
-        plgpu.copy_smem_to_gmem(self.v_smem.at[row_group, half], target)
+        self.v_tiles.store(v_copied, target)
         if not self.columns:
             plgpu.barrier_wait(self.last_read)
-        dk = (dk * self.walks.options.scale).astype(dtype)
+        dk = [(part * self.walks.options.scale).astype(dtype) for part in dk]
+        k_smem, k_copied = self.k_smem
         for c, chunk in enumerate(self.chunks):
-            self.k_smem.at[chunk, row_group][...] = self._chunk(dk, c)
+            k_smem.at[chunk, row_group, 0][...] = self._columns(dk, 64 * c, 64)
         plgpu.commit_smem()
         for chunk in self.chunks:
             target = self.dk_gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
-            plgpu.copy_smem_to_gmem(self.k_smem.at[chunk, row_group], target)
+            self.k_tiles.store(k_copied.at[chunk, row_group], target)
 
-    def store_part(self, dk: Any, dv: Any) -> None:
+    def store_part(self, dk: list[Any], dv: list[Any]) -> None:
         """Adds dk and dv to those of the tile's other parts; the last one to do so stores the sums."""
         split, w = self.walks.split, self.wg
         nth = split.tile(recomputed(self.cta)) - split.whole
@@ -71,7 +79,7 @@ class Store(NamedTuple):
         for which, sums in enumerate((dk, dv)):
             for c, chunk in enumerate(self.chunks):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self.sums_smem[...] = self._chunk(sums, c)
+                self.sums_smem[...] = self._columns(sums, 64 * c, 64)
                 plgpu.commit_smem()
                 target = self.given["sums"].at[nth, which, rows, pl.ds(64 * chunk, 64)]
                 plgpu.copy_smem_to_gmem(self.sums_smem, target, reduction_op="add")
@@ -86,9 +94,9 @@ class Store(NamedTuple):
             load = lambda which: plgpu.load(
                 self.given["sums"].at[nth, which, rows, columns], layout=WGMMA, optimized=False
             )
-            self.store(load(0), load(1))
+            self.store([load(0)], [load(1)])
 
-    def finish(self, dk: Any, dv: Any) -> None:
+    def finish(self, dk: list[Any], dv: list[Any]) -> None:
         if self.walks.split.parts == 1:
             self.store(dk, dv)
             return

@@ -26,7 +26,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import dense_sm90, hopper, lists_sm90, softmax, tiles, views_sm90
 from jax_kernels.pallas.attention.hopper import (
-    SWIZZLED,
     WGMMA,
     all_of_warp,
     launch,
@@ -40,6 +39,9 @@ from jax_kernels.pallas.attention.tile_scheduler import Fetched, TileScheduler
 # Keys per query from which a look at all queries and keys beforehand pays: it reads them once, and saves a tenth of
 # the walk. At 2048 it gains 2 %, at 1024 (causal, 2048 long) it loses 10.
 BOUNDED_FROM = 2048
+# The same with a window or segments, of which the latter's keys are not known: at 2048 keys of a window it loses 4 %,
+# with 8 causal documents in 8192 tokens 15.
+BOUNDED_FROM_LIMITED = 8192
 # Hardware barriers that the warpgroups take turns on; the low numbers belong to the compiler.
 FIRST_TURN_BARRIER = 8
 
@@ -51,7 +53,8 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         inputs, options, config.block_q, config.block_kv, by="query", heads_together=config.heads_together
     )
     inputs, options = lists_sm90.without_limits(inputs, options)
-    query, key, value = (pad_for_tma(x) for x in inputs[:3])
+    any_rows = q_length % 8 != 0 or inputs.key.shape[1] % 8 != 0
+    query, key, value = (pad_for_tma(x, any_rows=any_rows) for x in inputs[:3])
     kv_length = inputs.key.shape[1]
     cap = options.softcap
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
@@ -61,7 +64,8 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     keys = keys if lists is None else lists.indices.shape[-1] * config.block_kv
     heads = views_sm90.head_counts(query, key, options)[0]
     # The look is at all heads of the array, where a call takes only some.
-    bounded_from = BOUNDED_FROM * query.shape[2] / heads
+    is_limited = options.window is not None or segments is not None
+    bounded_from = (BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM) * query.shape[2] / heads
     if config.bounded and dense is None and keys >= bounded_from:
         largest = softmax.largest_scores(query, key, options.scale)
         largest = jnp.minimum(largest, cap * softmax.LOG2E) if cap else largest
@@ -118,6 +122,9 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
     take_turns = config.take_turns and not interpret
     share_q_out = config.share_q_out and out_dtype == dtype and v_head_dim == head_dim
+    any_rows = q_length % 8 != 0 or arrays["key"].shape[1] % 8 != 0
+    qk_tiles, v_tiles = hopper.Tiles(head_dim, any_rows), hopper.Tiles(v_head_dim, any_rows)
+    out_tiles = hopper.Tiles(v_head_dim, any_rows, swizzled=out_dtype == dtype)
 
     has_bounds, has_segments, has_lists, has_sinks, bounded = (
         arrays[name] is not None for name in ("bounds", "segments", "lists", "sinks", "largest")
@@ -145,6 +152,9 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
             q_smem, out_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free,
             bias, *fetched,
         ) = scratch  # fmt: skip
+        (q_smem, q_copied), (k_smem, k_copied) = qk_tiles.views(q_smem), qk_tiles.views(k_smem)
+        v_smem, v_copied = v_tiles.views(v_smem)
+        out_smem, out_copied = (q_smem, q_copied) if share_q_out else out_tiles.views(out_smem)
         fetched = Fetched(*fetched)
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -174,13 +184,13 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                 b, h, q_start, blocks, _ = tile(index)
                 kv_head = kv_head_of(lax.div(h, jnp.int32(group)) if group > 1 else h)
 
-                def load(step, slot, gmem, smem, ready, free):
+                def load(step, slot, gmem, smem, of, ready, free):
                     rows = pl.ds(blocks.at(step) * block_kv, block_kv)
                     plgpu.barrier_wait(free.at[slot])
-                    plgpu.copy_gmem_to_smem(gmem.at[b, rows, kv_head], smem.at[slot], ready.at[slot])
+                    of.load(gmem.at[b, rows, kv_head], smem.at[slot], ready.at[slot])
 
-                load_k = functools.partial(load, gmem=k_gmem, smem=k_smem, ready=k_ready, free=k_free)
-                load_v = functools.partial(load, gmem=v_gmem, smem=v_smem, ready=v_ready, free=v_free)
+                load_k = functools.partial(load, gmem=k_gmem, smem=k_copied, of=qk_tiles, ready=k_ready, free=k_free)
+                load_v = functools.partial(load, gmem=v_gmem, smem=v_copied, of=v_tiles, ready=v_ready, free=v_free)
 
                 def load_bias(step):  # behind the values: it waits for the last step's scores
                     if has_bias:
@@ -206,7 +216,6 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
         def compute(w):
             plgpu.set_max_registers(config.registers[0], action="increase")
             q_smem_wg = q_smem.at[w]
-            out_smem_wg = q_smem_wg if share_q_out else out_smem.at[w]
             lse_smem_wg = lse_smem.at[w]
 
             def wait_turn():
@@ -220,7 +229,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
             def load_q(index):
                 b, h, q_start, _, _ = tile(index)
                 rows = pl.ds(q_start + w * 64, 64)
-                plgpu.copy_gmem_to_smem(q_gmem.at[b, rows, q_head_of(h)], q_smem_wg, q_ready.at[w])
+                qk_tiles.load(q_gmem.at[b, rows, q_head_of(h)], q_copied.at[w], q_ready.at[w])
 
             for slot in range(stages):
                 plgpu.barrier_arrive(k_free.at[slot])
@@ -286,7 +295,13 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                 def products(acc_ref, s_ref):
                     def issue_scores(slot):
                         s_ref[...] = plgpu.layout_cast(jnp.zeros((64, block_kv), jnp.float32), WGMMA)
-                        plgpu.wgmma(s_ref, q_smem_wg, k_smem.at[slot].transpose((1, 0)))
+                        for c in range(qk_tiles.count):
+                            plgpu.wgmma(s_ref, q_smem_wg.at[c], k_smem.at[slot, c].transpose((1, 0)))
+
+                    def issue_values(p, slot):
+                        for c in range(v_tiles.count):
+                            acc = acc_ref.at[:, pl.ds(v_tiles.width * c, v_tiles.width)]
+                            plgpu.wgmma(acc if v_tiles.count > 1 else acc_ref, p, v_smem.at[slot, c])
 
                     plgpu.barrier_wait(k_ready.at[slot])
                     wait_turn()
@@ -328,9 +343,9 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                         plgpu.barrier_wait(k_ready.at[slot])
                         wait_turn()
                         issue_scores(slot)
-                        plgpu.wgmma(acc_ref, p16, v_smem.at[last_slot])
+                        issue_values(p16, last_slot)
                         pass_turn()
-                        s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
+                        s = plgpu.wgmma_accumulator_load(s_ref, wait_n=v_tiles.count)
                         plgpu.barrier_arrive(k_free.at[slot])
                         s = capped(lax.optimization_barrier(s))
                         if predicate and not only_first:  # one loop with a branch: two loops were slower
@@ -350,7 +365,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                         return p, highest, total, slot
 
                     p, highest, total, last_slot = lax.fori_loop(1, blocks.count, step, (p, highest, total, slot))
-                    plgpu.wgmma(acc_ref, p, v_smem.at[last_slot])
+                    issue_values(p, last_slot)
                     acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                     plgpu.barrier_arrive(v_free.at[last_slot])
                     return acc, highest, total, last_slot
@@ -374,10 +389,11 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                 inverse, lse = softmax.finish(highest, total, may_be_dead=may_be_dead and not has_sinks)
                 acc = acc * lax.broadcast_in_dim(inverse * factor, acc.shape, [0])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
-                out_smem_wg[...] = acc.astype(out_dtype)
+                for c, part in enumerate(out_tiles.chunks(acc.astype(out_dtype))):
+                    out_smem.at[w, c][...] = part
                 lse_smem_wg[...] = lse
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_smem_wg, out_gmem.at[b, pl.ds(q_start, 64), h])
+                out_tiles.store(out_copied.at[w], out_gmem.at[b, pl.ds(q_start, 64), h])
                 plgpu.copy_smem_to_gmem(lse_smem_wg, lse_gmem.at[b, h, pl.ds(q_start, 64)])
                 if share_q_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -395,19 +411,17 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
     def entry(*refs):
         *leaves, out_gmem, lse_gmem = refs
         refs = jax.tree.unflatten(tree, leaves), out_gmem, lse_gmem
-        tile_smem = lambda *shape, dtype=dtype: plgpu.SMEM(shape, dtype, transforms=SWIZZLED)
         barriers = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-        out_transforms = SWIZZLED if out_dtype.itemsize == 2 else ()
         pl.run_scoped(
             lambda *scratch: body(refs, scratch),
-            tile_smem(compute_wgs, 64, head_dim),
-            None if share_q_out else plgpu.SMEM((compute_wgs, 64, v_head_dim), out_dtype, transforms=out_transforms),
-            tile_smem(stages, block_kv, head_dim),
-            tile_smem(stages, block_kv, v_head_dim),
+            qk_tiles.scratch(compute_wgs, 64, dtype=dtype),
+            None if share_q_out else out_tiles.scratch(compute_wgs, 64, dtype=out_dtype),
+            qk_tiles.scratch(stages, block_kv, dtype=dtype),
+            v_tiles.scratch(stages, block_kv, dtype=dtype),
             plgpu.SMEM((compute_wgs, 64), jnp.float32),
-            barriers(compute_wgs),
-            barriers(stages),
-            barriers(stages),
+            barriers(compute_wgs, qk_tiles.copies(64)),
+            barriers(stages, qk_tiles.copies(block_kv)),
+            barriers(stages, v_tiles.copies(block_kv)),
             barriers(stages, compute_wgs),
             barriers(stages, compute_wgs),
             dense.stage(block_q, block_kv, block_kv, compute_wgs),

@@ -31,7 +31,7 @@ module = importlib.import_module("jax_kernels.ops.dilated_attention")
 def main(case: dict) -> dict:
     mosaic_interpreter.install()
     if case.pop("bounded", False):  # short walks do without it
-        forward_sm90.BOUNDED_FROM = 0
+        forward_sm90.BOUNDED_FROM = forward_sm90.BOUNDED_FROM_LIMITED = 0
     heads, kv_heads, length, head_dim = (case.pop(name) for name in ("num_heads", "kv_heads", "length", "head_dim"))
     random = np.random.default_rng(0)
     normal = lambda *shape: random.standard_normal(shape).astype(np.float32)

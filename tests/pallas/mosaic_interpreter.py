@@ -28,7 +28,7 @@ from jax_kernels import testing
 from jax_kernels.pallas.attention import forward_sm90, split_tail
 
 _PARAMS, _SPLIT = plgpu.InterpretGPUParams, split_tail.SplitTail.of
-_BOUNDED_FROM = forward_sm90.BOUNDED_FROM
+_BOUNDED_FROM = forward_sm90.BOUNDED_FROM, forward_sm90.BOUNDED_FROM_LIMITED
 _ADDING = threading.Lock()
 _RACES: list = []  # of every kernel: the interpreter keeps those of the last
 
@@ -177,7 +177,8 @@ def run(case: dict) -> dict:
     jax.clear_caches()  # what is set here is in no cache's key
     races = case.pop("races", False)
     deterministic = case.pop("deterministic", False)
-    forward_sm90.BOUNDED_FROM = 0 if case.pop("bounded", False) else _BOUNDED_FROM  # short walks do without it
+    bounded = case.pop("bounded", False)  # short walks do without it
+    forward_sm90.BOUNDED_FROM, forward_sm90.BOUNDED_FROM_LIMITED = (0, 0) if bounded else _BOUNDED_FROM
     cores = case.pop("cores", 1)  # of a GPU that has fewer tiles, the backward splits tiles
     split_tail.SplitTail.of = lambda tiles, steps, core_count: _SPLIT(tiles, steps, cores)
     rising = case.pop("rising", False)
