@@ -2,7 +2,7 @@
 
 Each compute warpgroup owns 64 queries. In a step it issues S = Q K^T of this block of keys and O += P V of the
 block before, and does the softmax of S while the second product runs. A CTA is persistent: it walks tiles of
-(batch, head, block of queries); a tile's blocks of keys come from tiles.py.
+(batch, head, block of queries); a tile's blocks of keys come from tiles.py, or from a mask's lists (lists_sm90.py).
 
 Per tile of 64 x block_kv: 4 * 64 * block_kv * head_dim FLOPs on the tensor cores and 64 * block_kv exp2; keys
 and values are read from shared memory once per warpgroup. At head_dim 128 the two take about the same time,

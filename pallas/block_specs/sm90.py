@@ -108,8 +108,9 @@ MOSAIC_DENSE = (
     ),
 )
 
-# Masks as lists of live blocks. Not measured yet: the blocks of windows, and as many heads together as the L2 cache has
-# room for the keys and values of.
+# Masks as lists of live blocks: the blocks of windows, and as many heads together as the L2 cache has room for the keys
+# and values of. At (2, 8192, 16 x 128) and half of the blocks: 1.09 of its share of the dense time forward, 1.13
+# backward. Other sizes and numbers of heads are not measured.
 MOSAIC_LISTS = (
     Row(
         "mosaic_gpu",
