@@ -32,7 +32,7 @@ from jax_kernels.pallas.attention.hopper import (
     named_barrier,
     pad_for_tma,
     segments_of,
-    softcapped,
+    softcapped_tile,
 )
 from jax_kernels.pallas.attention.tile_scheduler import Fetched, TileScheduler
 
@@ -261,7 +261,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                     slot = lax.fori_loop(0, tile_blocks.count - blocks.count, skip, slot)
 
                 def capped(s):
-                    s = softcapped(s, cap, options.scale) if cap else s
+                    s = softcapped_tile(s, cap, options.scale) if cap else s
                     if has_bias:
                         plgpu.barrier_wait(bias.ready)
                         s = bias.added(s, cap or options.scale, 64 * w, transposed=False)
