@@ -59,6 +59,8 @@ ODD = SMALL | {"q_length": 77, "kv_length": 203, "heads": 4, "kv_heads": 2, "is_
 CASES: dict[str, dict[str, Any]] = {
     "alibi_64": ODD | {"mod": "alibi"},
     "alibi_128": ODD | {"mod": "alibi", "head_dim": 128},
+    "alibi_deterministic": ODD | {"mod": "alibi", "head_dim": 128, "deterministic": True},
+    "tanh_deterministic": ODD | {"mod": "tanh", "deterministic": True},
     "alibi_256": SMALL | {"mod": "alibi_of_heads", "head_dim": 256, "heads": 2},
     "tanh_64": SMALL | {"mod": "tanh", "q_length": 200, "kv_length": 300},
     "tanh_128": ODD | {"mod": "tanh", "head_dim": 128},
@@ -73,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
     """Of flash_attention, beside the arrays that have gradients."""
-    given = {name: case[name] for name in ("is_causal", "window", "q_offset") if name in case}
+    given = {name: case[name] for name in ("is_causal", "window", "q_offset", "deterministic") if name in case}
     lengths = case["q_length"], case["kv_length"]
     if "kv_lengths" in case:
         given["kv_lengths"] = jnp.asarray(case["kv_lengths"], jnp.int32)

@@ -134,8 +134,6 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
 def _score_mod_by_mosaic(request: AttentionRequest) -> str | None:
     if request.dense_bits:
         return "it takes a score_mod without a bias and a dense mask"
-    if request.deterministic:
-        return "its deterministic backward takes no score_mod"
     return request.not_in_mosaic_tiles
 
 

@@ -104,8 +104,9 @@ MOSAIC = {
     "alibi_64_causal": ({"head_dim": 64, "score_mod": "alibi", "is_causal": True}, 700, 50),
     "alibi_128": ({"score_mod": "alibi", "kv_heads": 2, "kv_lengths": True}, 0, 0),
     "alibi_128_causal": ({"score_mod": "alibi", "is_causal": True, "score_mod_gradients": True}, 0, 0),
-    "alibi_256_lists": ({"head_dim": 256, "score_mod": "alibi", "cells": "ts"}, 0, 0),
-    "of_key_128": ({"score_mod": "of_key", "window": "300,0"}, 0, 0),
+    "alibi_256_lists": ({"head_dim": 256, "score_mod": "alibi", "cells": "ts"}, 30, 30),
+    "tanh_64_deterministic": ({"head_dim": 64, "score_mod": "tanh", "deterministic": True}, 200, 100),
+    "of_key_128": ({"score_mod": "of_key", "window": "300,0"}, 0, 30),
 }
 
 
