@@ -19,6 +19,13 @@ ELEMENTWISE = {
     "not", "or", "pow", "rem", "rsqrt", "select_n", "shift_right_arithmetic", "sign", "sin", "sqrt", "square",
     "stop_gradient", "sub", "tanh", "xor",
 }  # fmt: skip
+# What pallas.attention.score_mod_sm90 computes on a tile, it and its derivative. sin and cos are coarse there, as its
+# kernels' mathematics is approximate.
+MOSAIC_ELEMENTWISE = ELEMENTWISE - {"atan", "cos", "floor", "pow", "shift_right_arithmetic", "sin"}
+# What its kernels had better compute for a row or a column of a tile than read.
+MOSAIC_CHEAP = {
+    "abs", "add", "convert_element_type", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "neg", "sub",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,29 +62,36 @@ class TileMod:
         return jax.vmap(jax.vmap(function))(scores, q, k, *operands)
 
 
-def why_not(mod: ScoreMod) -> str | None:
+def why_not(mod: ScoreMod, *, mosaic: bool = False) -> str | None:
     """Why it has no two parts."""
     try:
-        split(mod)
+        split(mod, mosaic=mosaic)
     except NotImplementedError as error:
         return str(error)
     return None
 
 
-def split(mod: ScoreMod) -> TileMod:
-    """The two parts. Raises NotImplementedError where there are none."""
+def split(mod: ScoreMod, *, mosaic: bool = False) -> TileMod:
+    """The two parts. Raises NotImplementedError where there are none.
+
+    mosaic: for the kernels that read, not compute, what is of b and h alone, and what is of one more index and not
+    cheap.
+    """
     program = mod.program
     arrays, (score, *indices) = program.invars[:-5], program.invars[-5:]
     depends: dict[Any, frozenset[str]] = dict.fromkeys(arrays, frozenset())
     depends |= {variable: frozenset({name}) for variable, name in zip((score, *indices), "sbhqk", strict=True)}
-    of_arrays = set(arrays)
+    worth_reading = {*arrays, *(indices[:2] if mosaic else ())}
     for equation in program.eqns:
         inputs = _variables(equation.invars)
+        of_inputs = frozenset().union(*(depends[x] for x in inputs))
+        is_worth = any(x in worth_reading for x in inputs)
+        is_worth |= mosaic and (of_inputs <= {"b", "h"} or str(equation.primitive) not in MOSAIC_CHEAP)
         for variable in equation.outvars:
-            depends[variable] = frozenset().union(*(depends[x] for x in inputs))
-            if any(x in of_arrays for x in inputs):
-                of_arrays.add(variable)
-    is_read = lambda x: x in of_arrays and "s" not in depends[x] and not depends[x] >= {"q", "k"}
+            depends[variable] = of_inputs
+            if is_worth:
+                worth_reading.add(variable)
+    is_read = lambda x: x in worth_reading and "s" not in depends[x] and not depends[x] >= {"q", "k"}
     known = {x for x in depends if is_read(x)}
     equations = _leading_to(program.outvars, program.eqns, known)
     used = [*(x for equation in equations for x in equation.invars), *program.outvars]
@@ -85,7 +99,7 @@ def split(mod: ScoreMod) -> TileMod:
     results = [x for equation in equations for x in equation.outvars]
     if any(x.aval.shape != () for x in (*operands, *results)):
         raise NotImplementedError("of a score_mod it takes look-ups by query or by key, not by both or by the score")
-    unknown = sorted(set(_primitives(equations)) - ELEMENTWISE)
+    unknown = sorted(set(_primitives(equations)) - (MOSAIC_ELEMENTWISE if mosaic else ELEMENTWISE))
     if unknown:
         raise NotImplementedError(f"of a score_mod its kernels cannot compute {', '.join(unknown)}")
     before = {x: _leading_to([x], program.eqns, set()) for x in operands}

@@ -112,9 +112,10 @@ def flash_attention(
         softcap is not taken beside it. The gradients are exact, also of the arrays that it closes over, summed in
         float32 over the pairs of a chunk of queries and over the chunks; where a pair is masked out, its score
         passes none, but those arrays may get a NaN from it, as through jnp.where. It is traced in each call that is
-        not under jax.jit, and vmap is a loop over calls. "triton" inlines it in its kernels where it looks arrays up
-        by the query or by the key, with b and h or without (slopes[h], ids[b, q] == ids[b, k]), not by both
-        (table[q - k]), and without a bias; "xla" serves any.
+        not under jax.jit, and vmap is a loop over calls. "mosaic_gpu" and "triton" inline it in their kernels where it
+        looks arrays up by the query or by the key, with b and h or without (slopes[h], ids[b, q] == ids[b, k]), not
+        by both (table[q - k]), and without a bias or, "mosaic_gpu", a dense mask; "xla" serves any. In "mosaic_gpu"
+        the gradients of the arrays are passes more, by "triton" or, with lists of blocks, by "xla".
       sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).

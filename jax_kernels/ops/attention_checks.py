@@ -98,6 +98,7 @@ def check(
         has_kv_lengths=kv_lengths is not None,
         has_score_mod=score_mod is not None,
         not_in_tiles=None if score_mod is None else why_not(score_mod),
+        not_in_mosaic_tiles=None if score_mod is None else why_not(score_mod, mosaic=True),
         q_offset=static_offset,
         return_lse=bool(return_lse),
         deterministic=_deterministic() if deterministic is None else bool(deterministic),

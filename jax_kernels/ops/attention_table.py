@@ -8,10 +8,13 @@ import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.masks import Mask
 from jax_kernels.ops import reasons
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton
 from jax_kernels.reference import attention as reference
+from jax_kernels.score_mod import moving
+from jax_kernels.score_mod_tiles import why_not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +40,9 @@ class AttentionRequest(Request):
     has_segment_ids: bool
     has_kv_lengths: bool
     has_score_mod: bool
-    # Why a kernel cannot inline the score_mod.
+    # Why a kernel of Triton, and of Mosaic, cannot inline the score_mod.
     not_in_tiles: str | None
+    not_in_mosaic_tiles: str | None
     q_offset: int | None
     return_lse: bool
     deterministic: bool
@@ -82,10 +86,11 @@ def _row(name: str, request: AttentionRequest):
 def _config(name: str):
     def config(request: AttentionRequest) -> tuple[Any, str]:
         row, source = _row(name, request)
-        bias_gradient = None
-        if name == "mosaic_gpu" and request.bias_shape is not None:
-            bias_gradient = _row("triton", request)[0].backward
-        return Blocks(row.forward, row.backward, request.device.core_count, bias_gradient), source
+        array_gradients = None
+        wants_triton = request.bias_shape is not None or (request.has_score_mod and not request.has_mask_object)
+        if name == "mosaic_gpu" and wants_triton:
+            array_gradients = _row("triton", request)[0].backward
+        return Blocks(row.forward, row.backward, request.device.core_count, array_gradients), source
 
     return config
 
@@ -94,20 +99,19 @@ def _config(name: str):
 class Blocks:
     """The blocks of both directions, and how many streaming multiprocessors a persistent kernel fills.
 
-    bias_gradient: the blocks of the kernel that has it, where that is none of `backward`'s.
+    array_gradients: the blocks of the kernels that have those of a bias, or of a score_mod's arrays, where these are
+    none of `backward`'s.
     """
 
     forward: Any
     backward: Any
     core_count: int
-    bias_gradient: Any = None
+    array_gradients: Any = None
 
 
 def _supports_mosaic(request: AttentionRequest) -> str | None:
     if reason := reasons.not_hopper(request):
         return reason
-    if request.has_score_mod:
-        return "it does not take a score_mod"
     if request.bits != 16:
         return "its wgmma products take bfloat16 and float16 here, not float32"
     for name, shape in (("dense mask", request.mask_shape), ("bias", request.bias_shape)):
@@ -120,9 +124,17 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
         return "with a bias it takes a dense mask, or a Mask that says no more than one, not lists of blocks"
     if request.dense_bits and request.deterministic:
         return "its deterministic backward takes neither a dense mask nor a bias"
+    if request.has_score_mod and (reason := _score_mod_by_mosaic(request)):
+        return reason
     if request.dense_bits == 32 and max(request.head_dim, request.v_head_dim) > 128:
         return "above head_dim 128 it takes a bias for each query in 16 bits, not in float32"
     return reasons.no_mosaic(request)
+
+
+def _score_mod_by_mosaic(request: AttentionRequest) -> str | None:
+    if request.dense_bits:
+        return "it takes a score_mod without a bias and a dense mask"
+    return request.not_in_mosaic_tiles
 
 
 def _supports_triton(request: AttentionRequest) -> str | None:
@@ -274,10 +286,17 @@ def _kernel(kernel, direction):
 def _mosaic_backward(inputs, options, *results, config, interpret):
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     gradients = _kernel(backward_sm90.attention_backward, "backward")(*arguments, **statics)
-    if inputs.bias is None or not options.bias_gradient:
-        return gradients
-    dbias = _kernel(backward_triton.bias_gradient, "bias_gradient")(*arguments, **statics)
-    return gradients._replace(bias=dbias)
+    if inputs.bias is not None and options.bias_gradient:
+        dbias = _kernel(backward_triton.bias_gradient, "array_gradients")(*arguments, **statics)
+        gradients = gradients._replace(bias=dbias)
+    if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
+        # Two more passes, one of which the arrays may not need: XLA leaves it out then. What Triton does not take has
+        # the reference's.
+        by_triton = not isinstance(inputs.mask, Mask) and why_not(inputs.score_mod) is None
+        of_triton = _kernel(backward_triton.attention_backward, "array_gradients")
+        others = (of_triton if by_triton else _xla_backward)(*arguments, **statics)
+        gradients = gradients._replace(score_mod=others.score_mod)
+    return gradients
 
 
 IMPLEMENTATIONS = {

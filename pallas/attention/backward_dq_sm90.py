@@ -43,7 +43,10 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
     q_blocks = pl.cdiv(q_length, BLOCK_Q)
     together = math.gcd(config.heads_together, batch * heads)
     has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
+    has_mod = arrays["mod"] is not None
+    has_slope = has_mod and not arrays["mod"].adds_only  # as in backward_dqkv_sm90
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
+    factor = 1.0 if has_mod else (cap or scale) * LOG2E  # to base 2, in which the scores of a score_mod are
     predicate = is_causal or may_end or options.window is not None or has_segments or has_lists
 
     def body(refs, scratch):
@@ -117,6 +120,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
             mine = pl.ds(64 * wg, 64)
             lse = plgpu.load(lse_smem.at[mine], layout=ROW, optimized=False)
             delta = plgpu.load(delta_smem.at[mine], layout=ROW, optimized=False)
+            numbers = given["mod"].of_head(b, head) if has_mod else None
 
             def walk(dq_acc):
                 def step(i, s):
@@ -156,6 +160,10 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                             )
                         return jnp.where(keep, s, -jnp.inf)
 
+                    def modified(s):
+                        """The score_mod on a tile."""
+                        return given["mod"].on(s, numbers, b, head, my_queries, blocks.at(i) * block_kv)
+
                     def masked(s):
                         if cap:
                             s = softcapped(s, cap, scale)
@@ -166,8 +174,23 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                             plgpu.wgmma(s_acc[0], q_smem.at[w], k_smem.at[slot].T)
                         plgpu.wgmma(dp_acc, do_smem.at[w], v_smem.at[v_slot].T)
                         # Behind the issue of dP: with the branch before it ptxas serialises the products (C7511).
-                        scores = masked(s if ahead else plgpu.wgmma_accumulator_load(s_acc[0], wait_n=1))
-                        p = jnp.exp2(scores * ((cap or scale) * LOG2E) - lax.broadcast_in_dim(lse, scores.shape, [0]))
+                        scores = s if ahead else plgpu.wgmma_accumulator_load(s_acc[0], wait_n=1)
+                        scores = masked(modified(scores).scores() if has_mod and not has_slope else scores)
+                        if has_slope:
+                            live, tile = scores > -jnp.inf, modified(scores)
+                            scores = tile.scores()
+                        p = jnp.exp2(scores * factor - lax.broadcast_in_dim(lse, scores.shape, [0]))
+                        if has_mod:
+                            # Of a row that a score_mod of -1e30 masks, lse is too coarse to give P: keep it finite.
+                            p = jnp.minimum(p, 1)
+                        if has_slope:
+                            p = jnp.where(live, p, 0) if predicate else p
+                            # Where a pair has no weight, the derivative may be anything.
+                            sloped = p * tile.derivative()
+                            if tile.derivative_may_be_infinite:
+                                p = jnp.where(p > 0, sloped, 0)
+                            else:
+                                p = jnp.where(live, sloped, 0) if predicate else sloped
                         if cap:
                             # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
                             p = p * (1 - jnp.square(jnp.maximum(scores, -1)))

@@ -65,9 +65,12 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
     with_dq = arrays["dquery"] is not None
     # Whether the warpgroups give one another their dS.
     exchange = with_dq and not columns
+    # Of a score_mod with a derivative the predicate masks what it gets: of what it gives, both would have to be kept.
+    has_mod = arrays["mod"] is not None
+    has_slope = has_mod and not arrays["mod"].adds_only
     # Whether the branch of the predicate stands before the issue of dP. Without the exchange, the products would be
-    # serialised by it (C7511); softcap's exponentials had better run behind dP.
-    mask_first = exchange and not cap
+    # serialised by it (C7511); softcap's exponentials, and a score_mod, had better run behind dP.
+    mask_first = exchange and not cap and has_slope == has_mod
     chunks, q_chunks = head_dim // 64, block_q // 64
     any_rows = arrays["query"].shape[1] % 8 != 0 or key.shape[1] % 8 != 0
     k_tiles, v_tiles = hopper.Tiles(64, any_rows), hopper.Tiles(width, any_rows)
@@ -82,7 +85,8 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
     has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias, has_bits = dense.has_bias, dense.bits is not None
-    factor = 1.0 if has_bias else (cap or scale) * LOG2E  # to base 2, in which the biased scores are
+    # To base 2, in which the biased scores are, and those of a score_mod.
+    factor = 1.0 if has_bias or has_mod else (cap or scale) * LOG2E
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
     predicate = may_end or has_segments or has_lists or not (walks.visits_all or has_bits)
 
@@ -243,6 +247,12 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                             s = given["dense"].masked(s, block(recomputed(cta))[0], head, my_keys, q_start)
                         return s
 
+                    def modified(s):
+                        """The score_mod on a tile."""
+                        entry = block(recomputed(cta))[0]
+                        numbers = given["mod"].of_head(entry, head)
+                        return given["mod"].on(s, numbers, entry, head, q_start, my_keys, transposed=True)
+
                     if mask_first:
                         s = masked(s)
 
@@ -255,27 +265,42 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                                 dout = dout.at[0] if v_tiles.count == 1 else q_tiles.sixty_four(dout, 64 * c)
                                 plgpu.wgmma(dp_acc, v_smem.at[row_group, half, c], dout.T)
                         scores = s if ahead else plgpu.wgmma_accumulator_load(s_acc[0], wait_n=halves * v_tiles.count)
+                        if has_mod and not has_slope:
+                            scores = modified(scores).scores()
                         if not mask_first:
                             scores = masked(scores)
+                        if has_slope:
+                            live, tile = scores > -jnp.inf, modified(scores)
+                            scores = tile.scores()
 
                         wide = lambda x: lax.broadcast_in_dim(x, scores.shape, [1])
                         lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
                         logits = biased(scores) if has_bias and cap else scores
                         p = jnp.exp2(logits * factor - wide(lse))
-                        if has_bias:  # of a row that a bias of -1e30 masks, lse is too coarse to give P: keep it finite
+                        if has_bias or has_mod:
+                            # Of a row that a bias of -1e30 masks, lse is too coarse to give P: keep it finite.
                             p = jnp.minimum(p, 1)
+                        if has_slope and predicate:
+                            p = jnp.where(live, p, 0)
                         p16 = None
                         if config.early_dv:
                             add(dv_accs, p.astype(dtype), do_smem.at[do_slot, my_half])
                         if cap:
                             # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
                             p16, p = p.astype(dtype), p * (1 - jnp.square(jnp.maximum(scores, -1)))
+                        if has_slope:
+                            # Where a pair has no weight, the derivative may be anything.
+                            p16, sloped = p.astype(dtype), p * tile.derivative()
+                            if tile.derivative_may_be_infinite:
+                                p = jnp.where(p > 0, sloped, 0)
+                            else:
+                                p = jnp.where(live, sloped, 0) if predicate else sloped
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=parts if config.early_dv else 0)
                         delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMN, optimized=False)
                         ds16 = (p * (dp - wide(delta))).astype(dtype)
                         if config.early_dv:
                             return None, ds16
-                        return p16 if cap else p.astype(dtype), ds16
+                        return p.astype(dtype) if p16 is None else p16, ds16
 
                     def weights_late_do(s_acc):
                         issue_scores(s_acc, row_group, slot)

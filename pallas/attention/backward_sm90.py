@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention import backward_dq_sm90, backward_dqkv_sm90, dense_sm90, lists_sm90, tiles
+from jax_kernels.pallas.attention import (
+    backward_dq_sm90,
+    backward_dqkv_sm90,
+    dense_sm90,
+    lists_sm90,
+    score_mod_sm90,
+    tiles,
+)
 from jax_kernels.pallas.attention.hopper import pad_for_tma, segments_of
 from jax_kernels.pallas.attention.softmax import LOG2E
 
@@ -44,6 +51,7 @@ def attention_backward(
         "segments": segments_of(inputs, config.block_q, block_kv, of_keys=True),
         "dense": dense_sm90.dense_of(inputs, options, block_kv, config.block_q, transposed=True),
         "lists": lists,
+        "mod": score_mod_sm90.mod_of(inputs, options, *map(max, dq_blocks, (config.block_q, block_kv))),
         "query": q,
         "key": k,
         "value": v,

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention import dense_sm90, hopper, lists_sm90, softmax, tiles, views_sm90
+from jax_kernels.pallas.attention import dense_sm90, hopper, lists_sm90, score_mod_sm90, softmax, tiles, views_sm90
 from jax_kernels.pallas.attention.hopper import (
     WGMMA,
     all_of_warp,
@@ -59,6 +59,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     cap = options.softcap
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
     dense = dense_sm90.dense_of(inputs, options, config.block_q, config.block_kv, transposed=False)
+    mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
     largest = None
     keys = _keys_per_query(options, kv_length)
     keys = keys if lists is None else lists.indices.shape[-1] * config.block_kv
@@ -66,7 +67,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     # The look is at all heads of the array, where a call takes only some.
     is_limited = options.window is not None or segments is not None
     bounded_from = (BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM) * query.shape[2] / heads
-    if config.bounded and dense is None and keys >= bounded_from:
+    if config.bounded and dense is None and mod is None and keys >= bounded_from:
         largest = softmax.largest_scores(query, key, options.scale)
         largest = jnp.minimum(largest, cap * softmax.LOG2E) if cap else largest
     scheduler = TileScheduler(
@@ -84,6 +85,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         "segments": segments,
         "dense": dense,
         "lists": lists,
+        "mod": mod,
         "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
         "largest": largest,
         "query": query,
@@ -116,9 +118,9 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
     dtype = arrays["query"].dtype
     is_causal, q_offset, cap = options.is_causal, options.q_offset, options.softcap
     dense = arrays["dense"] or dense_sm90.Dense()
-    has_bias, has_bits = dense.has_bias, dense.bits is not None
-    # Of what the softmax sees: with a bias, that is in base 2 already.
-    scale = softmax.LN2 if has_bias else cap or options.scale
+    has_bias, has_bits, has_mod = dense.has_bias, dense.bits is not None, arrays["mod"] is not None
+    # Of what the softmax sees: with a bias or score_mod, that is in base 2 already.
+    scale = softmax.LN2 if has_bias or has_mod else cap or options.scale
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
     take_turns = config.take_turns and not interpret
     share_q_out = config.share_q_out and out_dtype == dtype and v_head_dim == head_dim
@@ -141,7 +143,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
     aligned = not has_bounds and q_offset % block_q == 0 and block_kv % block_q == 0
     same_blocks = not causal_only or has_bounds or aligned
     may_be_dead = has_bounds or has_segments or options.window is not None or (is_causal and q_offset < 0)
-    may_be_dead = may_be_dead or has_bias or has_bits or has_lists
+    may_be_dead = may_be_dead or has_bias or has_mod or has_bits or has_lists
 
     following_slot = functools.partial(hopper.following_slot, stages=stages)
 
@@ -260,6 +262,16 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                 if not same_blocks:
                     slot = lax.fori_loop(0, tile_blocks.count - blocks.count, skip, slot)
 
+                numbers = given["mod"].of_head(b, h) if has_mod else None
+
+                def modified(s, step):
+                    """s under the score_mod."""
+                    if not has_mod:
+                        return s
+                    b, h, q_start, _, _ = tile(lax.optimization_barrier(index))
+                    at = b, h, q_start + w * 64, blocks.at(step) * block_kv
+                    return given["mod"].on(s, numbers, *at).scores(by_warp=True)
+
                 def capped(s):
                     s = softcapped_tile(s, cap, options.scale) if cap else s
                     if has_bias:
@@ -309,7 +321,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                     pass_turn()
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
                     plgpu.barrier_arrive(k_free.at[slot])
-                    s = capped(lax.optimization_barrier(s))
+                    s = modified(capped(lax.optimization_barrier(s)), jnp.int32(0))
                     if predicate:
                         s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
                     s = kept(s, jnp.int32(0))
@@ -347,7 +359,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, i
                         pass_turn()
                         s = plgpu.wgmma_accumulator_load(s_ref, wait_n=v_tiles.count)
                         plgpu.barrier_arrive(k_free.at[slot])
-                        s = capped(lax.optimization_barrier(s))
+                        s = modified(capped(lax.optimization_barrier(s)), j)
                         if predicate and not only_first:  # one loop with a branch: two loops were slower
                             # With segments, what it depends on is read again, not kept in registers.
                             again = tile(lax.optimization_barrier(index))[3] if has_segments else blocks

@@ -273,7 +273,12 @@ def far_off_diagonal(score, b, h, q, k, slopes):
     return score * jnp.sqrt((q - k + 4).astype(score.dtype)) * slopes[h]
 
 
-MODS |= {x.__name__: x for x in (keyed, far_off_diagonal)}
+def capped(score, b, h, q, k, slopes, columns):
+    """A softcap, a slope of the head and a number of the key."""
+    return 2.0 * jnp.tanh((score + columns[b, k]) / 2.0) - slopes[h] * jnp.abs(q - k)
+
+
+MODS |= {x.__name__: x for x in (keyed, far_off_diagonal, capped)}
 CLOSED |= {
     "keyed": {
         "slopes": CLOSED["alibi"]["slopes"],
@@ -317,29 +322,38 @@ def test_triton_is_xla(name, argnums, arguments, monkeypatch):
 
 
 def test_which_implementation():
-    """Kernels take what they can read by the row or by the column of a tile."""
+    """Kernels take what they can read by the row or by the column of a tile, and compute on one."""
     query = jax.ShapeDtypeStruct((B, 64, H, 64), jnp.bfloat16)
+    single = jax.ShapeDtypeStruct((B, 64, H, 64), jnp.float32)
     slopes, table = jnp.arange(4.0), jnp.arange(128.0)
     bias = {"bias": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
     no = "of a score_mod it takes look-ups by query or by key, not by both or by the score"
+    cannot = "of a score_mod its kernels cannot compute "
+    with_bias = "it takes a score_mod without a bias and a dense mask"
+    looked_up = lambda score, b, h, q, k: score * slopes[h] + table[q] + table[2 * k + b]
+    linear = lambda score, b, h, q, k: score * 2
+    # (score_mod, arguments, what serves it, why mosaic_gpu does not, why triton does not)
+    cases = (
+        (looked_up, {}, "mosaic_gpu", None, None),
+        (lambda score, b, h, q, k: score * jnp.round(2.5 * h) + jnp.sin(q * 0.1), {}, "mosaic_gpu", None, None),
+        (lambda score, b, h, q, k: score + table[jnp.abs(q - k)], {}, "xla", no, no),
+        (lambda score, b, h, q, k: score + table[score.astype(int)], {}, "xla", no, no),
+        (linear, bias, "xla", with_bias, "it does not take a score_mod with a bias"),
+        (linear, {"deterministic": True}, "mosaic_gpu", None, None),
+        (lambda score, b, h, q, k: jnp.sin(score), {}, "triton", f"{cannot}sin", None),
+        (lambda score, b, h, q, k: jax.nn.softplus(jnp.clip(score, -9, 9)) * (q % 3), {}, "mosaic_gpu", None, None),
+        (lambda score, b, h, q, k: jax.jit(jnp.round)(score), {}, "xla", f"{cannot}round", f"{cannot}round"),
+    )
     with on_device("H200"):
-        for mod, arguments, served, reason in (
-            (lambda score, b, h, q, k: score * slopes[h] + table[q] + table[2 * k + b], {}, "triton", None),
-            (lambda score, b, h, q, k: score + table[jnp.abs(q - k)], {}, "xla", no),
-            (lambda score, b, h, q, k: score + table[score.astype(int)], {}, "xla", no),
-            (lambda score, b, h, q, k: score * 2, bias, "xla", "it does not take a score_mod with a bias"),
-            (lambda score, b, h, q, k: jax.nn.softplus(jnp.clip(score, -9, 9)) * (q % 3), {}, "triton", None),
-            (
-                lambda score, b, h, q, k: jax.jit(jnp.round)(score),
-                {},
-                "xla",
-                "of a score_mod its kernels cannot compute round",
-            ),
-        ):
+        for mod, arguments, served, *whys in cases:
             plan = explain(flash_attention, query, query, query, score_mod=mod, **arguments)
             assert plan.implementation == served
-            reasons = {"mosaic_gpu": "it does not take a score_mod", "cudnn": "it does not take a score_mod"}
-            assert dict(plan.passed_over) == reasons | ({"triton": reason} if reason else {})
+            if served != "mosaic_gpu":
+                mosaic, triton = whys
+                reasons = {"mosaic_gpu": mosaic, "cudnn": "it does not take a score_mod"}
+                assert dict(plan.passed_over) == reasons | ({"triton": triton} if triton else {})
+        plan = explain(flash_attention, single, single, single, score_mod=looked_up)
+        assert plan.implementation == "triton"
 
 
 def out_of(result):
@@ -377,16 +391,19 @@ def test_not_beside_a_softcap():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["both", "keyed"])
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [("triton", "both"), ("triton", "keyed"), ("mosaic_gpu", "both"), ("mosaic_gpu", "capped")],
+)
 @pytest.mark.parametrize("arguments", [{}, {"is_causal": True, "q_offset": 5}], ids=["full", "causal"])
-def test_triton_on_a_gpu(name, arguments):
+def test_kernels_on_a_gpu(implementation, name, arguments):
     """In bfloat16, over many blocks and at odd lengths, against exact products of the same inputs."""
     q_length, kv_length, heads, kv_heads = 777, 781, 8, 2
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
     closed = {"slopes": draw(heads) / 100, "columns": draw(B, kv_length), "rows": draw(B, q_length)}
     ids = {"ids": jnp.arange(q_length + kv_length) // 100} if name == "keyed" else {}
-    closed.pop("rows" if name == "keyed" else "columns")
+    closed.pop("columns" if name == "both" else "rows")
     shapes = ((B, q_length, heads, 64), (B, kv_length, kv_heads, 64), (B, kv_length, kv_heads, 64))
     qkv = [draw(*shape).astype(jnp.bfloat16) for shape in shapes]
 
@@ -400,5 +417,5 @@ def test_triton_on_a_gpu(name, arguments):
 
         return jax.jit(jax.value_and_grad(run, (0, 1, 2, 3), has_aux=True))(*(x.astype(dtype) for x in qkv), closed)
 
-    got, want = gradients("triton", jnp.bfloat16), gradients("xla", jnp.float32)
+    got, want = gradients(implementation, jnp.bfloat16), gradients("xla", jnp.float32)
     check((got[0][1], got[1]), (want[0][1], want[1]), 2e-2)

@@ -26,6 +26,7 @@ and nvvm wheels (the "dev" extra), and no driver.
 """
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -46,7 +47,8 @@ class Spec:
     kv_lengths, q_offsets, segment_ids, sinks: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
     window: "left,right". softcap: 0 is none. bias, mask: the axes that one has, of "bhts", the others being 1; "" is
     none. The bias gets no gradient. bias_dtype: "" for dtype. cells: the axes of a block_sparse mask that has those of
-    "ts"; it is a Mask, together with a causal one.
+    "ts"; it is a Mask, together with a causal one. score_mod: the name of one of score_mod_cases, whose arrays get
+    gradients if score_mod_gradients.
     blocks: a Python expression for the row's (forward, backward), to try numbers that are in no row yet.
     keep: a folder that keeps XLA's log and what Mosaic dumps (its PTX among it).
     """
@@ -67,6 +69,8 @@ class Spec:
     bias_dtype: str = ""
     mask: str = ""
     cells: str = ""
+    score_mod: str = ""
+    score_mod_gradients: bool = False
     deterministic: bool = False
     lse: bool = False
     backward: bool = True
@@ -181,6 +185,9 @@ def _compile(gpu: str, spec: Spec) -> list[str]:
     import jax
     import jax.numpy as jnp
 
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import score_mod_cases
+
     from jax_kernels import masks
     from jax_kernels.ops import attention_table
     from jax_kernels.ops.attention import flash_attention
@@ -213,7 +220,14 @@ def _compile(gpu: str, spec: Spec) -> list[str]:
         shape = [size if axis in spec.cells else 1 for axis, size in sizes.items()]
         extra["mask"] = jax.ShapeDtypeStruct(shape, jnp.dtype(bool))
 
-    def forward(query, key, value, extra):
+    closed: dict[str, Any] = {}
+    if spec.score_mod:
+        case = {name: getattr(spec, name) for name in ("batch", "q_length", "kv_length", "heads")}
+        closed = score_mod_cases.closed_over(case | {"mod": spec.score_mod})
+
+    def forward(query, key, value, extra, closed):
+        if spec.score_mod:
+            extra = extra | {"score_mod": functools.partial(score_mod_cases.MODS[spec.score_mod], **closed)}
         if spec.cells:
             extra = extra | {"mask": masks.block_sparse(extra["mask"], 128) & masks.causal()}
         out, lse = flash_attention(
@@ -231,16 +245,17 @@ def _compile(gpu: str, spec: Spec) -> list[str]:
         )
         return (out, lse) if spec.lse else out
 
-    def both(query, key, value, extra, cotangents):
-        return jax.vjp(lambda *qkv: forward(*qkv, extra), query, key, value)[1](cotangents)
+    def both(query, key, value, extra, closed, cotangents):
+        attend = lambda query, key, value, moved: forward(query, key, value, extra, moved or closed)
+        return jax.vjp(attend, query, key, value, closed if spec.score_mod_gradients else None)[1](cotangents)
 
     if not spec.backward:
-        return lower_and_compile(gpu, forward, *arrays, extra)[1]
+        return lower_and_compile(gpu, forward, *arrays, extra, closed)[1]
     cotangents = jax.ShapeDtypeStruct((*q_shape[:3], v_shape[3]), jnp.dtype(spec.dtype))
     if spec.lse:
         lse = jax.ShapeDtypeStruct((spec.batch, spec.heads, spec.q_length), jnp.float32)
         cotangents = (cotangents, lse)
-    return lower_and_compile(gpu, both, *arrays, extra, cotangents)[1]
+    return lower_and_compile(gpu, both, *arrays, extra, closed, cotangents)[1]
 
 
 def _row(gpu: str, spec: Spec):

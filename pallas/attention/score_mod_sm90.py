@@ -1,0 +1,484 @@
+"""A score_mod in the Hopper kernels: its program, on a tile of scores in registers.
+
+What the program has of a row or of a column alone is computed for that alone, and joined to the scores late. What it
+multiplies scores by, the scale and log2(e) among it, becomes one factor where the program is a sum or a choice. tanh,
+exp and the logistic function are exp2 and a reciprocal: the hardware's own tanh misses 5e-4 of its result. Sums of
+indices are taken in float32 where it has them exactly, which saves the conversion of a tile.
+
+What the program reads of arrays is read by XLA beforehand (see score_mod_tiles): numbers of a batch entry and head, and
+of a query or a key of these, which a kernel loads from device memory.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention.dense_sm90 import PART, of_head
+from jax_kernels.pallas.attention.hopper import COLUMN, ROW, WGMMA, any_of_warp_above
+from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.score_mod_tiles import TileMod, split
+
+EXACT = 1 << 24  # up to which float32 has every integer
+WHOLE = frozenset("qk")
+# tanh(x) / x in powers of x * x, interpolated: up to here x times it misses 5e-6, for which 16-bit P has no digits.
+TANH = 0.99999287, -0.33297384, 0.13033478, -0.04476498, 0.00901041
+TANH_UP_TO = 1.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mod:
+    """A call's score_mod as a kernel reads it.
+
+    operands: of `program`, [B or 1, H or 1], or [B or 1, H or 1, queries or keys], whose axis `axes` names.
+    lengths: of queries and keys. program: of TileMod.
+    """
+
+    operands: tuple[Any, ...]
+    axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    program: TileMod = dataclasses.field(metadata={"static": True})
+    scale: float = dataclasses.field(metadata={"static": True})
+    lengths: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def adds_only(self) -> bool:
+        """Whether its derivative by the score is 1."""
+        return _is_one(nodes(self)[2])
+
+    def of_head(self, b: Any, h: Any) -> list[Any]:
+        """The operands that are numbers of a batch entry and head, None for the others."""
+        own = lambda ref: ref[0 if ref.shape[0] == 1 else b, 0 if ref.shape[1] == 1 else h]
+        return [None if axis else own(ref) for ref, axis in zip(self.operands, self.axes, strict=True)]
+
+    def on(self, scores: Any, numbers: list[Any], b, h, q_start, kv_start, *, transposed: bool = False) -> "Tile":
+        """A tile of query @ key^T, of queries and keys from there on. numbers: what of_head gave."""
+        return Tile(self, scores, numbers, (b, h), {"q": q_start, "k": kv_start}, 1 if transposed else 0)
+
+
+def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int) -> Mod | None:
+    """The call's score_mod, None where it has none."""
+    if inputs.score_mod is None:
+        return None
+    (batch, q_length, heads), kv_length = inputs.query.shape[:3], inputs.key.shape[1]
+    program = split(inputs.score_mod, mosaic=True)
+
+    def as_read(x):
+        if x.shape[2:] == (1, 1):
+            return "", x[:, :, 0, 0]
+        axis, block = ("q", block_q) if x.shape[3] == 1 else ("k", block_kv)
+        # A block more: a tile that has none to visit visits the one behind the last.
+        numbers = x[:, :, :, 0] if axis == "q" else x[:, :, 0]
+        return axis, jnp.pad(numbers, [(0, 0), (0, 0), (0, -numbers.shape[2] % block + block)])
+
+    read = [as_read(x) for x in program.operands(inputs.score_mod.arrays, (batch, heads, q_length, kv_length))]
+    axes, operands = tuple(axis for axis, _ in read), tuple(x for _, x in read)
+    return Mod(operands, axes, program, options.scale, (q_length, kv_length))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """A number of the program, for each pair of a tile.
+
+    axes: of "qk", what it differs along. bound: of an integer's size, None where it is not known. value: of a literal.
+    """
+
+    kind: str
+    dtype: Any
+    axes: frozenset[str] = frozenset()
+    inputs: "tuple[Node, ...]" = ()
+    params: Any = None
+    bound: int | None = None
+    value: Any = None
+
+    @property
+    def is_float(self) -> bool:
+        return jnp.issubdtype(self.dtype, jnp.floating)
+
+    @property
+    def may_be_infinite(self) -> bool:
+        """Of a derivative: whether it may be no number where its pair is masked out, which scores have finite."""
+        if not self.is_float or not self.axes or self.kind in ("score", "tanh", "logistic"):
+            return False
+        simple = ("add", "add_any", "sub", "mul", "neg", "square", "one_minus_square", "select_n", "sign", "copy")
+        if self.kind in (*simple, "convert_element_type", "broadcast_in_dim", "max", "min", "abs"):
+            return any(x.may_be_infinite for x in self.inputs)
+        return True
+
+
+def nodes(mod: Mod) -> tuple[list[Node], Node, Node]:
+    """(operands, the result, its derivative by the score) of the program."""
+    program = mod.program.program
+    q_length, kv_length = mod.lengths
+    index = lambda kind, axes="", bound=None: Node(kind, jnp.dtype(jnp.int32), frozenset(axes), bound=bound)
+    given = [Node("score", jnp.dtype(jnp.float32), WHOLE), index("b"), index("h")]
+    given += [index("q", "q", q_length), index("k", "k", kv_length)]
+    operands = [
+        Node("operand", jnp.dtype(x.dtype), frozenset(axis)) for x, axis in zip(mod.operands, mod.axes, strict=True)
+    ]
+    of_variable = lambda x, variable: _bool(x) if variable.aval.dtype == bool else _converted(x, variable.aval.dtype)
+    inputs = [*given, *map(of_variable, operands, program.invars[5:])]
+    run = jaxpr_as_fun(ClosedJaxpr(program, []))
+
+    def both(score, *rest):
+        return jax.jvp(lambda score: run(score, *rest)[0], (score,), (jnp.ones_like(score),))
+
+    traced = jax.make_jaxpr(both)(*(jax.ShapeDtypeStruct((), x.dtype) for x in inputs))
+    result, derivative = _traced(traced.jaxpr, traced.consts, inputs)
+    return operands, result, derivative
+
+
+def _bool(x: Node) -> Node:
+    return Node("ne", jnp.dtype(bool), x.axes, (x, Node("literal", x.dtype, value=x.dtype.type(0))))
+
+
+def _converted(x: Node, dtype: Any) -> Node:
+    if x.dtype == dtype:
+        return x
+    return Node("convert_element_type", jnp.dtype(dtype), x.axes, (x,), {"new_dtype": dtype})
+
+
+def _traced(jaxpr: Jaxpr, consts: Any, inputs: list[Node]) -> list[Node]:
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    literal = lambda value, aval: Node("literal", jnp.dtype(aval.dtype), value=jnp.dtype(aval.dtype).type(value))
+    known |= {variable: literal(x, variable.aval) for variable, x in zip(jaxpr.constvars, consts, strict=True)}
+    node = lambda x: literal(x.val, x.aval) if isinstance(x, Literal) else known[x]
+    for equation in jaxpr.eqns:
+        given = [node(x) for x in equation.invars]
+        inner = [x for x in equation.params.values() if isinstance(x, Jaxpr | ClosedJaxpr)]
+        if inner:  # jit, or a custom derivative that was applied
+            closed = inner[0] if isinstance(inner[0], ClosedJaxpr) else ClosedJaxpr(inner[0], [])
+            outs = _traced(closed.jaxpr, closed.consts, given)
+        else:
+            outs = [_applied(equation, given)]
+        known |= dict(zip(equation.outvars, outs, strict=True))
+    return [node(x) for x in jaxpr.outvars]
+
+
+def _tanh_factor(result: Node) -> float | None:
+    """Of a program with one tanh, of the score times a number alone: that number, which is not 0."""
+    found, seen, rest = [], set(), [result]
+    while rest:
+        node = rest.pop()
+        if node not in seen:
+            seen.add(node)
+            rest += node.inputs
+            found += [node] if node.kind == "tanh" else []
+    if len(found) != 1:
+        return None
+    factor, (node,) = 1.0, found[0].inputs
+    while node.kind in ("mul", "div", "neg"):
+        if node.kind == "neg":
+            factor, node = -factor, node.inputs[0]
+            continue
+        a, b = node.inputs if node.inputs[1].kind == "literal" or node.kind == "div" else node.inputs[::-1]
+        if b.kind != "literal" or not b.value:
+            return None
+        factor, node = (factor / float(b.value) if node.kind == "div" else factor * float(b.value)), a
+    return factor if node.kind == "score" and factor else None
+
+
+def _is_one(x: Node) -> bool:
+    return x.kind == "literal" and x.value == 1
+
+
+def _applied(equation: Any, inputs: list[Node]) -> Node:
+    kind, (out,) = str(equation.primitive), equation.outvars
+    dtype = jnp.dtype(out.aval.dtype)
+    if all(x.kind == "literal" for x in inputs):
+        with jax.ensure_compile_time_eval():
+            value = equation.primitive.bind(*(jnp.asarray(x.value, x.dtype) for x in inputs), **equation.params)
+        return Node("literal", dtype, value=dtype.type(value), bound=None)
+    if kind in ("copy", "stop_gradient", "broadcast_in_dim", "pvary"):
+        return inputs[0]
+    if kind == "mul" and any(map(_is_one, inputs)):
+        return inputs[1] if _is_one(inputs[0]) else inputs[0]
+    axes = frozenset().union(*(x.axes for x in inputs))
+    return Node(kind, dtype, axes, tuple(inputs), equation.params, _bound(kind, inputs))
+
+
+def _bound(kind: str, inputs: list[Node]) -> int | None:
+    """Of what is summed from indices: what no part of the sum exceeds."""
+    if kind not in ("add", "sub", "neg", "abs", "max", "min"):
+        return None
+    bounds = [abs(int(x.value)) if x.kind == "literal" and not x.is_float else x.bound for x in inputs]
+    return None if None in bounds else sum(x for x in bounds if x is not None)
+
+
+class Tile:
+    """The program on a tile of scores, eight columns at a time, for which what it takes in between fits registers."""
+
+    def __init__(self, mod: Mod, scores: Any, numbers: list[Any], head: tuple[Any, Any], starts, first: int):
+        operands, self.result, self.slope = nodes(mod)
+        self.raw, self.scale, self.head, self.starts = scores, mod.scale, head, starts
+        self.leaves = dict(zip(operands, zip(mod.operands, numbers, strict=True), strict=True))
+        # The axis of scores that queries, and keys, are.
+        self.dimensions = {"q": first, "k": 1 - first}
+        self.parts = self._parts(scores)
+
+    def _parts(self, scores: Any, tanh_factor: float | None = None) -> "list[Part]":
+        of_rows: dict[Any, Any] = {}
+        columns = [scores[:, i : i + PART] for i in range(0, scores.shape[1], PART)]
+        return [Part(self, x, PART * i, of_rows, tanh_factor) for i, x in enumerate(columns)]
+
+    def scores(self, *, by_warp: bool = False) -> Any:
+        """What the program gives, times log2(e). by_warp: a warp may take a branch of its own."""
+        factor = _tanh_factor(self.result) if by_warp else None
+        joined = lambda parts: jnp.concatenate([part.whole(self.result, LOG2E) for part in parts], axis=1)
+        # Below, powers of the factor leave float32.
+        if factor is None or abs(factor * self.scale) < 3e-4:
+            return joined(self.parts)
+        factor *= self.scale
+        largest = functools.reduce(jnp.maximum, (jnp.abs(part.raw) for part in self.parts))
+        limit = plgpu.layout_cast(jnp.full(self.raw.shape[:1], TANH_UP_TO / abs(factor), jnp.float32), ROW)
+        exact = lambda scores: joined(self._parts(scores))
+        polynomial = lambda scores: joined(self._parts(scores, factor))
+        return lax.cond(any_of_warp_above(largest, limit), exact, polynomial, self.raw)
+
+    def derivative(self) -> Any | None:
+        """By the scores, of their shape; None where it is 1."""
+        if _is_one(self.slope):
+            return None
+        return jnp.concatenate([part.whole(self.slope) for part in self.parts], axis=1)
+
+    @property
+    def derivative_may_be_infinite(self) -> bool:
+        return self.slope.may_be_infinite
+
+
+class Part:
+    """Some columns of a tile. Every value is made where it is first asked for; of_rows: those that the parts share."""
+
+    def __init__(self, tile: Tile, scores: Any, first: int, of_rows: dict[Any, Any], tanh_factor: float | None):
+        self.raw, self.scale, self.shape, self.first = scores, tile.scale, scores.shape, first
+        self.leaves, self.head, self.dimensions = tile.leaves, tile.head, tile.dimensions
+        self.columns, self.rows = ("q", "k") if tile.dimensions["q"] == 1 else ("k", "q")
+        self.starts, self.first_starts = tile.starts | {self.columns: tile.starts[self.columns] + first}, tile.starts
+        self.made: dict[Any, Any] = {}
+        self.of_rows, self.tanh_factor = of_rows, tanh_factor
+
+    def _memo(self, node: Node) -> dict[Any, Any]:
+        return self.of_rows if all(self.dimensions[axis] == 0 for axis in node.axes) else self.made
+
+    def whole(self, node: Node, factor: float = 1.0) -> Any:
+        return self._broadcast(self._of(node, factor), node.axes, WHOLE)
+
+    def _broadcast(self, x: Any, axes: frozenset[str], wanted: frozenset[str]) -> Any:
+        """x, which differs along some axes, as what differs along more; a number may stay one for a row or column."""
+        if axes == wanted:
+            return x
+        shape = self.shape if wanted == WHOLE else (self.shape[self.dimensions[next(iter(wanted))]],)
+        if not axes:
+            if wanted != WHOLE:
+                return x
+            return lax.broadcast_in_dim(jnp.asarray(x), shape, ())
+        dimension = self.dimensions[next(iter(axes))]
+        if x.dtype == bool:
+            return lax.broadcast_in_dim(jnp.where(x, 1, 0).astype(jnp.int32), shape, (dimension,)) != 0
+        return lax.broadcast_in_dim(x, shape, (dimension,))
+
+    def _of(self, node: Node, factor: float = 1.0) -> Any:
+        """A node's value, times a factor if it is a float."""
+        made = self._memo(node)
+        if (node, factor) not in made:
+            if factor != 1 and node.kind != "score" and (node, 1.0) in made and node.axes == WHOLE:
+                value = made[node, 1.0] * factor
+            else:
+                value = self._make(node, factor)
+            made[node, factor] = value
+        return made[node, factor]
+
+    def _inputs(self, node: Node, *factors: float) -> list[Any]:
+        factors = factors or (1.0,) * len(node.inputs)
+        values = [self._of(x, factor) for x, factor in zip(node.inputs, factors, strict=True)]
+        is_literal = [x.kind == "literal" for x in node.inputs]
+        return [
+            x if literal else self._broadcast(x, of.axes, node.axes)
+            for x, of, literal in zip(values, node.inputs, is_literal, strict=True)
+        ]
+
+    def _make(self, node: Node, factor: float) -> Any:
+        kind, inputs = node.kind, node.inputs
+        if kind == "literal":
+            return float(node.value) * factor if node.is_float else node.value.item()
+        if kind == "score":
+            return self.raw * (self.scale * factor)
+        if kind in ("q", "k"):
+            return self._index(kind, self.starts)
+        if kind == "operand":
+            return self._operand(node) * factor if factor != 1 else self._operand(node)
+        if not node.is_float:
+            return self._integer(node)
+        if kind == "convert_element_type":
+            (x,) = inputs
+            value = self._as_float(x) if x.bound is not None and x.bound <= EXACT else None
+            if value is None:
+                value = jnp.where(self._of(x), 1.0, 0.0) if x.dtype == bool else self._of(x).astype(node.dtype)
+            return value * factor if factor != 1 else value
+        if kind in ("add", "add_any", "sub"):
+            a, b = self._inputs(node, factor, factor)
+            return a - b if kind == "sub" else a + b
+        if kind == "neg":
+            return self._of(inputs[0], -factor)
+        if kind == "mul":
+            a, b = inputs
+            if a.kind == "literal" or (b.kind != "literal" and len(a.axes) < len(b.axes)):
+                a, b = b, a
+            if b.kind == "literal":
+                return self._of(a, float(b.value) * factor)
+            # The factor is best on what is small, and does not have to be made.
+            node = dataclasses.replace(node, inputs=(a, b))
+            a, b = self._inputs(node, 1.0, factor)
+            return a * b
+        if kind == "div" and inputs[1].kind == "literal":
+            return self._of(inputs[0], factor / float(inputs[1].value))
+        if kind == "div":
+            a, b = self._inputs(node, factor, 1.0)
+            return a / b
+        if kind == "select_n":
+            which, no, yes = self._inputs(node, 1.0, factor, factor)
+            return jnp.where(which, yes, no)
+        if kind == "tanh" and self.tanh_factor is not None:
+            square = self.raw * self.raw
+            powers = [x * self.tanh_factor ** (2 * i + 1) * factor for i, x in enumerate(TANH)]
+            return self.raw * functools.reduce(lambda total, x: total * square + x, powers[-2::-1], powers[-1])
+        if kind in ("tanh", "logistic"):  # 1 - 2 / (1 + exp(2 x)) and 1 / (1 + exp(-x))
+            is_tanh = kind == "tanh"
+            made = self._memo(node)
+            if (node, "half") not in made:
+                power = self._of(inputs[0], (2 if is_tanh else -1) * LOG2E)
+                made[node, "half"] = 1 / (1 + jnp.exp2(power))
+            half = made[node, "half"]
+            return factor - half * (2 * factor) if is_tanh else half * factor if factor != 1 else half
+        if kind in ("max", "min") and factor > 0:
+            a, b = self._inputs(node, factor, factor)
+            return jnp.maximum(a, b) if kind == "max" else jnp.minimum(a, b)
+        value = self._float(node)
+        return value * factor if factor != 1 else value
+
+    def _float(self, node: Node) -> Any:
+        kind = node.kind
+        if kind == "exp":
+            return jnp.exp2(self._of(node.inputs[0], LOG2E))
+        values = self._inputs(node)
+        x = values[0]
+        if kind == "sign":
+            return jnp.where(x > 0, 1.0, jnp.where(x < 0, -1.0, 0.0))
+        if kind == "integer_pow":
+            power = node.params["y"]
+            result = functools.reduce(lambda a, b: a * b, [x] * abs(power))
+            return result if power > 0 else 1 / result
+        return FLOATS[kind](*values)
+
+    def _integer(self, node: Node) -> Any:
+        """Of an int or a bool."""
+        kind, (x, *_) = node.kind, node.inputs
+        if kind == "convert_element_type":
+            value = self._of(x)
+            return jnp.where(value, 1, 0).astype(node.dtype) if x.dtype == bool else value.astype(node.dtype)
+        if kind == "neg":
+            return 0 - self._of(x)
+        if kind == "not":
+            return ~self._of(x)
+        values = self._inputs(node)
+        if kind == "select_n":
+            return jnp.where(values[0], values[2], values[1])
+        if kind in ("div", "rem"):
+            a, b = (jnp.full(self.shape, v, node.dtype) if jnp.ndim(v) == 0 else v for v in values)
+            return lax.div(a, b) if kind == "div" else lax.rem(a, b)
+        return INTEGERS[kind](*values)
+
+    def _operand(self, node: Node) -> Any:
+        ref, number = self.leaves[node]
+        if not node.axes:
+            return number
+        (axis,) = node.axes
+        size = self.shape[self.dimensions[axis]]
+        layout = ROW if self.dimensions[axis] == 0 else COLUMN
+        rows = of_head(ref, *self.head).at[pl.ds(self.starts[axis], size)]
+        return plgpu.load(rows, layout=layout, optimized=False)
+
+    def _index(self, axis: str, starts: dict[str, Any]) -> Any:
+        dimension = self.dimensions[axis]
+        layout = ROW if dimension == 0 else COLUMN
+        return starts[axis] + plgpu.broadcasted_iota(jnp.int32, (self.shape[dimension],), 0, layout=layout)
+
+    def _as_float(self, node: Node) -> Any:
+        """An integer of which `bound` is known, in float32."""
+        made = self._memo(node)
+        if (node, "float") not in made:
+            made[node, "float"] = self._make_float(node)
+        return made[node, "float"]
+
+    def _make_float(self, node: Node) -> Any:
+        if node.kind == "literal":
+            return float(node.value)
+        if node.kind in ("q", "k"):
+            if self.dimensions[node.kind] == 0:
+                return self._of(node).astype(jnp.float32)
+            if node not in self.of_rows:
+                self.of_rows[node] = self._index(node.kind, self.first_starts).astype(jnp.float32)
+            return self.of_rows[node] + float(self.first)
+        if node.kind == "sub" and {x.kind for x in node.inputs} == {"q", "k"}:
+            return self._difference(node.inputs[0].kind)
+        if node.kind == "neg":
+            return -self._as_float(node.inputs[0])
+        values = [
+            x if of.kind == "literal" else self._broadcast(x, of.axes, node.axes)
+            for of, x in ((of, self._as_float(of)) for of in node.inputs)
+        ]
+        operations: dict[str, Callable[..., Any]]
+        operations = {"add": jnp.add, "sub": jnp.subtract, "abs": jnp.abs, "max": jnp.maximum, "min": jnp.minimum}
+        return operations[node.kind](*values)
+
+    def _difference(self, first: str) -> Any:
+        """q - k, or k - q if k is first: of eight columns, and so much more or less of the next eight."""
+        columns, rows = self.columns, self.rows
+        sign = 1.0 if first == columns else -1.0
+        if ("difference", first) not in self.of_rows:
+            iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, self.shape, layout=WGMMA)
+            number = (self.first_starts[columns] - self.first_starts[rows]) + (iota(1) - iota(0))
+            self.of_rows["difference", first] = number.astype(jnp.float32) * sign
+        return self.of_rows["difference", first] + sign * self.first
+
+
+FLOATS: dict[str, Callable[..., Any]] = {
+    "abs": jnp.abs,
+    "exp2": jnp.exp2,
+    "expm1": lambda x: jnp.exp2(x * LOG2E) - 1,
+    "log": lax.log,
+    "log1p": lambda x: lax.log(1 + x),
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "one_minus_square": lambda x: 1 - x * x,
+    "rsqrt": lax.rsqrt,
+    "sqrt": lax.sqrt,
+    "square": lambda x: x * x,
+}
+INTEGERS: dict[str, Callable[..., Any]] = {
+    "abs": lambda x: jnp.maximum(x, 0 - x),
+    "add": lambda a, b: a + b,
+    "and": lambda a, b: a & b,
+    "eq": lambda a, b: a == b,
+    "ge": lambda a, b: a >= b,
+    "gt": lambda a, b: a > b,
+    "le": lambda a, b: a <= b,
+    "lt": lambda a, b: a < b,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "mul": lambda a, b: a * b,
+    "ne": lambda a, b: a != b,
+    "or": lambda a, b: a | b,
+    "sign": lambda x: jnp.where(x > 0, 1, jnp.where(x < 0, -1, 0)),
+    "square": lambda x: x * x,
+    "sub": lambda a, b: a - b,
+    "xor": lambda a, b: a ^ b,
+}

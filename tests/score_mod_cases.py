@@ -1,0 +1,180 @@
+"""flash_attention under score_mods that kernels inline: cases, and their errors against the definition in float64."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import flash_attention, masks
+from jax_kernels.testing import rms_error
+
+
+def alibi(score, b, h, q, k, slopes):
+    return score + slopes[h] * (k - q)
+
+
+def alibi_of_heads(score, b, h, q, k):
+    return score - jnp.exp2(-(h + 1.0)) * jnp.abs(q - k)
+
+
+def tanh(score, b, h, q, k):
+    return 2.0 * jnp.tanh(score / 2.0)
+
+
+def softcap(score, b, h, q, k):
+    """Far from the cap."""
+    return 20.0 * jnp.tanh(score / 20.0)
+
+
+def of_key(score, b, h, q, k, columns):
+    return score + columns[b, k]
+
+
+def of_query(score, b, h, q, k, rows, temperature):
+    return score * temperature[h] * jnp.exp(rows[b, q] / 4)
+
+
+def packed(score, b, h, q, k, columns):
+    """Masks, also whole rows, by what it computes of indices."""
+    score = jnp.where(q // 50 == k // 50, score * (1 + columns[0, k] ** 2), -jnp.inf)
+    return jnp.where((q % 7 == 3) | ((k > 160) & (h == 1)), -jnp.inf, jnp.where(k % 9 == 1, -1e30, score))
+
+
+def many(score, b, h, q, k, columns):
+    """Of every operation that kernels take."""
+    x = jax.nn.sigmoid(score) + jnp.log1p(score**2) - jnp.expm1(-jnp.abs(score)) + jnp.sqrt(score**2 + 1.0)
+    x = x + jnp.exp2(jnp.minimum(score, 1.0)) * jnp.exp(-jnp.square(score)) + jax.lax.rsqrt(2.0 + score**4)
+    x = (jnp.maximum(x, 0.5) + jnp.log(columns[b, k] ** 2 + jnp.square(score))) / (2.0 + jnp.sign(score))
+    x = jnp.where(jnp.logical_xor(score > 0.5, (q + 1 <= k) | ~(k != 5)), x, -x * h)
+    x = jax.lax.rem((q - k) * (b + 1), 3).astype(jnp.float32) / 4 + x + jnp.maximum(q, 3 * k).astype(jnp.float32) / 64
+    return x + jax.lax.stop_gradient(score) ** -2 / 100 * (score < -1).astype(jnp.float32)
+
+
+MODS = {x.__name__: x for x in (alibi, alibi_of_heads, tanh, softcap, of_key, of_query, packed, many)}
+SMALL = {"batch": 1, "q_length": 128, "kv_length": 128, "heads": 1, "kv_heads": 1, "head_dim": 64}
+ODD = SMALL | {"q_length": 77, "kv_length": 203, "heads": 4, "kv_heads": 2, "is_causal": True, "q_offset": 80}
+CASES: dict[str, dict[str, Any]] = {
+    "alibi_64": ODD | {"mod": "alibi"},
+    "alibi_128": ODD | {"mod": "alibi", "head_dim": 128},
+    "alibi_deterministic": ODD | {"mod": "alibi", "head_dim": 128, "deterministic": True},
+    "tanh_deterministic": ODD | {"mod": "tanh", "deterministic": True},
+    "alibi_256": SMALL | {"mod": "alibi_of_heads", "head_dim": 256, "heads": 2},
+    "tanh_64": SMALL | {"mod": "tanh", "q_length": 200, "kv_length": 300},
+    "tanh_128": ODD | {"mod": "tanh", "head_dim": 128},
+    "softcap": ODD | {"mod": "softcap", "head_dim": 128},
+    "of_key": SMALL | {"mod": "of_key", "batch": 2, "kv_length": 300, "kv_lengths": [290, 0], "q_length": 100},
+    "of_query": SMALL | {"mod": "of_query", "head_dim": 128, "heads": 2, "kv_heads": 1, "window": 40, "sinks": True},
+    "packed": SMALL | {"mod": "packed", "q_length": 170, "kv_length": 170, "heads": 2, "head_dim": 128},
+    "many": SMALL | {"mod": "many", "heads": 2, "segments": True, "q_length": 100},
+    "lists": ODD | {"mod": "alibi", "pattern": True, "q_length": 300, "kv_length": 300, "q_offset": 0},
+}
+
+
+def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
+    """Of flash_attention, beside the arrays that have gradients."""
+    given = {name: case[name] for name in ("is_causal", "window", "q_offset", "deterministic") if name in case}
+    lengths = case["q_length"], case["kv_length"]
+    if "kv_lengths" in case:
+        given["kv_lengths"] = jnp.asarray(case["kv_lengths"], jnp.int32)
+    if case.get("segments"):
+        given["segment_ids"] = tuple(jnp.arange(n, dtype=jnp.int32)[None] // 30 for n in lengths)
+    if case.get("pattern"):
+        blocks = [np.arange(-(-n // 64)) for n in lengths]
+        given["mask"] = masks.block_sparse(jnp.asarray((blocks[0][:, None] + blocks[1]) % 2 == 0), 64)
+    return given
+
+
+def kept(case: dict[str, Any]) -> np.ndarray:
+    """[B, 1, T, S]"""
+    q, k = np.arange(case["q_length"])[:, None], np.arange(case["kv_length"])
+    keep, distance = np.ones((case["batch"], 1, len(q), len(k)), bool), k - q - case.get("q_offset", 0)
+    if case.get("is_causal"):
+        keep &= distance <= 0
+    if "window" in case:
+        keep &= abs(distance) <= case["window"]
+    if "kv_lengths" in case:
+        keep &= k < np.asarray(case["kv_lengths"])[:, None, None, None]
+    if case.get("segments"):
+        keep &= q // 30 == k // 30
+    if case.get("pattern"):
+        keep &= (q // 64 + k // 64) % 2 == 0
+    return keep
+
+
+def closed_over(case: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What the case's mod closes over."""
+    sizes = dict.fromkeys(("slopes", "temperature"), (case["heads"],))
+    sizes |= {"columns": (case["batch"], case["kv_length"]), "rows": (case["batch"], case["q_length"])}
+    code = MODS[case["mod"]].__code__
+    return {name: jax.ShapeDtypeStruct(sizes[name], jnp.float32) for name in code.co_varnames[5 : code.co_argcount]}
+
+
+def inputs_of(case: dict[str, Any], dtype: Any):
+    """(query, key, value, what the mod closes over, sinks), (dout, dlse)."""
+    random = np.random.default_rng(0)
+    normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
+    batch, q_length, kv_length, heads, kv_heads, d = (
+        case[name] for name in ("batch", "q_length", "kv_length", "heads", "kv_heads", "head_dim")
+    )
+    shapes = [(batch, q_length, heads, d), *[(batch, kv_length, kv_heads, d)] * 2, (batch, q_length, heads, d)]
+    query, key, value, dout = (jnp.asarray(normal(*shape), dtype) for shape in shapes)
+    closed = jax.tree.map(lambda x: jnp.asarray(normal(*x.shape)) / 4 + 1, closed_over(case))
+    sinks = jnp.asarray(normal(heads)) if case.get("sinks") else None
+    return (query, key, value, closed, sinks), (dout, jnp.asarray(normal(batch, heads, q_length)))
+
+
+def float64(case: dict[str, Any], primals, cotangents):
+    """(out, lse), gradients: every pair at once."""
+    mod, keep, group = MODS[case["mod"]], kept(case), case["heads"] // case["kv_heads"]
+
+    def run(query, key, value, closed, sinks):
+        key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+        scores = jnp.einsum("bthd,bshd->bhts", query, key, precision="highest") / math.sqrt(case["head_dim"])
+        indices = (jnp.asarray(x) for x in np.ix_(*map(np.arange, scores.shape)))
+        scores = jnp.where(keep, mod(jnp.where(keep, scores, 0), *indices, **closed), -jnp.inf)
+        if sinks is not None:
+            column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+            scores = jnp.concatenate([scores, column], axis=3)
+        dead = jnp.isneginf(scores).all(axis=-1, keepdims=True)
+        weights = jax.nn.softmax(jnp.where(dead, 0, scores), axis=-1) * ~dead
+        lse = jnp.where(dead, -jnp.inf, jax.nn.logsumexp(jnp.where(dead, 0, scores), axis=-1, keepdims=True))[..., 0]
+        weights = weights[..., : key.shape[1]]
+        return jnp.einsum("bhts,bshd->bthd", weights, value, precision="highest"), lse
+
+    with jax.enable_x64(True):
+        primals, cotangents = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (primals, cotangents))
+        results, vjp = jax.vjp(run, *primals)
+        return jax.tree.map(np.asarray, (results, vjp(cotangents)))
+
+
+def by(implementation: str, case: dict[str, Any], primals, cotangents):
+    """(out, lse), gradients by flash_attention."""
+
+    @jax.jit
+    def run(primals, cotangents):
+        def attend(query, key, value, closed, sinks):
+            mod = functools.partial(MODS[case["mod"]], **closed)
+            given = arguments_of(case) | ({} if sinks is None else {"sinks": sinks})
+            return flash_attention(
+                query, key, value, score_mod=mod, return_lse=True, implementation=implementation, **given
+            )
+
+        results, vjp = jax.vjp(attend, *primals)
+        return results, vjp(cotangents)
+
+    return run(primals, cotangents)
+
+
+def errors_by(case: dict[str, Any], implementation: str, dtype: Any = jnp.bfloat16) -> dict[str, tuple[float, float]]:
+    """By result: (the error, the largest that it may be)."""
+    given = inputs_of(case, dtype)
+    want, got = map(jax.tree_util.tree_leaves_with_path, (float64(case, *given), by(implementation, case, *given)))
+    # P, dS and a result are rounded, to 2e-3 of each in the mean; what is summed over many pairs for a closed-over
+    # array, some of which cancel, keeps a tenth of that.
+    bound = lambda x: 4e-3 if x.ndim == 4 else 1e-5 if x.ndim == 3 else 2e-2
+    return {
+        jax.tree_util.keystr(path): (rms_error(g, w), bound(w)) for (path, w), (_, g) in zip(want, got, strict=True)
+    }
