@@ -19,19 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention.dense_sm90 import PART, of_head
-from jax_kernels.pallas.attention.hopper import COLUMN, ROW, WGMMA, any_of_warp_above
+from jax_kernels.pallas.attention.hopper import COLUMN, ROW, TANH, TANH_UP_TO, WGMMA, any_of_warp_above
+from jax_kernels.pallas.attention.score_mod_graph import WHOLE, Node, is_one, nodes, tanh_factor
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.score_mod_tiles import TileMod, split
 
 EXACT = 1 << 24  # up to which float32 has every integer
-WHOLE = frozenset("qk")
-# tanh(x) / x in powers of x * x, interpolated: up to here x times it misses 5e-6, for which 16-bit P has no digits.
-TANH = 0.99999287, -0.33297384, 0.13033478, -0.04476498, 0.00901041
-TANH_UP_TO = 1.0
 
 
 @jax.tree_util.register_dataclass
@@ -50,9 +46,15 @@ class Mod:
     lengths: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
     @property
+    def nodes(self) -> tuple[list[Node], Node, Node]:
+        """(operands, the result, its derivative by the score) of the program."""
+        read = [(x.dtype, axes) for x, axes in zip(self.operands, self.axes, strict=True)]
+        return nodes(self.program.program, read, self.lengths)
+
+    @property
     def adds_only(self) -> bool:
         """Whether its derivative by the score is 1."""
-        return _is_one(nodes(self)[2])
+        return is_one(self.nodes[2])
 
     def of_head(self, b: Any, h: Any) -> list[Any]:
         """The operands that are numbers of a batch entry and head, None for the others."""
@@ -84,140 +86,11 @@ def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, blo
     return Mod(operands, axes, program, options.scale, (q_length, kv_length))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Node:
-    """A number of the program, for each pair of a tile.
-
-    axes: of "qk", what it differs along. bound: of an integer's size, None where it is not known. value: of a literal.
-    """
-
-    kind: str
-    dtype: Any
-    axes: frozenset[str] = frozenset()
-    inputs: "tuple[Node, ...]" = ()
-    params: Any = None
-    bound: int | None = None
-    value: Any = None
-
-    @property
-    def is_float(self) -> bool:
-        return jnp.issubdtype(self.dtype, jnp.floating)
-
-    @property
-    def may_be_infinite(self) -> bool:
-        """Of a derivative: whether it may be no number where its pair is masked out, which scores have finite."""
-        if not self.is_float or not self.axes or self.kind in ("score", "tanh", "logistic"):
-            return False
-        simple = ("add", "add_any", "sub", "mul", "neg", "square", "one_minus_square", "select_n", "sign", "copy")
-        if self.kind in (*simple, "convert_element_type", "broadcast_in_dim", "max", "min", "abs"):
-            return any(x.may_be_infinite for x in self.inputs)
-        return True
-
-
-def nodes(mod: Mod) -> tuple[list[Node], Node, Node]:
-    """(operands, the result, its derivative by the score) of the program."""
-    program = mod.program.program
-    q_length, kv_length = mod.lengths
-    index = lambda kind, axes="", bound=None: Node(kind, jnp.dtype(jnp.int32), frozenset(axes), bound=bound)
-    given = [Node("score", jnp.dtype(jnp.float32), WHOLE), index("b"), index("h")]
-    given += [index("q", "q", q_length), index("k", "k", kv_length)]
-    operands = [
-        Node("operand", jnp.dtype(x.dtype), frozenset(axis)) for x, axis in zip(mod.operands, mod.axes, strict=True)
-    ]
-    of_variable = lambda x, variable: _bool(x) if variable.aval.dtype == bool else _converted(x, variable.aval.dtype)
-    inputs = [*given, *map(of_variable, operands, program.invars[5:])]
-    run = jaxpr_as_fun(ClosedJaxpr(program, []))
-
-    def both(score, *rest):
-        return jax.jvp(lambda score: run(score, *rest)[0], (score,), (jnp.ones_like(score),))
-
-    traced = jax.make_jaxpr(both)(*(jax.ShapeDtypeStruct((), x.dtype) for x in inputs))
-    result, derivative = _traced(traced.jaxpr, traced.consts, inputs)
-    return operands, result, derivative
-
-
-def _bool(x: Node) -> Node:
-    return Node("ne", jnp.dtype(bool), x.axes, (x, Node("literal", x.dtype, value=x.dtype.type(0))))
-
-
-def _converted(x: Node, dtype: Any) -> Node:
-    if x.dtype == dtype:
-        return x
-    return Node("convert_element_type", jnp.dtype(dtype), x.axes, (x,), {"new_dtype": dtype})
-
-
-def _traced(jaxpr: Jaxpr, consts: Any, inputs: list[Node]) -> list[Node]:
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-    literal = lambda value, aval: Node("literal", jnp.dtype(aval.dtype), value=jnp.dtype(aval.dtype).type(value))
-    known |= {variable: literal(x, variable.aval) for variable, x in zip(jaxpr.constvars, consts, strict=True)}
-    node = lambda x: literal(x.val, x.aval) if isinstance(x, Literal) else known[x]
-    for equation in jaxpr.eqns:
-        given = [node(x) for x in equation.invars]
-        inner = [x for x in equation.params.values() if isinstance(x, Jaxpr | ClosedJaxpr)]
-        if inner:  # jit, or a custom derivative that was applied
-            closed = inner[0] if isinstance(inner[0], ClosedJaxpr) else ClosedJaxpr(inner[0], [])
-            outs = _traced(closed.jaxpr, closed.consts, given)
-        else:
-            outs = [_applied(equation, given)]
-        known |= dict(zip(equation.outvars, outs, strict=True))
-    return [node(x) for x in jaxpr.outvars]
-
-
-def _tanh_factor(result: Node) -> float | None:
-    """Of a program with one tanh, of the score times a number alone: that number, which is not 0."""
-    found, seen, rest = [], set(), [result]
-    while rest:
-        node = rest.pop()
-        if node not in seen:
-            seen.add(node)
-            rest += node.inputs
-            found += [node] if node.kind == "tanh" else []
-    if len(found) != 1:
-        return None
-    factor, (node,) = 1.0, found[0].inputs
-    while node.kind in ("mul", "div", "neg"):
-        if node.kind == "neg":
-            factor, node = -factor, node.inputs[0]
-            continue
-        a, b = node.inputs if node.inputs[1].kind == "literal" or node.kind == "div" else node.inputs[::-1]
-        if b.kind != "literal" or not b.value:
-            return None
-        factor, node = (factor / float(b.value) if node.kind == "div" else factor * float(b.value)), a
-    return factor if node.kind == "score" and factor else None
-
-
-def _is_one(x: Node) -> bool:
-    return x.kind == "literal" and x.value == 1
-
-
-def _applied(equation: Any, inputs: list[Node]) -> Node:
-    kind, (out,) = str(equation.primitive), equation.outvars
-    dtype = jnp.dtype(out.aval.dtype)
-    if all(x.kind == "literal" for x in inputs):
-        with jax.ensure_compile_time_eval():
-            value = equation.primitive.bind(*(jnp.asarray(x.value, x.dtype) for x in inputs), **equation.params)
-        return Node("literal", dtype, value=dtype.type(value), bound=None)
-    if kind in ("copy", "stop_gradient", "broadcast_in_dim", "pvary"):
-        return inputs[0]
-    if kind == "mul" and any(map(_is_one, inputs)):
-        return inputs[1] if _is_one(inputs[0]) else inputs[0]
-    axes = frozenset().union(*(x.axes for x in inputs))
-    return Node(kind, dtype, axes, tuple(inputs), equation.params, _bound(kind, inputs))
-
-
-def _bound(kind: str, inputs: list[Node]) -> int | None:
-    """Of what is summed from indices: what no part of the sum exceeds."""
-    if kind not in ("add", "sub", "neg", "abs", "max", "min"):
-        return None
-    bounds = [abs(int(x.value)) if x.kind == "literal" and not x.is_float else x.bound for x in inputs]
-    return None if None in bounds else sum(x for x in bounds if x is not None)
-
-
 class Tile:
     """The program on a tile of scores, eight columns at a time, for which what it takes in between fits registers."""
 
     def __init__(self, mod: Mod, scores: Any, numbers: list[Any], head: tuple[Any, Any], starts, first: int):
-        operands, self.result, self.slope = nodes(mod)
+        operands, self.result, self.slope = mod.nodes
         self.raw, self.scale, self.head, self.starts = scores, mod.scale, head, starts
         self.leaves = dict(zip(operands, zip(mod.operands, numbers, strict=True), strict=True))
         # The axis of scores that queries, and keys, are.
@@ -231,7 +104,7 @@ class Tile:
 
     def scores(self, *, by_warp: bool = False) -> Any:
         """What the program gives, times log2(e). by_warp: a warp may take a branch of its own."""
-        factor = _tanh_factor(self.result) if by_warp else None
+        factor = tanh_factor(self.result) if by_warp else None
         joined = lambda parts: jnp.concatenate([part.whole(self.result, LOG2E) for part in parts], axis=1)
         # Below, powers of the factor leave float32.
         if factor is None or abs(factor * self.scale) < 3e-4:
@@ -245,7 +118,7 @@ class Tile:
 
     def derivative(self) -> Any | None:
         """By the scores, of their shape; None where it is 1."""
-        if _is_one(self.slope):
+        if is_one(self.slope):
             return None
         return jnp.concatenate([part.whole(self.slope) for part in self.parts], axis=1)
 

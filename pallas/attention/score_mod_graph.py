@@ -1,0 +1,139 @@
+"""The program of a score_mod as a graph: what each of its numbers is made of, and along which indices it differs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+WHOLE = frozenset("qk")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """A number of the program, for each pair of a tile.
+
+    axes: of "qk", what it differs along. bound: of an integer's size, None where it is not known. value: of a literal.
+    """
+
+    kind: str
+    dtype: Any
+    axes: frozenset[str] = frozenset()
+    inputs: "tuple[Node, ...]" = ()
+    params: Any = None
+    bound: int | None = None
+    value: Any = None
+
+    @property
+    def is_float(self) -> bool:
+        return jnp.issubdtype(self.dtype, jnp.floating)
+
+    @property
+    def may_be_infinite(self) -> bool:
+        """Of a derivative: whether it may be no number where its pair is masked out, which scores have finite."""
+        if not self.is_float or not self.axes or self.kind in ("score", "tanh", "logistic"):
+            return False
+        simple = ("add", "add_any", "sub", "mul", "neg", "square", "one_minus_square", "select_n", "sign", "copy")
+        if self.kind in (*simple, "convert_element_type", "broadcast_in_dim", "max", "min", "abs"):
+            return any(x.may_be_infinite for x in self.inputs)
+        return True
+
+
+def nodes(program: Jaxpr, operands: list[tuple[Any, str]], lengths: tuple[int, int]) -> tuple[list[Node], Node, Node]:
+    """(operands, the result, its derivative by the score) of a TileMod's program.
+
+    operands: dtype and axes of each. lengths: of queries and keys.
+    """
+    q_length, kv_length = lengths
+    index = lambda kind, axes="", bound=None: Node(kind, jnp.dtype(jnp.int32), frozenset(axes), bound=bound)
+    given = [Node("score", jnp.dtype(jnp.float32), WHOLE), index("b"), index("h")]
+    given += [index("q", "q", q_length), index("k", "k", kv_length)]
+    leaves = [Node("operand", jnp.dtype(dtype), frozenset(axes)) for dtype, axes in operands]
+    of_variable = lambda x, variable: _bool(x) if variable.aval.dtype == bool else _converted(x, variable.aval.dtype)
+    inputs = [*given, *map(of_variable, leaves, program.invars[5:])]
+    run = jaxpr_as_fun(ClosedJaxpr(program, []))
+
+    def both(score, *rest):
+        return jax.jvp(lambda score: run(score, *rest)[0], (score,), (jnp.ones_like(score),))
+
+    traced = jax.make_jaxpr(both)(*(jax.ShapeDtypeStruct((), x.dtype) for x in inputs))
+    result, derivative = _traced(traced.jaxpr, traced.consts, inputs)
+    return leaves, result, derivative
+
+
+def _bool(x: Node) -> Node:
+    return Node("ne", jnp.dtype(bool), x.axes, (x, Node("literal", x.dtype, value=x.dtype.type(0))))
+
+
+def _converted(x: Node, dtype: Any) -> Node:
+    if x.dtype == dtype:
+        return x
+    return Node("convert_element_type", jnp.dtype(dtype), x.axes, (x,), {"new_dtype": dtype})
+
+
+def _traced(jaxpr: Jaxpr, consts: Any, inputs: list[Node]) -> list[Node]:
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    literal = lambda value, aval: Node("literal", jnp.dtype(aval.dtype), value=jnp.dtype(aval.dtype).type(value))
+    known |= {variable: literal(x, variable.aval) for variable, x in zip(jaxpr.constvars, consts, strict=True)}
+    node = lambda x: literal(x.val, x.aval) if isinstance(x, Literal) else known[x]
+    for equation in jaxpr.eqns:
+        given = [node(x) for x in equation.invars]
+        inner = [x for x in equation.params.values() if isinstance(x, Jaxpr | ClosedJaxpr)]
+        if inner:  # jit, or a custom derivative that was applied
+            closed = inner[0] if isinstance(inner[0], ClosedJaxpr) else ClosedJaxpr(inner[0], [])
+            outs = _traced(closed.jaxpr, closed.consts, given)
+        else:
+            outs = [_applied(equation, given)]
+        known |= dict(zip(equation.outvars, outs, strict=True))
+    return [node(x) for x in jaxpr.outvars]
+
+
+def tanh_factor(result: Node) -> float | None:
+    """Of a program with one tanh, of the score times a number alone: that number, which is not 0."""
+    found, seen, rest = [], set(), [result]
+    while rest:
+        node = rest.pop()
+        if node not in seen:
+            seen.add(node)
+            rest += node.inputs
+            found += [node] if node.kind == "tanh" else []
+    if len(found) != 1:
+        return None
+    factor, (node,) = 1.0, found[0].inputs
+    while node.kind in ("mul", "div", "neg"):
+        if node.kind == "neg":
+            factor, node = -factor, node.inputs[0]
+            continue
+        a, b = node.inputs if node.inputs[1].kind == "literal" or node.kind == "div" else node.inputs[::-1]
+        if b.kind != "literal" or not b.value:
+            return None
+        factor, node = (factor / float(b.value) if node.kind == "div" else factor * float(b.value)), a
+    return factor if node.kind == "score" and factor else None
+
+
+def is_one(x: Node) -> bool:
+    return x.kind == "literal" and x.value == 1
+
+
+def _applied(equation: Any, inputs: list[Node]) -> Node:
+    kind, (out,) = str(equation.primitive), equation.outvars
+    dtype = jnp.dtype(out.aval.dtype)
+    if all(x.kind == "literal" for x in inputs):
+        with jax.ensure_compile_time_eval():
+            value = equation.primitive.bind(*(jnp.asarray(x.value, x.dtype) for x in inputs), **equation.params)
+        return Node("literal", dtype, value=dtype.type(value), bound=None)
+    if kind in ("copy", "stop_gradient", "broadcast_in_dim", "pvary"):
+        return inputs[0]
+    if kind == "mul" and any(map(is_one, inputs)):
+        return inputs[1] if is_one(inputs[0]) else inputs[0]
+    axes = frozenset().union(*(x.axes for x in inputs))
+    return Node(kind, dtype, axes, tuple(inputs), equation.params, _bound(kind, inputs))
+
+
+def _bound(kind: str, inputs: list[Node]) -> int | None:
+    """Of what is summed from indices: what no part of the sum exceeds."""
+    if kind not in ("add", "sub", "neg", "abs", "max", "min"):
+        return None
+    bounds = [abs(int(x.value)) if x.kind == "literal" and not x.is_float else x.bound for x in inputs]
+    return None if None in bounds else sum(x for x in bounds if x is not None)
