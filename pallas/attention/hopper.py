@@ -218,16 +218,16 @@ def softcapped_tile(scores, cap: float, scale: float):
 
     Two of three special functions an element are saved so.
     """
-    x = scores * (scale / cap)
+    factor = scale / cap
+    powers = [coefficient * factor ** (2 * i + 1) for i, coefficient in enumerate(TANH)]
 
-    def polynomial(x):
-        square, result = x * x, TANH[-1]
-        for coefficient in TANH[-2::-1]:
-            result = result * square + coefficient
-        return x * result
+    def polynomial(scores):
+        square = scores * scores
+        return scores * functools.reduce(lambda total, power: total * square + power, powers[-2::-1], powers[-1])
 
-    limits = plgpu.layout_cast(jnp.full((64,), TANH_UP_TO, jnp.float32), ROW)
-    return lax.cond(any_of_warp_above(jnp.abs(x), limits), lambda x: softcapped(x, 1.0, 1.0), polynomial, x)
+    limits = plgpu.layout_cast(jnp.full((64,), TANH_UP_TO / factor, jnp.float32), ROW)
+    exact = functools.partial(softcapped, cap=cap, scale=scale)
+    return lax.cond(any_of_warp_above(jnp.abs(scores), limits), exact, polynomial, scores)
 
 
 class Tiles:
