@@ -1,4 +1,4 @@
-"""Attention forward on Hopper in 8 bits: forward_sm90.py's walk with e4m3 query, key, value and probabilities.
+"""Attention forward on Hopper in 8 bits: forward_kernel_sm90.py's walk with e4m3 query, key, value and probabilities.
 
 Per tile of 64 x block_kv, 4 * 64 * block_kv * head_dim FLOPs take half the time of 16-bit ones, and 64 * block_kv exp2
 as long as there: at head_dim 128 both products of a tile and its exponentials take 512 cycles each.
@@ -19,8 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import fp8_values_triton, hopper, softmax, tiles
-from jax_kernels.pallas.attention.forward_sm90 import FIRST_TURN_BARRIER
-from jax_kernels.pallas.attention.hopper import SWIZZLED, WGMMA, launch, named_barrier, pad_for_tma
+from jax_kernels.pallas.attention.hopper import FIRST_TURN_BARRIER, SWIZZLED, WGMMA, launch, named_barrier, pad_for_tma
 from jax_kernels.pallas.attention.tile_scheduler import Fetched, TileScheduler
 
 E4M3 = jnp.float8_e4m3fn

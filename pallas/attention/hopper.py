@@ -25,6 +25,9 @@ ROWS = (plgpu.TilingTransform((64,)), plgpu.SwizzleTransform(128))  # type: igno
 # float32 tiles as the tensor memory accelerator adds them.
 SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
+# Hardware barriers that the warpgroups take turns on; the low numbers belong to the compiler.
+FIRST_TURN_BARRIER = 8
+
 # Whether JAX's interpreter can run these kernels. As it comes it cannot; tests that complete it say so here.
 INTERPRETED = False
 
