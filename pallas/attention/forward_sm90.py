@@ -54,8 +54,12 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     is_limited = options.window is not None or segments is not None
     bounded_from = (BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM) * query.shape[2] / heads
     if config.bounded and dense is None and mod is None and keys >= bounded_from:
-        largest = softmax.largest_scores(query, key, options.scale)
-        largest = jnp.minimum(largest, cap * softmax.LOG2E) if cap else largest
+        if cap and cap * softmax.LOG2E <= softmax.room(query.dtype):
+            bound = cap * softmax.LOG2E  # without a look at lengths
+            largest = jnp.full((query.shape[0], query.shape[2]), bound, jnp.float32)
+        else:
+            largest = softmax.largest_scores(query, key, options.scale)
+            largest = jnp.minimum(largest, cap * softmax.LOG2E) if cap else largest
     scheduler = TileScheduler(
         batch=query.shape[0],
         heads=heads,
