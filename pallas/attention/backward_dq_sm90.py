@@ -134,7 +134,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
 
                     def apply_predicate(s):
                         if has_lists:
-                            return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * w)
+                            return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * w, by_word=False)
                         kv_start = blocks.at(i) * block_kv
                         ids = None
                         if has_segments:

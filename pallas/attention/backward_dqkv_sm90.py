@@ -220,7 +220,7 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
 
                     def apply_predicate(s):
                         if has_lists:
-                            return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * row_group)
+                            return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * row_group, by_word=False)
                         b = block(recomputed(cta))[0]
                         ids = None
                         if has_segments:
@@ -244,7 +244,8 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                             # One loop with a branch, not two loops: what lives across a loop more would spill.
                             s = lax.cond(is_partial, apply_predicate, lambda s: s, s)
                         if has_bits:
-                            s = given["dense"].masked(s, block(recomputed(cta))[0], head, my_keys, q_start)
+                            words = given["dense"].words(s.shape, block(recomputed(cta))[0], head, my_keys, q_start)
+                            s = dense_sm90.kept(s, words, by_word=False)
                         return s
 
                     def modified(s):

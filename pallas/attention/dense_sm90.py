@@ -2,8 +2,8 @@
 
 What has a number for every query and key of a tile goes through shared memory: the tensor memory accelerator brings a
 tile of it while the products of the tile before run, and one stage is enough, as a step reads it early. A bias that
-all queries share is a number for every key. A mask comes as bits, 32 to a word, which a thread reads for its two rows
-straight into registers: an eighth of a byte for a query and a key, where the bools take one.
+all queries share is a number for every key. A mask comes as bits, those of a thread's part of a row in one word, which
+it reads straight into registers.
 
 Axes of batch and heads that are broadcast are read in place.
 """
@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
+from jax_kernels.pallas.attention import hopper
 from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, SWIZZLED_F32, WGMMA
 from jax_kernels.pallas.attention.softmax import LOG2E
 
-WORD = 32  # bits of a word of the mask
 PART = 8  # columns of which a thread has two
 
 
@@ -29,7 +29,8 @@ class Dense(NamedTuple):
 
     A tile's rows are queries and its columns keys, or if transposed the other way round. by_key: [B or 1, H or 1, S]
     float32, a bias of all queries, times log2(e). tiles: [B or 1, H or 1, rows, columns], a bias in its own dtype.
-    bits: [B or 1, H or 1, columns / WORD, rows] int32, the mask.
+    bits: int32 [B or 1, H or 1, blocks of columns, rows, PART], the mask: of a block as wide as a tile, bit i of word j
+    is column i * PART + j.
     """
 
     by_key: Any = None
@@ -53,28 +54,53 @@ class Dense(NamedTuple):
         copies = (tile is not None) + (by_key is not None)
         return Stage(tile, by_key, plgpu.Barrier(num_arrivals=copies), plgpu.Barrier(num_arrivals=warpgroups))
 
-    def masked(self, scores, b, h, row_start, column_start):
-        """The scores of a tile, -inf where the mask has a zero."""
-        bits = of_head(self.bits, b, h)
-        first = lax.div(column_start, jnp.int32(WORD))
-        return kept(scores, lambda word: bits.at[first + word, pl.ds(row_start, scores.shape[0])])
+    def words(self, shape: tuple[int, int], b, h, row_start, column_start) -> Any:
+        """The bits of a tile, for `kept`."""
+        block = of_head(self.bits, b, h).at[lax.div(column_start, jnp.int32(shape[1]))]
+        return load_words(block.at[pl.ds(row_start, shape[0])])
 
 
-def kept(scores, words):
-    """scores, -inf where a bit is 0. words(i): the ref of the words, one for each row, of columns i * WORD and on."""
-    rows, columns = scores.shape
-    # A thread shifts its own part of the column out of a word once, for which it has no registers to keep: what is
-    # left is a bit that is known when compiling. All in parts of eight columns, of which a thread has two.
-    part = plgpu.broadcasted_iota(jnp.int32, (rows, PART), 1, layout=WGMMA)
-    parts = []
-    for start in range(0, columns, PART):
-        if start % WORD == 0:
-            word = plgpu.load(words(start // WORD), layout=ROW, optimized=False)
-            mine = lax.shift_right_logical(lax.broadcast_in_dim(word, part.shape, [0]), part)
-            mine = lax.optimization_barrier(mine)
-        keep = (mine & (1 << start % WORD)) != 0
-        parts.append(jnp.where(keep, scores[:, start : start + PART], -jnp.inf))
-    return jnp.concatenate(parts, axis=1)
+def kept(scores, words, *, by_word: bool):
+    """scores [rows, columns], -inf where a bit is 0. words: int32 [rows, PART], as Dense.bits has them.
+
+    by_word: in half as many instructions, and with a few registers more.
+    """
+    if hopper.INTERPRETED or not by_word:
+        parts = [scores[:, i : i + PART] for i in range(0, scores.shape[1], PART)]
+        parts = [jnp.where((words & (1 << i)) != 0, part, -jnp.inf) for i, part in enumerate(parts)]
+        return jnp.concatenate(parts, axis=1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=WGMMA)
+    )
+    def select(_, scores, words):
+        import numpy as np
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, vector
+
+        element = lambda x, i: vector.extract(x, dynamic_position=[], static_position=[i])
+        constant = lambda x: utils.c(x, ir.IntegerType.get_signless(32))
+        masked = utils.c(float("-inf"), ir.F32Type.get())
+        of_rows = words.registers.reshape(-1)
+        given = scores.registers.reshape(-1, len(of_rows))
+        numbers = np.empty((*given.shape, 2), dtype=object)
+        # A word's bits one after the other: ptxas then moves seven at a time into predicates.
+        for row, i, part in np.ndindex(len(of_rows), 2, len(given)):
+            bit = arith.andi(element(of_rows[row], i), constant(1 << part))
+            keep = arith.cmpi(arith.CmpIPredicate.ne, bit, constant(0))
+            numbers[part, row, i] = arith.select(keep, element(given[part, row], i), masked)
+        registers = np.empty(given.shape, dtype=object)
+        for place in np.ndindex(given.shape):
+            registers[place] = vector.from_elements(given[place].type, list(numbers[place]))
+        registers = registers.reshape(scores.registers.shape)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=None)
+
+    return select(scores, words)
+
+
+def load_words(ref: Any) -> Any:
+    return plgpu.load(ref, layout=WGMMA, optimized=False)
 
 
 def of_head(ref: Any, b: Any, h: Any) -> Any:
@@ -163,12 +189,13 @@ def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:
 
 
 def _packed(mask: jax.Array, rows: int, columns: int, *, transposed: bool) -> jax.Array:
-    """Bools [B, H, T, S] as int32 words [B, H, columns / WORD, rows]: bit n of a word is column n of its columns."""
+    """Bools [B, H, T, S] as Dense.bits."""
     if transposed:  # a tile without any block of queries visits the one behind the last
         mask = jnp.pad(mask, [(0, 0), (0, 0), (0, columns), (0, 0)])
     mask = _padded(mask, *((columns, rows) if transposed else (rows, columns)))
     axis = 2 if transposed else 3
-    words = mask.reshape(*mask.shape[:axis], -1, WORD, *mask.shape[axis + 1 :]).astype(jnp.uint32)
-    weights = (jnp.uint32(1) << jnp.arange(WORD, dtype=jnp.uint32)).reshape(-1, *[1] * (3 - axis))
-    words = lax.bitcast_convert_type((words * weights).sum(axis=axis + 1, dtype=jnp.uint32), jnp.int32)
-    return words if transposed else words.swapaxes(2, 3)
+    parts = mask.reshape(*mask.shape[:axis], -1, columns // PART, PART, *mask.shape[axis + 1 :])
+    weights = (jnp.uint32(1) << jnp.arange(columns // PART, dtype=jnp.uint32)).reshape(-1, 1, *[1] * (3 - axis))
+    words = (parts.astype(jnp.uint32) * weights).sum(axis=axis + 1, dtype=jnp.uint32)
+    words = words.swapaxes(3, 4) if transposed else words.swapaxes(2, 3)
+    return lax.bitcast_convert_type(words, jnp.int32)

@@ -203,17 +203,21 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                         plgpu.barrier_arrive(bias.free)
                     return s
 
-                def kept(s, step):
-                    """s under the dense mask."""
+                def mask_words(step):
+                    """What `kept` takes of the dense mask: read while the products run."""
                     if not has_bits:
-                        return s
+                        return None
                     b, h, q_start, _, _ = tile(lax.optimization_barrier(index))
-                    return given["dense"].masked(s, b, h, q_start + w * 64, blocks.at(step) * block_kv)
+                    start = q_start + w * 64, blocks.at(step) * block_kv
+                    return given["dense"].words((64, block_kv), b, h, *start)
+
+                def kept(s, words):
+                    return dense_sm90.kept(s, words, by_word=True) if has_bits else s
 
                 def masked(s, step):
                     b, _, q_start, tile_blocks, limits = tile(lax.optimization_barrier(index))
                     if has_lists:
-                        return tile_blocks.masked(s, step, w * 64)
+                        return tile_blocks.masked(s, step, w * 64, by_word=True)
                     q_start = q_start + w * 64
                     blocks = tile_blocks if same_blocks else limits.key_blocks(q_start, 64, block_kv).at_least_one()
                     kv_start = blocks.at(step) * block_kv
@@ -241,12 +245,13 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                     wait_turn()
                     issue_scores(slot)
                     pass_turn()
+                    words = mask_words(jnp.int32(0))
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
                     plgpu.barrier_arrive(k_free.at[slot])
                     s = modified(capped(lax.optimization_barrier(s)), jnp.int32(0))
                     if predicate:
                         s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
-                    s = kept(s, jnp.int32(0))
+                    s = kept(s, words)
                     highest, total = softmax.start(64)
                     p, highest, total, _ = softmax.step(s, highest, total, scale)
                     # Whether no later score of the warp's rows can be far above what the first block has.
@@ -279,6 +284,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                         issue_scores(slot)
                         issue_values(p16, last_slot)
                         pass_turn()
+                        words = mask_words(j)
                         s = plgpu.wgmma_accumulator_load(s_ref, wait_n=v_tiles.count)
                         plgpu.barrier_arrive(k_free.at[slot])
                         s = modified(capped(lax.optimization_barrier(s)), j)
@@ -286,7 +292,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                             # With segments, what it depends on is read again, not kept in registers.
                             again = tile(lax.optimization_barrier(index))[3] if has_segments else blocks
                             s = lax.cond(again.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
-                        s = kept(s, j)
+                        s = kept(s, words)
                         p, highest, total, alpha = lax.optimization_barrier(exponentials(s, highest, total))
                         # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
                         plgpu.barrier_wait(v_ready.at[slot])

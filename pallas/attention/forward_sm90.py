@@ -7,6 +7,9 @@ exponents for it. That leaves out the search for the maximum, the rescaling, and
 of the instructions. The first block is the diagonal of causal work, so that rows with few keys never see this.
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -34,15 +37,14 @@ BOUNDED_FROM_LIMITED = 8192
 
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
     """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
-    q_length, v_head_dim = inputs.query.shape[1], inputs.value.shape[-1]
+    q_length, kv_length, v_head_dim = inputs.query.shape[1], inputs.key.shape[1], inputs.value.shape[-1]
     lists = lists_sm90.lists_of(
         inputs, options, config.block_q, config.block_kv, by="query", heads_together=config.heads_together
     )
+    no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
     inputs, options = lists_sm90.without_limits(inputs, options)
     any_rows = q_length % 8 != 0 or inputs.key.shape[1] % 8 != 0
     query, key, value = (pad_for_tma(x, any_rows=any_rows) for x in inputs[:3])
-    kv_length = inputs.key.shape[1]
-    cap = options.softcap
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
     dense = dense_sm90.dense_of(inputs, options, config.block_q, config.block_kv, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
@@ -53,13 +55,8 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     # The look is at all heads of the array, where a call takes only some.
     is_limited = options.window is not None or segments is not None
     bounded_from = (BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM) * query.shape[2] / heads
-    if config.bounded and dense is None and mod is None and keys >= bounded_from:
-        if cap and cap * softmax.LOG2E <= softmax.room(query.dtype):
-            bound = cap * softmax.LOG2E  # without a look at lengths
-            largest = jnp.full((query.shape[0], query.shape[2]), bound, jnp.float32)
-        else:
-            largest = softmax.largest_scores(query, key, options.scale)
-            largest = jnp.minimum(largest, cap * softmax.LOG2E) if cap else largest
+    if config.bounded and (dense is None or not dense.has_bias) and keys >= bounded_from:
+        largest = _largest(query, key, mod, options, no_later_keys=no_later_keys)
     scheduler = TileScheduler(
         batch=query.shape[0],
         heads=heads,
@@ -89,6 +86,22 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     )
     out, lse = kernel(*leaves)
     return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
+
+
+def _largest(query, key, mod, options: AttentionOptions, *, no_later_keys: bool) -> jax.Array | None:
+    """[B, H]: what no score of a head, in base 2, exceeds; None where that is not known, or is too much to serve."""
+    room = softmax.room(query.dtype)
+    scores = functools.partial(softmax.largest_scores, query, key)
+    bound: Any = options.softcap or None
+    if mod is not None:
+        farthest = max(query.shape[1], key.shape[1])
+        bound = mod.highest(lambda: scores(options.scale / softmax.LOG2E), farthest, no_later_keys=no_later_keys)
+        if bound is None or (isinstance(bound, float) and bound * softmax.LOG2E > room):
+            return None
+    elif bound is None or bound * softmax.LOG2E > room:  # else a look at lengths could tell no more
+        largest = scores(options.scale)
+        return largest if bound is None else jnp.minimum(largest, bound * softmax.LOG2E)
+    return jnp.broadcast_to(jnp.asarray(bound * softmax.LOG2E, jnp.float32), (query.shape[0], query.shape[2]))
 
 
 def _keys_per_query(options: AttentionOptions, kv_length: int) -> int:

@@ -23,7 +23,7 @@ from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, firs
 from jax_kernels.masks import Mask
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.lists import packed_lists
-from jax_kernels.pallas.attention.dense_sm90 import kept, of_head
+from jax_kernels.pallas.attention.dense_sm90 import PART, kept, load_words, of_head
 
 COLUMNS = 8  # of the table: numbers that are read together stand in one sector
 
@@ -35,7 +35,7 @@ class Lists:
 
     tiles: [tiles, COLUMNS]: batch entry, head, block, how many blocks it visits, how many of these are full.
     indices, entries: [B or 1, H or 1, blocks, width], as BlockLists and PackedBlocks have them; H: the tiles' heads.
-    words: [entries, words, rows], as PackedBlocks has them.
+    words: [entries, rows, PART], of PackedBlocks' bits those that a thread reads in one word.
     sharing: so many query heads visit each block of a list, one after another, before the next block.
     """
 
@@ -74,11 +74,11 @@ class Walk(NamedTuple):
     def is_partial(self, step: Any) -> Any:
         return step >= self.full
 
-    def masked(self, scores: Any, step: Any, row_start: Any) -> Any:
+    def masked(self, scores: Any, step: Any, row_start: Any, *, by_word: bool) -> Any:
         """The scores of a partial block from a row on, -inf where the mask has a zero."""
         entry = self._of_step(self.lists.entries, step)
         rows = pl.ds(row_start, scores.shape[0])
-        return kept(scores, lambda word: self.lists.words.at[entry, word, rows])
+        return kept(scores, load_words(self.lists.words.at[entry, rows]), by_word=by_word)
 
     def _of_step(self, ref: Any, step: Any) -> Any:
         sharing = self.lists.sharing
@@ -118,7 +118,16 @@ def lists_of(
     entries = packed.entries.at[..., 0].set(jnp.where(dead, packed.words.shape[0] - 1, packed.entries[..., 0]))
     counts = jnp.maximum(total, 1) * sharing, lists.full_count * sharing
     tiles = _tiles(*counts, batch, heads, lists.indices.shape[-1] * sharing, heads_together)
-    return Lists(tiles, lists.indices, entries, lax.bitcast_convert_type(packed.words, jnp.int32), sharing)
+    return Lists(tiles, lists.indices, entries, _words_of_threads(packed.words), sharing)
+
+
+def _words_of_threads(words: jax.Array) -> jax.Array:
+    """PackedBlocks.words [entries, words, rows] as `kept` takes them, [entries, rows, PART]."""
+    count, per_word = words.shape[1], 32 // PART
+    word, part, column = (jnp.arange(n, dtype=jnp.uint32) for n in (count, per_word, PART))
+    bits = words[:, :, None, :, None] >> (part[:, None, None] * PART + column) & 1
+    bits = bits << (word[:, None, None, None] * per_word + part[:, None, None])
+    return lax.bitcast_convert_type(bits.sum(axis=(1, 2), dtype=jnp.uint32), jnp.int32)
 
 
 def without_limits(inputs: AttentionInputs, options: AttentionOptions) -> tuple[AttentionInputs, AttentionOptions]:

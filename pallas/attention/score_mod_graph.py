@@ -1,6 +1,7 @@
 """The program of a score_mod as a graph: what each of its numbers is made of, and along which indices it differs."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -40,7 +41,9 @@ class Node:
         return True
 
 
-def nodes(program: Jaxpr, operands: list[tuple[Any, str]], lengths: tuple[int, int]) -> tuple[list[Node], Node, Node]:
+def nodes(
+    program: Jaxpr, operands: list[tuple[Any, str]], lengths: tuple[int, int]
+) -> tuple[tuple[Node, ...], Node, Node]:
     """(operands, the result, its derivative by the score) of a TileMod's program.
 
     operands: dtype and axes of each. lengths: of queries and keys.
@@ -49,7 +52,7 @@ def nodes(program: Jaxpr, operands: list[tuple[Any, str]], lengths: tuple[int, i
     index = lambda kind, axes="", bound=None: Node(kind, jnp.dtype(jnp.int32), frozenset(axes), bound=bound)
     given = [Node("score", jnp.dtype(jnp.float32), WHOLE), index("b"), index("h")]
     given += [index("q", "q", q_length), index("k", "k", kv_length)]
-    leaves = [Node("operand", jnp.dtype(dtype), frozenset(axes)) for dtype, axes in operands]
+    leaves = tuple(Node("operand", jnp.dtype(dtype), frozenset(axes)) for dtype, axes in operands)
     of_variable = lambda x, variable: _bool(x) if variable.aval.dtype == bool else _converted(x, variable.aval.dtype)
     inputs = [*given, *map(of_variable, leaves, program.invars[5:])]
     run = jaxpr_as_fun(ClosedJaxpr(program, []))
@@ -110,6 +113,56 @@ def tanh_factor(result: Node) -> float | None:
             return None
         factor, node = (factor / float(b.value) if node.kind == "div" else factor * float(b.value)), a
     return factor if node.kind == "score" and factor else None
+
+
+def interval(node: Node, known: dict[Any, tuple[Any, Any]]) -> tuple[Any, Any] | None:
+    """(lowest, highest) that a node can be, None where that cannot be told.
+
+    known: the same of operands, of "score", of "q - k" and of "|q - k|", as far as it is known.
+    """
+    kind, inputs = node.kind, node.inputs
+    if kind == "literal":
+        return node.value, node.value
+    if node in known or kind in known:
+        return known[node if node in known else kind]
+    if kind in ("tanh", "sign", "logistic"):
+        return (0.0 if kind == "logistic" else -1.0), 1.0
+    if is_difference(node) and "q - k" in known:
+        low, high = known["q - k"]
+        return (low, high) if inputs[0].kind == "q" else (-high, -low)
+    if kind == "abs" and "|q - k|" in known:
+        (of,) = inputs
+        if is_difference(of.inputs[0] if of.kind == "convert_element_type" else of):
+            return known["|q - k|"]
+    inputs = inputs[1:] if kind == "select_n" else inputs
+    given = [x for x in (interval(x, known) for x in inputs) if x is not None]
+    if not given or len(given) < len(inputs):
+        return None
+    lows, highs = zip(*given, strict=True)
+    if kind in ("add", "add_any"):
+        return lows[0] + lows[1], highs[0] + highs[1]
+    if kind == "sub":
+        return lows[0] - highs[1], highs[0] - lows[1]
+    if kind == "neg":
+        return -highs[0], -lows[0]
+    if kind in ("mul", "div"):
+        if kind == "div" and inputs[1].kind != "literal":
+            return None
+        ends = [a * b if kind == "mul" else a / b for a in given[0] for b in given[1]]
+        return functools.reduce(jnp.minimum, ends), functools.reduce(jnp.maximum, ends)
+    if kind == "select_n":
+        return functools.reduce(jnp.minimum, lows), functools.reduce(jnp.maximum, highs)
+    if kind in ("max", "min"):
+        combine = jnp.maximum if kind == "max" else jnp.minimum
+        return combine(*lows), combine(*highs)
+    if kind == "abs":
+        return 0.0, jnp.maximum(jnp.abs(lows[0]), jnp.abs(highs[0]))
+    return (lows[0], highs[0]) if kind == "convert_element_type" and inputs[0].dtype != bool else None
+
+
+def is_difference(node: Node) -> bool:
+    """Of a query's index and a key's."""
+    return node.kind == "sub" and {x.kind for x in node.inputs} == {"q", "k"}
 
 
 def is_one(x: Node) -> bool:

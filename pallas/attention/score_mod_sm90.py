@@ -23,9 +23,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention.dense_sm90 import PART, of_head
 from jax_kernels.pallas.attention.hopper import COLUMN, ROW, TANH, TANH_UP_TO, WGMMA, any_of_warp_above
-from jax_kernels.pallas.attention.score_mod_graph import WHOLE, Node, is_one, nodes, tanh_factor
+from jax_kernels.pallas.attention.score_mod_graph import (
+    WHOLE,
+    Node,
+    interval,
+    is_difference,
+    is_one,
+    nodes,
+    tanh_factor,
+)
 from jax_kernels.pallas.attention.softmax import LOG2E
-from jax_kernels.score_mod_tiles import TileMod, split
+from jax_kernels.score_mod_tiles import split
 
 EXACT = 1 << 24  # up to which float32 has every integer
 
@@ -36,25 +44,40 @@ class Mod:
     """A call's score_mod as a kernel reads it.
 
     operands: of `program`, [B or 1, H or 1], or [B or 1, H or 1, queries or keys], whose axis `axes` names.
-    lengths: of queries and keys. program: of TileMod.
+    leaves: their nodes. slope: of the result's derivative by the score.
     """
 
     operands: tuple[Any, ...]
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    program: TileMod = dataclasses.field(metadata={"static": True})
+    leaves: tuple[Node, ...] = dataclasses.field(metadata={"static": True})
+    result: Node = dataclasses.field(metadata={"static": True})
+    slope: Node = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
-    lengths: tuple[int, int] = dataclasses.field(metadata={"static": True})
-
-    @property
-    def nodes(self) -> tuple[list[Node], Node, Node]:
-        """(operands, the result, its derivative by the score) of the program."""
-        read = [(x.dtype, axes) for x, axes in zip(self.operands, self.axes, strict=True)]
-        return nodes(self.program.program, read, self.lengths)
 
     @property
     def adds_only(self) -> bool:
         """Whether its derivative by the score is 1."""
-        return is_one(self.nodes[2])
+        return is_one(self.slope)
+
+    def highest(
+        self, largest_scores: Callable[[], jax.Array], farthest: int, *, no_later_keys: bool
+    ) -> jax.Array | float | None:
+        """What no result exceeds, [B or 1, H or 1] or a number; None where the program does not tell.
+
+        largest_scores: of the scores' sizes, [B, H], called where it matters. farthest: how far a query's index can be
+        from that of a key which it attends to. no_later_keys: to none with a greater index.
+        """
+        distances = 0.0, float(farthest)
+        known: dict[Any, tuple[Any, Any]] = {"|q - k|": distances}
+        if no_later_keys:  # else a sum with the distance is as likely to rise along the row, and its bound serves none
+            known["q - k"] = distances
+        own = [x for x in zip(self.leaves, self.operands, self.axes, strict=True) if not x[2]]
+        known |= {leaf: (x, x) for leaf, x, _ in own}
+        found = interval(self.result, known)
+        if found is None and interval(self.result, known | {"score": (0.0, 0.0)}) is not None:
+            largest = largest_scores()
+            found = interval(self.result, known | {"score": (-largest, largest)})
+        return None if found is None else found[1]
 
     def of_head(self, b: Any, h: Any) -> list[Any]:
         """The operands that are numbers of a batch entry and head, None for the others."""
@@ -83,16 +106,17 @@ def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, blo
 
     read = [as_read(x) for x in program.operands(inputs.score_mod.arrays, (batch, heads, q_length, kv_length))]
     axes, operands = tuple(axis for axis, _ in read), tuple(x for _, x in read)
-    return Mod(operands, axes, program, options.scale, (q_length, kv_length))
+    kinds = [(x.dtype, axis) for axis, x in read]
+    return Mod(operands, axes, *nodes(program.program, kinds, (q_length, kv_length)), options.scale)
 
 
 class Tile:
     """The program on a tile of scores, eight columns at a time, for which what it takes in between fits registers."""
 
     def __init__(self, mod: Mod, scores: Any, numbers: list[Any], head: tuple[Any, Any], starts, first: int):
-        operands, self.result, self.slope = mod.nodes
+        self.result, self.slope = mod.result, mod.slope
         self.raw, self.scale, self.head, self.starts = scores, mod.scale, head, starts
-        self.leaves = dict(zip(operands, zip(mod.operands, numbers, strict=True), strict=True))
+        self.leaves = dict(zip(mod.leaves, zip(mod.operands, numbers, strict=True), strict=True))
         # The axis of scores that queries, and keys, are.
         self.dimensions = {"q": first, "k": 1 - first}
         self.parts = self._parts(scores)
@@ -207,6 +231,8 @@ class Part:
                 a, b = b, a
             if b.kind == "literal":
                 return self._of(a, float(b.value) * factor)
+            if not b.axes and a.kind == "convert_element_type" and _is_exact_difference(a.inputs[0]):
+                return self._difference(a.inputs[0].inputs[0].kind, self._of(b, factor))
             # The factor is best on what is small, and does not have to be made.
             node = dataclasses.replace(node, inputs=(a, b))
             a, b = self._inputs(node, 1.0, factor)
@@ -300,7 +326,7 @@ class Part:
             if node not in self.of_rows:
                 self.of_rows[node] = self._index(node.kind, self.first_starts).astype(jnp.float32)
             return self.of_rows[node] + float(self.first)
-        if node.kind == "sub" and {x.kind for x in node.inputs} == {"q", "k"}:
+        if _is_exact_difference(node):
             return self._difference(node.inputs[0].kind)
         if node.kind == "neg":
             return -self._as_float(node.inputs[0])
@@ -312,15 +338,28 @@ class Part:
         operations = {"add": jnp.add, "sub": jnp.subtract, "abs": jnp.abs, "max": jnp.maximum, "min": jnp.minimum}
         return operations[node.kind](*values)
 
-    def _difference(self, first: str) -> Any:
-        """q - k, or k - q if k is first: of eight columns, and so much more or less of the next eight."""
+    def _difference(self, first: str, factor: Any = 1.0) -> Any:
+        """q - k, or k - q if k is first, times a number: of eight columns, and so much more or less of the next."""
         columns, rows = self.columns, self.rows
         sign = 1.0 if first == columns else -1.0
-        if ("difference", first) not in self.of_rows:
+        memo = self.of_rows.setdefault("difference", {})
+        if first not in memo:
             iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, self.shape, layout=WGMMA)
             number = (self.first_starts[columns] - self.first_starts[rows]) + (iota(1) - iota(0))
-            self.of_rows["difference", first] = number.astype(jnp.float32) * sign
-        return self.of_rows["difference", first] + sign * self.first
+            memo[first] = number.astype(jnp.float32) * sign
+        if isinstance(factor, float) and factor == 1:
+            return memo[first] + sign * self.first
+        # One after the other: every part's own distance times the number would be kept from one step to the next.
+        new = factor, [memo[first] * factor], factor * (sign * PART)
+        _, values, step = memo.setdefault((first, id(factor)), new)
+        while len(values) * PART <= self.first:
+            values.append(values[-1] + step)
+        return values[self.first // PART]
+
+
+def _is_exact_difference(node: Node) -> bool:
+    """Of a query and a key, of a size that float32 has exactly."""
+    return is_difference(node) and node.bound is not None and node.bound <= EXACT
 
 
 FLOATS: dict[str, Callable[..., Any]] = {

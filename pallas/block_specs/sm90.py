@@ -22,13 +22,22 @@ WIDE_BACKWARD_CAUSAL = dataclasses.replace(WIDE_BACKWARD, heads_together=4)
 BACKWARD_TRITON = AttentionBackwardTriton(64, 128, 128, 64, 8, 2)
 
 # H200, bf16, (2, 8192, 16 x 128 | 32 x 64 | 8 x 256), device time over jax.nn's cuDNN in the same run. Forward:
-# three warpgroups are 1.2 times two at head_dim 64, but with a window or segments they spill. heads_together together
-# with dynamic: causal 128 1.13 at 1, 1.31 at 8; causal 256 1.06 at 1, 1.28 at 8; causal 64 a percent from 4 to 16.
-# Backward: rotate=5 gave 4 % over 0 where not causal, heads_together=4 2 % where causal; at 256 early_dv, late_do and
-# leave_early together 4 %, but at 64 early_dv costs 5 %. With a window of 1024 or 8 documents at 128, heads_together=16
-# gave 2 to 5 % forward; it, early_dv and leave_early together 2 to 4 % backward.
+# three warpgroups are 1.2 times two at head_dim 64, but with a window, segments or a causal score_mod they spill.
+# heads_together together with dynamic: causal 128 1.13 at 1, 1.31 at 8; causal 256 1.06 at 1, 1.28 at 8; causal 64 a
+# percent from 4 to 16. Backward: rotate=5 gave 4 % over 0 where not causal, heads_together=4 2 % where causal; at 256
+# early_dv, late_do and leave_early together 4 %, but at 64 early_dv costs 5 %. With a window of 1024 or 8 documents at
+# 128, heads_together=16 gave 2 to 5 % forward; it, early_dv and leave_early together 2 to 4 % backward.
 MOSAIC = (
     Row("mosaic_gpu", 64, 16, Forward(2, 128, 4, dynamic=True), Backward(128, heads_together=4), is_limited=True),
+    Row(
+        "mosaic_gpu",
+        64,
+        16,
+        Forward(2, 128, 4, dynamic=True, heads_together=16),
+        Backward(128, heads_together=4),
+        is_causal=True,
+        has_score_mod=True,
+    ),
     Row("mosaic_gpu", 64, 16, Forward(3, 128, 3), Backward(128, rotate=5), is_causal=False),
     Row(
         "mosaic_gpu",

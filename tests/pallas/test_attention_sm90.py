@@ -94,7 +94,7 @@ CASES = {
     "bias_low": LARGE | {"bias": "ts", "bias_low": -1e30},
     "bias_keys_64": LARGE | {"bias": "bhs", "batch": 2, "heads": 2, "kv_lengths": [290, 0], "races": True},
     "mask_64": LARGE | {"mask": "bts", "is_causal": True, "batch": 2, "window": [70, 0], "q_offset": [100, -20]},
-    "mask_128": LARGE | WIDE | {"mask": "hts", "heads": 2, "segments": "packed", "races": True},
+    "mask_128": LARGE | WIDE | {"mask": "hts", "heads": 2, "segments": "packed", "bounded": True, "races": True},
     "mask_keys_128_bias": SMALL | WIDE | {"mask": "s", "bias": "s", "kv_length": 150, "sinks": True},
     "mask_bias_64": SMALL | {"mask": "ts", "bias": "hts", "heads": 2, "kv_length": 100},
     "lists_64": LARGE | {"pattern": "cells", "batch": 2, "heads": 4, "kv_heads": 2, "bounded": True, "races": True},

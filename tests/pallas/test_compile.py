@@ -61,6 +61,7 @@ def _planned(gpu, row, spec):
         is_limited=bool(spec.window),
         dense_bits=bits if spec.bias or spec.mask else 0,
         has_lists=bool(spec.cells),
+        has_score_mod=bool(spec.score_mod),
     )
     return planned
 
@@ -68,6 +69,7 @@ def _planned(gpu, row, spec):
 def _spec(row, is_causal, precision):
     return Spec(
         window="1000,-1" if row.is_limited else "",
+        score_mod="alibi" if row.has_score_mod else "",
         implementation=row.implementation,
         head_dim=row.head_dim,
         dtype="float32" if row.bits == 32 else "bfloat16",

@@ -59,8 +59,9 @@ def walked(lists, by):
             visits[place] += 1
             bits = np.ones(BLOCKS, bool)
             if step >= full:
-                bits = lists.words[entry].T[..., None] >> np.arange(32) & 1 == 1
-                bits = bits.reshape(len(bits), -1)
+                others = block_kv if by == "query" else block_q
+                bits = lists.words[entry][:, None] >> np.arange(others // 8)[:, None] & 1 == 1
+                bits = bits.reshape(len(bits), others)
                 bits = bits if by == "query" else bits.T
             b_, h, q, k = place
             kept[b_, h, q * block_q : (q + 1) * block_q, k * block_kv : (k + 1) * block_kv] |= bits
