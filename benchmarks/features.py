@@ -4,11 +4,17 @@
 
 A group is a plain attention and its variants; they take turns in one run, by device time. A variant's share is its
 number of (query, key) pairs that may attend, over the plain one's. A cost of 1.00 is time exactly in that share.
+Each is held against float32 before it is timed.
+
+    PYTHONPATH=. python benchmarks/features.py --variants "softcap score_mod,ALiBi score_mod,8 documents"
+
+The exit status is 1 where a variant failed, was wrong, or was skipped as the budget was spent.
 """
 
 import argparse
 import dataclasses
-import functools
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,11 +23,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import report
-from attention import choose_timer, prepare_process, say
-from cases import parse_shape
-from timing import Contender, alternate, first_line, spread, wait
+from attention import choose_timer, close, prepare_process, say
+from cases import as_numpy, parse_shape, relative_error
+from timing import Contender, alternate, first_line, skipped, spread
 
+from jax_kernels import flash_attention
 from jax_kernels.ops import attention
+
+MODES = ("fwd", "bwd")
+CAP = 30.0
+# Once for all modes and variants: the backward of a variant compiles no forward that was timed before.
+forward = jax.jit(attention.attention_forward, static_argnums=0)
+
+
+@jax.jit(static_argnums=0)
+def backward(call, inputs, results, dout):
+    return attention.attention_backward(call, inputs, *results, dout, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +71,16 @@ class Variant:
         return count * self.heads
 
 
+def softcap_mod(score, b, h, q_idx, kv_idx):
+    return CAP * jnp.tanh(score / CAP)
+
+
+def alibi_mod(heads: int):
+    """Press, Smith and Lewis, "Train Short, Test Long" (2021), arXiv:2108.12409."""
+    slopes = 2.0 ** (-8 * jnp.arange(1, heads + 1) / heads)
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx).astype(jnp.float32)
+
+
 def groups(batch: int, seq: int, heads: int, head_dim: int) -> list[list[Variant]]:
     """Each group: what it is measured against, then the variants."""
     plain = Variant("full", batch, seq, heads, head_dim, heads)
@@ -66,13 +93,19 @@ def groups(batch: int, seq: int, heads: int, head_dim: int) -> list[list[Variant
     mha = Variant(f"{2 * heads} heads", max(1, batch // 2), seq, 2 * heads, head_dim, 2 * heads)
     gqa = dataclasses.replace(mha, name=f"{2 * heads} / {heads // 2} heads", kv_heads=heads // 2)
     both = lambda variant: [variant, of(variant, f"{variant.name} causal", is_causal=True)]
+    alibi = alibi_mod(heads)
+    mods = lambda base: [
+        of(base, "softcap score_mod", score_mod=softcap_mod),
+        of(base, "ALiBi score_mod", score_mod=alibi),
+    ]
     return [
         [
             plain,
             dataclasses.replace(plain, name=f"length {seq - 1}", seq=seq - 1),
             dataclasses.replace(plain, name=f"length {seq + 1}", seq=seq + 1),
             of(plain, f"window {window}", window=window),
-            of(plain, "softcap", softcap=30.0),
+            of(plain, "softcap", softcap=CAP),
+            *mods(plain),
             of(plain, "deterministic", deterministic=True),
         ],
         [
@@ -80,6 +113,7 @@ def groups(batch: int, seq: int, heads: int, head_dim: int) -> list[list[Variant
             dataclasses.replace(causal, name=f"length {seq - 1}", seq=seq - 1),
             of(causal, f"window {window}", window=window),
             of(causal, "8 documents", segment_ids=ids),
+            *mods(causal),
             of(causal, "sinks", sinks=jnp.zeros(heads)),
             of(causal, "deterministic", deterministic=True),
         ],
@@ -87,73 +121,108 @@ def groups(batch: int, seq: int, heads: int, head_dim: int) -> list[list[Variant
     ]
 
 
+def chosen(found: Sequence[list[Variant]], names: Sequence[str]) -> list[list[Variant]]:
+    """The groups that have variants of these names, with those alone and what they are measured against."""
+    picked = [[group[0], *(variant for variant in group[1:] if variant.name in names)] for group in found]
+    return [group for group in picked if len(group) > 1]
+
+
 def build(variant: Variant, mode: str, implementation: str | None) -> Contender:
+    """Compiled, run once and held against float32."""
     contender = Contender(variant.name, "jax")
     shape = lambda heads: (variant.batch, variant.seq, heads, variant.head_dim)
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (variant.heads, variant.kv_heads, variant.kv_heads, variant.heads)
-    query, key, value, dout = (jax.random.normal(k, shape(n), jnp.bfloat16) for k, n in zip(keys, heads, strict=True))
+    arrays = tuple(jax.random.normal(k, shape(n), jnp.bfloat16) for k, n in zip(keys, heads, strict=True))
     try:
-        arguments = variant.arguments | {"implementation": implementation}
-        call, inputs = attention.prepare(query=query, key=key, value=value, **arguments)
+        named = dict(zip(("query", "key", "value"), arrays[:3], strict=True))
+        call, inputs = attention.prepare(**named, **variant.arguments, implementation=implementation)
+        # Slopes are constants here: their gradients would be passes more.
+        call = dataclasses.replace(call, options=dataclasses.replace(call.options, score_mod_gradient=False))
         contender.plan = f"{call.implementation} {call.config}"
-        forward = jax.jit(functools.partial(attention.attention_forward, call))
-        results = forward(inputs)
-        run = functools.partial(forward, inputs)
-        if mode == "bwd":
-            backward = jax.jit(
-                lambda inputs, results, dout: attention.attention_backward(call, inputs, *results, dout, None)
-            )
-            run = functools.partial(backward, inputs, results, dout)
-        contender.call = lambda index: run()
-        wait(contender.call(0), "jax")
+        results = forward(call, inputs)
+        if mode == "fwd":
+            contender.call = lambda index: forward(call, inputs)
+            outputs = results[:1]
+        else:
+            contender.call = lambda index: backward(call, inputs, results, arrays[3])
+            outputs = contender.call(0)[:3]
+        want = right(variant, mode, arrays)
+        got = [as_numpy(x[:1, :, : w.shape[2]]) for x, w in zip(outputs, want, strict=True)]
+        contender.judge(relative_error(got, want), "float32")
     except Exception as error:
         contender.give_up("failed", first_line(error))
     return contender
 
 
-def measure(group: Sequence[Variant], mode: str, timer: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    contenders = [build(variant, mode, args.implementation) for variant in group]
-    alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
+def right(variant: Variant, mode: str, arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+    """Float32 results of the first batch entry, for the first head of the keys: (out,) or (dq, dk, dv)."""
+    group = variant.heads // variant.kv_heads
+    heads = (group, 1, 1, group)
+    query, key, value, dout = (x[:1, :, :n].astype(jnp.float32) for x, n in zip(arrays, heads, strict=True))
+    cut = {"segment_ids": lambda ids: ids[:1], "sinks": lambda sinks: sinks[:group]}
+    arguments = {name: cut.get(name, lambda x: x)(value) for name, value in variant.arguments.items()}
+    attend = lambda *qkv: flash_attention(*qkv, **arguments, implementation="xla")
+    if mode == "fwd":
+        return [np.asarray(jax.jit(attend)(query, key, value))]
+    gradients = jax.jit(lambda dout, *qkv: jax.vjp(attend, *qkv)[1](dout))
+    return [np.asarray(x) for x in gradients(dout, query, key, value)]
+
+
+def measure(
+    group: Sequence[Variant], mode: str, timer: Any, args: argparse.Namespace, deadline: float
+) -> list[dict[str, Any]]:
+    contenders = [
+        skipped(variant.name, "jax") if time.monotonic() > deadline else build(variant, mode, args.implementation)
+        for variant in group
+    ]
+    alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline)
     rows = []
     for variant, contender in zip(group, contenders, strict=True):
         described = dataclasses.asdict(variant) | {"arguments": sorted(variant.arguments)}
         row = described | {"base": group[0].name, "mode": mode, "plan": contender.plan, "status": contender.status}
-        row |= {"reason": contender.reason, "times_ms": contender.times}
+        row |= {"reason": contender.reason, "error": contender.error, "times_ms": contender.times}
         base = contenders[0]
-        if contender.times and base.times:
+        told = f"{mode} {group[0].name:>8} | {variant.name:17}"
+        if contender.status == base.status == "ok":
             share = variant.pairs / group[0].pairs
             ms, plain = (spread(c.times)["median"] for c in (contender, base))
             row |= {"ms": ms, "share": share, "cost": ms / (share * plain)}
-            say(
-                f"{mode} {group[0].name:>8} | {variant.name:16} {ms:8.4f} ms, share {share:.3f}, cost {row['cost']:.3f}"
-            )
+            say(f"{told} {ms:8.4f} ms, share {share:.3f}, cost {row['cost']:.3f}")
         else:
-            say(f"{mode} {group[0].name:>8} | {variant.name:16} {contender.status}: {contender.reason}")
+            say(f"{told} {contender.status}: {contender.reason}")
         rows.append(row)
     return rows
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05, budget=540)
     parser.add_argument("--shape", default="2,8192,16,128", help="batch,seq,heads,head_dim")
-    parser.add_argument("--mode", default="fwd,bwd")
+    parser.add_argument("--mode", default=",".join(MODES))
+    parser.add_argument("--variants", help="comma list of names, as they are printed; default all")
     parser.add_argument("--implementation", default=None)
     args = parser.parse_args(argv)
+    prepare_process()
     try:
-        modes = command_line.names("mode", args.mode, ("fwd", "bwd"))
+        modes = command_line.names("mode", args.mode, MODES)
+        found = groups(*parse_shape(args.shape)[:4])
+        if args.variants is not None:
+            known = list(dict.fromkeys(variant.name for group in found for variant in group[1:]))
+            found = chosen(found, command_line.names("variants", args.variants, known))
     except ValueError as error:
         parser.error(str(error))
-    prepare_process()
+    deadline = time.monotonic() + args.budget
     name, timer = choose_timer(args.timer, ["jax"])
     results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(args.commit), "timer": name}
     results["rows"] = rows = []
     for mode in modes:
-        for group in groups(*parse_shape(args.shape)[:4]):
-            rows += measure(group, mode, timer, args)
+        for group in found:
+            rows += measure(group, mode, timer, args, deadline)
             if args.output is not None:
                 report.write_json(args.output, results)
+    close(timer)
+    return 0 if all(row["status"] in ("ok", "unavailable") for row in rows) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

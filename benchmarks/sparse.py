@@ -2,6 +2,8 @@
 
     PYTHONPATH=. python benchmarks/sparse.py --pattern block,window,random,structured --sparsity 0.5,0.9
     PYTHONPATH=. python benchmarks/sparse.py --seq-len 16384 --num-heads 16 --head-dim 128 --output results/sparse.json
+    PYTHONPATH=. python benchmarks/sparse.py --pattern block --sparsity 0.9 --mode fwdbwd --contenders dense,mask
+    PYTHONPATH=. python benchmarks/sparse.py --pattern random --sparsity 0.7,0.1 --contenders dense,array
 
 Patterns, none causal: "block", random blocks, as many in each row of blocks; "window", keys near the query; "random",
 pairs drawn one by one, so that no block is dead; "structured", a window and global tokens. A sparsity is the share of
@@ -27,14 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
+from cases import DTYPES, MODES, Case, InputSet, as_numpy, input_sets, relative_error
 from contenders import Built, framework, from_function, unavailable
 from timing import METHODS, Contender, alternate, first_line, skipped, speed_ratio, spread, wait
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
 
 PATTERNS = ("block", "window", "random", "structured")
-MODES = ("fwd", "bwd")
 CONTENDERS = ("dense", "mask", "array", "jax-cudnn-bias", "torch-flex")
 # Of the blocks that the kernels skip, and that a row of results counts.
 BLOCK = 128
@@ -50,7 +51,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--block-size", type=int, default=BLOCK, help="of the pattern block")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--mode", default=",".join(MODES), help=f"comma list of {', '.join(MODES)}")
+    parser.add_argument("--mode", default="fwd,bwd", help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"comma list of {', '.join(CONTENDERS)}")
     parser.add_argument("--implementation", help="of ours: mosaic_gpu, triton, cudnn or xla; default the fastest")
     args = parser.parse_args(argv)
@@ -144,11 +145,12 @@ def build(name: str, case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequen
 
 
 def right(case: Case, keep: jax.Array, inputs: InputSet) -> list[np.ndarray]:
-    """Float32 results of the first head of the first batch entry: (out,) or (dq, dk, dv)."""
+    """Float32 results of the first head of the first batch entry: those of the case's mode."""
     *qkv, dout = (x[:1, :, :1].astype(jnp.float32) for x in (*inputs.qkv, inputs.dout))
     attend = lambda *qkv: flash_attention(*qkv, mask=keep, implementation="xla")
     out, vjp = jax.vjp(jax.jit(attend), *qkv)
-    return [np.asarray(x) for x in ([out] if case.mode == "fwd" else vjp(dout))]
+    of_mode = {"fwd": lambda: (out,), "bwd": lambda: vjp(dout), "fwdbwd": lambda: (out, *vjp(dout))}
+    return [np.asarray(x) for x in of_mode[case.mode]()]
 
 
 def check(contender: Contender, want: Sequence[np.ndarray]) -> None:

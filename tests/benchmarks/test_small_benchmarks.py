@@ -40,22 +40,82 @@ def test_pairs_of_features():
         assert variant.pairs == brute_force(variant), variant
 
 
-def test_features_runs(tmp_path, monkeypatch, without_gpu):
+@pytest.fixture
+def run_features(tmp_path, monkeypatch, without_gpu):
+    """run_features(*words): the exit status of a run over tiny arrays, and what it writes."""
     monkeypatch.setattr(features, "prepare_process", lambda: None)
-    wanted = [features.groups(1, 32, 2, 16)[1][:2]]
-    monkeypatch.setattr(features, "groups", lambda *_: wanted)
-    out = tmp_path / "features.json"
-    words = f"--shape 1,32,2,16 --implementation xla --timer host --rounds 2 --seconds 0.001 --output {out}"
-    features.main(words.split())
-    results = json.loads(out.read_text())
+
+    def run(*words):
+        out = tmp_path / "features.json"
+        common = "--shape 1,32,2,16 --implementation xla --timer host --rounds 2 --seconds 0.001"
+        status = features.main([*common.split(), "--output", str(out), *words])
+        return status, json.loads(out.read_text())
+
+    return run
+
+
+def test_features_runs(run_features):
+    status, results = run_features("--variants", "8 documents,ALiBi score_mod")
     rows = results["rows"]
-    assert (results["timer"], len(rows)) == ("host", 4)
-    assert [row["mode"] for row in rows] == ["fwd"] * 2 + ["bwd"] * 2
-    for row, base in zip(rows[1::2], rows[::2], strict=True):
-        assert (base["cost"], base["share"], base["status"]) == (1, 1, "ok")
-        share = 31 * 32 / (32 * 33)
-        assert row["share"] == pytest.approx(share)
-        assert row["cost"] == pytest.approx(row["ms"] / base["ms"] / share)
+    of_full, of_causal = ["ALiBi score_mod"], ["8 documents", "ALiBi score_mod"]
+    assert (status, results["timer"]) == (0, "host")
+    assert [(row["mode"], row["base"], row["name"]) for row in rows] == [
+        (mode, base, name)
+        for mode in ("fwd", "bwd")
+        for base, names in (("full", of_full), ("causal", of_causal))
+        for name in (base, *names)
+    ]
+    bases = {(row["mode"], row["base"]): row for row in rows if row["name"] == row["base"]}
+    documents = features.groups(1, 32, 2, 16)[1]
+    shares = {variant.name: variant.pairs / documents[0].pairs for variant in documents}
+    for row in rows:
+        base = bases[row["mode"], row["base"]]
+        assert row["status"] == "ok"
+        assert 1e-4 < row["error"] < 1e-2
+        assert row["share"] == shares.get(row["name"], 1)
+        assert row["cost"] == pytest.approx(row["ms"] / base["ms"] / row["share"])
+
+
+@pytest.mark.parametrize("mode", features.MODES)
+def test_score_mods_of_features(mode, monkeypatch):
+    """Held against themselves, they are right; against a plain attention, wrong, and are not timed."""
+    full = {variant.name: variant for variant in features.groups(1, 32, 2, 16)[0]}
+    softcap = features.build(full["softcap score_mod"], mode, "xla")
+    assert softcap.error == pytest.approx(features.build(full["softcap"], mode, "xla").error, rel=0.1)
+    alibi = full["ALiBi score_mod"]
+    function = alibi.arguments["score_mod"]
+    assert function(1.0, 0, 1, jnp.int32(5), jnp.int32(2)) == 1 - 3 * 2.0**-8
+    honest = features.right
+    monkeypatch.setattr(features, "right", lambda variant, *arguments: honest(full["full"], *arguments))
+    wrong = features.build(alibi, mode, "xla")
+    assert (wrong.status, wrong.call) == ("wrong", None)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_nan_of_features_is_wrong(place, monkeypatch, run_features):
+    """Of any one gradient."""
+    honest = features.backward
+
+    def poisoned(call, inputs, *arguments):
+        found = honest(call, inputs, *arguments)
+        return (
+            found if call.options.softcap is None else found._replace(**{found._fields[place]: found[place] * jnp.nan})
+        )
+
+    monkeypatch.setattr(features, "backward", poisoned)
+    status, results = run_features("--variants", "softcap", "--mode", "bwd")
+    base, softcap = results["rows"]
+    assert (status, base["status"], softcap["status"], softcap["error"]) == (1, "ok", "wrong", None)
+    assert (softcap["times_ms"], "cost" in softcap) == ([], False)
+
+
+def test_features_without_time_left(run_features):
+    status, results = run_features("--variants", "softcap,sinks", "--budget", "0.000001")
+    assert status == 1
+    assert [(row["mode"], row["name"]) for row in results["rows"]] == [
+        (mode, name) for mode in ("fwd", "bwd") for name in ("full", "softcap", "causal", "sinks")
+    ]
+    assert {row["status"] for row in results["rows"]} == {"skipped"}
 
 
 def test_decode_runs(tmp_path, monkeypatch, without_gpu):

@@ -30,13 +30,15 @@ def test_runs_and_writes(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(sparse, "prepare_process", lambda: None)
     out = tmp_path / "sparse.json"
     words = "--seq-len 64 --batch-size 2 --num-heads 2 --head-dim 16 --block-size 16 --timer host --rounds 2"
-    words += f" --pattern block --sparsity 0.5 --seconds 0.001 --implementation xla --output {out}"
+    words += (
+        f" --pattern block --sparsity 0.5 --seconds 0.001 --implementation xla --mode fwd,bwd,fwdbwd --output {out}"
+    )
     assert sparse.main(words.split()) == 0
     results = json.loads(out.read_text())
     assert {"schema", "environment", "timer", "method", "rows"} == set(results)
     rows = results["rows"]
     assert [(r["pattern"], r["mode"], r["contender"]) for r in rows] == [
-        (pattern, mode, name) for pattern in ("block",) for mode in ("fwd", "bwd") for name in sparse.CONTENDERS
+        (pattern, mode, name) for pattern in ("block",) for mode in sparse.MODES for name in sparse.CONTENDERS
     ]
     for row in rows:
         if row["contender"] in ("jax-cudnn-bias", "torch-flex"):
@@ -45,7 +47,7 @@ def test_runs_and_writes(tmp_path, monkeypatch, without_gpu):
         assert (row["status"], len(row["times_ms"])) == ("ok", 2)
         assert row["contender"] == "dense" or 1e-4 < row["error"] < 1e-2
         share = 1 if row["contender"] == "dense" else 1 - row["sparsity"]
-        work = 4 * 2 * 2 * 64 * 64 * 16 * share * (2.5 if row["mode"] == "bwd" else 1)
+        work = 4 * 2 * 2 * 64 * 64 * 16 * share * {"fwd": 1, "bwd": 2.5, "fwdbwd": 3.5}[row["mode"]]
         assert row["tflops"] * row["median_ms"] == pytest.approx(work / 1e9)
         assert row["contender"] != "dense" or row["faster_than_dense_by"] == 1
     assert rows[0]["sparsity"] == 0.5
@@ -55,11 +57,11 @@ def test_runs_and_writes(tmp_path, monkeypatch, without_gpu):
 def test_without_time_left_each_row_says_so(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(sparse, "prepare_process", lambda: None)
     out = tmp_path / "sparse.json"
-    words = "--seq-len 64 --batch-size 1 --num-heads 2 --head-dim 16 --pattern block,window --sparsity 0.5"
+    words = "--seq-len 64 --batch-size 1 --num-heads 2 --head-dim 16 --pattern block,window --sparsity 0.5 --mode fwd"
     assert sparse.main([*words.split(), "--timer", "host", "--budget", "0.000001", "--output", str(out)]) == 1
     rows = json.loads(out.read_text())["rows"]
     assert [(r["pattern"], r["mode"], r["contender"]) for r in rows] == [
-        (pattern, mode, name) for pattern in ("block", "window") for mode in sparse.MODES for name in sparse.CONTENDERS
+        (pattern, "fwd", name) for pattern in ("block", "window") for name in sparse.CONTENDERS
     ]
     assert {(r["status"], r["reason"], "times_ms" in r) for r in rows} == {
         ("skipped", "the time budget was spent before it was built", False)
@@ -89,7 +91,7 @@ def test_what_is_wrong_is_not_timed(mode, make_case):
     [
         ("--pattern causal", "pattern: got 'causal', want some of block, window, random, structured"),
         ("--sparsity 1", "sparsity: got [1.0], want numbers from 0 to below 1"),
-        ("--mode forward", "mode: got 'forward', want some of fwd, bwd"),
+        ("--mode forward", "mode: got 'forward', want some of fwd, bwd, fwdbwd"),
         ("--contenders ours", "contenders: got 'ours', want some of dense"),
         ("--block-size 0", "block_size: got 0, want a positive number"),
         ("--seq-len 0", "seq: got 0, want a positive number"),
