@@ -4,6 +4,8 @@
 
 Every contender of a case is checked against float32 first, then all take turns of the same length, round
 after round, over inputs that overflow the L2 cache. What cannot run is listed with the reason.
+
+The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import command_line
 import jax
 import jax.numpy as jnp
 import report
-from cases import DTYPES, MODES, Case, Oracle, input_sets, parse_shape
+from cases import DTYPES, MODES, Case, Oracle, input_sets, parse_shapes
 from contenders import OURS, PEERS, build, framework, unavailable
 from device_activity import DeviceActivity
 from timing import METHODS, Contender, Timer, alternate, first_line, host_timer, make_timer, skipped, spread, wait
@@ -46,7 +48,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--self-check", action="store_true", help="one matmul and one attention under every timer")
     args = parser.parse_args(argv)
     try:
-        args.shapes = [parse_shape(text) for text in args.shapes.split(";") if text.strip()]
+        args.shapes = parse_shapes(args.shapes)
         args.mode = command_line.names("mode", args.mode, MODES)
         args.implementations = command_line.names("implementations", args.implementations, OURS, optional=True)
         args.peers = command_line.names("peers", args.peers, PEERS, optional=True)
@@ -253,7 +255,7 @@ def benchmark(args: argparse.Namespace) -> int:
     report.print_table(run.results)
     if args.plot is not None:
         report.plot(run.results, args.plot)
-    return 0
+    return report.exit_status(row["status"] for row in run.results["rows"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

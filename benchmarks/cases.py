@@ -87,6 +87,11 @@ def parse_shape(text: str) -> tuple[int, int, int, int, int]:
     return batch, seq, heads, head_dim, rest[0] if rest else heads
 
 
+def parse_shapes(text: str) -> list[tuple[int, int, int, int, int]]:
+    """One or more, separated by ";"."""
+    return [parse_shape(part) for part in text.split(";") if part.strip()] or [parse_shape(text)]
+
+
 @dataclasses.dataclass(frozen=True)
 class InputSet:
     """query and dout: [B, T, H, D]; key and value: [B, S, Hkv, D]. JAX arrays."""
@@ -160,6 +165,11 @@ def as_numpy(x) -> np.ndarray:
 def relative_error(outputs: Sequence[Any], wanted: Sequence[Any]) -> float:
     """The largest relative error (2-norm, over a whole array) among outputs; NaN if any is, which max() would lose."""
     return float(_relative_error(tuple(outputs), tuple(wanted)))
+
+
+@jax.jit
+def has_nan(outputs: Any) -> jax.Array:
+    return jnp.any(jnp.stack([jnp.isnan(x).any() for x in jax.tree.leaves(outputs)]))
 
 
 @jax.jit

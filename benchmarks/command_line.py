@@ -43,6 +43,17 @@ def positive(kind: type) -> Any:
     return number
 
 
+def numbers(text: str) -> list[int]:
+    """Of a comma list. Raises ValueError for what is no positive integer."""
+    try:
+        found = [int(word) for word in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise ValueError(f"got {text!r}, want positive integers with commas between them")
+    return found
+
+
 def names(option: str, text: str, known: Sequence[str], *, optional: bool = False) -> list[str]:
     """Of a comma list, each once. Raises ValueError for one that is not known, and for none if it is not optional."""
     found = [name.strip() for name in text.split(",") if name.strip()]

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from cases import TOLERANCE, Case, InputSet, Oracle
-from timing import Call, Contender, first_line, host_timer, wait
+from timing import Call, Contender, first_line, host_timer
 
 import jax_kernels
 from jax_kernels.ops import attention
@@ -59,22 +59,20 @@ def unavailable(name: str) -> str | None:
     return None
 
 
+def need(name: str) -> None:
+    """Raises NotImplementedError, with the reason, for a contender that cannot run here."""
+    reason = unavailable(name)
+    if reason is not None:
+        raise NotImplementedError(reason)
+
+
 def build(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Contender:
     """A contender, compiled, run once on the first input set and checked: its status says what came of it."""
     contender = Contender(name, framework(name))
-    try:
-        reason = unavailable(name)
-        if reason is not None:
-            raise NotImplementedError(reason)
+    with contender.attempt():
+        need(name)
         built = _builder(name)(case, sets, oracle)
-        outputs = built.call(0)
-        wait(outputs, contender.framework)
-        contender.call, contender.plan = built.call, built.plan
-        contender.judge(oracle.error(outputs), "float32")
-    except NotImplementedError as error:
-        contender.give_up("unavailable", first_line(error).removeprefix("NotImplementedError: "))
-    except Exception as error:
-        contender.give_up("failed", first_line(error))
+        contender.judge(oracle.error(contender.start(built.call, built.plan)), "float32")
     return contender
 
 

@@ -5,9 +5,9 @@
 
 "gather" is the usual form, in one jit: for each branch the tokens of each head are gathered by index, attended to by
 this library's kernel, scattered into zeros of the full size, and the branches are merged by their lse. "dense" is this
-library's attention over the whole sequence. Ours is held against "gather" before it is timed.
+library's attention over the whole sequence. Ours is held against "gather" before it is timed, "dense" against float32.
 
-The exit status is 1 where a contender was not timed: unavailable, failed, wrong, or skipped as the budget was spent.
+The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
 """
 
 import argparse
@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, MODES, Case, dilated_flops, input_sets, parse_shape, relative_error
+from cases import DTYPES, MODES, Case, Oracle, dilated_flops, has_nan, input_sets, parse_shapes, relative_error
 from contenders import from_function
-from timing import METHODS, Contender, alternate, first_line, skipped, speed_ratio, spread, wait
+from timing import METHODS, Contender, alternate, skipped, speed_ratio, spread
 
 import jax_kernels
 from jax_kernels import dilated_attention, flash_attention
@@ -45,10 +45,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--implementation", help="of all: mosaic_gpu, triton or xla; default the fastest")
     args = parser.parse_args(argv)
     try:
-        args.shapes = [parse_shape(text) for text in args.shapes.split(";") if text.strip()]
-        args.segments, args.rates = (tuple(int(x) for x in text.split(",")) for text in (args.segments, args.rates))
-        if len(args.segments) != len(args.rates) or min(*args.segments, *args.rates) < 1:
-            raise ValueError(f"segments, rates: got {args.segments} and {args.rates}, want a positive one for each")
+        args.shapes = parse_shapes(args.shapes)
+        args.segments, args.rates = (tuple(command_line.numbers(text)) for text in (args.segments, args.rates))
+        if len(args.segments) != len(args.rates):
+            raise ValueError(f"segments, rates: got {args.segments} and {args.rates}, want as many of each")
         for name, known in (("mode", MODES), ("contenders", CONTENDERS)):
             setattr(args, name, command_line.names(name, getattr(args, name), known))
         args.cases = [Case(*s, args.dtype, not args.full, mode) for s in args.shapes for mode in args.mode]
@@ -103,19 +103,17 @@ def build(case: Case, args: argparse.Namespace) -> list[Contender]:
     contenders, right = [], None
     for name in sorted(args.contenders, key=lambda name: name == "ours"):
         contender = Contender(name, "jax")
-        try:
+        with contender.attempt():
             built = from_function(function_of(name, case, args), case, sets, plan_of(name, case, args, sets[0]))
-            outputs = built.call(0)
-            wait(outputs, "jax")
-            contender.call, contender.plan = built.call, built.plan
-            if name == "gather":
+            outputs = contender.start(built.call, built.plan)
+            if has_nan(outputs):
+                contender.give_up("wrong", "its results hold a NaN")
+            elif name == "dense":
+                contender.judge(Oracle(case, sets[0]).error(outputs), "float32")
+            elif name == "gather":
                 right = outputs
-            elif name == "ours" and right is not None:
+            elif right is not None:
                 contender.judge(relative_error(outputs, right), "gather")
-        except NotImplementedError as error:
-            contender.give_up("unavailable", first_line(error))
-        except Exception as error:
-            contender.give_up("failed", first_line(error))
         say(f"  {name}: {contender.status} {contender.reason or contender.plan}")
         contenders.append(contender)
     return contenders
@@ -174,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.output is not None:
             report.write_json(args.output, results)
     close(timer)
-    return 0 if all(row["status"] == "ok" for row in results["rows"]) else 1
+    return report.exit_status(row["status"] for row in results["rows"])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import os
 import pathlib
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -106,6 +106,11 @@ def rows(
             }
         result.append(row)
     return result
+
+
+def exit_status(statuses: Iterable[str]) -> int:
+    """Of a script whose contenders ended like that: 1 unless each was timed, or cannot run on this machine."""
+    return 0 if all(status in ("ok", "unavailable") for status in statuses) else 1
 
 
 def write_json(path: pathlib.Path, results: dict[str, Any]) -> None:

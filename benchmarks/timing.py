@@ -4,10 +4,11 @@ A timer is a function (call, calls, framework) -> Reading: call(i) queues the i-
 framework ("jax" or "torch") says how to wait for them.
 """
 
+import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -168,6 +169,23 @@ class Contender:
 
     def give_up(self, status: str, reason: str) -> None:
         self.status, self.reason, self.call = status, reason, None
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Around what builds it: an exception becomes its status, and ends no more than that."""
+        try:
+            yield
+        except NotImplementedError as error:
+            self.give_up("unavailable", first_line(error).removeprefix("NotImplementedError: "))
+        except Exception as error:
+            self.give_up("failed", first_line(error))
+
+    def start(self, call: Call, plan: str = "") -> Any:
+        """Takes its call and makes it once: its outputs."""
+        self.call, self.plan = call, plan
+        outputs = call(0)
+        wait(outputs, self.framework)
+        return outputs
 
     def judge(self, error: float, against: str, tolerance: float = TOLERANCE) -> None:
         """Sets the error of its results; above the tolerance, or with NaN, they are wrong and are not timed."""

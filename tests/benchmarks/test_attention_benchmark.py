@@ -28,6 +28,7 @@ def test_arguments_give_every_case():
     [
         (["--shapes", "2,64,4"], "shape: got '2,64,4', want batch,seq,heads,head_dim"),
         (["--shapes", "2,64,4,16,3"], "kv_heads: got 3, want a divisor of the 4 heads"),
+        (["--shapes", " ; "], "shape: got ' ; ', want batch,seq,heads,head_dim"),
         (["--shapes", "2,64,4,x"], "shape: got '2,64,4,x'"),
         (["--shapes", "2,0,4,16"], "seq: got 0, want a positive number"),
         (["--mode", "forward"], "mode: got 'forward', want some of fwd, bwd, fwdbwd"),
@@ -163,9 +164,20 @@ def test_a_run_without_time_left_says_so(tmp_path, capsys, monkeypatch, without_
          "--budget", "0.001", "--mode", "fwd", "--output", str(output)]
     )  # fmt: skip
     results = json.loads(output.read_text())
-    assert (status, results["complete"]) == (0, False)
+    assert (status, results["complete"]) == (1, False)
     assert [row["status"] for row in results["rows"]] == ["skipped", "skipped"]
     assert "the time budget is spent" in capsys.readouterr().out
+
+
+def test_a_wrong_contender_shows_in_the_exit_status(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(attention, "prepare_process", lambda: None)
+    poisoned = lambda name, case, sets, oracle: contenders.Built(lambda index: (sets[0].query * jnp.nan,), "")
+    monkeypatch.setattr(contenders, "_ours", poisoned)
+    output = tmp_path / "results.json"
+    words = "--shapes 1,64,2,16 --timer host --implementations xla --causal no --ceiling 64 --mode fwd --rounds 1"
+    status = attention.main([*words.split(), "--peers", "fa4", "--seconds", "0.001", "--output", str(output)])
+    rows = json.loads(output.read_text())["rows"]
+    assert (status, [row["status"] for row in rows]) == (1, ["wrong", "unavailable"])
 
 
 def test_self_check_without_a_gpu(capsys, monkeypatch, without_gpu):

@@ -83,13 +83,36 @@ def test_nan_gradients_are_wrong(tmp_path, monkeypatch, without_gpu):
     assert dilated.main(words.split()) == 1
     gather, ours = json.loads(out.read_text())["rows"]
     assert (gather["status"], ours["status"], ours["error"]) == ("ok", "wrong", None)
-    assert ours["reason"] == "relative error nan against gather, want at most 0.02"
+    assert ours["reason"] == "its results hold a NaN"
     assert "times_ms" not in ours
+
+
+@pytest.mark.parametrize("name", ["gather", "dense"])
+def test_a_nan_of_what_ours_is_held_against_is_told(name, tmp_path, monkeypatch, without_gpu):
+    honest = dilated.function_of
+    poisoned = lambda *qkv: honest("dense", *arguments)(*qkv) * jnp.nan
+    arguments = []
+
+    def function_of(which, *given):
+        arguments[:] = given
+        return poisoned if which == name else honest(which, *given)
+
+    monkeypatch.setattr(dilated, "function_of", function_of)
+    monkeypatch.setattr(dilated, "plan_of", lambda *_: "")
+    monkeypatch.setattr(dilated, "prepare_process", lambda: None)
+    out = tmp_path / "dilated.json"
+    words = "--shapes 1,64,2,16 --segments 16 --rates 1 --mode fwd --implementation xla --timer host"
+    words += f" --rounds 1 --seconds 0.001 --contenders {name},ours --output {out}"
+    assert dilated.main(words.split()) == 1
+    rows = {row["contender"]: row for row in json.loads(out.read_text())["rows"]}
+    assert (rows[name]["status"], rows[name]["reason"]) == ("wrong", "its results hold a NaN")
+    assert rows["ours"]["status"] == "ok"
 
 
 def test_wrong_arguments_are_named(capsys):
     for words, message in (
         (["--rates", "1,2"], "segments, rates: got"),
+        (["--segments", "16,x"], "got '16,x', want positive integers with commas between them"),
         (["--mode", "forward"], "mode: got 'forward', want some of fwd"),
         (["--contenders", "theirs"], "contenders: got 'theirs', want some of ours"),
     ):

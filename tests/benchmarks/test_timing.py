@@ -4,6 +4,7 @@ import ctypes
 
 import device_activity
 import pytest
+import report
 import timing
 
 
@@ -188,6 +189,38 @@ def test_cupti_trouble_is_told():
     broken.result = 15
     with pytest.raises(RuntimeError, match=r"cuptiActivityRegisterCallbacks: CUPTI_ERROR_NOT_INITIALIZED \(15\)"):
         device_activity.DeviceActivity(broken)
+
+
+def test_attempts_end_in_a_status():
+    """What cannot run is told from what failed, and neither ends the run; what started has made a call."""
+
+    def ended(action):
+        contender = timing.Contender("x", "jax")
+        with contender.attempt():
+            action(contender)
+        return contender.status, contender.reason, contender.call, contender.plan
+
+    def fail(error):
+        def act(contender):
+            contender.call = id
+            raise error
+
+        return act
+
+    assert ended(fail(NotImplementedError("no such\nkernel"))) == ("unavailable", "no such", None, "")
+    assert ended(fail(ImportError("no"))) == ("failed", "ImportError: no", None, "")
+    calls = []
+    status, _, call, plan = ended(lambda contender: contender.start(calls.append, "blocks"))
+    assert (status, plan, calls) == ("ok", "blocks", [0])
+    assert call is not None
+    with pytest.raises(KeyboardInterrupt):
+        ended(fail(KeyboardInterrupt()))
+
+
+def test_exit_status():
+    assert report.exit_status(["ok", "unavailable"]) == 0
+    for status in ("failed", "wrong", "skipped"):
+        assert report.exit_status(["ok", status, "ok"]) == 1
 
 
 def test_busy_time_is_a_union():
