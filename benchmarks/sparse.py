@@ -11,13 +11,14 @@ pairs that are masked out.
 
 Contenders: "mask", ours under the Mask; "array", ours under the same mask as a bool array; "dense", ours without one,
 which the others are measured against; "jax-cudnn-bias", cuDNN with a bias of -1e30 where the mask is False;
-"torch-flex", compiled flex_attention with a block mask. All but "dense" are held against float32 before they are timed.
+"torch-flex", compiled flex_attention with a block mask. All are held against float32 before they are timed.
 
 The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
 """
 
 import argparse
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -30,8 +31,8 @@ import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
 from cases import DTYPES, MODES, Case, InputSet, as_numpy, input_sets, relative_error
-from contenders import Built, framework, from_function, unavailable
-from timing import METHODS, Contender, alternate, first_line, skipped, speed_ratio, spread, wait
+from contenders import Built, framework, from_function, need, unavailable
+from timing import METHODS, Contender, alternate, skipped, speed_ratio, spread
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
 
@@ -117,16 +118,14 @@ def build(name: str, case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequen
     """keep: the mask as a bool array [seq, seq]."""
     contender = Contender(name, framework(name))
     ours = {"implementation": args.implementation}
-    try:
+    with contender.attempt():
         if name in ("dense", "mask", "array"):
             attend = dynamic_mask_attention if name == "array" else flash_attention
             given = {"dense": None, "mask": mask, "array": keep}[name]
             plan = str(explain(attend, *sets[0].qkv, mask=given, **ours))
             built = from_function(lambda m, *qkv: attend(*qkv, mask=m, **ours), case, sets, plan, given)
         else:
-            reason = unavailable("torch-flex" if name == "torch-flex" else "jax-cudnn")
-            if reason is not None:
-                raise NotImplementedError(reason)
+            need("torch-flex" if name == "torch-flex" else "jax-cudnn")
             if name == "torch-flex":
                 built = in_torch(keep, case, sets)
             else:
@@ -135,22 +134,23 @@ def build(name: str, case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequen
                 bias = jnp.broadcast_to(bias, (1, case.heads, case.seq, case.seq))
                 attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
                 built = from_function(lambda bias, *qkv: attend(*qkv, bias=bias), case, sets, plan, bias)
-        contender.call, contender.plan = built.call, built.plan
-        wait(contender.call(0), contender.framework)
-    except NotImplementedError as error:
-        contender.give_up("unavailable", first_line(error).removeprefix("NotImplementedError: "))
-    except Exception as error:
-        contender.give_up("failed", first_line(error))
+        contender.start(built.call, built.plan)
     return contender
 
 
-def right(case: Case, keep: jax.Array, inputs: InputSet) -> list[np.ndarray]:
-    """Float32 results of the first head of the first batch entry: those of the case's mode."""
-    *qkv, dout = (x[:1, :, :1].astype(jnp.float32) for x in (*inputs.qkv, inputs.dout))
-    attend = lambda *qkv: flash_attention(*qkv, mask=keep, implementation="xla")
-    out, vjp = jax.vjp(jax.jit(attend), *qkv)
-    of_mode = {"fwd": lambda: (out,), "bwd": lambda: vjp(dout), "fwdbwd": lambda: (out, *vjp(dout))}
-    return [np.asarray(x) for x in of_mode[case.mode]()]
+def right(case: Case, keep: jax.Array | None, inputs: InputSet) -> list[np.ndarray]:
+    """Float32 results of the first head of the first batch entry: those of the case's mode. keep: None for no mask."""
+    arrays = (x[:1, :, :1].astype(jnp.float32) for x in (*inputs.qkv, inputs.dout))
+    return [np.asarray(x) for x in _in_float32(case.mode, keep, *arrays)]
+
+
+@jax.jit(static_argnums=0)
+def _in_float32(mode, keep, query, key, value, dout):
+    attend = functools.partial(flash_attention, mask=keep, implementation="xla")
+    if mode == "fwd":
+        return (attend(query, key, value),)
+    out, vjp = jax.vjp(attend, query, key, value)
+    return vjp(dout) if mode == "bwd" else (out, *vjp(dout))
 
 
 def check(contender: Contender, want: Sequence[np.ndarray]) -> None:
@@ -160,14 +160,16 @@ def check(contender: Contender, want: Sequence[np.ndarray]) -> None:
 
 
 def checked(
-    case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequence[InputSet], args: argparse.Namespace
+    case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequence[InputSet], args: argparse.Namespace, deadline: float
 ) -> list[Contender]:
     """The contenders of a case, built and checked."""
-    found = [build(name, case, mask, keep, sets, args) for name in args.contenders]
-    want = right(case, keep, sets[0])
+    found = [
+        skipped(name, framework(name)) if time.monotonic() > deadline else build(name, case, mask, keep, sets, args)
+        for name in args.contenders
+    ]
     for contender in found:
-        if contender.status == "ok" and contender.name != "dense":
-            check(contender, want)
+        if contender.status == "ok":
+            check(contender, right(case, None if contender.name == "dense" else keep, sets[0]))
         say(f"  {contender.name}: {contender.status} {contender.reason or contender.plan.splitlines()[0]}")
     return found
 
@@ -205,30 +207,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": [],
     }
     sets = input_sets(args.cases[0])
-    for pattern in args.pattern:
-        for sparsity in args.sparsity:
+    for pattern, sparsity in itertools.product(args.pattern, args.sparsity):
+        facts: dict[str, Any] = {"pattern": pattern, "sparsity_asked": sparsity}
+        # The mask of a pattern may take longer than its contenders.
+        if time.monotonic() < deadline:
             mask = mask_of(pattern, sparsity, args.seq_len, args.block_size)
             keep = jax.jit(lambda mask: mask.to_dense(args.seq_len, args.seq_len)[0, 0])(mask)
-            facts = {
-                "pattern": pattern,
-                "sparsity_asked": sparsity,
-                "sparsity": 1 - kept_share(keep),
-                "live_blocks": float(mask.density(args.seq_len, args.seq_len, BLOCK)),
-            }
-            for case in args.cases:
-                say(f"{case.label} {pattern}, sparsity {facts['sparsity']:.3f}, live blocks {facts['live_blocks']:.3f}")
-                if time.monotonic() > deadline:
-                    say("  skipped: the time budget is spent")
-                    found = [skipped(name, framework(name)) for name in args.contenders]
-                else:
-                    found = checked(case, mask, keep, sets, args)
-                    alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
-                dense = next((c.times for c in found if c.name == "dense"), [])
-                results["rows"] += [row_of(contender, case, facts, dense) for contender in found]
-                if args.output is not None:
-                    report.write_json(args.output, results)
+            facts["sparsity"] = 1 - kept_share(keep)
+            facts["live_blocks"] = float(mask.density(args.seq_len, args.seq_len, BLOCK))
+        for case in args.cases:
+            say(f"{case.label} {', '.join(f'{name} {fact}' for name, fact in facts.items())}")
+            if time.monotonic() > deadline:
+                say("  skipped: the time budget is spent")
+                found = [skipped(name, framework(name)) for name in args.contenders]
+            else:
+                found = checked(case, mask, keep, sets, args, deadline)
+                alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
+            dense = next((c.times for c in found if c.name == "dense"), [])
+            results["rows"] += [row_of(contender, case, facts, dense) for contender in found]
+            if args.output is not None:
+                report.write_json(args.output, results)
     close(timer)
-    return 0 if all(row["status"] in ("ok", "unavailable") for row in results["rows"]) else 1
+    return report.exit_status(row["status"] for row in results["rows"])
 
 
 if __name__ == "__main__":
