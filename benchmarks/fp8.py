@@ -4,10 +4,13 @@
 
 Quantizing is not in the time: keys and values of a cache, and what a linear layer leaves, are fp8 already. error is
 that of the fp8 output against the bf16 one, most of it from the quantization.
+
+The exit status is 1 where one of the two failed or was wrong.
 """
 
 import argparse
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +18,9 @@ import command_line
 import jax
 import jax.numpy as jnp
 import report
-from attention import choose_timer, prepare_process, say
-from cases import Case, parse_shape, relative_error
-from timing import Contender, alternate, first_line, speed_ratio, spread
+from attention import choose_timer, close, prepare_process, say
+from cases import Case, InputSet, Oracle, parse_shapes, relative_error
+from timing import Contender, alternate, speed_ratio, spread
 
 from jax_kernels import explain, flash_attention, flash_attention_fp8, quantize_fp8
 
@@ -42,14 +45,13 @@ def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
     for name, (function, given) in calls.items():
         contender = Contender(name, "jax")
         contenders.append(contender)
-        try:
+        with contender.attempt():
+            plan = str(explain(function.func, *given, **function.keywords))
             run = jax.jit(function)
-            contender.call = lambda index, run=run, given=given: run(*given)
-            outputs[name] = jax.block_until_ready(contender.call(0))
-            contender.plan = str(explain(function.func, *given, **function.keywords))
-        except Exception as error:
-            contender.give_up("failed", first_line(error))
+            outputs[name] = contender.start(lambda index, run=run, given=given: run(*given), plan)
     bf16, fp8 = contenders
+    if bf16.status == "ok":
+        bf16.judge(Oracle(case, InputSet(*arrays, arrays[0])).error((outputs["bf16"],)), "float32")
     if bf16.status == fp8.status == "ok":
         fp8.judge(relative_error([outputs["fp8"]], [outputs["bf16"]]), "bf16", TOLERANCE)
     alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
@@ -72,21 +74,26 @@ def row_of(contender: Contender, case: Case) -> dict[str, Any]:
     return row
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05)
     parser.add_argument("--shapes", default=SHAPES, help="batch,seq,heads,head_dim[,kv_heads], separated by ';'")
     parser.add_argument("--implementation", default=None)
     args = parser.parse_args(argv)
+    try:
+        cases = [Case(*s, "bf16", is_causal, "fwd") for s in parse_shapes(args.shapes) for is_causal in (False, True)]
+    except ValueError as error:
+        parser.error(str(error))
     prepare_process()
     name, timer = choose_timer(args.timer, ["jax"])
     results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(args.commit), "timer": name}
     results["rows"] = rows = []
-    for shape in args.shapes.split(";"):
-        for is_causal in (False, True):
-            rows.append(measure(Case(*parse_shape(shape), "bf16", is_causal, "fwd"), timer, args))
-            if args.output is not None:
-                report.write_json(args.output, results)
+    for case in cases:
+        rows.append(measure(case, timer, args))
+        if args.output is not None:
+            report.write_json(args.output, results)
+    close(timer)
+    return report.exit_status(contender["status"] for row in rows for contender in row["contenders"])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
