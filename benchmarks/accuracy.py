@@ -4,16 +4,25 @@
 
 Root mean square over the whole array, relative: of out, and of the gradients of query, key and value. "peaked": the
 keys are the queries, so that each row has one key that stands out. "large": queries of eight times the length.
+
+The exit status is 1 where one failed, gave a NaN, or, but for "peaked" inputs, errors that are not of rounding.
 """
 
 import itertools
+import math
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import command_line
 import jax
 import jax.numpy as jnp
+import numpy as np
 import report
 from attention import say
+from cases import TOLERANCE
+from contenders import OURS
+from timing import Contender
 
 from jax_kernels import flash_attention
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
@@ -59,31 +68,49 @@ def draw(kind: str, shape: tuple[int, ...]):
     return (query * 8 if kind == "large" else query, query if kind == "peaked" else key, value), dout
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__)
     parser.add_argument("--lengths", default="256,2048", help="comma list of tokens")
     parser.add_argument("--head-dims", default="64,128,256")
     parser.add_argument("--implementations", default="mosaic_gpu,cudnn", help="comma list, cudnn among them")
     args = parser.parse_args(argv)
+    try:
+        lengths, head_dims = (command_line.numbers(text) for text in (args.lengths, args.head_dims))
+        names = command_line.names("implementations", args.implementations, OURS)
+        if "cudnn" not in names:
+            raise ValueError(f"implementations: got {args.implementations!r}, want cudnn among them")
+    except ValueError as error:
+        parser.error(str(error))
     jax.config.update("jax_enable_x64", True)
-    numbers = lambda text: [int(word) for word in text.split(",")]
-    rows = []
-    for head_dim, length, is_causal in itertools.product(numbers(args.head_dims), numbers(args.lengths), (False, True)):
-        ours = {name: errors(is_causal, name) for name in args.implementations.split(",")}
+    results = {"schema": report.SCHEMA, "environment": report.environment(args.commit)}
+    rows: list[dict[str, Any]] = []
+    for head_dim, length, is_causal in itertools.product(head_dims, lengths, (False, True)):
+        ours = {name: errors(is_causal, name) for name in names}
         oracle = right(is_causal)
         for kind in KINDS:
             arrays, dout = draw(kind, (2, length, 4, head_dim))
             want = oracle(arrays, dout)
-            found = {name: run(arrays, dout, want) for name, run in ours.items()}
-            rows.append({"shape": arrays[0].shape, "causal": is_causal, "inputs": kind, "errors": found})
+            found, told = {}, {}
+            for name, run in ours.items():
+                contender = Contender(name, "jax")
+                with contender.attempt():
+                    found[name] = run(arrays, dout, want)
+                    # How far rounding goes where one key stands out depends on the length and on head_dim.
+                    tolerance = math.inf if kind == "peaked" else TOLERANCE
+                    contender.judge(float(np.max(list(found[name].values()))), "float64", tolerance)
+                told[name] = {"status": contender.status, "reason": contender.reason}
+            row = {"shape": arrays[0].shape, "causal": is_causal, "inputs": kind, "errors": found, "contenders": told}
+            rows.append(row)
             texts = [f"{name} " + " ".join(f"{x:.2e}" for x in e.values()) for name, e in found.items()]
-            ratios = " ".join(f"{e / found['cudnn'][name]:.3f}" for name, e in next(iter(found.values())).items())
-            mask = "causal" if is_causal else "full"
-            say(f"{length} x {head_dim} {mask:6} {kind:6} | {' | '.join(texts)} | first over cudnn {ratios}")
-    if args.output is not None:
-        environment = report.environment(args.commit)
-        report.write_json(args.output, {"schema": report.SCHEMA, "environment": environment, "rows": rows})
+            texts += [f"{name} {how['status']}: {how['reason']}" for name, how in told.items() if how["reason"]]
+            if names[0] in found and "cudnn" in found:
+                ratios = (f"{e / found['cudnn'][result]:.3f}" for result, e in found[names[0]].items())
+                texts.append(f"first over cudnn {' '.join(ratios)}")
+            say(f"{length} x {head_dim} {'causal' if is_causal else 'full':6} {kind:6} | {' | '.join(texts)}")
+            if args.output is not None:
+                report.write_json(args.output, results | {"rows": rows})
+    return report.exit_status(how["status"] for row in rows for how in row["contenders"].values())
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

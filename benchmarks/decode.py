@@ -3,9 +3,14 @@
     PYTHONPATH=. python benchmarks/decode.py --shapes "64,1,32,128,8;1,1,32,128,8" --kv-length 16384
 
 A step reads every key and value once: its bandwidth is their bytes over its time. The copy reads and writes; its
-bandwidth counts both. "cudnn" is jax.nn.dot_product_attention, where it takes the shape.
+bandwidth counts both. "cudnn" is jax.nn.dot_product_attention, whose queries attend to all keys; ours attend to those
+up to their own. All but the copy are held against float32 before they are timed.
+
+The exit status is 1 where a contender failed or was wrong.
 """
 
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,22 +19,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import report
-from attention import choose_timer, prepare_process, say
-from timing import Contender, alternate, first_line, spread, wait
+from attention import choose_timer, close, prepare_process, say
+from cases import Case, as_numpy, parse_shapes, relative_error
+from contenders import need
+from timing import Contender, alternate, spread
 
-from jax_kernels import decode_attention
+from jax_kernels import decode_attention, flash_attention
+from jax_kernels.ops.decode_attention import IMPLEMENTATIONS
 
 PAGE = 64
 
 
-def build(name: str, function: Callable[..., Any], *arrays: Any) -> Contender:
+def build(name: str, function: Callable[..., Any], *arrays: Any, want: jax.Array | None = None) -> Contender:
+    """want: what is right for the first batch entry."""
     contender = Contender(name, "jax")
-    try:
+    with contender.attempt():
+        if name == "cudnn":
+            need("jax-cudnn")
         jitted = jax.jit(function)
-        contender.call = lambda index: jitted(*arrays)
-        wait(contender.call(0), "jax")
-    except Exception as error:
-        contender.give_up("failed", first_line(error))
+        outputs = contender.start(lambda index: jitted(*arrays))
+        if want is not None:
+            contender.judge(relative_error([as_numpy(outputs[:1])], [as_numpy(want)]), "float32")
     return contender
 
 
@@ -42,51 +52,69 @@ def contenders(shape: tuple[int, ...], kv_length: int, implementations: Sequence
     key, value = (jax.random.normal(k, cache, jnp.bfloat16) for k in keys[1:])
     pages = kv_length // PAGE
     tables = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages).astype(np.int32)
-    paged = [x.reshape(-1, PAGE, kv_heads, head_dim) for x in (key, value)]
+    # The same sequences, in pages that lie anywhere.
+    paged = [
+        jnp.zeros((batch * pages, PAGE, kv_heads, head_dim), x.dtype)
+        .at[tables.reshape(-1)]
+        .set(x.reshape(-1, PAGE, kv_heads, head_dim))
+        for x in (key, value)
+    ]
     lengths = jnp.full(batch, kv_length, jnp.int32)
+    attend = functools.partial(flash_attention, *(x[:1].astype(jnp.float32) for x in (query, key, value)))
+    want = attend(is_causal=True, q_offset=kv_length - q_length, implementation="xla")
     found = [build("copy", lambda k, v: (-k, -v), key, value)]
     for name in implementations:
         step = lambda q, k, v, lengths, name=name: decode_attention(q, k, v, kv_lengths=lengths, implementation=name)
-        found.append(build(name, step, query, key, value, lengths))
+        found.append(build(name, step, query, key, value, lengths, want=want))
         step = lambda q, k, v, lengths, tables, name=name: decode_attention(
             q, k, v, kv_lengths=lengths, block_tables=tables, implementation=name
         )
-        found.append(build(f"{name} paged", step, query, *paged, lengths, jnp.asarray(tables)))
-    cudnn = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-    found.append(build("cudnn", cudnn, query, key, value))
+        found.append(build(f"{name} paged", step, query, *paged, lengths, jnp.asarray(tables), want=want))
+    cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    found.append(build("cudnn", cudnn, query, key, value, want=attend(implementation="xla")))
     return found, 2 * key.nbytes
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05)
-    parser.add_argument("--shapes", default="64,1,32,128,8", help="batch,queries,heads,head_dim,kv_heads, ';' between")
-    parser.add_argument("--kv-length", type=int, default=16384)
-    parser.add_argument("--implementations", default="mosaic_gpu,triton")
+    parser.add_argument(
+        "--shapes", default="64,1,32,128,8", help="batch,queries,heads,head_dim[,kv_heads], ';' between"
+    )
+    parser.add_argument("--kv-length", type=command_line.positive(int), default=16384, help=f"a multiple of {PAGE}")
+    parser.add_argument("--implementations", default="mosaic_gpu,triton", help=f"ours: {', '.join(IMPLEMENTATIONS)}")
     args = parser.parse_args(argv)
+    try:
+        shapes = [Case(*shape, "bf16", True, "fwd").shape for shape in parse_shapes(args.shapes)]
+        implementations = command_line.names("implementations", args.implementations, tuple(IMPLEMENTATIONS))
+        if args.kv_length % PAGE:
+            raise ValueError(f"kv_length: got {args.kv_length}, want a multiple of {PAGE}, the length of a page")
+    except ValueError as error:
+        parser.error(str(error))
     prepare_process()
     timer_name, timer = choose_timer(args.timer, ["jax"])
+    results = {"schema": report.SCHEMA, "environment": report.environment(args.commit), "timer": timer_name}
     rows: list[dict[str, Any]] = []
-    for text in args.shapes.split(";"):
-        shape = tuple(int(word) for word in text.split(","))
-        found, size = contenders(shape, args.kv_length, args.implementations.split(","))
+    for shape in shapes:
+        found, size = contenders(shape, args.kv_length, implementations)
         alternate(found, timer, rounds=args.rounds, seconds=args.seconds)
-        copied = 0.0
+        copied = 2 * size / spread(found[0].times)["median"] / 1e9 if found[0].status == "ok" else None
         for contender in found:
             row = {"shape": shape, "kv_length": args.kv_length, "contender": contender.name, "status": contender.status}
-            row |= {"reason": contender.reason, "times_ms": contender.times}
-            if contender.times:
+            row |= {"reason": contender.reason, "error": contender.error, "times_ms": contender.times}
+            told = f"{','.join(map(str, shape))} {contender.name:18}"
+            if contender.status == "ok":
                 moved = 2 * size if contender.name == "copy" else size
                 bandwidth = moved / spread(contender.times)["median"] / 1e9
-                copied = copied or bandwidth
-                row |= {"terabytes_per_second": bandwidth, "of_copy": bandwidth / copied}
-                say(f"{text} {contender.name:18} {bandwidth:.2f} TB/s, {bandwidth / copied:.3f} of a copy's")
+                row |= {"terabytes_per_second": bandwidth, "of_copy": copied and bandwidth / copied}
+                say(f"{told} {bandwidth:.2f} TB/s" + (f", {bandwidth / copied:.3f} of a copy's" if copied else ""))
             else:
-                say(f"{text} {contender.name:18} {contender.status}: {contender.reason}")
+                say(f"{told} {contender.status}: {contender.reason}")
             rows.append(row)
-    if args.output is not None:
-        results = {"schema": report.SCHEMA, "environment": report.environment(args.commit), "timer": timer_name}
-        report.write_json(args.output, results | {"rows": rows})
+        if args.output is not None:
+            report.write_json(args.output, results | {"rows": rows})
+    close(timer)
+    return report.exit_status(row["status"] for row in rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

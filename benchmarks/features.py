@@ -25,7 +25,7 @@ import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
 from cases import as_numpy, parse_shape, relative_error
-from timing import Contender, alternate, first_line, skipped, spread
+from timing import Contender, alternate, skipped, spread
 
 from jax_kernels import flash_attention
 from jax_kernels.ops import attention
@@ -134,24 +134,19 @@ def build(variant: Variant, mode: str, implementation: str | None) -> Contender:
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (variant.heads, variant.kv_heads, variant.kv_heads, variant.heads)
     arrays = tuple(jax.random.normal(k, shape(n), jnp.bfloat16) for k, n in zip(keys, heads, strict=True))
-    try:
+    with contender.attempt():
         named = dict(zip(("query", "key", "value"), arrays[:3], strict=True))
         call, inputs = attention.prepare(**named, **variant.arguments, implementation=implementation)
         # Slopes are constants here: their gradients would be passes more.
         call = dataclasses.replace(call, options=dataclasses.replace(call.options, score_mod_gradient=False))
-        contender.plan = f"{call.implementation} {call.config}"
-        results = forward(call, inputs)
-        if mode == "fwd":
-            contender.call = lambda index: forward(call, inputs)
-            outputs = results[:1]
-        else:
-            contender.call = lambda index: backward(call, inputs, results, arrays[3])
-            outputs = contender.call(0)[:3]
+        run = lambda index: forward(call, inputs)
+        if mode == "bwd":
+            results = run(0)
+            run = lambda index: backward(call, inputs, results, arrays[3])
+        outputs = contender.start(run, f"{call.implementation} {call.config}")
         want = right(variant, mode, arrays)
-        got = [as_numpy(x[:1, :, : w.shape[2]]) for x, w in zip(outputs, want, strict=True)]
+        got = [as_numpy(x[:1, :, : w.shape[2]]) for x, w in zip(outputs, want, strict=False)]
         contender.judge(relative_error(got, want), "float32")
-    except Exception as error:
-        contender.give_up("failed", first_line(error))
     return contender
 
 
@@ -205,7 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_process()
     try:
         modes = command_line.names("mode", args.mode, MODES)
-        found = groups(*parse_shape(args.shape)[:4])
+        if args.shape.count(",") != 3:
+            raise ValueError(f"shape: got {args.shape!r}, want batch,seq,heads,head_dim; some variants group the heads")
+        batch, seq, heads, head_dim, _ = parse_shape(args.shape)
+        if min(batch, seq - 1, heads - 1, head_dim) < 1:
+            raise ValueError(f"shape: got {args.shape!r}, want positive numbers, two heads and two tokens at least")
+        found = groups(batch, seq, heads, head_dim)
         if args.variants is not None:
             known = list(dict.fromkeys(variant.name for group in found for variant in group[1:]))
             found = chosen(found, command_line.names("variants", args.variants, known))
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.output is not None:
                 report.write_json(args.output, results)
     close(timer)
-    return 0 if all(row["status"] in ("ok", "unavailable") for row in rows) else 1
+    return report.exit_status(row["status"] for row in rows)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ With --segments and --rates it is dilated attention.
 
 Time is the wall clock around a call, the best of a few (a call takes tenths of a second). Memory is the most that XLA
 held at once, as a multiple of the query's bytes too: query, key, value, dout and the four results are eight of them.
+
+A length that fails leaves a row that says so, as one whose results hold a NaN; the exit status is 1 then.
 """
 
 import argparse
@@ -16,12 +18,14 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import command_line
 import jax
 import jax.numpy as jnp
 import report
-from cases import Case, dilated_flops
+from cases import Case, dilated_flops, has_nan
 
 from jax_kernels import dilated_attention, flash_attention
 
@@ -33,9 +37,8 @@ def measure(length: int, args: argparse.Namespace) -> dict:
     case = Case(1, length, heads, head_dim, heads, "bf16", True, "fwdbwd")
     flops, attend = case.flops, flash_attention
     if args.segments:
-        lengths, rates = (tuple(int(x) for x in text.split(",")) for text in (args.segments, args.rates))
-        attend = functools.partial(dilated_attention, segment_lengths=lengths, dilation_rates=rates)
-        flops = dilated_flops(case, lengths, rates)
+        attend = functools.partial(dilated_attention, segment_lengths=args.segments, dilation_rates=args.rates)
+        flops = dilated_flops(case, args.segments, args.rates)
 
     @jax.jit
     def run(query, key, value, dout):
@@ -50,8 +53,12 @@ def measure(length: int, args: argparse.Namespace) -> dict:
         jax.block_until_ready(run(query, key, value, dout))
         seconds.append(time.perf_counter() - start)
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    # Of a call of its own: results that outlive theirs would count in the peak.
+    nan = bool(has_nan(run(query, key, value, dout)))
     return {
         "length": length,
+        "status": "wrong" if nan else "ok",
+        "reason": "its results hold a NaN" if nan else "",
         "seconds": seconds,
         "tflops": flops / min(seconds) / 1e12,
         "peak_bytes": peak,
@@ -59,38 +66,60 @@ def measure(length: int, args: argparse.Namespace) -> dict:
     }
 
 
-def main() -> None:
+def in_its_own_process(length: int, words: Sequence[str]) -> dict[str, Any]:
+    """The row that measure gives there, or one that says how the process ended."""
+    command = [sys.executable, __file__, *words, "--one", str(length)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    sys.stderr.write(done.stderr)
+    told = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    return {"length": length, "status": "failed", "reason": told[-1][:300]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.parser(__doc__)
     parser.add_argument("--lengths", default="32768,65536,131072", help="comma list of tokens")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--heads", type=command_line.positive(int), default=16)
+    parser.add_argument("--head-dim", type=command_line.positive(int), default=128)
     parser.add_argument("--segments", help="comma list of segment_lengths, of dilated attention")
     parser.add_argument("--rates", help="comma list of dilation_rates")
     parser.add_argument("--implementation", default=None)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=command_line.positive(int), default=3)
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if (args.segments is None) != (args.rates is None):
-        parser.error("segments, rates: got one of them, want both or neither")
+    words = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(words)
+    asked = {"segments": args.segments, "rates": args.rates} if args.segments else {}
+    try:
+        lengths = command_line.numbers(args.lengths)
+        args.segments, args.rates = (
+            text if text is None else tuple(command_line.numbers(text)) for text in (args.segments, args.rates)
+        )
+        if len(args.segments or ()) != len(args.rates or ()):
+            raise ValueError(f"segments, rates: got {args.segments} and {args.rates}, want as many of each")
+    except ValueError as error:
+        parser.error(str(error))
     if args.one:
         print(json.dumps(measure(args.one, args)))
-        return
-    rows = []
-    for length in (int(text) for text in args.lengths.split(",")):
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", str(length)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
-        row = rows[-1]
-        memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 1e9:.2f} GB"
-        print(f"{length}: {min(row['seconds']):.3f} s, {row['tflops']:.0f} TFLOP/s{memory}", flush=True)
-    if args.output:
-        pattern = {"segments": args.segments, "rates": args.rates} if args.segments else {}
-        case = pattern | {"heads": args.heads, "head_dim": args.head_dim, "batch": 1, "causal": True, "dtype": "bf16"}
-        report.write_json(
-            args.output,
-            {"schema": report.SCHEMA, "environment": report.environment(args.commit), "case": case, "rows": rows},
-        )
+        return 0
+    case = asked | {"heads": args.heads, "head_dim": args.head_dim, "batch": 1, "causal": True, "dtype": "bf16"}
+    rows: list[dict[str, Any]] = []
+    results: dict[str, Any] = {"schema": report.SCHEMA, "case": case, "rows": rows}
+    for length in lengths:
+        row = in_its_own_process(length, words)
+        rows.append(row)
+        if row["status"] == "ok":
+            memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 1e9:.2f} GB"
+            print(f"{length}: {min(row['seconds']):.3f} s, {row['tflops']:.0f} TFLOP/s{memory}", flush=True)
+        else:
+            print(f"{length}: {row['status']}: {row['reason']}", flush=True)
+        if args.output is not None:
+            report.write_json(args.output, results)
+    if args.output is not None:
+        # Last, as it takes hold of the device, whose memory the processes measure.
+        report.write_json(args.output, {"environment": report.environment(args.commit)} | results)
+    return report.exit_status(row["status"] for row in rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

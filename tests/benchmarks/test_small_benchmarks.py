@@ -118,43 +118,152 @@ def test_features_without_time_left(run_features):
     assert {row["status"] for row in results["rows"]} == {"skipped"}
 
 
-def test_decode_runs(tmp_path, monkeypatch, without_gpu):
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        (features, "--shape 2,64,4,16,2", "shape: got '2,64,4,16,2', want batch,seq,heads,head_dim; some"),
+        (features, "--shape 2,64,1,16", "want positive numbers, two heads and two tokens at least"),
+        (features, "--variants softcap,causal", "variants: got 'causal', want some of length"),
+        (decode, "--shapes 2,1,4,16,3", "kv_heads: got 3, want a divisor of the 4 heads"),
+        (decode, "--kv-length 100", "kv_length: got 100, want a multiple of 64, the length of a page"),
+        (decode, "--implementations cudnn", "implementations: got 'cudnn', want some of mosaic_gpu"),
+        (accuracy, "--implementations xla", "implementations: got 'xla', want cudnn among them"),
+        (accuracy, "--lengths 32,0", "got '32,0', want positive integers"),
+        (long_sequence, "--segments 16,32 --rates 1", "segments, rates: got (16, 32) and (1,), want as many of each"),
+        (long_sequence, "--rates 1", "segments, rates: got None and (1,)"),
+    ],
+)
+def test_wrong_arguments_are_named(script, words, message, monkeypatch, capsys):
+    monkeypatch.setattr(features, "prepare_process", lambda: None)
+    with pytest.raises(SystemExit):
+        script.main(words.split())
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def run_decode(tmp_path, monkeypatch, without_gpu):
+    """run_decode(): the exit status of a run over tiny arrays, and its rows by contender."""
     monkeypatch.setattr(decode, "prepare_process", lambda: None)
     monkeypatch.setattr(decode, "PAGE", 16)
-    out = tmp_path / "decode.json"
-    words = f"--shapes 2,1,4,16,2 --kv-length 32 --implementations xla --timer host --rounds 2 --output {out}"
-    decode.main([*words.split(), "--seconds", "0.001"])
-    rows = {row["contender"]: row for row in json.loads(out.read_text())["rows"]}
-    assert list(rows) == ["copy", "xla", "xla paged", "cudnn"]
-    assert (rows["cudnn"]["status"], rows["copy"]["of_copy"]) == ("failed", 1)
+
+    def run():
+        out = tmp_path / "decode.json"
+        words = "--shapes 2,3,4,16,2 --kv-length 32 --implementations xla --timer host --rounds 2 --seconds 0.001"
+        status = decode.main([*words.split(), "--output", str(out)])
+        return status, {row["contender"]: row for row in json.loads(out.read_text())["rows"]}
+
+    return run
+
+
+def test_decode_runs(run_decode):
+    status, rows = run_decode()
+    assert (status, list(rows)) == (0, ["copy", "xla", "xla paged", "cudnn"])
+    assert (rows["cudnn"]["status"], rows["copy"]["of_copy"]) == ("unavailable", 1)
+    assert 1e-4 < rows["xla"]["error"] < 1e-2
+    assert rows["xla paged"]["error"] == pytest.approx(rows["xla"]["error"])
     size = 2 * 2 * 32 * 2 * 16 * 2  # keys and values in bfloat16
     for name, moved in (("copy", 2 * size), ("xla", size), ("xla paged", size)):
         assert rows[name]["terabytes_per_second"] == pytest.approx(moved / np.median(rows[name]["times_ms"]) / 1e9)
 
 
-def test_accuracy_runs(tmp_path, monkeypatch, without_gpu):
+def test_what_of_decode_is_wrong_or_fails_is_told(run_decode, monkeypatch):
+    honest = decode.decode_attention
+
+    def broken(*arrays, block_tables=None, **options):
+        if block_tables is not None:
+            raise RuntimeError("no such page")
+        return honest(*arrays, **options) * jnp.nan
+
+    monkeypatch.setattr(decode, "decode_attention", broken)
+    status, rows = run_decode()
+    assert (status, rows["xla"]["status"], rows["xla"]["error"]) == (1, "wrong", None)
+    assert (rows["xla paged"]["status"], rows["xla paged"]["reason"]) == ("failed", "RuntimeError: no such page")
+    assert (rows["copy"]["status"], rows["xla"]["times_ms"]) == ("ok", [])
+
+
+@pytest.fixture
+def run_accuracy(tmp_path, monkeypatch, without_gpu):
+    """run_accuracy(kind, errors): the exit status and the rows, where errors(is_causal, name) is accuracy's."""
+
+    def run(kind, errors):
+        monkeypatch.setattr(accuracy, "KINDS", (kind,))
+        monkeypatch.setattr(accuracy, "errors", errors)
+        out = tmp_path / "accuracy.json"
+        words = "--lengths 32 --head-dims 16 --implementations xla,cudnn --output"
+        try:
+            status = accuracy.main([*words.split(), str(out)])
+        finally:
+            jax.config.update("jax_enable_x64", False)
+        return status, json.loads(out.read_text())["rows"]
+
+    return run
+
+
+def test_accuracy_runs(run_accuracy):
     """Errors of bfloat16, and a ratio of one where both are the same implementation."""
     errors = accuracy.errors
-    monkeypatch.setattr(accuracy, "errors", lambda is_causal, name: errors(is_causal, "xla"))
-    monkeypatch.setattr(accuracy, "KINDS", ("peaked",))
-    out = tmp_path / "accuracy.json"
-    try:
-        accuracy.main(["--lengths", "32", "--head-dims", "16", "--implementations", "xla,cudnn", "--output", str(out)])
-    finally:
-        jax.config.update("jax_enable_x64", False)
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["causal"] for row in rows] == [False, True]
+    status, rows = run_accuracy("peaked", lambda is_causal, name: errors(is_causal, "xla"))
+    assert (status, [row["causal"] for row in rows]) == (0, [False, True])
     for row in rows:
         assert row["errors"]["xla"] == row["errors"]["cudnn"]
         assert set(row["errors"]["xla"]) == set(accuracy.RESULTS)
         assert all(1e-4 < error < 1e-2 for error in row["errors"]["xla"].values())
 
 
-@pytest.mark.parametrize("segments", [None, "16,64"])
+@pytest.mark.parametrize(
+    ("kind", "error", "exit_status", "status"),
+    [
+        ("normal", 0.03, 1, "wrong"),
+        ("peaked", 0.03, 0, "ok"),
+        ("peaked", np.nan, 1, "wrong"),
+        ("normal", None, 1, "failed"),
+    ],
+)
+def test_what_of_accuracy_is_wrong_or_fails_is_told(kind, error, exit_status, status, run_accuracy, monkeypatch):
+    def of_cudnn(*_):
+        if error is None:
+            raise RuntimeError("no plan")
+        return dict.fromkeys(accuracy.RESULTS, 1e-3) | {"dk": error}
+
+    of_xla = lambda *_: dict.fromkeys(accuracy.RESULTS, 1e-3)
+    monkeypatch.setattr(accuracy, "right", lambda is_causal: lambda *_: None)
+    found, rows = run_accuracy(kind, lambda is_causal, name: of_xla if name == "xla" else of_cudnn)
+    assert (found, len(rows)) == (exit_status, 2)
+    for row in rows:
+        assert [row["contenders"][name]["status"] for name in ("xla", "cudnn")] == ["ok", status]
+
+
+@pytest.mark.parametrize("segments", [None, (16, 64)])
 def test_long_sequence_measures(segments):
-    args = {"heads": 2, "head_dim": 8, "segments": segments, "rates": segments and "1,2", "repeats": 2}
+    args = {"heads": 2, "head_dim": 8, "segments": segments, "rates": segments and (1, 2), "repeats": 2}
     row = long_sequence.measure(32, types.SimpleNamespace(**args, implementation="xla"))
-    assert len(row["seconds"]) == 2
+    assert (len(row["seconds"]), row["status"]) == (2, "ok")
     # Two segments of 16, and one of every second token.
     pairs = 32**2 if segments is None else 2 * 16**2 + 16**2
     assert row["tflops"] * min(row["seconds"]) == pytest.approx(3.5 * 4 * pairs * 2 * 8 / 2 / 1e12)
+
+
+def test_a_nan_of_long_sequence_is_wrong(monkeypatch):
+    attend = long_sequence.flash_attention
+    monkeypatch.setattr(long_sequence, "flash_attention", lambda *qkv, **options: attend(*qkv, **options) * jnp.nan)
+    args = {"heads": 1, "head_dim": 8, "segments": None, "repeats": 1, "implementation": "xla"}
+    assert long_sequence.measure(16, types.SimpleNamespace(**args))["status"] == "wrong"
+
+
+def test_a_length_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
+    def process(command, **_):
+        length = int(command[-1])
+        row = {"length": length, "status": "ok", "seconds": [0.5], "tflops": 1.0, "peak_bytes": None}
+        if length == 64:
+            return types.SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nMemoryError: out of memory\n")
+        return types.SimpleNamespace(returncode=0, stdout=f"noise\n{json.dumps(row)}\n", stderr="")
+
+    monkeypatch.setattr(long_sequence.subprocess, "run", process)
+    monkeypatch.setattr(long_sequence.report, "environment", lambda commit: {"commit": commit})
+    out = tmp_path / "long.json"
+    assert long_sequence.main(["--lengths", "32,64,128", "--commit", "abc", "--output", str(out)]) == 1
+    results = json.loads(out.read_text())
+    assert [(row["length"], row["status"]) for row in results["rows"]] == [(32, "ok"), (64, "failed"), (128, "ok")]
+    assert (results["rows"][1]["reason"], results["environment"]) == ("MemoryError: out of memory", {"commit": "abc"})
+    assert "64: failed: MemoryError: out of memory" in capsys.readouterr().out
+    assert long_sequence.main(["--lengths", "32"]) == 0
