@@ -72,7 +72,7 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
     # serialised by it (C7511); softcap's exponentials, and a score_mod, had better run behind dP.
     mask_first = exchange and not cap and has_slope == has_mod
     chunks, q_chunks = head_dim // 64, block_q // 64
-    any_rows = arrays["query"].shape[1] % 8 != 0 or key.shape[1] % 8 != 0
+    any_rows = hopper.has_odd_length(arrays["query"], key)
     k_tiles, v_tiles = hopper.Tiles(64, any_rows), hopper.Tiles(width, any_rows)
     q_tiles = hopper.Tiles(width, any_rows, whole=True)
     parts = q_tiles.count

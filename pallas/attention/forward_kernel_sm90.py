@@ -46,7 +46,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
     take_turns = config.take_turns and not interpret
     share_q_out = config.share_q_out and out_dtype == dtype and v_head_dim == head_dim
-    any_rows = q_length % 8 != 0 or arrays["key"].shape[1] % 8 != 0
+    any_rows = hopper.has_odd_length(arrays["query"], arrays["key"])
     qk_tiles, v_tiles = hopper.Tiles(head_dim, any_rows), hopper.Tiles(v_head_dim, any_rows)
     out_tiles = hopper.Tiles(v_head_dim, any_rows, swizzled=out_dtype == dtype)
 

@@ -24,7 +24,7 @@ from jax_kernels.pallas.attention import (
     tiles,
     views_sm90,
 )
-from jax_kernels.pallas.attention.hopper import pad_for_tma, segments_of
+from jax_kernels.pallas.attention.hopper import has_odd_length, pad_for_tma, segments_of
 from jax_kernels.pallas.attention.tile_scheduler import TileScheduler
 
 # Keys per query from which a look at all queries and keys beforehand pays: it reads them once, and saves a tenth of
@@ -43,7 +43,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     )
     no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
     inputs, options = lists_sm90.without_limits(inputs, options)
-    any_rows = q_length % 8 != 0 or inputs.key.shape[1] % 8 != 0
+    any_rows = has_odd_length(inputs.query, inputs.key)
     query, key, value = (pad_for_tma(x, any_rows=any_rows) for x in inputs[:3])
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
     dense = dense_sm90.dense_of(inputs, options, config.block_q, config.block_kv, transposed=False)

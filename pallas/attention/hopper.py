@@ -295,6 +295,11 @@ class Tiles:
         return smem.at[c, :, start : start + 64] if self.width > 64 else smem.at[c]
 
 
+def has_odd_length(*arrays: jax.Array) -> bool:
+    """Whether one of them, [B, length, ...], has other than whole swizzle atoms of 8 rows."""
+    return any(x.shape[1] % 8 != 0 for x in arrays)
+
+
 def pad_for_tma(x: jax.Array, head_dim_multiple: int = 64, *, any_rows: bool = False) -> jax.Array:
     """[B, length, H, D] with zeros up to whole swizzle atoms: columns of 64, and 8 rows but for any_rows.
 
