@@ -131,7 +131,7 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
 
                 def place_again():
                     """(batch entry, head, queries): the loop of copies leaves no registers to keep them."""
-                    if not q_tiles.eights:
+                    if not q_tiles.whole:
                         return b, head, rows
                     b_, kv_head_, kv_index_ = block(recomputed(cta))
                     head_, q_block_, _ = walk_over_queries(b_, kv_head_, kv_index_)[1](recomputed(step))

@@ -238,35 +238,38 @@ class Tiles:
 
     any_rows: whether an array may have any number of rows. Copies take 64 columns at a time then, which is the chunks'
     width. whole: a product is to have all columns in one chunk, for which copies take 8 rows at a time, and
-    do not keep up with the forward. swizzled: for wgmma; else plain rows.
+    do not keep up with the forward. swizzled: for wgmma; else plain rows. The interpreter copies any rows as they are.
     """
 
     def __init__(self, columns: int, any_rows: bool, *, whole: bool = False, swizzled: bool = True):
         self.any_rows = any_rows and swizzled
-        self.eights = self.any_rows and whole and columns > 64
+        self.whole = self.any_rows and whole and columns > 64
         self.transforms = SWIZZLED if swizzled else ()
-        self.width = 64 if self.any_rows and not self.eights else columns
+        self.width = 64 if self.any_rows and not self.whole else columns
         self.count = columns // self.width
+        # Whether copies see the memory in other tiles than products do, and whether these have 8 rows each.
+        self.retiled = self.any_rows and not INTERPRETED
+        self.eights = self.whole and self.retiled
 
     def scratch(self, *shape: int, dtype: Any) -> Any:
         """For pl.run_scoped. shape: without the columns."""
         *outer, rows = shape
         tiles = plgpu.SMEM((*outer, self.count, rows, self.width), dtype, transforms=self.transforms)
-        if not self.any_rows or INTERPRETED:
+        if not self.retiled:
             return tiles
         copied = (rows // 8, self.width // 64, 8, 64) if self.eights else (self.count, rows, 64)
         return plgpu.RefUnion(tiles, plgpu.SMEM((*outer, *copied), dtype, transforms=ROWS))
 
     def views(self, smem: Any) -> tuple[Any, Any]:
         """(for wgmma and stores, for copies) of what scratch asked for."""
-        return tuple(smem) if self.any_rows and not INTERPRETED else (smem, smem)
+        return tuple(smem) if self.retiled else (smem, smem)
 
     def copies(self, rows: int) -> int:
         """How many a tile takes: a barrier's arrivals."""
-        return rows // 8 * (self.width // 64) if self.eights and not INTERPRETED else self.count
+        return rows // 8 * (self.width // 64) if self.eights else self.count
 
     def _each(self, gmem: Any, smem: Any, copy: Callable[[Any, Any], None]) -> None:
-        if not self.eights or INTERPRETED:
+        if not self.eights:
             for c in range(self.count):
                 copy(gmem if self.count == 1 else gmem.at[:, pl.ds(self.width * c, self.width)], smem.at[c])
             return
