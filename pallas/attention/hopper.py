@@ -216,20 +216,27 @@ TANH_UP_TO = 0.75
 TANH = (0.99998898, -0.33269671, 0.12742697, -0.03545278)
 
 
+def tanh_polynomial(x, factor: float, times: float = 1.0):
+    """tanh(x * factor) * times, where |x * factor| is TANH_UP_TO at most."""
+    powers = [coefficient * factor ** (2 * i + 1) * times for i, coefficient in enumerate(TANH)]
+    square = x * x
+    return x * functools.reduce(lambda total, power: total * square + power, powers[-2::-1], powers[-1])
+
+
+def tanh_limits(factor: float):
+    """Up to which |x| tanh_polynomial serves, of 64 rows: for any_of_warp_above."""
+    return plgpu.layout_cast(jnp.full((64,), TANH_UP_TO / abs(factor), jnp.float32), ROW)
+
+
 def softcapped_tile(scores, cap: float, scale: float):
     """softcapped, of [64, n] in the layout of wgmma's results: by a polynomial where a warp has small scores alone.
 
     Two of three special functions an element are saved so.
     """
     factor = scale / cap
-    powers = [coefficient * factor ** (2 * i + 1) for i, coefficient in enumerate(TANH)]
-
-    def polynomial(scores):
-        square = scores * scores
-        return scores * functools.reduce(lambda total, power: total * square + power, powers[-2::-1], powers[-1])
-
-    limits = plgpu.layout_cast(jnp.full((64,), TANH_UP_TO / factor, jnp.float32), ROW)
+    limits = tanh_limits(factor)
     exact = functools.partial(softcapped, cap=cap, scale=scale)
+    polynomial = functools.partial(tanh_polynomial, factor=factor)
     return lax.cond(any_of_warp_above(jnp.abs(scores), limits), exact, polynomial, scores)
 
 

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention.dense_sm90 import PART, of_head
-from jax_kernels.pallas.attention.hopper import COLUMN, ROW, TANH, TANH_UP_TO, WGMMA, any_of_warp_above
+from jax_kernels.pallas.attention.hopper import COLUMN, ROW, WGMMA, any_of_warp_above, tanh_limits, tanh_polynomial
 from jax_kernels.pallas.attention.score_mod_graph import (
     WHOLE,
     Node,
@@ -135,10 +135,9 @@ class Tile:
             return joined(self.parts)
         factor *= self.scale
         largest = functools.reduce(jnp.maximum, (jnp.abs(part.raw) for part in self.parts))
-        limit = plgpu.layout_cast(jnp.full(self.raw.shape[:1], TANH_UP_TO / abs(factor), jnp.float32), ROW)
         exact = lambda scores: joined(self._parts(scores))
         polynomial = lambda scores: joined(self._parts(scores, factor))
-        return lax.cond(any_of_warp_above(largest, limit), exact, polynomial, self.raw)
+        return lax.cond(any_of_warp_above(largest, tanh_limits(factor)), exact, polynomial, self.raw)
 
     def derivative(self) -> Any | None:
         """By the scores, of their shape; None where it is 1."""
@@ -246,9 +245,7 @@ class Part:
             which, no, yes = self._inputs(node, 1.0, factor, factor)
             return jnp.where(which, yes, no)
         if kind == "tanh" and self.tanh_factor is not None:
-            square = self.raw * self.raw
-            powers = [x * self.tanh_factor ** (2 * i + 1) * factor for i, x in enumerate(TANH)]
-            return self.raw * functools.reduce(lambda total, x: total * square + x, powers[-2::-1], powers[-1])
+            return tanh_polynomial(self.raw, self.tanh_factor, factor)
         if kind in ("tanh", "logistic"):  # 1 - 2 / (1 + exp(2 x)) and 1 / (1 + exp(-x))
             is_tanh = kind == "tanh"
             made = self._memo(node)
