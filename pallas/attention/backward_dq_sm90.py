@@ -185,12 +185,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                             p = jnp.minimum(p, 1)
                         if has_slope:
                             p = jnp.where(live, p, 0) if predicate else p
-                            # Where a pair has no weight, the derivative may be anything.
-                            sloped = p * tile.derivative()
-                            if tile.derivative_may_be_infinite:
-                                p = jnp.where(p > 0, sloped, 0)
-                            else:
-                                p = jnp.where(live, sloped, 0) if predicate else sloped
+                            p = tile.times_derivative(p, live if predicate else None)
                         if cap:
                             # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
                             p = p * (1 - jnp.square(jnp.maximum(scores, -1)))

@@ -290,12 +290,7 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                             # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
                             p16, p = p.astype(dtype), p * (1 - jnp.square(jnp.maximum(scores, -1)))
                         if has_slope:
-                            # Where a pair has no weight, the derivative may be anything.
-                            p16, sloped = p.astype(dtype), p * tile.derivative()
-                            if tile.derivative_may_be_infinite:
-                                p = jnp.where(p > 0, sloped, 0)
-                            else:
-                                p = jnp.where(live, sloped, 0) if predicate else sloped
+                            p16, p = p.astype(dtype), tile.times_derivative(p, live if predicate else None)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=parts if config.early_dv else 0)
                         delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMN, optimized=False)
                         ds16 = (p * (dp - wide(delta))).astype(dtype)

@@ -139,15 +139,13 @@ class Tile:
         polynomial = lambda scores: joined(self._parts(scores, factor))
         return lax.cond(any_of_warp_above(largest, tanh_limits(factor)), exact, polynomial, self.raw)
 
-    def derivative(self) -> Any | None:
-        """By the scores, of their shape; None where it is 1."""
-        if is_one(self.slope):
-            return None
-        return jnp.concatenate([part.whole(self.slope) for part in self.parts], axis=1)
-
-    @property
-    def derivative_may_be_infinite(self) -> bool:
-        return self.slope.may_be_infinite
+    def times_derivative(self, p: Any, live: Any | None) -> Any:
+        """P, of the scores, times the derivative by them. live: the pairs that the predicate keeps, None if all."""
+        sloped = p * jnp.concatenate([part.whole(self.slope) for part in self.parts], axis=1)
+        # Where a pair has no weight, the derivative may be anything.
+        if self.slope.may_be_infinite:
+            return jnp.where(p > 0, sloped, 0)
+        return sloped if live is None else jnp.where(live, sloped, 0)
 
 
 class Part:
