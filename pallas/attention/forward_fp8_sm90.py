@@ -1,4 +1,4 @@
-"""Attention forward on Hopper in 8 bits: forward_kernel_sm90.py's walk with e4m3 query, key, value and probabilities.
+"""Attention forward on Hopper in 8 bits: forward_walk_sm90.py's walk with e4m3 query, key, value and probabilities.
 
 Per tile of 64 x block_kv, 4 * 64 * block_kv * head_dim FLOPs take half the time of 16-bit ones, and 64 * block_kv exp2
 as long as there: at head_dim 128 both products of a tile and its exponentials take 512 cycles each.
@@ -8,7 +8,6 @@ come transposed, from fp8_values_triton.py. P comes out of Q K^T spread over the
 P V in quadruples; it stays where it is, and the values' keys are permuted to match (KEY_ORDER).
 """
 
-import functools
 import math
 
 import jax
@@ -19,8 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import fp8_values_triton, hopper, softmax, tiles
-from jax_kernels.pallas.attention.hopper import FIRST_TURN_BARRIER, SWIZZLED, WGMMA, launch, named_barrier, pad_for_tma
-from jax_kernels.pallas.attention.tile_scheduler import Fetched, TileScheduler
+from jax_kernels.pallas.attention.forward_walk_sm90 import Ring, Walk
+from jax_kernels.pallas.attention.hopper import SWIZZLED, WGMMA, launch, pad_for_tma
+from jax_kernels.pallas.attention.tile_scheduler import TileScheduler
 
 E4M3 = jnp.float8_e4m3fn
 # Log2 of P at a row's maximum, and of the largest P for which that maximum is kept. e4m3 has normal numbers from 2**-6
@@ -115,122 +115,54 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, config, interpret):
     batch, q_length, heads, head_dim = arrays["query"].shape
     group = heads // arrays["key"].shape[2]
     v_head_dim = arrays["value"].shape[2]
-    is_causal, q_offset = options.is_causal, options.q_offset
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
-    take_turns = config.take_turns and not interpret
-
-    has_bounds = arrays["bounds"] is not None
-    may_end = has_bounds or kv_length % block_kv != 0
-    predicate = is_causal or may_end
-    # Whether no block, beside the first that a warpgroup visits, can need the predicate.
-    only_first = not is_causal or (not has_bounds and q_offset % 64 == 0)
-    # Whether all warpgroups of a tile visit the same blocks.
-    same_blocks = not is_causal or has_bounds or (q_offset % block_q == 0 and block_kv % block_q == 0)
-    may_be_dead = has_bounds or (is_causal and q_offset < 0)
-
-    following_slot = functools.partial(hopper.following_slot, stages=stages)
 
     def body(refs, scratch):
         given, out_gmem, lse_gmem = refs
         q_gmem, k_gmem, v_gmem = (given[name] for name in ("query", "key", "value"))
-        (
-            q_smem, out_smem, k_smem, v_smem, q_ready, k_ready, v_ready, k_free, v_free,
-            *fetched,
-        ) = scratch  # fmt: skip
-        fetched = Fetched(*fetched)
-        wg = lax.axis_index("wg")
-        cta = lax.axis_index("cta")
-
-        def first_tile():
-            # Behind a barrier: what a warpgroup computes of it is not hoisted above the choice of warpgroup.
-            return lax.optimization_barrier(cta)
-
-        def tile(index):
-            """(batch entry, head, first query, its blocks of keys, its limits) of a tile."""
-            b, h, q_index = scheduler.place(index)
-            limits = tiles.limits(given["bounds"], b, q_offset, kv_length, is_causal=is_causal)
-            blocks = limits.key_blocks(q_index * block_q, block_q, block_kv).at_least_one()
-            return b, h, q_index * block_q, blocks, limits
+        q_smem, out_smem, k_smem, v_smem, q_ready, ring, fetched = scratch
+        walk = Walk.of(given, scheduler, options, kv_length, config=config, interpret=interpret)
+        tile = walk.tile
 
         def memory():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
-
             def load_tile(index, turn, slot):
                 scheduler.fetch(given["counter"], fetched, turn)
                 b, h, _, blocks, _ = tile(index)
                 kv_head = lax.div(h, jnp.int32(group)) if group > 1 else h
 
                 def load_k(step, slot):
-                    plgpu.barrier_wait(k_free.at[slot])
+                    plgpu.barrier_wait(ring.k_free.at[slot])
                     rows = pl.ds(blocks.at(step) * block_kv, block_kv)
-                    plgpu.copy_gmem_to_smem(k_gmem.at[b, rows, kv_head], k_smem.at[slot], k_ready.at[slot])
+                    plgpu.copy_gmem_to_smem(k_gmem.at[b, rows, kv_head], k_smem.at[slot], ring.k_ready.at[slot])
 
                 def load_v(step, slot):
-                    plgpu.barrier_wait(v_free.at[slot])
+                    plgpu.barrier_wait(ring.v_free.at[slot])
                     columns = pl.ds(blocks.at(step) * block_kv, block_kv)
-                    plgpu.copy_gmem_to_smem(v_gmem.at[b, kv_head, :, columns], v_smem.at[slot], v_ready.at[slot])
+                    plgpu.copy_gmem_to_smem(v_gmem.at[b, kv_head, :, columns], v_smem.at[slot], ring.v_ready.at[slot])
 
-                def step_loads(step, last):  # values run one block behind the keys, as they are used
-                    slot = following_slot(last)
-                    load_k(step, slot)
-                    load_v(step - 1, last)
-                    return slot
+                slot = ring.fill(slot, blocks.count, load_k, load_v)
+                return scheduler.following(fetched, index, turn), ring.following(slot)
 
-                load_k(jnp.int32(0), slot)
-                slot = lax.fori_loop(1, blocks.count, step_loads, slot)
-                load_v(blocks.count - 1, slot)
-                return scheduler.following(fetched, index, turn), following_slot(slot)
-
-            scheduler.for_each(first_tile(), load_tile)
+            scheduler.for_each(walk.first_tile(), load_tile)
 
         def compute(w):
-            plgpu.set_max_registers(config.registers[0], action="increase")
             q_smem_wg, out_smem_wg = q_smem.at[w], out_smem.at[w]
-
-            def wait_turn():
-                if take_turns:
-                    named_barrier("sync", FIRST_TURN_BARRIER + w, 256)
-
-            def pass_turn():
-                if take_turns:
-                    named_barrier("arrive", FIRST_TURN_BARRIER + (w + 1) % compute_wgs, 256)
 
             def load_q(index):
                 b, h, q_start, _, _ = tile(index)
                 rows = pl.ds(q_start + w * 64, 64)
                 plgpu.copy_gmem_to_smem(q_gmem.at[b, rows, h], q_smem_wg, q_ready.at[w])
 
-            for slot in range(stages):
-                plgpu.barrier_arrive(k_free.at[slot])
-                plgpu.barrier_arrive(v_free.at[slot])
-            if w == compute_wgs - 1:
-                pass_turn()
-            load_q(first_tile())
+            ring.free()
+            walk.start_turns(w)
+            load_q(walk.first_tile())
 
             def run_tile(index, turn, slot):
-                b, h, q_start, tile_blocks, limits = tile(index)
-                q_start = q_start + w * 64
-                # The blocks right of this warpgroup's last key are the other warpgroups' alone.
-                blocks = tile_blocks if same_blocks else limits.key_blocks(q_start, 64, block_kv).at_least_one()
-
-                def skip(_, slot):
-                    wait_turn()
-                    pass_turn()
-                    for ready, free in ((k_ready, k_free), (v_ready, v_free)):
-                        plgpu.barrier_wait(ready.at[slot])  # every wait counts a phase
-                        plgpu.barrier_arrive(free.at[slot])
-                    return following_slot(slot)
-
-                if not same_blocks:
-                    slot = lax.fori_loop(0, tile_blocks.count - blocks.count, skip, slot)
-
-                def masked(s, step):
-                    _, _, q_start, tile_blocks, limits = tile(lax.optimization_barrier(index))
-                    q_start = q_start + w * 64
-                    blocks = tile_blocks if same_blocks else limits.key_blocks(q_start, 64, block_kv).at_least_one()
-                    kv_start = blocks.at(step) * block_kv
-                    keep = limits.keep(s.shape, kv_start, q_start, layout=WGMMA, kv_axis=1, may_end=may_end)
-                    return jnp.where(keep, s, -jnp.inf)
+                whole = tile(index)
+                own = walk.own(whole, w)
+                b, h, blocks = own.b, own.h, own.blocks
+                slot = walk.skip_others(whole, own, ring, slot, w)
+                masked = lambda s, step: walk.masked(s, index, step, w)
 
                 plgpu.barrier_wait(q_ready.at[w])
                 scale = given["factors"][b, h, 0]
@@ -244,41 +176,41 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, config, interpret):
                         s_ref[...] = plgpu.layout_cast(jnp.zeros((64, block_kv), jnp.float32), WGMMA)
                         plgpu.wgmma(s_ref, q_smem_wg, k_smem.at[slot].transpose((1, 0)))
 
-                    plgpu.barrier_wait(k_ready.at[slot])
-                    wait_turn()
+                    plgpu.barrier_wait(ring.k_ready.at[slot])
+                    walk.wait_turn(w)
                     issue_scores(slot)
-                    pass_turn()
+                    walk.pass_turn(w)
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
-                    plgpu.barrier_arrive(k_free.at[slot])
+                    plgpu.barrier_arrive(ring.k_free.at[slot])
                     s = lax.optimization_barrier(s)
-                    if predicate:
+                    if walk.predicate:
                         s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
                     highest, total = softmax.start(64)
                     p, highest, total, _ = softmax.step(s, highest, total, scale, LARGEST_P)
                     p = as_operand(p)
-                    plgpu.barrier_wait(v_ready.at[slot])
+                    plgpu.barrier_wait(ring.v_ready.at[slot])
 
                     def step(j, carry):
                         p8, highest, total, last_slot = carry
-                        slot = following_slot(last_slot)
-                        plgpu.barrier_wait(k_ready.at[slot])
-                        wait_turn()
+                        slot = ring.following(last_slot)
+                        plgpu.barrier_wait(ring.k_ready.at[slot])
+                        walk.wait_turn(w)
                         issue_scores(slot)
                         plgpu.wgmma(acc_ref, p8, v_smem.at[last_slot].transpose((1, 0)))
-                        pass_turn()
+                        walk.pass_turn(w)
                         s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                        plgpu.barrier_arrive(k_free.at[slot])
+                        plgpu.barrier_arrive(ring.k_free.at[slot])
                         s = lax.optimization_barrier(s)
-                        if predicate and not only_first:  # one loop with a branch: two loops were slower
+                        if walk.predicate and not walk.only_first:  # one loop with a branch: two loops were slower
                             s = lax.cond(blocks.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
                         *results, rises = softmax.lazy_step(
                             s, highest, total, scale, LARGEST_P, LIMIT, hopper.any_of_warp_above
                         )
                         p, highest, total, alpha = lax.optimization_barrier(tuple(results))
                         # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
-                        plgpu.barrier_wait(v_ready.at[slot])
+                        plgpu.barrier_wait(ring.v_ready.at[slot])
                         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                        plgpu.barrier_arrive(v_free.at[last_slot])
+                        plgpu.barrier_arrive(ring.v_free.at[last_slot])
                         # P stays float32 until the product that read the last P has ended (ptxas C7513).
                         acc, p = lax.optimization_barrier((acc, p))
                         acc, p = lax.optimization_barrier((rescaled(acc, alpha, rises), p))
@@ -289,7 +221,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, config, interpret):
                     p, highest, total, last_slot = lax.fori_loop(1, blocks.count, step, (p, highest, total, slot))
                     plgpu.wgmma(acc_ref, p, v_smem.at[last_slot].transpose((1, 0)))
                     acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                    plgpu.barrier_arrive(v_free.at[last_slot])
+                    plgpu.barrier_arrive(ring.v_free.at[last_slot])
                     return acc, highest, total, last_slot
 
                 accumulators = plgpu.ACC((64, v_head_dim), jnp.float32), plgpu.ACC((64, block_kv), jnp.float32)
@@ -302,40 +234,34 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, config, interpret):
 
                 b, h, q_start, _, _ = tile(lax.optimization_barrier(index))
                 q_start = q_start + w * 64
-                inverse, lse = softmax.finish(highest, total, may_be_dead=may_be_dead)
+                inverse, lse = softmax.finish(highest, total, may_be_dead=walk.may_be_dead)
                 acc = acc * lax.broadcast_in_dim(inverse * given["factors"][b, h, 1], acc.shape, [0])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
                 out_smem_wg[...] = acc.astype(jnp.bfloat16)
                 lse_gmem[b, h, pl.ds(q_start, 64)] = lse
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out_smem_wg, out_gmem.at[b, pl.ds(q_start, 64), h])
-                return following, following_slot(slot)
+                return following, ring.following(slot)
 
-            scheduler.for_each(first_tile(), run_tile)
-            if w == 0:
-                wait_turn()  # take the turn that the last warpgroup passed
+            scheduler.for_each(walk.first_tile(), run_tile)
+            walk.end_turns(w)
             plgpu.wait_smem_to_gmem(0)
 
-        # One choice, not one after the other: the number of the warpgroup would live through the first one's work.
-        lax.switch(wg, [*(functools.partial(compute, w) for w in range(compute_wgs)), memory])
+        walk.run(compute, memory)
 
     def entry(*refs):
         *leaves, out_gmem, lse_gmem = refs
         refs = jax.tree.unflatten(tree, leaves), out_gmem, lse_gmem
         tile_smem = lambda *shape: plgpu.SMEM(shape, E4M3, transforms=swizzled(shape[-1]))
-        barriers = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         pl.run_scoped(
             lambda *scratch: body(refs, scratch),
             tile_smem(compute_wgs, 64, head_dim),
             plgpu.SMEM((compute_wgs, 64, v_head_dim), jnp.bfloat16, transforms=SWIZZLED),
             tile_smem(stages, block_kv, head_dim),
             tile_smem(stages, v_head_dim, block_kv),
-            barriers(compute_wgs),
-            barriers(stages),
-            barriers(stages),
-            barriers(stages, compute_wgs),
-            barriers(stages, compute_wgs),
-            *scheduler.scratch(compute_wgs + 1),
+            plgpu.Barrier(num_barriers=compute_wgs),
+            Ring.scratch(stages, compute_wgs),
+            scheduler.scratch(compute_wgs + 1),
             collective_axes="wg",
         )
 

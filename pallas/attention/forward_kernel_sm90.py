@@ -3,7 +3,7 @@
 Each of two or three compute warpgroups owns 64 queries. In a step it issues S = Q K^T of this block of keys and
 O += P V of the block before, and does the softmax of S while the second product runs. A CTA is persistent: it walks
 tiles of (batch, head, block of queries); a tile's blocks of keys come from tiles.py, or from a mask's lists
-(lists_sm90.py).
+(lists_sm90.py). See forward_walk_sm90.py.
 
 Per tile of 64 x block_kv: 4 * 64 * block_kv * head_dim FLOPs on the tensor cores and 64 * block_kv exp2; keys
 and values are read from shared memory once per warpgroup. At head_dim 128 the two take about the same time,
@@ -18,16 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention import dense_sm90, hopper, softmax, tiles, views_sm90
-from jax_kernels.pallas.attention.hopper import (
-    FIRST_TURN_BARRIER,
-    WGMMA,
-    all_of_warp,
-    launch,
-    named_barrier,
-    softcapped_tile,
-)
-from jax_kernels.pallas.attention.tile_scheduler import Fetched
+from jax_kernels.pallas.attention import dense_sm90, hopper, softmax, views_sm90
+from jax_kernels.pallas.attention.forward_walk_sm90 import Ring, Walk
+from jax_kernels.pallas.attention.hopper import WGMMA, all_of_warp, launch, softcapped_tile
 
 
 def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, interpret):
@@ -38,71 +31,29 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
     q_head_of, kv_head_of = views_sm90.head_maps(options)
     v_head_dim = arrays["value"].shape[-1]
     dtype = arrays["query"].dtype
-    is_causal, q_offset, cap = options.is_causal, options.q_offset, options.softcap
+    cap = options.softcap
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias, has_bits, has_mod = dense.has_bias, dense.bits is not None, arrays["mod"] is not None
     # Of what the softmax sees: with a bias or score_mod, that is in base 2 already.
     scale = softmax.LN2 if has_bias or has_mod else cap or options.scale
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
-    take_turns = config.take_turns and not interpret
     share_q_out = config.share_q_out and out_dtype == dtype and v_head_dim == head_dim
     any_rows = hopper.has_odd_length(arrays["query"], arrays["key"])
     qk_tiles, v_tiles = hopper.Tiles(head_dim, any_rows), hopper.Tiles(v_head_dim, any_rows)
     out_tiles = hopper.Tiles(v_head_dim, any_rows, swizzled=out_dtype == dtype)
-
-    has_bounds, has_segments, has_lists, has_sinks, bounded = (
-        arrays[name] is not None for name in ("bounds", "segments", "lists", "sinks", "largest")
-    )
-    causal_only = is_causal and options.window is None and not has_segments
-    has_limits = (is_causal or options.window is not None) and not has_bits
-    may_end = has_bounds or kv_length % block_kv != 0
-    predicate = has_limits or has_segments or has_lists or may_end
-    # Whether no block, beside the first that a warpgroup visits, can need the predicate.
-    only_first = not (has_limits or has_segments or has_lists) or (
-        causal_only and not has_bounds and q_offset % 64 == 0
-    )
-    # Whether all warpgroups of a tile visit the same blocks. With bounds, what tells them apart would spill.
-    aligned = not has_bounds and q_offset % block_q == 0 and block_kv % block_q == 0
-    same_blocks = not causal_only or has_bounds or aligned
-    may_be_dead = has_bounds or has_segments or options.window is not None or (is_causal and q_offset < 0)
-    may_be_dead = may_be_dead or has_bias or has_mod or has_bits or has_lists
-
-    following_slot = functools.partial(hopper.following_slot, stages=stages)
+    has_segments, has_sinks, bounded = (arrays[name] is not None for name in ("segments", "sinks", "largest"))
 
     def body(refs, scratch):
         given, out_gmem, lse_gmem = refs
-        q_gmem, k_gmem, v_gmem, segments = (given[name] for name in ("query", "key", "value", "segments"))
-        (
-            q_smem, out_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free,
-            bias, *fetched,
-        ) = scratch  # fmt: skip
+        q_gmem, k_gmem, v_gmem = (given[name] for name in ("query", "key", "value"))
+        q_smem, out_smem, k_smem, v_smem, lse_smem, q_ready, ring, bias, fetched = scratch
         (q_smem, q_copied), (k_smem, k_copied) = qk_tiles.views(q_smem), qk_tiles.views(k_smem)
         v_smem, v_copied = v_tiles.views(v_smem)
         out_smem, out_copied = (q_smem, q_copied) if share_q_out else out_tiles.views(out_smem)
-        fetched = Fetched(*fetched)
-        wg = lax.axis_index("wg")
-        cta = lax.axis_index("cta")
-
-        def first_tile():
-            # Behind a barrier: what a warpgroup computes of it is not hoisted above the choice of warpgroup.
-            return lax.optimization_barrier(cta)
-
-        def tile(index):
-            """(batch entry, head, first query, its blocks of keys, its limits) of a tile."""
-            if has_lists:
-                walk = given["lists"].walk(index)
-                return walk.b, walk.head, walk.block * block_q, walk, None
-            b, h, q_index = scheduler.place(index)
-            limits = tiles.limits(
-                given["bounds"], b, q_offset, kv_length, is_causal=is_causal, window=options.window
-            )  # fmt: skip
-            among = segments.among(b, q_index) if has_segments else None
-            blocks = limits.key_blocks(q_index * block_q, block_q, block_kv, among, in_order=True).at_least_one()
-            return b, h, q_index * block_q, blocks, limits
+        walk = Walk.of(given, scheduler, options, kv_length, config=config, interpret=interpret)
+        tile = walk.tile
 
         def memory():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
-
             def load_tile(index, turn, slot):
                 scheduler.fetch(given["counter"], fetched, turn)
                 b, h, q_start, blocks, _ = tile(index)
@@ -113,8 +64,8 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                     plgpu.barrier_wait(free.at[slot])
                     of.load(gmem.at[b, rows, kv_head], smem.at[slot], ready.at[slot])
 
-                load_k = functools.partial(load, gmem=k_gmem, smem=k_copied, of=qk_tiles, ready=k_ready, free=k_free)
-                load_v = functools.partial(load, gmem=v_gmem, smem=v_copied, of=v_tiles, ready=v_ready, free=v_free)
+                load_k = lambda step, slot: load(step, slot, k_gmem, k_copied, qk_tiles, ring.k_ready, ring.k_free)
+                load_v = lambda step, slot: load(step, slot, v_gmem, v_copied, v_tiles, ring.v_ready, ring.v_free)
 
                 def load_bias(step):  # behind the values: it waits for the last step's scores
                     if has_bias:
@@ -122,68 +73,32 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                         kv_start = blocks.at(step) * block_kv
                         bias.fill(given["dense"], b, h, q_start, kv_start, kv_start)
 
-                def step_loads(step, last):  # values run one block behind the keys, as they are used
-                    slot = following_slot(last)
-                    load_k(step, slot)
-                    load_v(step - 1, last)
-                    load_bias(step)
-                    return slot
+                slot = ring.fill(slot, blocks.count, load_k, load_v, load_bias)
+                return scheduler.following(fetched, index, turn), ring.following(slot)
 
-                load_k(jnp.int32(0), slot)
-                load_bias(jnp.int32(0))
-                slot = lax.fori_loop(1, blocks.count, step_loads, slot)
-                load_v(blocks.count - 1, slot)
-                return scheduler.following(fetched, index, turn), following_slot(slot)
-
-            scheduler.for_each(first_tile(), load_tile)
+            scheduler.for_each(walk.first_tile(), load_tile)
 
         def compute(w):
-            plgpu.set_max_registers(config.registers[0], action="increase")
             q_smem_wg = q_smem.at[w]
             lse_smem_wg = lse_smem.at[w]
-
-            def wait_turn():
-                if take_turns:
-                    named_barrier("sync", FIRST_TURN_BARRIER + w, 256)
-
-            def pass_turn():
-                if take_turns:
-                    named_barrier("arrive", FIRST_TURN_BARRIER + (w + 1) % compute_wgs, 256)
 
             def load_q(index):
                 b, h, q_start, _, _ = tile(index)
                 rows = pl.ds(q_start + w * 64, 64)
                 qk_tiles.load(q_gmem.at[b, rows, q_head_of(h)], q_copied.at[w], q_ready.at[w])
 
-            for slot in range(stages):
-                plgpu.barrier_arrive(k_free.at[slot])
-                plgpu.barrier_arrive(v_free.at[slot])
+            ring.free()
             if has_bias:
                 plgpu.barrier_arrive(bias.free)
-            if w == compute_wgs - 1:
-                pass_turn()
-            load_q(first_tile())
+            walk.start_turns(w)
+            load_q(walk.first_tile())
 
             def run_tile(index, turn, slot):
-                b, h, q_start, tile_blocks, limits = tile(index)
-                q_start = q_start + w * 64
-                # The blocks right of this warpgroup's last key are the other warpgroups' alone.
-                blocks = tile_blocks if same_blocks else limits.key_blocks(q_start, 64, block_kv).at_least_one()
-
-                def skip(_, slot):
-                    wait_turn()
-                    pass_turn()
-                    for ready, free in ((k_ready, k_free), (v_ready, v_free)):
-                        plgpu.barrier_wait(ready.at[slot])  # every wait counts a phase
-                        plgpu.barrier_arrive(free.at[slot])
-                    if has_bias:
-                        plgpu.barrier_wait(bias.ready)
-                        plgpu.barrier_arrive(bias.free)
-                    return following_slot(slot)
-
-                if not same_blocks:
-                    slot = lax.fori_loop(0, tile_blocks.count - blocks.count, skip, slot)
-
+                whole = tile(index)
+                own = walk.own(whole, w)
+                b, h, blocks = own.b, own.h, own.blocks
+                slot = walk.skip_others(whole, own, ring, slot, w, bias)
+                masked = lambda s, step: walk.masked(s, index, step, w)
                 numbers = given["mod"].of_head(b, h) if has_mod else None
 
                 def modified(s, step):
@@ -214,19 +129,6 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                 def kept(s, words):
                     return dense_sm90.kept(s, words, by_word=True) if has_bits else s
 
-                def masked(s, step):
-                    b, _, q_start, tile_blocks, limits = tile(lax.optimization_barrier(index))
-                    if has_lists:
-                        return tile_blocks.masked(s, step, w * 64, by_word=True)
-                    q_start = q_start + w * 64
-                    blocks = tile_blocks if same_blocks else limits.key_blocks(q_start, 64, block_kv).at_least_one()
-                    kv_start = blocks.at(step) * block_kv
-                    ids = segments.load(b, q_start, 64, kv_start, block_kv) if has_segments else None
-                    if has_bits:
-                        limits = limits.of_length()
-                    keep = limits.keep(s.shape, kv_start, q_start, layout=WGMMA, kv_axis=1, may_end=may_end, ids=ids)
-                    return jnp.where(keep, s, -jnp.inf)
-
                 plgpu.barrier_wait(q_ready.at[w])
                 largest = given["largest"][b, q_head_of(h)] if bounded else None
 
@@ -241,15 +143,15 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                             acc = acc_ref.at[:, pl.ds(v_tiles.width * c, v_tiles.width)]
                             plgpu.wgmma(acc if v_tiles.count > 1 else acc_ref, p, v_smem.at[slot, c])
 
-                    plgpu.barrier_wait(k_ready.at[slot])
-                    wait_turn()
+                    plgpu.barrier_wait(ring.k_ready.at[slot])
+                    walk.wait_turn(w)
                     issue_scores(slot)
-                    pass_turn()
+                    walk.pass_turn(w)
                     words = mask_words(jnp.int32(0))
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
-                    plgpu.barrier_arrive(k_free.at[slot])
+                    plgpu.barrier_arrive(ring.k_free.at[slot])
                     s = modified(capped(lax.optimization_barrier(s)), jnp.int32(0))
-                    if predicate:
+                    if walk.predicate:
                         s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
                     s = kept(s, words)
                     highest, total = softmax.start(64)
@@ -274,30 +176,30 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                         return lax.cond(is_bounded, lambda acc: acc, full, acc) if bounded else full(acc)
 
                     p = p.astype(dtype)
-                    plgpu.barrier_wait(v_ready.at[slot])
+                    plgpu.barrier_wait(ring.v_ready.at[slot])
 
                     def step(j, carry):
                         p16, highest, total, last_slot = carry
-                        slot = following_slot(last_slot)
-                        plgpu.barrier_wait(k_ready.at[slot])
-                        wait_turn()
+                        slot = ring.following(last_slot)
+                        plgpu.barrier_wait(ring.k_ready.at[slot])
+                        walk.wait_turn(w)
                         issue_scores(slot)
                         issue_values(p16, last_slot)
-                        pass_turn()
+                        walk.pass_turn(w)
                         words = mask_words(j)
                         s = plgpu.wgmma_accumulator_load(s_ref, wait_n=v_tiles.count)
-                        plgpu.barrier_arrive(k_free.at[slot])
+                        plgpu.barrier_arrive(ring.k_free.at[slot])
                         s = modified(capped(lax.optimization_barrier(s)), j)
-                        if predicate and not only_first:  # one loop with a branch: two loops were slower
+                        if walk.predicate and not walk.only_first:  # one loop with a branch: two loops were slower
                             # With segments, what it depends on is read again, not kept in registers.
-                            again = tile(lax.optimization_barrier(index))[3] if has_segments else blocks
+                            again = tile(lax.optimization_barrier(index)).blocks if has_segments else blocks
                             s = lax.cond(again.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
                         s = kept(s, words)
                         p, highest, total, alpha = lax.optimization_barrier(exponentials(s, highest, total))
                         # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
-                        plgpu.barrier_wait(v_ready.at[slot])
+                        plgpu.barrier_wait(ring.v_ready.at[slot])
                         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                        plgpu.barrier_arrive(v_free.at[last_slot])
+                        plgpu.barrier_arrive(ring.v_free.at[last_slot])
                         # P stays float32 until the product that read the last P has ended (ptxas C7513).
                         acc, p = lax.optimization_barrier((acc, p))
                         p = p.astype(dtype)
@@ -307,7 +209,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                     p, highest, total, last_slot = lax.fori_loop(1, blocks.count, step, (p, highest, total, slot))
                     issue_values(p, last_slot)
                     acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                    plgpu.barrier_arrive(v_free.at[last_slot])
+                    plgpu.barrier_arrive(ring.v_free.at[last_slot])
                     return acc, highest, total, last_slot
 
                 accumulators = plgpu.ACC((64, v_head_dim), jnp.float32), plgpu.ACC((64, block_kv), jnp.float32)
@@ -326,7 +228,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                 factor = 1.0
                 if has_sinks:
                     highest, total, factor = softmax.with_sink(highest, total, given["sinks"][b, h])
-                inverse, lse = softmax.finish(highest, total, may_be_dead=may_be_dead and not has_sinks)
+                inverse, lse = softmax.finish(highest, total, may_be_dead=walk.may_be_dead and not has_sinks)
                 acc = acc * lax.broadcast_in_dim(inverse * factor, acc.shape, [0])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
                 for c, part in enumerate(out_tiles.chunks(acc.astype(out_dtype))):
@@ -338,20 +240,17 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                 if share_q_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     load_next_q()
-                return following, following_slot(slot)
+                return following, ring.following(slot)
 
-            scheduler.for_each(first_tile(), run_tile)
-            if w == 0:
-                wait_turn()  # take the turn that the last warpgroup passed
+            scheduler.for_each(walk.first_tile(), run_tile)
+            walk.end_turns(w)
             plgpu.wait_smem_to_gmem(0)
 
-        # One choice, not one after the other: the number of the warpgroup would live through the first one's work.
-        lax.switch(wg, [*(functools.partial(compute, w) for w in range(compute_wgs)), memory])
+        walk.run(compute, memory)
 
     def entry(*refs):
         *leaves, out_gmem, lse_gmem = refs
         refs = jax.tree.unflatten(tree, leaves), out_gmem, lse_gmem
-        barriers = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         pl.run_scoped(
             lambda *scratch: body(refs, scratch),
             qk_tiles.scratch(compute_wgs, 64, dtype=dtype),
@@ -359,13 +258,10 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
             qk_tiles.scratch(stages, block_kv, dtype=dtype),
             v_tiles.scratch(stages, block_kv, dtype=dtype),
             plgpu.SMEM((compute_wgs, 64), jnp.float32),
-            barriers(compute_wgs, qk_tiles.copies(64)),
-            barriers(stages, qk_tiles.copies(block_kv)),
-            barriers(stages, v_tiles.copies(block_kv)),
-            barriers(stages, compute_wgs),
-            barriers(stages, compute_wgs),
+            plgpu.Barrier(num_arrivals=qk_tiles.copies(64), num_barriers=compute_wgs),
+            Ring.scratch(stages, compute_wgs, qk_tiles.copies(block_kv), v_tiles.copies(block_kv)),
             dense.stage(block_q, block_kv, block_kv, compute_wgs),
-            *scheduler.scratch(compute_wgs + 1),
+            scheduler.scratch(compute_wgs + 1),
             collective_axes="wg",
         )
 

@@ -25,9 +25,6 @@ ROWS = (plgpu.TilingTransform((64,)), plgpu.SwizzleTransform(128))  # type: igno
 # float32 tiles as the tensor memory accelerator adds them.
 SWIZZLED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # type: ignore[abstract]
 
-# Hardware barriers that the warpgroups take turns on; the low numbers belong to the compiler.
-FIRST_TURN_BARRIER = 8
-
 # Whether JAX's interpreter can run these kernels. As it comes it cannot; tests that complete it say so here.
 INTERPRETED = False
 
@@ -110,11 +107,6 @@ def as_int32(x):
 def recomputed(index):
     """Keeps the arithmetic on an index where it is written: hoisted out of a loop, its results spill."""
     return lax.optimization_barrier(as_int32(index))
-
-
-def following_slot(slot, stages: int):
-    """The slot after this one in a ring of so many."""
-    return (slot + 1) & (stages - 1) if stages & (stages - 1) == 0 else jnp.where(slot == stages - 1, 0, slot + 1)
 
 
 def all_of_warp(rows) -> jax.Array:
