@@ -80,7 +80,7 @@ def _row(name: str, request: AttentionRequest):
         is_limited=request.window is not None or request.has_segment_ids,
         dense_bits=request.dense_bits,
         has_lists=request.has_mask_object,
-        has_score_mod=request.has_score_mod,
+        has_score_mod=request.has_score_mod or bool(request.softcap),
     )
 
 

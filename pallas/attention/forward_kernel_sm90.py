@@ -11,6 +11,7 @@ which is why they have to overlap.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import dense_sm90, hopper, softmax, views_sm90
 from jax_kernels.pallas.attention.forward_walk_sm90 import Ring, Walk
-from jax_kernels.pallas.attention.hopper import WGMMA, all_of_warp, launch, softcapped_tile
+from jax_kernels.pallas.attention.hopper import WGMMA, all_of_warp, launch, softcapped_tile, tanh_polynomial
 
 
 def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, interpret):
@@ -52,6 +53,8 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
         out_smem, out_copied = (q_smem, q_copied) if share_q_out else out_tiles.views(out_smem)
         walk = Walk.of(given, scheduler, options, kv_length, config=config, interpret=interpret)
         tile = walk.tile
+        # Whether a head with small scores has a branch of its own, which a predicate or a mask would come before.
+        has_small = given["small"] is not None and not (has_bits or (walk.predicate and not walk.only_first))
 
         def memory():
             def load_tile(index, turn, slot):
@@ -101,13 +104,13 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                 masked = lambda s, step: walk.masked(s, index, step, w)
                 numbers = given["mod"].of_head(b, h) if has_mod else None
 
-                def modified(s, step):
+                def modified(s, step, *, small=False):
                     """s under the score_mod."""
                     if not has_mod:
                         return s
                     b, h, q_start, _, _ = tile(lax.optimization_barrier(index))
                     at = b, h, q_start + w * 64, blocks.at(step) * block_kv
-                    return given["mod"].on(s, numbers, *at).scores(by_warp=True)
+                    return given["mod"].on(s, numbers, *at).scores(by_warp=True, small=small)
 
                 def capped(s):
                     s = softcapped_tile(s, cap, options.scale) if cap else s
@@ -131,6 +134,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
 
                 plgpu.barrier_wait(q_ready.at[w])
                 largest = given["largest"][b, q_head_of(h)] if bounded else None
+                is_small: Any = given["small"][b, q_head_of(h)] != 0 if has_small else None
 
                 def products(acc_ref, s_ref):
                     def issue_scores(slot):
@@ -157,7 +161,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                     highest, total = softmax.start(64)
                     p, highest, total, _ = softmax.step(s, highest, total, scale)
                     # Whether no later score of the warp's rows can be far above what the first block has.
-                    is_bounded = all_of_warp(largest - highest <= softmax.room(dtype)) if bounded else None
+                    is_bounded: Any = all_of_warp(largest - highest <= softmax.room(dtype)) if bounded else None
 
                     def exponentials(s, highest, total):
                         """(P, the new maximum and sums, what to rescale by)"""
@@ -170,6 +174,20 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                             return p, highest, total, highest
 
                         return lax.cond(is_bounded, short, full, s, highest, total)
+
+                    def of_small(s, highest, total, j):
+                        """The same of scores as the products give them."""
+
+                        def short(s, highest, total):
+                            if cap:  # in base 2, so that the maximum joins the last product
+                                s = tanh_polynomial(s, options.scale / cap, cap * softmax.LOG2E)
+                            else:
+                                s = modified(s, j, small=True)
+                            p, total = softmax.bounded_step(s, highest, total, softmax.LN2)
+                            return p, highest, total, highest
+
+                        full = lambda s, highest, total: exponentials(modified(capped(s), j), highest, total)
+                        return lax.cond(is_small & is_bounded, short, full, s, highest, total)
 
                     def rescaled(acc, alpha):
                         full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
@@ -189,13 +207,19 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                         words = mask_words(j)
                         s = plgpu.wgmma_accumulator_load(s_ref, wait_n=v_tiles.count)
                         plgpu.barrier_arrive(ring.k_free.at[slot])
-                        s = modified(capped(lax.optimization_barrier(s)), j)
+                        s = lax.optimization_barrier(s)
+                        if not has_small:
+                            s = modified(capped(s), j)
                         if walk.predicate and not walk.only_first:  # one loop with a branch: two loops were slower
                             # With segments, what it depends on is read again, not kept in registers.
                             again = tile(lax.optimization_barrier(index)).blocks if has_segments else blocks
                             s = lax.cond(again.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
                         s = kept(s, words)
-                        p, highest, total, alpha = lax.optimization_barrier(exponentials(s, highest, total))
+                        if has_small:
+                            results = of_small(s, highest, total, j)
+                        else:
+                            results = exponentials(s, highest, total)
+                        p, highest, total, alpha = lax.optimization_barrier(results)
                         # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
                         plgpu.barrier_wait(ring.v_ready.at[slot])
                         acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)

@@ -8,7 +8,6 @@ of the instructions. The first block is the diagonal of causal work, so that row
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jax_kernels.pallas.attention import (
     tiles,
     views_sm90,
 )
-from jax_kernels.pallas.attention.hopper import has_odd_length, pad_for_tma, segments_of
+from jax_kernels.pallas.attention.hopper import TANH_UP_TO, has_odd_length, pad_for_tma, segments_of
 from jax_kernels.pallas.attention.tile_scheduler import TileScheduler
 
 # Keys per query from which a look at all queries and keys beforehand pays: it reads them once, and saves a tenth of
@@ -48,7 +47,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
     dense = dense_sm90.dense_of(inputs, options, config.block_q, config.block_kv, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
-    largest = None
+    largest = small = None
     keys = _keys_per_query(options, kv_length)
     keys = keys if lists is None else lists.indices.shape[-1] * config.block_kv
     heads = views_sm90.head_counts(query, key, options)[0]
@@ -56,7 +55,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     is_limited = options.window is not None or segments is not None
     bounded_from = (BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM) * query.shape[2] / heads
     if config.bounded and (dense is None or not dense.has_bias) and keys >= bounded_from:
-        largest = _largest(query, key, mod, options, no_later_keys=no_later_keys)
+        largest, small = _bounds(query, key, mod, options, no_later_keys=no_later_keys)
     scheduler = TileScheduler(
         batch=query.shape[0],
         heads=heads,
@@ -75,6 +74,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         "mod": mod,
         "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
         "largest": largest,
+        "small": small,
         "query": query,
         "key": key,
         "value": value,
@@ -88,20 +88,28 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
 
 
-def _largest(query, key, mod, options: AttentionOptions, *, no_later_keys: bool) -> jax.Array | None:
-    """[B, H]: what no score of a head, in base 2, exceeds; None where that is not known, or is too much to serve."""
-    room = softmax.room(query.dtype)
-    scores = functools.partial(softmax.largest_scores, query, key)
-    bound: Any = options.softcap or None
-    if mod is not None:
-        farthest = max(query.shape[1], key.shape[1])
-        bound = mod.highest(lambda: scores(options.scale / softmax.LOG2E), farthest, no_later_keys=no_later_keys)
-        if bound is None or (isinstance(bound, float) and bound * softmax.LOG2E > room):
-            return None
-    elif bound is None or bound * softmax.LOG2E > room:  # else a look at lengths could tell no more
-        largest = scores(options.scale)
-        return largest if bound is None else jnp.minimum(largest, bound * softmax.LOG2E)
-    return jnp.broadcast_to(jnp.asarray(bound * softmax.LOG2E, jnp.float32), (query.shape[0], query.shape[2]))
+def _bounds(
+    query, key, mod, options: AttentionOptions, *, no_later_keys: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """(largest, small), [B, H] each: what no score of a head, in base 2, exceeds; None where that is not known.
+
+    small: int32, whether its scores are all so small that a softcap's tanh is a polynomial; None without one.
+    """
+    cap, room = options.softcap, softmax.room(query.dtype)
+    scores = functools.cache(lambda: softmax.largest_scores(query, key, options.scale / softmax.LOG2E))
+    factor = 1 / cap if cap else mod.tanh_factor if mod is not None else None
+    small = None if factor is None else (scores() * abs(factor) <= TANH_UP_TO).astype(jnp.int32)
+    if mod is None:
+        highest = jnp.minimum(scores(), cap) if cap else scores()
+    else:
+        far = {"farthest": max(query.shape[1], key.shape[1]), "no_later_keys": no_later_keys}
+        highest = mod.highest(None, **far)
+        if highest is None or (isinstance(highest, float) and highest * softmax.LOG2E > room):
+            of_any_size = mod.highest(jnp.zeros((1, 1)), **far)
+            highest = None if of_any_size is None else mod.highest(scores(), **far)
+        if highest is None:
+            return None, None
+    return jnp.broadcast_to(jnp.asarray(highest * softmax.LOG2E, jnp.float32), (query.shape[0], query.shape[2])), small
 
 
 def _keys_per_query(options: AttentionOptions, kv_length: int) -> int:

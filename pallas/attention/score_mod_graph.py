@@ -125,6 +125,8 @@ def interval(node: Node, known: dict[Any, tuple[Any, Any]]) -> tuple[Any, Any] |
         return node.value, node.value
     if node in known or kind in known:
         return known[node if node in known else kind]
+    if kind == "tanh" and (ends := interval(inputs[0], known)) is not None:
+        return jnp.tanh(ends[0]), jnp.tanh(ends[1])
     if kind in ("tanh", "sign", "logistic"):
         return (0.0 if kind == "logistic" else -1.0), 1.0
     if is_difference(node) and "q - k" in known:
@@ -148,8 +150,8 @@ def interval(node: Node, known: dict[Any, tuple[Any, Any]]) -> tuple[Any, Any] |
     if kind in ("mul", "div"):
         if kind == "div" and inputs[1].kind != "literal":
             return None
-        ends = [a * b if kind == "mul" else a / b for a in given[0] for b in given[1]]
-        return functools.reduce(jnp.minimum, ends), functools.reduce(jnp.maximum, ends)
+        corners = [a * b if kind == "mul" else a / b for a in given[0] for b in given[1]]
+        return functools.reduce(jnp.minimum, corners), functools.reduce(jnp.maximum, corners)
     if kind == "select_n":
         return functools.reduce(jnp.minimum, lows), functools.reduce(jnp.maximum, highs)
     if kind in ("max", "min"):

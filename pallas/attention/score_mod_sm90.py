@@ -59,13 +59,16 @@ class Mod:
         """Whether its derivative by the score is 1."""
         return is_one(self.slope)
 
-    def highest(
-        self, largest_scores: Callable[[], jax.Array], farthest: int, *, no_later_keys: bool
-    ) -> jax.Array | float | None:
+    @property
+    def tanh_factor(self) -> float | None:
+        """Of a program with one tanh, of the score times a number alone: that number."""
+        return tanh_factor(self.result)
+
+    def highest(self, largest_score: jax.Array | None, farthest: int, *, no_later_keys: bool) -> Any | None:
         """What no result exceeds, [B or 1, H or 1] or a number; None where the program does not tell.
 
-        largest_scores: of the scores' sizes, [B, H], called where it matters. farthest: how far a query's index can be
-        from that of a key which it attends to. no_later_keys: to none with a greater index.
+        largest_score: of any size, [B, H], if it is known. farthest: how far a query's index can be from that of a key
+        which it attends to. no_later_keys: to none with a greater index.
         """
         distances = 0.0, float(farthest)
         known: dict[Any, tuple[Any, Any]] = {"|q - k|": distances}
@@ -73,10 +76,9 @@ class Mod:
             known["q - k"] = distances
         own = [x for x in zip(self.leaves, self.operands, self.axes, strict=True) if not x[2]]
         known |= {leaf: (x, x) for leaf, x, _ in own}
+        if largest_score is not None:
+            known["score"] = -largest_score, largest_score
         found = interval(self.result, known)
-        if found is None and interval(self.result, known | {"score": (0.0, 0.0)}) is not None:
-            largest = largest_scores()
-            found = interval(self.result, known | {"score": (-largest, largest)})
         return None if found is None else found[1]
 
     def of_head(self, b: Any, h: Any) -> list[Any]:
@@ -126,14 +128,19 @@ class Tile:
         columns = [scores[:, i : i + PART] for i in range(0, scores.shape[1], PART)]
         return [Part(self, x, PART * i, of_rows, tanh_factor) for i, x in enumerate(columns)]
 
-    def scores(self, *, by_warp: bool = False) -> Any:
-        """What the program gives, times log2(e). by_warp: a warp may take a branch of its own."""
-        factor = tanh_factor(self.result) if by_warp else None
+    def scores(self, *, by_warp: bool = False, small: bool = False) -> Any:
+        """What the program gives, times log2(e).
+
+        by_warp: a warp may take a branch of its own. small: all scores are within tanh_limits.
+        """
+        factor = tanh_factor(self.result) if by_warp or small else None
         joined = lambda parts: jnp.concatenate([part.whole(self.result, LOG2E) for part in parts], axis=1)
         # Below, powers of the factor leave float32.
         if factor is None or abs(factor * self.scale) < 3e-4:
             return joined(self.parts)
         factor *= self.scale
+        if small:
+            return joined(self._parts(self.raw, factor))
         largest = functools.reduce(jnp.maximum, (jnp.abs(part.raw) for part in self.parts))
         exact = lambda scores: joined(self._parts(scores))
         polynomial = lambda scores: joined(self._parts(scores, factor))

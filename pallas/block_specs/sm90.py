@@ -38,6 +38,7 @@ MOSAIC = (
         is_causal=True,
         has_score_mod=True,
     ),
+    Row("mosaic_gpu", 64, 16, Forward(2, 128, 4), Backward(128, rotate=5), is_causal=False, has_score_mod=True),
     Row("mosaic_gpu", 64, 16, Forward(3, 128, 3), Backward(128, rotate=5), is_causal=False),
     Row(
         "mosaic_gpu",

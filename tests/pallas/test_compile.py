@@ -61,7 +61,7 @@ def _planned(gpu, row, spec):
         is_limited=bool(spec.window),
         dense_bits=bits if spec.bias or spec.mask else 0,
         has_lists=bool(spec.cells),
-        has_score_mod=bool(spec.score_mod),
+        has_score_mod=bool(spec.score_mod or spec.softcap),
     )
     return planned
 
