@@ -58,10 +58,12 @@ class AttentionRequest(Request):
 
     @property
     def dense_bits(self) -> int:
-        """Of what a kernel reads for every query and key, at most 16 for a mask; 0 without a bias and a mask."""
+        """Of what a kernel reads for every query and key, 1 for a mask alone; 0 without a bias and a mask."""
         has_tiles = self.bias_shape is not None and self.bias_shape[2] > 1
         if has_tiles and self.bias_dtype == "float32":
             return 32
+        if self.bias_shape is None and self.mask_shape is not None and self.mask_shape[2] > 1:
+            return 1
         return 16 if self.has_mask or self.bias_shape is not None else 0
 
 
@@ -80,7 +82,6 @@ def _row(name: str, request: AttentionRequest):
         is_limited=request.window is not None or request.has_segment_ids,
         dense_bits=request.dense_bits,
         has_lists=request.has_mask_object,
-        has_score_mod=request.has_score_mod or bool(request.softcap),
     )
 
 

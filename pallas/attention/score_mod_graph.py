@@ -116,30 +116,22 @@ def tanh_factor(result: Node) -> float | None:
 
 
 def interval(node: Node, known: dict[Any, tuple[Any, Any]]) -> tuple[Any, Any] | None:
-    """(lowest, highest) that a node can be, None where that cannot be told.
+    """(lowest, highest) that a node can be, None where that cannot be told; floats where no array has a part in it.
 
-    known: the same of operands, of "score", of "q - k" and of "|q - k|", as far as it is known.
+    known: the same of operands, of "score" and of "q - k", as far as it is known.
     """
     kind, inputs = node.kind, node.inputs
     if kind == "literal":
-        return node.value, node.value
+        return float(node.value), float(node.value)
     if node in known or kind in known:
         return known[node if node in known else kind]
-    if kind == "tanh" and (ends := interval(inputs[0], known)) is not None:
-        return jnp.tanh(ends[0]), jnp.tanh(ends[1])
-    if kind in ("tanh", "sign", "logistic"):
-        return (0.0 if kind == "logistic" else -1.0), 1.0
     if is_difference(node) and "q - k" in known:
         low, high = known["q - k"]
         return (low, high) if inputs[0].kind == "q" else (-high, -low)
-    if kind == "abs" and "|q - k|" in known:
-        (of,) = inputs
-        if is_difference(of.inputs[0] if of.kind == "convert_element_type" else of):
-            return known["|q - k|"]
     inputs = inputs[1:] if kind == "select_n" else inputs
     given = [x for x in (interval(x, known) for x in inputs) if x is not None]
     if not given or len(given) < len(inputs):
-        return None
+        return ((0.0 if kind == "logistic" else -1.0), 1.0) if kind in ("tanh", "sign", "logistic") else None
     lows, highs = zip(*given, strict=True)
     if kind in ("add", "add_any"):
         return lows[0] + lows[1], highs[0] + highs[1]
@@ -147,19 +139,27 @@ def interval(node: Node, known: dict[Any, tuple[Any, Any]]) -> tuple[Any, Any] |
         return lows[0] - highs[1], highs[0] - lows[1]
     if kind == "neg":
         return -highs[0], -lows[0]
-    if kind in ("mul", "div"):
-        if kind == "div" and inputs[1].kind != "literal":
-            return None
+    if kind == "mul" or (kind == "div" and inputs[1].kind == "literal"):
         corners = [a * b if kind == "mul" else a / b for a in given[0] for b in given[1]]
-        return functools.reduce(jnp.minimum, corners), functools.reduce(jnp.maximum, corners)
+        return _least(corners), _largest(corners)
     if kind == "select_n":
-        return functools.reduce(jnp.minimum, lows), functools.reduce(jnp.maximum, highs)
+        return _least(lows), _largest(highs)
     if kind in ("max", "min"):
-        combine = jnp.maximum if kind == "max" else jnp.minimum
-        return combine(*lows), combine(*highs)
+        return (_largest(lows), _largest(highs)) if kind == "max" else (_least(lows), _least(highs))
     if kind == "abs":
-        return 0.0, jnp.maximum(jnp.abs(lows[0]), jnp.abs(highs[0]))
+        return 0.0, _largest((-lows[0], highs[0]))
+    if kind in ("tanh", "sign", "logistic"):
+        rising = {"tanh": jnp.tanh, "sign": jnp.sign, "logistic": jax.nn.sigmoid}[kind]
+        return rising(lows[0]), rising(highs[0])
     return (lows[0], highs[0]) if kind == "convert_element_type" and inputs[0].dtype != bool else None
+
+
+def _least(numbers: Any) -> Any:
+    return -_largest([-x for x in numbers])
+
+
+def _largest(numbers: Any) -> Any:
+    return max(numbers) if all(isinstance(x, float) for x in numbers) else functools.reduce(jnp.maximum, numbers)
 
 
 def is_difference(node: Node) -> bool:

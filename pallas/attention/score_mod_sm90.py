@@ -70,10 +70,8 @@ class Mod:
         largest_score: of any size, [B, H], if it is known. farthest: how far a query's index can be from that of a key
         which it attends to. no_later_keys: to none with a greater index.
         """
-        distances = 0.0, float(farthest)
-        known: dict[Any, tuple[Any, Any]] = {"|q - k|": distances}
-        if no_later_keys:  # else a sum with the distance is as likely to rise along the row, and its bound serves none
-            known["q - k"] = distances
+        # With later keys, a row may start far below its diagonal: a bound is of no use.
+        known: dict[Any, tuple[Any, Any]] = {"q - k": (0.0, float(farthest))} if no_later_keys else {}
         own = [x for x in zip(self.leaves, self.operands, self.axes, strict=True) if not x[2]]
         known |= {leaf: (x, x) for leaf, x, _ in own}
         if largest_score is not None:

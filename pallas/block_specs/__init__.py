@@ -30,7 +30,6 @@ def attention_row(
     is_limited: bool = False,
     dense_bits: int = 0,
     has_lists: bool = False,
-    has_score_mod: bool = False,
 ) -> tuple[AttentionRow, str]:
     """The row for this attention, and where it came from ("block spec" or "heuristic").
 
@@ -45,7 +44,6 @@ def attention_row(
             and row.is_causal in (None, is_causal)
             and row.is_limited in (None, is_limited)
             and row.has_lists == has_lists
-            and row.has_score_mod in (None, has_score_mod)
             and (row.dense_bits is None or 0 < dense_bits <= row.dense_bits)
         ):
             return row, "block spec" if own else "heuristic"

@@ -133,9 +133,9 @@ class AttentionRow:
     """The blocks for one kind of attention. The first row that matches is taken.
 
     head_dim: the largest head_dim (of key or value) it serves. bits: 16 for bf16 and fp16, 32 for float32.
-    is_causal, is_limited (whether there is a window or segment ids) and has_score_mod (or a softcap): None serves both.
-    dense_bits: None serves all; else it serves biases and dense masks alone, of at most so many bits for every query and
-    key. has_lists: it serves Masks as lists of blocks alone. note: the measurement, or the reason, behind the numbers.
+    is_causal, and is_limited (whether there is a window or segment ids): None serves both. dense_bits: None serves all;
+    else it serves biases and dense masks alone, of at most so many bits for every query and key. has_lists: it serves
+    Masks as lists of blocks alone. note: the measurement, or the reason, behind the numbers.
     """
 
     implementation: str
@@ -147,7 +147,6 @@ class AttentionRow:
     is_limited: bool | None = None
     dense_bits: int | None = None
     has_lists: bool = False
-    has_score_mod: bool | None = None
     note: str = ""
 
 

@@ -61,6 +61,8 @@ CASES = {
     "bounded_rising": SMALL | {"kv_length": 300, "bounded": True, "rising": True},
     "bounded_fp16": SMALL | {"dtype": "float16", "kv_length": 300, "magnitude": 0.5, "bounded": True},
     "bounded_softcap": SMALL | {"kv_length": 300, "softcap": 30.0, "magnitude": 2.0, "bounded": True},
+    "bounded_softcap_small": SMALL
+    | {"kv_length": 300, "softcap": 50.0, "is_causal": True, "q_length": 300, "bounded": True},
     "bounded_lengths": SMALL | {"batch": 2, "kv_length": 300, "kv_lengths": [0, 290], "bounded": True},
     "head_dim_40": SMALL | {"head_dim": 40, "v_head_dim": 24, "is_causal": True},
     "head_dim_192": SMALL | {"head_dim": 192, "v_head_dim": 128, "is_causal": True, "kv_length": 70},

@@ -43,7 +43,8 @@ def _dense(gpu, row):
     """Of a row for biases and masks, under a causal mask: with the widest bias, and with a mask where it serves one."""
     spec = _spec(row, row.is_causal is not False, "")
     bias = dataclasses.replace(spec, bias="hts", bias_dtype="float32" if row.dense_bits == 32 else "")
-    yield gpu, row, bias
+    if row.dense_bits > 1:
+        yield gpu, row, bias
     mask = dataclasses.replace(spec, mask="bts")
     if not row.is_limited and _planned(gpu, row, mask) is row:
         yield gpu, row, mask
@@ -51,7 +52,7 @@ def _dense(gpu, row):
 
 def _planned(gpu, row, spec):
     capability = next(number for number, gpu_of_file in GPUS.items() if gpu_of_file == gpu)
-    bits = 32 if spec.bias_dtype == "float32" else 16
+    bits = 32 if spec.bias_dtype == "float32" else 16 if spec.bias else 1
     planned, _ = block_specs.attention_row(
         divmod(capability, 10),
         row.implementation,
@@ -61,7 +62,6 @@ def _planned(gpu, row, spec):
         is_limited=bool(spec.window),
         dense_bits=bits if spec.bias or spec.mask else 0,
         has_lists=bool(spec.cells),
-        has_score_mod=bool(spec.score_mod or spec.softcap),
     )
     return planned
 
@@ -69,7 +69,6 @@ def _planned(gpu, row, spec):
 def _spec(row, is_causal, precision):
     return Spec(
         window="1000,-1" if row.is_limited else "",
-        score_mod="alibi" if row.has_score_mod else "",
         implementation=row.implementation,
         head_dim=row.head_dim,
         dtype="float32" if row.bits == 32 else "bfloat16",
