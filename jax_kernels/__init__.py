@@ -15,6 +15,7 @@ from jax_kernels.ops.decode_attention import decode_attention as decode_attentio
 from jax_kernels.ops.dilated_attention import dilated_attention as dilated_attention
 from jax_kernels.ops.dilated_parallel import sequence_parallel_dilated_attention as sequence_parallel_dilated_attention
 from jax_kernels.ops.dynamic_mask_attention import dynamic_mask_attention as dynamic_mask_attention
+from jax_kernels.ops.prepare_mask import prepare_mask as prepare_mask
 from jax_kernels.quantization import quantize_fp8 as quantize_fp8
 
 __version__ = "0.1.0"

@@ -23,4 +23,5 @@ from jax_kernels.masks.positions import dilated as dilated
 from jax_kernels.masks.positions import global_tokens as global_tokens
 from jax_kernels.masks.positions import prefix as prefix
 from jax_kernels.masks.positions import sliding_window as sliding_window
+from jax_kernels.masks.prepared import PreparedMask as PreparedMask
 from jax_kernels.masks.presets import preset as preset

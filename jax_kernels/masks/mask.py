@@ -50,6 +50,11 @@ class Mask:
         return 1
 
     @property
+    def unprepared(self) -> "Mask":
+        """The mask without the lists of a PreparedMask."""
+        return self
+
+    @property
     def is_evaluated(self) -> bool:
         """Whether blocks are judged by evaluating their pairs, not by arithmetic on blocks."""
         return False
@@ -175,7 +180,8 @@ class Mask:
         return _joined(Or, self, other)
 
     def __invert__(self) -> "Mask":
-        return self.mask if isinstance(self, Not) else Not(self)
+        mask = self.unprepared
+        return mask.mask if isinstance(mask, Not) else Not(mask)
 
     def __bool__(self) -> bool:
         raise TypeError("a Mask has no truth value: compose masks with &, | and ~, not with and, or and not")
@@ -197,6 +203,7 @@ class Mask:
 def _joined(kind: Any, *masks: Any) -> Any:
     if not isinstance(masks[1], Mask):
         return NotImplemented
+    masks = tuple(mask.unprepared for mask in masks)
     parts = [part for mask in masks for part in (mask.masks if isinstance(mask, kind) else (mask,))]
     for what in ("batch", "heads"):
         checks.joint("&" if kind is And else "|", [getattr(x, what) for x in parts], what)

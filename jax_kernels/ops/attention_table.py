@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.dispatch import Implementation, Plan, Request
 from jax_kernels.masks import Mask
 from jax_kernels.ops import reasons
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton
+from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton, lists_sm90
 from jax_kernels.reference import attention as reference
 from jax_kernels.score_mod import moving
 from jax_kernels.score_mod_tiles import why_not
@@ -299,6 +299,17 @@ def _mosaic_backward(inputs, options, *results, config, interpret):
         others = (of_triton if by_triton else _xla_backward)(*arguments, **statics)
         gradients = gradients._replace(score_mod=others.score_mod)
     return gradients
+
+
+def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:
+    """What a PreparedMask carries for calls of this plan: the lists that "mosaic_gpu" reads, if it reads any."""
+    if plan.implementation != "mosaic_gpu" or not isinstance(inputs.mask, Mask):
+        return ()
+    widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
+    of_backward = backward_sm90.listed_blocks(plan.config.backward, widest, options)
+    with jax.enable_x64(False):
+        every = [forward_sm90.listed_blocks(plan.config.forward), *of_backward]
+        return tuple(lists_sm90.prepared_lists(inputs, options, **blocks) for blocks in every)
 
 
 IMPLEMENTATIONS = {

@@ -97,6 +97,7 @@ def _checked(query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[An
     check_shapes(query, key, value)
     (batch, q_length, heads), (kv_length, kv_heads) = query.shape[:3], key.shape[1:3]
     if isinstance(mask, Mask) and mask.heads not in (1, heads):
+        mask = mask.unprepared
         if not isinstance(mask, Dense):
             want = f"1 or query's {heads}, or a dense one of key's {kv_heads}"
             raise ValueError(f"mask: got a Mask of {mask.heads} heads, want {want}")

@@ -32,9 +32,9 @@ def as_arguments(call: MaskArguments, batch: int) -> MaskArguments:
     Of segments and of dense masks there may be one, and of segments none where the call has ids of its own. Other
     masks, and with them the whole call, stay as they are.
     """
-    mask = call.mask
-    if not isinstance(mask, Mask):
+    if not isinstance(call.mask, Mask):
         return call
+    mask = call.mask.unprepared
     left, right = call.window or (-1, 0 if call.is_causal else -1)
     found: dict[str, Any] = {"mask": None, "segment_ids": call.segment_ids, "kv_lengths": call.kv_lengths}
     for part in mask.masks if isinstance(mask, And) else (mask,):

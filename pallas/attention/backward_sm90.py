@@ -1,6 +1,6 @@
 """Attention backward on Hopper: what its kernels read, made by XLA, and what becomes of their results."""
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +31,12 @@ def attention_backward(
     """
     query, key, value = inputs[:3]
     q_length, kv_length = query.shape[1], key.shape[1]
-    widest = max(query.shape[-1], value.shape[-1])
-    width = next(w for w in (64, 128, 256) if w >= widest)
+    width = _width(max(query.shape[-1], value.shape[-1]))
     block_kv = backward_dqkv_sm90.block_kv_of(width)
-    listed = functools.partial(lists_sm90.lists_of, inputs, options, heads_together=config.heads_together)
-    lists = listed(config.block_q, block_kv, by="key")
     dq_blocks = backward_dq_sm90.BLOCK_Q, backward_dq_sm90.BLOCKS[width][0]
-    dq_lists = listed(*dq_blocks, by="query") if options.deterministic else None
+    lists, *dq_lists = (
+        lists_sm90.lists_of(inputs, options, **blocks) for blocks in listed_blocks(config, width, options)
+    )
     inputs, options = lists_sm90.without_limits(inputs, options)
     # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
     short = -q_length % (backward_dq_sm90.BLOCK_Q if options.deterministic else config.block_q)
@@ -67,10 +66,26 @@ def attention_backward(
     described = {"config": config, "interpret": interpret}
     dk, dv = backward_dqkv_sm90.key_gradients(arrays, options, kv_length, core_count=core_count, **described)
     if options.deterministic:
-        arrays |= {"segments": segments_of(inputs, *dq_blocks, of_keys=False), "lists": dq_lists}
+        arrays |= {"segments": segments_of(inputs, *dq_blocks, of_keys=False), "lists": dq_lists[0]}
         dq = backward_dq_sm90.query_gradient(arrays, options, kv_length, **described)
     else:
         dq = jax.freeze(arrays["dquery"])
         dq = dq if dquery is not None else (dq * options.scale).astype(query.dtype)
     pairs = zip((dq, dk, dv), inputs[:3], strict=True)
     return AttentionGradients(*(dx[:, : x.shape[1], :, : x.shape[3]] for dx, x in pairs))
+
+
+def listed_blocks(config, widest: int, options: AttentionOptions) -> list[dict[str, Any]]:
+    """Of which blocks lists_of makes the lists of a mask: those by key, and those of a deterministic dquery.
+
+    widest: the larger of the head dims.
+    """
+    width, together = _width(widest), {"heads_together": config.heads_together}
+    of_keys = {"block_q": config.block_q, "block_kv": backward_dqkv_sm90.block_kv_of(width), "by": "key"}
+    of_queries = {"block_q": backward_dq_sm90.BLOCK_Q, "block_kv": backward_dq_sm90.BLOCKS[width][0], "by": "query"}
+    return [blocks | together for blocks in ([of_keys, of_queries] if options.deterministic else [of_keys])]
+
+
+def _width(widest: int) -> int:
+    """The head dim that the kernels are compiled for."""
+    return next(w for w in (64, 128, 256) if w >= widest)

@@ -40,9 +40,7 @@ WIDTH_OF_LISTS = 4
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
     """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
     q_length, kv_length, v_head_dim = inputs.query.shape[1], inputs.key.shape[1], inputs.value.shape[-1]
-    lists = lists_sm90.lists_of(
-        inputs, options, config.block_q, config.block_kv, by="query", heads_together=config.heads_together
-    )
+    lists = lists_sm90.lists_of(inputs, options, **listed_blocks(config))
     no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
     inputs, options = lists_sm90.without_limits(inputs, options)
     any_rows = has_odd_length(inputs.query, inputs.key)
@@ -52,7 +50,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
     largest = small = None
     keys = _keys_per_query(options, kv_length)
-    keys = keys if lists is None else lists.indices.shape[-1] * config.block_kv // WIDTH_OF_LISTS
+    keys = keys if lists is None else lists.keys
     heads = views_sm90.head_counts(query, key, options)[0]
     # The look is at all heads of the array, where a call takes only some.
     is_limited = options.window is not None or segments is not None or lists is not None
@@ -89,6 +87,12 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     )
     out, lse = kernel(*leaves)
     return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
+
+
+def listed_blocks(config) -> dict[str, Any]:
+    """Of which blocks lists_of makes the lists of a mask."""
+    blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
+    return {**blocks, "by": "query", "heads_together": config.heads_together}
 
 
 def _bounds(

@@ -10,21 +10,24 @@ arXiv:2205.14135, section 3.3 (block-sparse attention).
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_kernels import masks
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
-from jax_kernels.masks import Mask
+from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.masks.checks import offset as offset_of
-from jax_kernels.masks.lists import packed_lists
+from jax_kernels.masks.lists import block_status, packed_lists
 from jax_kernels.pallas.attention.dense_sm90 import PART, kept, load_words, of_head
 
+_LIMITING_ARRAYS = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset")
 COLUMNS = 8  # of the table: numbers that are read together stand in one sector
 
 
@@ -37,6 +40,7 @@ class Lists:
     indices, entries: [B or 1, H or 1, blocks, width], as BlockLists and PackedBlocks have them; H: the tiles' heads.
     words: [entries, rows, PART], of PackedBlocks' bits those that a thread reads in one word.
     sharing: so many query heads visit each block of a list, one after another, before the next block.
+    keys: of lists by query, how many keys a query has to look at: about, where it is known, else at most.
     """
 
     tiles: Any
@@ -44,6 +48,7 @@ class Lists:
     entries: Any
     words: Any
     sharing: int = dataclasses.field(metadata={"static": True})
+    keys: int = dataclasses.field(metadata={"static": True})
 
     def walk(self, tile: Any) -> "Walk":
         return Walk(self, *(self.tiles[tile, i] for i in range(5)))
@@ -86,6 +91,57 @@ class Walk(NamedTuple):
         return of_head(ref, self.b, self.head)[self.block, step]
 
 
+@dataclasses.dataclass(frozen=True)
+class ListedCall:
+    """What a call's lists depend on beside its mask, but for arrays. limits: its is_causal, window and q_offset.
+
+    q_offset is None where it is an array.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    lengths: tuple[int, int]
+    blocks: tuple[int, int]
+    by: str
+    heads_together: int
+    is_causal: bool
+    window: tuple[int, int] | None
+    q_offset: int | None
+
+    @staticmethod
+    def of(
+        inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, *, by: str, heads_together: int
+    ) -> "ListedCall":
+        (batch, q_length, heads), (kv_length, kv_heads) = inputs.query.shape[:3], inputs.key.shape[1:3]
+        sizes = (batch, heads, kv_heads, (q_length, kv_length), (block_q, block_kv), by, heads_together)
+        q_offset = options.q_offset if inputs.q_offset is None else None
+        return ListedCall(*sizes, options.is_causal, options.window, q_offset)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PreparedLists:
+    """The lists of a call, made beforehand: what a PreparedMask carries."""
+
+    lists: Lists
+    call: ListedCall = dataclasses.field(metadata={"static": True})
+
+    def of(self, call: ListedCall) -> Lists | None:
+        """The lists of this call, None where they are not known to be the same."""
+        mine, times = self.call, call.batch // self.call.batch
+        if dataclasses.replace(mine, batch=call.batch) != call or times * mine.batch != call.batch:
+            return None
+        if times == 1:
+            return self.lists
+        if self.lists.indices.shape[0] > 1:
+            return None
+        # Batch entries that the mask does not tell apart, one table of tiles after another.
+        first = jnp.arange(times, dtype=jnp.int32)[:, None, None] * mine.batch
+        tiles = self.lists.tiles + first * (jnp.arange(COLUMNS, dtype=jnp.int32) == 0)
+        return dataclasses.replace(self.lists, tiles=tiles.reshape(-1, COLUMNS))
+
+
 def lists_of(
     inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, *, by: str, heads_together: int
 ) -> Lists | None:
@@ -93,32 +149,70 @@ def lists_of(
 
     by: "query" or "key". Lists by key are of a kv head. Where the mask tells heads apart, they are of its group's heads
     together, whose blocks of queries are numbered one head after another. heads_together: of so many heads the tiles
-    stand in the table together.
+    stand in the table together. A PreparedMask's lists are taken where they are of this very call.
     """
     if not isinstance(inputs.mask, Mask):
         return None
-    q_length, kv_length = inputs.query.shape[1], inputs.key.shape[1]
-    batch, kv_heads = inputs.key.shape[0], inputs.key.shape[2]
-    heads = inputs.query.shape[2] if by == "query" else kv_heads
+    call = ListedCall.of(inputs, options, block_q, block_kv, by=by, heads_together=heads_together)
+    if isinstance(inputs.mask, PreparedMask) and not _limiting_arrays(inputs):
+        for prepared in inputs.mask.lists:
+            if (lists := prepared.of(call)) is not None:
+                return lists
     static_offset, offset = offset_of(first_position(inputs, options))
-    group = 1 if by == "query" else inputs.query.shape[2] // kv_heads
-    sharing = group if inputs.mask.heads == 1 else 1
+    return _built(_whole_mask(inputs, options), offset, call=call, static_offset=static_offset)
+
+
+def prepared_lists(inputs: AttentionInputs, options: AttentionOptions, **blocks: Any) -> PreparedLists:
+    """What lists_of gives for these arguments, to be carried. Where the mask is known, no longer than its blocks ask.
+
+    query and key may be ShapeDtypeStructs. Nothing but the mask may be an array that limits the call's keys.
+    """
+    call = ListedCall.of(inputs, options, **blocks)
+    _, offset = offset_of(call.q_offset)
+    mask, statics = _whole_mask(inputs, options), {"static_offset": call.q_offset}
+    alive, full = block_status(mask, offset, lengths=call.lengths, blocks=call.blocks, **statics)
+    if isinstance(alive, jax.core.Tracer):
+        return PreparedLists(_built(mask, offset, call=call, **statics), call)
+    most = min(_rounded_up(int((alive & ~full).sum())), alive.size)
+    lists = _built(mask, offset, call=call, most=most, **statics)
+    visits = np.asarray(lists.tiles[:, 3]) // lists.sharing
+    width = min(_rounded_up(int(visits.max())), lists.indices.shape[-1])
+    indices, entries = (x[..., :width] for x in (lists.indices, lists.entries))
+    keys = _rounded_up(math.ceil(visits.mean() * call.blocks[1]))
+    return PreparedLists(dataclasses.replace(lists, indices=indices, entries=entries, keys=keys), call)
+
+
+def _rounded_up(count: int) -> int:
+    """By an eighth at most: masks that are alike, such as those of layers, have lists of one shape and one program."""
+    unit = 1 << max(0, count.bit_length() - 4)
+    return -(-count // unit) * unit
+
+
+@functools.partial(jax.jit, static_argnames=("call", "static_offset", "most"))
+def _built(
+    mask: Mask, offset: jax.Array, *, call: ListedCall, static_offset: int | None, most: int | None = None
+) -> Lists:
+    """The lists of all that limits a call's keys. most: so many partial blocks at most; None: as many as can be."""
+    group = 1 if call.by == "query" else call.heads // call.kv_heads
+    sharing = group if mask.heads == 1 else 1
     lists, packed = packed_lists(
-        _whole_mask(inputs, options),
+        mask,
         offset,
-        lengths=(q_length, kv_length),
-        blocks=(block_q, block_kv),
+        lengths=call.lengths,
+        blocks=call.blocks,
         static_offset=static_offset,
-        by=by,
+        by=call.by,
         joined=group // sharing,
+        most=most,
     )
     # A tile without a block visits block 0, under the bits of the last entry, which are zeros.
     total = lists.partial_count + lists.full_count
     dead = total == 0
     entries = packed.entries.at[..., 0].set(jnp.where(dead, packed.words.shape[0] - 1, packed.entries[..., 0]))
     counts = jnp.maximum(total, 1) * sharing, lists.full_count * sharing
-    tiles = _tiles(*counts, batch, heads, lists.indices.shape[-1] * sharing, heads_together)
-    return Lists(tiles, lists.indices, entries, _words_of_threads(packed.words), sharing)
+    heads, width = call.heads // group, lists.indices.shape[-1]
+    tiles = _tiles(*counts, call.batch, heads, width * sharing, call.heads_together)
+    return Lists(tiles, lists.indices, entries, _words_of_threads(packed.words), sharing, width * call.blocks[1])
 
 
 def _words_of_threads(words: jax.Array) -> jax.Array:
@@ -134,13 +228,17 @@ def without_limits(inputs: AttentionInputs, options: AttentionOptions) -> tuple[
     """The call without what lists_of has in its lists; as it is where its mask is no Mask."""
     if not isinstance(inputs.mask, Mask):
         return inputs, options
-    arrays = ("mask", "q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset")
     options = dataclasses.replace(options, is_causal=False, window=None, q_offset=0)
-    return inputs._replace(**dict.fromkeys(arrays)), options
+    return inputs._replace(**dict.fromkeys(("mask", *_LIMITING_ARRAYS))), options
+
+
+def _limiting_arrays(inputs: AttentionInputs) -> bool:
+    """Whether arrays beside the mask limit the call's keys."""
+    return any(getattr(inputs, name) is not None for name in _LIMITING_ARRAYS)
 
 
 def _whole_mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
-    mask = inputs.mask
+    mask = inputs.mask.unprepared
     if options.is_causal:
         mask &= masks.causal()
     if options.window is not None:

@@ -1,5 +1,8 @@
 """The lists that the Hopper kernels walk, walked in NumPy: they keep what the call's mask and limits keep."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,7 @@ import pytest
 
 from jax_kernels import masks
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.masks import PreparedMask
 from jax_kernels.pallas.attention import lists_sm90
 from jax_kernels.reference import attention as reference
 
@@ -104,3 +108,143 @@ def test_long_sequences_take_no_array_of_all_pairs():
         )
         memory = jax.jit(build).lower(query, key).compile().memory_analysis()
         assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 100 << 20
+
+
+WITH_LIMITS = dataclasses.replace(LIMITED, q_offset=30)
+PREPARED = {name: case[:2] for name, case in CASES.items() if name != "limited"}
+PREPARED["limited"] = masks.prefix(100) | masks.dilated(7), WITH_LIMITS
+
+
+@functools.partial(jax.jit, static_argnames=("options", "by"), compiler_options={"xla_backend_optimization_level": 0})
+def listed(inputs, *, options, by):
+    return lists_sm90.lists_of(inputs, options, *BLOCKS, by=by, heads_together=4)
+
+
+def prepared_of(mask, options, by, **shapes):
+    sides = {"block_q": BLOCKS[0], "block_kv": BLOCKS[1], "by": by, "heads_together": 4}
+    made = lists_sm90.prepared_lists(inputs_of(mask, {}), options, **sides | shapes)
+    return PreparedMask(mask, (made,))
+
+
+def in_order(lists):
+    """All that a kernel reads: of each tile its row of the table, its blocks, and the bits of those that have any."""
+    lists = jax.tree.map(np.asarray, lists)
+    found = []
+    for row in lists.tiles.tolist():
+        b, head, block, count, full = row[:5]
+        blocks, entries = (
+            x[min(b, x.shape[0] - 1), min(head, x.shape[1] - 1), block, : count // lists.sharing]
+            for x in (lists.indices, lists.entries)
+        )
+        partial = entries[full // lists.sharing :]
+        assert (partial >= 0).all()
+        found.append((row, blocks.tolist(), lists.words[partial].tobytes()))
+    return found
+
+
+@pytest.mark.parametrize("by", ["query", "key"])
+@pytest.mark.parametrize("name", PREPARED)
+def test_prepared_lists_are_those_of_the_call(name, by):
+    mask, options = PREPARED[name]
+    prepared = prepared_of(mask, options, by)
+    want = listed(inputs_of(mask, {}), options=options, by=by)
+    got = lists_sm90.lists_of(inputs_of(prepared, {}), options, *BLOCKS, by=by, heads_together=4)
+    assert got is prepared.lists[0].lists
+    assert in_order(got) == in_order(want)
+    np.testing.assert_array_equal(got.tiles, want.tiles)
+    width, count = got.indices.shape[-1], len(got.words)
+    np.testing.assert_array_equal(got.indices, want.indices[..., :width])
+    # The entry without a bit is the last one.
+    entries = np.where(want.entries == len(want.words) - 1, count - 1, want.entries)[..., :width]
+    np.testing.assert_array_equal(got.entries, entries)
+    np.testing.assert_array_equal(got.words, np.asarray(want.words)[[*range(count - 1), -1]])
+    longest = int(got.tiles[:, 3].max()) // got.sharing
+    assert longest <= width <= longest * 9 / 8
+    assert not np.asarray(got.words)[-1].any()
+    if by == "query":
+        mean = float(got.tiles[:, 3].mean()) * BLOCKS[1]
+        assert mean <= got.keys <= (mean + 1) * 9 / 8
+        assert want.keys == want.indices.shape[-1] * BLOCKS[1]
+
+
+def test_lists_are_short_where_the_mask_is_known():
+    """3 of each 8 cells are live. Under jit the lists have room for all 8, and bits for all of the diagonal."""
+    cells = np.random.default_rng(1).random((16, 8)).argsort(axis=1) < 3
+    mask = masks.block_sparse(cells, BLOCKS) & masks.causal()
+    query = jax.ShapeDtypeStruct((1, 512, 1, 64), jnp.bfloat16)
+    blocks = {"block_q": 32, "block_kv": 64, "by": "query", "heads_together": 1}
+    prepare = lambda mask: lists_sm90.prepared_lists(AttentionInputs(*[query] * 3, mask=mask), OPTIONS, **blocks)
+    known, traced = prepare(mask).lists, jax.eval_shape(prepare, mask).lists
+    partial = (np.asarray(known.entries) >= 0) & (np.asarray(known.entries) < len(known.words) - 1)
+    assert known.indices.shape[-1] <= 3 < traced.indices.shape[-1] == 8
+    assert len(known.words) == partial.sum() + 1 < len(traced.words)
+    assert known.keys < 3 * 64 < traced.keys
+
+
+OTHERS = {
+    "key": lambda mask: (inputs_of(mask, {}), OPTIONS, {"by": "key"}),
+    "blocks": lambda mask: (inputs_of(mask, {}), OPTIONS, {"blocks": (64, 32)}),
+    "together": lambda mask: (inputs_of(mask, {}), OPTIONS, {"together": 2}),
+    "causal": lambda mask: (inputs_of(mask, {}), dataclasses.replace(OPTIONS, is_causal=True), {}),
+    "window": lambda mask: (inputs_of(mask, {}), dataclasses.replace(OPTIONS, window=(30, -1)), {}),
+    "offset": lambda mask: (inputs_of(mask, {}), dataclasses.replace(OPTIONS, q_offset=9), {}),
+    "traced_offset": lambda mask: (
+        inputs_of(mask, {"q_offset": jnp.array([0, 9])}),
+        dataclasses.replace(OPTIONS, q_offset=None),
+        {},
+    ),
+    "lengths": lambda mask: (inputs_of(mask, {"kv_lengths": ARRAYS["kv_lengths"]}), OPTIONS, {}),
+    "segments": lambda mask: (
+        inputs_of(mask, {name: ARRAYS[name] for name in ("q_segment_ids", "kv_segment_ids")}),
+        OPTIONS,
+        {},
+    ),
+    "q_length": lambda mask: (inputs_of(mask, {})._replace(query=jnp.zeros((B, 100, H, 8))), OPTIONS, {}),
+    "kv_length": lambda mask: (inputs_of(mask, {})._replace(key=jnp.zeros((B, 200, KV_HEADS, 8))), OPTIONS, {}),
+    "kv_heads": lambda mask: (inputs_of(mask, {})._replace(key=jnp.zeros((B, S, 1, 8))), OPTIONS, {"by": "key"}),
+    "heads": lambda mask: (inputs_of(mask, {})._replace(query=jnp.zeros((B, T, 8, 8))), OPTIONS, {}),
+    "batch": lambda mask: (
+        inputs_of(mask, {})._replace(query=jnp.zeros((3, T, H, 8)), key=jnp.zeros((3, S, KV_HEADS, 8))),
+        OPTIONS,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_in_another_call_lists_are_of_the_mask(name):
+    """The prepared lists are those of both sides, with one number changed in each: to be read, they would be seen."""
+    mask = masks.sliding_window(20, 9) | masks.global_tokens(3)
+    shift = lambda prepared: jax.tree.map(lambda x: x + 1, prepared.lists)
+    lists = [x for by in ("query", "key") if name != by for x in shift(prepared_of(mask, OPTIONS, by))]
+
+    def of(mask):
+        inputs, options, how = OTHERS[name](mask)
+        blocks, by, together = how.get("blocks", BLOCKS), how.get("by", "query"), how.get("together", 4)
+        build = lambda inputs: lists_sm90.lists_of(inputs, options, *blocks, by=by, heads_together=together)
+        return jax.jit(build, compiler_options={"xla_backend_optimization_level": 0})(inputs)
+
+    prepared = PreparedMask(mask, tuple(lists))
+    got, want = of(prepared), of(mask)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("by", ["query", "key"])
+def test_a_larger_batch_reads_them_for_each_entry(by):
+    mask = masks.sliding_window(20, 9) | masks.global_tokens(3)
+    one = inputs_of(mask, {})
+    query, key = one.query[:1], one.key[:1]
+    sides = {"block_q": BLOCKS[0], "block_kv": BLOCKS[1], "by": by, "heads_together": 4}
+    made = lists_sm90.prepared_lists(AttentionInputs(query, key, key, mask=mask), OPTIONS, **sides)
+    inputs = inputs_of(PreparedMask(mask, (made,)), {})
+    got = jax.tree.map(np.asarray, lists_sm90.lists_of(inputs, OPTIONS, **sides))
+    np.testing.assert_array_equal(walked(got, by), np.broadcast_to(mask.to_dense(T, S), (B, H, T, S)))
+    of_entry = [row for row in in_order(got) if row[0][0] == 1]
+    assert [(row[1:], *rest) for row, *rest in of_entry] == [(row[1:], *rest) for row, *rest in in_order(made.lists)]
+    # Of a mask that tells batch entries apart, there is no more than was prepared.
+    mask = masks.block_sparse(jnp.asarray(CELLS), BLOCKS)
+    [made] = prepared_of(mask, OPTIONS, by).lists
+    assert made.of(made.call) is made.lists
+    assert made.of(dataclasses.replace(made.call, batch=2 * B)) is None

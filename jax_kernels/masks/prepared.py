@@ -1,0 +1,51 @@
+"""A mask with what kernels made of it beforehand."""
+
+from typing import Any
+
+from jax_kernels.masks.mask import Mask, node
+
+
+@node
+class PreparedMask(Mask):
+    """A mask that carries block lists, which jax_kernels.prepare_mask makes: the same mask wherever a Mask is taken.
+
+    mask: what was prepared. lists: pytrees, of which each knows what calls it serves; a call that none serves has its
+    lists made from the mask. `&`, `|` and `~` compose the mask, without the lists.
+    """
+
+    mask: Mask
+    lists: tuple[Any, ...]
+
+    @property
+    def unprepared(self):
+        return self.mask
+
+    @property
+    def batch(self):
+        return self.mask.batch
+
+    @property
+    def heads(self):
+        return self.mask.heads
+
+    @property
+    def is_evaluated(self):
+        return self.mask.is_evaluated
+
+    def check_lengths(self, q_length, kv_length):
+        self.mask.check_lengths(q_length, kv_length)
+
+    def terms(self, negated):
+        return self.mask.terms(negated)
+
+    def block_counts(self, grid):
+        return self.mask.block_counts(grid)
+
+    def elements(self, b, h, q_index, k_index, *, q_offset=0):
+        return self.mask.elements(b, h, q_index, k_index, q_offset=q_offset)
+
+    def rows(self, q_index, kv_length, *, q_offset=0):
+        return self.mask.rows(q_index, kv_length, q_offset=q_offset)
+
+    def __repr__(self) -> str:
+        return f"prepared({self.mask!r})"
