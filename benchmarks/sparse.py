@@ -9,9 +9,11 @@ Patterns, none causal: "block", random blocks, as many in each row of blocks; "w
 pairs drawn one by one, so that no block is dead; "structured", a window and global tokens. A sparsity is the share of
 pairs that are masked out.
 
-Contenders: "mask", ours under the Mask; "array", ours under the same mask as a bool array; "dense", ours without one,
-which the others are measured against; "jax-cudnn-bias", cuDNN with a bias of -1e30 where the mask is False;
-"torch-flex", compiled flex_attention with a block mask. All are held against float32 before they are timed.
+Contenders: "prepared-mask", ours under the Mask, with the lists of blocks that prepare_mask made before; "mask", ours
+under the same Mask, with the lists made in each call; "array", ours under the same mask as a bool array; "dense", ours
+without one, which the others are measured against; "jax-cudnn-bias", cuDNN with a bias of -1e30 where the mask is
+False; "torch-flex", compiled flex_attention with a block mask made before. All are held against float32 before they
+are timed.
 
 The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
 """
@@ -34,10 +36,10 @@ from cases import DTYPES, MODES, Case, InputSet, as_numpy, input_sets, relative_
 from contenders import Built, framework, from_function, need, unavailable
 from timing import METHODS, Contender, alternate, skipped, speed_ratio, spread
 
-from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
+from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks, prepare_mask
 
 PATTERNS = ("block", "window", "random", "structured")
-CONTENDERS = ("dense", "mask", "array", "jax-cudnn-bias", "torch-flex")
+CONTENDERS = ("dense", "prepared-mask", "mask", "array", "jax-cudnn-bias", "torch-flex")
 # Of the blocks that the kernels skip, and that a row of results counts.
 BLOCK = 128
 
@@ -119,9 +121,10 @@ def build(name: str, case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequen
     contender = Contender(name, framework(name))
     ours = {"implementation": args.implementation}
     with contender.attempt():
-        if name in ("dense", "mask", "array"):
+        if name in ("dense", "prepared-mask", "mask", "array"):
             attend = dynamic_mask_attention if name == "array" else flash_attention
-            given = {"dense": None, "mask": mask, "array": keep}[name]
+            given = {"dense": None, "array": keep}.get(name, mask)
+            given = prepare_mask(mask, *sets[0].qkv, **ours) if name == "prepared-mask" else given
             plan = str(explain(attend, *sets[0].qkv, mask=given, **ours))
             built = from_function(lambda m, *qkv: attend(*qkv, mask=m, **ours), case, sets, plan, given)
         else:

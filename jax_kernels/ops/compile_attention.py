@@ -16,6 +16,7 @@ from jax_kernels.device import DeviceInfo
 from jax_kernels.masks import checks
 from jax_kernels.masks.presets import PRESETS
 from jax_kernels.ops.attention import flash_attention
+from jax_kernels.ops.prepare_mask import prepare_mask
 
 __all__ = ["CompiledAttention", "Speedup", "compile_attention"]
 
@@ -68,6 +69,8 @@ class CompiledAttention:
         self.plan = plan
         self.density = float(mask.density(shape.seq_len, shape.kv_len, BLOCK))
         self._shape = shape
+        # Its lists are for the batch that the plan is for, and multiples of it.
+        self._prepared = prepare_mask(mask, **shape.specs, implementation=plan.implementation)
         attend = functools.partial(flash_attention, implementation=plan.implementation)
         self._attend = jax.jit(lambda mask, query, key, value: attend(query, key, value, mask=mask))
 
@@ -78,7 +81,7 @@ class CompiledAttention:
                 raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, {sizes}]")
             if x.dtype != spec.dtype:
                 raise TypeError(f"{name}: got dtype {x.dtype}, want {spec.dtype}")
-        return self._attend(self.mask, query, key, value)
+        return self._attend(self._prepared, query, key, value)
 
     def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> Speedup:
         """How many times faster it is than flash_attention without a mask, both run now, in turns, on JAX's device.
@@ -139,9 +142,11 @@ def compile_attention(
 ) -> CompiledAttention:
     """Attention under a pattern, planned once and kept: the same arguments on the same device give the same object.
 
-    Equivalent to the following JAX code::
+    Its mask is prepared here, so that calls of this batch, or a multiple of it, make no lists of blocks, forward or
+    backward. Equivalent to the following JAX code::
 
         mask = masks.preset(pattern, **options)  # or the Mask itself
+        mask = prepare_mask(mask, query, key, value)
         attention = jax.jit(lambda query, key, value: flash_attention(query, key, value, mask=mask))
 
     Args:
@@ -149,7 +154,8 @@ def compile_attention(
         masks.Mask.
       seq_len, kv_len: how many queries, and keys (None: as many).
       head_dim: of query, key and value, up to 256.
-      batch: what plan and measured_speedup are for; a call may have another.
+      batch: what plan, lists of blocks and measured_speedup are for; a call may have another, whose lists are made in
+        the call where it is no multiple, or the mask tells batch entries apart.
       num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
       dtype: bfloat16, float16 or float32.
       implementation: as in flash_attention.
@@ -192,8 +198,9 @@ def _compiled(
     pattern: Any, options: Any, shape: _Shape, implementation: str | None, device: DeviceInfo, interpreting: bool
 ) -> CompiledAttention:
     """device and interpreting: what the plan depends on besides."""
-    mask = pattern
-    if isinstance(pattern, str):
+    if isinstance(pattern, masks.Mask):
+        mask = pattern.unprepared
+    else:
         of_preset = inspect.signature(PRESETS[pattern]).parameters if pattern in PRESETS else ()
         lengths = {"q_length": shape.seq_len, "kv_length": shape.kv_len}
         mask = masks.preset(pattern, **{k: v for k, v in lengths.items() if k in of_preset} | dict(options))

@@ -32,9 +32,6 @@ BOUNDED_FROM = 2048
 # The same with a window or segments, of which the latter's keys are not known: at 2048 keys of a window it loses 4 %,
 # with 8 causal documents in 8192 tokens 15.
 BOUNDED_FROM_LIMITED = 8192
-# How much longer lists can be than they are taken to be, as long as nothing tells. Of 8192 keys, the look costs 28 % of
-# a call at a tenth of the blocks, and 5 at three tenths.
-WIDTH_OF_LISTS = 4
 
 
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):

@@ -28,6 +28,7 @@ from jax_kernels.masks.lists import block_status, packed_lists
 from jax_kernels.pallas.attention.dense_sm90 import PART, kept, load_words, of_head
 
 _LIMITING_ARRAYS = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset")
+UNKNOWN = 4  # how many times longer lists can be than they are taken to be where nothing tells
 COLUMNS = 8  # of the table: numbers that are read together stand in one sector
 
 
@@ -40,7 +41,7 @@ class Lists:
     indices, entries: [B or 1, H or 1, blocks, width], as BlockLists and PackedBlocks have them; H: the tiles' heads.
     words: [entries, rows, PART], of PackedBlocks' bits those that a thread reads in one word.
     sharing: so many query heads visit each block of a list, one after another, before the next block.
-    keys: of lists by query, how many keys a query has to look at: about, where it is known, else at most.
+    keys: of lists by query, how many keys a query has to look at, about.
     """
 
     tiles: Any
@@ -212,7 +213,7 @@ def _built(
     counts = jnp.maximum(total, 1) * sharing, lists.full_count * sharing
     heads, width = call.heads // group, lists.indices.shape[-1]
     tiles = _tiles(*counts, call.batch, heads, width * sharing, call.heads_together)
-    return Lists(tiles, lists.indices, entries, _words_of_threads(packed.words), sharing, width * call.blocks[1])
+    return Lists(tiles, lists.indices, entries, _words_of_threads(packed.words), sharing, width * call.blocks[1] // UNKNOWN)
 
 
 def _words_of_threads(words: jax.Array) -> jax.Array:
