@@ -94,7 +94,7 @@ def flash_attention(
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
       bias: broadcastable to [B, H, T, S], in query's dtype or float32.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Or a masks.Mask, of JAX or NumPy
-        arrays, a constant of the call.
+        arrays, a constant of the call, prepared by jax_kernels.prepare_mask or not.
       segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
       kv_lengths: [B] int32.
       q_offset: an int, or an int32 tensor, a scalar or [B].

@@ -76,7 +76,8 @@ class MultiHeadAttention(nnx.Module):
       head_dim: per head, up to 256 (None: model_dim / num_heads).
       use_rotary, rope_theta: rotate queries and keys by their positions (see rotary_embedding).
       is_causal: a token attends to itself and to earlier tokens only.
-      mask: a masks.Mask of all calls, combined with is_causal and with the mask of a call.
+      mask: a masks.Mask of all calls, combined with is_causal and with the mask of a call. One that prepare_mask made,
+        with this is_causal, keeps its lists where a call has no mask and no cache.
       dtype: dtype of the computation and of the output; param_dtype: of the parameters.
       implementation: of the attention, as in flash_attention.
       rngs: initialises the kernels (LeCun normal), from its stream `params`.

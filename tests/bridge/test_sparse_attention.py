@@ -1,11 +1,13 @@
 """Block-sparse and dynamic-mask attention, Mask objects and score_mod on PyTorch tensors, against plain PyTorch."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from jax_kernels import bridge, masks
+from jax_kernels import bridge, masks, prepare_mask
+from jax_kernels.dispatch import on_device
 
 ZEROS = torch.zeros(2, 8, 4, 16)
 BLOCKS = torch.tensor([[True, False, True], [False, True, True], [False, False, False]])
@@ -65,6 +67,11 @@ def test_mask_objects_and_score_mod(make_qkv, reference):
     keep = torch.ones(24, 24).tril().bool() | (torch.arange(24) < 5)
     mask = masks.causal() | masks.prefix(5)
     check(bridge.flash_attention(*inputs, mask=mask, return_lse=True), inputs, reference, mask=keep)
+    specs = (jax.ShapeDtypeStruct((2, 24, heads, 16), "bfloat16") for heads in (4, 2))
+    with on_device("H200"):
+        prepared = prepare_mask(mask, *specs)
+    assert prepared.lists
+    check(bridge.flash_attention(*inputs, mask=prepared, return_lse=True), inputs, reference, mask=keep)
     dead = torch.rand(2, 1, 24, 24) < 0.5
     results = bridge.flash_attention(*inputs, mask=dead, score_mod=alibi, return_lse=True)
     check(results, inputs, reference, mask=dead, bias=alibi_bias(24))

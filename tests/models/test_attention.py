@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_kernels import masks
+from jax_kernels import masks, prepare_mask
+from jax_kernels.dispatch import on_device
 from jax_kernels.models import KVCache, MultiHeadAttention, rotary_embedding
 
 WIDTH, BATCH, LENGTH = 32, 2, 11
@@ -83,6 +84,26 @@ def test_mask_objects():
         (module(mask=masks.segments(ids), is_causal=False), window, dense(window & masks.segments(ids))),
     ):
         np.testing.assert_allclose(forward(attention, x, mask), plain(attention, x, want), atol=2e-6)
+
+
+def test_prepared_masks():
+    """Of the module: its arrays are leaves of the state, read by calls of the shapes that it was prepared for."""
+    cells = np.random.default_rng(0).random((3, 3)) < 0.6
+    mask = masks.block_sparse(cells, 4) | masks.sliding_window(1, 1)
+    query, key = (jax.ShapeDtypeStruct((BATCH, LENGTH, heads, 8), jnp.bfloat16) for heads in (4, 2))
+    with on_device("H200"):
+        prepared = prepare_mask(mask, query, key, is_causal=True)
+    attention = module(num_kv_heads=2, mask=prepared)
+    leaves = len(jax.tree.leaves(nnx.state(attention)))
+    assert leaves == len(jax.tree.leaves(nnx.state(module(num_kv_heads=2, mask=mask)))) + 2 * 4
+    assert attention.mask == prepared
+    np.testing.assert_array_equal(forward(attention, inputs()), forward(module(num_kv_heads=2, mask=mask), inputs()))
+
+    for given, sorts in ((prepared, 0), (mask, 2)):  # blocks, and tiles
+        graph, state = nnx.split(module(num_kv_heads=2, mask=given, dtype=jnp.bfloat16))
+        with on_device("H200"):
+            program = jax.make_jaxpr(lambda state, x, graph=graph: nnx.merge(graph, state)(x))(state, inputs())
+        assert str(program).count("= sort[") == sorts
 
 
 def test_decoding_under_a_mask():

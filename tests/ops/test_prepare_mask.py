@@ -18,6 +18,7 @@ from jax_kernels import (
 )
 from jax_kernels.dispatch import on_device
 from jax_kernels.masks import PreparedMask
+from jax_kernels.pallas.attention import forward_sm90
 from jax_kernels.testing import rms_error
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
@@ -156,6 +157,21 @@ def test_results(arguments):
         got, want = both(query, key, value, prepared), both(query, key, value, mask)
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert rms_error(x, y) == 0
+
+
+def test_the_forward_knows_how_many_keys_a_query_has(monkeypatch):
+    """So few that a look at all lengths beforehand would not pay, which a list's width does not tell."""
+    looks = []
+    monkeypatch.setattr(forward_sm90, "_largest", lambda *args, **kwargs: looks.append(args))
+    cells = np.random.default_rng(0).random((32, 32)) < 0.2
+    cells[3] = True
+    mask, query = masks.block_sparse(cells, 128), jax.ShapeDtypeStruct((1, 4096, 1, 64), jnp.bfloat16)
+    prepared = prepared_on_hopper(mask, query, query)
+    assert prepared.lists[0].lists.indices.shape[-1] == 32
+    with on_device("H200"):
+        for given, count in ((mask, 1), (prepared, 1), (prepared_on_hopper(~mask, query, query), 2)):
+            jax.eval_shape(lambda q, given=given: flash_attention(q, q, q, mask=given), query)
+            assert len(looks) == count
 
 
 BAD = {

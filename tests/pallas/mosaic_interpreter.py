@@ -24,10 +24,11 @@ from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
 from jax._src.state import types as state_types
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels import testing
-from jax_kernels.pallas.attention import forward_sm90, split_tail
+from jax_kernels import prepare_mask, testing
+from jax_kernels.pallas.attention import forward_sm90, lists_sm90, split_tail
 
 _PARAMS, _SPLIT = plgpu.InterpretGPUParams, split_tail.SplitTail.of
+_BUILT = lists_sm90._built
 _BOUNDED_FROM = forward_sm90.BOUNDED_FROM, forward_sm90.BOUNDED_FROM_LIMITED
 _ADDING = threading.Lock()
 _RACES: list = []  # of every kernel: the interpreter keeps those of the last
@@ -182,6 +183,7 @@ def run(case: dict) -> dict:
     cores = case.pop("cores", 1)  # of a GPU that has fewer tiles, the backward splits tiles
     split_tail.SplitTail.of = lambda tiles, steps, core_count: _SPLIT(tiles, steps, cores)
     rising = case.pop("rising", False)
+    lists_sm90._built, is_prepared = _BUILT, case.pop("prepared", False)
     case = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
     case = testing.AttentionCase(name="interpreted", **case)
     # Not force_gpu_interpret_mode, which would take the Triton kernel of a bias's gradient too.
@@ -190,7 +192,13 @@ def run(case: dict) -> dict:
     if rising:  # the keys that are visited last have scores hundreds above those of the first block
         key *= jax.numpy.linspace(40, 0, case.kv_length)[:, None, None].astype(key.dtype)
     arrays = query, key, *others
-    got = testing.run_attention(case, arrays, "mosaic_gpu", deterministic=deterministic)
+    given = {}
+    if is_prepared:
+        limits = {name: case.arguments[name] for name in ("is_causal", "window", "q_offset")}
+        limits |= {"deterministic": deterministic, "implementation": "mosaic_gpu"}
+        given["mask"] = prepare_mask(case.arguments["mask"], *arrays[:3], **limits)
+        lists_sm90._built = None  # a call has no need of it
+    got = testing.run_attention(case, arrays, "mosaic_gpu", deterministic=deterministic, **given)
     got = {name: jax.block_until_ready(x) for name, x in got.items()}
     found = races_found()
     want = testing.attention_float64(case, *arrays)._asdict()

@@ -105,6 +105,10 @@ CASES = {
     | {"pattern": "cells_causal", "heads": 2, "kv_heads": 1, "q_offset": [50], "kv_length": 200},
     "lists_256": SMALL | VERY_WIDE | {"pattern": "global", "heads": 2, "kv_heads": 1, "deterministic": True},
     "lists_everything": EVERYTHING | {"pattern": "stripes", "races": True},
+    "prepared_64": LARGE | {"pattern": "cells_causal", "heads": 2, "batch": 2, "window": [150, 40], "prepared": True},
+    "prepared_128": SMALL
+    | WIDE
+    | {"pattern": "global", "heads": 2, "kv_heads": 1, "is_causal": True, "deterministic": True, "prepared": True},
     "everything_64": EVERYTHING,
     "everything_128": EVERYTHING | WIDE | {"races": True},
     "everything_bias_64": EVERYTHING | {"bias": "bhts", "bias_masks": True, "mask": "bs"},

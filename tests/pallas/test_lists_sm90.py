@@ -110,9 +110,8 @@ def test_long_sequences_take_no_array_of_all_pairs():
         assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 100 << 20
 
 
-WITH_LIMITS = dataclasses.replace(LIMITED, q_offset=30)
-PREPARED = {name: case[:2] for name, case in CASES.items() if name != "limited"}
-PREPARED["limited"] = masks.prefix(100) | masks.dilated(7), WITH_LIMITS
+PREPARED = {name: CASES[name][:2] for name in ("of_heads_causal", "shared", "nothing")}
+PREPARED["limited"] = masks.prefix(100) | masks.dilated(7), dataclasses.replace(LIMITED, q_offset=30)
 
 
 @functools.partial(jax.jit, static_argnames=("options", "by"), compiler_options={"xla_backend_optimization_level": 0})
@@ -212,22 +211,21 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_in_another_call_lists_are_of_the_mask(name):
-    """The prepared lists are those of both sides, with one number changed in each: to be read, they would be seen."""
+def test_in_another_call_lists_are_of_the_mask(name, monkeypatch):
+    """They are built, from what they are built from without the prepared ones."""
     mask = masks.sliding_window(20, 9) | masks.global_tokens(3)
-    shift = lambda prepared: jax.tree.map(lambda x: x + 1, prepared.lists)
-    lists = [x for by in ("query", "key") if name != by for x in shift(prepared_of(mask, OPTIONS, by))]
-
-    def of(mask):
-        inputs, options, how = OTHERS[name](mask)
-        blocks, by, together = how.get("blocks", BLOCKS), how.get("by", "query"), how.get("together", 4)
-        build = lambda inputs: lists_sm90.lists_of(inputs, options, *blocks, by=by, heads_together=together)
-        return jax.jit(build, compiler_options={"xla_backend_optimization_level": 0})(inputs)
-
-    prepared = PreparedMask(mask, tuple(lists))
-    got, want = of(prepared), of(mask)
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    inputs, options, how = OTHERS[name](mask)
+    blocks, by, together = how.get("blocks", BLOCKS), how.get("by", "query"), how.get("together", 4)
+    sides = ("query", "key") if name != "key" else ("query",)
+    prepared = PreparedMask(mask, tuple(prepared_of(mask, OPTIONS, side).lists[0] for side in sides))
+    built = []
+    monkeypatch.setattr(lists_sm90, "_built", lambda *arrays, **statics: built.append((arrays, statics)))
+    for given in (prepared, mask):
+        lists_sm90.lists_of(inputs._replace(mask=given), options, *blocks, by=by, heads_together=together)
+    (got, statics), want = built
+    assert statics == want[1]
+    assert jax.tree.structure(got) == jax.tree.structure(want[0])
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want[0]), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
