@@ -213,7 +213,9 @@ def _built(
     counts = jnp.maximum(total, 1) * sharing, lists.full_count * sharing
     heads, width = call.heads // group, lists.indices.shape[-1]
     tiles = _tiles(*counts, call.batch, heads, width * sharing, call.heads_together)
-    return Lists(tiles, lists.indices, entries, _words_of_threads(packed.words), sharing, width * call.blocks[1] // UNKNOWN)
+    return Lists(
+        tiles, lists.indices, entries, _words_of_threads(packed.words), sharing, width * call.blocks[1] // UNKNOWN
+    )
 
 
 def _words_of_threads(words: jax.Array) -> jax.Array:
