@@ -30,9 +30,12 @@ from jax_kernels.pallas.attention.tile_scheduler import TileScheduler
 # Keys per query from which a look at all queries and keys beforehand pays: it reads them once, and saves a tenth of
 # the walk. At 2048 it gains 2 %, at 1024 (causal, 2048 long) it loses 10.
 BOUNDED_FROM = 2048
-# The same with a window, segments (whose keys are not known) or lists: at 2048 keys of a window it loses 4 %, with 8
-# causal documents in 8192 tokens 15; of lists at a tenth of 8192 keys 28, at three tenths 5.
+# The same with a window or segments, of which the latter's keys are not known: at 2048 keys of a window it loses 4 %,
+# with 8 causal documents in 8192 tokens 15.
 BOUNDED_FROM_LIMITED = 8192
+# And of a mask's lists: of 8192 keys, the look costs 28 % of a call at a tenth of the blocks, 5 at three tenths, and
+# gains 7 at a half.
+BOUNDED_FROM_LISTS = 3072
 
 
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
@@ -51,8 +54,9 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     keys = keys if lists is None else lists.keys
     heads = views_sm90.head_counts(query, key, options)[0]
     # The look is at all heads of the array, where a call takes only some.
-    is_limited = options.window is not None or segments is not None or lists is not None
-    bounded_from = (BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM) * query.shape[2] / heads
+    is_limited = options.window is not None or segments is not None
+    bounded_from = BOUNDED_FROM_LISTS if lists is not None else BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM
+    bounded_from *= query.shape[2] / heads
     if config.bounded and (dense is None or not dense.has_bias) and keys >= bounded_from:
         largest, small = _bounds(query, key, mod, options, no_later_keys=no_later_keys)
     scheduler = TileScheduler(

@@ -29,7 +29,7 @@ from jax_kernels.pallas.attention import forward_sm90, lists_sm90, split_tail
 
 _PARAMS, _SPLIT = plgpu.InterpretGPUParams, split_tail.SplitTail.of
 _BUILT = lists_sm90._built
-_BOUNDED_FROM = forward_sm90.BOUNDED_FROM, forward_sm90.BOUNDED_FROM_LIMITED
+_BOUNDED_FROM = {name: x for name, x in vars(forward_sm90).items() if name.startswith("BOUNDED_FROM")}
 _ADDING = threading.Lock()
 _RACES: list = []  # of every kernel: the interpreter keeps those of the last
 
@@ -179,7 +179,7 @@ def run(case: dict) -> dict:
     races = case.pop("races", False)
     deterministic = case.pop("deterministic", False)
     bounded = case.pop("bounded", False)  # short walks do without it
-    forward_sm90.BOUNDED_FROM, forward_sm90.BOUNDED_FROM_LIMITED = (0, 0) if bounded else _BOUNDED_FROM
+    vars(forward_sm90).update(dict.fromkeys(_BOUNDED_FROM, 0) if bounded else _BOUNDED_FROM)
     cores = case.pop("cores", 1)  # of a GPU that has fewer tiles, the backward splits tiles
     split_tail.SplitTail.of = lambda tiles, steps, core_count: _SPLIT(tiles, steps, cores)
     rising = case.pop("rising", False)
