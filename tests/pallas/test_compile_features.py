@@ -101,7 +101,7 @@ MOSAIC = {
     "tanh_128": ({"score_mod": "tanh"}, 0, 0),
     "tanh_128_causal": ({"score_mod": "tanh", "is_causal": True}, 0, 0),
     "alibi_64": ({"head_dim": 64, "score_mod": "alibi"}, 0, 0),
-    "alibi_64_causal": ({"head_dim": 64, "score_mod": "alibi", "is_causal": True}, 700, 50),
+    "alibi_64_causal": ({"head_dim": 64, "score_mod": "alibi", "is_causal": True}, 900, 50),
     "alibi_128": ({"score_mod": "alibi", "kv_heads": 2, "kv_lengths": True}, 0, 0),
     "alibi_128_causal": ({"score_mod": "alibi", "is_causal": True, "score_mod_gradients": True}, 0, 0),
     "alibi_256_lists": ({"head_dim": 256, "score_mod": "alibi", "cells": "ts"}, 30, 30),
