@@ -30,10 +30,14 @@ def gate(score, b, h, q, k, slopes):
     return 5 * jax.nn.sigmoid(score) - jnp.sign(score) * slopes[h]
 
 
-MODS = score_mod_cases.MODS | {"choice": choice, "gate": gate}
+def near(score, b, h, q, k, slopes):
+    return score + jnp.minimum(jnp.abs(k - q), 5) * slopes[h]
+
+
+MODS = score_mod_cases.MODS | {"choice": choice, "gate": gate, "near": near}
 # Where nothing tells: sums with what has an axis of keys, a key's index, powers.
 UNKNOWN = {"of_key", "of_query", "packed", "many"}
-CAUSAL_ONLY = {"alibi", "alibi_of_heads", "choice"}
+CAUSAL_ONLY = {"alibi", "alibi_of_heads", "choice", "near"}
 
 
 def arrays_of(mod):
