@@ -19,6 +19,7 @@ from dilated_oracle import BFLOAT16_BOUNDS, NAMES
 
 from jax_kernels import dilated_attention, explain, flash_attention
 from jax_kernels.dispatch import on_device
+from jax_kernels.ops import dilated_attention as ops
 from jax_kernels.reference import dilated_attention as reference
 from jax_kernels.testing import rms_error
 
@@ -250,12 +251,10 @@ def test_what_the_backward_keeps():
 
 
 def test_like_branches_are_one_attention(monkeypatch):
-    from jax_kernels.ops import dilated_attention as module
-
     shapes = []
-    forward = module.attention.attention_forward
+    forward = ops.attention.attention_forward
     record = lambda call, inputs: (shapes.append((inputs.query.shape, inputs.key.shape)), forward(call, inputs))[1]
-    monkeypatch.setattr(module.attention, "attention_forward", record)
+    monkeypatch.setattr(ops.attention, "attention_forward", record)
     query, key, value, *_ = arrays(64, 8, 4, batch=3)
     attend = functools.partial(xla, is_causal=True)
     jax.eval_shape(functools.partial(attend, **ALIKE), query, key, value)
@@ -264,6 +263,56 @@ def test_like_branches_are_one_attention(monkeypatch):
     # Ragged classes of heads that share no class run as entries of their own, in one call too, of 8 rows for 3.
     jax.eval_shape(functools.partial(xla, segment_lengths=(10,), dilation_rates=(4,)), query, key, value)
     assert shapes == [((3 * 6 * 4, 8, 2, 8), (3 * 6 * 4, 8, 1, 8)), ((3 * 4 // 4, 1, 8, 8), (3 * 4 // 4, 1, 4, 8))]
+
+
+LONGNET = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "attentions"),
+    [
+        ("H200", {}, ["view"] * 3),
+        ("H200", {"is_causal": True, "head_dim": 64}, ["view"] * 3),
+        ("H200", {"head_dim": 256}, ["view"] * 3),
+        ("H200", {"deterministic": True}, [3]),
+        ("H200", {"head_dim": 96}, [3]),
+        ("H200", {"v_head_dim": 64}, [3]),
+        ("H200", {"segment_ids": True}, [1, 1, 1]),
+        ("H200", {"segment_ids": True, "dilation_rates": (1, 1, 1), "segment_lengths": (512,) * 3}, [3]),
+        ("H200", {"order": "hilbert"}, ["view", 2]),
+        ("H200", {"length": 3072}, ["view", "view", 1, 1]),  # the last branch and its shorter end
+        ("H200", {"segment_lengths": (512, 1024, 9999)}, ["view"] * 3),
+        ("H200", {"dilation_rates": (1, 3, 6), "is_causal": True}, ["view", 2]),
+        ("H200", {"dilation_rates": (1, 3, 6)}, ["view", 1, 1]),
+        ("H200", {"segment_lengths": (64, 128, 256), "dilation_rates": (8, 32, 64)}, ["view", 2]),
+        ("H200", {"heads": "groups"}, ["view"] * 3),
+        ("H200", {"heads": "groups", "kv_heads": 2}, ["view", 1, 1]),  # groups start at the heads 0, 3 and 6
+        ("H200", {"heads": "groups", "deterministic": True}, [2, 1]),  # they are of 3, 3 and 2 heads
+        ("H200", {"kv_heads": 2}, ["view"] * 3),
+        ("H200", {"kv_heads": 2, "deterministic": True}, [2, 1]),  # rate 4 has two classes to a key head
+        ("H200", {"layout": "partition"}, [2, 1, 1]),
+        ("H200", {"layout": "partition", "segment_lengths": (2048,) * 2, "dilation_rates": (4,) * 2}, ["view"]),
+        ("H200", {"implementation": "triton"}, [3]),
+        ("A100", {}, [3]),
+        ("B200", {}, [3]),
+    ],
+)
+def test_which_branches_are_read_in_place(device, arguments, attentions):
+    """For each attention "view", or how many pieces are gathered for it."""
+    given = LONGNET | {"length": 4096, "kv_heads": 8, "head_dim": 128} | arguments
+    length, kv_heads, head_dim = (given.pop(name) for name in ("length", "kv_heads", "head_dim"))
+    spec = lambda heads, dim: jax.ShapeDtypeStruct((1, length, heads, dim), jnp.bfloat16)
+    qkv = spec(8, head_dim), spec(kv_heads, head_dim), spec(kv_heads, given.pop("v_head_dim", head_dim))
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if given.pop("segment_ids", False) else None
+    calls = []
+
+    def prepare(query, key, value, segment_ids):
+        call, _ = ops._prepare(query=query, key=key, value=value, segment_ids=segment_ids, **given)
+        calls.extend(views for views, _ in call.attentions)
+
+    with on_device(device):
+        jax.eval_shape(prepare, *qkv, ids)
+    assert ["view" if views.is_strided else len(views.pieces) for views in calls] == attentions
 
 
 def test_16_bit_merges_in_float32():
