@@ -101,15 +101,18 @@ class MultiheadDilatedAttention(torch.nn.Module):
       bias: whether the projections have one.
       layer_norm: a LayerNorm before out_proj; layer_norm_eps: its epsilon.
       gamma_init: the projections are Xavier normal, those of v_proj and out_proj times this.
-      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None: the fastest here.
+      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None: the fastest where the parameters
+        are.
       dtype, device: of the parameters, as in any PyTorch module.
       benchmark_backends: with attention_backend None, time forward and backward of each implementation that can
-        serve, once, now, at `batch` 1 over the longest segment (at most 8192 tokens), and keep the fastest.
+        serve, once, now, at `batch` 1 over the longest segment (at most 8192 tokens), and keep the fastest for as long
+        as the parameters have this device and dtype.
       heads, combine, layout, order: as in dilated_attention.
 
     Attributes:
-      attention_backend: the implementation that runs. gpu_info: the DeviceInfo of the module's device. dtype: of the
-      parameters. backend_times: milliseconds by implementation; empty without benchmark_backends.
+      attention_backend: the implementation that runs with the parameters' present device and dtype. gpu_info: the
+      DeviceInfo of that device. dtype: of the parameters. backend_times: milliseconds by implementation, where they
+      were timed; empty without benchmark_backends. On the meta device attention_backend and gpu_info are None.
 
     Raises:
       TypeError, ValueError: an argument is out of range, naming it.
@@ -169,22 +172,44 @@ class MultiheadDilatedAttention(torch.nn.Module):
         self.q_proj, self.k_proj, self.v_proj = linear(), linear(), linear()
         self.norm = torch.nn.LayerNorm(embed_dim, eps=layer_norm_eps, **place) if layer_norm else None
         self.out_proj = linear()
+        if benchmark_backends and self._device.type == "meta":
+            raise ValueError("benchmark_backends: got True on the meta device, want a device that can run them")
         self.reset_parameters()
 
-        self._implementation = attention_backend
+        self._asked = attention_backend
+        self._timed: tuple[torch.device, torch.dtype, str] | None = None
         self.backend_times: dict[str, float] = {}
         if benchmark_backends:
             self.backend_times = self._time_backends()
-            self._implementation = min(self.backend_times, key=lambda name: self.backend_times[name])
-        self.attention_backend = self._plan(self._implementation).implementation
+            fastest = min(self.backend_times, key=lambda name: self.backend_times[name])
+            self._timed = self._device, self.dtype, fastest
+        elif self._device.type != "meta":
+            self._plan(attention_backend)  # raises what a call would
+
+    @property
+    def attention_backend(self) -> str | None:
+        if self._device.type == "meta":
+            return None
+        return self._implementation or self._plan(None).implementation
+
+    @property
+    def gpu_info(self) -> DeviceInfo | None:
+        return None if self._device.type == "meta" else device_info(dlpack.jax_device(self._device))
 
     @property
     def dtype(self) -> torch.dtype:
         return self.q_proj.weight.dtype
 
     @property
-    def gpu_info(self) -> DeviceInfo:
-        return device_info(dlpack.jax_device(self.q_proj.weight.device))
+    def _device(self) -> torch.device:
+        return self.q_proj.weight.device
+
+    @property
+    def _implementation(self) -> str | None:
+        """The name that calls are given. None leaves the choice to them."""
+        if self._timed is not None and self._timed[:2] == (self._device, self.dtype):
+            return self._timed[2]
+        return self._asked
 
     def reset_parameters(self) -> None:
         for projection, gain in (
@@ -239,11 +264,11 @@ class MultiheadDilatedAttention(torch.nn.Module):
 
     def _plan(self, implementation: str | None) -> Any:
         x = jax.ShapeDtypeStruct(self._shape(), dlpack.jax_dtype(self.dtype))
-        with library.planning_for(self.q_proj.weight.device):
+        with library.planning_for(self._device):
             return explain(ops.dilated_attention, x, x, x, implementation=implementation, **self.pattern)
 
     def _time_backends(self) -> dict[str, float]:
-        device = self.q_proj.weight.device
+        device = self._device
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         query, key, value, dout = torch.randn(4, *self._shape(), dtype=self.dtype, device=device)
         times = {}

@@ -1,5 +1,6 @@
 """dilated_attention on PyTorch tensors is JAX's, and the module around it."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import dilated_oracle
 
 from jax_kernels import bridge
+from jax_kernels.dispatch import on_device
 from jax_kernels.testing import rms_error
 
 PATTERN = {"segment_lengths": [6, 12], "dilation_rates": [1, 4]}
@@ -103,3 +105,44 @@ def test_module_backends():
         bridge.nn.MultiheadDilatedAttention(33, 4, *PATTERN.values())
     with pytest.raises(ValueError, match=r"query: got shape \(2, 15, 8\), want \[batch, length, 32\]"):
         make()(torch.zeros(2, 15, 8))
+
+
+def test_module_backend_follows_the_parameters(monkeypatch):
+    make = lambda **options: bridge.nn.MultiheadDilatedAttention(128, 2, *PATTERN.values(), **options)
+    module, timed, named = make(), make(benchmark_backends=True), make(attention_backend="xla")
+    library = importlib.import_module("jax_kernels.bridge.dilated_attention").library
+    monkeypatch.setattr(library, "planning_for", lambda device: on_device("H200"))
+    assert [x.attention_backend for x in (module, timed, named)] == ["triton", "xla", "xla"]
+    for x in (module, timed, named):
+        x.bfloat16()
+    assert [x.attention_backend for x in (module, timed, named)] == ["mosaic_gpu", "mosaic_gpu", "xla"]
+    assert timed.float().attention_backend == "xla"
+    assert timed._implementation == "xla"
+    assert timed.to("meta")._implementation is None
+
+
+@pytest.mark.gpu
+def test_module_backend_on_gpu():
+    """What was timed on the CPU is not kept, and what runs can serve."""
+    module = bridge.nn.MultiheadDilatedAttention(128, 2, *PATTERN.values(), benchmark_backends=True)
+    assert module.attention_backend == "xla"
+    module.cuda().bfloat16()
+    assert module.attention_backend in ("mosaic_gpu", "triton")
+    assert module.gpu_info.architecture != "CPU"
+    assert module(torch.randn(2, 15, 128, device="cuda", dtype=torch.bfloat16))[0].isfinite().all()
+
+
+def test_module_on_meta():
+    make = lambda **options: bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), **options)
+    real, module = make(), make(device="meta")
+    assert (module.attention_backend, module.gpu_info, module.dtype) == (None, None, torch.float32)
+    with pytest.raises(ValueError, match="benchmark_backends: got True on the meta device"):
+        make(device="meta", benchmark_backends=True)
+    module.to_empty(device="cpu").reset_parameters()
+    assert module.attention_backend == "xla"
+    assert module.gpu_info.architecture == "CPU"
+    x = torch.randn(2, 15, 32)
+    assert module(x)[0].isfinite().all()
+    module = make(device="meta")
+    module.load_state_dict(real.state_dict(), assign=True)
+    torch.testing.assert_close(module(x)[0], real(x)[0])
