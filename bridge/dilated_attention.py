@@ -1,5 +1,7 @@
 """dilated_attention on PyTorch tensors, and multi-head attention made of it."""
 
+import math
+import numbers
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -144,12 +146,23 @@ class MultiheadDilatedAttention(torch.nn.Module):
         order: str | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim % num_heads:
+        for name, width in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+            if isinstance(width, bool) or not isinstance(width, numbers.Integral):
+                raise TypeError(f"{name}: got {width!r}, want an int")
+            if width < 1:
+                raise ValueError(f"{name}: got {width}, want a positive one")
+        if embed_dim % num_heads:
             raise ValueError(f"embed_dim: got {embed_dim} with num_heads={num_heads}, want a multiple of num_heads")
+        for name, number in (("dropout", dropout), ("layer_norm_eps", layer_norm_eps), ("gamma_init", gamma_init)):
+            if isinstance(number, bool) or not isinstance(number, numbers.Real):
+                raise TypeError(f"{name}: got {number!r}, want a number")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout: got {dropout}, want a probability, from 0 to below 1")
-        if not gamma_init > 0:
-            raise ValueError(f"gamma_init: got {gamma_init}, want a number above 0")
+        if not 0 < gamma_init < math.inf:
+            raise ValueError(f"gamma_init: got {gamma_init}, want a finite number above 0")
+        for name, flag in (("bias", bias), ("layer_norm", layer_norm), ("benchmark_backends", benchmark_backends)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name}: got {flag!r}, want a bool")
         if benchmark_backends and attention_backend is not None:
             raise ValueError(
                 f"benchmark_backends: got True with attention_backend={attention_backend!r}, want one of the two"

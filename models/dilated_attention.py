@@ -1,6 +1,8 @@
 """Dilated attention as nnx modules, and LongNet, the decoder that has it."""
 
 import dataclasses
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,6 +122,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         implementation: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
+        _check_magneto("", layer_norm, gamma)
         self.attention = DilatedAttention(
             segment_lengths,
             dilation_rates,
@@ -183,6 +186,17 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         return super()._project(out)
 
 
+def _check_magneto(prefix: str, layer_norm: Any, gamma: Any) -> None:
+    if not isinstance(layer_norm, bool):
+        raise TypeError(f"{prefix}layer_norm={layer_norm!r} must be a bool")
+    if gamma is None:
+        return
+    if isinstance(gamma, bool) or not isinstance(gamma, numbers.Real | jax.Array):
+        raise TypeError(f"{prefix}gamma={gamma!r} must be a number, or None")
+    if not 0 < float(gamma) < math.inf:
+        raise ValueError(f"{prefix}gamma={gamma} must be positive and finite, or None")
+
+
 @dataclasses.dataclass(frozen=True)
 class LongNetConfig(TransformerConfig):
     """The shape of a LongNet: a TransformerConfig, and the pattern of its dilated attention.
@@ -210,10 +224,7 @@ class LongNetConfig(TransformerConfig):
                 f"LongNetConfig.segment_lengths={self.segment_lengths} must be at most num_heads={self.num_heads} "
                 "with heads='groups'"
             )
-        if not isinstance(self.layer_norm, bool):
-            raise TypeError(f"LongNetConfig.layer_norm={self.layer_norm!r} must be a bool")
-        if self.gamma is not None and not self.gamma > 0:
-            raise ValueError(f"LongNetConfig.gamma={self.gamma} must be positive, or None")
+        _check_magneto("LongNetConfig.", self.layer_norm, self.gamma)
         object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
         object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
 

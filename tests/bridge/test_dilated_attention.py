@@ -99,12 +99,28 @@ def test_module_backends():
         make(attention_backend="sdpa")
     with pytest.raises(ValueError, match="benchmark_backends: got True with attention_backend='xla'"):
         make(attention_backend="xla", benchmark_backends=True)
-    with pytest.raises(ValueError, match=r"dropout: got 1.5"):
-        make(dropout=1.5)
-    with pytest.raises(ValueError, match=r"embed_dim: got 33 with num_heads=4"):
-        bridge.nn.MultiheadDilatedAttention(33, 4, *PATTERN.values())
     with pytest.raises(ValueError, match=r"query: got shape \(2, 15, 8\), want \[batch, length, 32\]"):
         make()(torch.zeros(2, 15, 8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"embed_dim": 33}, ValueError, "embed_dim: got 33 with num_heads=4, want a multiple of num_heads"),
+        ({"embed_dim": 0}, ValueError, "embed_dim: got 0, want a positive one"),
+        ({"num_heads": 2.0}, TypeError, "num_heads: got 2.0, want an int"),
+        ({"num_heads": -2}, ValueError, "num_heads: got -2, want a positive one"),
+        ({"dropout": 1.5}, ValueError, "dropout: got 1.5, want a probability"),
+        ({"dropout": None}, TypeError, "dropout: got None, want a number"),
+        ({"gamma_init": "a"}, TypeError, "gamma_init: got 'a', want a number"),
+        ({"gamma_init": float("inf")}, ValueError, "gamma_init: got inf, want a finite number above 0"),
+        ({"layer_norm_eps": None}, TypeError, "layer_norm_eps: got None, want a number"),
+        ({"layer_norm": "yes"}, TypeError, "layer_norm: got 'yes', want a bool"),
+    ],
+)
+def test_module_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        bridge.nn.MultiheadDilatedAttention(**{"embed_dim": 32, "num_heads": 4} | PATTERN | arguments)
 
 
 def test_module_backend_follows_the_parameters(monkeypatch):

@@ -88,6 +88,7 @@ def test_longnet_learns_and_sees_no_later_token():
         ({"order": "snake"}, ValueError, "order: got 'snake'"),
         ({"layer_norm": 1}, TypeError, "LongNetConfig.layer_norm=1 must be a bool"),
         ({"gamma": 0.0}, ValueError, "LongNetConfig.gamma=0.0 must be positive"),
+        ({"gamma": "a"}, TypeError, "LongNetConfig.gamma='a' must be a number, or None"),
         (
             {"heads": "groups", "segment_lengths": [4] * 5, "dilation_rates": [1] * 5},
             ValueError,
@@ -98,3 +99,16 @@ def test_longnet_learns_and_sees_no_later_token():
 def test_errors(fields, error, message):
     with pytest.raises(error, match=message):
         LongNetConfig(**SHAPE | PATTERN | fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"gamma": -1.0}, ValueError, "^gamma=-1.0 must be positive and finite, or None"),
+        ({"gamma": True}, TypeError, "^gamma=True must be a number, or None"),
+        ({"layer_norm": "yes"}, TypeError, "^layer_norm='yes' must be a bool"),
+    ],
+)
+def test_module_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        MultiHeadDilatedAttention(32, 4, rngs=nnx.Rngs(0), **PATTERN | arguments)
