@@ -71,6 +71,19 @@ def test_module(layer_norm):
     assert all(parameter.grad.abs().max() > 0 for name, parameter in module.named_parameters() if name != "k_proj.bias")
 
 
+def test_module_shows_no_token_a_later_one():
+    """In batch entry j, token j is not what it is in the last entry: no output before j differs."""
+    module = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values())
+    x = torch.randn(1, 15, 32)
+    changed = torch.eye(16, 15, dtype=torch.bool)[:, :, None]
+    with torch.no_grad():
+        out = module(torch.where(changed, 10 * x + 1, x), is_causal=True)[0]
+    # PyTorch's products round rows of different batch entries differently.
+    differs = ((out - out[-1:]).abs() > 1e-4).any(-1)[:-1]
+    assert not differs.tril(-1).any()
+    assert differs.diagonal().float().mean() > 0.5
+
+
 def test_module_initialisation_and_dropout():
     torch.manual_seed(0)
     module = bridge.nn.MultiheadDilatedAttention(256, 4, *PATTERN.values(), gamma_init=2.0, dropout=0.25)
