@@ -47,6 +47,20 @@ def test_errors(make_qkv):
         attend(query, key, value, segment_ids=(None, None), **PATTERN)
 
 
+def by_hand(weights, x):
+    """What a causal module of 4 heads gives for x, in float64, from weights by their names in its state_dict."""
+    p = {name: weight.detach().double().numpy() for name, weight in weights.items()}
+    project = lambda x, name: x @ p[f"{name}_proj.weight"].T + p.get(f"{name}_proj.bias", 0)
+    batch, length, _ = x.shape
+    qkv = [project(x.double().numpy(), name).reshape(batch, length, 4, -1) for name in "qkv"]
+    pattern = PATTERN | {"heads": "groups", "combine": "mean", "is_causal": True}
+    out = dilated_oracle.dilated_attention(*qkv, qkv[0], np.zeros((batch, 4, length)), **pattern)[0].reshape(x.shape)
+    if "norm.weight" in p:
+        out = (out - out.mean(-1, keepdims=True)) / np.sqrt(out.var(-1, keepdims=True) + 1e-5)
+        out = out * p["norm.weight"] + p["norm.bias"]
+    return project(out, "out")
+
+
 @pytest.mark.parametrize("layer_norm", [True, False])
 def test_module(layer_norm):
     module = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), layer_norm=layer_norm)
@@ -58,17 +72,26 @@ def test_module(layer_norm):
     out, weights = module(x, x, x, is_causal=True)
     assert weights is None
     torch.testing.assert_close(module(x, is_causal=True)[0], out)
-    p = {name: parameter.detach().double().numpy() for name, parameter in module.named_parameters()}
-    project = lambda x, name: x @ p[f"{name}_proj.weight"].T + p[f"{name}_proj.bias"]
-    qkv = [project(x.double().numpy(), name).reshape(2, 15, 4, 8) for name in "qkv"]
-    pattern = PATTERN | {"heads": "groups", "combine": "mean", "is_causal": True}
-    want = dilated_oracle.dilated_attention(*qkv, qkv[0], np.zeros((2, 4, 15)), **pattern)[0].reshape(2, 15, 32)
-    if layer_norm:
-        want = (want - want.mean(-1, keepdims=True)) / np.sqrt(want.var(-1, keepdims=True) + 1e-5)
-        want = want * p["norm.weight"] + p["norm.bias"]
-    np.testing.assert_allclose(out.detach().numpy(), project(want, "out"), atol=2e-5)
+    np.testing.assert_allclose(out.detach().numpy(), by_hand(dict(module.named_parameters()), x), atol=2e-5)
     out.square().sum().backward()
     assert all(parameter.grad.abs().max() > 0 for name, parameter in module.named_parameters() if name != "k_proj.bias")
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layer_norm", [True, False])
+def test_module_takes_weights_of_the_public_names(bias, layer_norm):
+    shapes = {f"{name}_proj.weight": (32, 32) for name in ("q", "k", "v", "out")}
+    shapes |= {f"{name}_proj.bias": (32,) for name in ("q", "k", "v", "out") if bias}
+    shapes |= {f"norm.{name}": (32,) for name in ("weight", "bias") if layer_norm}
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    x = torch.randn(2, 15, 32, generator=generator)
+    module = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), bias=bias, layer_norm=layer_norm)
+    module.load_state_dict(weights, strict=True)
+    out = module(x, is_causal=True)[0].detach().numpy()
+    np.testing.assert_allclose(out, by_hand(weights, x), atol=2e-5)
+    with pytest.raises(RuntimeError, match=r"Missing key.*q_proj.weight"):
+        module.load_state_dict({name: weight for name, weight in weights.items() if name != "q_proj.weight"})
 
 
 def test_module_shows_no_token_a_later_one():
