@@ -56,8 +56,8 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     # The look is at all heads of the array, where a call takes only some.
     is_limited = options.window is not None or segments is not None
     bounded_from = BOUNDED_FROM_LISTS if lists is not None else BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM
-    bounded_from *= query.shape[2] / heads
-    if config.bounded and (dense is None or not dense.has_bias) and keys >= bounded_from:
+    pays = keys >= bounded_from * query.shape[2] / heads
+    if config.bounded and pays and (dense is None or not dense.has_bias):
         largest, small = _bounds(query, key, mod, options, no_later_keys=no_later_keys)
     scheduler = TileScheduler(
         batch=query.shape[0],
