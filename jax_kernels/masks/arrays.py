@@ -72,6 +72,10 @@ def from_function(
     batch, heads: how many batch entries and heads the function tells apart; None if it does not look at b, or at h.
 
     A mask of another function object is another mask to jit: define the function once, not anew for each call.
+
+    Under a trace a kernel's lists have room for the bits of every block, gigabytes at 131,072 queries and keys:
+    intersect with what bounds the function, such as a sliding_window, or call prepare_mask outside of jit, which makes
+    room for the blocks that there are.
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function (b, h, q, k) -> bool")

@@ -211,9 +211,9 @@ def width(terms: Terms, grid: Grid, by: str) -> int:
 
 
 def most_partial(terms: Terms, grid: Grid) -> int:
-    """The most partial blocks that a batch entry and head can have: in the others, no literal varies."""
+    """The most partial blocks that a batch entry and head can have: they are in its lists, and some literal varies."""
     literals = {id(literal): literal for conjunction in terms for literal in conjunction}.values()
-    blocks = grid.rows * grid.columns
+    blocks = min(grid.rows * width(terms, grid, "query"), grid.columns * width(terms, grid, "key"))
     past_end = grid.rows if grid.kv_length % grid.block_kv else 0
     return min(blocks, past_end + sum(blocks if x.varies is None else x.varies(grid) for x in literals))
 

@@ -130,7 +130,8 @@ class Mask:
 
         There is an entry for each partial block, and one more; under a trace, where their number is not known, for each
         that there could be, which is a few for each block of queries and keys where the mask is made of causal,
-        sliding_window, prefix, global_tokens and block_sparse masks whose cells hold whole blocks, and else all blocks.
+        sliding_window, prefix, global_tokens and block_sparse masks whose cells hold whole blocks, and else as many as
+        the lists' width allows.
         """
         if by not in ("query", "key"):
             raise ValueError(f"by: got {by!r}, want 'query' or 'key'")

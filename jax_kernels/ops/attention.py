@@ -95,7 +95,8 @@ def flash_attention(
         other "mosaic_gpu" runs, without a bias, as lists of the blocks that it keeps a pair of: the others are neither
         loaded nor visited, in either direction. The lists are made anew in each call, unless prepare_mask made them
         before, with a bit for each pair of the blocks that it may keep in part: in a mask of segments, dilated, dense
-        or from_function, of all blocks. "xla" evaluates it for a chunk of queries at a time.
+        or from_function, of all blocks that its windows and other limits leave. "xla" evaluates it for a chunk of
+        queries at a time.
       is_causal: keep key j for query i where q_offset + i >= j.
       window: (left, right), or an int for both: keep key j for query i where q_offset + i - left <= j and
         j <= q_offset + i + right, as jax.nn's local_window_size and flash-attn's window_size count. -1 or None is

@@ -260,6 +260,7 @@ def test_only_the_partial_blocks_that_there_are_have_bitmaps():
     assert masks.sliding_window(None, None).packed_partial(128, 128, 16, 64).words.shape == (1, 2, 16)
 
 
+ODD = lambda b, h, q, k: (q ^ k) % 3 == 0
 CELLS = np.ones((2, 3, 8, 8), bool)
 MOST_PARTIAL = {
     # mask, lengths, blocks, offset: entries under a trace, one of which is no block's
@@ -274,6 +275,10 @@ MOST_PARTIAL = {
     "cells_causal": (masks.block_sparse(CELLS, 128) & masks.causal(), (1024, 1024), (128, 128), 0, 6 * 8),
     "split_cells": (masks.block_sparse(CELLS, 128), (1024, 1024), (256, 128), 0, 6 * 4 * 8),
     "segments": (masks.segments(np.zeros(1024, np.int32)), (1024, 1024), (128, 128), 0, 64),
+    "dilated_window": (masks.dilated(2) & masks.sliding_window(1024, 0), (1 << 17, 1 << 17), (128, 128), 0, 9 << 10),
+    "function_window": (masks.from_function(ODD) & masks.sliding_window(256, 0), (1024, 1024), (128, 64), 0, 8 * 6),
+    "function_key_lists": (masks.from_function(ODD) & ~masks.global_tokens(960), (1024, 1024), (64, 128), 0, 8),
+    "function": (masks.from_function(ODD), (1024, 1024), (128, 128), 0, 64),
 }
 
 
@@ -282,6 +287,14 @@ def test_how_many_partial_blocks_there_can_be(name):
     mask, lengths, blocks, offset, most = MOST_PARTIAL[name]
     packed = lambda mask: mask.packed_partial(*lengths, *blocks, q_offset=offset)
     assert jax.eval_shape(packed, mask).words.shape[0] == most + 1
+
+
+def test_bits_of_lists_that_are_narrow():
+    """There are no more entries than the lists have room for, of every batch entry and head, and none is lost."""
+    case = cases.dilated(3) & cases.window(6, 0) & cases.block_sparse(16, 16).conservative()
+    words = jax.eval_shape(lambda mask: mask.packed_partial(T, S, 4, 4), case.mask).words
+    assert words.shape[0] == B * H * min(13 * 3, 12 * 3) + 1
+    check(case, blocks=(4, 4))
 
 
 @hypothesis.settings(max_examples=6)
