@@ -80,7 +80,7 @@ def from_function(
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function (b, h, q, k) -> bool")
     sizes = [None if x is None else checks.integer(name, x, 1) for name, x in (("batch", batch), ("heads", heads))]
-    leaves = tuple(checks.array("arrays", x, "jax.Arrays") for x in arrays)
+    leaves = tuple(checks.array("arrays", x, "arrays") for x in arrays)
     _check_elementwise(function, leaves, *sizes)
     return Function(leaves, function, *(size or 1 for size in sizes))
 

@@ -33,10 +33,15 @@ def block_pair(name: str, block: Any) -> tuple[int, int]:
     return integer(name, pair[0], 1), integer(name, pair[1], 1)
 
 
+def is_array(name: str, x: Any, want: str) -> None:
+    """Comes before a look at x's dtype: another library's says "got float32, want float32"."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name}: got {type(x).__name__}, want {want}, of JAX or NumPy")
+
+
 def array(name: str, x: Any, want: str) -> jax.Array:
     """x as a jax.Array, losing nothing."""
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
+    is_array(name, x, want)
     if isinstance(x, jax.Array):
         return x
     held = jnp.asarray(x)
@@ -47,7 +52,8 @@ def array(name: str, x: Any, want: str) -> jax.Array:
 
 def int32(name: str, x: Any, want: str) -> jax.Array:
     """An integer array as int32, losing nothing where its values are known."""
-    if hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jnp.integer):
+    is_array(name, x, want)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: got dtype {x.dtype}, want {want}")
     if isinstance(x, np.ndarray) and (x != x.astype(np.int32)).any():
         raise ValueError(f"{name}: got values up to {np.abs(x).max()}, want int32")
@@ -56,7 +62,8 @@ def int32(name: str, x: Any, want: str) -> jax.Array:
 
 def boolean(name: str, x: Any) -> jax.Array:
     """A bool array, or a float32 one of zeros and ones as Flax makes them, as bool."""
-    if hasattr(x, "dtype") and x.dtype not in (bool, jnp.float32):
+    is_array(name, x, "a bool array")
+    if x.dtype not in (bool, jnp.float32):
         raise TypeError(f"{name}: got dtype {x.dtype}, want bool (True = attend) or a float32 mask of 0 and 1")
     x = array(name, x, "a bool array")
     if x.dtype == bool:
@@ -70,7 +77,8 @@ def boolean(name: str, x: Any) -> jax.Array:
 
 
 def floats(name: str, x: Any, want: str) -> jax.Array:
-    if hasattr(x, "dtype") and x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+    is_array(name, x, want)
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise TypeError(f"{name}: got dtype {x.dtype}, want {want}, bfloat16, float16 or float32")
     return array(name, x, want)
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -152,6 +153,11 @@ BAD = {
     ),
     "bias_bool": (lambda: masks.threshold(np.ones((4, 4), bool), 1), TypeError, "bias: got dtype bool, want an array"),
     "bias_rank": (lambda: masks.threshold(jnp.ones(4), 1), ValueError, "bias: got shape (4,), want [batch, heads"),
+    "bias_foreign": (
+        lambda: masks.top_k(types.SimpleNamespace(dtype="torch.float32", shape=(4, 4)), 1),
+        TypeError,
+        "bias: got SimpleNamespace, want an array, of JAX or NumPy",
+    ),
     "bias_list": (lambda: masks.top_k([[1.0]], 1), TypeError, "bias: got list, want an array"),
     "tau": (lambda: masks.threshold(jnp.ones((4, 4)), "1"), TypeError, "tau: got str, want a number or an array"),
     "tau_shape": (

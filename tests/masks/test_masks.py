@@ -179,6 +179,15 @@ def _if(b, h, q, k):
     return q if q > k else k
 
 
+class Foreign:
+    """Another library's array."""
+
+    shape = (4, 4)
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+
 BAD = {
     "left": (lambda: masks.sliding_window(1.5, 0), TypeError, "left: got 1.5, want an int from 0 to 2**29, or None"),
     "right": (lambda: masks.sliding_window(1, -2), ValueError, "right: got -2, want an int from 0 to 2**29, or None"),
@@ -210,6 +219,12 @@ BAD = {
     "dense_rank": (lambda: masks.dense(np.ones(4, bool)), ValueError, "array: got shape (4,), want [batch, heads"),
     "dense_empty": (lambda: masks.dense(np.ones((0, 4), bool)), ValueError, "want no axis of length 0"),
     "dense_list": (lambda: masks.dense([[True]]), TypeError, "array: got list, want a bool array"),
+    "dense_foreign": (lambda: masks.dense(Foreign("bool")), TypeError, "array: got Foreign, want a bool array, of JAX"),
+    "prefix_foreign": (
+        lambda: masks.prefix(Foreign("int32")),
+        TypeError,
+        "n: got Foreign, want an int, or an int32 array, a scalar or [batch], of JAX or NumPy",
+    ),
     "dense_lengths": (
         lambda: dense.block_lists(4, 6, 2, 2),
         ValueError,
@@ -309,5 +324,5 @@ def test_bad_input(name):
 def test_numpy_arrays_lose_nothing():
     small, large = np.arange(3), np.array([0, 2**40])
     assert masks.from_function(lambda b, h, q, k, x: x[k] > q, small).arrays[0].dtype == jnp.int32
-    with pytest.raises(ValueError, match=r"arrays: got int64 values that int32 does not hold, want jax\.Arrays"):
+    with pytest.raises(ValueError, match=r"arrays: got int64 values that int32 does not hold, want arrays"):
         masks.from_function(lambda b, h, q, k, x: x[k] > q, large)
