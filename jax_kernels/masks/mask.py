@@ -180,6 +180,11 @@ class Mask:
     def __or__(self, other: "Mask") -> "Mask":
         return _joined(Or, self, other)
 
+    # An array or a constant on the left comes here, NumPy's because of __array_ufunc__.
+    __rand__ = __and__
+    __ror__ = __or__
+    __array_ufunc__ = None
+
     def __invert__(self) -> "Mask":
         mask = self.unprepared
         return mask.mask if isinstance(mask, Not) else Not(mask)
@@ -202,12 +207,14 @@ class Mask:
 
 
 def _joined(kind: Any, *masks: Any) -> Any:
+    operation = "&" if kind is And else "|"
     if not isinstance(masks[1], Mask):
-        return NotImplemented
+        got = f"{type(masks[1]).__name__} beside a Mask"
+        raise TypeError(f"{operation}: got {got}, want another Mask; masks.dense makes one of a bool array")
     masks = tuple(mask.unprepared for mask in masks)
     parts = [part for mask in masks for part in (mask.masks if isinstance(mask, kind) else (mask,))]
     for what in ("batch", "heads"):
-        checks.joint("&" if kind is And else "|", [getattr(x, what) for x in parts], what)
+        checks.joint(operation, [getattr(x, what) for x in parts], what)
     return kind(tuple(parts))
 
 

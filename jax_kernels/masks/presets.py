@@ -95,8 +95,11 @@ def preset(name: str, **options: Any) -> Mask:
     "longformer"(window, n, rate), "bigbird"(q_length, kv_length, block_size, window_blocks, global_blocks,
     random_blocks, heads, seed).
     """
+    names = ", ".join(map(repr, PRESETS))
+    if not isinstance(name, str):
+        raise TypeError(f"name: got {type(name).__name__}, want a str, one of {names}")
     if name not in PRESETS:
-        raise ValueError(f"name: got {name!r}, want one of {', '.join(map(repr, PRESETS))}")
+        raise ValueError(f"name: got {name!r}, want one of {names}")
     signature = inspect.signature(PRESETS[name])
     try:
         signature.bind(**options)

@@ -175,7 +175,7 @@ def compile_attention(
         num_heads=checks.integer("num_heads", num_heads, 1),
         num_kv_heads=checks.integer("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 1),
         head_dim=checks.integer("head_dim", head_dim, 1),
-        dtype=jnp.dtype(dtype),
+        dtype=_dtype(dtype),
     )
     if not isinstance(pattern, str | masks.Mask):
         raise TypeError(f"pattern: got {type(pattern).__name__}, want the name of a preset or a masks.Mask")
@@ -191,6 +191,16 @@ def compile_attention(
         return _compiled(
             pattern, tuple(sorted(options.items())), shape, implementation, device, dispatch.interpreting()
         )
+
+
+def _dtype(x: Any) -> Any:
+    try:
+        dtype = None if x is None else jnp.dtype(x)  # of None, NumPy makes float64
+    except TypeError:
+        dtype = None
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise TypeError(f"dtype: got {repr(x) if dtype is None else dtype}, want bfloat16, float16 or float32")
+    return dtype
 
 
 @functools.lru_cache(CACHED)

@@ -193,6 +193,11 @@ BAD = {
         "key: got shape (1, 4, 3, 2), want query's batch and head_dim and a divisor of its heads: (1, 4, 4, 2)",
     ),
     "preset": (lambda: masks.preset("ring"), ValueError, "name: got 'ring', want one of 'attention_sinks', 'bigbird'"),
+    "preset_type": (
+        lambda: masks.preset(["causal"]),
+        TypeError,
+        "name: got list, want a str, one of 'attention_sinks', 'bigbird'",
+    ),
     "preset_option": (
         lambda: masks.preset("dilated", n=3),
         TypeError,

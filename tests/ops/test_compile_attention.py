@@ -153,8 +153,10 @@ BAD = {
     "dtype": (
         lambda: compile_attention("causal", 40, 16, dtype=jnp.int32),
         TypeError,
-        "query: got dtype int32, want bfloat16, float16 or float32",
+        "dtype: got int32, want bfloat16, float16 or float32",
     ),
+    "dtype_name": (lambda: compile_attention("causal", 40, 16, dtype="foo"), TypeError, "dtype: got 'foo', want"),
+    "dtype_none": (lambda: compile_attention("causal", 40, 16, dtype=None), TypeError, "dtype: got None, want"),
     "head_dim": (lambda: compile_attention("causal", 40, 300), ValueError, "query: got head_dim 300, want 1 to 256"),
     "traced": (
         lambda: jax.jit(lambda x: compile_attention(masks.segments(x), 40, 16)(*arrays()))(jnp.zeros(40, jnp.int32)),
