@@ -151,7 +151,7 @@ def compile_attention(
 
     Args:
       pattern: the name of a preset ("causal", "sliding_window", "longformer", "bigbird", ...: see masks.preset), or a
-        masks.Mask.
+        masks.Mask. One that is made of an array is given as a Mask: "block_sparse" as masks.block_sparse(...).
       seq_len, kv_len: how many queries, and keys (None: as many).
       head_dim: of query, key and value, up to 256.
       batch: what plan, lists of blocks and measured_speedup are for; a call may have another, whose lists are made in
@@ -159,7 +159,7 @@ def compile_attention(
       num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
       dtype: bfloat16, float16 or float32.
       implementation: as in flash_attention.
-      options: those of the preset; q_length and kv_length are seq_len and kv_len where a preset has them.
+      options: those of the preset, no arrays; q_length and kv_length are seq_len and kv_len where a preset has them.
 
     The last 64 are kept; compile_attention.cache_info() and cache_clear() are those of functools.lru_cache. A Mask
     with arrays is the same only if these are.
