@@ -15,6 +15,12 @@ from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 
 ATTENTION_ORDER = ("mosaic_gpu", "cudnn", "triton", "xla")
 
+CAUSAL_64 = Forward(3, 128, 3, dynamic=True, heads_together=16)
+CAUSAL_128 = Forward(2, 128, 2, dynamic=True, heads_together=16)
+BACKWARD_CAUSAL_64 = Backward(128, heads_together=4)
+BACKWARD_CAUSAL_128 = Backward(64, heads_together=4)
+BACKWARD_DENSE_64 = Backward(128, do_stages=1, heads_together=4)
+BACKWARD_DENSE_128 = Backward(64, do_stages=1, heads_together=4)
 WIDE = Forward(2, 64, 2, share_q_out=True)
 WIDE_CAUSAL = Forward(2, 64, 2, share_q_out=True, dynamic=True, heads_together=8)
 WIDE_BACKWARD = Backward(64, do_stages=1, early_dv=True, late_do=True, leave_early=True)
@@ -29,33 +35,19 @@ BACKWARD_TRITON = AttentionBackwardTriton(64, 128, 128, 64, 8, 2)
 # early_dv, late_do and leave_early together 4 %, but at 64 early_dv costs 5 %. With a window of 1024 or 8 documents at
 # 128, heads_together=16 gave 2 to 5 % forward; it, early_dv and leave_early together 2 to 4 % backward.
 MOSAIC = (
-    Row("mosaic_gpu", 64, 16, Forward(2, 128, 4, dynamic=True), Backward(128, heads_together=4), is_limited=True),
+    Row("mosaic_gpu", 64, 16, Forward(2, 128, 4, dynamic=True), BACKWARD_CAUSAL_64, is_limited=True),
     Row("mosaic_gpu", 64, 16, Forward(3, 128, 3), Backward(128, rotate=5), is_causal=False),
-    Row(
-        "mosaic_gpu",
-        64,
-        16,
-        Forward(3, 128, 3, dynamic=True, heads_together=16),
-        Backward(128, heads_together=4),
-        is_causal=True,
-    ),
+    Row("mosaic_gpu", 64, 16, CAUSAL_64, BACKWARD_CAUSAL_64, is_causal=True),
     Row(
         "mosaic_gpu",
         128,
         16,
-        Forward(2, 128, 2, dynamic=True, heads_together=16),
+        CAUSAL_128,
         Backward(64, heads_together=16, early_dv=True, leave_early=True),
         is_limited=True,
     ),
     Row("mosaic_gpu", 128, 16, Forward(2, 128, 2), Backward(64, rotate=5, early_dv=True), is_causal=False),
-    Row(
-        "mosaic_gpu",
-        128,
-        16,
-        Forward(2, 128, 2, dynamic=True, heads_together=16),
-        Backward(64, heads_together=4),
-        is_causal=True,
-    ),
+    Row("mosaic_gpu", 128, 16, CAUSAL_128, BACKWARD_CAUSAL_128, is_causal=True),
     Row("mosaic_gpu", 192, 16, WIDE, WIDE_BACKWARD, is_causal=False),
     Row("mosaic_gpu", 192, 16, WIDE_CAUSAL, WIDE_BACKWARD_CAUSAL, is_causal=True),
     Row("mosaic_gpu", 256, 16, WIDE, WIDE_BACKWARD, is_causal=False),
@@ -66,47 +58,16 @@ MOSAIC = (
 # one bit) does without. Of other sizes none is measured. At (2, 4096, 16 x 128) biases are 1.6 to 2.9 times as fast as
 # cuDNN, forward and backward.
 MOSAIC_DENSE = (
-    Row(
-        "mosaic_gpu",
-        64,
-        16,
-        Forward(3, 128, 3, dynamic=True, heads_together=16),
-        Backward(128, heads_together=4),
-        is_limited=False,
-        dense_bits=1,
-    ),
-    Row(
-        "mosaic_gpu",
-        128,
-        16,
-        Forward(2, 128, 2, dynamic=True, heads_together=16),
-        Backward(64, heads_together=4),
-        is_limited=False,
-        dense_bits=1,
-    ),
-    Row(
-        "mosaic_gpu",
-        64,
-        16,
-        Forward(2, 64, 4, dynamic=True),
-        Backward(128, do_stages=1, heads_together=4),
-        is_limited=True,
-        dense_bits=32,
-    ),
-    Row(
-        "mosaic_gpu",
-        64,
-        16,
-        Forward(2, 128, 3, dynamic=True, heads_together=16),
-        Backward(128, do_stages=1, heads_together=4),
-        dense_bits=32,
-    ),
+    Row("mosaic_gpu", 64, 16, CAUSAL_64, BACKWARD_CAUSAL_64, is_limited=False, dense_bits=1),
+    Row("mosaic_gpu", 128, 16, CAUSAL_128, BACKWARD_CAUSAL_128, is_limited=False, dense_bits=1),
+    Row("mosaic_gpu", 64, 16, Forward(2, 64, 4, dynamic=True), BACKWARD_DENSE_64, is_limited=True, dense_bits=32),
+    Row("mosaic_gpu", 64, 16, Forward(2, 128, 3, dynamic=True, heads_together=16), BACKWARD_DENSE_64, dense_bits=32),
     Row(
         "mosaic_gpu",
         128,
         16,
         Forward(2, 128, 2, share_q_out=True, dynamic=True, heads_together=16),
-        Backward(64, do_stages=1, heads_together=4),
+        BACKWARD_DENSE_128,
         is_limited=False,
         dense_bits=16,
     ),
@@ -115,17 +76,10 @@ MOSAIC_DENSE = (
         128,
         16,
         Forward(2, 64, 3, share_q_out=True, dynamic=True, heads_together=16),
-        Backward(64, do_stages=1, heads_together=4),
+        BACKWARD_DENSE_128,
         dense_bits=32,
     ),
-    Row(
-        "mosaic_gpu",
-        256,
-        16,
-        dataclasses.replace(WIDE, heads_together=8),
-        WIDE_BACKWARD_CAUSAL,
-        dense_bits=16,
-    ),
+    Row("mosaic_gpu", 256, 16, dataclasses.replace(WIDE, heads_together=8), WIDE_BACKWARD_CAUSAL, dense_bits=16),
 )
 
 # Masks as lists of live blocks: the blocks of windows, and as many heads together as the L2 cache has room for the keys
@@ -133,22 +87,8 @@ MOSAIC_DENSE = (
 # time forward at three tenths of the blocks, static tiles 1.06, blocks of 64 keys 1.07; of 1, 2, 4 and 16 backward
 # 1.02, 0.99, 1 and 1.05. Other sizes are not measured.
 MOSAIC_LISTS = (
-    Row(
-        "mosaic_gpu",
-        64,
-        16,
-        Forward(2, 128, 4, dynamic=True, heads_together=16),
-        Backward(128, heads_together=4),
-        has_lists=True,
-    ),
-    Row(
-        "mosaic_gpu",
-        128,
-        16,
-        Forward(2, 128, 2, dynamic=True, heads_together=4),
-        Backward(64, heads_together=4),
-        has_lists=True,
-    ),
+    Row("mosaic_gpu", 64, 16, Forward(2, 128, 4, dynamic=True, heads_together=16), BACKWARD_CAUSAL_64, has_lists=True),
+    Row("mosaic_gpu", 128, 16, Forward(2, 128, 2, dynamic=True, heads_together=4), BACKWARD_CAUSAL_128, has_lists=True),
     Row("mosaic_gpu", 256, 16, WIDE_CAUSAL, WIDE_BACKWARD_CAUSAL, has_lists=True),
 )
 
