@@ -170,9 +170,10 @@ def checked(
         skipped(name, framework(name)) if time.monotonic() > deadline else build(name, case, mask, keep, sets, args)
         for name in args.contenders
     ]
+    wanted = functools.cache(lambda is_dense: right(case, None if is_dense else keep, sets[0]))
     for contender in found:
         if contender.status == "ok":
-            check(contender, right(case, None if contender.name == "dense" else keep, sets[0]))
+            check(contender, wanted(contender.name == "dense"))
         say(f"  {contender.name}: {contender.status} {contender.reason or contender.plan.splitlines()[0]}")
     return found
 
