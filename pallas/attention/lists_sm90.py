@@ -1,9 +1,9 @@
 """Masks as lists of live blocks in the Hopper kernels: dead blocks are neither loaded nor scheduled.
 
 A tile (a block of queries of a head, or a block of keys of a kv head) walks its list, which stands in device memory:
-first the full blocks, whose scores a running maximum can start from, then the partial ones, of which it reads the bits,
-32 to a word, for its own rows straight into registers. The tiles stand in a table, those of the longest lists first:
-a few heads at a time, whose keys and values the L2 cache holds.
+first the full blocks, whose scores a running maximum can start from, then the partial ones, of which a thread reads the
+bits of its part of a row in one word, straight into registers. The tiles stand in a table, those of the longest lists
+first: a few heads at a time, whose keys and values the L2 cache holds.
 
 Lists and bits are made by XLA before a kernel starts. Source of the scheme: Dao et al., "FlashAttention" (2022),
 arXiv:2205.14135, section 3.3 (block-sparse attention).
