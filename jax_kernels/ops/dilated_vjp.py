@@ -66,19 +66,39 @@ class DilatedCall:
         return dilated_views.compact_rows(calls, batch, num_heads, array_heads)
 
 
-def _inputs(views: Call, query, key, value, ids) -> AttentionInputs:
-    heads = query.shape[2]
-    rows = functools.partial(dilated_views.arrays_of, call=views, num_heads=heads)
+def _inputs(call: DilatedCall, views: Call, query, key, value, ids) -> AttentionInputs:
+    query_rows, key_rows, value_rows = _read(call, views, query.shape[2], query, key, value)
     if views.is_masked:
         ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
         ids = dilated_views.gather_ids(ids, views)
-    return AttentionInputs(rows(query), rows(key), rows(value), q_segment_ids=ids, kv_segment_ids=ids)
+    return AttentionInputs(query_rows, key_rows, value_rows, q_segment_ids=ids, kv_segment_ids=ids)
+
+
+def _read(call: DilatedCall, views: Call, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
+    """Arrays [B, T, heads, D] as an attention reads them."""
+    read = [dilated_views.arrays_of(x, views, num_heads) for x in arrays]
+    if views.is_strided:
+        return read
+    for shape in {x.shape for x in arrays}:
+        rows = call.compact_rows(shape[0], num_heads, shape[2], [views])
+        if rows is None:
+            continue
+        gather = lambda *alike, rows=rows: tuple(
+            dilated_triton.gather(rows, alike, views.rows, interpret=call.interpret)
+        )
+        alike = [index for index, x in enumerate(arrays) if x.shape == shape]
+        with jax.enable_x64(False):
+            gathered = sequential_vmap(gather)(*(arrays[index] for index in alike))
+        for index, x in zip(alike, gathered, strict=True):
+            read[index] = x
+    return read
 
 
 def _forward(call: DilatedCall, arrays):
     query = arrays[0]
     batch, _, heads, _ = query.shape
-    results = [attention.attention_forward(planned, _inputs(views, *arrays)) for views, planned in call.attentions]
+    run = lambda views, planned: attention.attention_forward(planned, _inputs(call, views, *arrays))
+    results = [run(views, planned) for views, planned in call.attentions]
     outs, lses = zip(*results, strict=True)
     like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
     rows = call.compact_rows(batch, heads, heads)
@@ -134,7 +154,7 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
     dquery = jnp.zeros(query.shape, jnp.float32) if call.reads_views else None
     parts: dict[str, list[Any]] = {"query": [], "key": [], "value": []}
     for views, planned in call.attentions:
-        inputs = _inputs(views, query, key, value, ids)
+        inputs = _inputs(call, views, query, key, value, ids)
         if terms is None:
             lse_of_rows, delta = _branch_terms(call, views, planned, inputs, lse, dout, dlse)
         else:
@@ -143,7 +163,7 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
         if dquery is not None:
             shape = inputs.query.shape
             so_far = dquery.reshape(shape) if views.is_strided else jnp.zeros(shape, jnp.float32)
-        dout_of_rows = dilated_views.arrays_of(dout, views, heads)
+        (dout_of_rows,) = _read(call, views, heads, dout)
         gradients = attention.attention_gradients(planned, inputs, lse_of_rows, delta, dout_of_rows, so_far)
         if views.is_strided:
             dquery, gradients = gradients.query.reshape(query.shape), gradients._replace(query=None)

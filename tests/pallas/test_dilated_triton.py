@@ -104,6 +104,19 @@ def test_total(name):
     np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", PATTERNS)
+def test_gather(name):
+    calls, heads, kv_heads, length = calls_of(name)
+    random = np.random.default_rng(0)
+    for array_heads in {heads, kv_heads}:
+        arrays = [jnp.asarray(random.standard_normal((2, length, array_heads, 20)), jnp.bfloat16) for _ in range(2)]
+        for call in calls:
+            (rows,) = [dilated_views.compact_rows([call], 2, heads, array_heads)]
+            got = dilated_triton.gather(rows, arrays, call.rows, interpret=True)
+            for g, x in zip(got, arrays, strict=True):
+                np.testing.assert_array_equal(g, dilated_views.gather_rows(x, call, heads))
+
+
 def test_what_has_no_compact_rows():
     for layout, order in (("overlap", "hilbert"), ("partition", None)):
         pieces = dilated_views.pieces_of(16, 4, ((16, 4),), heads="all", layout=layout, order=order)
