@@ -20,7 +20,8 @@ class AttentionCase:
     after another and some padding at the end; or "mixed", ids in any order. bias: None, or the axes that a bias
     has, of "bhts", the others being 1; bias_dtype: "" for dtype. bias_masks: some of it, and whole rows, are -inf.
     bias_low: added to it where a key comes after its query, as those do who mask by -1e30.
-    mask: None, or the axes that a bool mask has; where it has queries, some of them have no key.
+    mask: None, or the axes that a bool mask has; where it has queries, some of them have no key. Where it has both, all
+    keys of the first half and none of the others are the last and the first third's.
     pattern: None, or the name of a Mask in PATTERNS, in place of mask.
     """
 
@@ -97,6 +98,9 @@ class AttentionCase:
         mask = self._random(4).random(self._shape(self.mask)) < 0.4
         if "t" in self.mask:
             mask[:, :, self.q_length // 2 : self.q_length // 2 + 3] = False
+        if "t" in self.mask and "s" in self.mask:
+            mask[:, :, : self.q_length // 3, self.kv_length // 2 :] = False
+            mask[:, :, -self.q_length // 3 :, : self.kv_length // 2] = True
         return mask
 
     def _shape(self, axes: str) -> list[int]:

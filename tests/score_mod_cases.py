@@ -70,7 +70,14 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": SMALL | {"mod": "packed", "q_length": 170, "kv_length": 170, "heads": 2, "head_dim": 128},
     "many": SMALL | {"mod": "many", "heads": 2, "segments": True, "q_length": 100},
     "lists": ODD | {"mod": "alibi", "pattern": True, "q_length": 300, "kv_length": 300, "q_offset": 0},
+    "dense_mask": SMALL | {"mod": "tanh", "dense": True, "q_length": 150, "kv_length": 270, "heads": 2},
 }
+
+
+def dense(case: dict[str, Any]) -> np.ndarray:
+    """A bool mask [T, S] with dead, full and partial blocks."""
+    q, k = np.arange(case["q_length"])[:, None], np.arange(case["kv_length"])
+    return ((7 * q + 3 * k) % 5 > 1) & (k < 128 + q) | (k >= 200)
 
 
 def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +91,8 @@ def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
     if case.get("pattern"):
         blocks = [np.arange(-(-n // 64)) for n in lengths]
         given["mask"] = masks.block_sparse(jnp.asarray((blocks[0][:, None] + blocks[1]) % 2 == 0), 64)
+    if case.get("dense"):
+        given["mask"] = jnp.asarray(dense(case))
     return given
 
 
@@ -101,6 +110,8 @@ def kept(case: dict[str, Any]) -> np.ndarray:
         keep &= q // 30 == k // 30
     if case.get("pattern"):
         keep &= (q // 64 + k // 64) % 2 == 0
+    if case.get("dense"):
+        keep &= dense(case)
     return keep
 
 

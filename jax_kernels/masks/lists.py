@@ -91,7 +91,7 @@ def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
     return BlockLists(jnp.where(order < 2 * count, lax.rem(order, jnp.int32(count)), 0), full_count, total - full_count)
 
 
-def _sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
+def sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
     """[B, H, rows, columns] with the side of the lists first, and for `joined` heads one after another in a list."""
     if by == "query":
         return x
@@ -105,7 +105,7 @@ def _sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
 def block_lists(mask: Any, offset: Any, *, lengths, blocks, static_offset, by) -> BlockLists:
     grid = Grid.of(lengths, blocks, offset, static_offset)
     alive, full = status(mask, grid)
-    return compress(_sided(alive, by), _sided(full, by), width(mask.terms(False), grid, by))
+    return compress(sided(alive, by), sided(full, by), width(mask.terms(False), grid, by))
 
 
 @functools.partial(jax.jit, static_argnames=("lengths", "blocks", "static_offset"))
@@ -134,13 +134,13 @@ def packed_lists(
     partial = alive & ~full
     if most is None:
         most = math.prod(partial.shape[:2]) * most_partial(terms, grid)
-    lists = compress(_sided(alive, by, joined), _sided(full, by, joined), joined * width(terms, grid, by))
+    lists = compress(sided(alive, by, joined), sided(full, by, joined), joined * width(terms, grid, by))
     words = functools.partial(_words, mask, grid, partial.shape, by)
     if most == 0:
         shape = jax.eval_shape(words, jnp.int32(0))
         return lists, PackedBlocks(jnp.zeros((1, *shape.shape), shape.dtype), jnp.full_like(lists.indices, -1))
     numbers = jnp.cumsum(partial, dtype=jnp.int32).reshape(partial.shape) - 1
-    entries = jnp.take_along_axis(_sided(numbers, by, joined), lists.indices, axis=-1)
+    entries = jnp.take_along_axis(sided(numbers, by, joined), lists.indices, axis=-1)
     slots = jnp.arange(lists.indices.shape[-1], dtype=jnp.int32)
     past_full = slots - lists.full_count[..., None]
     entries = jnp.where((past_full >= 0) & (past_full < lists.partial_count[..., None]), entries, -1)

@@ -8,6 +8,7 @@ from typing import Any, dataclass_transform
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_kernels.masks import checks
 from jax_kernels.masks.lists import BlockLists, PackedBlocks, block_lists, block_status, counts, packed_partial
@@ -80,7 +81,7 @@ class Mask:
         """
         raise NotImplementedError
 
-    def rows(self, q_index: jax.Array, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
+    def rows(self, q_index: jax.Array | np.ndarray, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
         """Some queries against all keys: bool [B or 1, H or 1, len(q_index), kv_length].
 
         q_index: int32 [n], in range. q_offset: an int, a scalar or [B or 1] int32.

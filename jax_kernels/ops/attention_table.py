@@ -116,16 +116,15 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
         return reason
     if request.bits != 16:
         return "its wgmma products take bfloat16 and float16 here, not float32"
-    for name, shape in (("dense mask", request.mask_shape), ("bias", request.bias_shape)):
-        if shape is not None and shape[3] == 1:
-            return f"it takes a {name} with a number for each key, not of shape {shape}"
     mask, bias = request.mask_shape, request.bias_shape
-    if mask and bias and bias[2] > 1 and any(n > of_bias for n, of_bias in zip(mask, bias, strict=True)):
+    if bias is not None and bias[3] == 1:
+        return f"it takes a bias with a number for each key, not of shape {bias}"
+    if mask and bias and bias[2] > 1 and _exceeds(mask, bias):
         return f"with a bias of shape {bias} it takes a dense mask of its axes, not of shape {mask}"
     if request.has_mask_object and bias:
         return "with a bias it takes a dense mask, or a Mask that says no more than one, not lists of blocks"
-    if request.dense_bits and request.deterministic:
-        return "its deterministic backward takes neither a dense mask nor a bias"
+    if bias and request.deterministic:
+        return "its deterministic backward takes no bias"
     if request.has_score_mod and (reason := _score_mod_by_mosaic(request)):
         return reason
     if request.dense_bits == 32 and max(request.head_dim, request.v_head_dim) > 128:
@@ -133,9 +132,14 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
     return reasons.no_mosaic(request)
 
 
+def _exceeds(mask: tuple[int, ...], bias: tuple[int, ...]) -> bool:
+    """Whether a mask has an axis that a bias lacks, or no number for each key."""
+    return mask[3] < bias[3] or any(n > of_bias for n, of_bias in zip(mask, bias, strict=True))
+
+
 def _score_mod_by_mosaic(request: AttentionRequest) -> str | None:
-    if request.dense_bits:
-        return "it takes a score_mod without a bias and a dense mask"
+    if request.bias_shape is not None:
+        return "it takes a score_mod without a bias"
     return request.not_in_mosaic_tiles
 
 
@@ -294,7 +298,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret):
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
         # Two more passes, one of which the arrays may not need: XLA leaves it out then. What Triton does not take has
         # the reference's.
-        by_triton = not isinstance(inputs.mask, Mask) and why_not(inputs.score_mod) is None
+        by_triton = inputs.mask is None and why_not(inputs.score_mod) is None
         of_triton = _kernel(backward_triton.attention_backward, "array_gradients")
         others = (of_triton if by_triton else _xla_backward)(*arguments, **statics)
         gradients = gradients._replace(score_mod=others.score_mod)

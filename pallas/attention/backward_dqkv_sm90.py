@@ -84,11 +84,11 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
     arrays = arrays | walks.split.shared(2, block_kv, head_dim, warpgroups=COMPUTE_WGS)
     has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
     dense = arrays["dense"] or dense_sm90.Dense()
-    has_bias, has_bits = dense.has_bias, dense.bits is not None
+    has_bias = dense.has_bias
     # To base 2, in which the biased scores are, and those of a score_mod.
     factor = 1.0 if has_bias or has_mod else (cap or scale) * LOG2E
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
-    predicate = may_end or has_segments or has_lists or not (walks.visits_all or has_bits)
+    predicate = may_end or has_segments or has_lists or not walks.visits_all
 
     def body(refs, scratch):
         given, dk_gmem, dv_gmem = refs
@@ -228,8 +228,9 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                                 plgpu.load(segments.kv_ids.at[b, pl.ds(my_keys, 64)], layout=ROW, optimized=False),
                                 plgpu.load(ids_smem.at[slot], layout=COLUMN, optimized=False),
                             )
-                        limits = limits_of(b).of_length() if has_bits else limits_of(b)
-                        keep = limits.keep(s.shape, my_keys, q_start, layout=WGMMA, kv_axis=0, may_end=may_end, ids=ids)
+                        keep = limits_of(b).keep(
+                            s.shape, my_keys, q_start, layout=WGMMA, kv_axis=0, may_end=may_end, ids=ids
+                        )
                         return jnp.where(keep, s, -jnp.inf)
 
                     def biased(s):
@@ -243,9 +244,6 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                         if predicate:
                             # One loop with a branch, not two loops: what lives across a loop more would spill.
                             s = lax.cond(is_partial, apply_predicate, lambda s: s, s)
-                        if has_bits:
-                            words = given["dense"].words(s.shape, block(recomputed(cta))[0], head, my_keys, q_start)
-                            s = dense_sm90.kept(s, words, by_word=False)
                         return s
 
                     def modified(s):

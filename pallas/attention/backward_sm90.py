@@ -48,7 +48,7 @@ def attention_backward(
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
         "segments": segments_of(inputs, config.block_q, block_kv, of_keys=True),
-        "dense": dense_sm90.dense_of(inputs, options, block_kv, config.block_q, transposed=True),
+        "dense": dense_sm90.dense_of(inputs, transposed=True),
         "lists": lists,
         "mod": score_mod_sm90.mod_of(inputs, options, *map(max, dq_blocks, (config.block_q, block_kv))),
         "query": q,

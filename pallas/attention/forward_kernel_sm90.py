@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention import dense_sm90, hopper, softmax, views_sm90
+from jax_kernels.pallas.attention import dense_sm90, hopper, mask_bits_sm90, softmax, views_sm90
 from jax_kernels.pallas.attention.forward_walk_sm90 import Ring, Walk
 from jax_kernels.pallas.attention.hopper import WGMMA, all_of_warp, launch, softcapped_tile, tanh_polynomial
 
@@ -34,7 +34,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
     dtype = arrays["query"].dtype
     cap = options.softcap
     dense = arrays["dense"] or dense_sm90.Dense()
-    has_bias, has_bits, has_mod = dense.has_bias, dense.bits is not None, arrays["mod"] is not None
+    has_bias, has_mod = dense.has_bias, arrays["mod"] is not None
     # Of what the softmax sees: with a bias or score_mod, that is in base 2 already.
     scale = softmax.LN2 if has_bias or has_mod else cap or options.scale
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
@@ -54,7 +54,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
         walk = Walk.of(given, scheduler, options, kv_length, config=config, interpret=interpret)
         tile = walk.tile
         # Whether a head with small scores has a branch of its own, which a predicate or a mask would come before.
-        has_small = given["small"] is not None and not (has_bits or (walk.predicate and not walk.only_first))
+        has_small = given["small"] is not None and not (walk.predicate and not walk.only_first)
 
         def memory():
             def load_tile(index, turn, slot):
@@ -90,6 +90,11 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                 rows = pl.ds(q_start + w * 64, 64)
                 qk_tiles.load(q_gmem.at[b, rows, q_head_of(h)], q_copied.at[w], q_ready.at[w])
 
+            def load_next_q(following):
+                @pl.when(following < scheduler.count)
+                def _():
+                    load_q(following)
+
             ring.free()
             if has_bias:
                 plgpu.barrier_arrive(bias.free)
@@ -101,7 +106,6 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                 own = walk.own(whole, w)
                 b, h, blocks = own.b, own.h, own.blocks
                 slot = walk.skip_others(whole, own, ring, slot, w, bias)
-                masked = lambda s, step: walk.masked(s, index, step, w)
                 numbers = given["mod"].of_head(b, h) if has_mod else None
 
                 def modified(s, step, *, small=False):
@@ -121,16 +125,17 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                         plgpu.barrier_arrive(bias.free)
                     return s
 
-                def mask_words(step):
-                    """What `kept` takes of the dense mask: read while the products run."""
-                    if not has_bits:
-                        return None
-                    b, h, q_start, _, _ = tile(lax.optimization_barrier(index))
-                    start = q_start + w * 64, blocks.at(step) * block_kv
-                    return given["dense"].words((64, block_kv), b, h, *start)
+                def mask_words(blocks, step):
+                    """Of a mask's words, what `masked` takes: read while the products run."""
+                    return blocks.words(step, w * 64, 64) if walk.has_words else None
 
-                def kept(s, words):
-                    return dense_sm90.kept(s, words, by_word=True) if has_bits else s
+                def masked(s, blocks, step, words):
+                    if walk.has_words:
+                        return mask_bits_sm90.kept(s, words, by_word=True)
+                    return walk.masked(s, index, step, w)
+
+                def of_predicate(s, blocks, step, words):
+                    return lax.cond(blocks.is_partial(step), lambda s: masked(s, blocks, step, words), lambda s: s, s)
 
                 plgpu.barrier_wait(q_ready.at[w])
                 largest = given["largest"][b, q_head_of(h)] if bounded else None
@@ -151,13 +156,12 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                     walk.wait_turn(w)
                     issue_scores(slot)
                     walk.pass_turn(w)
-                    words = mask_words(jnp.int32(0))
+                    words = mask_words(blocks, jnp.int32(0))
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
                     plgpu.barrier_arrive(ring.k_free.at[slot])
                     s = modified(capped(lax.optimization_barrier(s)), jnp.int32(0))
                     if walk.predicate:
-                        s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
-                    s = kept(s, words)
+                        s = of_predicate(s, blocks, jnp.int32(0), words)
                     highest, total = softmax.start(64)
                     p, highest, total, _ = softmax.step(s, highest, total, scale)
                     # Whether no later score of the warp's rows can be far above what the first block has.
@@ -204,7 +208,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                         issue_scores(slot)
                         issue_values(p16, last_slot)
                         walk.pass_turn(w)
-                        words = mask_words(j)
+                        words = mask_words(blocks, j)
                         s = plgpu.wgmma_accumulator_load(s_ref, wait_n=v_tiles.count)
                         plgpu.barrier_arrive(ring.k_free.at[slot])
                         s = lax.optimization_barrier(s)
@@ -213,8 +217,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                         if walk.predicate and not walk.only_first:  # one loop with a branch: two loops were slower
                             # With segments, what it depends on is read again, not kept in registers.
                             again = tile(lax.optimization_barrier(index)).blocks if has_segments else blocks
-                            s = lax.cond(again.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
-                        s = kept(s, words)
+                            s = of_predicate(s, again, j, words)
                         if has_small:
                             results = of_small(s, highest, total, j)
                         else:
@@ -231,22 +234,18 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                         return p, highest, total, slot
 
                     p, highest, total, last_slot = lax.fori_loop(1, blocks.count, step, (p, highest, total, slot))
+                    following = scheduler.following(fetched, index, turn)
+                    if walk.has("lists") and not share_q_out:  # the last scores have read the queries
+                        load_next_q(following)
                     issue_values(p, last_slot)
                     acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+                    if not walk.has("lists") and not share_q_out:
+                        load_next_q(following)
                     plgpu.barrier_arrive(ring.v_free.at[last_slot])
-                    return acc, highest, total, last_slot
+                    return acc, highest, total, last_slot, following
 
                 accumulators = plgpu.ACC((64, v_head_dim), jnp.float32), plgpu.ACC((64, block_kv), jnp.float32)
-                acc, highest, total, slot = pl.run_scoped(products, *accumulators)
-                following = scheduler.following(fetched, index, turn)
-
-                def load_next_q():
-                    @pl.when(following < scheduler.count)
-                    def _():
-                        load_q(following)
-
-                if not share_q_out:
-                    load_next_q()
+                acc, highest, total, slot, following = pl.run_scoped(products, *accumulators)
                 b, h, q_start, _, _ = tile(lax.optimization_barrier(index))
                 q_start = q_start + w * 64
                 factor = 1.0
@@ -263,7 +262,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                 plgpu.copy_smem_to_gmem(lse_smem_wg, lse_gmem.at[b, h, pl.ds(q_start, 64)])
                 if share_q_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    load_next_q()
+                    load_next_q(following)
                 return following, ring.following(slot)
 
             scheduler.for_each(walk.first_tile(), run_tile)

@@ -47,7 +47,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     any_rows = has_odd_length(inputs.query, inputs.key)
     query, key, value = (pad_for_tma(x, any_rows=any_rows) for x in inputs[:3])
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
-    dense = dense_sm90.dense_of(inputs, options, config.block_q, config.block_kv, transposed=False)
+    dense = dense_sm90.dense_of(inputs, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
     largest = small = None
     keys = _keys_per_query(options, kv_length)
@@ -57,7 +57,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     is_limited = options.window is not None or segments is not None
     bounded_from = BOUNDED_FROM_LISTS if lists is not None else BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM
     pays = keys >= bounded_from * query.shape[2] / heads
-    if config.bounded and pays and (dense is None or not dense.has_bias):
+    if config.bounded and pays and dense is None:
         largest, small = _bounds(query, key, mod, options, no_later_keys=no_later_keys)
     scheduler = TileScheduler(
         batch=query.shape[0],

@@ -126,13 +126,14 @@ class Walk:
         return self.options.q_offset or 0
 
     @property
-    def has_bits(self) -> bool:
-        return self.has("dense") and self.given["dense"].bits is not None
-
-    @property
     def has_limits(self) -> bool:
         """Whether the predicate has causality or a window in it."""
-        return (self.options.is_causal or self.options.window is not None) and not self.has_bits
+        return self.options.is_causal or self.options.window is not None
+
+    @property
+    def has_words(self) -> bool:
+        """Whether words of a mask are to be read early."""
+        return self.has("lists") and self.given["lists"].all_partial
 
     @property
     def may_end(self) -> bool:
@@ -205,8 +206,6 @@ class Walk:
         ids = None
         if self.has("segments"):
             ids = self.given["segments"].load(tile.b, tile.q_start, 64, kv_start, block_kv)
-        if self.has_bits:
-            limits = limits.of_length()
         keep = limits.keep(
             scores.shape, kv_start, tile.q_start, layout=WGMMA, kv_axis=1, may_end=self.may_end, ids=ids
         )  # fmt: skip

@@ -15,6 +15,7 @@ from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.softmax import LOG2E
 
 WGMMA = plgpu.Layout.WGMMA
+PART = 8  # neighbouring columns of a WGMMA array, of which a thread has two
 COLUMN = plgpu.Layout.WGMMA.reduce(0)  # a number for each column of a tile
 ROW = plgpu.Layout.WGMMA.reduce(1)
 # 16-bit tiles as wgmma reads them.

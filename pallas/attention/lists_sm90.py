@@ -24,11 +24,14 @@ from jax_kernels import masks
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.masks.checks import offset as offset_of
-from jax_kernels.masks.lists import block_status, packed_lists
-from jax_kernels.pallas.attention.dense_sm90 import PART, kept, load_words, of_head
+from jax_kernels.masks.lists import BlockLists, block_status, compress, packed_lists, sided
+from jax_kernels.pallas.attention import mask_bits_sm90
+from jax_kernels.pallas.attention.dense_sm90 import of_head
+from jax_kernels.pallas.attention.hopper import PART
 
 _LIMITING_ARRAYS = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset")
 UNKNOWN = 4  # how many times longer lists can be than they are taken to be where nothing tells
+MOST_BITS = 1 << 32  # of a mask whose pairs are all evaluated at once
 COLUMNS = 8  # of the table: numbers that are read together stand in one sector
 
 
@@ -42,6 +45,7 @@ class Lists:
     words: [entries, rows, PART], of PackedBlocks' bits those that a thread reads in one word.
     sharing: so many query heads visit each block of a list, one after another, before the next block.
     keys: of lists by query, how many keys a query has to look at, about.
+    all_partial: most blocks may be partial, so that a kernel had better read words early.
     """
 
     tiles: Any
@@ -50,6 +54,7 @@ class Lists:
     words: Any
     sharing: int = dataclasses.field(metadata={"static": True})
     keys: int = dataclasses.field(metadata={"static": True})
+    all_partial: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def walk(self, tile: Any) -> "Walk":
         return Walk(self, *(self.tiles[tile, i] for i in range(5)))
@@ -82,9 +87,12 @@ class Walk(NamedTuple):
 
     def masked(self, scores: Any, step: Any, row_start: Any, *, by_word: bool) -> Any:
         """The scores of a partial block from a row on, -inf where the mask has a zero."""
+        return mask_bits_sm90.kept(scores, self.words(step, row_start, scores.shape[0]), by_word=by_word)
+
+    def words(self, step: Any, row_start: Any, rows: int) -> Any:
+        """The bits of some rows of a block, of which nothing is asked for where it is not partial."""
         entry = self._of_step(self.lists.entries, step)
-        rows = pl.ds(row_start, scores.shape[0])
-        return kept(scores, load_words(self.lists.words.at[entry, rows]), by_word=by_word)
+        return mask_bits_sm90.load_words(self.lists.words.at[entry, pl.ds(row_start, rows)])
 
     def _of_step(self, ref: Any, step: Any) -> Any:
         sharing = self.lists.sharing
@@ -143,16 +151,30 @@ class PreparedLists:
         return dataclasses.replace(self.lists, tiles=tiles.reshape(-1, COLUMNS))
 
 
+def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
+    """Whether a call's mask is one of lists: a Mask, or an array that tells queries apart.
+
+    Beside a bias for each query an array is no list, but in the bias. One for all queries is a bias where it may be:
+    beside a score_mod, and where the backward is deterministic, there is none.
+    """
+    if isinstance(inputs.mask, Mask):
+        return True
+    if inputs.mask is None or (inputs.bias is not None and inputs.bias.shape[2] > 1):
+        return False
+    is_of_keys = inputs.mask.shape[2] == 1 < inputs.mask.shape[3]
+    return not is_of_keys or options.deterministic or inputs.score_mod is not None
+
+
 def lists_of(
     inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, *, by: str, heads_together: int
 ) -> Lists | None:
-    """The call's lists, None where its mask is no Mask. What else limits its keys is in them.
+    """The call's lists, None where its mask has none. What else limits its keys is in them.
 
     by: "query" or "key". Lists by key are of a kv head. Where the mask tells heads apart, they are of its group's heads
     together, whose blocks of queries are numbered one head after another. heads_together: of so many heads the tiles
     stand in the table together. A PreparedMask's lists are taken where they are of this very call.
     """
-    if not isinstance(inputs.mask, Mask):
+    if not has_lists(inputs, options):
         return None
     call = ListedCall.of(inputs, options, block_q, block_kv, by=by, heads_together=heads_together)
     if isinstance(inputs.mask, PreparedMask) and not _limiting_arrays(inputs):
@@ -196,26 +218,52 @@ def _built(
     """The lists of all that limits a call's keys. most: so many partial blocks at most; None: as many as can be."""
     group = 1 if call.by == "query" else call.heads // call.kv_heads
     sharing = group if mask.heads == 1 else 1
-    lists, packed = packed_lists(
-        mask,
-        offset,
-        lengths=call.lengths,
-        blocks=call.blocks,
-        static_offset=static_offset,
-        by=call.by,
-        joined=group // sharing,
-        most=most,
-    )
-    # A tile without a block visits block 0, under the bits of the last entry, which are zeros.
+    evaluates = most is None and mask.is_evaluated and mask.batch * mask.heads * math.prod(call.lengths) <= MOST_BITS
+    if evaluates:
+        lists, entries, words = _evaluated(mask, offset, call, group // sharing)
+    else:
+        lists, packed = packed_lists(
+            mask,
+            offset,
+            lengths=call.lengths,
+            blocks=call.blocks,
+            static_offset=static_offset,
+            by=call.by,
+            joined=group // sharing,
+            most=most,
+        )
+        words = _words_of_threads(packed.words)
+    # A tile without a block visits block 0, under bits that are zeros.
     total = lists.partial_count + lists.full_count
     dead = total == 0
-    entries = packed.entries.at[..., 0].set(jnp.where(dead, packed.words.shape[0] - 1, packed.entries[..., 0]))
+    if not evaluates:  # the last entry's
+        entries = packed.entries.at[..., 0].set(jnp.where(dead, words.shape[0] - 1, packed.entries[..., 0]))
     counts = jnp.maximum(total, 1) * sharing, lists.full_count * sharing
     heads, width = call.heads // group, lists.indices.shape[-1]
     tiles = _tiles(*counts, call.batch, heads, width * sharing, call.heads_together)
-    return Lists(
-        tiles, lists.indices, entries, _words_of_threads(packed.words), sharing, width * call.blocks[1] // UNKNOWN
+    # Of arrays more than a quarter is likely, and what a look at lengths costs is less than what its lack may.
+    keys = width * call.blocks[1] // (2 if evaluates else UNKNOWN)
+    return Lists(tiles, lists.indices, entries, words, sharing, keys, all_partial=evaluates)
+
+
+def _evaluated(mask: Mask, offset: jax.Array, call: ListedCall, joined: int) -> tuple[BlockLists, jax.Array, jax.Array]:
+    """(lists, entries, words) of a mask all of whose pairs are evaluated: there are words for all blocks.
+
+    joined: as in packed_lists.
+    """
+    q_length, kv_length = call.lengths
+    transposed = call.by == "key"
+    rows, columns = reversed(call.blocks) if transposed else call.blocks
+    keep = mask.rows(np.arange(q_length, dtype=np.int32), kv_length, q_offset=offset)
+    words = mask_bits_sm90.packed(keep, rows, columns, transposed=transposed)
+    numbers = jnp.arange(math.prod(words.shape[:4]), dtype=jnp.int32).reshape(words.shape[:4])
+    # Queries first, as `sided` takes them.
+    alive, full, numbers = (
+        x if transposed else x.swapaxes(2, 3) for x in (*mask_bits_sm90.judged(words, columns), numbers)
     )
+    lists = compress(sided(alive, call.by, joined), sided(full, call.by, joined), joined * words.shape[2])
+    entries = jnp.take_along_axis(sided(numbers, call.by, joined), lists.indices, axis=-1)
+    return lists, entries, words.reshape(-1, rows, PART)
 
 
 def _words_of_threads(words: jax.Array) -> jax.Array:
@@ -228,8 +276,8 @@ def _words_of_threads(words: jax.Array) -> jax.Array:
 
 
 def without_limits(inputs: AttentionInputs, options: AttentionOptions) -> tuple[AttentionInputs, AttentionOptions]:
-    """The call without what lists_of has in its lists; as it is where its mask is no Mask."""
-    if not isinstance(inputs.mask, Mask):
+    """The call without what lists_of has in its lists; as it is where there are none."""
+    if not has_lists(inputs, options):
         return inputs, options
     options = dataclasses.replace(options, is_causal=False, window=None, q_offset=0)
     return inputs._replace(**dict.fromkeys(("mask", *_LIMITING_ARRAYS))), options
@@ -241,7 +289,7 @@ def _limiting_arrays(inputs: AttentionInputs) -> bool:
 
 
 def _whole_mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
-    mask = inputs.mask.unprepared
+    mask = inputs.mask.unprepared if isinstance(inputs.mask, Mask) else masks.dense(inputs.mask)
     if options.is_causal:
         mask &= masks.causal()
     if options.window is not None:

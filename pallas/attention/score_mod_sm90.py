@@ -21,8 +21,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.pallas.attention.dense_sm90 import PART, of_head
-from jax_kernels.pallas.attention.hopper import COLUMN, ROW, WGMMA, any_of_warp_above, tanh_limits, tanh_polynomial
+from jax_kernels.pallas.attention.dense_sm90 import of_head
+from jax_kernels.pallas.attention.hopper import (
+    COLUMN,
+    PART,
+    ROW,
+    WGMMA,
+    any_of_warp_above,
+    tanh_limits,
+    tanh_polynomial,
+)
 from jax_kernels.pallas.attention.score_mod_graph import (
     WHOLE,
     Node,

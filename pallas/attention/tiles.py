@@ -53,10 +53,6 @@ class Limits:
     is_causal: bool
     window: tuple[int, int] | None = None
 
-    def of_length(self) -> "Limits":
-        """Without causality and window: for a kernel that has them in a mask."""
-        return dataclasses.replace(self, is_causal=False, window=None)
-
     @property
     def left(self) -> int:
         return -1 if self.window is None else self.window[0]

@@ -329,7 +329,7 @@ def test_which_implementation():
     bias = {"bias": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
     no = "of a score_mod it takes look-ups by query or by key, not by both or by the score"
     cannot = "of a score_mod its kernels cannot compute "
-    with_bias = "it takes a score_mod without a bias and a dense mask"
+    with_bias = "it takes a score_mod without a bias"
     looked_up = lambda score, b, h, q, k: score * slopes[h] + table[q] + table[2 * k + b]
     linear = lambda score, b, h, q, k: score * 2
     # (score_mod, arguments, what serves it, why mosaic_gpu does not, why triton does not)
@@ -340,6 +340,7 @@ def test_which_implementation():
         (lambda score, b, h, q, k: score + table[score.astype(int)], {}, "xla", no, no),
         (linear, bias, "xla", with_bias, "it does not take a score_mod with a bias"),
         (linear, {"deterministic": True}, "mosaic_gpu", None, None),
+        (linear, {"mask": jax.ShapeDtypeStruct((64, 64), bool)}, "mosaic_gpu", None, None),
         (lambda score, b, h, q, k: jnp.sin(score), {}, "triton", f"{cannot}sin", None),
         (lambda score, b, h, q, k: jax.nn.softplus(jnp.clip(score, -9, 9)) * (q % 3), {}, "mosaic_gpu", None, None),
         (lambda score, b, h, q, k: jax.jit(jnp.round)(score), {}, "xla", f"{cannot}round", f"{cannot}round"),

@@ -1,0 +1,78 @@
+"""Masks bit by bit in the Hopper kernels: a thread reads those of its part of a row in one word, into registers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention import hopper
+from jax_kernels.pallas.attention.hopper import PART, WGMMA
+
+
+def kept(scores, words, *, by_word: bool):
+    """scores [rows, columns], -inf where a bit is 0. words: int32 [rows, PART]: bit i of word j is column
+    i * PART + j.
+
+    by_word: in half as many instructions, and with a few registers more.
+    """
+    if hopper.INTERPRETED or not by_word:
+        parts = [scores[:, i : i + PART] for i in range(0, scores.shape[1], PART)]
+        parts = [jnp.where((words & (1 << i)) != 0, part, -jnp.inf) for i, part in enumerate(parts)]
+        return jnp.concatenate(parts, axis=1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=WGMMA)
+    )
+    def select(_, scores, words):
+        import numpy as np
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, vector
+
+        element = lambda x, i: vector.extract(x, dynamic_position=[], static_position=[i])
+        constant = lambda x: utils.c(x, ir.IntegerType.get_signless(32))
+        masked = utils.c(float("-inf"), ir.F32Type.get())
+        of_rows = words.registers.reshape(-1)
+        given = scores.registers.reshape(-1, len(of_rows))
+        numbers = np.empty((*given.shape, 2), dtype=object)
+        # A word's bits one after the other: ptxas then moves seven at a time into predicates.
+        for row, i, part in np.ndindex(len(of_rows), 2, len(given)):
+            bit = arith.andi(element(of_rows[row], i), constant(1 << part))
+            keep = arith.cmpi(arith.CmpIPredicate.ne, bit, constant(0))
+            numbers[part, row, i] = arith.select(keep, element(given[part, row], i), masked)
+        registers = np.empty(given.shape, dtype=object)
+        for place in np.ndindex(given.shape):
+            registers[place] = vector.from_elements(given[place].type, list(numbers[place]))
+        registers = registers.reshape(scores.registers.shape)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=scores.layout, _is_signed=None)
+
+    return select(scores, words)
+
+
+def load_words(ref: Any) -> Any:
+    return plgpu.load(ref, layout=WGMMA, optimized=False)
+
+
+def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool) -> jax.Array:
+    """The words of all blocks of rows x columns, int32 [B, H, blocks of columns, blocks of rows, rows, PART].
+
+    keep: bool [B, H, T, S]; rows are queries, or if transposed keys. Past the end there are zeros.
+    """
+    sides = (columns, rows) if transposed else (rows, columns)
+    pad = [(0, 0), (0, 0), *((0, -size % side) for size, side in zip(keep.shape[2:], sides, strict=True))]
+    keep = jnp.pad(keep, pad) if pad[2][1] or pad[3][1] else keep
+    axis = 2 if transposed else 3
+    parts = keep.reshape(*keep.shape[:axis], -1, columns // PART, PART, *keep.shape[axis + 1 :])
+    weights = (jnp.uint32(1) << jnp.arange(columns // PART, dtype=jnp.uint32)).reshape(-1, 1, *[1] * (3 - axis))
+    words = (parts.astype(jnp.uint32) * weights).sum(axis=axis + 1, dtype=jnp.uint32)
+    words = words.swapaxes(3, 4) if transposed else words.swapaxes(2, 3)
+    words = lax.bitcast_convert_type(words, jnp.int32)
+    return words.reshape(*words.shape[:3], -1, rows, PART)
+
+
+def judged(words: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:
+    """(alive, full) of blocks of so many columns: whether any pair of each is kept, and whether all are."""
+    everything = (1 << columns // PART) - 1
+    return (words != 0).any(axis=(-2, -1)), (words == everything).all(axis=(-2, -1))
