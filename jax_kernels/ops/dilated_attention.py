@@ -14,10 +14,11 @@ from jax_kernels.ops import attention, dilated_views, dilated_vjp
 from jax_kernels.ops.attention import AttentionCall, flash_attention
 from jax_kernels.ops.attention_checks import by_name, check, with_positive_scale
 from jax_kernels.ops.attention_table import AttentionRequest
+from jax_kernels.ops.dilated_shards import Shards
 from jax_kernels.ops.dilated_views import Call, Piece
 from jax_kernels.ops.dilated_vjp import DilatedCall
 
-__all__ = ["DilatedPlan", "check_pattern", "dilated_attention"]
+__all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "prepare"]
 
 
 def dilated_attention(
@@ -109,7 +110,7 @@ def dilated_attention(
 
     Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486.
     """
-    call, arrays = _prepare(**locals())
+    call, arrays = prepare(**locals())
     results = dilated_vjp.run(call, arrays)
     return results if return_lse else results[0]
 
@@ -152,7 +153,7 @@ dilated_attention.plan = _plan  # type: ignore[attr-defined]
 def _check(
     query, key, value, *, segment_lengths, dilation_rates, is_causal=False, heads="all", combine="lse",
     layout="overlap", order=None, stop_gradient_weights=False, return_lse=False, segment_ids=None, scale=None,
-    deterministic=None, precision=None, implementation=None, **unknown,
+    deterministic=None, precision=None, implementation=None, shards: Shards | None = None, **unknown,
 ) -> tuple[AttentionRequest, AttentionInputs, tuple[Call, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
     """(the request of the whole, its arrays, the calls, how they are merged, what each call is given)."""
     for name in unknown:
@@ -170,12 +171,16 @@ def _check(
     branches = check_pattern(
         segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights
     )
+    if shards is not None:
+        branches = shards.fitted(branches, request.q_length)
     if heads == "groups" and len(branches) > request.heads:
         raise ValueError(
             f"heads: got 'groups' with {len(branches)} segment_lengths for {request.heads} heads, want a head at least "
             "for each of them"
         )
-    pieces = dilated_views.pieces_of(request.q_length, request.heads, branches, heads=heads, layout=layout, order=order)
+    pieces = dilated_views.pieces_of(
+        request.q_length, request.heads, branches, heads=heads, layout=layout, order=order, shards=shards
+    )
     calls = dilated_views.calls_of(
         pieces,
         request.heads,
@@ -250,25 +255,33 @@ def check_pattern(
 def _specs(request: AttentionRequest, views: Call) -> dict[str, Any]:
     """The arrays of one attention, without their values."""
     entries = views.entries(request.batch, request.heads)
-    spec = lambda heads, dim: jax.ShapeDtypeStruct((entries, views.rows, heads, dim), jnp.dtype(request.dtype))
-    return {
-        "query": spec(views.heads, request.head_dim),
-        "key": spec(views.kv_heads, request.head_dim),
-        "value": spec(views.kv_heads, request.v_head_dim),
-        "segment_ids": jax.ShapeDtypeStruct((entries, views.rows), jnp.dtype(jnp.int32)) if views.is_masked else None,
+    spec = lambda *shape, dtype=request.dtype: jax.ShapeDtypeStruct((entries, *shape), jnp.dtype(dtype))
+    specs: dict[str, Any] = {
+        "query": spec(views.rows, views.heads, request.head_dim),
+        "key": spec(views.kv_rows, views.kv_heads, request.head_dim),
+        "value": spec(views.kv_rows, views.kv_heads, request.v_head_dim),
     }
+    if views.is_masked:
+        specs["segment_ids"] = tuple(spec(rows, dtype="int32") for rows in (views.rows, views.kv_rows))
+    if views.span is not None and request.is_causal:
+        specs["q_offset"] = spec(dtype="int32")
+    return specs
 
 
-def _prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
+def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
+    """Checks a call of dilated_attention and plans it: what dilated_vjp.run takes.
+
+    shards: of a sequence that devices share, whose tokens on this one the arrays have.
+    """
     request, inputs, calls, merge, arguments = _check(**keywords)
     query, scale = with_positive_scale(inputs.query, arguments["scale"])  # before what has a gradient of its own
     is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
     group = request.heads // request.kv_heads
-    prepare = lambda arrays: attention.prepare(**arrays, **arguments | {"scale": scale})[0]
+    plan = lambda arrays: attention.prepare(**arrays, **arguments | {"scale": scale})[0]
     attentions = []
     for views in calls:
         with dispatch.on_device(request.device):
-            planned = jax.eval_shape(prepare, _specs(request, views))
+            planned = jax.eval_shape(plan, _specs(request, views))
         # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
         if is_merged and planned.implementation != "mosaic_gpu":
             planned = dataclasses.replace(planned, out_dtype="float32")

@@ -1,16 +1,14 @@
 """sequence_parallel_dilated_attention: dilated attention of a sequence whose tokens are shared out among devices."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.ops import dilated_views
-from jax_kernels.ops.attention import flash_attention
-from jax_kernels.ops.dilated_attention import check_pattern, dilated_attention
+from jax_kernels.ops import dilated_vjp
+from jax_kernels.ops.dilated_attention import prepare
+from jax_kernels.ops.dilated_shards import Shards
 
 __all__ = ["sequence_parallel_dilated_attention"]
 
@@ -24,7 +22,12 @@ def sequence_parallel_dilated_attention(
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     is_causal: bool = False,
+    heads: str = "all",
+    combine: str = "lse",
+    order: str | None = None,
+    stop_gradient_weights: bool = False,
     return_lse: bool = False,
+    segment_ids: jax.Array | None = None,
     scale: float | None = None,
     deterministic: bool | None = None,
     precision: str | None = None,
@@ -34,12 +37,20 @@ def sequence_parallel_dilated_attention(
 
     Equivalent to the following JAX code, without the gathered arrays::
 
-        query, key, value = (all_gather(x, axis_name, axis=1, tiled=True) for x in (query, key, value))
-        out = dilated_attention(query, key, value, ...)[:, i * T : (i + 1) * T]
+        gather = lambda x: all_gather(x, axis_name, axis=1, tiled=True)
+        out = dilated_attention(*map(gather, (query, key, value)), segment_ids=gather(segment_ids), ...)
+        out = out[:, i * T : (i + 1) * T]
 
     Segments that fit a device's tokens need no communication. Of longer ones the keys and values that take part, one
-    in `rate`, are gathered from the devices of the segment; nothing else travels, and in the backward their gradients,
-    in float32. It takes memory for the longest segment divided by its rate.
+    in `rate`, are gathered from the devices of the segment, with their segment_ids where these are given; nothing else
+    travels, but in the backward, where they are gathered again, their gradients: each device rounds its own to
+    query's dtype, and they are added up in float32. It takes memory for the longest segment divided by its rate. What
+    the backward keeps are a device's query, key, value, segment_ids, out and lse.
+
+    Pallas kernels ("mosaic_gpu", "triton") run in a jax.shard_map with check_vma=False alone.
+
+    With order="hilbert" devices of a longer segment may have different numbers of its tokens that take part: then each
+    sends as many rows as the one with most of them, up to a multiple of 8.
 
     Args:
       query: [B, T, H, D]. key: [B, T, Hkv, D]. value: [B, T, Hkv, Dv]: a device's tokens; else as in dilated_attention.
@@ -47,112 +58,30 @@ def sequence_parallel_dilated_attention(
       segment_lengths: of each branch: a divisor of T, or T times a divisor of the number of devices, or no less than
         the whole sequence.
       dilation_rates: of each branch. Of segments longer than T they divide T.
-      is_causal, return_lse, scale, deterministic, precision, implementation: as in dilated_attention, whose heads,
-        combine, layout and order have their defaults here.
+      segment_ids: int32 [B, T], of a device's tokens: packed sequences, whose ids are those of the whole sequence.
+      is_causal, heads, combine, order, stop_gradient_weights, return_lse, scale, deterministic, precision,
+        implementation: as in dilated_attention, whose layout is "overlap" here.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as dilated_attention; ValueError where segment_lengths, or
-        dilation_rates, do not fit the devices as said above.
+      TypeError, ValueError, NotImplementedError: as dilated_attention; ValueError where axis_name is not an axis of a
+        jax.shard_map around the call, or segment_lengths, or dilation_rates, do not fit the devices as said above.
 
     Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486, section 3.
     """
-    common: dict[str, Any] = {
-        "is_causal": is_causal,
-        "scale": scale,
-        "deterministic": deterministic,
-        "precision": precision,
-        "implementation": implementation,
-    }
-    branches = check_pattern(segment_lengths, dilation_rates, "all", "lse", "overlap", None)
-    length, devices = query.shape[1], lax.axis_size(axis_name)
-    branches = tuple((min(size, length * devices), rate) for size, rate in branches)
-    _check_fit(branches, length, devices)
-    parts = []
-    local = [branch for branch in branches if branch[0] <= length]
-    if local:
-        lengths, rates = zip(*local, strict=True)
-        parts.append(
-            dilated_attention(
-                query, key, value, segment_lengths=lengths, dilation_rates=rates, return_lse=True, **common
-            )
-        )
-    parts += [
-        _across(query, key, value, axis_name, size // length, rate, common) for size, rate in branches if size > length
-    ]
-    out, lse = parts[0] if len(parts) == 1 else _merge(parts)
-    out = out.astype(query.dtype)
-    return (out, lse) if return_lse else out
+    arguments = locals()
+    del arguments["axis_name"]
+    call, arrays = prepare(**arguments, shards=Shards(axis_name, _axis_size(axis_name)))
+    results = dilated_vjp.run(call, arrays)
+    return results if return_lse else results[0]
 
 
-def _check_fit(branches: Sequence[tuple[int, int]], length: int, devices: int) -> None:
-    for index, (size, rate) in enumerate(branches):
-        fits = length % size == 0 if size <= length else size % length == 0 and devices % (size // length) == 0
-        if not fits:
-            raise ValueError(
-                f"segment_lengths[{index}]: got {size} with {length} tokens on each of {devices} devices, want a "
-                f"divisor of {length}, or {length} times a divisor of {devices}"
-            )
-        if size > length and length % rate:
-            raise ValueError(
-                f"dilation_rates[{index}]: got {rate} for segments longer than the {length} tokens of a device, want "
-                f"a divisor of {length}"
-            )
-
-
-def _across(query, key, value, axis_name: str, devices: int, rate: int, common: dict[str, Any]):
-    """(out float32, lse) of a branch whose segments have so many devices each."""
-    batch, length, heads, _ = query.shape
-    kv_heads = key.shape[2]
-    pieces = dilated_views.pieces_of(length, heads, ((length, rate),), heads="all", layout="overlap", order=None)
-    (views,) = dilated_views.calls_of(pieces, heads, kv_heads, is_causal=False, has_segment_ids=False)
-    rows = functools.partial(dilated_views.gather_rows, call=views, num_heads=heads)
-    everyone = lax.axis_size(axis_name)
-    groups = tuple(tuple(range(first, first + devices)) for first in range(0, everyone, devices))
-    key, value = (_gather(axis_name, groups, rows(x)) for x in (key, value))
-    first = lax.axis_index(axis_name) % devices * views.rows
-    out, lse = flash_attention(rows(query), key, value, q_offset=first, return_lse=True, **common)
-    lse = lse.swapaxes(1, 2)
-    ((_, out),) = dilated_views.scatter(out, views, batch, heads, heads)
-    ((_, lse),) = dilated_views.scatter(lse, views, batch, heads, heads, fill=-jnp.inf)
-    return out, lse.swapaxes(1, 2)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(axis_name: str, groups: tuple[tuple[int, ...], ...], x):
-    """The rows of all devices of a group, one after the other. Their gradients are added up in float32."""
-    return lax.all_gather(x, axis_name, axis=1, tiled=True, axis_index_groups=groups)
-
-
-def _gather_fwd(axis_name, groups, x):
-    return _gather(axis_name, groups, x), None
-
-
-def _gather_bwd(axis_name, groups, _, cotangent):
-    total = lax.psum_scatter(
-        cotangent.astype(jnp.float32), axis_name, scatter_dimension=1, tiled=True, axis_index_groups=groups
-    )
-    return (total.astype(cotangent.dtype),)
-
-
-_gather.defvjp(_gather_fwd, _gather_bwd)
-
-
-def _merge(parts):
-    """The branches' outs by the softmax of their lses, and the lse of all; of what no branch has, 0 and -inf."""
-    outs, lses = zip(*parts, strict=True)
-    alive = [~jnp.isneginf(lse) for lse in lses]
-    highest = functools.reduce(jnp.maximum, lses)
-    highest = lax.stop_gradient(jnp.where(jnp.isneginf(highest), 0, highest))
-    # Nothing infinite meets an exponential: its gradient would be a NaN.
-    powers = [jnp.where(a, jnp.exp(jnp.where(a, lse - highest, 0)), 0) for a, lse in zip(alive, lses, strict=True)]
-    total = functools.reduce(jnp.add, powers)
-    dead = total == 0
-    safe = jnp.where(dead, 1, total)
-    weighted = (
-        (power / safe).swapaxes(1, 2)[..., None] * out.astype(jnp.float32)
-        for power, out in zip(powers, outs, strict=True)
-    )
-    return functools.reduce(jnp.add, weighted), jnp.where(dead, -jnp.inf, jnp.log(safe) + highest)
+def _axis_size(axis_name: str) -> int:
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name: got {type(axis_name).__name__}, want the name of a mesh axis")
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(f"axis_name: got {axis_name!r}, want an axis of the jax.shard_map around this call") from None

@@ -4,7 +4,8 @@ A piece is a run of equal segments of one branch. Its tokens, reshaped to [B * s
 in column `phase` what one residue class takes, so a head is a strided slice. Where a piece covers the sequence and its
 rate divides its segments, that reshape is the array of a call, of which a kernel reads the heads that take part
 (Call.is_strided). Else the rows are gathered, by nothing but reshapes, static slices, concatenations and selects, which
-XLA fuses, unless an order permutes the tokens.
+XLA fuses, unless an order permutes the tokens. Where several devices share a segment, a piece has this device's tokens
+of it, and the keys of its classes are gathered from the others.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import numpy as np
 
 from jax_kernels.attention_inputs import HeadView
 from jax_kernels.hilbert import hilbert_order, invert_order
+from jax_kernels.ops.dilated_shards import Shards, Span, dealt_out
 from jax_kernels.pallas.attention.dilated_triton import Rows
 
 __all__ = [
@@ -44,7 +46,8 @@ class Piece:
 
     branch: its index. start: the first token. segments: how many; length: of each; rate: their dilation.
     offsets: the residue class that each query head takes, -1 for a head that the branch does not serve; None where
-    every head takes all classes. order: as in dilated_attention.
+    every head takes all classes. order: as in dilated_attention. span: of one segment that several devices share: its
+    devices; length is what one of them has of it, and a multiple of the rate.
     """
 
     branch: int
@@ -54,10 +57,13 @@ class Piece:
     rate: int
     offsets: tuple[int, ...] | None
     order: str | None
+    span: Span | None = None
 
     @property
     def rows(self) -> int:
         """The places of a class. Where some classes lack a token in the last one, there are more of those."""
+        if self.is_dealt_out:
+            return self._dealt_out[0].shape[1] // self.rate
         rows, rest = divmod(self.length, self.rate)
         return -(-(rows + 1) // ROW_MULTIPLE) * ROW_MULTIPLE if rest else rows
 
@@ -76,9 +82,39 @@ class Piece:
         return [first, *(h for h in range(first + 1, end) if self.offsets[h] != self.offsets[h - 1]), end]
 
     @property
-    def arrangement(self) -> np.ndarray | None:
-        """The order of a segment's tokens in which each class has its own, ascending, at every rate-th place."""
-        return None if self.order is None or self.rate == 1 else _arrangement(self.length, self.rate)
+    def is_ordered(self) -> bool:
+        """Whether the order tells which class a token is in."""
+        return self.order is not None and self.rate > 1
+
+    @property
+    def is_dealt_out(self) -> bool:
+        """Whether devices have different numbers of a class's tokens."""
+        return self.span is not None and self.is_ordered
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether a place without a token is before one that has one."""
+        return self.is_dealt_out and self.rows * self.rate != self.length
+
+    @property
+    def _dealt_out(self) -> tuple[np.ndarray, np.ndarray]:
+        assert self.span is not None
+        return _dealt_out(self.length * self.span.devices, self.rate, self.span.devices)
+
+    def arranged(self, x: jax.Array, fill: float) -> jax.Array:
+        """[segments, length, ...], in an order in which each class has its own, ascending, at every rate-th place."""
+        if self.is_dealt_out:
+            assert self.span is not None
+            return x.at[:, self.span.mine(self._dealt_out[0])].get(mode="fill", fill_value=fill)
+        return _permuted(x, _arrangement(self.length, self.rate)) if self.is_ordered else x
+
+    def in_sequence(self, x: jax.Array) -> jax.Array:
+        """The inverse of arranged, of what may be longer."""
+        if self.is_dealt_out:
+            assert self.span is not None
+            return _permuted(x, self.span.mine(self._dealt_out[1]))
+        x = x[:, : self.length]
+        return _permuted(x, invert_order(_arrangement(self.length, self.rate))) if self.is_ordered else x
 
 
 @functools.lru_cache(maxsize=32)
@@ -91,10 +127,26 @@ def _arrangement(length: int, rate: int) -> np.ndarray:
     return tokens
 
 
+@functools.lru_cache(maxsize=32)
+def _dealt_out(length: int, rate: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
+    return dealt_out(_arrangement(length, rate), rate, devices, ROW_MULTIPLE)
+
+
 def pieces_of(
-    length: int, num_heads: int, branches: tuple[tuple[int, int], ...], *, heads: str, layout: str, order: str | None
+    length: int,
+    num_heads: int,
+    branches: tuple[tuple[int, int], ...],
+    *,
+    heads: str,
+    layout: str,
+    order: str | None,
+    shards: Shards | None = None,
 ) -> list[Piece]:
-    """The pieces of all branches, each branch's in the order of its tokens. branches: (segment length, rate)."""
+    """The pieces of all branches, each branch's in the order of its tokens.
+
+    branches: (segment length, rate). shards: where they have `length` tokens each; layout is "overlap" then, and
+    Shards.fitted has seen the branches.
+    """
     if layout == "partition":
         pieces: list[Piece] = []
         start = 0
@@ -118,9 +170,10 @@ def pieces_of(
             offsets = tuple(head // in_class for head in range(num_heads))
         else:
             offsets = tuple(index % rate if head in groups[index] else -1 for head in range(num_heads))
+        span = None if shards is None else shards.span(size, length)
         size = min(size, length)
         whole, rest = divmod(length, size)
-        pieces.append(Piece(index, 0, whole, size, rate, offsets, order))
+        pieces.append(Piece(index, 0, whole, size, rate, offsets, order, span))
         if rest and any(0 <= offset < rest for offset in offsets):
             pieces.append(Piece(index, whole * size, 1, rest, rate, offsets, order))
     return pieces
@@ -131,8 +184,9 @@ class Call:
     """Pieces that one attention call serves, in batch entries of one shape.
 
     rows: queries, and keys, of an entry. heads, kv_heads: of an entry. is_masked: whether it needs segment ids, for
-    the caller's, or for the rows that some classes lack where causality does not hide them. is_strided: the call takes
-    some heads of a view of the whole arrays, of its one piece.
+    the caller's, or for the rows that some classes lack where causality does not hide them. span: the devices whose
+    keys each entry has, all of as many rows, where it is not this one alone. is_strided: the call takes some heads of a
+    view of the whole arrays, of its one piece.
     """
 
     pieces: tuple[Piece, ...]
@@ -140,7 +194,12 @@ class Call:
     heads: int
     kv_heads: int
     is_masked: bool
+    span: Span | None = None
     is_strided: bool = False
+
+    @property
+    def kv_rows(self) -> int:
+        return self.rows if self.span is None else self.rows * self.span.devices
 
     def entries(self, batch: int, num_heads: int) -> int:
         return sum(_entries(piece, batch, num_heads, self.heads) for piece in self.pieces)
@@ -169,9 +228,9 @@ def calls_of(
     pieces: list[Piece], num_heads: int, kv_heads: int, *, is_causal: bool, has_segment_ids: bool
 ) -> tuple[Call, ...]:
     """The pieces by the shape of their batch entries."""
-    calls: dict[tuple[int, int, int, bool], list[Piece]] = {}
+    calls: dict[tuple[int, int, int, bool, Span | None], list[Piece]] = {}
     for piece in pieces:
-        is_masked = has_segment_ids or (not is_causal and piece.length % piece.rate != 0)
+        is_masked = has_segment_ids or piece.has_gaps or (not is_causal and piece.length % piece.rate != 0)
         shared = _shared(piece, num_heads // kv_heads)
         if piece.offsets is None:
             # Ids differ between classes, but not between the heads of an entry.
@@ -179,7 +238,7 @@ def calls_of(
         else:
             ends = piece.boundaries
             in_entry = math.gcd(*(b - a for a, b in itertools.pairwise(ends))) if is_masked else ends[-1] - ends[0]
-        calls.setdefault((piece.rows, in_entry, in_entry // shared, is_masked), []).append(piece)
+        calls.setdefault((piece.rows, in_entry, in_entry // shared, is_masked, piece.span), []).append(piece)
     return tuple(Call(tuple(pieces), *key) for key, pieces in calls.items())
 
 
@@ -198,7 +257,7 @@ def _is_strided(piece: Piece, length: int, group: int) -> bool:
     has_tiles = piece.length % piece.rate == 0 and piece.rows % ROW_MULTIPLE == 0
     # Else the parts of key heads do not start where these do.
     is_aligned = piece.offsets is None or piece.heads[0] % group == 0
-    return is_whole and has_tiles and is_aligned and piece.arrangement is None
+    return is_whole and has_tiles and is_aligned and not piece.is_ordered and piece.span is None
 
 
 def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads: int) -> list[Rows] | None:
@@ -211,7 +270,7 @@ def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads:
     for number, call in enumerate(calls):
         base = 0
         for piece in call.pieces:
-            if piece.offsets is None or piece.arrangement is not None:
+            if piece.offsets is None or piece.is_ordered:
                 return None
             shared = _shared(piece, group)
             first, end, boundary = (head // shared for head in (*piece.heads, piece.boundaries[1]))
@@ -238,23 +297,19 @@ def _rows(x: jax.Array, piece: Piece, fill: float = 0) -> jax.Array:
     """[B, T, ...] -> [B * segments, rows, rate, ...]."""
     batch, _, *rest = x.shape
     x = x[:, piece.start : piece.start + piece.segments * piece.length]
-    x = x.reshape(batch * piece.segments, piece.length, *rest)
-    if piece.arrangement is not None:
-        x = _permuted(x, piece.arrangement)
-    missing = piece.rows * piece.rate - piece.length
+    x = piece.arranged(x.reshape(batch * piece.segments, piece.length, *rest), fill)
+    missing = piece.rows * piece.rate - x.shape[1]
     x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * len(rest), constant_values=fill)
     return x.reshape(-1, piece.rows, piece.rate, *rest)
 
 
 def _tokens(x: jax.Array, piece: Piece, batch: int) -> jax.Array:
     """The inverse of _rows: [B, segments * length, ...]."""
-    x = x.reshape(x.shape[0], -1, *x.shape[3:])[:, : piece.length]
-    if piece.arrangement is not None:
-        x = _permuted(x, invert_order(piece.arrangement))
+    x = piece.in_sequence(x.reshape(x.shape[0], -1, *x.shape[3:]))
     return x.reshape(batch, -1, *x.shape[2:])
 
 
-def _permuted(x: jax.Array, order: np.ndarray) -> jax.Array:
+def _permuted(x: jax.Array, order: np.ndarray | jax.Array) -> jax.Array:
     return x.at[:, order].get(mode="promise_in_bounds", unique_indices=True)
 
 

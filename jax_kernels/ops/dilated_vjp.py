@@ -66,12 +66,20 @@ class DilatedCall:
         return dilated_views.compact_rows(calls, batch, num_heads, array_heads)
 
 
-def _inputs(call: DilatedCall, views: Call, query, key, value, ids) -> AttentionInputs:
-    query_rows, key_rows, value_rows = _read(call, views, query.shape[2], query, key, value)
+def _inputs(call: DilatedCall, views: Call, planned: AttentionCall, query, key, value, ids) -> AttentionInputs:
+    rows_of_query, key, value = _read(call, views, query.shape[2], query, key, value)
     if views.is_masked:
         ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
         ids = dilated_views.gather_ids(ids, views)
-    return AttentionInputs(query_rows, key_rows, value_rows, q_segment_ids=ids, kv_segment_ids=ids)
+    query = rows_of_query
+    if views.span is None:
+        return AttentionInputs(query, key, value, q_segment_ids=ids, kv_segment_ids=ids)
+    key, value, kv_ids = jax.tree.map(views.span.gather, (key, value, ids))
+    is_causal = planned.options.is_causal
+    first = jnp.full(query.shape[0], views.span.index * views.rows, jnp.int32) if is_causal else None
+    return attention.vary_alike(
+        AttentionInputs(query, key, value, q_segment_ids=ids, kv_segment_ids=kv_ids, q_offset=first)
+    )
 
 
 def _read(call: DilatedCall, views: Call, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
@@ -97,8 +105,8 @@ def _read(call: DilatedCall, views: Call, num_heads: int, *arrays: jax.Array) ->
 def _forward(call: DilatedCall, arrays):
     query = arrays[0]
     batch, _, heads, _ = query.shape
-    run = lambda views, planned: attention.attention_forward(planned, _inputs(call, views, *arrays))
-    results = [run(views, planned) for views, planned in call.attentions]
+    attend = lambda views, planned: attention.attention_forward(planned, _inputs(call, views, planned, *arrays))
+    results = [attend(views, planned) for views, planned in call.attentions]
     outs, lses = zip(*results, strict=True)
     like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
     rows = call.compact_rows(batch, heads, heads)
@@ -154,7 +162,7 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
     dquery = jnp.zeros(query.shape, jnp.float32) if call.reads_views else None
     parts: dict[str, list[Any]] = {"query": [], "key": [], "value": []}
     for views, planned in call.attentions:
-        inputs = _inputs(call, views, query, key, value, ids)
+        inputs = _inputs(call, views, planned, query, key, value, ids)
         if terms is None:
             lse_of_rows, delta = _branch_terms(call, views, planned, inputs, lse, dout, dlse)
         else:
@@ -167,6 +175,9 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
         gradients = attention.attention_gradients(planned, inputs, lse_of_rows, delta, dout_of_rows, so_far)
         if views.is_strided:
             dquery, gradients = gradients.query.reshape(query.shape), gradients._replace(query=None)
+        if views.span is not None:
+            dkey, dvalue = (views.span.add_up(x) for x in (gradients.key, gradients.value))
+            gradients = gradients._replace(key=dkey, value=dvalue)
         for name, part in parts.items():
             part.append(getattr(gradients, name))
     scale = call.attentions[0][1].options.scale if call.reads_views else 1.0

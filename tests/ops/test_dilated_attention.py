@@ -307,7 +307,7 @@ def test_which_branches_are_read_in_place(device, arguments, attentions):
     calls = []
 
     def prepare(query, key, value, segment_ids):
-        call, _ = ops._prepare(query=query, key=key, value=value, segment_ids=segment_ids, **given)
+        call, _ = ops.prepare(query=query, key=key, value=value, segment_ids=segment_ids, **given)
         calls.extend(views for views, _ in call.attentions)
 
     with on_device(device):
