@@ -68,13 +68,6 @@ class Case:
         return self.flops / milliseconds / 1e9
 
 
-def dilated_flops(case: Case, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> float:
-    """Of the branches of dilated attention, counted as Case counts those of dense attention."""
-    sizes = zip(segment_lengths, dilation_rates, strict=True)
-    # A query of a branch sees size / rate keys, and one in rate takes part.
-    return case.flops * sum(min(size, case.seq) / rate**2 for size, rate in sizes) / case.seq
-
-
 def parse_shape(text: str) -> tuple[int, int, int, int, int]:
     """ "2,8192,16,128" or, with grouped heads, "2,8192,16,128,4" -> (batch, seq, heads, head_dim, kv_heads)."""
     try:

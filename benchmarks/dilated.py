@@ -2,10 +2,24 @@
 
     PYTHONPATH=. python benchmarks/dilated.py --shapes 1,32768,16,128 --mode fwd,fwdbwd
     PYTHONPATH=. python benchmarks/dilated.py --segments 2048,8192,32768 --rates 1,4,16 --output results/dilated.json
+    PYTHONPATH=. python benchmarks/dilated.py --heads groups --shapes 1,32768,16,128
+    PYTHONPATH=. python benchmarks/dilated.py --order hilbert --contenders ours,plain
 
 "gather" is the usual form, in one jit: for each branch the tokens of each head are gathered by index, attended to by
-this library's kernel, scattered into zeros of the full size, and the branches are merged by their lse. "dense" is this
-library's attention over the whole sequence. Ours is held against "gather" before it is timed, "dense" against float32.
+this library's kernel, scattered into zeros of the full size, and the branches are merged by their lse. "gather-cudnn"
+is the same by cuDNN, where nothing is merged (--heads groups, --layout partition): its backward takes no gradient of
+the lse, so that the library's "cudnn" gives none. "torch-gather" is the same in PyTorch, by flex_attention and by
+autograd, compiled as a whole where that is faster. "dilated-attention-pytorch" is the op of the package of that name,
+if it is installed, for --heads groups, whose semantics it has, with combine="mean"; it also divides each branch's
+outputs by their sums over the sequence, so that its results are not held against others. "dense" is this library's
+attention over the whole sequence. "plain", of --order and --layout, is ours without them. "copy" is that of an array
+larger than the L2 cache.
+
+Ours and the other forms are held against "gather" before they are timed, "dense" against float32, "plain" against
+nothing but a NaN.
+
+A row of ours has an ideal: the FLOPs of its branches at the rate of "dense", and query, key, value and out once (with a
+backward, once more, and dout and the three gradients) at the bandwidth of "copy", where both were timed.
 
 The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
 """
@@ -20,17 +34,30 @@ from typing import Any
 import command_line
 import jax
 import jax.numpy as jnp
-import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, MODES, Case, Oracle, dilated_flops, has_nan, input_sets, parse_shapes, relative_error
-from contenders import from_function
+from cases import (
+    DTYPES,
+    MODES,
+    ROTATION_BYTES,
+    Case,
+    InputSet,
+    Oracle,
+    as_numpy,
+    has_nan,
+    input_sets,
+    parse_shapes,
+    relative_error,
+)
+from contenders import Built, framework, from_function, need, unavailable
+from gathers import Pattern, by_package, gathered, in_torch
 from timing import METHODS, Contender, alternate, skipped, speed_ratio, spread
 
 import jax_kernels
 from jax_kernels import dilated_attention, flash_attention
 
-CONTENDERS = ("ours", "gather", "dense")
+CONTENDERS = ("ours", "plain", "gather", "gather-cudnn", "torch-gather", "dilated-attention-pytorch", "dense", "copy")
+OURS = ("ours", "plain")
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,112 +65,152 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shapes", default="1,32768,16,128", help="batch,seq,heads,head_dim[,kv_heads], split by ';'")
     parser.add_argument("--segments", default="2048,4096,8192,16384", help="segment_lengths")
     parser.add_argument("--rates", default="1,2,4,8", help="dilation_rates")
+    parser.add_argument("--heads", choices=("all", "groups"), default="all", help="groups goes with combine='mean'")
+    parser.add_argument("--layout", choices=("overlap", "partition"), default="overlap")
+    parser.add_argument("--order", choices=("none", "hilbert"), default="none")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--full", action="store_true", help="without is_causal")
     parser.add_argument("--mode", default="fwd,fwdbwd", help=f"comma list of {', '.join(MODES)}")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="comma list")
-    parser.add_argument("--implementation", help="of all: mosaic_gpu, triton or xla; default the fastest")
+    told = f"comma list of {', '.join(CONTENDERS)}; default all, plain where there is --order or --layout"
+    parser.add_argument("--contenders", help=told)
+    parser.add_argument("--implementation", help="of ours: mosaic_gpu, triton or xla; default the fastest")
     args = parser.parse_args(argv)
     try:
         args.shapes = parse_shapes(args.shapes)
         args.segments, args.rates = (tuple(command_line.numbers(text)) for text in (args.segments, args.rates))
         if len(args.segments) != len(args.rates):
             raise ValueError(f"segments, rates: got {args.segments} and {args.rates}, want as many of each")
-        for name, known in (("mode", MODES), ("contenders", CONTENDERS)):
-            setattr(args, name, command_line.names(name, getattr(args, name), known))
+        if args.layout == "partition" and args.heads == "groups":
+            raise ValueError("layout: got partition with heads groups, want heads all: each token is in one class")
+        order = None if args.order == "none" else args.order
+        args.pattern = Pattern(args.segments, args.rates, args.heads, args.layout, order)
+        is_plain = args.pattern == Pattern(args.segments, args.rates, args.heads)
+        every = ",".join(name for name in CONTENDERS if name != "plain" or not is_plain)
+        args.mode = command_line.names("mode", args.mode, MODES)
+        args.contenders = command_line.names("contenders", args.contenders or every, CONTENDERS)
+        if is_plain and "plain" in args.contenders:
+            raise ValueError("contenders: got plain, which is ours here, want --order or --layout beside it")
         args.cases = [Case(*s, args.dtype, not args.full, mode) for s in args.shapes for mode in args.mode]
     except ValueError as error:
         parser.error(str(error))
     return args
 
 
-def gathered(query, key, value, *, segment_lengths, dilation_rates, is_causal, implementation):
-    """LongNet's attention by index: as it is written where nothing is known of views."""
-    batch, length, heads, _ = query.shape
-    key, value = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value))
-    outs, lses = [], []
-    for size, rate in zip(segment_lengths, dilation_rates, strict=True):
-        size = min(size, length)
-        if length % size or (size % rate and not is_causal):
-            raise NotImplementedError(f"its segments must divide {length}, and if not causal its rates its segments")
-        rows = np.arange(-(-size // rate))[:, None] * rate + np.arange(heads) // -(-heads // rate)
-        # A row that a segment lacks is the last one of its class: no other row attends to it, and it is dropped.
-        places = np.where(rows < size, np.arange(0, length, size)[:, None, None] + rows, length)
-        columns = np.broadcast_to(np.arange(heads), places.shape)
-        pick = lambda x, places=places, columns=columns: x.at[:, places, columns].get(mode="clip")
-        picked = (pick(x).reshape(-1, *places.shape[1:], x.shape[3]) for x in (query, key, value))
-        out, lse = flash_attention(*picked, is_causal=is_causal, return_lse=True, implementation=implementation)
-        out = out.reshape(batch, *places.shape, -1).astype(jnp.float32)
-        lse = lse.swapaxes(1, 2).reshape(batch, *places.shape)
-        put = lambda empty, x, places=places, columns=columns: empty.at[:, places, columns].set(x, mode="drop")
-        outs.append(put(jnp.zeros((batch, length, heads, out.shape[-1])), out))
-        lses.append(put(jnp.full((batch, length, heads), -jnp.inf), lse))
-    weights = jax.nn.softmax(jnp.stack(lses), axis=0)
-    return sum(w[..., None] * out for w, out in zip(weights, outs, strict=True)).astype(query.dtype)
+def pattern_of(name: str, args: argparse.Namespace) -> Pattern:
+    return Pattern(args.segments, args.rates, args.heads) if name == "plain" else args.pattern
 
 
 def function_of(name: str, case: Case, args: argparse.Namespace) -> Callable[..., jax.Array]:
     common = {"is_causal": case.causal, "implementation": args.implementation}
-    pattern = {"segment_lengths": args.segments, "dilation_rates": args.rates}
     if name == "dense":
         return functools.partial(flash_attention, **common)
-    return functools.partial(dilated_attention if name == "ours" else gathered, **common, **pattern)
+    if name in OURS:
+        return functools.partial(dilated_attention, **common, **pattern_of(name, args).arguments)
+    implementation = "cudnn" if name == "gather-cudnn" else args.implementation
+    return functools.partial(gathered, **common | {"pattern": args.pattern, "implementation": implementation})
 
 
 def plan_of(name: str, case: Case, args: argparse.Namespace, inputs: Any) -> str:
-    if name == "gather":
+    if name.startswith("gather"):
         return "gather, attention and scatter for each branch"
     function = function_of(name, case, args)
     return str(jax_kernels.explain(function.func, *inputs.qkv, **function.keywords))  # type: ignore[attr-defined]
 
 
+def built(name: str, case: Case, args: argparse.Namespace, sets: Sequence[InputSet]) -> Built:
+    if framework(name) == "torch":
+        need(name)
+        return (in_torch if name == "torch-gather" else by_package)(args.pattern, case, sets)
+    if name == "copy":
+        x = jnp.zeros(copy_bytes() // 2, DTYPES[case.dtype])
+        negate = jax.jit(lambda x: -x)
+        return Built(lambda index: negate(x), f"-x of {x.nbytes} bytes")
+    if name == "gather-cudnn":
+        need("jax-cudnn")
+    return from_function(function_of(name, case, args), case, sets, plan_of(name, case, args, sets[0]))
+
+
 def build(case: Case, args: argparse.Namespace) -> list[Contender]:
-    """The contenders of a case, compiled; ours has been checked against "gather" where that one runs."""
+    """The contenders of a case, compiled; all forms have been checked against "gather" where that one runs."""
     sets = input_sets(case)
     contenders, right = [], None
-    for name in sorted(args.contenders, key=lambda name: name == "ours"):
-        contender = Contender(name, "jax")
+    for name in sorted(args.contenders, key=lambda name: (name in OURS, name != "gather")):
+        contender = Contender(name, framework(name))
         with contender.attempt():
-            built = from_function(function_of(name, case, args), case, sets, plan_of(name, case, args, sets[0]))
-            outputs = contender.start(built.call, built.plan)
-            if has_nan(outputs):
-                contender.give_up("wrong", "its results hold a NaN")
-            elif name == "dense":
-                contender.judge(Oracle(case, sets[0]).error(outputs), "float32")
-            elif name == "gather":
-                right = outputs
-            elif right is not None:
-                contender.judge(relative_error(outputs, right), "gather")
+            made = built(name, case, args, sets)
+            outputs = contender.start(made.call, made.plan)
+            if name not in ("copy", "dilated-attention-pytorch"):
+                right = check(contender, case, sets[0], outputs, right)
         say(f"  {name}: {contender.status} {contender.reason or contender.plan}")
         contenders.append(contender)
     return contenders
 
 
+def check(contender: Contender, case: Case, inputs: InputSet, outputs: Any, right: Any) -> Any:
+    """Judges what its first call gave. right: what "gather" gave, if it did; returned."""
+    if contender.framework == "torch":
+        outputs = tuple(map(as_numpy, outputs))
+    if has_nan(outputs):
+        contender.give_up("wrong", "its results hold a NaN")
+    elif contender.name == "dense":
+        contender.judge(Oracle(case, inputs).error(outputs), "float32")
+    elif contender.name == "gather":
+        right = outputs
+    elif contender.name != "plain" and right is not None:
+        contender.judge(relative_error(outputs, right), "gather")
+    return right
+
+
+def copy_bytes() -> int:
+    """Of the array that "copy" reads, an even number: four times what pushes all else out of a GPU's L2 cache."""
+    return int(4 * ROTATION_BYTES) if jax.default_backend() == "gpu" else 1 << 20
+
+
+def moved_bytes(case: Case) -> int:
+    """Of query, key, value and out, and what a backward adds, each read or written once where it has to be."""
+    of_query = 2 * case.batch * case.seq * case.heads * case.head_dim
+    of_key = of_query * case.kv_heads // case.heads
+    forward = 2 * of_query + 2 * of_key
+    # query, key, value, out, dout and three gradients.
+    backward = 4 * of_query + 4 * of_key
+    return {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}[case.mode]
+
+
 def rows_of(case: Case, args: argparse.Namespace, contenders: Sequence[Contender]) -> list[dict[str, Any]]:
     times = {c.name: c.times for c in contenders if c.times}
+    medians = {name: spread(of_name)["median"] for name, of_name in times.items()}
     rows = []
     for contender in contenders:
+        name = contender.name
         row = {
-            "contender": contender.name,
+            "contender": name,
             "case": case.label,
             "segments": args.segments,
             "rates": args.rates,
+            "heads": args.heads,
+            "layout": pattern_of(name, args).layout,
+            "order": pattern_of(name, args).order,
             "status": contender.status,
             "reason": contender.reason,
             "plan": contender.plan,
             "error": contender.error,
         }
         if contender.times:
-            median = spread(contender.times)["median"]
-            work = case.flops if contender.name == "dense" else dilated_flops(case, args.segments, args.rates)
-            row |= {
-                "times_ms": contender.times,
-                "median_ms": median,
-                "tflops": work / median / 1e9,
-                "ours_is_faster_by": speed_ratio(times["ours"], contender.times) if "ours" in times else None,
-                "kernels_ms": contender.reading.kernels if contender.reading else {},
-            }
-            say(f"  {contender.name}: {median:.4f} ms, {row['tflops']:.0f} TFLOP/s, ours x {row['ours_is_faster_by']}")
+            median, kernels = medians[name], contender.reading.kernels if contender.reading else {}
+            row |= {"times_ms": contender.times, "median_ms": median, "kernels_ms": kernels}
+            if name == "copy":
+                row["terabytes_per_second"] = 2 * copy_bytes() / median / 1e9
+                told = f"{row['terabytes_per_second']:.2f} TB/s"
+            else:
+                work = case.flops if name == "dense" else pattern_of(name, args).flops(case)
+                row["tflops"] = work / median / 1e9
+                row["ours_is_faster_by"] = speed_ratio(times["ours"], contender.times) if "ours" in times else None
+                told = f"{row['tflops']:.0f} TFLOP/s, ours x {row['ours_is_faster_by']}"
+            if name in OURS and {"dense", "copy"} <= times.keys():
+                ideal = work / case.flops * medians["dense"] + moved_bytes(case) / (2 * copy_bytes()) * medians["copy"]
+                row |= {"ideal_ms": ideal, "over_ideal": median / ideal}
+                told += f", {median / ideal:.2f} of the ideal {ideal:.4f} ms"
+            say(f"  {name}: {median:.4f} ms, {told}")
         rows.append(row)
     return rows
 
@@ -152,19 +219,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     prepare_process()
     deadline = time.monotonic() + args.budget
-    name, timer = choose_timer(args.timer, ["jax"])
+    usable = any(framework(name) == "torch" and unavailable(name) is None for name in args.contenders)
+    frameworks = ["jax", "torch"] if usable else ["jax"]
+    timer_name, timer = choose_timer(args.timer, frameworks)
     results: dict[str, Any] = {
         "schema": report.SCHEMA,
-        "environment": report.environment(args.commit),
-        "timer": name,
-        "method": METHODS[name]["jax"],
+        "environment": report.environment(args.commit, usable),
+        "timer": timer_name,
+        "method": {which: METHODS[timer_name][which] for which in frameworks},
         "rows": [],
     }
     for case in args.cases:
         say(case.label)
         if time.monotonic() > deadline:
             say("  skipped: the time budget is spent")
-            contenders = [skipped(name, "jax") for name in args.contenders]
+            contenders = [skipped(name, framework(name)) for name in args.contenders]
         else:
             contenders = build(case, args)
             alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)

@@ -25,7 +25,8 @@ import command_line
 import jax
 import jax.numpy as jnp
 import report
-from cases import Case, dilated_flops, has_nan
+from cases import Case, has_nan
+from gathers import Pattern
 
 from jax_kernels import dilated_attention, flash_attention
 
@@ -38,7 +39,7 @@ def measure(length: int, args: argparse.Namespace) -> dict:
     flops, attend = case.flops, flash_attention
     if args.segments:
         attend = functools.partial(dilated_attention, segment_lengths=args.segments, dilation_rates=args.rates)
-        flops = dilated_flops(case, args.segments, args.rates)
+        flops = Pattern(args.segments, args.rates).flops(case)
 
     @jax.jit
     def run(query, key, value, dout):

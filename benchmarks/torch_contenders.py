@@ -75,14 +75,20 @@ def _sdpa(backend: SDPBackend, case: Case) -> tuple[Attention, str, bool]:
     return function, f"scaled_dot_product_attention, {backend.name}", True
 
 
-def flex(case: Case, block_mask: Any = None) -> tuple[Attention, str, bool]:
-    """block_mask: None for that of the case."""
+def settle_compiler() -> None:
+    """Before torch.compile, for functions of many shapes."""
     import torch._dynamo.config
     import torch._functorch.config
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._functorch.config.donated_buffer = False  # the backward runs many times on one forward's buffers
     torch._dynamo.config.recompile_limit = 1000
+
+
+def flex(case: Case, block_mask: Any = None) -> tuple[Attention, str, bool]:
+    """block_mask: None for that of the case."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    settle_compiler()
     options: dict[str, Any] = {"enable_gqa": case.heads != case.kv_heads}
     if block_mask is not None:
         options["block_mask"] = block_mask
