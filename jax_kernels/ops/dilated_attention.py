@@ -218,7 +218,8 @@ def check_pattern(
 ) -> tuple[tuple[int, int], ...]:
     """The branches, (segment length, rate); raises what dilated_attention documents for what its arrays do not tell."""
     for name, numbers in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
-        if isinstance(numbers, str | bytes) or not isinstance(numbers, Sequence | np.ndarray):
+        has_items = isinstance(numbers, Sequence) or (isinstance(numbers, np.ndarray) and numbers.ndim > 0)
+        if isinstance(numbers, str | bytes) or not has_items:
             raise TypeError(f"{name}: got {type(numbers).__name__}, want a sequence of ints")
         if any(isinstance(x, bool) or not isinstance(x, int | np.integer) for x in numbers):
             raise TypeError(f"{name}: got {numbers!r}, want a sequence of ints")
@@ -238,7 +239,7 @@ def check_pattern(
         ("layout", layout, "overlap", "partition"),
         ("order", order, None, "hilbert"),
     ):
-        if got not in choices:
+        if not isinstance(got, str | None) or got not in choices:
             raise ValueError(f"{name}: got {got!r}, want {choices[0]!r} or {choices[1]!r}")
     if not isinstance(stop_gradient_weights, bool | np.bool_):
         raise TypeError(f"stop_gradient_weights: got {type(stop_gradient_weights).__name__}, want a bool")

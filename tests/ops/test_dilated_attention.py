@@ -152,6 +152,50 @@ def test_any_call(call):
     check(arrays(length, heads, kv_heads), **pattern)
 
 
+@hypothesis.given(any_call())
+@hypothesis.settings(max_examples=10)
+def test_no_token_of_any_call_sees_a_later_one(call):
+    """As test_no_token_sees_a_later_one, of any segments, rates, heads and ids."""
+    length, heads, kv_heads, pattern = call
+    pattern |= {"is_causal": True}
+    if pattern["segment_ids"] is not None:
+        pattern["segment_ids"] = np.broadcast_to(pattern["segment_ids"][:1], (length + 1, length))
+    assert not np.tril(differences(length, heads, kv_heads, **pattern), -1).any()
+
+
+def differences(length, num_heads, kv_heads, **arguments):
+    """Bool [2, T, T]: whether out, and lse, of a token (the last axis) differ where one (before it) is another."""
+    changed = np.eye(length + 1, length, dtype=bool)[:, :, None, None]
+    inputs = (jnp.where(changed, 10 * x[:1] + 1, x[:1]) for x in arrays(length, num_heads, kv_heads)[:3])
+    out, lse = (np.asarray(x) for x in jit(functools.partial(xla, return_lse=True, **arguments))(*inputs))
+    return np.stack([(out != out[-1:]).any(axis=(2, 3))[:-1], (lse != lse[-1:]).any(axis=1)[:-1]])
+
+
+NUMBERS = (8, "88", None, {8, 16}, (), np.array(8), np.array([8.0]), [[8]], iter([8]))
+CHOICES = ("", "ALL", 0, True, ["hilbert"], np.array(["all", "groups"]))
+BROKEN = {
+    "segment_lengths": NUMBERS,
+    "dilation_rates": NUMBERS,
+    **dict.fromkeys(("heads", "combine", "layout"), (*CHOICES, None)),
+    "order": CHOICES,
+    "stop_gradient_weights": (None, 0, 1.0, "no", np.array([True, False])),
+}
+
+
+@hypothesis.given(any_call(), st.sampled_from([*BROKEN]), st.data())
+@hypothesis.settings(max_examples=150)
+def test_a_bad_pattern_is_named(call, name, data):
+    """The argument, or the item of it, whatever else the call has."""
+    length, heads, kv_heads, pattern = call
+    bad = data.draw(st.sampled_from(BROKEN[name]))
+    if name in ("segment_lengths", "dilation_rates") and data.draw(st.booleans()):
+        bad = list(pattern[name])
+        wrong = (0, -1, 8.0, True, "8", None, np.nan, *([31] if name == "dilation_rates" else []))
+        bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.sampled_from(wrong))
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}(\[\d\])?: got "):
+        dilated_attention(*arrays(length, heads, kv_heads)[:3], **pattern | {name: bad})
+
+
 def weights_of(length, heads, kv_heads, **arguments):
     """[B, H, T, T]: how much of the value of a token (the last axis) is in the output of another."""
     query, key, *_ = arrays(length, heads, kv_heads)
@@ -164,11 +208,7 @@ def weights_of(length, heads, kv_heads, **arguments):
 def test_no_token_sees_a_later_one(mode, order):
     """In batch entry j, token j is not what it is in the last entry: neither out nor lse before j differs."""
     arguments = PATTERN | MODES[mode] | {"order": order, "is_causal": True}
-    length = 21
-    changed = np.eye(length + 1, length, dtype=bool)[:, :, None, None]
-    inputs = (jnp.where(changed, 10 * x[:1] + 1, x[:1]) for x in arrays(length, 4, 4)[:3])
-    out, lse = (np.asarray(x) for x in jit(functools.partial(xla, return_lse=True, **arguments))(*inputs))
-    for differs in ((out != out[-1:]).any(axis=(2, 3))[:-1], (lse != lse[-1:]).any(axis=1)[:-1]):
+    for differs in differences(21, 4, 4, **arguments):
         assert not np.tril(differs, -1).any()
         assert differs.diagonal().mean() > 0.5
 
