@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention import dense_sm90, hopper, views_sm90
+from jax_kernels.pallas.attention import dense_sm90, hopper, mask_bits_sm90, views_sm90
 from jax_kernels.pallas.attention.backward_store_sm90 import Store
 from jax_kernels.pallas.attention.backward_walks_sm90 import Walks
 from jax_kernels.pallas.attention.hopper import (
@@ -83,6 +83,7 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
     walks = Walks.of(arrays, options, kv_length, block_kv, config, core_count)
     arrays = arrays | walks.split.shared(2, block_kv, head_dim, warpgroups=COMPUTE_WGS)
     has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
+    has_words = has_lists and arrays["lists"].has_all_words
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias = dense.has_bias
     # To base 2, in which the biased scores are, and those of a score_mod.
@@ -210,6 +211,10 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                     if has_segments:
                         is_partial = again()[2]
                     q_start = q_block * block_q
+                    words = None
+                    if has_words:  # before the waits
+                        tile = given["lists"].walk(recomputed(cta))
+                        words = tile.words(head, q_block, 64 * row_group, 64)
                     # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
                     if not ahead:
                         plgpu.barrier_wait(q_ready.at[slot])
@@ -219,6 +224,8 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                         plgpu.barrier_wait(bias.ready)
 
                     def apply_predicate(s):
+                        if has_words:
+                            return mask_bits_sm90.kept(s, words, by_word=False)
                         if has_lists:
                             return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * row_group, by_word=False)
                         b = block(recomputed(cta))[0]

@@ -35,7 +35,8 @@ def attention_backward(
     block_kv = backward_dqkv_sm90.block_kv_of(width)
     dq_blocks = backward_dq_sm90.BLOCK_Q, backward_dq_sm90.BLOCKS[width][0]
     lists, *dq_lists = (
-        lists_sm90.lists_of(inputs, options, **blocks) for blocks in listed_blocks(config, width, options)
+        lists_sm90.lists_of(inputs, options, **blocks, interpret=interpret)
+        for blocks in listed_blocks(config, width, options)
     )
     inputs, options = lists_sm90.without_limits(inputs, options)
     # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.

@@ -127,7 +127,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
 
                 def mask_words(blocks, step):
                     """Of a mask's words, what `masked` takes: read while the products run."""
-                    return blocks.words(step, w * 64, 64) if walk.has_words else None
+                    return blocks.words(blocks.head, blocks.at(step), w * 64, 64) if walk.has_words else None
 
                 def masked(s, blocks, step, words):
                     if walk.has_words:

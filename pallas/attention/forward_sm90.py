@@ -19,6 +19,7 @@ from jax_kernels.pallas.attention import (
     dense_sm90,
     forward_kernel_sm90,
     lists_sm90,
+    row_lengths_triton,
     score_mod_sm90,
     softmax,
     tiles,
@@ -41,7 +42,7 @@ BOUNDED_FROM_LISTS = 3072
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
     """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
     q_length, kv_length, v_head_dim = inputs.query.shape[1], inputs.key.shape[1], inputs.value.shape[-1]
-    lists = lists_sm90.lists_of(inputs, options, **listed_blocks(config))
+    lists = lists_sm90.lists_of(inputs, options, **listed_blocks(config), interpret=interpret)
     no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
     inputs, options = lists_sm90.without_limits(inputs, options)
     any_rows = has_odd_length(inputs.query, inputs.key)
@@ -58,7 +59,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     bounded_from = BOUNDED_FROM_LISTS if lists is not None else BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM
     pays = keys >= bounded_from * query.shape[2] / heads
     if config.bounded and pays and dense is None:
-        largest, small = _bounds(query, key, mod, options, no_later_keys=no_later_keys)
+        largest, small = _bounds(query, key, mod, options, no_later_keys=no_later_keys, interpret=interpret)
     scheduler = TileScheduler(
         batch=query.shape[0],
         heads=heads,
@@ -98,14 +99,19 @@ def listed_blocks(config) -> dict[str, Any]:
 
 
 def _bounds(
-    query, key, mod, options: AttentionOptions, *, no_later_keys: bool
+    query, key, mod, options: AttentionOptions, *, no_later_keys: bool, interpret: bool
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """(largest, small), [B, H] each: what no score of a head, in base 2, exceeds; None where that is not known.
 
     small: int32, whether its scores are all so small that a softcap's tanh is a polynomial; None without one.
     """
     cap, room = options.softcap, softmax.room(query.dtype)
-    scores = functools.cache(lambda: softmax.largest_scores(query, key, options.scale / softmax.LOG2E))
+
+    @functools.cache
+    def scores():
+        longest = functools.partial(row_lengths_triton.longest, interpret=interpret)
+        return softmax.largest_scores(longest(query), longest(key), options.scale / softmax.LOG2E)
+
     factor = 1 / cap if cap else mod.tanh_factor if mod is not None else None
     small = None if factor is None else (scores() * abs(factor) <= TANH_UP_TO).astype(jnp.int32)
     if mod is None:

@@ -133,7 +133,7 @@ class Walk:
     @property
     def has_words(self) -> bool:
         """Whether words of a mask are to be read early."""
-        return self.has("lists") and self.given["lists"].all_partial
+        return self.has("lists") and self.given["lists"].has_all_words
 
     @property
     def may_end(self) -> bool:

@@ -42,10 +42,11 @@ class Lists:
 
     tiles: [tiles, COLUMNS]: batch entry, head, block, how many blocks it visits, how many of these are full.
     indices, entries: [B or 1, H or 1, blocks, width], as BlockLists and PackedBlocks have them; H: the tiles' heads.
-    words: [entries, rows, PART], of PackedBlocks' bits those that a thread reads in one word.
+    words: [entries, rows, PART], of PackedBlocks' bits those that a thread reads in one word. Where entries is None,
+    there are words of all blocks, as mask_bits_sm90 has them, and most may be partial: a kernel had better read them
+    early.
     sharing: so many query heads visit each block of a list, one after another, before the next block.
     keys: of lists by query, how many keys a query has to look at, about.
-    all_partial: most blocks may be partial, so that a kernel had better read words early.
     """
 
     tiles: Any
@@ -54,7 +55,10 @@ class Lists:
     words: Any
     sharing: int = dataclasses.field(metadata={"static": True})
     keys: int = dataclasses.field(metadata={"static": True})
-    all_partial: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def has_all_words(self) -> bool:
+        return self.entries is None
 
     def walk(self, tile: Any) -> "Walk":
         return Walk(self, *(self.tiles[tile, i] for i in range(5)))
@@ -87,12 +91,17 @@ class Walk(NamedTuple):
 
     def masked(self, scores: Any, step: Any, row_start: Any, *, by_word: bool) -> Any:
         """The scores of a partial block from a row on, -inf where the mask has a zero."""
-        return mask_bits_sm90.kept(scores, self.words(step, row_start, scores.shape[0]), by_word=by_word)
+        if self.lists.has_all_words:
+            words = self.words(self.head, self.at(step), row_start, scores.shape[0])
+        else:
+            entry = self._of_step(self.lists.entries, step)
+            words = mask_bits_sm90.load_words(self.lists.words.at[entry, pl.ds(row_start, scores.shape[0])])
+        return mask_bits_sm90.kept(scores, words, by_word=by_word)
 
-    def words(self, step: Any, row_start: Any, rows: int) -> Any:
-        """The bits of some rows of a block, of which nothing is asked for where it is not partial."""
-        entry = self._of_step(self.lists.entries, step)
-        return mask_bits_sm90.load_words(self.lists.words.at[entry, pl.ds(row_start, rows)])
+    def words(self, head: Any, other: Any, row_start: Any, rows: int) -> Any:
+        """Where there are words of all blocks, those of some rows of the tile, of a query head's block `other`."""
+        of_block = of_head(self.lists.words, self.b, head).at[other, self.block]
+        return mask_bits_sm90.load_words(of_block.at[pl.ds(row_start, rows)])
 
     def _of_step(self, ref: Any, step: Any) -> Any:
         sharing = self.lists.sharing
@@ -166,13 +175,20 @@ def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
 
 
 def lists_of(
-    inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, *, by: str, heads_together: int
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    block_q: int,
+    block_kv: int,
+    *,
+    by: str,
+    heads_together: int,
+    interpret: bool = True,
 ) -> Lists | None:
     """The call's lists, None where its mask has none. What else limits its keys is in them.
 
     by: "query" or "key". Lists by key are of a kv head. Where the mask tells heads apart, they are of its group's heads
     together, whose blocks of queries are numbered one head after another. heads_together: of so many heads the tiles
-    stand in the table together. A PreparedMask's lists are taken where they are of this very call.
+    stand in the table together. interpret: whether XLA alone makes them. A PreparedMask's lists are taken where they are of this very call.
     """
     if not has_lists(inputs, options):
         return None
@@ -182,7 +198,8 @@ def lists_of(
             if (lists := prepared.of(call)) is not None:
                 return lists
     static_offset, offset = offset_of(first_position(inputs, options))
-    return _built(_whole_mask(inputs, options), offset, call=call, static_offset=static_offset)
+    statics = {"static_offset": static_offset, "interpret": interpret}
+    return _built(_whole_mask(inputs, options), offset, call=call, **statics)
 
 
 def prepared_lists(inputs: AttentionInputs, options: AttentionOptions, **blocks: Any) -> PreparedLists:
@@ -211,16 +228,23 @@ def _rounded_up(count: int) -> int:
     return -(-count // unit) * unit
 
 
-@functools.partial(jax.jit, static_argnames=("call", "static_offset", "most"))
+@functools.partial(jax.jit, static_argnames=("call", "static_offset", "most", "interpret"))
 def _built(
-    mask: Mask, offset: jax.Array, *, call: ListedCall, static_offset: int | None, most: int | None = None
+    mask: Mask,
+    offset: jax.Array,
+    *,
+    call: ListedCall,
+    static_offset: int | None,
+    most: int | None = None,
+    interpret: bool = True,
 ) -> Lists:
     """The lists of all that limits a call's keys. most: so many partial blocks at most; None: as many as can be."""
     group = 1 if call.by == "query" else call.heads // call.kv_heads
     sharing = group if mask.heads == 1 else 1
     evaluates = most is None and mask.is_evaluated and mask.batch * mask.heads * math.prod(call.lengths) <= MOST_BITS
+    entries = None
     if evaluates:
-        lists, entries, words = _evaluated(mask, offset, call, group // sharing)
+        lists, words = _evaluated(mask, offset, call, group // sharing, interpret=interpret)
     else:
         lists, packed = packed_lists(
             mask,
@@ -243,27 +267,22 @@ def _built(
     tiles = _tiles(*counts, call.batch, heads, width * sharing, call.heads_together)
     # Of arrays more than a quarter is likely, and what a look at lengths costs is less than what its lack may.
     keys = width * call.blocks[1] // (2 if evaluates else UNKNOWN)
-    return Lists(tiles, lists.indices, entries, words, sharing, keys, all_partial=evaluates)
+    return Lists(tiles, lists.indices, entries, words, sharing, keys)
 
 
-def _evaluated(mask: Mask, offset: jax.Array, call: ListedCall, joined: int) -> tuple[BlockLists, jax.Array, jax.Array]:
-    """(lists, entries, words) of a mask all of whose pairs are evaluated: there are words for all blocks.
-
-    joined: as in packed_lists.
-    """
+def _evaluated(
+    mask: Mask, offset: jax.Array, call: ListedCall, joined: int, *, interpret: bool
+) -> tuple[BlockLists, jax.Array]:
+    """(lists, words of all blocks) of a mask all of whose pairs are evaluated. joined: as in packed_lists."""
     q_length, kv_length = call.lengths
     transposed = call.by == "key"
     rows, columns = reversed(call.blocks) if transposed else call.blocks
     keep = mask.rows(np.arange(q_length, dtype=np.int32), kv_length, q_offset=offset)
-    words = mask_bits_sm90.packed(keep, rows, columns, transposed=transposed)
-    numbers = jnp.arange(math.prod(words.shape[:4]), dtype=jnp.int32).reshape(words.shape[:4])
+    words = mask_bits_sm90.packed(keep, rows, columns, transposed=transposed, interpret=interpret)
     # Queries first, as `sided` takes them.
-    alive, full, numbers = (
-        x if transposed else x.swapaxes(2, 3) for x in (*mask_bits_sm90.judged(words, columns), numbers)
-    )
-    lists = compress(sided(alive, call.by, joined), sided(full, call.by, joined), joined * words.shape[2])
-    entries = jnp.take_along_axis(sided(numbers, call.by, joined), lists.indices, axis=-1)
-    return lists, entries, words.reshape(-1, rows, PART)
+    judged = (x if transposed else x.swapaxes(2, 3) for x in mask_bits_sm90.judged(words, columns))
+    alive, full = (sided(x, call.by, joined) for x in judged)
+    return compress(alive, full, alive.shape[-1]), words
 
 
 def _words_of_threads(words: jax.Array) -> jax.Array:

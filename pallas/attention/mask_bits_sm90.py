@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention import hopper
+from jax_kernels.pallas.attention import hopper, mask_bits_triton
 from jax_kernels.pallas.attention.hopper import PART, WGMMA
 
 
@@ -55,11 +55,14 @@ def load_words(ref: Any) -> Any:
     return plgpu.load(ref, layout=WGMMA, optimized=False)
 
 
-def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool) -> jax.Array:
+def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interpret: bool = True) -> jax.Array:
     """The words of all blocks of rows x columns, int32 [B, H, blocks of columns, blocks of rows, rows, PART].
 
     keep: bool [B, H, T, S]; rows are queries, or if transposed keys. Past the end there are zeros.
     """
+    if not interpret and mask_bits_triton.takes(columns):
+        words = mask_bits_triton.packed(keep, rows, columns, transposed=transposed, interpret=False)
+        return words.reshape(*words.shape[:3], -1, rows, PART)
     sides = (columns, rows) if transposed else (rows, columns)
     pad = [(0, 0), (0, 0), *((0, -size % side) for size, side in zip(keep.shape[2:], sides, strict=True))]
     keep = jnp.pad(keep, pad) if pad[2][1] or pad[3][1] else keep

@@ -88,14 +88,10 @@ def room(dtype) -> float:
     return 60.0 if dtype == jnp.bfloat16 else 15.0
 
 
-def largest_scores(query, key, scale: float):
-    """[B, H] float32: what no score of a head, in base 2, exceeds: that of its longest query and its longest key."""
-
-    def longest(x):  # the largest squared length of a row: [B, heads]
-        return jnp.square(x.astype(jnp.float32)).sum(axis=-1).max(axis=1)
-
-    keys = jnp.repeat(longest(key), query.shape[2] // key.shape[2], axis=1)
-    return jnp.sqrt(longest(query) * keys) * (scale * LOG2E * (1 + 1e-4))
+def largest_scores(longest_queries, longest_keys, scale: float):
+    """[B, H] float32: what no score of a head, in base 2, exceeds. Of squared lengths of rows [B, H] and [B, Hkv]."""
+    keys = jnp.repeat(longest_keys, longest_queries.shape[1] // longest_keys.shape[1], axis=1)
+    return jnp.sqrt(longest_queries * keys) * (scale * LOG2E * (1 + 1e-4))
 
 
 def with_sink(highest, total, sink):
