@@ -93,8 +93,9 @@ def flash_attention(
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
       bias: broadcastable to [B, H, T, S], in query's dtype or float32.
-      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Or a masks.Mask, of JAX or NumPy
-        arrays, a constant of the call, prepared by jax_kernels.prepare_mask or not.
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Or a masks.Mask, prepared by
+        prepare_mask or not. Its arrays get no gradient; those on another device than query are copied to it, those of
+        JAX once for each Mask.
       segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
       kv_lengths: [B] int32.
       q_offset: an int, or an int32 tensor, a scalar or [B].
@@ -105,8 +106,9 @@ def flash_attention(
       deterministic: None follows torch.use_deterministic_algorithms, and where that is off, XLA's flag.
       The others are those of jax_kernels.flash_attention.
 
-    With a Mask or a score_mod it runs as bridge.from_jax says: each other Mask or function, and each set of shapes, is
-    compiled by JAX anew, and kept; with a Mask torch.compile has a graph break here; torch.func.vmap is not served.
+    With a Mask or a score_mod it runs as bridge.from_jax says: for each other function, structure of a Mask, and set of
+    shapes, also of a Mask's arrays, JAX compiles anew, and keeps it. With a Mask torch.compile has a graph break here.
+    A Mask is the same for all calls that torch.func.vmap maps.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].

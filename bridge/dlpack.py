@@ -20,14 +20,23 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import torch
 
-__all__ = ["check_dtype", "export_arrays", "import_tensors", "jax_device", "jax_dtype", "torch_dtype"]
+__all__ = [
+    "check_dtype",
+    "copied",
+    "export_arrays",
+    "import_tensors",
+    "jax_device",
+    "jax_dtype",
+    "read_by",
+    "torch_dtype",
+]
 
 _NARROW = (
     *("bfloat16", "float16", "float32", "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "complex64"),
@@ -125,6 +134,29 @@ def export_arrays(arrays: Iterable[jax.Array], device: torch.device) -> list[tor
         tensors = [view.clone(memory_format=torch.contiguous_format) for view in views]
         _HELD.hold(stream, views)
     return tensors
+
+
+def copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[jax.Array]:
+    """Copies of the tensors that JAX owns, to be kept as long as wanted. Never waits for the GPU on the host."""
+    return read_by(lambda *arrays: [jnp.copy(array) for array in arrays], tensors, device)
+
+
+def read_by(function: Callable[..., Any], tensors: Sequence[torch.Tensor], device: torch.device) -> Any:
+    """What a JAX function makes of the tensors' memory: a pytree of arrays, none of which shares that memory.
+
+    What PyTorch's current stream does to the tensors later, it does after JAX has read them.
+    """
+    arrays, owners = import_tensors(tensors, device)
+    results = function(*arrays)
+    leaves = [array for array in jax.tree.leaves(results) if array.size]
+    if device.type == "cpu":
+        jax.block_until_ready(leaves)
+    else:
+        handle = torch.cuda.current_stream(device).cuda_stream or 1
+        for array in leaves:
+            _view(array, handle)  # the stream waits for JAX
+    del owners
+    return results
 
 
 def _empty(array: jax.Array, device: torch.device) -> torch.Tensor:

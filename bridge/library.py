@@ -10,7 +10,16 @@ import torch
 from jax_kernels import dispatch
 from jax_kernels.bridge import dlpack
 
-__all__ = ["define", "define_vmap", "distinct", "planning_for", "refuse_double_backward", "run", "transforming"]
+__all__ = [
+    "define",
+    "define_vmap",
+    "distinct",
+    "planning_for",
+    "refuse_double_backward",
+    "run",
+    "transforming",
+    "unwrapped",
+]
 
 _LIBRARY = torch.library.Library("jax_kernels", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
@@ -66,6 +75,16 @@ def run(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) ->
 
 # Whether a torch.func transform is active. Unlike peek_interpreter_stack, torch.compile knows its answer.
 transforming = torch._C._are_functorch_transforms_active
+
+
+def unwrapped(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor that torch.func.grad may be watching, detached."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            raise NotImplementedError(f"{name}: got a tensor that torch.func.vmap maps, want one outside of it")
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor.detach()
 
 
 def distinct(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:

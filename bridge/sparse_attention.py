@@ -19,7 +19,7 @@ _dynamic_mask = from_jax(dynamic_mask.dynamic_mask_attention)
 
 
 def attend(query: Any, key: Any, value: Any, *, mask: Any, bias: Any, **arguments: Any) -> Any:
-    """bridge.flash_attention with a Mask or a score_mod, which are constants of a function of tensors."""
+    """bridge.flash_attention with a Mask, whose structure is a constant, or a score_mod, which is one."""
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
     return _run(mask, _flash, (query, key, value), arguments | {"mask": mask, "bias": bias})
 
@@ -41,9 +41,8 @@ def block_sparse_attention(
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
-      block_mask: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns]. Or a masks.Mask, a
-        constant of the call: each other Mask is compiled by JAX anew, and kept. With one, torch.compile has a graph
-        break here.
+      block_mask: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns]. Or a masks.Mask, as
+        bridge.flash_attention takes it.
       block_size: an int, or (queries, keys); None is 128.
       arguments: all others of bridge.flash_attention but mask.
 
@@ -74,9 +73,8 @@ def dynamic_mask_attention(
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
-      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend. Or a masks.Mask, a
-        constant of the call: each other Mask is compiled by JAX anew, and kept. With one, torch.compile has a graph
-        break here.
+      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend. Or a masks.Mask, as
+        bridge.flash_attention takes it.
       bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32.
       arguments: all others of bridge.flash_attention.
 

@@ -1,11 +1,12 @@
 """torch.func's transforms, checkpointing, and differentiating twice."""
 
+import numpy as np
 import pytest
 import torch
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from jax_kernels import bridge
+from jax_kernels import bridge, masks
 
 
 def stacked(function, count, *inputs):
@@ -136,6 +137,49 @@ def test_grad_of_vmap_adds_over_what_is_shared(make_qkv):
     got = grad(lambda k: vmap(bridge.flash_attention, (0, None, None))(queries, k, value).square().sum())(key)
     each = [grad(lambda k, q=q: bridge.flash_attention(q, k, value).square().sum())(key) for q in queries]
     close(got, sum(each), atol=1e-4)
+
+
+LENGTHS = masks.prefix(np.array([5, 9], np.int32))
+OF_FROM_JAX = {
+    "a Mask": lambda *x: bridge.flash_attention(*x, mask=masks.causal() | masks.prefix(5)),
+    "a Mask of an array": lambda *x: bridge.flash_attention(*x, mask=masks.block_sparse(np.tri(3, dtype=bool), 8)),
+    "a Mask of batch entries": lambda *x: bridge.flash_attention(*x, mask=masks.causal() & LENGTHS),
+    "a score_mod": lambda *x: bridge.flash_attention(*x, score_mod=lambda s, b, h, q, k: s + (q == k) * (b + 1.0)),
+    "block_sparse": lambda *x: bridge.block_sparse_attention(*x, torch.ones(3, 3).bool().tril(), block_size=8),
+    "dilated": lambda *x: bridge.dilated_attention(*x, segment_lengths=(12, 24), dilation_rates=(1, 2)),
+}
+
+
+@pytest.mark.parametrize("case", OF_FROM_JAX)
+def test_vmap_of_from_jax(case, make_qkv):
+    """vmap, vmap(grad), grad(vmap) with a shared key, autograd of vmap, and vmap(vmap)."""
+    function = OF_FROM_JAX[case]
+    inputs = [torch.stack([x.detach(), x.detach().flip(1), x.detach() / 2]) for x in make_qkv()]
+    want = stacked(function, 3, *inputs)
+    close(vmap(function, (0, 1, 0), 1)(inputs[0], inputs[1].movedim(0, 1), inputs[2]), want.movedim(0, 1))
+
+    loss = grad(lambda *x: function(*x).square().sum(), (0, 1, 2))
+    each = stacked(loss, 3, *inputs)
+    close(vmap(loss)(*inputs), each, atol=1e-4)
+    watched = [x.clone().requires_grad_() for x in inputs]
+    close(torch.autograd.grad(vmap(function)(*watched).square().sum(), watched), each, atol=1e-4)
+
+    query, key, value = inputs
+    shared = grad(lambda k: vmap(function, (0, None, 0))(query, k, value).square().sum())(key[0])
+    close(shared, sum(loss(q, key[0], v)[1] for q, v in zip(query, value, strict=True)), atol=1e-4)
+    twice = vmap(vmap(function, (0, None, None)), (None, 0, 0))(query, key, value)
+    close(twice[1], torch.stack([function(q, key[1], value[1]) for q in query]))
+
+
+def test_vmap_of_trees_with_integers_and_unmapped_arguments():
+    @bridge.from_jax
+    def function(tree, n):
+        return {"sum": tree["x"].sum(0) * tree["y"], "index": (n + 1, tree["y"])}
+
+    x, y, n = torch.randn(3, 4, 5), torch.randn(5), torch.arange(3, dtype=torch.int32)
+    got = vmap(function, ({"x": 2, "y": None}, 0))({"x": x.movedim(0, 2), "y": y}, n)
+    torch.testing.assert_close(got["sum"], x.sum(1) * y)
+    torch.testing.assert_close(got["index"], (n + 1, y.expand(3, 5)))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -1,0 +1,84 @@
+"""The Masks of a call, whose arrays are JAX's already and stay so.
+
+As tensors they would be copied to memory that PyTorch owns (see dlpack). They go past PyTorch's operators instead,
+which take the name under which the Masks of this call are found.
+"""
+
+import dataclasses
+import functools
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import torch
+
+from jax_kernels.bridge import dlpack, library
+from jax_kernels.masks import Mask, checks
+
+__all__ = ["NONE", "Operands", "masks_of", "on_device", "operands_of"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operands:
+    """Found by the name as long as somebody holds this object. Of no Masks, the name is ""."""
+
+    name: str
+    masks: tuple[Mask, ...]
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What a program is compiled for: the structure, and what each array is like."""
+        leaves, structure = jax.tree.flatten(self.masks)
+        return structure, tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
+
+
+NONE = Operands("", ())
+_FOUND: weakref.WeakValueDictionary[str, Operands] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count(1)
+# By Mask and device. A Mask is the same only if its arrays are, which never change.
+_MOVED: weakref.WeakKeyDictionary[Mask, dict[jax.Device, Mask]] = weakref.WeakKeyDictionary()
+
+
+def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:
+    """The masks, with their arrays on the device."""
+    operands = Operands(str(next(_NUMBERS)), tuple(on_device(mask, device) for mask in masks))
+    _FOUND[operands.name] = operands
+    return operands
+
+
+def masks_of(name: str) -> tuple[Mask, ...]:
+    if not name:
+        return ()
+    operands = _FOUND.get(name)
+    if operands is None:
+        raise RuntimeError("mask: a graph that calls a function with a Mask runs only while that call is held")
+    return operands.masks
+
+
+def on_device(mask: Mask, device: torch.device) -> Mask:
+    """The mask with its arrays on the device: itself where they are there, else a copy, made once for jax.Arrays.
+
+    NumPy arrays and tensors, which may change, are copied each time.
+    """
+    target = dlpack.jax_device(device)
+    leaves = jax.tree.leaves(mask)
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        raise TypeError("mask: got a Mask of arrays that JAX traces, want known ones: call jax_kernels inside of jit")
+    if not all(isinstance(x, jax.Array) for x in leaves):
+        return jax.tree.map(functools.partial(_leaf, device), mask)
+    if all(x.devices() == {target} for x in leaves):
+        return mask
+    copies = _MOVED.setdefault(mask, {})
+    if target not in copies:
+        copies[target] = jax.device_put(mask, target)
+    return copies[target]
+
+
+def _leaf(device: torch.device, x: Any) -> jax.Array:
+    if not isinstance(x, torch.Tensor):
+        return jax.device_put(checks.array("mask", x, "arrays"), dlpack.jax_device(device))
+    x = library.unwrapped("mask", x).to(device)
+    dlpack.check_dtype("mask", x.dtype)
+    return dlpack.copied([x], device)[0]
