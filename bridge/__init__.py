@@ -7,10 +7,13 @@ from jax_kernels.bridge.memory import leave_memory_to_torch
 
 leave_memory_to_torch()
 
+from jax_kernels.bridge import masks as masks  # noqa: E402
 from jax_kernels.bridge import nn as nn  # noqa: E402
 from jax_kernels.bridge.attention import flash_attention as flash_attention  # noqa: E402
+from jax_kernels.bridge.compile_attention import compile_attention as compile_attention  # noqa: E402
 from jax_kernels.bridge.dilated_attention import dilated_attention as dilated_attention  # noqa: E402
 from jax_kernels.bridge.function import from_jax as from_jax  # noqa: E402
+from jax_kernels.bridge.prepare_mask import prepare_mask as prepare_mask  # noqa: E402
 from jax_kernels.bridge.sdpa import scaled_dot_product_attention as scaled_dot_product_attention  # noqa: E402
 from jax_kernels.bridge.sparse_attention import block_sparse_attention as block_sparse_attention  # noqa: E402
 from jax_kernels.bridge.sparse_attention import dynamic_mask_attention as dynamic_mask_attention  # noqa: E402

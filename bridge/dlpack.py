@@ -146,15 +146,16 @@ def read_by(function: Callable[..., Any], tensors: Sequence[torch.Tensor], devic
 
     What PyTorch's current stream does to the tensors later, it does after JAX has read them.
     """
-    arrays, owners = import_tensors(tensors, device)
-    results = function(*arrays)
-    leaves = [array for array in jax.tree.leaves(results) if array.size]
-    if device.type == "cpu":
-        jax.block_until_ready(leaves)
-    else:
-        handle = torch.cuda.current_stream(device).cuda_stream or 1
-        for array in leaves:
-            _view(array, handle)  # the stream waits for JAX
+    with torch._C._DisableFuncTorch():  # a transform that is active would wrap what is made of the tensors here
+        arrays, owners = import_tensors(tensors, device)
+        results = function(*arrays)
+        leaves = [array for array in jax.tree.leaves(results) if array.size]
+        if device.type == "cpu":
+            jax.block_until_ready(leaves)
+        else:
+            handle = torch.cuda.current_stream(device).cuda_stream or 1
+            for array in leaves:
+                _view(array, handle)  # the stream waits for JAX
     del owners
     return results
 

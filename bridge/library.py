@@ -84,7 +84,8 @@ def unwrapped(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if functorch.is_batchedtensor(tensor):
             raise NotImplementedError(f"{name}: got a tensor that torch.func.vmap maps, want one outside of it")
         tensor = functorch.get_unwrapped(tensor)
-    return tensor.detach()
+    with torch._C._DisableFuncTorch():  # which would wrap what it gives
+        return tensor.detach()
 
 
 def distinct(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -79,6 +79,6 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
 def _leaf(device: torch.device, x: Any) -> jax.Array:
     if not isinstance(x, torch.Tensor):
         return jax.device_put(checks.array("mask", x, "arrays"), dlpack.jax_device(device))
-    x = library.unwrapped("mask", x).to(device)
     dlpack.check_dtype("mask", x.dtype)
-    return dlpack.copied([x], device)[0]
+    with torch._C._DisableFuncTorch():
+        return dlpack.copied([library.unwrapped("mask", x).to(device)], device)[0]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack
+from jax_kernels.bridge import dlpack, masks, operands
 
 pytestmark = [
     pytest.mark.gpu,
@@ -266,6 +266,125 @@ def test_compile_with_cuda_graphs_leaves_the_operator_out():
     for _ in range(4):
         inputs = detached()
         close(compiled(*inputs).clone(), function(*inputs))
+
+
+MASK_SHAPE = (2, 512, 4, 128)
+
+
+def masks_of(seed, device="cuda"):
+    """Of blocks, of lengths, and of both with a window: other values for each seed."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = (torch.rand(2, 4, 4, 4, generator=generator) < 0.5).to(device)
+    lengths = torch.randint(1, 512, (2,), generator=generator, dtype=torch.int32).to(device)
+    blocks, lengths = masks.block_sparse(blocks, 128), masks.prefix(lengths)
+    return {"blocks": blocks, "lengths": lengths, "both": blocks & masks.sliding_window(300, 300) | lengths}
+
+
+def dense(mask):
+    return torch.from_dlpack(mask.to_dense(512, 512)).clone()
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("case", ["blocks", "lengths", "both"])
+def test_masks(case, is_prepared, implementation, reference):
+    """Several masks in turn share the programs of the first, and each has its own results and gradients."""
+    inputs = make(shape=MASK_SHAPE)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    for seed in range(2):
+        mask = masks_of(seed)[case]
+        assert all(x.devices() == {dlpack.jax_device(inputs[0].device)} for x in jax.tree.leaves(mask))
+        given = bridge.prepare_mask(mask, *inputs, implementation=implementation) if is_prepared else mask
+        out, lse = bridge.flash_attention(*inputs, mask=given, return_lse=True, implementation=implementation)
+        want_out, want_lse = reference(*exact, mask=dense(mask))
+        close(out, want_out)
+        alive = ~want_lse.isneginf()
+        close(lse[alive], want_lse[alive])
+        cotangent = torch.randn_like(out)
+        got = torch.autograd.grad((out.double() * cotangent).sum() + lse[alive].sin().sum(), inputs)
+        want = torch.autograd.grad((want_out * cotangent).sum() + want_lse[alive].sin().sum(), exact)
+        for ours, theirs in zip(got, want, strict=True):
+            close(ours, theirs)
+
+
+def test_a_prepared_mask_has_its_lists_on_the_gpu():
+    """Where Mosaic's kernels read them: on Hopper."""
+    inputs = make(shape=MASK_SHAPE)
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    prepared = bridge.prepare_mask(masks_of(0)["blocks"], *inputs)
+    assert prepared.lists
+    assert all(x.devices() == {dlpack.jax_device(inputs[0].device)} for x in jax.tree.leaves(prepared))
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_masks_on_a_side_stream(is_prepared):
+    """The mask is made late, on the stream of the call, which is not the default one, and its tensor written to after.
+
+    The backward runs on that stream too.
+    """
+    inputs, source = make(shape=MASK_SHAPE), torch.rand(4, 4, device="cuda") < 0.5
+    fixed = {"deterministic": True}
+
+    def made(blocks):
+        mask = masks.block_sparse(blocks, 128)
+        return bridge.prepare_mask(mask, *inputs, **fixed) if is_prepared else mask
+
+    want = torch.autograd.grad(bridge.flash_attention(*inputs, mask=made(source), **fixed).float().sum(), inputs)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    for _ in range(5):
+        with torch.cuda.stream(side):
+            blocks = torch.zeros_like(source)
+            torch.cuda._sleep(SLEEP)
+            blocks.copy_(source)  # late: JAX must wait for it
+            mask = made(blocks)
+            blocks.zero_()  # must wait for JAX
+            out = bridge.flash_attention(*inputs, mask=mask, **fixed)
+            got = torch.autograd.grad(out.float().sum(), inputs)
+        torch.cuda.synchronize()
+        for ours, theirs in zip(got, want, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_a_mask_of_the_cpu_is_moved_once():
+    inputs = detached(shape=MASK_SHAPE)
+    mask = masks_of(0, "cpu")["both"]
+    first = operands.on_device(mask, inputs[0].device)
+    assert first is operands.on_device(mask, inputs[0].device)
+    assert all(x.devices() == {dlpack.jax_device(inputs[0].device)} for x in jax.tree.leaves(first))
+    close(bridge.flash_attention(*inputs, mask=mask), bridge.flash_attention(*inputs, mask=masks_of(0)["both"]))
+
+
+def test_making_and_using_masks_does_not_make_the_host_wait():
+    """But prepare_mask, whose lists are as long as the longest, does."""
+    inputs = make(shape=MASK_SHAPE)
+
+    def step():
+        scores = masks.pooled_scores(inputs[0], inputs[1], 128)
+        mask = masks.top_k_blocks(scores, 2, 128, among=masks.causal())
+        attend(*inputs, mask=mask).sum().backward()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50 * SLEEP)
+    start = time.perf_counter()
+    step()
+    queued = time.perf_counter() - start
+    torch.cuda.synchronize()
+    total = time.perf_counter() - start
+    assert queued < total / 2, (queued, total)
+
+
+def test_compile_attention_on_the_gpu(reference):
+    attention = bridge.compile_attention("longformer", 512, 128, window=64, n=2, num_heads=4, batch=2)
+    assert attention.device == torch.device("cuda", torch.cuda.current_device())
+    inputs = make(shape=MASK_SHAPE)
+    out = attention(*inputs)
+    close(out, reference(*inputs, mask=dense(attention.mask).to(out.device))[0])
+    out.sum().backward()
+    assert attention.measured_speedup(rounds=1).milliseconds > 0
 
 
 PROGRAM = """

@@ -1,0 +1,131 @@
+"""compile_attention for PyTorch tensors."""
+
+import functools
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge import dlpack
+from jax_kernels.bridge.attention import flash_attention
+from jax_kernels.bridge.attention_checks import check_tensor
+from jax_kernels.bridge.operands import on_device
+from jax_kernels.bridge.prepare_mask import here
+from jax_kernels.masks import Mask
+from jax_kernels.ops import compile_attention as ops
+
+__all__ = ["CompiledAttention", "compile_attention"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class CompiledAttention:
+    """What compile_attention gives: out = attention(query, key, value) on tensors, with gradients.
+
+    query [B, seq_len, num_heads, head_dim], key and value [B, kv_len, num_kv_heads, head_dim], in dtype, to which
+    autocast may cast them, on device; any B. It runs, and may be compiled and mapped, as flash_attention with a Mask.
+    Raises ValueError or TypeError for tensors of another shape, dtype or device.
+
+    mask: the masks.Mask. plan: the Plan that it runs by. density: the share of blocks of 128 queries and 128 keys that
+    hold a pair which the mask keeps. device, dtype: PyTorch's.
+    """
+
+    def __init__(self, compiled: ops.CompiledAttention, device: torch.device, dtype: torch.dtype):
+        self.mask = compiled.mask
+        self.plan = compiled.plan
+        self.density = compiled.density
+        self.device = device
+        self.dtype = dtype
+        self._compiled = compiled
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        specs = self._compiled._shape.specs
+        for (name, spec), x in zip(specs.items(), (query, key, value), strict=True):
+            check_tensor(name, x, query)
+            if tuple(x.shape[1:]) != spec.shape[1:]:
+                sizes = ", ".join(map(str, spec.shape[1:]))
+                raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, {sizes}]")
+            if x.device != self.device:
+                raise ValueError(f"{name}: got a tensor on {x.device}, want one on {self.device}")
+            kind = x.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+            if dtype != self.dtype:
+                raise TypeError(f"{name}: got dtype {dtype}, want {self.dtype}")
+        mask = self._compiled._prepared
+        return flash_attention(query, key, value, mask=mask, implementation=self.plan.implementation)
+
+    def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> ops.Speedup:
+        """How many times faster it is than flash_attention without a mask: the programs that JAX runs, timed now.
+
+        As jax_kernels.compile_attention measures it, on the device; what a call costs PyTorch's side is not in it.
+        """
+        with here(self.device):
+            return self._compiled.measured_speedup(backward=backward, rounds=rounds)
+
+    def __repr__(self) -> str:
+        return f"{self._compiled!r} on {self.device}"
+
+
+def compile_attention(
+    pattern: str | Mask,
+    seq_len: int,
+    head_dim: int,
+    *,
+    kv_len: int | None = None,
+    batch: int = 1,
+    num_heads: int = 8,
+    num_kv_heads: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+    implementation: str | None = None,
+    **options: Any,
+) -> CompiledAttention:
+    """jax_kernels.compile_attention for tensors: attention under a pattern, planned once and kept.
+
+    Equivalent to the following code, but that the mask is prepared::
+
+        mask = bridge.masks.preset(pattern, **options)  # or the Mask itself
+        attention = lambda query, key, value: bridge.flash_attention(query, key, value, mask=mask)
+
+    Args:
+      dtype: torch.bfloat16, torch.float16 or torch.float32.
+      device: of the tensors; None: PyTorch's current CUDA device, and where it has none, the CPU.
+      The others are those of jax_kernels.compile_attention; options hold no tensors: of one, pass a masks.Mask.
+
+    The last 64 are kept.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: an argument, an option or a shape that is not taken, naming it.
+    """
+    if dtype not in _DTYPES:
+        raise TypeError(f"dtype: got {dtype!r}, want torch.bfloat16, torch.float16 or torch.float32")
+    for name, option in options.items():
+        if isinstance(option, torch.Tensor):
+            raise TypeError(f"{name}: got a torch.Tensor, want a constant; of a tensor, pass a masks.Mask")
+    place = _place(device)
+    with here(place):
+        compiled = ops.compile_attention(
+            on_device(pattern, place) if isinstance(pattern, Mask) else pattern,
+            seq_len,
+            head_dim,
+            kv_len=kv_len,
+            batch=batch,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            dtype=dlpack.jax_dtype(dtype),
+            implementation=implementation,
+            **options,
+        )
+    return _kept(compiled, place, dtype)
+
+
+def _place(device: torch.device | str | None) -> torch.device:
+    """With the number of a GPU, as tensors have it."""
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {found}, want a CPU or a CUDA device")
+    return found
+
+
+_kept = functools.lru_cache(ops.CACHED)(CompiledAttention)

@@ -1,0 +1,117 @@
+"""jax_kernels.masks for PyTorch: the same names, whose builders take tensors where those take arrays.
+
+For example::
+
+    from jax_kernels.bridge import masks
+
+    mask = masks.causal() & masks.segments(ids) | masks.prefix(lengths)  # int32 tensors
+    out = bridge.flash_attention(query, key, value, mask=mask)
+
+A mask is a jax_kernels Mask, of JAX's arrays: copies on the tensors' device, which a tensor's later changes do not
+reach. No gradient passes through it. Tensors of one call are on one device, and have the dtypes that JAX's arrays
+would have; arrays are taken as they are. What a Mask's own methods give is JAX's (torch.from_dlpack makes a tensor of
+it). pooled_scores gives a tensor for tensors, with a gradient.
+
+Builders run when they are called: torch.compile has a graph break there, and torch.func.vmap cannot map what they take.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from jax_kernels import masks as _masks
+from jax_kernels.bridge import dlpack as _dlpack
+from jax_kernels.bridge import library as _library
+from jax_kernels.bridge.function import from_jax as _from_jax
+from jax_kernels.bridge.operands import on_device as _on_device
+from jax_kernels.masks import BlockLists as BlockLists
+from jax_kernels.masks import Mask as Mask
+from jax_kernels.masks import PackedBlocks as PackedBlocks
+from jax_kernels.masks import PreparedMask as PreparedMask
+from jax_kernels.masks import causal as causal
+from jax_kernels.masks import dilated as dilated
+from jax_kernels.masks import sliding_window as sliding_window
+
+
+def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Callable[..., Mask]:
+    """The builder of tensors. is_traced: jit may compile it, as it looks at no values and keeps no array as it is."""
+    by_position = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    names = [x.name for x in inspect.signature(builder).parameters.values() if x.kind in by_position]
+
+    @functools.wraps(builder)
+    def build(*args: Any, **kwargs: Any) -> Mask:
+        named = [(names[min(index, len(names) - 1)], x) for index, x in enumerate(args)] + list(kwargs.items())
+        found = {index: name for index, (name, x) in enumerate(named) if isinstance(x, torch.Tensor)}
+        if not found:
+            return builder(*args, **kwargs)
+        given = [x for _, x in named]
+        device = given[next(iter(found))].device
+        for index, name in found.items():
+            given[index] = _checked(name, given[index], device)
+        given = [_on_device(x, device) if isinstance(x, Mask) else x for x in given]
+
+        def of(make: Callable[..., Mask], arrays: Any) -> Mask:
+            filled = list(given)
+            for index, array in zip(found, arrays, strict=True):
+                filled[index] = array
+            return make(*filled[: len(args)], **dict(zip(kwargs, filled[len(args) :], strict=True)))
+
+        tensors = [given[index] for index in found]
+        if is_traced:
+            compiled = functools.partial(_compiled, builder)
+            return _dlpack.read_by(lambda *arrays: of(compiled, arrays), tensors, device)
+        return of(builder, _dlpack.copied(tensors, device))
+
+    return torch.compiler.disable(build, reason="jax_kernels: a Mask is no constant that torch.compile takes")
+
+
+def _checked(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor; convert it with .to_dense()")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, want one on a CPU or a CUDA device")
+    if tensor.device != device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, want the device of the others, {device}")
+    _dlpack.check_dtype(name, tensor.dtype)
+    return _library.unwrapped(name, tensor)
+
+
+def _compiled(builder: Callable[..., Mask], *args: Any, **kwargs: Any) -> Mask:
+    """The builder under jit, for which arrays and floats are data, and all else is constant."""
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    is_data = tuple(isinstance(x, jax.Array | np.ndarray | float) for x in leaves)
+    constants = tuple(None if data else x for x, data in zip(leaves, is_data, strict=True))
+    return _jitted(builder, structure, is_data, constants, [x for x, data in zip(leaves, is_data, strict=True) if data])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _jitted(builder: Any, structure: Any, is_data: Any, constants: Any, data: Any) -> Mask:
+    data = iter(data)
+    leaves = [next(data) if is_one else x for x, is_one in zip(constants, is_data, strict=True)]
+    args, kwargs = jax.tree.unflatten(structure, leaves)
+    return builder(*args, **kwargs)
+
+
+block_sparse = _of_tensors(_masks.block_sparse)
+dense = _of_tensors(_masks.dense)
+from_function = _of_tensors(_masks.from_function)
+global_tokens = _of_tensors(_masks.global_tokens)
+prefix = _of_tensors(_masks.prefix)
+preset = _of_tensors(_masks.preset)
+segments = _of_tensors(_masks.segments)
+threshold = _of_tensors(_masks.threshold, is_traced=True)
+top_k = _of_tensors(_masks.top_k, is_traced=True)
+top_k_blocks = _of_tensors(_masks.top_k_blocks, is_traced=True)
+
+_pooled_scores = _from_jax(_masks.pooled_scores)
+
+
+@functools.wraps(_masks.pooled_scores)
+def pooled_scores(query: Any, key: Any, block_size: int | tuple[int, int]) -> Any:
+    is_tensor = isinstance(query, torch.Tensor) or isinstance(key, torch.Tensor)
+    return (_pooled_scores if is_tensor else _masks.pooled_scores)(query, key, block_size)

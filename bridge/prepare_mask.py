@@ -1,0 +1,76 @@
+"""prepare_mask for calls on PyTorch tensors."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import torch
+
+from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge.operands import on_device
+from jax_kernels.masks import Mask, PreparedMask
+from jax_kernels.ops import prepare_mask as ops
+
+__all__ = ["here", "prepare_mask"]
+
+
+def prepare_mask(
+    mask: Mask,
+    query: torch.Tensor | jax.ShapeDtypeStruct,
+    key: torch.Tensor | jax.ShapeDtypeStruct,
+    value: torch.Tensor | jax.ShapeDtypeStruct | None = None,
+    **arguments: Any,
+) -> PreparedMask:
+    """jax_kernels.prepare_mask for calls of the bridge: the mask with its lists of blocks, made on the tensors' device.
+
+    Args:
+      mask: a masks.Mask.
+      query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv], or None for key's shape. Of these, only the
+        shapes, the dtypes, which autocast changes as in a call, and the device count. Shapes alone are
+        jax.ShapeDtypeStructs or tensors on the meta device: then the lists are made for, and on, JAX's default device.
+      arguments: all others of bridge.flash_attention, as in the calls to come, without segment_ids and kv_lengths:
+        compose masks.segments and masks.prefix into the mask. q_offset: an int. deterministic: None follows
+        torch.use_deterministic_algorithms.
+
+    Returns:
+      A Mask, as jax_kernels.prepare_mask says; flash_attention takes its lists as data, in both directions.
+
+    Raises:
+      ValueError: the tensors are on several devices; and what jax_kernels.prepare_mask raises.
+      TypeError, NotImplementedError: as jax_kernels.prepare_mask.
+    """
+    given = {"query": query, "key": key, "value": value, **arguments}
+    device = None
+    for name in ("query", "key", "value", "bias", "sinks"):
+        x = given.get(name)
+        if isinstance(x, torch.Tensor):
+            if device is not None and x.device != device:
+                raise ValueError(f"{name}: got a tensor on {x.device}, want the device of the others, {device}")
+            device = x.device
+            given[name] = _spec(name, x)
+    if given.get("deterministic") is None and torch.are_deterministic_algorithms_enabled():
+        given["deterministic"] = True
+    with here(None if device is None or device.type == "meta" else device) as place:
+        # What is no Mask is refused by the JAX function.
+        moved = mask if place is None or not isinstance(mask, Mask) else on_device(mask.unprepared, place)
+        return ops.prepare_mask(moved, **given)
+
+
+def _spec(name: str, x: torch.Tensor) -> jax.ShapeDtypeStruct:
+    dtype, kind = x.dtype, x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and name != "sinks":
+        is_kept = name == "bias" and dtype == torch.float32
+        dtype = dtype if is_kept else torch.get_autocast_dtype(kind)
+    dlpack.check_dtype(name, dtype)
+    return jax.ShapeDtypeStruct(tuple(x.shape), dlpack.jax_dtype(dtype))
+
+
+@contextlib.contextmanager
+def here(device: torch.device | None) -> Iterator[torch.device | None]:
+    """JAX plans for, and makes its arrays on, this device inside the block; None is JAX's own default."""
+    if device is None:
+        yield None
+        return
+    with library.planning_for(device), jax.default_device(dlpack.jax_device(device)):
+        yield device
