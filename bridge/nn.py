@@ -12,11 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dilated_attention import MultiheadDilatedAttention, dilated_attention
+from jax_kernels.bridge.dynamic_mask_attention import DynamicMaskAttention
+from jax_kernels.bridge.layers import LayerNorm, Linear, RMSNorm, rotary_embedding
 
 __all__ = [
     "MLP",
     "Attention",
     "Block",
+    "DynamicMaskAttention",
     "Linear",
     "MultiheadDilatedAttention",
     "RMSNorm",
@@ -49,57 +52,6 @@ _PATTERN = {
     "order": None,
 }
 _DEFAULTS |= _PATTERN | {"layer_norm": False, "gamma": None}
-
-
-class Linear(torch.nn.Linear):
-    """torch.nn.Linear without bias, its weight cast to the input's dtype."""
-
-    def __init__(self, in_features: int, out_features: int, dtype: torch.dtype) -> None:
-        super().__init__(in_features, out_features, bias=False, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        """Normal, with variance 1 / in_features."""
-        torch.nn.init.normal_(self.weight, std=self.in_features**-0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight.to(x.dtype))
-
-
-class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x²) + eps) * weight over the last axis, computed in float32, in x's dtype."""
-
-    def __init__(self, dim: int, eps: float, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(dim, dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.float()
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * (inverse * self.weight.float())).to(x.dtype)
-
-
-class LayerNorm(torch.nn.LayerNorm):
-    """torch.nn.LayerNorm, computed in float32, in x's dtype."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight.float(), self.bias.float()
-        return functional.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
-
-
-def rotary_embedding(x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
-    """Rotary position embedding, in the rotate_half convention; jax_kernels.models.rotary_embedding on tensors.
-
-    x: [..., T, H, D] with D even. positions: [T] or [..., T]. Returns x's shape and dtype; computed in float32.
-    """
-    head_dim = x.shape[-1]
-    if head_dim % 2:
-        raise ValueError(f"x: got head_dim {head_dim}, want an even one: rotary embedding turns pairs")
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=x.device) / head_dim)
-    angles = (positions.float()[..., None] * frequencies)[..., None, :]
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 class Attention(torch.nn.Module):

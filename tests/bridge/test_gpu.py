@@ -1,5 +1,6 @@
 """The bridge on a GPU: streams, who owns which memory, devices."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -385,6 +386,21 @@ def test_compile_attention_on_the_gpu(reference):
     close(out, reference(*inputs, mask=dense(attention.mask).to(out.device))[0])
     out.sum().backward()
     assert attention.measured_speedup(rounds=1).milliseconds > 0
+
+
+def test_dynamic_mask_attention_is_that_of_the_cpu():
+    torch.manual_seed(0)
+    module = bridge.nn.DynamicMaskAttention(64, 4, num_kv_heads=2, keys_to_keep=9)
+    torch.nn.init.constant_(module.A, 0.6)  # biases that differ by more than a rounding
+    x, cotangent = torch.randn(2, 200, 64), torch.randn(2, 200, 64)
+    results = []
+    for device in ("cpu", "cuda"):
+        own = copy.deepcopy(module).to(device)
+        out = own(x.to(device), mask=masks.sliding_window(99, 0))
+        (out * cotangent.to(device)).sum().backward()
+        results.append([out.cpu(), *(parameter.grad.cpu() for parameter in own.parameters())])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).norm() < 1e-4 * theirs.norm()
 
 
 PROGRAM = """
