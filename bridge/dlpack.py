@@ -35,6 +35,7 @@ __all__ = [
     "jax_device",
     "jax_dtype",
     "read_by",
+    "refuse_capture",
     "torch_dtype",
 ]
 
@@ -136,6 +137,15 @@ def export_arrays(arrays: Iterable[jax.Array], device: torch.device) -> list[tor
     return tensors
 
 
+def refuse_capture(device: torch.device) -> None:
+    """Raises RuntimeError while a CUDA graph is being captured, which would not hold JAX's work."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a JAX function cannot be captured in a CUDA graph: JAX runs it on a stream of its own. Call it outside "
+            "torch.cuda.graph"
+        )
+
+
 def copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[jax.Array]:
     """Copies of the tensors that JAX owns, to be kept as long as wanted. Never waits for the GPU on the host."""
     return read_by(lambda *arrays: [jnp.copy(array) for array in arrays], tensors, device)
@@ -146,6 +156,7 @@ def read_by(function: Callable[..., Any], tensors: Sequence[torch.Tensor], devic
 
     What PyTorch's current stream does to the tensors later, it does after JAX has read them.
     """
+    refuse_capture(device)
     with torch._C._DisableFuncTorch():  # a transform that is active would wrap what is made of the tensors here
         arrays, owners = import_tensors(tensors, device)
         results = function(*arrays)

@@ -59,11 +59,7 @@ def run(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) ->
     """
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a JAX function cannot be captured in a CUDA graph: JAX runs it on a stream of its own. Call it outside "
-            "torch.cuda.graph"
-        )
+    dlpack.refuse_capture(device)
     arrays, owners = dlpack.import_tensors(given, device)
     filled = iter(arrays)
     with planning_for(device):

@@ -12,7 +12,8 @@ reach. No gradient passes through it. Tensors of one call are on one device, and
 would have; arrays are taken as they are. What a Mask's own methods give is JAX's (torch.from_dlpack makes a tensor of
 it). pooled_scores gives a tensor for tensors, with a gradient.
 
-Builders run when they are called: torch.compile has a graph break there, and torch.func.vmap cannot map what they take.
+Builders run when they are called: torch.compile has a graph break there, torch.func.vmap cannot map what they take, and
+a CUDA graph cannot capture them. To do all of it inside one program, make a JAX function of it, for bridge.from_jax.
 """
 
 import functools

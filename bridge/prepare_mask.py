@@ -24,6 +24,10 @@ def prepare_mask(
 ) -> PreparedMask:
     """jax_kernels.prepare_mask for calls of the bridge: the mask with its lists of blocks, made on the tensors' device.
 
+    It waits for the mask's arrays. Of another mask, even of the same structure, the lists may have other shapes, for
+    which attention is compiled anew: prepare a mask of many calls, and pass one that changes from call to call as it
+    is.
+
     Args:
       mask: a masks.Mask.
       query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv], or None for key's shape. Of these, only the

@@ -142,30 +142,30 @@ def test_builders_break_the_graph_of_torch_compile(make_qkv):
     torch.testing.assert_close(torch.compile(attend, backend="aot_eager")(query, key, value), attend(query, key, value))
 
 
-def test_prepare_mask(make_qkv, monkeypatch):
+def test_prepare_mask(make_qkv):
     inputs = make_qkv(length=256, head_dim=64, heads=2)
     mask = masks.prefix(LENGTHS) | masks.sliding_window(100, 0)
     assert bridge.prepare_mask(mask, *inputs).lists == ()  # nothing reads any here
     with pytest.MonkeyPatch.context() as patch, on_device("H200") as hopper:
         patch.setattr(bridge.library, "_device_info", lambda device: hopper)
-        for form in (lambda x: x.bfloat16(), lambda x: x.bfloat16().to("meta")):
-            prepared = bridge.prepare_mask(mask, *map(form, inputs), is_causal=True)
-            specs = [jax.ShapeDtypeStruct(x.shape, "bfloat16") for x in inputs]
-            want = jax_kernels.prepare_mask(mask, *specs, is_causal=True)
-            assert jax.tree.structure(prepared) == jax.tree.structure(want)
-            assert prepared.lists
-            for ours, theirs in zip(jax.tree.leaves(prepared), jax.tree.leaves(want), strict=True):
-                assert np.array_equal(ours, theirs)
+        prepared = bridge.prepare_mask(mask, *(x.bfloat16() for x in inputs), is_causal=True)
+        specs = [jax.ShapeDtypeStruct(x.shape, "bfloat16") for x in inputs]
+        want = jax_kernels.prepare_mask(mask, *specs, is_causal=True)
+        assert prepared.lists
+        assert jax.tree.structure(prepared) == jax.tree.structure(want)
+        for ours, theirs in zip(jax.tree.leaves(prepared), jax.tree.leaves(want), strict=True):
+            assert np.array_equal(ours, theirs)
+        of_meta = bridge.prepare_mask(mask, *(x.bfloat16().to("meta") for x in inputs), is_causal=True)
+        assert jax.tree.structure(of_meta) == jax.tree.structure(want)
         assert bridge.prepare_mask(mask, *inputs[:2]).lists == ()  # of float32
-        with torch.autocast("cpu", torch.bfloat16):
-            assert bridge.prepare_mask(mask, *inputs[:2]).lists
-        plain = bridge.prepare_mask(mask, *(x.bfloat16() for x in inputs))
         torch.use_deterministic_algorithms(True)
         try:
-            fixed = bridge.prepare_mask(mask, *(x.bfloat16() for x in inputs))
+            with torch.autocast("cpu", torch.bfloat16):
+                fixed = bridge.prepare_mask(mask, *inputs[:2], is_causal=True)
         finally:
             torch.use_deterministic_algorithms(False)
-        assert jax.tree.structure(plain) != jax.tree.structure(fixed)
+        assert fixed.lists
+        assert jax.tree.structure(fixed) != jax.tree.structure(want)
     # Lists for another device are carried, and not read.
     got = bridge.flash_attention(*inputs, mask=prepared, is_causal=True)
     torch.testing.assert_close(got, bridge.flash_attention(*inputs, mask=mask, is_causal=True), atol=1e-6, rtol=0)

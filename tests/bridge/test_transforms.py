@@ -140,11 +140,17 @@ def test_grad_of_vmap_adds_over_what_is_shared(make_qkv):
 
 
 LENGTHS = masks.prefix(np.array([5, 9], np.int32))
+
+
+def own_key(score, b, h, q, k):
+    return score + (q == k) * (b + 1.0)
+
+
 OF_FROM_JAX = {
     "a Mask": lambda *x: bridge.flash_attention(*x, mask=masks.causal() | masks.prefix(5)),
     "a Mask of an array": lambda *x: bridge.flash_attention(*x, mask=masks.block_sparse(np.tri(3, dtype=bool), 8)),
     "a Mask of batch entries": lambda *x: bridge.flash_attention(*x, mask=masks.causal() & LENGTHS),
-    "a score_mod": lambda *x: bridge.flash_attention(*x, score_mod=lambda s, b, h, q, k: s + (q == k) * (b + 1.0)),
+    "a score_mod": lambda *x: bridge.flash_attention(*x, score_mod=own_key),
     "block_sparse": lambda *x: bridge.block_sparse_attention(*x, torch.ones(3, 3).bool().tril(), block_size=8),
     "dilated": lambda *x: bridge.dilated_attention(*x, segment_lengths=(12, 24), dilation_rates=(1, 2)),
 }
