@@ -31,8 +31,8 @@ def dynamic_mask_attention(
         flash_attention(query, key, value, mask=of_heads(mask), bias=of_heads(bias), **arguments)
 
     An array [B, Hkv, T, S] is not repeated in memory: each head of keys becomes a batch entry of its own, for which
-    query, key and value are copied. Blocks of which the mask keeps nothing are skipped where it is a Mask that is no
-    dense one, and there is no bias; else they are not yet.
+    query, key and value are copied. On Hopper, blocks of which the mask keeps nothing are neither loaded nor scheduled,
+    and those of which it keeps all are not masked, unless there is a bias for each query.
 
     Args:
       query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv]. As flash_attention takes them.

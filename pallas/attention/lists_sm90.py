@@ -5,7 +5,8 @@ first the full blocks, whose scores a running maximum can start from, then the p
 bits of its part of a row in one word, straight into registers. The tiles stand in a table, those of the longest lists
 first: a few heads at a time, whose keys and values the L2 cache holds.
 
-Lists and bits are made by XLA before a kernel starts. Source of the scheme: Dao et al., "FlashAttention" (2022),
+Lists and bits are made before a kernel starts. Of a mask that only its pairs tell (an array, or a function) there are
+bits of all blocks, which tell the live and the full ones. Source of the scheme: Dao et al., "FlashAttention" (2022),
 arXiv:2205.14135, section 3.3 (block-sparse attention).
 """
 
@@ -188,7 +189,8 @@ def lists_of(
 
     by: "query" or "key". Lists by key are of a kv head. Where the mask tells heads apart, they are of its group's heads
     together, whose blocks of queries are numbered one head after another. heads_together: of so many heads the tiles
-    stand in the table together. interpret: whether XLA alone makes them. A PreparedMask's lists are taken where they are of this very call.
+    stand in the table together. interpret: whether XLA alone makes them. A PreparedMask's lists are taken where they
+    are of this very call.
     """
     if not has_lists(inputs, options):
         return None
