@@ -4,23 +4,26 @@
     PYTHONPATH=. python benchmarks/sparse.py --seq-len 16384 --num-heads 16 --head-dim 128 --output results/sparse.json
     PYTHONPATH=. python benchmarks/sparse.py --pattern block --sparsity 0.9 --mode fwdbwd --contenders dense,mask
     PYTHONPATH=. python benchmarks/sparse.py --pattern random --sparsity 0.7,0.1 --contenders dense,array
+    PYTHONPATH=. python benchmarks/sparse.py --pattern causal-window --window 1024 --mode fwd,bwd,fwdbwd
 
-Patterns, none causal: "block", random blocks, as many in each row of blocks; "window", keys near the query; "random",
-pairs drawn one by one, so that no block is dead; "structured", a window and global tokens. A sparsity is the share of
-pairs that are masked out.
+Patterns: "block", random blocks, as many in each row of blocks; "window", keys near the query; "random", pairs drawn
+one by one, so that no block is dead; "structured", a window and global tokens. None of these is causal, and a sparsity
+is the share of pairs that are masked out. "causal-window" has no sparsity: each query sees the --window last keys, its
+own among them.
 
 Contenders: "prepared-mask", ours under the Mask, with the lists of blocks that prepare_mask made before; "mask", ours
-under the same Mask, with the lists made in each call; "array", ours under the same mask as a bool array; "dense", ours
-without one, which the others are measured against; "jax-cudnn-bias", cuDNN with a bias of -1e30 where the mask is
-False; "torch-flex", compiled flex_attention with a block mask made before. All are held against float32 before they
-are timed.
+under the same Mask, with the lists made in each call; "window-argument", ours by flash_attention's window, where the
+pattern is one; "array", ours under the same mask as a bool array; "dense", ours without one, causal or not, which the
+others are measured against; "jax-cudnn-bias", cuDNN with a bias of -1e30 where the mask is False; "torch-flex",
+compiled flex_attention with a block mask made before, of the window's rule or of the array. All are held against
+float32 before they are timed.
 
 The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
 """
 
 import argparse
+import dataclasses
 import functools
-import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -37,17 +40,21 @@ from contenders import Built, framework, from_function, need, unavailable
 from timing import METHODS, Contender, alternate, skipped, speed_ratio, spread
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks, prepare_mask
+from jax_kernels.masks.mask import Or
 
-PATTERNS = ("block", "window", "random", "structured")
-CONTENDERS = ("dense", "prepared-mask", "mask", "array", "jax-cudnn-bias", "torch-flex")
+OF_SPARSITY = ("block", "window", "random", "structured")
+PATTERNS = (*OF_SPARSITY, "causal-window")
+CONTENDERS = ("dense", "prepared-mask", "mask", "window-argument", "array", "jax-cudnn-bias", "torch-flex")
 # Of the blocks that the kernels skip, and that a row of results counts.
 BLOCK = 128
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.1, budget=540)
-    parser.add_argument("--pattern", default=",".join(PATTERNS), help=f"comma list of {', '.join(PATTERNS)}")
+    parser.add_argument("--pattern", default=",".join(OF_SPARSITY), help=f"comma list of {', '.join(PATTERNS)}")
     parser.add_argument("--sparsity", default="0.5,0.75,0.9", help="comma list, each from 0 to below 1")
+    told = "keys of a query of the pattern causal-window, its own among them"
+    parser.add_argument("--window", type=command_line.positive(int), default=1024, help=told)
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--num-heads", type=int, default=16)
@@ -73,21 +80,41 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def mask_of(pattern: str, sparsity: float, seq: int, block: int) -> masks.Mask:
-    """A mask of seq queries and keys, of about this sparsity; every query has a key."""
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """A mask. window: keys from so many before the query to so many after it, if that and `tokens` are all of it.
+
+    tokens: the first ones, which see all and are seen by all.
+    """
+
+    mask: masks.Mask
+    window: tuple[int, int] | None = None
+    tokens: int = 0
+
+    @staticmethod
+    def of_window(left: int, right: int, tokens: int = 0) -> "Pattern":
+        window = masks.sliding_window(left, right)
+        # The sum of one mask: alone, it would be flash_attention's window, without lists.
+        mask = window | masks.global_tokens(tokens) if tokens else Or((window,))
+        return Pattern(mask, (left, right), tokens)
+
+
+def pattern_of(name: str, sparsity: float | None, seq: int, block: int, window: int) -> Pattern:
+    """Over seq queries and keys; every query has a key. sparsity: about, of all but the pattern causal-window."""
+    if sparsity is None:
+        return Pattern.of_window(window - 1, 0)
     random, keep = np.random.default_rng(0), 1 - sparsity
-    if pattern == "block":
+    if name == "block":
         cells = -(-seq // block)
         rank = random.random((cells, cells)).argsort(axis=1).argsort(axis=1)
-        return masks.block_sparse(rank < max(1, round(keep * cells)), block)
-    if pattern == "random":
+        return Pattern(masks.block_sparse(rank < max(1, round(keep * cells)), block))
+    if name == "random":
         array = random.random((seq, seq), np.float32) < keep
         np.fill_diagonal(array, True)
-        return masks.dense(array)
-    tokens = 0 if pattern == "window" else max(1, int(seq * keep / 8))
+        return Pattern(masks.dense(array))
+    tokens = 0 if name == "window" else max(1, int(seq * keep / 8))
     side = min(range(seq), key=lambda side: abs(_pairs(seq, side, tokens) - keep * seq * seq))
-    window = masks.sliding_window(side, side)
-    return window if pattern == "window" else window | masks.global_tokens(tokens)
+    return Pattern.of_window(side, side, tokens)
 
 
 def _pairs(seq: int, side: int, tokens: int) -> int:
@@ -102,41 +129,67 @@ def kept_share(keep: jax.Array) -> float:
     return np.asarray(keep.sum(axis=1)).sum(dtype=np.int64) / keep.size
 
 
-def in_torch(keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Built:
-    """flex_attention, compiled, under a block mask made from the bool array `keep`."""
+def in_torch(pattern: Pattern, keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Built:
+    """flex_attention, compiled, under a block mask made from the pattern's rule or from the bool array `keep`."""
     import torch
     import torch_contenders
     from torch.nn.attention.flex_attention import create_block_mask
 
-    array = torch.from_dlpack(keep.astype(jnp.uint8)).bool()
-    rule = lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx]
+    if pattern.window is None:
+        array = torch.from_dlpack(keep.astype(jnp.uint8)).bool()
+        rule, told = lambda b, h, q_idx, kv_idx: array[q_idx, kv_idx], "array"
+    else:
+        sizes = (*pattern.window, pattern.tokens)
+        rule, told = lambda b, h, q_idx, kv_idx: _window_rule(*sizes, q_idx, kv_idx), "rule"
     block_mask = create_block_mask(rule, None, None, case.seq, case.seq, device="cuda", BLOCK_SIZE=BLOCK)
     function, _, heads_first = torch_contenders.flex(case, block_mask=block_mask)
     call = torch_contenders.in_mode(function, case.mode, torch_contenders.tensors(sets, heads_first), heads_first)
-    return Built(call, "torch.compile(flex_attention), block mask from the array")
+    return Built(call, f"torch.compile(flex_attention), block mask from the {told}")
 
 
-def build(name: str, case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequence[InputSet], args: Any) -> Contender:
+def _window_rule(left: int, right: int, tokens: int, q_idx: Any, kv_idx: Any) -> Any:
+    keep = (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
+    return keep | (q_idx < tokens) | (kv_idx < tokens) if tokens else keep
+
+
+def of_ours(name: str, pattern: Pattern, keep: jax.Array, inputs: InputSet, args: Any) -> tuple[Any, dict[str, Any]]:
+    """(the mask, the other arguments) of a contender of ours."""
+    named: dict[str, Any] = {"implementation": args.implementation}
+    if name == "window-argument":
+        assert pattern.window is not None
+        return None, named | {"window": pattern.window, "is_causal": pattern.window[1] == 0}
+    if name == "prepared-mask":
+        return prepare_mask(pattern.mask, *inputs.qkv, **named), named
+    return {"mask": pattern.mask, "array": keep}.get(name), named
+
+
+def names_of(pattern: str, args: argparse.Namespace) -> list[str]:
+    """The contenders of a pattern."""
+    is_window = pattern in ("window", "causal-window")
+    return [name for name in args.contenders if is_window or name != "window-argument"]
+
+
+def build(
+    name: str, case: Case, pattern: Pattern, keep: jax.Array, sets: Sequence[InputSet], args: argparse.Namespace
+) -> Contender:
     """keep: the mask as a bool array [seq, seq]."""
     contender = Contender(name, framework(name))
-    ours = {"implementation": args.implementation}
     with contender.attempt():
-        if name in ("dense", "prepared-mask", "mask", "array"):
-            attend = dynamic_mask_attention if name == "array" else flash_attention
-            given = {"dense": None, "array": keep}.get(name, mask)
-            given = prepare_mask(mask, *sets[0].qkv, **ours) if name == "prepared-mask" else given
-            plan = str(explain(attend, *sets[0].qkv, mask=given, **ours))
-            built = from_function(lambda m, *qkv: attend(*qkv, mask=m, **ours), case, sets, plan, given)
+        if name == "torch-flex":
+            need("torch-flex")
+            built = in_torch(pattern, keep, case, sets)
+        elif name == "jax-cudnn-bias":
+            need("jax-cudnn")
+            plan = "jax.nn.dot_product_attention, cudnn, bias [1, H, T, S]"
+            bias = jnp.where(keep, 0, -1e30).astype(sets[0].query.dtype)
+            bias = jnp.broadcast_to(bias, (1, case.heads, case.seq, case.seq))
+            attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+            built = from_function(lambda bias, *qkv: attend(*qkv, bias=bias), case, sets, plan, bias)
         else:
-            need("torch-flex" if name == "torch-flex" else "jax-cudnn")
-            if name == "torch-flex":
-                built = in_torch(keep, case, sets)
-            else:
-                plan = "jax.nn.dot_product_attention, cudnn, bias [1, H, T, S]"
-                bias = jnp.where(keep, 0, -1e30).astype(sets[0].query.dtype)
-                bias = jnp.broadcast_to(bias, (1, case.heads, case.seq, case.seq))
-                attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
-                built = from_function(lambda bias, *qkv: attend(*qkv, bias=bias), case, sets, plan, bias)
+            op = dynamic_mask_attention if name == "array" else flash_attention
+            given, named = of_ours(name, pattern, keep, sets[0], args)
+            plan = str(explain(op, *sets[0].qkv, mask=given, **named))
+            built = from_function(lambda m, *qkv: op(*qkv, mask=m, **named), case, sets, plan, given)
         contender.start(built.call, built.plan)
     return contender
 
@@ -163,12 +216,18 @@ def check(contender: Contender, want: Sequence[np.ndarray]) -> None:
 
 
 def checked(
-    case: Case, mask: masks.Mask, keep: jax.Array, sets: Sequence[InputSet], args: argparse.Namespace, deadline: float
+    names: Sequence[str],
+    case: Case,
+    pattern: Pattern,
+    keep: jax.Array,
+    sets: Sequence[InputSet],
+    args: argparse.Namespace,
+    deadline: float,
 ) -> list[Contender]:
     """The contenders of a case, built and checked."""
     found = [
-        skipped(name, framework(name)) if time.monotonic() > deadline else build(name, case, mask, keep, sets, args)
-        for name in args.contenders
+        skipped(name, framework(name)) if time.monotonic() > deadline else build(name, case, pattern, keep, sets, args)
+        for name in names
     ]
     wanted = functools.cache(lambda is_dense: right(case, None if is_dense else keep, sets[0]))
     for contender in found:
@@ -211,21 +270,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": [],
     }
     sets = input_sets(args.cases[0])
-    for pattern, sparsity in itertools.product(args.pattern, args.sparsity):
-        facts: dict[str, Any] = {"pattern": pattern, "sparsity_asked": sparsity}
+    asked = [(name, share) for name in args.pattern for share in (args.sparsity if name in OF_SPARSITY else [None])]
+    for name, sparsity in asked:
+        facts: dict[str, Any] = {"pattern": name, "sparsity_asked": sparsity}
+        names = names_of(name, args)
         # The mask of a pattern may take longer than its contenders.
         if time.monotonic() < deadline:
-            mask = mask_of(pattern, sparsity, args.seq_len, args.block_size)
-            keep = jax.jit(lambda mask: mask.to_dense(args.seq_len, args.seq_len)[0, 0])(mask)
+            pattern = pattern_of(name, sparsity, args.seq_len, args.block_size, args.window)
+            keep = jax.jit(lambda mask: mask.to_dense(args.seq_len, args.seq_len)[0, 0])(pattern.mask)
+            facts["window"] = pattern.window
             facts["sparsity"] = 1 - kept_share(keep)
-            facts["live_blocks"] = float(mask.density(args.seq_len, args.seq_len, BLOCK))
+            facts["live_blocks"] = float(pattern.mask.density(args.seq_len, args.seq_len, BLOCK))
         for case in args.cases:
             say(f"{case.label} {', '.join(f'{name} {fact}' for name, fact in facts.items())}")
             if time.monotonic() > deadline:
                 say("  skipped: the time budget is spent")
-                found = [skipped(name, framework(name)) for name in args.contenders]
+                found = [skipped(name, framework(name)) for name in names]
             else:
-                found = checked(case, mask, keep, sets, args, deadline)
+                found = checked(names, case, pattern, keep, sets, args, deadline)
                 alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
             dense = next((c.times for c in found if c.name == "dense"), [])
             results["rows"] += [row_of(contender, case, facts, dense) for contender in found]

@@ -7,16 +7,32 @@ import numpy as np
 import pytest
 import sparse
 
+from jax_kernels.ops import mask_arguments
 
-@pytest.mark.parametrize("pattern", sparse.PATTERNS)
+
+@pytest.mark.parametrize("pattern", sparse.OF_SPARSITY)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.9])
 def test_masks_have_their_sparsity(pattern, sparsity):
-    mask = sparse.mask_of(pattern, sparsity, 200, 10)
-    keep = mask.to_dense(200, 200)[0, 0]
+    made = sparse.pattern_of(pattern, sparsity, 200, 10, 7)
+    keep = made.mask.to_dense(200, 200)[0, 0]
     dense = np.asarray(keep)
     assert dense.any(axis=1).all()
     assert dense.mean() == pytest.approx(1 - sparsity, abs=0.02)
     assert sparse.kept_share(keep) == dense.mean()
+    assert (made.window is None, made.tokens > 0) == (pattern in ("block", "random"), pattern == "structured")
+    if made.window is not None:
+        rule = sparse._window_rule(*made.window, made.tokens, *np.ogrid[:200, :200])
+        np.testing.assert_array_equal(rule, dense)
+
+
+def test_a_causal_window_is_that_of_the_argument():
+    """Seven keys, the query's own the last; and its mask is no argument, but lists."""
+    made = sparse.pattern_of("causal-window", None, 50, 10, 7)
+    i, j = np.ogrid[:50, :50]
+    np.testing.assert_array_equal(made.mask.to_dense(50, 50)[0, 0], (i - 6 <= j) & (j <= i))
+    np.testing.assert_array_equal(sparse._window_rule(*made.window, 0, i, j), (i - 6 <= j) & (j <= i))
+    arguments = mask_arguments.MaskArguments(made.mask, False, None, None, None)
+    assert mask_arguments.as_arguments(arguments, 1) is arguments
 
 
 def test_pairs_are_counted():
@@ -30,15 +46,18 @@ def test_runs_and_writes(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(sparse, "prepare_process", lambda: None)
     out = tmp_path / "sparse.json"
     words = "--seq-len 64 --batch-size 2 --num-heads 2 --head-dim 16 --block-size 16 --timer host --rounds 2"
-    words += (
-        f" --pattern block --sparsity 0.5 --seconds 0.001 --implementation xla --mode fwd,bwd,fwdbwd --output {out}"
-    )
+    words += " --pattern block,causal-window --sparsity 0.5 --window 20 --seconds 0.001 --implementation xla"
+    words += f" --mode fwd,bwd,fwdbwd --output {out}"
     assert sparse.main(words.split()) == 0
     results = json.loads(out.read_text())
     assert {"schema", "environment", "timer", "method", "rows"} == set(results)
     rows = results["rows"]
     assert [(r["pattern"], r["mode"], r["contender"]) for r in rows] == [
-        (pattern, mode, name) for pattern in ("block",) for mode in sparse.MODES for name in sparse.CONTENDERS
+        (pattern, mode, name)
+        for pattern in ("block", "causal-window")
+        for mode in sparse.MODES
+        for name in sparse.CONTENDERS
+        if pattern == "causal-window" or name != "window-argument"
     ]
     for row in rows:
         if row["contender"] in ("jax-cudnn-bias", "torch-flex"):
@@ -52,17 +71,22 @@ def test_runs_and_writes(tmp_path, monkeypatch, without_gpu):
         assert row["contender"] != "dense" or row["faster_than_dense_by"] == 1
     assert rows[0]["sparsity"] == 0.5
     assert rows[0]["live_blocks"] == 1
+    assert rows[-1]["window"] == [19, 0]
+    assert rows[-1]["sparsity"] == pytest.approx(1 - (64 * 20 - 19 * 20 / 2) / 64**2)
 
 
 def test_without_time_left_each_row_says_so(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(sparse, "prepare_process", lambda: None)
-    monkeypatch.setattr(sparse, "mask_of", lambda *_: pytest.fail("a mask was built"))
+    monkeypatch.setattr(sparse, "pattern_of", lambda *_: pytest.fail("a mask was built"))
     out = tmp_path / "sparse.json"
     words = "--seq-len 64 --batch-size 1 --num-heads 2 --head-dim 16 --pattern block,window --sparsity 0.5 --mode fwd"
     assert sparse.main([*words.split(), "--timer", "host", "--budget", "0.000001", "--output", str(out)]) == 1
     rows = json.loads(out.read_text())["rows"]
     assert [(r["pattern"], r["mode"], r["contender"]) for r in rows] == [
-        (pattern, "fwd", name) for pattern in ("block", "window") for name in sparse.CONTENDERS
+        (pattern, "fwd", name)
+        for pattern in ("block", "window")
+        for name in sparse.CONTENDERS
+        if pattern == "window" or name != "window-argument"
     ]
     assert {(r["status"], r["reason"], "times_ms" in r) for r in rows} == {
         ("skipped", "the time budget was spent before it was built", False)
@@ -76,7 +100,7 @@ def test_what_is_wrong_is_not_timed(mode, make_case):
     args = sparse.arguments(["--implementation", "xla"])
     sets = sparse.input_sets(case)[:1]
     keep = jnp.asarray(np.tri(64, dtype=bool))
-    contender = sparse.build("array", case, sparse.masks.dense(keep), keep, sets, args)
+    contender = sparse.build("array", case, sparse.Pattern(sparse.masks.dense(keep)), keep, sets, args)
     sparse.check(contender, sparse.right(case, keep, sets[0]))
     assert contender.status == "ok"
     call = contender.call
@@ -90,10 +114,11 @@ def test_what_is_wrong_is_not_timed(mode, make_case):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--pattern causal", "pattern: got 'causal', want some of block, window, random, structured"),
+        ("--pattern causal", "pattern: got 'causal', want some of block, window, random, structured, causal"),
         ("--sparsity 1", "sparsity: got [1.0], want numbers from 0 to below 1"),
         ("--mode forward", "mode: got 'forward', want some of fwd, bwd, fwdbwd"),
         ("--contenders ours", "contenders: got 'ours', want some of dense"),
+        ("--window 0", "got 0, want a positive number"),
         ("--block-size 0", "block_size: got 0, want a positive number"),
         ("--seq-len 0", "seq: got 0, want a positive number"),
     ],
