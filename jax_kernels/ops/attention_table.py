@@ -13,6 +13,7 @@ from jax_kernels.ops import reasons
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton, lists_sm90
 from jax_kernels.reference import attention as reference
+from jax_kernels.reference.score_mod_gradients import array_gradients
 from jax_kernels.score_mod import moving
 from jax_kernels.score_mod_tiles import why_not
 
@@ -296,12 +297,13 @@ def _mosaic_backward(inputs, options, *results, config, interpret):
         dbias = _kernel(backward_triton.bias_gradient, "array_gradients")(*arguments, **statics)
         gradients = gradients._replace(bias=dbias)
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
-        # Two more passes, one of which the arrays may not need: XLA leaves it out then. What Triton does not take has
-        # the reference's.
-        by_triton = inputs.mask is None and why_not(inputs.score_mod) is None
-        of_triton = _kernel(backward_triton.attention_backward, "array_gradients")
-        others = (of_triton if by_triton else _xla_backward)(*arguments, **statics)
-        gradients = gradients._replace(score_mod=others.score_mod)
+        # Passes more: by Triton two, one of which the arrays may not need, and XLA leaves it out then. What Triton does
+        # not take, masks among it, is summed over the live blocks.
+        if inputs.mask is None and why_not(inputs.score_mod) is None:
+            of_arrays = _kernel(backward_triton.attention_backward, "array_gradients")(*arguments, **statics).score_mod
+        else:
+            of_arrays = array_gradients(*arguments)
+        gradients = gradients._replace(score_mod=of_arrays)
     return gradients
 
 

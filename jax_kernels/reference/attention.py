@@ -134,7 +134,7 @@ def _precision(options):
     return lax.Precision.DEFAULT if options.precision == "tf32" else lax.Precision.HIGHEST
 
 
-def _products(inputs, options):
+def query_key_products(inputs, options):
     """query @ key^T, float32 [B, H, T, S]."""
     q = _grouped(inputs.query, inputs.key.shape[2])
     s = jnp.einsum(
@@ -145,7 +145,7 @@ def _products(inputs, options):
 
 def _masked_scores(inputs, options, rows):
     """(scores, products), float32 [B, H, T, S], of the queries with the indices `rows`, [T]."""
-    products = _products(inputs, options)
+    products = query_key_products(inputs, options)
     keep = live(inputs, options, rows)
     return jnp.where(keep, scores_of(products, inputs.bias, options, _modify(inputs, rows)), -jnp.inf), products
 
