@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_kernels import masks
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
 from jax_kernels.masks.checks import offset as offset_of
+from jax_kernels.masks.limits import whole_mask
 from jax_kernels.masks.lists import block_status
 from jax_kernels.reference import attention as reference
 from jax_kernels.score_mod import ScoreMod, moving, with_moving
@@ -48,7 +48,7 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
     sums = mod.zeros(of_arrays=True)
     if 0 in lengths or not jax.tree.leaves(sums):
         return mod.with_gradients(sums)
-    mask, blocks = _whole_mask(inputs, options), tuple(min(BLOCK, length) for length in lengths)
+    mask, blocks = whole_mask(inputs, options), tuple(min(BLOCK, length) for length in lengths)
     static_offset, offset = offset_of(first_position(inputs, options))
     alive, _ = block_status(mask, offset, lengths=lengths, blocks=blocks, static_offset=static_offset)
     together = [1 if told > 1 else of_all for told, of_all in zip(alive.shape, inputs.query.shape[::2], strict=False)]
@@ -64,23 +64,6 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
 
     count = jnp.sum(alive, dtype=jnp.int32)
     return mod.with_gradients(lax.fori_loop(0, (count + chunk - 1) // chunk, one, sums))
-
-
-def _whole_mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
-    """All that limits the keys of a query but a bias of -inf: what reference.live evaluates."""
-    mask = inputs.mask
-    if not isinstance(mask, Mask):
-        mask = masks.sliding_window(None, None) if mask is None else masks.dense(mask)
-    mask = mask.unprepared
-    if options.is_causal:
-        mask &= masks.causal()
-    if options.window is not None:
-        mask &= masks.sliding_window(*options.window)
-    if inputs.q_segment_ids is not None:
-        mask &= masks.segments(inputs.q_segment_ids, inputs.kv_segment_ids)
-    if inputs.kv_lengths is not None:
-        mask &= masks.prefix(inputs.kv_lengths)
-    return mask
 
 
 def _blocks_at(place, mask: Mask, offset, shape: tuple[int, ...], lengths, blocks) -> _Blocks:

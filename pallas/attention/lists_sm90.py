@@ -21,10 +21,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_kernels import masks
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.masks.checks import offset as offset_of
+from jax_kernels.masks.limits import whole_mask
 from jax_kernels.masks.lists import BlockLists, block_status, compress, packed_lists, sided
 from jax_kernels.pallas.attention import mask_bits_sm90
 from jax_kernels.pallas.attention.dense_sm90 import of_head
@@ -201,7 +201,7 @@ def lists_of(
                 return lists
     static_offset, offset = offset_of(first_position(inputs, options))
     statics = {"static_offset": static_offset, "interpret": interpret}
-    return _built(_whole_mask(inputs, options), offset, call=call, **statics)
+    return _built(whole_mask(inputs, options), offset, call=call, **statics)
 
 
 def prepared_lists(inputs: AttentionInputs, options: AttentionOptions, **blocks: Any) -> PreparedLists:
@@ -211,7 +211,7 @@ def prepared_lists(inputs: AttentionInputs, options: AttentionOptions, **blocks:
     """
     call = ListedCall.of(inputs, options, **blocks)
     _, offset = offset_of(call.q_offset)
-    mask, statics = _whole_mask(inputs, options), {"static_offset": call.q_offset}
+    mask, statics = whole_mask(inputs, options), {"static_offset": call.q_offset}
     alive, full = block_status(mask, offset, lengths=call.lengths, blocks=call.blocks, **statics)
     if isinstance(alive, jax.core.Tracer):
         return PreparedLists(_built(mask, offset, call=call, **statics), call)
@@ -307,19 +307,6 @@ def without_limits(inputs: AttentionInputs, options: AttentionOptions) -> tuple[
 def _limiting_arrays(inputs: AttentionInputs) -> bool:
     """Whether arrays beside the mask limit the call's keys."""
     return any(getattr(inputs, name) is not None for name in _LIMITING_ARRAYS)
-
-
-def _whole_mask(inputs: AttentionInputs, options: AttentionOptions) -> Mask:
-    mask = inputs.mask.unprepared if isinstance(inputs.mask, Mask) else masks.dense(inputs.mask)
-    if options.is_causal:
-        mask &= masks.causal()
-    if options.window is not None:
-        mask &= masks.sliding_window(*options.window)
-    if inputs.q_segment_ids is not None:
-        mask &= masks.segments(inputs.q_segment_ids, inputs.kv_segment_ids)
-    if inputs.kv_lengths is not None:
-        mask &= masks.prefix(inputs.kv_lengths)
-    return mask
 
 
 def _tiles(count: Any, full: Any, batch: int, heads: int, width: int, heads_together: int) -> jax.Array:
