@@ -28,13 +28,16 @@ and nvvm wheels (the "dev" extra), and no driver.
 import dataclasses
 import functools
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import forked
 
 TIMEOUT = 240  # seconds for one compile
 
@@ -328,17 +331,14 @@ def _read_dump(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _run(dump: Path, script: str, *words: str) -> subprocess.CompletedProcess:
     """A script that compiles. Its stderr is the log that _read_log reads, `dump` what _read_dump does."""
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": "",
+    env = {
+        "JAX_KERNELS_INTERPRET": None,
         "TF_CPP_MIN_LOG_LEVEL": "0",
         "TF_CPP_VMODULE": "subprocess_compilation=5,xtile_compiler=2",
         "MOSAIC_GPU_DUMP_TO": str(dump),
         "XLA_FLAGS": "--xla_gpu_force_compilation_parallelism=1",  # else the log mixes kernels
     }
-    env.pop("JAX_KERNELS_INTERPRET", None)
-    command = [sys.executable, script, *words]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+    return forked.run(script, *words, env=env, timeout=TIMEOUT)
 
 
 class Compiled(NamedTuple):

@@ -6,15 +6,17 @@ and the tests on a GPU do.
 
 import itertools
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import forked
 
 from jax_kernels import flash_attention
 from jax_kernels.dispatch import on_device
@@ -126,9 +128,8 @@ GROUPS = list(itertools.batched(CASES, 4))
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("names", GROUPS, ids=", ".join)
 def test_interpreted(names):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, str(SCRIPT), *(json.dumps(CASES[name]) for name in names)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    cases = [json.dumps(CASES[name]) for name in names]
+    done = forked.run(SCRIPT, *cases, env=forked.UNOPTIMISED, timeout=280)
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, (names[len(results)], done.stderr[-2000:])
     for name, result in zip(names, results, strict=True):

@@ -5,8 +5,6 @@ As a script it compiles one call: `python tests/pallas/test_dilated_sm90.py HEAD
 
 import functools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import aot
+import forked
 
 from jax_kernels import dilated_attention
 
@@ -40,9 +39,7 @@ INTERPRETED = {
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted(name):
     case, strided = INTERPRETED[name]
-    command = [sys.executable, str(SCRIPT), json.dumps(case)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = forked.run(SCRIPT, json.dumps(case), env=forked.UNOPTIMISED, timeout=200)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["strided"] == strided
