@@ -56,15 +56,17 @@ def many(score, b, h, q, k, columns):
 MODS = {x.__name__: x for x in (alibi, alibi_of_heads, tanh, softcap, of_key, of_query, packed, many)}
 SMALL = {"batch": 1, "q_length": 128, "kv_length": 128, "heads": 1, "kv_heads": 1, "head_dim": 64}
 ODD = SMALL | {"q_length": 77, "kv_length": 203, "heads": 4, "kv_heads": 2, "is_causal": True, "q_offset": 80}
+# For mods that close over nothing: of so few heads, an array's gradient would cancel to less than its error's bound.
+PAIR = ODD | {"heads": 2, "kv_heads": 1}
 CASES: dict[str, dict[str, Any]] = {
     "alibi_64": ODD | {"mod": "alibi"},
     "alibi_128": ODD | {"mod": "alibi", "head_dim": 128},
     "alibi_deterministic": ODD | {"mod": "alibi", "head_dim": 128, "deterministic": True},
-    "tanh_deterministic": ODD | {"mod": "tanh", "deterministic": True},
+    "tanh_deterministic": PAIR | {"mod": "tanh", "deterministic": True},
     "alibi_256": SMALL | {"mod": "alibi_of_heads", "head_dim": 256, "heads": 2},
     "tanh_64": SMALL | {"mod": "tanh", "q_length": 200, "kv_length": 300},
-    "tanh_128": ODD | {"mod": "tanh", "head_dim": 128},
-    "softcap": ODD | {"mod": "softcap", "head_dim": 128},
+    "tanh_128": PAIR | {"mod": "tanh", "head_dim": 128},
+    "softcap": PAIR | {"mod": "softcap", "head_dim": 128},
     "of_key": SMALL | {"mod": "of_key", "batch": 2, "kv_length": 300, "kv_lengths": [290, 0], "q_length": 100},
     "of_query": SMALL | {"mod": "of_query", "head_dim": 128, "heads": 2, "kv_heads": 1, "window": 40, "sinks": True},
     "packed": SMALL | {"mod": "packed", "q_length": 170, "kv_length": 170, "heads": 2, "head_dim": 128},
