@@ -6,6 +6,8 @@ import shutil
 # Before JAX starts. Without a GPU, a CUDA plugin that is installed (to compile for one) must not be tried.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Most of a small test is XLA's, for compiling.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # Other processes of the suite, and PyTorch, use the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

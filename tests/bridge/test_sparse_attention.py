@@ -23,7 +23,7 @@ def alibi_bias(length):
     return -torch.from_numpy(np.array(SLOPES))[:, None, None] * distance
 
 
-def check(results, inputs, reference, **arguments):
+def check(results, inputs, reference, atol=1e-5, **arguments):
     """results: (out, lse) of the inputs, against the reference, with all gradients."""
     torch.manual_seed(0)
     want = reference(*inputs[:3], **arguments)
@@ -37,7 +37,7 @@ def check(results, inputs, reference, **arguments):
         gradients.append(torch.autograd.grad(total, inputs))
     for got, right in zip(*gradients, strict=True):
         assert got.isfinite().all()
-        torch.testing.assert_close(got, right.to(got.dtype), atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(got, right.to(got.dtype), atol=atol, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "mask"])
@@ -87,7 +87,10 @@ def test_gradients_of_what_a_function_closes_over(make_qkv, reference):
     slopes = torch.from_numpy(np.array(SLOPES)).requires_grad_()
     inputs = [*make_qkv(), slopes]
     distance = (torch.arange(24)[:, None] - torch.arange(24)).abs()
-    check(bridge.from_jax(attend)(*inputs), inputs, reference, bias=-slopes[:, None, None] * distance)
+    # A slope's gradient is a float32 sum of distances up to 23 over all pairs, one after another where XLA does not
+    # optimise.
+    bias = -slopes[:, None, None] * distance
+    check(bridge.from_jax(attend)(*inputs), inputs, reference, atol=4e-5, bias=bias)
 
 
 def test_autocast(make_qkv):
