@@ -211,6 +211,7 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                     if has_segments:
                         is_partial = again()[2]
                     q_start = q_block * block_q
+
                     words = None
                     if has_words:  # before the waits
                         tile = given["lists"].walk(recomputed(cta))
@@ -224,8 +225,6 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                         plgpu.barrier_wait(bias.ready)
 
                     def apply_predicate(s):
-                        if has_words:
-                            return mask_bits_sm90.kept(s, words, by_word=False)
                         if has_lists:
                             return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * row_group, by_word=False)
                         b = block(recomputed(cta))[0]
@@ -248,6 +247,8 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                             s = softcapped(s, cap, scale)
                         elif has_bias:  # softcap's derivative needs the scores without
                             s = biased(s)
+                        if has_words:  # full blocks, too: where most are partial, a branch costs a tenth
+                            return mask_bits_sm90.kept(s, words, by_word=False)
                         if predicate:
                             # One loop with a branch, not two loops: what lives across a loop more would spill.
                             s = lax.cond(is_partial, apply_predicate, lambda s: s, s)
