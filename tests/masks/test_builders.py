@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from mask_cases import block_status
 
 from jax_kernels import masks
+from jax_kernels.masks import builders
 
 
 def largest(scores, k):
@@ -217,3 +218,20 @@ def test_bad_input(name):
     call, error, message = BAD[name]
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("keys", "k"), [(100, 7), (257, 256), (64, 1), (300, 100)])
+def test_top_k_by_search(dtype, keys, k, monkeypatch):
+    """Of many scores, which are not sorted: the same keys, with ties, both zeros, infinities and rows of few scores."""
+    x = np.random.default_rng(0).standard_normal((2, 3, 6, keys))
+    x[0] = np.round(x[0])
+    x[0, 0, 1, 5] = np.inf
+    x[1, 0, :4] = -np.inf
+    x[1, 0, 2, 3] = 2
+    x[1, 1, 2, : keys // 2] = np.nan
+    x[1, 2, 3], x[1, 2, 3, ::2] = 0.0, -0.0
+    x = jnp.asarray(x, dtype)
+    want = masks.top_k(x, k).to_dense(6, keys)
+    monkeypatch.setattr(builders, "SEARCH_FROM", 0)
+    np.testing.assert_array_equal(masks.top_k(x, k).to_dense(6, keys), want)
