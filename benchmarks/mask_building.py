@@ -12,7 +12,8 @@ or not. Parts: "build", the mask from its scores, with the lists that attention 
 build over attention. A bias is [batch, key heads, 1, keys]; that of "top_k of each query" has a row for each query.
 
 "dense": a bool array [1, heads, --dense-len, --dense-len] reduced to which of its blocks are live and full. "status"
-reads the array; "copy" reads and writes it, and its bandwidth counts both. --bar is the share of it that is wanted.
+reads the array; "copy" reads and writes as many bytes, and its bandwidth counts both. --bar is the share of it that is
+wanted.
 
 "lists": the block lists of block, window and segments masks at --lists-len, and of a function at --function-len. Parts:
 "lists", those by query and by key; "prepare", all that attention needs, under jit.
@@ -162,7 +163,8 @@ def of_dense(name: str, args: argparse.Namespace) -> list[Contender]:
 
     array = whole(cells)
     found = [
-        contender("copy", lambda array: ~array, array),
+        # As many bytes in words: XLA copies an array of bools at half the bandwidth.
+        contender("copy", lambda words: ~words, jnp.zeros(array.size // 4, jnp.int32)),
         contender("status", lambda array: status_of(masks.dense(array), length), array),
     ]
     if found[1].call is not None and not np.array_equal(found[1].call(0)[0], cells):
