@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ import numpy as np
 from jax_kernels.attention_inputs import HeadView
 from jax_kernels.hilbert import hilbert_order, invert_order
 from jax_kernels.ops.dilated_shards import Shards, Span, dealt_out
-from jax_kernels.pallas.attention.dilated_triton import Rows
+from jax_kernels.pallas.attention.dilated_triton import Compact, Rows, Table
 
 __all__ = [
     "Call",
@@ -100,6 +101,15 @@ class Piece:
     def _dealt_out(self) -> tuple[np.ndarray, np.ndarray]:
         assert self.span is not None
         return _dealt_out(self.length * self.span.devices, self.rate, self.span.devices)
+
+    @property
+    def table(self) -> Table:
+        """Of a piece that is ordered."""
+        if self.is_dealt_out:
+            assert self.span is not None
+            return Table(*(self.span.mine(numbers) for numbers in self._dealt_out))
+        tokens = _arrangement(self.length, self.rate)
+        return Table(jnp.asarray(tokens), jnp.asarray(invert_order(tokens)))
 
     def arranged(self, x: jax.Array, fill: float) -> jax.Array:
         """[segments, length, ...], in an order in which each class has its own, ascending, at every rate-th place."""
@@ -260,27 +270,34 @@ def _is_strided(piece: Piece, length: int, group: int) -> bool:
     return is_whole and has_tiles and is_aligned and not piece.is_ordered and piece.span is None
 
 
-def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads: int) -> list[Rows] | None:
+def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads: int) -> Compact:
     """Where what calls give for an array of so many heads, query's or key's, has its tokens.
 
-    Of a head whose tokens are several of an entry's heads there are as many Rows. None where calls take all classes, or
-    tokens in another order.
+    Of a head whose tokens are several of an entry's heads there are as many Rows.
     """
     group, rows = num_heads // array_heads, []
+    tables: dict[Any, Table] = {}
     for number, call in enumerate(calls):
         base = 0
         for piece in call.pieces:
-            if piece.offsets is None or piece.is_ordered:
-                return None
             shared = _shared(piece, group)
-            first, end, boundary = (head // shared for head in (*piece.heads, piece.boundaries[1]))
             in_entry, parts = call.heads // shared, group // shared
-            folds = (end - first) // in_entry
-            place = (number, base, piece.start, piece.segments, piece.length, piece.rate, first, folds, in_entry)
-            offset, run = piece.offsets[piece.heads[0]], boundary - first
-            rows += [Rows(*place, offset, run, parts, nth) for nth in range(parts)]
+            table = -1
+            if piece.is_ordered:
+                order = piece.length, piece.rate, piece.span
+                tables.setdefault(order, piece.table)
+                table = list(tables).index(order)
+            place = number, base, piece.start, piece.segments, piece.length, piece.rate
+            if piece.offsets is None:
+                folds = array_heads * piece.rate // in_entry
+                rows.append(Rows(*place, 0, folds, in_entry, 0, 1, classes=array_heads, table=table))
+            else:
+                first, end, boundary = (head // shared for head in (*piece.heads, piece.boundaries[1]))
+                folds, offset = (end - first) // in_entry, piece.offsets[piece.heads[0]]
+                which = first, folds, in_entry, offset, boundary - first, parts
+                rows += [Rows(*place, *which, nth, table=table) for nth in range(parts)]
             base += batch * piece.segments * folds
-    return rows
+    return Compact(tuple(rows), tuple(tables.values()))
 
 
 def _shared(piece: Piece, group: int) -> int:

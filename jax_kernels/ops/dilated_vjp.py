@@ -15,7 +15,7 @@ from jax_kernels.ops import attention, dilated_views
 from jax_kernels.ops.attention import AttentionCall
 from jax_kernels.ops.dilated_views import Call, Piece
 from jax_kernels.pallas.attention import dilated_triton
-from jax_kernels.pallas.attention.dilated_triton import Rows
+from jax_kernels.pallas.attention.dilated_triton import Compact
 from jax_kernels.reference.attention import row_terms
 
 __all__ = ["DilatedCall", "run"]
@@ -58,7 +58,7 @@ class DilatedCall:
 
     def compact_rows(
         self, batch: int, num_heads: int, array_heads: int, calls: Sequence[Call] | None = None
-    ) -> list[Rows] | None:
+    ) -> Compact | None:
         """Of what the attentions give, or some of them, for dilated_triton; None where it does not serve."""
         if not all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions):
             return None
@@ -91,12 +91,12 @@ def _read(call: DilatedCall, views: Call, num_heads: int, *arrays: jax.Array) ->
         rows = call.compact_rows(shape[0], num_heads, shape[2], [views])
         if rows is None:
             continue
-        gather = lambda *alike, rows=rows: tuple(
-            dilated_triton.gather(rows, alike, views.rows, interpret=call.interpret)
+        gather = lambda tables, *alike, rows=rows: tuple(
+            dilated_triton.gather(rows._replace(tables=tables), alike, views.rows, interpret=call.interpret)
         )
         alike = [index for index, x in enumerate(arrays) if x.shape == shape]
         with jax.enable_x64(False):
-            gathered = sequential_vmap(gather)(*(arrays[index] for index in alike))
+            gathered = sequential_vmap(gather)(rows.tables, *(arrays[index] for index in alike))
         for index, x in zip(alike, gathered, strict=True):
             read[index] = x
     return read
@@ -112,11 +112,11 @@ def _forward(call: DilatedCall, arrays):
     rows = call.compact_rows(batch, heads, heads)
     if rows is not None:
         share = call.share if call.is_mean else None
-        merge = lambda outs, lses: dilated_triton.merge(
-            rows, outs, lses, like=like, share=share, interpret=call.interpret
+        merge = lambda tables, outs, lses: dilated_triton.merge(
+            rows._replace(tables=tables), outs, lses, like=like, share=share, interpret=call.interpret
         )
         with jax.enable_x64(False):  # as for flash_attention's kernels
-            return sequential_vmap(merge)(outs, lses)
+            return sequential_vmap(merge)(rows.tables, outs, lses)
     out_parts: Parts = []
     lse_parts: Parts = []
     for (views, _), out, lse in zip(call.attentions, outs, lses, strict=True):
@@ -193,11 +193,11 @@ def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float
     parts = [part for part in parts if part is not None]
     rows = call.compact_rows(batch, heads, array_heads, calls)
     if rows is not None:
-        total = lambda parts, whole: dilated_triton.total(
-            rows, parts, whole, factor, like=like, interpret=call.interpret
+        total = lambda tables, parts, whole: dilated_triton.total(
+            rows._replace(tables=tables), parts, whole, factor, like=like, interpret=call.interpret
         )
         with jax.enable_x64(False):
-            return sequential_vmap(total)(parts, whole)
+            return sequential_vmap(total)(rows.tables, parts, whole)
     scattered: Parts = []
     for views, part in zip(calls, parts, strict=True):
         scattered += dilated_views.scatter(part, views, batch, heads, array_heads)

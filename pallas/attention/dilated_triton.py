@@ -40,8 +40,12 @@ class Rows(NamedTuple):
     Of the compact arrays it is number `array`, of which it is entries base ... base + B * segments * folds - 1. These
     are those of an array [B * segments, folds, rows, in_entry, ...] where fold f has heads f * in_entry ... of heads
     0 ... folds * in_entry - 1. Head h of the array is number part * h + nth among `part` times as many, and that is
-    first + c of one of these heads, c. Row r of segment s and head c is the token start + s * length + r * rate +
-    offset + c // run, where that is below start + (s + 1) * length.
+    first + c of one of these heads, c. Row r of segment s and head c is place r * rate + offset + c // run in the
+    segment of the tokens start + s * length ... + length - 1.
+
+    classes: 0; or of heads that have all classes of a segment, each in a head of its own, how many there are: head c is
+    head c % classes of the array and class c // classes. table: number of the Table that tells which token is at which
+    place; -1 where they are in order.
     """
 
     array: int
@@ -57,35 +61,64 @@ class Rows(NamedTuple):
     run: int
     part: int = 1
     nth: int = 0
+    classes: int = 0
+    table: int = -1
 
-    def find(self, tokens, head, batch_index):
+    def find(self, tokens, head, batch_index, tables):
         """(whether there is a place for each token, its entry, its row, its head in the entry)."""
-        place = tokens - self.start
-        segment, within = lax.div(place, self.length), lax.rem(place, self.length)
-        row, phase = lax.div(within, self.rate), lax.rem(within, self.rate)
-        compact = head * self.part + (self.nth - self.first)
-        taken = phase == self.offset + lax.div(compact, self.run)
-        taken = taken & (place >= 0) & (segment < self.segments)
-        taken = taken & (compact >= 0) & (compact < self.folds * self.in_entry)
+        from_start = tokens - self.start
+        segment, place = lax.div(from_start, self.length), lax.rem(from_start, self.length)
+        taken = (from_start >= 0) & (segment < self.segments)
+        if self.table >= 0:
+            place = plgpu.load(tables[self.table].at[place], mask=taken, other=0)
+        row, phase = lax.div(place, self.rate), lax.rem(place, self.rate)
+        if self.classes:
+            compact = phase * self.classes + head
+        else:
+            compact = head * self.part + (self.nth - self.first)
+            taken = taken & (phase == self.offset + lax.div(compact, self.run))
+            taken = taken & (compact >= 0) & (compact < self.folds * self.in_entry)
         entry = (batch_index * self.segments + segment) * self.folds + lax.div(compact, self.in_entry)
         return taken, self.base + entry, row, lax.rem(compact, self.in_entry)
 
+    def head_of(self, compact):
+        """(the array's head that one of an entry's heads is of, counted over all folds, and its class)."""
+        if self.classes:
+            return lax.rem(compact, self.classes), lax.div(compact, self.classes)
+        return lax.div(self.first + compact, self.part), self.offset + lax.div(compact, self.run)
+
+
+class Table(NamedTuple):
+    """An order of a segment's tokens, int32. tokens: [places], the token at each, or no token of the segment where none
+    is. places: [length], the place of each token."""
+
+    tokens: jax.Array
+    places: jax.Array
+
+
+class Compact(NamedTuple):
+    """What compact arrays have, and the tables that it names."""
+
+    rows: tuple[Rows, ...]
+    tables: tuple[Table, ...]
+
 
 def merge(
-    rows: Sequence[Rows], outs: Sequence[jax.Array], lses: Sequence[jax.Array], *, like, share, interpret
+    compact: Compact, outs: Sequence[jax.Array], lses: Sequence[jax.Array], *, like, share, interpret
 ) -> tuple[jax.Array, jax.Array]:
     """(out, in the shape and dtype of `like`, [B, T, H, D]; lse [B, H, T]) of compact ones [entries, heads, rows].
 
     share: what each out counts; None for the softmax of the lses. A token that no branch has gets 0 and -inf.
     """
     batch, length, heads, head_dim = like.shape
+    rows = compact.rows
 
     def kernel(*refs):
         *given, out_ref, lse_ref = refs
-        out_refs, lse_refs = given[: len(outs)], given[len(outs) :]
+        out_refs, lse_refs, tables = given[: len(outs)], given[len(outs) : 2 * len(outs)], given[2 * len(outs) :]
         tokens, head, b = _program(MERGE.block(head_dim))
         exists = tokens < length
-        places = [x.find(tokens, head, b) for x in rows]
+        places = [x.find(tokens, head, b, tables) for x in rows]
         # Before the weights: neither waits for the other.
         loaded = [_load(out_refs[x.array], place, exists, head_dim) for x, place in zip(rows, places, strict=True)]
         parts = []
@@ -105,11 +138,12 @@ def merge(
 
     results = [like, jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)]
     arrays = [_lines(x) for x in outs] + [x.reshape(-1, x.shape[2]) for x in lses]
+    arrays += [x.places for x in compact.tables]
     return tuple(_run(kernel, "dilated_merge", MERGE, [(x, _whole(x)) for x in arrays], results, interpret))
 
 
 def total(
-    rows: Sequence[Rows], parts: Sequence[jax.Array], whole: jax.Array | None, factor: float, *, like, interpret
+    compact: Compact, parts: Sequence[jax.Array], whole: jax.Array | None, factor: float, *, like, interpret
 ) -> jax.Array:
     """factor times the sum of the compact parts, and of `whole` (float32) where there is that: typed as `like`."""
     _, length, _, head_dim = like.shape
@@ -122,51 +156,59 @@ def total(
         acc = jnp.zeros((block, padded(head_dim)), jnp.float32)
         if whole is not None:
             acc += plgpu.load(given[-1], mask=head_mask(exists, block, head_dim), other=0.0)
-        for x in rows:
-            acc += _load(given[x.array], x.find(tokens, head, b), exists, head_dim)
+        tables = given[len(parts) : len(parts) + len(compact.tables)]
+        for x in compact.rows:
+            acc += _load(given[x.array], x.find(tokens, head, b, tables), exists, head_dim)
         _store(out_ref, acc * factor, exists, head_dim)
 
-    lines = [_lines(x) for x in parts]
-    arrays = [(x, _whole(x)) for x in lines]
+    lines = [_lines(x) for x in parts] + [x.places for x in compact.tables]
+    arrays: list[Any] = [(x, _whole(x)) for x in lines]
     if whole is not None:
         arrays.append((whole, _tile(block, head_dim)))
     return _run(kernel, "dilated_total", MOVE, arrays, [like], interpret)[0]
 
 
-def gather(rows: Sequence[Rows], arrays: Sequence[jax.Array], count: int, *, interpret) -> list[jax.Array]:
+def gather(compact: Compact, arrays: Sequence[jax.Array], count: int, *, interpret) -> list[jax.Array]:
     """Of arrays [B, T, heads, D], all of one shape, the compact ones [entries, count, in_entry, D].
 
-    rows: of one compact array. A row without a token is zeros. By XLA it takes three times as long.
+    compact: of one compact array. A row without a token is zeros. By XLA it takes three times as long.
     """
-    pieces = [x for x in rows if x.nth == 0]
+    pieces = [x for x in compact.rows if x.nth == 0]
     batch, head_dim, in_entry = len(arrays[0]), arrays[0].shape[3], pieces[0].in_entry
     entries = sum(batch * x.segments * x.folds for x in pieces)
     block = MOVE.block(head_dim)
 
     def kernel(*refs):
         row, head, entry = _program(block)
-        b = start = end = rate = of_array = jnp.int32(0)
-        for piece in pieces:  # in the order of their entries
-            fold, segment = lax.rem(entry - piece.base, piece.folds), lax.div(entry - piece.base, piece.folds)
-            compact = fold * piece.in_entry + head
-            first = piece.start + lax.rem(segment, piece.segments) * piece.length
-            here = entry >= piece.base
+        tables = refs[len(arrays) : len(arrays) + len(compact.tables)]
+        b = of_array = jnp.int32(0)
+        token, taken = row, row < 0
+        for piece in pieces:
+            nth = entry - piece.base
+            fold, segment = lax.rem(nth, piece.folds), lax.div(nth, piece.folds)
+            here = (nth >= 0) & (nth < batch * piece.segments * piece.folds)
+            head_here, phase = piece.head_of(fold * piece.in_entry + head)
+            within = row * piece.rate + phase
+            if piece.table >= 0:
+                tokens = compact.tables[piece.table].tokens
+                there = here & (within < tokens.shape[0])
+                within = plgpu.load(tables[piece.table].at[within], mask=there, other=piece.length)
+            start = piece.start + lax.rem(segment, piece.segments) * piece.length
             b = jnp.where(here, lax.div(segment, piece.segments), b)
-            start = jnp.where(here, first + piece.offset + lax.div(compact, piece.run), start)
-            end = jnp.where(here, first + piece.length, end)
-            rate = jnp.where(here, piece.rate, rate)
-            of_array = jnp.where(here, lax.div(piece.first + compact, piece.part), of_array)
-        token, exists = start + row * rate, row < count
-        mask = head_mask(exists & (token < end), block, head_dim)
+            of_array = jnp.where(here, head_here, of_array)
+            token = jnp.where(here, start + within, token)
+            taken = taken | (here & (within < piece.length))
+        exists = row < count
+        mask = head_mask(exists & taken, block, head_dim)
         token = jnp.broadcast_to(token[:, None], (block, padded(head_dim)))
         column = of_array * head_dim + lax.broadcasted_iota(jnp.int32, token.shape, 1)
-        for ref, out_ref in zip(refs[: len(arrays)], refs[len(arrays) :], strict=True):
+        for ref, out_ref in zip(refs[: len(arrays)], refs[len(refs) - len(arrays) :], strict=True):
             _store(out_ref, plgpu.load(ref.at[b, token, column], mask=mask, other=0), exists, head_dim)
 
-    lines = [_lines(x) for x in arrays]
+    given = [_lines(x) for x in arrays] + [x.tokens for x in compact.tables]
     results = [jax.ShapeDtypeStruct((entries, count, in_entry, head_dim), x.dtype) for x in arrays]
     tiles = [_tile(block, head_dim)] * len(arrays)
-    return _run(kernel, "dilated_gather", MOVE, [(x, _whole(x)) for x in lines], results, interpret, tiles)
+    return _run(kernel, "dilated_gather", MOVE, [(x, _whole(x)) for x in given], results, interpret, tiles)
 
 
 def _program(block: int):
@@ -210,6 +252,7 @@ def _load(ref: Any, place: Any, exists: Any, head_dim: int) -> jax.Array:
     taken, entry, row, head = place
     shape = (len(row), padded(head_dim))
     wide = lambda x: jnp.broadcast_to(x[:, None], shape)
+    head = head if jnp.ndim(head) == 0 else wide(head)  # one for all, or each token's
     column = head * head_dim + lax.broadcasted_iota(jnp.int32, shape, 1)
     mask = head_mask(taken & exists, len(row), head_dim)
     return plgpu.load(ref.at[wide(entry), wide(row), column], mask=mask, other=0.0).astype(jnp.float32)

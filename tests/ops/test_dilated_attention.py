@@ -367,9 +367,10 @@ def test_16_bit_merges_in_float32():
 
 
 @pytest.mark.timeout(120)
-def test_kernels_interpreted(monkeypatch):
+@pytest.mark.parametrize("others", [{}, {"order": "hilbert"}, {"layout": "partition"}], ids=str)
+def test_kernels_interpreted(others, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
-    pattern = {"segment_lengths": (16,), "dilation_rates": (3,)}
+    pattern = {"segment_lengths": (16,), "dilation_rates": (3,)} | others
     check(arrays(16, 4, 2), bound=2e-6, is_causal=True, implementation="triton", **pattern)
 
 

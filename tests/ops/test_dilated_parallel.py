@@ -44,7 +44,7 @@ CASES = {
     "stopped_not_causal": ((8, 32), (1, 4), False, 4, 4, {"stop_gradient_weights": True, "segment_ids": True}),
     "hilbert": ((8, 16, 32), (3, 2, 4), True, 8, 2, {"order": "hilbert"}),
     "hilbert_by_eight": ((16, 32), (8, 8), True, 8, 8, {"order": "hilbert"}),
-    "interpreted": ((8, 32), (1, 4), True, 4, 2, {"implementation": "triton"}),
+    "interpreted": ((8, 32), (2, 4), True, 4, 2, {"implementation": "triton", "order": "hilbert"}),
     "hilbert_at_rate_1": ((32,), (1,), False, 2, 2, {"order": "hilbert"}),
 }
 

@@ -23,13 +23,20 @@ PATTERNS = {
     # Not causal: heads of one class are entries of their own, under a mask.
     "masked": ((10, 24), (3, 5), 12, 6, 37, False),
     "masked_groups": ((8, 12), (3, 5), 6, 2, 24, True),
+    # Tokens in another order; all classes of a segment side by side, under ids or not.
+    "hilbert": ((16, 24), (2, 3), 4, 2, 37, False),
+    "partition": ((8, 12, 12), (2, 3, 5), 4, 2, 37, False),
+    "masked_partition": ((8, 12), (3, 4), 4, 2, 24, False),
+    "hilbert_partition": ((16, 16), (2, 4), 4, 4, 40, False),
 }
 
 
 def calls_of(name):
     lengths, rates, heads, kv_heads, length, in_groups = PATTERNS[name]
     branches, served = tuple(zip(lengths, rates, strict=True)), "groups" if in_groups else "all"
-    pieces = dilated_views.pieces_of(length, heads, branches, heads=served, layout="overlap", order=None)
+    order = "hilbert" if "hilbert" in name else None
+    layout = "partition" if "partition" in name else "overlap"
+    pieces = dilated_views.pieces_of(length, heads, branches, heads=served, layout=layout, order=order)
     is_causal = not name.startswith("masked")
     calls = dilated_views.calls_of(pieces, heads, kv_heads, is_causal=is_causal, has_segment_ids=False)
     assert is_causal or any(call.is_masked for call in calls)
@@ -72,7 +79,8 @@ def test_merge(name):
         return dilated_triton.merge(rows, outs, lses, like=like, share=share, interpret=True)
 
     got, want = in_one_pass(*results), by_selection(*results)
-    assert np.isneginf(want[1]).any() == (name not in ("longnet", "grouped_heads", "classes_within_groups"))
+    everywhere = "partition" in name or name in ("longnet", "grouped_heads", "classes_within_groups")
+    assert np.isneginf(want[1]).any() != everywhere
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=2e-6, atol=2e-6)
 
@@ -115,13 +123,6 @@ def test_gather(name):
             got = dilated_triton.gather(rows, arrays, call.rows, interpret=True)
             for g, x in zip(got, arrays, strict=True):
                 np.testing.assert_array_equal(g, dilated_views.gather_rows(x, call, heads))
-
-
-def test_what_has_no_compact_rows():
-    for layout, order in (("overlap", "hilbert"), ("partition", None)):
-        pieces = dilated_views.pieces_of(16, 4, ((16, 4),), heads="all", layout=layout, order=order)
-        calls = dilated_views.calls_of(pieces, 4, 4, is_causal=True, has_segment_ids=False)
-        assert dilated_views.compact_rows(calls, 2, 4, 4) is None
 
 
 STRIDED = {
