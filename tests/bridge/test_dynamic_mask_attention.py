@@ -69,7 +69,10 @@ def test_equals_flax_with_all_gradients(case):
     np.testing.assert_allclose(x.grad.numpy(), of_x, atol=2e-5)
     for name, gradient in state(of_weights).items():
         mine = ours.get_parameter(name).grad
-        torch.testing.assert_close(mine, gradient, atol=2e-5 * float(gradient.abs().max()), rtol=1e-4)
+        # Of one key, all that is there is what rounding leaves of nothing.
+        least = 1e-4 if ours.keys_to_keep == 1 else 0.0
+        atol = max(2e-5 * float(gradient.abs().max()), least)
+        torch.testing.assert_close(mine, gradient, atol=atol, rtol=1e-4)
         assert torch.count_nonzero(mine) or ours.keys_to_keep == 1  # whose softmax has no gradient
 
 
