@@ -137,6 +137,7 @@ PATTERNS: dict[str, Callable[[AttentionCase], masks.Mask]] = {
     "cells_causal": lambda case: _cells(case, 48) & masks.causal(),
     "global": lambda case: masks.sliding_window(40, 10) | masks.global_tokens(5),
     "long_global": lambda case: masks.sliding_window(300, 100) | masks.global_tokens(70),
+    "dense": lambda case: masks.dense(jnp.asarray(dataclasses.replace(case, pattern=None, mask="hts")._mask())),
     "stripes": lambda case: masks.from_function(_stripes, heads=case.heads),
 }
 

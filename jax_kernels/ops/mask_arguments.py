@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.masks import Mask
+from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.masks.arrays import Dense, Segments
 from jax_kernels.masks.mask import And
 from jax_kernels.masks.positions import Band, Prefix
@@ -26,13 +26,16 @@ class MaskArguments(NamedTuple):
     kv_lengths: Any
 
 
-def as_arguments(call: MaskArguments, batch: int) -> MaskArguments:
+def as_arguments(call: MaskArguments, batch: int, *, reads_lists: bool = True) -> MaskArguments:
     """The same without a Mask, where it is causal, sliding_window, segments, prefix and dense masks joined by `&`.
 
     Of segments and of dense masks there may be one, and of segments none where the call has ids of its own. Other
-    masks, and with them the whole call, stay as they are.
+    masks, and with them the whole call, stay as they are, and so does one with lists in a call that reads_lists.
     """
     if not isinstance(call.mask, Mask):
+        return call
+    has_lists = isinstance(call.mask, PreparedMask) and bool(call.mask.lists)
+    if has_lists and reads_lists and call.segment_ids is None and call.kv_lengths is None:
         return call
     mask = call.mask.unprepared
     left, right = call.window or (-1, 0 if call.is_causal else -1)

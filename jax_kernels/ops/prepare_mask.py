@@ -7,6 +7,7 @@ import jax
 from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.masks.checks import is_int
+from jax_kernels.masks.mask import Or
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention_checks import check
 from jax_kernels.ops.attention_table import prepared_lists
@@ -36,7 +37,8 @@ def prepare_mask(
     lengths and heads, and its is_causal, window, q_offset and implementation; with a batch of as many entries or, where
     the mask is the same for all, a multiple of that; with deterministic=True only if it was prepared so. In any other
     call, and in one with segment_ids, kv_lengths or a traced q_offset, it is the mask that it was made from, as it is
-    where no lists are used: in "xla", and for a mask that says no more than is_causal, window and the like.
+    where no lists are used: in "xla", beside a bias, and for a mask that says no more than is_causal, window and the
+    like.
     `&`, `|` and `~` give ordinary masks.
 
     Outside of jit, the lists are as long as the longest one, and there are bits for the blocks that the mask keeps in
@@ -65,7 +67,11 @@ def prepare_mask(
         raise TypeError(f"q_offset: got {type(arguments['q_offset']).__name__}, want an int that is known when tracing")
     mask, value = mask.unprepared, key if value is None else value
     request, inputs = check(query, key, value, mask=mask, **arguments)
-    plan = flash_attention.plan(query, key, value, mask=mask, **arguments)  # type: ignore[attr-defined]
+    whole: Mask = mask
+    if inputs.mask is not None and not isinstance(inputs.mask, Mask) and inputs.bias is None:
+        whole = Or((mask,))  # which no arguments say, so that an array has lists, too
+        request, inputs = check(query, key, value, mask=whole, **arguments)
+    plan = flash_attention.plan(query, key, value, mask=whole, **arguments)  # type: ignore[attr-defined]
     options = AttentionOptions(
         scale=1.0,
         is_causal=request.is_causal,

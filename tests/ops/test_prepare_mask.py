@@ -70,6 +70,28 @@ def test_calls_make_no_lists():
         assert sorts(compile_attention(MASK, T, 64, num_heads=H, num_kv_heads=KV_HEADS)._prepared) == 0
 
 
+def test_an_array():
+    """Alone, or with what arguments say, it has lists as well; beside a bias it is an array again."""
+    array = jnp.asarray(np.random.default_rng(2).random((1, H, T, T)) < 0.5)
+    for mask, arguments in (
+        (masks.dense(array), {}),
+        (masks.dense(array), {"is_causal": True}),
+        (masks.dense(array) & masks.causal(), {}),
+        (masks.dense(array), {"deterministic": True}),
+    ):
+        prepared = prepared_on_hopper(mask, **arguments)
+        assert len(prepared.lists) == 2 + len({"deterministic"} & set(arguments))
+        assert sorts(mask, **arguments) > 0
+        assert sorts(prepared, **arguments) == 0
+        np.testing.assert_array_equal(prepared.to_dense(T, T), mask.to_dense(T, T))
+    prepared, bias = prepared_on_hopper(masks.dense(array)), jnp.zeros((1, 1, 1, T), jnp.bfloat16)
+    with on_device("H200"):
+        arrays = QUERY, KEY, KEY
+        assert flash_attention.plan(*arrays, mask=prepared, bias=bias).implementation == "mosaic_gpu"
+        assert flash_attention.plan(*arrays, mask=prepared, implementation="cudnn").implementation == "cudnn"
+        assert prepare_mask(masks.dense(array), *arrays, bias=bias).lists == ()
+
+
 @pytest.mark.parametrize("arguments", [{"is_causal": True}, {"window": 200}, {"q_offset": 8}, {"kv_lengths": True}])
 def test_other_calls_make_theirs(arguments):
     if "kv_lengths" in arguments:

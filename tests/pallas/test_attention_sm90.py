@@ -114,6 +114,7 @@ CASES = {
     "prepared_128": SMALL
     | WIDE
     | {"pattern": "global", "heads": 2, "kv_heads": 1, "is_causal": True, "deterministic": True, "prepared": True},
+    "prepared_dense": SMALL | {"pattern": "dense", "heads": 2, "kv_heads": 1, "kv_length": 300, "prepared": True},
     "everything_64": EVERYTHING,
     "everything_128": EVERYTHING | WIDE | {"races": True},
     "everything_bias_64": EVERYTHING | {"bias": "bhts", "bias_masks": True, "mask": "bs"},
