@@ -32,7 +32,7 @@ from jax_kernels.pallas.attention.hopper import PART
 
 _LIMITING_ARRAYS = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset")
 UNKNOWN = 4  # how many times longer lists can be than they are taken to be where nothing tells
-MOST_BITS = 1 << 32  # of a mask whose pairs are all evaluated at once
+MOST_PAIRS = 1 << 32  # that are evaluated at once, but for those of an array that is there already
 COLUMNS = 8  # of the table: numbers that are read together stand in one sector
 
 
@@ -243,7 +243,7 @@ def _built(
     """The lists of all that limits a call's keys. most: so many partial blocks at most; None: as many as can be."""
     group = 1 if call.by == "query" else call.heads // call.kv_heads
     sharing = group if mask.heads == 1 else 1
-    evaluates = most is None and mask.is_evaluated and mask.batch * mask.heads * math.prod(call.lengths) <= MOST_BITS
+    evaluates = most is None and mask.is_evaluated and _pairs(mask, call) <= max(MOST_PAIRS, 2 * _largest_array(mask))
     entries = None
     if evaluates:
         lists, words = _evaluated(mask, offset, call, group // sharing, interpret=interpret)
@@ -270,6 +270,15 @@ def _built(
     # Of arrays more than a quarter is likely, and what a look at lengths costs is less than what its lack may.
     keys = width * call.blocks[1] // (2 if evaluates else UNKNOWN)
     return Lists(tiles, lists.indices, entries, words, sharing, keys)
+
+
+def _pairs(mask: Mask, call: ListedCall) -> int:
+    return mask.batch * mask.heads * math.prod(call.lengths)
+
+
+def _largest_array(mask: Mask) -> int:
+    """Numbers in it."""
+    return max((x.size for x in jax.tree.leaves(mask)), default=0)
 
 
 def _evaluated(

@@ -60,7 +60,7 @@ def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interp
 
     keep: bool [B, H, T, S]; rows are queries, or if transposed keys. Past the end there are zeros.
     """
-    if not interpret and mask_bits_triton.takes(columns):
+    if not interpret and mask_bits_triton.takes(keep.size, columns):
         words = mask_bits_triton.packed(keep, rows, columns, transposed=transposed, interpret=False)
         return words.reshape(*words.shape[:3], -1, rows, PART)
     sides = (columns, rows) if transposed else (rows, columns)

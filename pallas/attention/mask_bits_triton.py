@@ -16,9 +16,12 @@ ELEMENTS = 8192  # of a program's pairs
 WARPS = 4
 
 
-def takes(columns: int) -> bool:
-    """Whether blocks of so many columns are a tensor of Triton's."""
-    return columns & (columns - 1) == 0 and columns % PART == 0
+def takes(pairs: int, columns: int) -> bool:
+    """Whether blocks of so many columns are a tensor of Triton's, and it reaches so many bools.
+
+    Pallas gives it offsets of 32 bits up to 2^32 bytes, which it takes for signed ones.
+    """
+    return columns & (columns - 1) == 0 and columns % PART == 0 and not (1 << 31) <= pairs <= (1 << 32)
 
 
 def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interpret: bool) -> jax.Array:

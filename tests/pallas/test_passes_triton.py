@@ -32,7 +32,7 @@ def test_packed(rows, columns, shape, transposed):
     blocks = padded.reshape(*shape[:2], -1, rows, padded.shape[3] // columns, columns // 8, 8)
     want = (blocks.astype(np.int64) << np.arange(columns // 8)[:, None]).sum(axis=5)
     np.testing.assert_array_equal(got, np.moveaxis(want, 4, 2))
-    if mask_bits_triton.takes(columns):
+    if mask_bits_triton.takes(keep.size, columns):
         words = mask_bits_triton.packed(jnp.asarray(keep), rows, columns, transposed=transposed, interpret=True)
         np.testing.assert_array_equal(np.asarray(words).reshape(got.shape), got)
 
@@ -40,6 +40,14 @@ def test_packed(rows, columns, shape, transposed):
     kept = np.moveaxis(blocks.any(axis=(3, 5, 6)), 3, 2), np.moveaxis(blocks.all(axis=(3, 5, 6)), 3, 2)
     np.testing.assert_array_equal(alive, kept[0])
     np.testing.assert_array_equal(full, kept[1])
+
+
+def test_what_it_takes():
+    assert mask_bits_triton.takes((1 << 31) - 1, 128)
+    assert mask_bits_triton.takes((1 << 32) + 1, 64)
+    assert not mask_bits_triton.takes(1 << 31, 128)
+    assert not mask_bits_triton.takes(1 << 32, 128)
+    assert not mask_bits_triton.takes(1 << 20, 80)
 
 
 @pytest.mark.parametrize("shape", [(2, 300, 3, 128), (1, 7, 2, 40), (2, 65, 1, 192)])
