@@ -267,8 +267,8 @@ def _built(
     counts = jnp.maximum(total, 1) * sharing, lists.full_count * sharing
     heads, width = call.heads // group, lists.indices.shape[-1]
     tiles = _tiles(*counts, call.batch, heads, width * sharing, call.heads_together)
-    # Of arrays more than a quarter is likely, and what a look at lengths costs is less than what its lack may.
-    keys = width * call.blocks[1] // (2 if evaluates else UNKNOWN)
+    # Of arrays, such as those for padding, most blocks are likely live.
+    keys = width * call.blocks[1] // (1 if evaluates else UNKNOWN)
     return Lists(tiles, lists.indices, entries, words, sharing, keys)
 
 
