@@ -190,14 +190,10 @@ def rows_of(case: Case, args: argparse.Namespace, contenders: Sequence[Contender
             "heads": args.heads,
             "layout": pattern_of(name, args).layout,
             "order": pattern_of(name, args).order,
-            "status": contender.status,
-            "reason": contender.reason,
-            "plan": contender.plan,
-            "error": contender.error,
+            **contender.findings,
         }
         if contender.times:
-            median, kernels = medians[name], contender.reading.kernels if contender.reading else {}
-            row |= {"times_ms": contender.times, "median_ms": median, "kernels_ms": kernels}
+            median = medians[name]
             if name == "copy":
                 row["terabytes_per_second"] = 2 * copy_bytes() / median / 1e9
                 told = f"{row['terabytes_per_second']:.2f} TB/s"

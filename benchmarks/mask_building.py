@@ -223,12 +223,9 @@ def rows_of(table: str, mask: str, found: Sequence[Contender], args: argparse.Na
     medians = {one.name: spread(one.times)["median"] for one in found if one.times}
     rows = []
     for one in found:
-        row: dict[str, Any] = {"table": table, "mask": mask, "part": one.name, "status": one.status}
-        row |= {"reason": one.reason, "plan": one.plan, "error": one.error}
+        row: dict[str, Any] = {"table": table, "mask": mask, "part": one.name} | one.findings
         told = f"  {one.name}: {one.status} {one.reason}"
         if one.name in medians:
-            row |= {"times_ms": one.times, "median_ms": medians[one.name]}
-            row["kernels_ms"] = one.reading.kernels if one.reading else {}
             told = f"  {one.name}: {medians[one.name]:.4f} ms"
         if {"attention", one.name} <= medians.keys() and table == "builders":
             row["share"] = medians[one.name] / medians["attention"]

@@ -37,7 +37,7 @@ import report
 from attention import choose_timer, close, prepare_process, say
 from cases import DTYPES, MODES, Case, InputSet, as_numpy, input_sets, relative_error
 from contenders import Built, framework, from_function, need, unavailable
-from timing import METHODS, Contender, alternate, skipped, speed_ratio, spread
+from timing import METHODS, Contender, alternate, skipped, speed_ratio
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks, prepare_mask
 from jax_kernels.masks.mask import Or
@@ -238,17 +238,12 @@ def checked(
 
 
 def row_of(contender: Contender, case: Case, facts: dict[str, Any], dense: Sequence[float]) -> dict[str, Any]:
-    row = facts | {"contender": contender.name, "case": case.label, "mode": case.mode, "status": contender.status}
-    row |= {"reason": contender.reason, "plan": contender.plan, "error": contender.error}
+    row = facts | {"contender": contender.name, "case": case.label, "mode": case.mode} | contender.findings
     if contender.times:
-        median = spread(contender.times)["median"]
         share = 1.0 if contender.name == "dense" else 1 - facts["sparsity"]
         row |= {
-            "times_ms": contender.times,
-            "median_ms": median,
-            "tflops": case.flops * share / median / 1e9,  # of the pairs that are kept
+            "tflops": case.flops * share / row["median_ms"] / 1e9,  # of the pairs that are kept
             "faster_than_dense_by": speed_ratio(contender.times, dense) if dense else None,
-            "kernels_ms": contender.reading.kernels if contender.reading else {},
         }
         if dense:
             say(f"  {contender.name}: {row['faster_than_dense_by']:.2f} times as fast as dense")

@@ -187,6 +187,15 @@ class Contender:
         wait(outputs, self.framework)
         return outputs
 
+    @property
+    def findings(self) -> dict[str, Any]:
+        """What was found, for a row of a results file: what every benchmark tells of a contender, and if timed, how."""
+        found = {"status": self.status, "reason": self.reason, "plan": self.plan, "error": self.error}
+        if self.times:
+            kernels = self.reading.kernels if self.reading else {}
+            found |= {"times_ms": self.times, "median_ms": spread(self.times)["median"], "kernels_ms": kernels}
+        return found
+
     def judge(self, error: float, against: str, tolerance: float = TOLERANCE) -> None:
         """Sets the error of its results; above the tolerance, or with NaN, they are wrong and are not timed."""
         self.error = error

@@ -26,7 +26,7 @@ import report
 from attention import choose_timer, close, prepare_process, say
 from cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
 from sparse import Pattern, of_ours
-from timing import METHODS, Contender, alternate, skipped, spread
+from timing import METHODS, Contender, alternate, skipped
 
 from jax_kernels import explain, flash_attention
 
@@ -100,17 +100,13 @@ def _right(mode, window, query, key, value, dout):
 def row_of(contender: Contender, held: int | None, case: Case, first: dict[Any, dict[str, Any]], bar: float) -> dict:
     """first: the rows of the first length, by mode and contender."""
     row: dict[str, Any] = {"contender": contender.name, "case": case.label, "mode": case.mode, "length": case.seq}
-    row |= {"status": contender.status, "reason": contender.reason, "plan": contender.plan, "error": contender.error}
+    row |= contender.findings
     if not contender.times:
         return row
-    median = spread(contender.times)["median"]
     row |= {
-        "times_ms": contender.times,
-        "median_ms": median,
-        "ns_per_token": median * 1e6 / case.seq,
+        "ns_per_token": row["median_ms"] * 1e6 / case.seq,
         "held_bytes": held,
         "bytes_per_token": None if held is None else held / case.seq,
-        "kernels_ms": contender.reading.kernels if contender.reading else {},
     }
     base = first.setdefault((case.mode, contender.name), row)
     told = f"  {contender.name}: {row['ns_per_token']:.1f} ns"
