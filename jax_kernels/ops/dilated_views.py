@@ -113,18 +113,13 @@ class Piece:
 
     def arranged(self, x: jax.Array, fill: float) -> jax.Array:
         """[segments, length, ...], in an order in which each class has its own, ascending, at every rate-th place."""
-        if self.is_dealt_out:
-            assert self.span is not None
-            return x.at[:, self.span.mine(self._dealt_out[0])].get(mode="fill", fill_value=fill)
-        return _permuted(x, _arrangement(self.length, self.rate)) if self.is_ordered else x
+        if self.has_gaps:
+            return x.at[:, self.table.tokens].get(mode="fill", fill_value=fill)
+        return _permuted(x, self.table.tokens) if self.is_ordered else x
 
     def in_sequence(self, x: jax.Array) -> jax.Array:
         """The inverse of arranged, of what may be longer."""
-        if self.is_dealt_out:
-            assert self.span is not None
-            return _permuted(x, self.span.mine(self._dealt_out[1]))
-        x = x[:, : self.length]
-        return _permuted(x, invert_order(_arrangement(self.length, self.rate))) if self.is_ordered else x
+        return _permuted(x, self.table.places) if self.is_ordered else x[:, : self.length]
 
 
 @functools.lru_cache(maxsize=32)
@@ -326,7 +321,7 @@ def _tokens(x: jax.Array, piece: Piece, batch: int) -> jax.Array:
     return x.reshape(batch, -1, *x.shape[2:])
 
 
-def _permuted(x: jax.Array, order: np.ndarray | jax.Array) -> jax.Array:
+def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
     return x.at[:, order].get(mode="promise_in_bounds", unique_indices=True)
 
 

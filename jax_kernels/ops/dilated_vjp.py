@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ from jax_kernels.ops import attention, dilated_views
 from jax_kernels.ops.attention import AttentionCall
 from jax_kernels.ops.dilated_views import Call, Piece
 from jax_kernels.pallas.attention import dilated_triton
-from jax_kernels.pallas.attention.dilated_triton import Compact
 from jax_kernels.reference.attention import row_terms
 
 __all__ = ["DilatedCall", "run"]
@@ -56,22 +54,17 @@ class DilatedCall:
     def interpret(self) -> bool:
         return self.attentions[0][1].interpret
 
-    def compact_rows(
-        self, batch: int, num_heads: int, array_heads: int, calls: Sequence[Call] | None = None
-    ) -> Compact | None:
-        """Of what the attentions give, or some of them, for dilated_triton; None where it does not serve."""
-        if not all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions):
-            return None
-        calls = [views for views, _ in self.attentions] if calls is None else calls
-        return dilated_views.compact_rows(calls, batch, num_heads, array_heads)
+    @property
+    def by_kernels(self) -> bool:
+        """Whether dilated_triton gathers rows, and puts together what the attentions give."""
+        return all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions)
 
 
 def _inputs(call: DilatedCall, views: Call, planned: AttentionCall, query, key, value, ids) -> AttentionInputs:
-    rows_of_query, key, value = _read(call, views, query.shape[2], query, key, value)
     if views.is_masked:
         ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
         ids = dilated_views.gather_ids(ids, views)
-    query = rows_of_query
+    query, key, value = _read(call, views, query.shape[2], query, key, value)
     if views.span is None:
         return AttentionInputs(query, key, value, q_segment_ids=ids, kv_segment_ids=ids)
     key, value, kv_ids = jax.tree.map(views.span.gather, (key, value, ids))
@@ -84,22 +77,19 @@ def _inputs(call: DilatedCall, views: Call, planned: AttentionCall, query, key, 
 
 def _read(call: DilatedCall, views: Call, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
     """Arrays [B, T, heads, D] as an attention reads them."""
-    read = [dilated_views.arrays_of(x, views, num_heads) for x in arrays]
-    if views.is_strided:
-        return read
-    for shape in {x.shape for x in arrays}:
-        rows = call.compact_rows(shape[0], num_heads, shape[2], [views])
-        if rows is None:
-            continue
-        gather = lambda tables, *alike, rows=rows: tuple(
-            dilated_triton.gather(rows._replace(tables=tables), alike, views.rows, interpret=call.interpret)
+    if views.is_strided or not call.by_kernels:
+        return [dilated_views.arrays_of(x, views, num_heads) for x in arrays]
+    read: dict[int, jax.Array] = {}
+    for shape in dict.fromkeys(x.shape for x in arrays):
+        compact = dilated_views.compact_rows([views], shape[0], num_heads, shape[2])
+        gather = lambda tables, *alike, compact=compact: tuple(
+            dilated_triton.gather(compact._replace(tables=tables), alike, views.rows, interpret=call.interpret)
         )
         alike = [index for index, x in enumerate(arrays) if x.shape == shape]
-        with jax.enable_x64(False):
-            gathered = sequential_vmap(gather)(rows.tables, *(arrays[index] for index in alike))
-        for index, x in zip(alike, gathered, strict=True):
-            read[index] = x
-    return read
+        with jax.enable_x64(False):  # as for flash_attention's kernels
+            gathered = sequential_vmap(gather)(compact.tables, *(arrays[index] for index in alike))
+        read |= zip(alike, gathered, strict=True)
+    return [read[index] for index in range(len(arrays))]
 
 
 def _forward(call: DilatedCall, arrays):
@@ -109,14 +99,14 @@ def _forward(call: DilatedCall, arrays):
     results = [attend(views, planned) for views, planned in call.attentions]
     outs, lses = zip(*results, strict=True)
     like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
-    rows = call.compact_rows(batch, heads, heads)
-    if rows is not None:
+    if call.by_kernels:
+        compact = dilated_views.compact_rows([views for views, _ in call.attentions], batch, heads, heads)
         share = call.share if call.is_mean else None
         merge = lambda tables, outs, lses: dilated_triton.merge(
-            rows._replace(tables=tables), outs, lses, like=like, share=share, interpret=call.interpret
+            compact._replace(tables=tables), outs, lses, like=like, share=share, interpret=call.interpret
         )
         with jax.enable_x64(False):  # as for flash_attention's kernels
-            return sequential_vmap(merge)(rows.tables, outs, lses)
+            return sequential_vmap(merge)(compact.tables, outs, lses)
     out_parts: Parts = []
     lse_parts: Parts = []
     for (views, _), out, lse in zip(call.attentions, outs, lses, strict=True):
@@ -191,13 +181,13 @@ def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float
     batch, length, array_heads, _ = like.shape
     calls = [views for (views, _), part in zip(call.attentions, parts, strict=True) if part is not None]
     parts = [part for part in parts if part is not None]
-    rows = call.compact_rows(batch, heads, array_heads, calls)
-    if rows is not None:
+    if call.by_kernels:
+        compact = dilated_views.compact_rows(calls, batch, heads, array_heads)
         total = lambda tables, parts, whole: dilated_triton.total(
-            rows._replace(tables=tables), parts, whole, factor, like=like, interpret=call.interpret
+            compact._replace(tables=tables), parts, whole, factor, like=like, interpret=call.interpret
         )
         with jax.enable_x64(False):
-            return sequential_vmap(total)(rows.tables, parts, whole)
+            return sequential_vmap(total)(compact.tables, parts, whole)
     scattered: Parts = []
     for views, part in zip(calls, parts, strict=True):
         scattered += dilated_views.scatter(part, views, batch, heads, array_heads)
