@@ -21,7 +21,7 @@ _dynamic_mask = from_jax(dynamic_mask.dynamic_mask_attention)
 def attend(query: Any, key: Any, value: Any, *, mask: Any, bias: Any, **arguments: Any) -> Any:
     """bridge.flash_attention with a Mask, whose structure is a constant, or a score_mod, which is one."""
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
-    return _run(mask, _flash, (query, key, value), arguments | {"mask": mask, "bias": bias})
+    return _flash(query, key, value, mask=mask, bias=bias, **arguments)
 
 
 def block_sparse_attention(
@@ -53,8 +53,7 @@ def block_sparse_attention(
         if block_mask.dtype != torch.bool:
             raise TypeError(f"block_mask: got dtype {block_mask.dtype}, want torch.bool (True = attend)")
     (query, key, value, bias), arguments = _prepared(query, key, value, None, arguments.pop("bias", None), arguments)
-    named = arguments | {"block_size": block_size, "bias": bias}
-    return _run(block_mask, _block_sparse, (query, key, value, block_mask), named)
+    return _block_sparse(query, key, value, block_mask, block_size=block_size, bias=bias, **arguments)
 
 
 def dynamic_mask_attention(
@@ -81,14 +80,7 @@ def dynamic_mask_attention(
     Returns and raises: as bridge.flash_attention, but from_jax's errors where it differs.
     """
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
-    return _run(mask, _dynamic_mask, (query, key, value, mask, bias), arguments)
-
-
-def _call(function: Any, tensors: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-    return function(*tensors, **arguments)
-
-
-_uncompiled = torch.compiler.disable(_call, reason="jax_kernels: a Mask is no constant that torch.compile takes")
+    return _dynamic_mask(query, key, value, mask, bias, **arguments)
 
 
 def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
@@ -100,7 +92,3 @@ def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments:
     check_inputs(query, key, value, bias, optional["sinks"], tensor_mask, ids, optional["kv_lengths"], offset)
     *tensors, deterministic = as_torch_is_set(query, key, value, bias, arguments.get("deterministic"))
     return tensors, arguments if deterministic is None else arguments | {"deterministic": deterministic}
-
-
-def _run(mask: Any, function: Any, tensors: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-    return (_uncompiled if isinstance(mask, Mask) else _call)(function, tensors, arguments)
