@@ -195,11 +195,8 @@ def _attend(
 ) -> jax.Array:
     """given: masks, with the keys' heads or one. As Flax's module does it."""
     length, heads = query.shape[1:3]
-    keep = masks.causal() if is_causal else masks.sliding_window(None, None)
+    among = masks.causal() if is_causal else masks.sliding_window(None, None)
     for mask in given:
-        keep = keep & (mask if isinstance(mask, Mask) else masks.dense(mask))
-    if length > keys_to_keep:
-        keep = masks.top_k(bias, keys_to_keep, among=keep, q_length=length)
-    elif keep.heads not in (1, heads):  # only as an array may a mask have the heads of the keys
-        keep = masks.dense(keep.to_dense(length, length))
+        among = among & (mask if isinstance(mask, Mask) else masks.dense(mask))
+    keep = ops.keys_of_largest_bias(bias, keys_to_keep, among, num_heads=heads, q_length=length)
     return ops.dynamic_mask_attention(query, key, value, keep, bias, is_causal=is_causal, **arguments)

@@ -9,7 +9,7 @@ from flax import nnx
 from jax_kernels import masks
 from jax_kernels.models.attention import MultiHeadAttention, as_mask
 from jax_kernels.models.config import positive
-from jax_kernels.ops.dynamic_mask_attention import dynamic_mask_attention
+from jax_kernels.ops.dynamic_mask_attention import dynamic_mask_attention, keys_of_largest_bias
 
 __all__ = ["DynamicMaskAttention"]
 
@@ -68,13 +68,16 @@ class DynamicMaskAttention(MultiHeadAttention):
         steps = self.dt_proj(value.reshape(batch, kv_length, -1)).astype(jnp.float32)
         bias = jnp.exp(self.A[...].astype(jnp.float32) * jax.nn.softplus(steps)).swapaxes(1, 2)[:, :, None]
         among = self._among(mask, arguments.get("kv_lengths"))
-        q_length, offset = query.shape[1], arguments.get("q_offset", 0)
-        if kv_length > self.keys_to_keep:
-            among = masks.top_k(bias, self.keys_to_keep, among=among, q_length=q_length, q_offset=offset)
-        elif among.heads not in (1, self.num_heads):  # only as an array may a mask have the heads of the keys
-            among = masks.dense(among.to_dense(q_length, kv_length, q_offset=offset))
+        keep = keys_of_largest_bias(
+            bias,
+            self.keys_to_keep,
+            among,
+            num_heads=self.num_heads,
+            q_length=query.shape[1],
+            q_offset=arguments.get("q_offset", 0),
+        )
         arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
-        return dynamic_mask_attention(query, key, value, among, bias, **arguments)
+        return dynamic_mask_attention(query, key, value, keep, bias, **arguments)
 
     def _among(self, mask: Any, kv_lengths: jax.Array | None) -> masks.Mask:
         """The keys that compete."""

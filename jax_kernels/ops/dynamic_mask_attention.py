@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels import dispatch
+from jax_kernels import dispatch, masks
 from jax_kernels.masks import Mask, checks
 from jax_kernels.masks.arrays import Dense
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention_checks import check_shapes, checked_array, checked_sinks, reshaped
 
-__all__ = ["dynamic_mask_attention"]
+__all__ = ["dynamic_mask_attention", "keys_of_largest_bias"]
 
 
 def dynamic_mask_attention(
@@ -32,7 +32,7 @@ def dynamic_mask_attention(
 
     An array [B, Hkv, T, S] is not repeated in memory: each head of keys becomes a batch entry of its own, for which
     query, key and value are copied. On Hopper, blocks of which the mask keeps nothing are neither loaded nor scheduled,
-    and those of which it keeps all are not masked, unless there is a bias for each query.
+    and forward those of which it keeps all are not masked, unless there is a bias for each query.
 
     Args:
       query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv]. As flash_attention takes them.
@@ -71,6 +71,22 @@ def dynamic_mask_attention(
         return jax.vmap(of_kv_head, axes, 2)(*given).reshape(*query.shape[:3], -1)
     out, lse = jax.vmap(of_kv_head, axes, (2, 1))(*given)
     return out.reshape(*query.shape[:3], -1), lse.reshape(lse.shape[0], heads, -1)
+
+
+def keys_of_largest_bias(
+    bias: jax.Array, keys_to_keep: int, among: Mask, *, num_heads: int, q_length: int, q_offset: Any = 0
+) -> Mask:
+    """For dynamic_mask_attention: of the keys that `among` leaves a query, the keys_to_keep with the largest bias.
+
+    bias: [B, Hkv, 1 or T, S]. among: of one head or Hkv. num_heads: query's. q_offset: as in flash_attention.
+    """
+    kv_length = bias.shape[3]
+    if kv_length > keys_to_keep:
+        return masks.top_k(bias, keys_to_keep, among=among, q_length=q_length, q_offset=q_offset)
+    if among.heads in (1, num_heads):
+        return among
+    # Only as an array may a mask have the heads of the keys.
+    return masks.dense(among.to_dense(q_length, kv_length, q_offset=q_offset))
 
 
 def _plan(query: Any, key: Any, value: Any, mask: Any, bias: Any = None, **arguments: Any) -> dispatch.Plan:
