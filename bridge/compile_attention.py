@@ -38,8 +38,7 @@ class CompiledAttention:
         self._compiled = compiled
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        specs = self._compiled._shape.specs
-        for (name, spec), x in zip(specs.items(), (query, key, value), strict=True):
+        for (name, spec), x in zip(self._compiled.specs.items(), (query, key, value), strict=True):
             check_tensor(name, x, query)
             if tuple(x.shape[1:]) != spec.shape[1:]:
                 sizes = ", ".join(map(str, spec.shape[1:]))
@@ -50,7 +49,7 @@ class CompiledAttention:
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
             if dtype != self.dtype:
                 raise TypeError(f"{name}: got dtype {dtype}, want {self.dtype}")
-        mask = self._compiled._prepared
+        mask = self._compiled.prepared_mask
         return flash_attention(query, key, value, mask=mask, implementation=self.plan.implementation)
 
     def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> ops.Speedup:

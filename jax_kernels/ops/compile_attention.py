@@ -60,28 +60,28 @@ class CompiledAttention:
     query [B, seq_len, num_heads, head_dim], key and value [B, kv_len, num_kv_heads, head_dim], in dtype; any B.
     Raises ValueError or TypeError for arrays of another shape or dtype.
 
-    mask: the masks.Mask. plan: the Plan that it runs by. density: the share of blocks of 128 queries and 128 keys that
-    hold a pair which the mask keeps.
+    mask: the masks.Mask. prepared_mask: the same with its lists, made for the batch that it was planned for, and
+    multiples of that. specs: jax.ShapeDtypeStructs of query, key and value, by name. plan: the Plan that it runs by.
+    density: the share of blocks of 128 queries and 128 keys that hold a pair which the mask keeps.
     """
 
     def __init__(self, mask: masks.Mask, shape: _Shape, plan: dispatch.Plan):
         self.mask = mask
         self.plan = plan
         self.density = float(mask.density(shape.seq_len, shape.kv_len, BLOCK))
-        self._shape = shape
-        # Its lists are for the batch that the plan is for, and multiples of it.
-        self._prepared = prepare_mask(mask, **shape.specs, implementation=plan.implementation)
+        self.specs = shape.specs
+        self.prepared_mask = prepare_mask(mask, **self.specs, implementation=plan.implementation)
         attend = functools.partial(flash_attention, implementation=plan.implementation)
         self._attend = jax.jit(lambda mask, query, key, value: attend(query, key, value, mask=mask))
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        for (name, spec), x in zip(self._shape.specs.items(), (query, key, value), strict=True):
+        for (name, spec), x in zip(self.specs.items(), (query, key, value), strict=True):
             if tuple(x.shape[1:]) != spec.shape[1:]:
                 sizes = ", ".join(map(str, spec.shape[1:]))
                 raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, {sizes}]")
             if x.dtype != spec.dtype:
                 raise TypeError(f"{name}: got dtype {x.dtype}, want {spec.dtype}")
-        return self._attend(self._prepared, query, key, value)
+        return self._attend(self.prepared_mask, query, key, value)
 
     def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> Speedup:
         """How many times faster it is than flash_attention without a mask, both run now, in turns, on JAX's device.
@@ -92,9 +92,10 @@ class CompiledAttention:
         """
         rounds = checks.integer("rounds", rounds, 1)
         keys = jax.random.split(jax.random.key(0), 4)
-        specs = self._shape.specs
-        given = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, specs.values(), strict=False)]
-        dout = jax.random.normal(keys[3], specs["query"].shape, self._shape.dtype)
+        *given, dout = (
+            jax.random.normal(k, x.shape, x.dtype)
+            for k, x in zip(keys, (*self.specs.values(), self.specs["query"]), strict=True)
+        )
 
         def run_of(attend: Callable[..., Any]) -> Callable[[], Any]:
             if not backward:

@@ -67,7 +67,7 @@ def test_calls_make_no_lists():
     assert sorts(prepared, deterministic=True) == 2
     assert sorts(prepared_on_hopper(deterministic=True), deterministic=True) == 0
     with on_device("H200"):
-        assert sorts(compile_attention(MASK, T, 64, num_heads=H, num_kv_heads=KV_HEADS)._prepared) == 0
+        assert sorts(compile_attention(MASK, T, 64, num_heads=H, num_kv_heads=KV_HEADS).prepared_mask) == 0
 
 
 def test_an_array():
