@@ -317,7 +317,6 @@ class Dense(_Array):
     def rows(self, q_index, kv_length, *, q_offset=0):
         _, offset = checks.offset(q_offset)
         queries = self.array.shape[2]
-        # Known to be all of them, they need no index.
         in_place = isinstance(q_index, np.ndarray) and np.array_equal(q_index, np.arange(queries))
         part = self.array if queries == 1 or in_place else self.array[:, :, q_index]
         part = jnp.broadcast_to(part, (*part.shape[:2], q_index.shape[0], kv_length))

@@ -11,6 +11,11 @@ from jax_kernels.masks.arrays import BlockSparse, Dense
 from jax_kernels.masks.lists import block_status
 from jax_kernels.masks.mask import Mask
 
+# From so many scores on, rows are searched for the least that counts, in some fifteen passes of 16 bits each; sorting
+# [1, 16, 4096, 4096] takes an H200 37 ms.
+SEARCH_FROM = 1 << 22
+SEARCH_BITS = 2  # that are found in one pass
+
 
 def top_k(
     bias: jax.Array, k: int, *, among: Mask | None = None, q_length: int | None = None, q_offset: Any = 0
@@ -144,12 +149,6 @@ def _mask(name: str, x: Any) -> Mask:
     if not isinstance(x, Mask):
         raise TypeError(f"{name}: got {type(x).__name__}, want a Mask")
     return x
-
-
-# From so many scores on they are searched by bisection, which reads them some ten times; sorting [1, 16, 4096, 4096]
-# takes an H200 37 ms.
-SEARCH_FROM = 1 << 22
-SEARCH_BITS = 2  # that are found in one pass
 
 
 def _largest(x: jax.Array, k: int) -> jax.Array:

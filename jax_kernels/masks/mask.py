@@ -99,7 +99,8 @@ class Mask:
         """bool [B or 1, H or 1, q_length, kv_length], True where a query may attend."""
         q_length, kv_length = checks.lengths(q_length, kv_length)
         self.check_lengths(q_length, kv_length)
-        return self.rows(jnp.arange(q_length, dtype=jnp.int32), kv_length, q_offset=q_offset)
+        # Known to be all of them, they need no index into an array.
+        return self.rows(np.arange(q_length, dtype=np.int32), kv_length, q_offset=q_offset)
 
     def block_lists(
         self, q_length: int, kv_length: int, block_q: int, block_kv: int, by: str = "query", *, q_offset: Any = 0

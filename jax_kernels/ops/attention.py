@@ -90,15 +90,15 @@ def flash_attention(
         products, only where it is asked for.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend; a float32 mask of zeros and ones is
         taken too, whose values are checked only where they are known: under jit, any but 0 keeps the pair. "triton"
-        does not take it. "mosaic_gpu" packs it into bits, skips the blocks that it keeps nothing of, and masks nothing
-        in those that it keeps all of; beside a bias for each query it does neither. Or a masks.Mask, whose queries
-        stand at q_offset + i. One of causal, sliding_window, segments, prefix and dense masks joined by `&` is the same
-        as is_causal, window, segment_ids, kv_lengths and mask. Any other "mosaic_gpu" runs, without a bias, as lists of
-        the blocks that it keeps a pair of: the others are neither loaded nor visited, in either direction. The lists
-        are made anew in each call, unless prepare_mask made them before, with a bit for each pair of the blocks that it
-        may keep in part: in a mask of segments or dilated, of all blocks that its windows and other limits leave, and
-        in one that has dense or from_function in it, of all blocks. "xla" evaluates it for a chunk of queries at a
-        time.
+        does not take it. "mosaic_gpu" packs it into bits, skips the blocks that it keeps nothing of, and forward masks
+        nothing in those that it keeps all of; beside a bias for each query it does neither. Or a masks.Mask, whose
+        queries stand at q_offset + i. One of causal, sliding_window, segments, prefix and dense masks joined by `&` is
+        the same as is_causal, window, segment_ids, kv_lengths and mask. Any other "mosaic_gpu" runs, without a bias, as
+        lists of the blocks that it keeps a pair of: the others are neither loaded nor visited, in either direction. The
+        lists are made anew in each call, unless prepare_mask made them before, with a bit for each pair of the blocks
+        that it may keep in part: in a mask of segments or dilated, of all blocks that its windows and other limits
+        leave, and in one that has dense or from_function in it, of all blocks. "xla" evaluates it for a chunk of
+        queries at a time.
       is_causal: keep key j for query i where q_offset + i >= j.
       window: (left, right), or an int for both: keep key j for query i where q_offset + i - left <= j and
         j <= q_offset + i + right, as jax.nn's local_window_size and flash-attn's window_size count. -1 or None is
@@ -118,7 +118,7 @@ def flash_attention(
         not under jax.jit, and vmap is a loop over calls. "mosaic_gpu" and "triton" inline it in their kernels where it
         looks arrays up by the query or by the key, with b and h or without (slopes[h], ids[b, q] == ids[b, k]), not
         by both (table[q - k]), and without a bias; "xla" serves any. In "mosaic_gpu" the gradients of the arrays are
-        passes more, by "triton" or, with a mask, by "xla".
+        passes more, by "triton" or, with a mask, by XLA over the blocks that it keeps a pair of.
       sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).

@@ -91,7 +91,10 @@ class Walk(NamedTuple):
         return step >= self.full
 
     def masked(self, scores: Any, step: Any, row_start: Any, *, by_word: bool) -> Any:
-        """The scores of a partial block from a row on, -inf where the mask has a zero."""
+        """The scores of a partial block from a row on, -inf where the mask has a zero.
+
+        Where there are words of all blocks, of a list by query: one by key has its query heads in the steps.
+        """
         if self.lists.has_all_words:
             words = self.words(self.head, self.at(step), row_start, scores.shape[0])
         else:
@@ -285,10 +288,9 @@ def _evaluated(
     mask: Mask, offset: jax.Array, call: ListedCall, joined: int, *, interpret: bool
 ) -> tuple[BlockLists, jax.Array]:
     """(lists, words of all blocks) of a mask all of whose pairs are evaluated. joined: as in packed_lists."""
-    q_length, kv_length = call.lengths
     transposed = call.by == "key"
     rows, columns = reversed(call.blocks) if transposed else call.blocks
-    keep = mask.rows(np.arange(q_length, dtype=np.int32), kv_length, q_offset=offset)
+    keep = mask.to_dense(*call.lengths, q_offset=offset)
     words = mask_bits_sm90.packed(keep, rows, columns, transposed=transposed, interpret=interpret)
     # Queries first, as `sided` takes them.
     judged = (x if transposed else x.swapaxes(2, 3) for x in mask_bits_sm90.judged(words, columns))
