@@ -44,6 +44,8 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     q_length, kv_length, v_head_dim = inputs.query.shape[1], inputs.key.shape[1], inputs.value.shape[-1]
     lists = lists_sm90.lists_of(inputs, options, **listed_blocks(config), interpret=interpret)
     no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
+    keys = _keys_per_query(options, kv_length)
+    keys = keys if lists is None else min(keys, lists.keys)
     inputs, options = lists_sm90.without_limits(inputs, options)
     any_rows = has_odd_length(inputs.query, inputs.key)
     query, key, value = (pad_for_tma(x, any_rows=any_rows) for x in inputs[:3])
@@ -51,8 +53,6 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     dense = dense_sm90.dense_of(inputs, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
     largest = small = None
-    keys = _keys_per_query(options, kv_length)
-    keys = keys if lists is None else lists.keys
     heads = views_sm90.head_counts(query, key, options)[0]
     # The look is at all heads of the array, where a call takes only some.
     is_limited = options.window is not None or segments is not None
