@@ -217,6 +217,7 @@ ATTENTION_CASES = (
     AttentionCase("pattern_cells_causal", pattern="cells_causal", q_length=150, kv_length=200, heads=4, q_offset=20),
     AttentionCase("pattern_global", pattern="global", q_length=140, kv_length=131, kv_lengths=(131, 60), sinks=True),
     AttentionCase("pattern_stripes", pattern="stripes", q_length=77, kv_length=140, window=(60, 30), softcap=3.0),
+    AttentionCase("pattern_bias", pattern="cells", bias="hts", bias_masks=True, q_length=77, kv_length=140, heads=4),
     AttentionCase(
         "everything",
         q_length=45,
@@ -302,5 +303,9 @@ GPU_ATTENTION_CASES = (
     _long("long_global_64", 64, pattern="long_global", is_causal=True, heads=8, kv_heads=2),
     _long("long_global_256", 256, pattern="long_global", q_length=1025, kv_length=1999),
     _long("long_stripes", 128, pattern="stripes", q_length=1025, kv_length=999, segments="packed"),
+    _long("long_cells_bias", 128, pattern="cells", bias="bhts", batch=2, heads=8, kv_heads=2),
+    _long("long_global_bias_64", 64, pattern="long_global", bias="hts", bias_dtype="float32", bias_masks=True),
+    _long("long_mask_bias_tiles", 256, mask="ts", bias="hts", is_causal=True, q_length=1025, kv_length=1999),
+    _long("long_mask_bias_heads", 128, batch=2, mask="bhts", bias="ts", softcap=5.0),
     _long("long_bias_fp32", 64, bias="ts", dtype="float32", precision="fp32", softcap=5.0),
 )

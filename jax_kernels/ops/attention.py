@@ -91,10 +91,10 @@ def flash_attention(
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend; a float32 mask of zeros and ones is
         taken too, whose values are checked only where they are known: under jit, any but 0 keeps the pair. "triton"
         does not take it. "mosaic_gpu" packs it into bits, skips the blocks that it keeps nothing of, and forward masks
-        nothing in those that it keeps all of; beside a bias for each query it does neither. Or a masks.Mask, whose
-        queries stand at q_offset + i. One of causal, sliding_window, segments, prefix and dense masks joined by `&` is
-        the same as is_causal, window, segment_ids, kv_lengths and mask. Any other "mosaic_gpu" runs, without a bias, as
-        lists of the blocks that it keeps a pair of: the others are neither loaded nor visited, in either direction. The
+        nothing in those that it keeps all of. Or a masks.Mask, whose queries stand at q_offset + i. One of causal,
+        sliding_window, segments, prefix and dense masks joined by `&` is the same as is_causal, window, segment_ids,
+        kv_lengths and mask. Any other "mosaic_gpu" runs as lists of the blocks that it keeps a pair of: the others, and
+        their part of a bias, are neither loaded nor visited, in either direction. The
         lists are made anew in each call, unless prepare_mask made them before, with a bit for each pair of the blocks
         that it may keep in part: in a mask of segments or dilated, of all blocks that its windows and other limits
         leave, and in one that has dense or from_function in it, of all blocks. "xla" evaluates it for a chunk of

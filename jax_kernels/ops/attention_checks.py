@@ -59,7 +59,7 @@ def check(
     ids = _segment_ids(segment_ids, (batch, q_length), (batch, kv_length))
     lengths = checked_lengths(kv_lengths, batch)
     call = MaskArguments(mask, is_causal, window, None if segment_ids is None else ids, lengths)
-    reads_lists = bias is None and implementation in (None, "mosaic_gpu")
+    reads_lists = implementation in (None, "mosaic_gpu")
     mask, is_causal, window, segment_ids, kv_lengths = as_arguments(call, batch, reads_lists=reads_lists)
     q_segment_ids, kv_segment_ids = segment_ids or (None, None)
     static_offset, q_offset = checked_offset(q_offset, batch)

@@ -11,7 +11,14 @@ from jax_kernels.dispatch import Implementation, Plan, Request
 from jax_kernels.masks import Mask
 from jax_kernels.ops import reasons
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton, lists_sm90
+from jax_kernels.pallas.attention import (
+    backward_sm90,
+    backward_triton,
+    bias_gradient_triton,
+    forward_sm90,
+    forward_triton,
+    lists_sm90,
+)
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference.score_mod_gradients import array_gradients
 from jax_kernels.score_mod import moving
@@ -82,7 +89,7 @@ def _row(name: str, request: AttentionRequest):
         is_causal=request.is_causal,
         is_limited=request.window is not None or request.has_segment_ids,
         dense_bits=request.dense_bits,
-        has_lists=request.has_mask_object,
+        has_lists=request.has_mask_object and request.bias_shape is None,
     )
 
 
@@ -117,13 +124,9 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
         return reason
     if request.bits != 16:
         return "its wgmma products take bfloat16 and float16 here, not float32"
-    mask, bias = request.mask_shape, request.bias_shape
+    bias = request.bias_shape
     if bias is not None and bias[3] == 1:
         return f"it takes a bias with a number for each key, not of shape {bias}"
-    if mask and bias and bias[2] > 1 and _exceeds(mask, bias):
-        return f"with a bias of shape {bias} it takes a dense mask of its axes, not of shape {mask}"
-    if request.has_mask_object and bias:
-        return "with a bias it takes a dense mask, or a Mask that says no more than one, not lists of blocks"
     if bias and request.deterministic:
         return "its deterministic backward takes no bias"
     if request.has_score_mod and (reason := _score_mod_by_mosaic(request)):
@@ -131,11 +134,6 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
     if request.dense_bits == 32 and max(request.head_dim, request.v_head_dim) > 128:
         return "above head_dim 128 it takes a bias for each query in 16 bits, not in float32"
     return reasons.no_mosaic(request)
-
-
-def _exceeds(mask: tuple[int, ...], bias: tuple[int, ...]) -> bool:
-    """Whether a mask has an axis that a bias lacks, or no number for each key."""
-    return mask[3] < bias[3] or any(n > of_bias for n, of_bias in zip(mask, bias, strict=True))
 
 
 def _score_mod_by_mosaic(request: AttentionRequest) -> str | None:
@@ -294,7 +292,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret):
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     gradients = _kernel(backward_sm90.attention_backward, "backward")(*arguments, **statics)
     if inputs.bias is not None and options.bias_gradient:
-        dbias = _kernel(backward_triton.bias_gradient, "array_gradients")(*arguments, **statics)
+        dbias = _kernel(bias_gradient_triton.bias_gradient, "array_gradients")(*arguments, **statics)
         gradients = gradients._replace(bias=dbias)
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
         # Passes more: by Triton two, one of which the arrays may not need, and XLA leaves it out then. What Triton does

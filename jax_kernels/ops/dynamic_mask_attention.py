@@ -32,7 +32,7 @@ def dynamic_mask_attention(
 
     An array [B, Hkv, T, S] is not repeated in memory: each head of keys becomes a batch entry of its own, for which
     query, key and value are copied. On Hopper, blocks of which the mask keeps nothing are neither loaded nor scheduled,
-    and forward those of which it keeps all are not masked, unless there is a bias for each query.
+    nor is their part of the bias, and forward those of which it keeps all are not masked.
 
     Args:
       query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv]. As flash_attention takes them.

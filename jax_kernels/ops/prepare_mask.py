@@ -37,9 +37,9 @@ def prepare_mask(
     lengths and heads, and its is_causal, window, q_offset and implementation; with a batch of as many entries or, where
     the mask is the same for all, a multiple of that; with deterministic=True only if it was prepared so. In any other
     call, and in one with segment_ids, kv_lengths or a traced q_offset, it is the mask that it was made from, as it is
-    where no lists are used: in "xla", beside a bias, and for a mask that says no more than is_causal, window and the
-    like.
-    `&`, `|` and `~` give ordinary masks.
+    where no lists are used: in "xla", and for a mask that says no more than is_causal, window and the like. Beside a
+    bias for each query the blocks may be others: it is then to be prepared with one. `&`, `|` and `~` give ordinary
+    masks.
 
     Outside of jit, the lists are as long as the longest one, and there are bits for the blocks that the mask keeps in
     part, rounded up by at most an eighth; another mask may then have lists of other shapes, for which jit compiles
@@ -68,7 +68,7 @@ def prepare_mask(
     mask, value = mask.unprepared, key if value is None else value
     request, inputs = check(query, key, value, mask=mask, **arguments)
     whole: Mask = mask
-    if inputs.mask is not None and not isinstance(inputs.mask, Mask) and inputs.bias is None:
+    if inputs.mask is not None and not isinstance(inputs.mask, Mask):
         whole = Or((mask,))  # which no arguments say, so that an array has lists, too
         request, inputs = check(query, key, value, mask=whole, **arguments)
     plan = flash_attention.plan(query, key, value, mask=whole, **arguments)  # type: ignore[attr-defined]

@@ -4,8 +4,7 @@ Both recompute the probabilities from the log-sum-exp, P = exp2(S * scale * log2
 dS = P * (dO V^T - delta), with a delta per query. Seven products where one pass needs five,
 but no program adds to another's result: the same bits on every run.
 
-The gradient of a bias is a third pass, of two products, whose programs own tiles of the bias and walk what it is
-broadcast over: it needs no memory but the gradient's own, and few programs run where the bias is small.
+The gradient of a bias is a third pass (bias_gradient_triton.py).
 """
 
 import jax
@@ -16,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
+from jax_kernels.pallas.attention.bias_gradient_triton import gradient_of_tiles
 from jax_kernels.pallas.attention.score_mod_triton import array_gradients, operands_of, summed, tile_scores
 from jax_kernels.pallas.attention.shared_triton import (
     Call,
@@ -25,7 +25,6 @@ from jax_kernels.pallas.attention.shared_triton import (
     aligned,
     all_rows,
     bias_spec,
-    both,
     iota,
     limiting_arrays,
     load,
@@ -57,22 +56,11 @@ def attention_backward(
     dquery, *by_query = _dq(inputs, *limiting, *rows, operands, dquery_blocks, config)
     dbias = None
     if bias is not None and options.bias_gradient:
-        dbias = _dbias(inputs, *limiting, *rows, dquery_blocks, config)[..., : bias.shape[3]]
+        dbias = gradient_of_tiles(inputs, *limiting, *rows, None, dquery_blocks, config)[..., : bias.shape[3]]
     dmod = None
     if inputs.score_mod is not None and options.score_mod_gradient:
         dmod = array_gradients(dquery_blocks, inputs, operands, by_query, by_key)
     return AttentionGradients(dquery, dkey, dvalue, dbias, score_mod=dmod)
-
-
-def bias_gradient(
-    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, *, config, core_count, interpret
-) -> jax.Array:
-    """The bias's alone, under a dense mask too. Arguments: as attention_backward's."""
-    del core_count
-    keys, inputs = inputs.bias.shape[3], inputs._replace(bias=aligned(inputs.bias))
-    call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
-    limiting = limiting_arrays(inputs, options)
-    return _dbias(inputs, *limiting, dout, lse * LOG2E, delta, call, config)[..., :keys]
 
 
 def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, operands, call, config):
@@ -238,114 +226,3 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
     for ref, x in zip(sum_refs, sums, strict=True):
         plgpu.store(ref, x, mask=rows)
     store(dq_ref, (dq * call.options.scale).astype(dq_ref.dtype), q_start, call.q_length, call.head_dim)
-
-
-def _dbias(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, call, config):
-    bias, batch = inputs.bias, inputs.query.shape[0]
-    q_rows, kv_rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
-    whole_spec = lambda *shape: pl.BlockSpec(shape, lambda i, j, n: (0,) * len(shape))
-    heads_of = lambda x, rows: (x, whole_spec(batch, rows, x.shape[2], padded(x.shape[3])))
-    rows_of = lambda x: (x, whole_spec(batch, call.heads, q_rows))
-    tile = (None, None, call.block_q, call.block_kv)
-    tile_spec = bias_spec(bias, tile, lambda i, j, n: (n // bias.shape[1], lax.rem(n, bias.shape[1]), i, j))
-    ins = {
-        "bounds": whole_array(bounds),
-        "query": heads_of(inputs.query, q_rows),
-        "key": heads_of(inputs.key, kv_rows),
-        "value": heads_of(inputs.value, kv_rows),
-        "bias": (bias, tile_spec),
-        "dout": heads_of(dout, q_rows),
-        "lse2": rows_of(lse2),
-        "delta": rows_of(delta),
-    }
-    if inputs.mask is not None:
-        sides = (1 if n == 1 else of_all for n, of_all in zip(inputs.mask.shape[2:], (q_rows, kv_rows), strict=True))
-        ins["mask"] = aligned(inputs.mask.astype(jnp.int8)), whole_spec(*inputs.mask.shape[:2], *sides)
-    if q_ids is not None:
-        ins["q_ids"] = q_ids, whole_spec(batch, q_rows)
-        ins["kv_ids"] = kv_ids, whole_spec(batch, kv_rows)
-        ins["ranges"] = whole_array(tiles.segment_ranges(q_ids, call.block_q, kv_ids, call.block_kv))
-    grid = (
-        call.q_blocks if bias.shape[2] > 1 else 1,
-        call.kv_blocks if bias.shape[3] > 1 else 1,
-        bias.shape[0] * bias.shape[1],
-    )
-    (dbias,) = run(
-        _dbias_kernel,
-        call,
-        config,
-        name="attention_backward_dbias_triton",
-        grid=grid,
-        ins=ins,
-        outs=[(jax.ShapeDtypeStruct(bias.shape, bias.dtype), tile_spec)],
-        batch=batch,
-        bias_shape=bias.shape,
-    )
-    return dbias
-
-
-def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
-    block_q, block_kv = call.block_q, call.block_kv
-    # The batch entries and heads that share this tile, and what there is of the other two axes.
-    batches, heads = (count if size == 1 else 1 for count, size in zip((batch, call.heads), bias_shape, strict=False))
-    own_q, own_kv, own = (pl.program_id(axis) for axis in range(3))
-    own_batch, own_head = lax.div(own, jnp.int32(bias_shape[1])), lax.rem(own, jnp.int32(bias_shape[1]))
-
-    def one_query_block(q_index, acc, *, b, h):
-        q_start = q_index * block_q
-        limits = call.limits(refs, b)
-        first, end = (0, call.kv_blocks) if bias_shape[3] == 1 else (own_kv, own_kv + 1)
-        among = tiles.Among(first, end)
-        q_ids = None
-        if refs.q_ids is not None:
-            meets = tiles.among(refs.ranges, b, q_index)
-            among = tiles.Among(tiles.maximum(among.first, meets.first), tiles.minimum(among.end, meets.end))
-            q_ids = load_rows(refs.q_ids.at[b, pl.ds(q_start, block_q)], q_start, call.q_length, tiles.NO_QUERY)
-        blocks = limits.key_blocks(q_start, block_q, block_kv, among)
-        these = pl.ds(q_start, block_q)
-        q = load(refs.query.at[b, these, h, :], q_start, call.q_length, call.head_dim)
-        dout = load(refs.dout.at[b, these, h, :], q_start, call.q_length, call.v_head_dim)
-        lse2 = load_rows(refs.lse2.at[b, h, these], q_start, call.q_length, jnp.inf)
-        delta = load_rows(refs.delta.at[b, h, these], q_start, call.q_length, 0.0)
-        rows, queries = row_mask(q_start, block_q, call.q_length), Queries.of(limits, q_start, block_q, q_ids)
-
-        def step(index, acc, *, partial):
-            start = blocks.at(index) * block_kv
-            keys, of_keys = pl.ds(start, block_kv), lax.div(h, jnp.int32(call.group))
-            k = load(refs.key.at[b, keys, of_keys, :], start, limits.kv_length, call.head_dim)
-            v = load(refs.value.at[b, keys, of_keys, :], start, limits.kv_length, call.v_head_dim)
-            masks = (rows, row_mask(start, block_kv, call.columns))
-            load_this = lambda x: load_tile(x, slice(None), slice(None), masks)
-            s, _ = tile_scores(call, refs, load_this, q, k, (b, h, q_start, start))
-            kv_ids = None
-            if q_ids is not None:
-                kv_ids = load_rows(refs.kv_ids.at[b, keys], start, call.kv_length, tiles.NO_KEY)
-            keep = queries.keep(start + iota(block_kv), kv_ids)
-            if refs.mask is not None:
-                of_head = (jnp.int32(0) if n == 1 else i for n, i in zip(refs.mask.shape, (b, h), strict=False))
-                keep = keep & (load_tile(refs.mask, these, keys, masks, *of_head) != 0)
-            p = jnp.where(keep, call.exp2(s, lse2[:, None]), 0.0)
-            return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
-
-        return walk(blocks, step, acc)
-
-    def one_head(n, acc):
-        b = own_batch if batches == 1 else lax.div(n, jnp.int32(heads))
-        h = own_head if heads == 1 else lax.rem(n, jnp.int32(heads))
-        of_head = lambda q_index, acc: one_query_block(q_index, acc, b=b, h=h)
-        if bias_shape[2] > 1:
-            return of_head(own_q, acc)
-        return lax.fori_loop(0, call.q_blocks, of_head, acc)
-
-    acc = lax.fori_loop(0, batches * heads, one_head, jnp.zeros((block_q, block_kv), jnp.float32))
-    rows = columns = None
-    if bias_shape[2] > 1:
-        rows = row_mask(own_q * block_q, block_q, call.q_length)
-    else:
-        acc = acc.sum(axis=0)[None, :]
-    if bias_shape[3] > 1:
-        columns = row_mask(own_kv * block_kv, block_kv, call.columns)
-    else:
-        acc = acc.sum(axis=1)[:, None]
-    (dbias_ref,) = refs.outs
-    plgpu.store(dbias_ref, acc.astype(dbias_ref.dtype), mask=both(rows, columns, acc.shape))

@@ -90,18 +90,15 @@ class Stage(NamedTuple):
 
 
 def dense_of(inputs: AttentionInputs, *, transposed: bool) -> Dense | None:
-    """The call's bias and what is left of its mask; None where it has neither.
+    """The call's bias and what is left of its mask, which all queries share; None where it has neither.
 
-    Their last axis is not 1, and a mask with an axis of queries comes with a bias that has one, and no other axis than
-    its. by_key is small. A bias is copied where a side is no multiple of what the tensor memory accelerator moves,
-    where it is transposed, and where there is a mask.
+    Their last axis is not 1. by_key is small. A bias for each query, beside which no mask is left, is copied where a
+    side is no multiple of what the tensor memory accelerator moves, and where it is transposed.
     """
     bias, mask = inputs.bias, inputs.mask
     if bias is None and mask is None:
         return None
     if bias is not None and bias.shape[2] > 1:
-        # Both in one: a kernel lacks the registers for a tile of each.
-        bias = bias if mask is None else jnp.where(mask, bias, -jnp.inf)
         tiles = _padded(bias.swapaxes(2, 3) if transposed else bias, 8, 64 if bias.dtype.itemsize == 2 else 32)
         return Dense(tiles=tiles)
     by_key = jnp.float32(0)

@@ -167,15 +167,16 @@ class PreparedLists:
 def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
     """Whether a call's mask is one of lists: a Mask, or an array that tells queries apart.
 
-    Beside a bias for each query an array is no list, but in the bias. One for all queries is a bias where it may be:
-    beside a score_mod, and where the backward is deterministic, there is none.
+    One for all queries is a bias for each key where it may be: beside a bias for each query, or a score_mod, and where
+    the backward is deterministic, there is none.
     """
     if isinstance(inputs.mask, Mask):
         return True
-    if inputs.mask is None or (inputs.bias is not None and inputs.bias.shape[2] > 1):
+    if inputs.mask is None:
         return False
     is_of_keys = inputs.mask.shape[2] == 1 < inputs.mask.shape[3]
-    return not is_of_keys or options.deterministic or inputs.score_mod is not None
+    has_tiles = inputs.bias is not None and inputs.bias.shape[2] > 1
+    return not is_of_keys or has_tiles or options.deterministic or inputs.score_mod is not None
 
 
 def lists_of(

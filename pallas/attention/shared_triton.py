@@ -27,8 +27,8 @@ ALIGNED = 8  # numbers of 16 bits in 16 bytes
 class Refs(NamedTuple):
     """The arrays of a kernel; None where the call lacks one.
 
-    mask: int8. bounds: tiles.bounds_array. ranges: tiles.segment_ranges of the blocks that the programs own. lse2,
-    delta: of the backward. operands: of a score_mod. outs: what the kernel writes.
+    mask, entries, words: of bias_gradient_triton.Pairs. bounds: tiles.bounds_array. ranges: tiles.segment_ranges of the
+    blocks that the programs own. lse2, delta: of the backward. operands: of a score_mod. outs: what the kernel writes.
     """
 
     query: Any
@@ -36,6 +36,8 @@ class Refs(NamedTuple):
     value: Any
     bias: Any = None
     mask: Any = None
+    entries: Any = None
+    words: Any = None
     sinks: Any = None
     q_ids: Any = None
     kv_ids: Any = None

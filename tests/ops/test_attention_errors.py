@@ -231,16 +231,6 @@ NOT_SERVED = [
     ),
     (
         "mosaic_gpu",
-        {"bias": BIAS, "mask": jax.ShapeDtypeStruct((64, 1), bool)},
-        "with a bias of shape (1, 4, 64, 64) it takes a dense mask of its axes, not of shape (1, 1, 64, 1)",
-    ),
-    (
-        "mosaic_gpu",
-        {"bias": BIAS, "mask": jax.ShapeDtypeStruct((2, 1, 64, 64), bool)},
-        "with a bias of shape (1, 4, 64, 64) it takes a dense mask of its axes, not of shape (2, 1, 64, 64)",
-    ),
-    (
-        "mosaic_gpu",
         {"bias": BIAS, "deterministic": True},
         "its deterministic backward takes no bias",
     ),
@@ -315,7 +305,7 @@ def test_what_an_implementation_does_not_serve(implementation, arguments, reason
         ({"sinks": jax.ShapeDtypeStruct((4,), jnp.float16)}, "mosaic_gpu"),
         ({"sinks": jax.ShapeDtypeStruct((4,), jnp.float16), "bias": BIAS}, "mosaic_gpu"),
         ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((64, 64), bool)}, "mosaic_gpu"),
-        ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((2, 1, 64, 64), bool)}, "xla"),
+        ({"bias": BIAS, "mask": jax.ShapeDtypeStruct((2, 1, 64, 64), bool)}, "mosaic_gpu"),
     ],
     ids=str,
 )

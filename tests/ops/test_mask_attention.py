@@ -156,9 +156,13 @@ def test_which_implementation(mask, as_lists):
         assert (plan.config.forward is row.forward) == as_lists
         if as_lists:
             plan = explain(flash_attention, query, query, query, mask=mask, bias=bias)
+            assert plan.implementation == "mosaic_gpu"
+            of_bias, _ = attention_row((9, 0), "mosaic_gpu", head_dim=64, bits=16, is_causal=False, dense_bits=16)
+            assert plan.config.forward is of_bias.forward
+            plan = explain(flash_attention, query, query, query, mask=mask, bias=bias, deterministic=True)
             passed_over = dict(plan.passed_over)
             assert plan.implementation == "xla"
-            assert passed_over["mosaic_gpu"].startswith("with a bias it takes a dense mask")
+            assert passed_over["mosaic_gpu"] == "its deterministic backward takes no bias"
             assert all(passed_over[name].startswith("of Mask objects it serves") for name in ("triton", "cudnn"))
             with pytest.raises(NotImplementedError, match="'triton' cannot serve this flash_attention: of Mask"):
                 explain(flash_attention, query, query, query, mask=mask, implementation="triton")

@@ -71,7 +71,7 @@ def test_calls_make_no_lists():
 
 
 def test_an_array():
-    """Alone, or with what arguments say, it has lists as well; beside a bias it is an array again."""
+    """Alone, or with what arguments say, or prepared beside a bias, it has lists as well; in "cudnn" it is an array."""
     array = jnp.asarray(np.random.default_rng(2).random((1, H, T, T)) < 0.5)
     for mask, arguments in (
         (masks.dense(array), {}),
@@ -89,7 +89,10 @@ def test_an_array():
         arrays = QUERY, KEY, KEY
         assert flash_attention.plan(*arrays, mask=prepared, bias=bias).implementation == "mosaic_gpu"
         assert flash_attention.plan(*arrays, mask=prepared, implementation="cudnn").implementation == "cudnn"
-        assert prepare_mask(masks.dense(array), *arrays, bias=bias).lists == ()
+    for shape in ((1, 1, 1, T), (1, H, T, T)):
+        bias = jnp.zeros(shape, jnp.bfloat16)
+        assert sorts(masks.dense(array), bias=bias) == 4
+        assert sorts(prepared_on_hopper(masks.dense(array), bias=bias), bias=bias) == 0
 
 
 @pytest.mark.parametrize("arguments", [{"is_causal": True}, {"window": 200}, {"q_offset": 8}, {"kv_lengths": True}])

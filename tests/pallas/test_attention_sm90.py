@@ -109,6 +109,15 @@ CASES = {
     | WIDE
     | {"pattern": "cells_causal", "heads": 2, "kv_heads": 1, "q_offset": [50], "kv_length": 200},
     "lists_256": SMALL | VERY_WIDE | {"pattern": "global", "heads": 2, "kv_heads": 1, "deterministic": True},
+    "mask_bias_128_heads": LARGE | WIDE | {"mask": "hts", "bias": "ts", "heads": 2, "races": True},
+    "lists_bias_64": LARGE
+    | {"pattern": "cells", "bias": "hts", "bias_masks": True, "heads": 4, "kv_heads": 2, "races": True},
+    "lists_bias_256": SMALL
+    | VERY_WIDE
+    | {"pattern": "global", "bias": "ts", "heads": 2, "kv_heads": 1, "is_causal": True, "kv_length": 100},
+    "prepared_bias_128": SMALL
+    | WIDE
+    | {"pattern": "cells_causal", "bias": "bhts", "bias_dtype": "float32", "heads": 2, "kv_heads": 1, "prepared": True},
     "lists_everything": EVERYTHING | {"pattern": "stripes", "races": True},
     "prepared_64": LARGE | {"pattern": "cells_causal", "heads": 2, "batch": 2, "window": [150, 40], "prepared": True},
     "prepared_128": SMALL

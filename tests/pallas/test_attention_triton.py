@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_kernels import masks
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.backward_triton import bias_gradient
+from jax_kernels.pallas.attention.bias_gradient_triton import bias_gradient
 from jax_kernels.pallas.attention.shared_triton import walk
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
 from jax_kernels.reference import attention as reference
@@ -383,16 +384,26 @@ def test_a_bias_gradient_is_computed_only_where_it_is_asked_for(wanted):
     assert max(sizes) < 1024 * 1024
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 70, 1), (1, 1, 1, 1), (1, 2, 70, 75)], ids=str)
-def test_the_gradient_of_a_bias_under_a_mask(shape):
+UNDER = {
+    "array": jax.random.bernoulli(jax.random.key(4), 0.7, (1, 1, 70, 75)),
+    # Neither has a live pair in most blocks of 32 x 32 left of the diagonal.
+    "dead_blocks": jnp.pad(jnp.ones((2, 2, 20, 75), bool), ((0, 0), (0, 0), (50, 0), (0, 0))),
+    "window": masks.sliding_window(5, 2),
+    "heads": masks.block_sparse(jax.random.bernoulli(jax.random.key(5), 0.4, (2, 2, 5, 5)), 16) | masks.prefix(3),
+    "function": masks.from_function(lambda b, h, q, k: (q + k) % 3 > 0),
+}
+
+
+@pytest.mark.parametrize("under", UNDER)
+@pytest.mark.parametrize("shape", [(1, 2, 70, 1), (1, 1, 1, 1), (1, 2, 70, 75), (2, 2, 1, 75)], ids=str)
+def test_the_gradient_of_a_bias_under_a_mask(shape, under):
     """The mask has an axis of keys where the bias may have none."""
-    case = AttentionCase("", batch=1, q_length=70, kv_length=75, heads=2, kv_heads=2, head_dim=16, dtype="float32")
+    case = AttentionCase("", batch=2, q_length=70, kv_length=75, heads=2, kv_heads=2, head_dim=16, dtype="float32")
     query, key, value, dout, dlse = attention_inputs(case)
-    keys = jax.random.split(jax.random.key(0))
-    bias, mask = jax.random.normal(keys[0], shape), jax.random.bernoulli(keys[1], 0.7, (1, 1, 70, 75))
-    inputs = AttentionInputs(query, key, value, bias=bias, mask=mask)
-    options, blocks = AttentionOptions(0.25, precision="fp32"), AttentionBackwardTriton(32, 32, 32, 32, 4, 2)
+    bias = jax.random.normal(jax.random.key(0), shape)
+    inputs = AttentionInputs(query, key, value, bias=bias, mask=UNDER[under])
+    options, blocks = AttentionOptions(0.25, precision="fp32"), AttentionBackwardTriton(32, 32, 32, 64, 4, 2)
     out, lse = reference.forward(inputs, options, out_dtype=jnp.float32)
     rows = *reference.row_terms(out, lse, dout, dlse), dout
     got = bias_gradient(inputs, options, *rows, config=blocks, core_count=1, interpret=True)
-    assert error(got, reference.backward(inputs, options, *rows).bias) < 1e-4  # sums of up to 10,500
+    assert error(got, reference.backward(inputs, options, *rows).bias) < 1e-4  # sums of up to 21,000

@@ -40,11 +40,15 @@ def rows():
 
 
 def _dense(gpu, row):
-    """Of a row for biases and masks, under a causal mask: with the widest bias, and with a mask where it serves one."""
+    """Of a row for biases and masks, under a causal mask: with the widest bias, also beside lists, and with a mask."""
     spec = _spec(row, row.is_causal is not False, "")
     bias = dataclasses.replace(spec, bias="hts", bias_dtype="float32" if row.dense_bits == 32 else "")
     if row.dense_bits > 1:
         yield gpu, row, bias
+    lists = dataclasses.replace(bias, cells="bhts", kv_heads=2)
+    # At 256 some of what a tile has is spilled, outside of its loop.
+    if row.dense_bits > 1 and row.head_dim <= 128 and _planned(gpu, row, lists) is row:
+        yield gpu, row, lists
     mask = dataclasses.replace(spec, mask="bts")
     if not row.is_limited and _planned(gpu, row, mask) is row:
         yield gpu, row, mask
@@ -61,7 +65,7 @@ def _planned(gpu, row, spec):
         is_causal=spec.is_causal,
         is_limited=bool(spec.window),
         dense_bits=bits if spec.bias or spec.mask else 0,
-        has_lists=bool(spec.cells),
+        has_lists=bool(spec.cells) and not spec.bias,
     )
     return planned
 
