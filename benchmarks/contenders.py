@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from cases import TOLERANCE, Case, InputSet, Oracle
+from side_by_side import gpu_alone
 from timing import Call, Contender, first_line, host_timer
 
 import jax_kernels
@@ -91,12 +92,13 @@ def _builder(name: str) -> Callable[[Case, Sequence[InputSet], Oracle], Built]:
 def from_function(
     function: Callable[..., jax.Array], case: Case, sets: Sequence[InputSet], plan: str, *given: Any
 ) -> Built:
-    """Any differentiable function(*given, query, key, value) -> out, in the case's mode.
+    """Any differentiable function(*given, query, key, value) -> out, compiled, in the case's mode.
 
     given: arrays that all input sets share, which have no gradient and which no program holds as constants.
     """
     if case.mode == "fwd":
         forward = jax.jit(lambda given, *qkv: (function(*given, *qkv),))
+        forward.lower(given, *sets[0].qkv).compile()
         return Built(lambda i: forward(given, *sets[i % len(sets)].qkv), plan)
     if case.mode == "bwd":
         return Built(split_backward(function, sets, *given), plan)
@@ -106,15 +108,19 @@ def from_function(
         out, vjp = jax.vjp(functools.partial(function, *given), q, k, v)
         return (out, *vjp(do))
 
+    both.lower(given, *sets[0].qkv, sets[0].dout).compile()
     return Built(lambda i: both(given, *sets[i % len(sets)].qkv, sets[i % len(sets)].dout), plan)
 
 
 def split_backward(function: Callable[..., jax.Array], sets: Sequence[InputSet], *given: Any) -> Call:
     """call(i) -> (dq, dk, dv): the backward of function alone. Its forward runs once a set, here."""
     forward = jax.jit(lambda given, *qkv: jax.vjp(functools.partial(function, *given), *qkv)[1])
-    saved = [jax.tree.flatten(forward(given, *inputs.qkv)) for inputs in sets]
+    forward.lower(given, *sets[0].qkv).compile()
+    with gpu_alone():
+        saved = jax.block_until_ready([jax.tree.flatten(forward(given, *inputs.qkv)) for inputs in sets])
     tree = saved[0][1]
     backward = jax.jit(lambda residuals, do: jax.tree.unflatten(tree, residuals)(do))
+    backward.lower(saved[0][0], sets[0].dout).compile()
     return lambda i: backward(saved[i % len(sets)][0], sets[i % len(sets)].dout)
 
 

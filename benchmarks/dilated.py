@@ -51,6 +51,7 @@ from cases import (
 )
 from contenders import Built, framework, from_function, need, unavailable
 from gathers import Pattern, by_package, gathered, in_torch
+from side_by_side import gpu_alone
 from timing import METHODS, Contender, alternate, skipped, speed_ratio, spread
 
 import jax_kernels
@@ -140,7 +141,8 @@ def build(case: Case, args: argparse.Namespace) -> list[Contender]:
             made = built(name, case, args, sets)
             outputs = contender.start(made.call, made.plan)
             if name not in ("copy", "dilated-attention-pytorch"):
-                right = check(contender, case, sets[0], outputs, right)
+                with gpu_alone():
+                    right = check(contender, case, sets[0], outputs, right)
         say(f"  {name}: {contender.status} {contender.reason or contender.plan}")
         contenders.append(contender)
     return contenders

@@ -37,6 +37,7 @@ import report
 from attention import choose_timer, close, prepare_process, say
 from cases import DTYPES, MODES, Case, InputSet, as_numpy, input_sets, relative_error
 from contenders import Built, framework, from_function, need, unavailable
+from side_by_side import gpu_alone
 from timing import METHODS, Contender, alternate, skipped, speed_ratio
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks, prepare_mask
@@ -196,8 +197,10 @@ def build(
 
 def right(case: Case, keep: jax.Array | None, inputs: InputSet) -> list[np.ndarray]:
     """Float32 results of the first head of the first batch entry: those of the case's mode. keep: None for no mask."""
-    arrays = (x[:1, :, :1].astype(jnp.float32) for x in (*inputs.qkv, inputs.dout))
-    return [np.asarray(x) for x in _in_float32(case.mode, keep, *arrays)]
+    arrays = [x[:1, :, :1].astype(jnp.float32) for x in (*inputs.qkv, inputs.dout)]
+    _in_float32.lower(case.mode, keep, *arrays).compile()
+    with gpu_alone():
+        return [np.asarray(x) for x in _in_float32(case.mode, keep, *arrays)]
 
 
 @jax.jit(static_argnums=0)
@@ -212,7 +215,9 @@ def _in_float32(mode, keep, query, key, value, dout):
 def check(contender: Contender, want: Sequence[np.ndarray]) -> None:
     """Judges what the contender's first call gives."""
     assert contender.call is not None
-    contender.judge(relative_error([as_numpy(x[:1, :, :1]) for x in contender.call(0)], want), "float32")
+    with gpu_alone():
+        got = [as_numpy(x[:1, :, :1]) for x in contender.call(0)]
+        contender.judge(relative_error(got, want), "float32")
 
 
 def checked(

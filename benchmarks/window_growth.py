@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import report
 from attention import choose_timer, close, prepare_process, say
 from cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
+from side_by_side import gpu_alone
 from sparse import Pattern, of_ours
 from timing import METHODS, Contender, alternate, skipped
 
@@ -71,7 +72,8 @@ def build(name: str, case: Case, inputs: InputSet, args: argparse.Namespace) -> 
             held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
             held -= memory.alias_size_in_bytes
         outputs = contender.start(lambda index: run(mask, *inputs.qkv, inputs.dout), plan)
-        contender.judge(error(outputs, inputs, case, args.window), "float32")
+        with gpu_alone():
+            contender.judge(error(outputs, inputs, case, args.window), "float32")
     say(f"  {name}: {contender.status} {contender.reason or contender.plan.splitlines()[0]}")
     return contender, held
 

@@ -1,10 +1,16 @@
 """The timers and the alternation, with fake timers and a fake CUPTI."""
 
 import ctypes
+import functools
+import os
+import pathlib
+import subprocess
+import sys
 
 import device_activity
 import pytest
 import report
+import side_by_side
 import timing
 
 
@@ -47,6 +53,21 @@ def test_a_failing_contender_ends_nothing():
     assert (made[1].status, made[1].reason) == ("failed", "RuntimeError: out of luck")
     assert said[0] == "  broken: failed: RuntimeError: out of luck"
     assert made[0].times == [1.0] * 3
+
+
+def test_processes_take_turns(tmp_path, monkeypatch):
+    lock = tmp_path / "lock"
+    source = "import side_by_side\nwith side_by_side.gpu_alone(), side_by_side.gpu_alone(): print('its turn')"
+    start = functools.partial(subprocess.Popen, [sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(timing.__file__).parent)}
+    monkeypatch.setenv("BENCHMARK_LOCK", str(lock))
+    with side_by_side.gpu_alone():
+        waiting = start(env=environment | {"BENCHMARK_LOCK": str(lock)})
+        others = start(env={name: x for name, x in environment.items() if name != "BENCHMARK_LOCK"})
+        assert others.communicate(timeout=60)[0] == "its turn\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(timeout=1)
+    assert waiting.communicate(timeout=60)[0] == "its turn\n"
 
 
 def test_a_spent_budget_skips(monkeypatch):
