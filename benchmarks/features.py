@@ -25,6 +25,7 @@ import numpy as np
 import report
 from attention import choose_timer, close, prepare_process, say
 from cases import as_numpy, parse_shape, relative_error
+from side_by_side import gpu_alone
 from timing import Contender, alternate, skipped, spread
 
 from jax_kernels import flash_attention
@@ -140,13 +141,17 @@ def build(variant: Variant, mode: str, implementation: str | None) -> Contender:
         # Slopes are constants here: their gradients would be passes more.
         call = dataclasses.replace(call, options=dataclasses.replace(call.options, score_mod_gradient=False))
         run = lambda index: forward(call, inputs)
+        forward.lower(call, inputs).compile()
         if mode == "bwd":
-            results = run(0)
+            with gpu_alone():
+                results = jax.block_until_ready(run(0))
             run = lambda index: backward(call, inputs, results, arrays[3])
+            backward.lower(call, inputs, results, arrays[3]).compile()
         outputs = contender.start(run, f"{call.implementation} {call.config}")
         want = right(variant, mode, arrays)
-        got = [as_numpy(x[:1, :, : w.shape[2]]) for x, w in zip(outputs, want, strict=False)]
-        contender.judge(relative_error(got, want), "float32")
+        with gpu_alone():
+            got = [as_numpy(x[:1, :, : w.shape[2]]) for x, w in zip(outputs, want, strict=False)]
+            contender.judge(relative_error(got, want), "float32")
     return contender
 
 
@@ -158,10 +163,12 @@ def right(variant: Variant, mode: str, arrays: Sequence[jax.Array]) -> list[np.n
     cut = {"segment_ids": lambda ids: ids[:1], "sinks": lambda sinks: sinks[:group]}
     arguments = {name: cut.get(name, lambda x: x)(value) for name, value in variant.arguments.items()}
     attend = lambda *qkv: flash_attention(*qkv, **arguments, implementation="xla")
-    if mode == "fwd":
-        return [np.asarray(jax.jit(attend)(query, key, value))]
-    gradients = jax.jit(lambda dout, *qkv: jax.vjp(attend, *qkv)[1](dout))
-    return [np.asarray(x) for x in gradients(dout, query, key, value)]
+    of_mode = (
+        (lambda dout, *qkv: [attend(*qkv)]) if mode == "fwd" else lambda dout, *qkv: jax.vjp(attend, *qkv)[1](dout)
+    )
+    compiled = jax.jit(of_mode).lower(dout, query, key, value).compile()
+    with gpu_alone():
+        return [np.asarray(x) for x in compiled(dout, query, key, value)]
 
 
 def measure(

@@ -102,7 +102,7 @@ def test_a_nan_of_features_is_wrong(place, monkeypatch, run_features):
             found if call.options.softcap is None else found._replace(**{found._fields[place]: found[place] * jnp.nan})
         )
 
-    monkeypatch.setattr(features, "backward", poisoned)
+    monkeypatch.setattr(features, "backward", jax.jit(poisoned, static_argnums=0))
     status, results = run_features("--variants", "softcap", "--mode", "bwd")
     base, softcap = results["rows"]
     assert (status, base["status"], softcap["status"], softcap["error"]) == (1, "ok", "wrong", None)
