@@ -127,8 +127,6 @@ def _supports_mosaic(request: AttentionRequest) -> str | None:
     bias = request.bias_shape
     if bias is not None and bias[3] == 1:
         return f"it takes a bias with a number for each key, not of shape {bias}"
-    if bias and request.deterministic:
-        return "its deterministic backward takes no bias"
     if request.has_score_mod and (reason := _score_mod_by_mosaic(request)):
         return reason
     if request.dense_bits == 32 and max(request.head_dim, request.v_head_dim) > 128:

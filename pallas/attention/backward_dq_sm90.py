@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention import tiles
+from jax_kernels.pallas.attention import dense_sm90, tiles
 from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, WGMMA, launch, recomputed, softcapped
 from jax_kernels.pallas.attention.softmax import LOG2E
 
@@ -25,6 +25,8 @@ BLOCK_Q = 64 * COMPUTE_WGS
 REGISTERS = (240, 24)  # per thread of a compute and of the memory warpgroup
 # (block_kv, stages of keys, stages of values) by head_dim: what fits in shared memory and in registers.
 BLOCKS = {64: (128, 3, 3), 128: (128, 2, 2), 256: (64, 2, 1)}
+# The stages that leave room for a bias's tile, in 16 bits and in 32.
+STAGES_BESIDE = {64: ((3, 3), (3, 2)), 128: ((2, 2), (2, 1)), 256: ((1, 1), (1, 1))}
 
 
 def query_gradient(arrays, options, kv_length, *, config, interpret):
@@ -38,6 +40,10 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
     dtype = query.dtype
     scale, cap, is_causal = options.scale, options.softcap, options.is_causal
     block_kv, k_stages, v_stages = BLOCKS[head_dim]
+    dense = arrays["dense"] or dense_sm90.Dense()
+    has_bias = dense.has_bias
+    if dense.tiles is not None:
+        k_stages, v_stages = STAGES_BESIDE[head_dim][dense.tiles.dtype.itemsize == 4]
     # Whether the next step's scores are computed behind this step's dquery; at 256 the registers are lacking.
     ahead = head_dim <= 128
     q_blocks = pl.cdiv(q_length, BLOCK_Q)
@@ -46,7 +52,8 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
     has_mod = arrays["mod"] is not None
     has_slope = has_mod and not arrays["mod"].adds_only  # as in backward_dqkv_sm90
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
-    factor = 1.0 if has_mod else (cap or scale) * LOG2E  # to base 2, in which the scores of a score_mod are
+    # To base 2, in which the biased scores are, and those of a score_mod.
+    factor = 1.0 if has_bias or has_mod else (cap or scale) * LOG2E
     predicate = is_causal or may_end or options.window is not None or has_segments or has_lists
 
     def body(refs, scratch):
@@ -55,7 +62,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
             given[name] for name in ("query", "key", "value", "dout", "lse", "delta", "segments")
         )
         (
-            q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, q_ready, k_ready, v_ready, k_free, v_free
+            q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, q_ready, k_ready, v_ready, k_free, v_free, bias
         ) = scratch  # fmt: skip
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
@@ -109,6 +116,14 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
 
                 load_rows(k_gmem, k_smem, k_ready, k_free, k_stages)
                 load_rows(v_gmem, v_smem, v_ready, v_free, v_stages)
+                if has_bias:
+
+                    @pl.when(step > 0)
+                    def _():
+                        plgpu.barrier_wait(bias.free)
+
+                    kv_start = blocks.at(step) * block_kv
+                    bias.fill(given["dense"], b, head, q_start, kv_start, kv_start)
 
             lax.fori_loop(0, blocks.count, load, None)
 
@@ -131,6 +146,8 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                     if not ahead:
                         plgpu.barrier_wait(k_ready.at[slot])
                     plgpu.barrier_wait(v_ready.at[v_slot])
+                    if has_bias:
+                        plgpu.barrier_wait(bias.ready)
 
                     def apply_predicate(s):
                         if has_lists:
@@ -164,9 +181,14 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                         """The score_mod on a tile."""
                         return given["mod"].on(s, numbers, b, head, my_queries, blocks.at(i) * block_kv)
 
+                    def biased(s):
+                        return bias.added(s, cap or scale, 64 * w, transposed=False)
+
                     def masked(s):
                         if cap:
                             s = softcapped(s, cap, scale)
+                        elif has_bias:  # softcap's derivative needs the scores without
+                            s = biased(s)
                         return lax.cond(blocks.is_partial(i), apply_predicate, lambda s: s, s) if predicate else s
 
                     def dscores(dp_acc, *s_acc):
@@ -179,9 +201,13 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                         if has_slope:
                             live, tile = scores > -jnp.inf, modified(scores)
                             scores = tile.scores()
-                        p = jnp.exp2(scores * factor - lax.broadcast_in_dim(lse, scores.shape, [0]))
-                        if has_mod:
-                            # Of a row that a score_mod of -1e30 masks, lse is too coarse to give P: keep it finite.
+                        logits = biased(scores) if has_bias and cap else scores
+                        if has_bias:
+                            plgpu.commit_smem()  # behind what was read, which the next copy overwrites
+                            plgpu.barrier_arrive(bias.free)
+                        p = jnp.exp2(logits * factor - lax.broadcast_in_dim(lse, scores.shape, [0]))
+                        if has_bias or has_mod:
+                            # Of a row that -1e30 masks, lse is too coarse to give P: keep it finite.
                             p = jnp.minimum(p, 1)
                         if has_slope:
                             p = jnp.where(live, p, 0) if predicate else p
@@ -256,6 +282,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
             barriers(v_stages),
             barriers(k_stages, COMPUTE_WGS),
             barriers(v_stages, COMPUTE_WGS),
+            dense.stage(BLOCK_Q, block_kv, block_kv, COMPUTE_WGS),
             collective_axes="wg",
         )
 

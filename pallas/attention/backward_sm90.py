@@ -68,6 +68,7 @@ def attention_backward(
     dk, dv = backward_dqkv_sm90.key_gradients(arrays, options, kv_length, core_count=core_count, **described)
     if options.deterministic:
         arrays |= {"segments": segments_of(inputs, *dq_blocks, of_keys=False), "lists": dq_lists[0]}
+        arrays["dense"] = dense_sm90.dense_of(inputs, transposed=False)
         dq = backward_dq_sm90.query_gradient(arrays, options, kv_length, **described)
     else:
         dq = jax.freeze(arrays["dquery"])

@@ -153,6 +153,20 @@ def test_on_gpu_the_same_bits(name, implementation, deterministic):
         np.testing.assert_array_equal(once[result], twice[result], err_msg=result)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["long_bias", "long_bias_full", "long_bias_keys", "long_bias_odd", "long_bias_256", "long_cells_bias"]
+)
+def test_on_gpu_a_deterministic_backward_takes_a_bias(name):
+    case = next(case for case in GPU_ATTENTION_CASES if case.name == name)
+    arrays = attention_inputs(case)
+    run = lambda deterministic: run_attention(case, arrays, "mosaic_gpu", deterministic=deterministic)
+    got, twice, want = run(True), run(True), run(False)
+    for result, bound in tolerance(case).items():
+        np.testing.assert_array_equal(got[result], twice[result], err_msg=result)
+        assert rms_error(got[result], want[result]) <= bound, result
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize(
     "arguments",

@@ -231,11 +231,6 @@ NOT_SERVED = [
     ),
     (
         "mosaic_gpu",
-        {"bias": BIAS, "deterministic": True},
-        "its deterministic backward takes no bias",
-    ),
-    (
-        "mosaic_gpu",
         {"bias": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
         | {name: jax.ShapeDtypeStruct((2, 64, 4, 192), jnp.bfloat16) for name in EVEN},
         "above head_dim 128 it takes a bias for each query in 16 bits, not in float32",
@@ -294,7 +289,7 @@ def test_what_an_implementation_does_not_serve(implementation, arguments, reason
         ({"window": -1}, "mosaic_gpu"),
         ({"window": (None, None)}, "mosaic_gpu"),
         ({"bias": BIAS}, "mosaic_gpu"),
-        ({"bias": BIAS, "deterministic": True}, "triton"),
+        ({"bias": BIAS, "deterministic": True}, "mosaic_gpu"),
         ({"bias": jax.ShapeDtypeStruct((64, 1), jnp.bfloat16)}, "triton"),
         ({"mask": jax.ShapeDtypeStruct((64, 64), bool)}, "mosaic_gpu"),
         ({"mask": jax.ShapeDtypeStruct((64, 64), bool), "deterministic": True}, "mosaic_gpu"),

@@ -148,7 +148,7 @@ IDS = np.repeat([0, 1, -1, 2], [T // 4, T // 3, 5, T - T // 4 - T // 3 - 5]).ast
 )
 def test_which_implementation(mask, as_lists):
     query = jax.ShapeDtypeStruct((B, T, H, 64), jnp.bfloat16)
-    bias = jax.ShapeDtypeStruct((1, H, T, T), jnp.bfloat16)
+    bias, of_queries = (jax.ShapeDtypeStruct((1, H, T, n), jnp.bfloat16) for n in (T, 1))
     with on_device("H200"):
         plan = explain(flash_attention, query, query, query, mask=mask)
         assert plan.implementation == "mosaic_gpu"
@@ -159,10 +159,10 @@ def test_which_implementation(mask, as_lists):
             assert plan.implementation == "mosaic_gpu"
             of_bias, _ = attention_row((9, 0), "mosaic_gpu", head_dim=64, bits=16, is_causal=False, dense_bits=16)
             assert plan.config.forward is of_bias.forward
-            plan = explain(flash_attention, query, query, query, mask=mask, bias=bias, deterministic=True)
+            plan = explain(flash_attention, query, query, query, mask=mask, bias=of_queries)
             passed_over = dict(plan.passed_over)
             assert plan.implementation == "xla"
-            assert passed_over["mosaic_gpu"] == "its deterministic backward takes no bias"
+            assert passed_over["mosaic_gpu"].startswith("it takes a bias with a number for each key")
             assert all(passed_over[name].startswith("of Mask objects it serves") for name in ("triton", "cudnn"))
             with pytest.raises(NotImplementedError, match="'triton' cannot serve this flash_attention: of Mask"):
                 explain(flash_attention, query, query, query, mask=mask, implementation="triton")

@@ -95,7 +95,16 @@ CASES = {
     | WIDE
     | {"bias": "bhts", "bias_dtype": "float32", "heads": 2, "window": 40, "kv_length": 70},
     "bias_256": SMALL | VERY_WIDE | {"bias": "ts", "q_length": 77, "kv_length": 100, "softcap": 2.0, "races": True},
+    "bias_64_deterministic": SMALL
+    | {"bias": "hts", "bias_masks": True, "is_causal": True, "q_offset": 30, "heads": 2}
+    | {"deterministic": True, "races": True},
+    "bias_128_deterministic": SMALL
+    | WIDE
+    | {"bias": "bts", "bias_dtype": "float32", "softcap": 2.0, "pattern": "global", "deterministic": True},
+    "bias_256_deterministic": SMALL | VERY_WIDE | {"bias": "ts", "kv_length": 150, "deterministic": True},
     "bias_low": LARGE | {"bias": "ts", "bias_low": -1e30},
+    "bias_keys_deterministic": SMALL
+    | {"bias": "bhs", "batch": 2, "heads": 2, "kv_heads": 1, "kv_lengths": [90, 150], "deterministic": True},
     "bias_keys_64": LARGE | {"bias": "bhs", "batch": 2, "heads": 2, "kv_lengths": [290, 0], "races": True},
     "mask_64": LARGE | {"mask": "bts", "is_causal": True, "batch": 2, "window": [70, 0], "q_offset": [100, -20]},
     "mask_128": LARGE | WIDE | {"mask": "hts", "heads": 2, "segments": "packed", "bounded": True, "races": True},
