@@ -6,10 +6,11 @@
 
 Tables, of which each mask's parts take turns in one run:
 
-"builders": top_k of --keep keys, threshold at 0, and top_k_blocks of pooled scores with a quarter of the blocks, causal
-or not. Parts: "build", the mask from its scores, with the lists that attention under it needs (prepare_mask);
-"attention", the forward of dynamic_mask_attention under what was built; "together", both in one program. "share" is
-build over attention. A bias is [batch, key heads, 1, keys]; that of "top_k of each query" has a row for each query.
+"builders": top_k of --keep keys, causal or not, threshold at 0, and top_k_blocks of pooled scores with a quarter of the
+blocks, causal or not. Parts: "build", the mask from its scores, with the lists that attention under it needs
+(prepare_mask); "attention", the forward of dynamic_mask_attention under what was built; "together", both in one
+program. "share" is build over attention. A bias is [batch, key heads, 1, keys]; that of "top_k of each query" has a row
+for each query.
 
 "dense": a bool array [1, heads, --dense-len, --dense-len] reduced to which of its blocks are live and full. "status"
 reads the array; "copy" reads and writes as many bytes, and its bandwidth counts both. --bar is the share of it that is
@@ -43,7 +44,7 @@ from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks,
 from jax_kernels.masks.lists import block_status
 
 TABLES = ("builders", "dense", "lists")
-BUILDERS = ("top_k", "top_k of each query", "threshold", "top_k_blocks", "top_k_blocks, causal")
+BUILDERS = ("top_k", "top_k, causal", "top_k of each query", "threshold", "top_k_blocks", "top_k_blocks, causal")
 LISTS = ("block", "window", "segments", "function")
 BLOCK = 128
 # Of the function: keys before the query that it sees, and first keys.
@@ -104,7 +105,8 @@ def builder(name: str, args: argparse.Namespace) -> tuple[Callable[..., masks.Ma
     bias = jax.random.normal(jax.random.key(1), (case.batch, case.kv_heads, rows, case.seq), jnp.float32)
     if name == "threshold":
         return lambda bias: masks.threshold(bias, 0.0), [bias]
-    return lambda bias: masks.top_k(bias, args.keep), [bias]
+    among = {"among": masks.causal(), "q_length": case.seq} if name.endswith("causal") else {}
+    return lambda bias: masks.top_k(bias, args.keep, **among), [bias]
 
 
 def of_builder(name: str, args: argparse.Namespace) -> list[Contender]:

@@ -8,13 +8,9 @@ from jax import lax
 
 from jax_kernels.masks import checks
 from jax_kernels.masks.arrays import BlockSparse, Dense
+from jax_kernels.masks.largest import key_intervals, largest, largest_between
 from jax_kernels.masks.lists import block_status
 from jax_kernels.masks.mask import Mask
-
-# From so many scores on, rows are searched for the least that counts, in some fifteen passes of 16 bits each; sorting
-# [1, 16, 4096, 4096] takes an H200 37 ms.
-SEARCH_FROM = 1 << 22
-SEARCH_BITS = 2  # that are found in one pass
 
 
 def top_k(
@@ -30,21 +26,26 @@ def top_k(
     bias: [T or 1, S], [H or 1, ...] or [B or 1, H or 1, T or 1, S], bfloat16, float16 or float32; -inf and NaN are
     never kept. k: at least 1; where fewer keys have a bias above -inf, those are kept. among: the keys that compete,
     such as causal(). q_length: with `among`, how many queries a bias of one row is for. q_offset: the position of
-    query 0, for `among`.
+    query 0, for `among`. Of a bias of one row, `among` is fastest where it is of causal, sliding_window and prefix
+    masks joined by `&`: the keys are then sorted once, not for each query.
 
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
     """
     bias, k = _scores("bias", bias), checks.integer("k", k, 1)
     if among is None:
-        return Dense(_largest(bias, k))
+        return Dense(largest(bias, k))
+    among = _mask("among", among)
     rows = bias.shape[2]
     if q_length is None and rows == 1:
         raise ValueError("q_length: got None with `among` and a bias of one row, want the number of queries")
     q_length = rows if q_length is None else checks.integer("q_length", q_length, 1)
     if rows not in (1, q_length):
         raise ValueError(f"q_length: got {q_length}, want the {rows} rows of bias, or None")
-    keep = _mask("among", among).to_dense(q_length, bias.shape[3], q_offset=q_offset)
-    return Dense(_largest(jnp.where(keep, bias, -jnp.inf), k))
+    intervals = key_intervals(among, q_length, bias.shape[3], q_offset) if rows == 1 else None
+    if intervals is not None:
+        return Dense(largest_between(bias[:, :, 0], k, *intervals))
+    keep = among.to_dense(q_length, bias.shape[3], q_offset=q_offset)
+    return Dense(largest(jnp.where(keep, bias, -jnp.inf), k))
 
 
 def threshold(bias: jax.Array, tau: float | jax.Array) -> Mask:
@@ -100,7 +101,7 @@ def top_k_blocks(
         scores = jnp.where(live(_mask("always", always)), jnp.inf, scores)
     if among is not None:
         scores = jnp.where(live(_mask("among", among)), scores, -jnp.inf)
-    return BlockSparse(_largest(scores, k), block_q, block_kv, min(k, columns))
+    return BlockSparse(largest(scores, k), block_q, block_kv, min(k, columns))
 
 
 def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int, int]) -> jax.Array:
@@ -149,48 +150,3 @@ def _mask(name: str, x: Any) -> Mask:
     if not isinstance(x, Mask):
         raise TypeError(f"{name}: got {type(x).__name__}, want a Mask")
     return x
-
-
-def _largest(x: jax.Array, k: int) -> jax.Array:
-    """bool, shaped like x: the k largest of each row, the first of equals, none that is -inf or NaN."""
-    x = jnp.where(jnp.isnan(x), -jnp.inf, x)
-    if k >= x.shape[-1]:
-        return x > -jnp.inf
-    if x.size >= SEARCH_FROM:
-        return _largest_by_search(x, k)
-    least = lax.top_k(x, k)[0][..., -1:]
-    above, equal = x > least, (x == least) & (x > -jnp.inf)
-    left = k - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= left))
-
-
-def _largest_by_search(x: jax.Array, k: int) -> jax.Array:
-    """_largest, of rows longer than k without NaNs, that are neither sorted nor summed up one after the other."""
-    bits = 8 * x.dtype.itemsize
-    raw = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.dtype(f"uint{bits}"))  # of both zeros one
-    top = jnp.asarray(1 << (bits - 1), raw.dtype)
-    # Numbers in the order of the scores.
-    order = jnp.where(raw >= top, ~raw, raw | top).astype(jnp.uint32)
-    least = _most_with(lambda least: (order >= least).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= k, x, bits)
-    above, equal = order > least, (order == least) & (x > -jnp.inf)
-    left = k - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    # Of equals the first `left`: those before the key of which so many come before it.
-    place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    before = lambda end: (equal & (place < end)).sum(axis=-1, keepdims=True, dtype=jnp.int32) <= left
-    end = _most_with(lambda end: before(end.astype(jnp.int32)), x, x.shape[-1].bit_length())
-    return above | (equal & (place < end.astype(jnp.int32)))
-
-
-def _most_with(holds: Any, x: jax.Array, bits: int) -> jax.Array:
-    """uint32 [..., 1]: for each row the largest number below 2**bits for which holds(number), where it does for 0.
-
-    holds: of one for each row; where it does not for a number, it does for none above.
-    """
-    number = jnp.zeros((*x.shape[:-1], 1), jnp.uint32)
-    for low in reversed(range(0, bits, SEARCH_BITS)):
-        found = number
-        for digit in range(1, 1 << min(SEARCH_BITS, bits - low)):  # one pass: none depends on another
-            candidate = number | jnp.uint32(digit << low)
-            found = jnp.where(holds(candidate), candidate, found)
-        number = found
-    return number

@@ -28,7 +28,7 @@ def run(tmp_path, monkeypatch, without_gpu):
 
 def test_runs_and_writes(run, monkeypatch):
     monkeypatch.setattr(mask_building, "LISTS", ("block", "function"))
-    builders = ("top_k of each query", "top_k_blocks, causal")
+    builders = ("top_k, causal", "top_k of each query", "top_k_blocks, causal")
     monkeypatch.setattr(mask_building, "BUILDERS", builders)
     status, rows = run()
     assert [(row["table"], row["mask"], row["part"]) for row in rows] == [

@@ -16,6 +16,7 @@ from mask_cases import block_status
 
 from jax_kernels import masks
 from jax_kernels.masks import builders
+from jax_kernels.masks import largest as masks_largest
 
 
 def largest(scores, k):
@@ -53,6 +54,40 @@ def test_top_k_among():
     np.testing.assert_array_equal(got[0, 0], np.broadcast_to(largest(np.asarray(bias[5:6]), 3), (20, 20)))
     got = masks.top_k(bias[5:6], 3, among=masks.causal(), q_length=8, q_offset=4).to_dense(8, 20)
     np.testing.assert_array_equal(got[0, 0], largest(np.where(distance[4:12] >= 0, bias[5:6], -np.inf), 3))
+
+
+AMONG = {
+    "causal": (masks.causal(), {}),
+    "bottom_right": (masks.causal(), {"q_offset": 60}),
+    "offset_of_each": (masks.causal(), {"q_offset": jnp.array([-30, 100])}),
+    "window": (masks.sliding_window(70, 3) & masks.prefix(110), {"q_offset": 20}),
+    "lengths": (masks.prefix(jnp.array([130, 0])) & masks.causal(), {}),
+    "all": (masks.sliding_window(None, None), {}),
+    "none": (masks.sliding_window(5, 5), {"q_offset": 500}),
+}
+
+
+@pytest.mark.parametrize("k", [1, 9, 64, 129])
+@pytest.mark.parametrize("name", AMONG)
+def test_one_row_among_intervals(name, k, monkeypatch):
+    """The keys are sorted once, of all queries together."""
+    among, arguments = AMONG[name]
+    monkeypatch.setattr(builders, "largest", None)
+    for batch, heads, keys, dtype in ((2, 3, 130, "float32"), (1, 1, 64, "bfloat16"), (2, 1, 1, "float32")):
+        bias = scores_of((batch, heads, 3, keys), dtype)[:, :, 2:]  # with ties, of which most are at few values
+        bias = bias.at[..., keys // 2 :].set(jnp.round(bias[..., keys // 2 :])).at[..., 0].set(jnp.nan)
+        competes = np.asarray(among.to_dense(70, keys, **arguments))
+        got = masks.top_k(bias, k, among=among, q_length=70, **arguments).to_dense(70, keys)
+        np.testing.assert_array_equal(got, largest(np.where(competes, bias, -np.inf), k))
+
+
+def test_other_masks_are_no_intervals():
+    bias = scores_of((1, 2, 2, 40))[:, :, 1:]
+    for among in (masks.causal() | masks.prefix(3), masks.dilated(3) & masks.causal(), ~masks.causal()):
+        got = masks.top_k(bias, 5, among=among, q_length=30).to_dense(30, 40)
+        want = largest(np.where(among.to_dense(30, 40), bias, -np.inf), 5)
+        np.testing.assert_array_equal(got, want)
+        assert masks_largest.key_intervals(among, 30, 40, 0) is None
 
 
 def test_threshold():
@@ -233,5 +268,5 @@ def test_top_k_by_search(dtype, keys, k, monkeypatch):
     x[1, 2, 3], x[1, 2, 3, ::2] = 0.0, -0.0
     x = jnp.asarray(x, dtype)
     want = masks.top_k(x, k).to_dense(6, keys)
-    monkeypatch.setattr(builders, "SEARCH_FROM", 0)
+    monkeypatch.setattr(masks_largest, "SEARCH_FROM", 0)
     np.testing.assert_array_equal(masks.top_k(x, k).to_dense(6, keys), want)

@@ -1,0 +1,132 @@
+"""The largest numbers of rows: of whole rows, and for each query of an interval of one."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels.masks import checks
+from jax_kernels.masks.literals import Grid
+from jax_kernels.masks.mask import And, Mask
+from jax_kernels.masks.positions import Band, Prefix
+
+# From so many scores on, rows are searched for the least that counts, in some fifteen passes of 16 bits each; sorting
+# [1, 16, 4096, 4096] takes an H200 37 ms.
+SEARCH_FROM = 1 << 22
+SEARCH_BITS = 2  # that are found in one pass
+BUCKET = 64  # ranks of which there is one count for each query
+
+
+def largest(x: jax.Array, k: int) -> jax.Array:
+    """bool, shaped like x: the k largest of each row, the first of equals, none that is -inf or NaN."""
+    x = jnp.where(jnp.isnan(x), -jnp.inf, x)
+    if k >= x.shape[-1]:
+        return x > -jnp.inf
+    if x.size >= SEARCH_FROM:
+        return _by_search(x, k)
+    least = lax.top_k(x, k)[0][..., -1:]
+    above, equal = x > least, (x == least) & (x > -jnp.inf)
+    left = k - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= left))
+
+
+def _by_search(x: jax.Array, k: int) -> jax.Array:
+    """largest, of rows longer than k without NaNs, that are neither sorted nor summed up one after the other."""
+    bits, order = 8 * x.dtype.itemsize, _in_order(x)
+    least = _most_with(lambda least: (order >= least).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= k, x, bits)
+    above, equal = order > least, (order == least) & (x > -jnp.inf)
+    left = k - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    # Of equals the first `left`: those before the key of which so many come before it.
+    place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    before = lambda end: (equal & (place < end)).sum(axis=-1, keepdims=True, dtype=jnp.int32) <= left
+    end = _most_with(lambda end: before(end.astype(jnp.int32)), x, x.shape[-1].bit_length())
+    return above | (equal & (place < end.astype(jnp.int32)))
+
+
+def _most_with(holds: Any, x: jax.Array, bits: int) -> jax.Array:
+    """uint32 [..., 1]: for each row the largest number below 2**bits for which holds(number), where it does for 0.
+
+    holds: of one for each row; where it does not for a number, it does for none above.
+    """
+    number = jnp.zeros((*x.shape[:-1], 1), jnp.uint32)
+    for low in reversed(range(0, bits, SEARCH_BITS)):
+        found = number
+        for digit in range(1, 1 << min(SEARCH_BITS, bits - low)):  # one pass: none depends on another
+            candidate = number | jnp.uint32(digit << low)
+            found = jnp.where(holds(candidate), candidate, found)
+        number = found
+    return number
+
+
+def _in_order(x: jax.Array) -> jax.Array:
+    """uint32 in the order of x, which has no NaN."""
+    bits = 8 * x.dtype.itemsize
+    raw = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.dtype(f"uint{bits}"))  # of both zeros one
+    top = jnp.asarray(1 << (bits - 1), raw.dtype)
+    return jnp.where(raw >= top, ~raw, raw | top).astype(jnp.uint32)
+
+
+def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> tuple[jax.Array, jax.Array] | None:
+    """(first, end) of the keys that each query keeps, int32 [B or 1, q_length]; None where they may be no interval."""
+    mask = mask.unprepared
+    parts = mask.masks if isinstance(mask, And) else (mask,)
+    if not all(isinstance(part, Band | Prefix) for part in parts):
+        return None
+    static_offset, offset = checks.offset(q_offset)
+    grid = Grid.of((q_length, kv_length), (q_length, kv_length), offset, static_offset)
+    [literals] = zip(*(part.terms(False) for part in parts), strict=True)
+    starts, ends = zip(*(x.interval(grid) for conjunction in literals for x in conjunction), strict=True)
+    start = functools.reduce(jnp.maximum, starts, jnp.int32(0))
+    end = functools.reduce(jnp.minimum, ends, jnp.int32(kv_length))
+    shape = jnp.broadcast_shapes(start.shape, end.shape, (1, q_length))
+    return tuple(jnp.broadcast_to(jnp.clip(x, 0, kv_length), shape) for x in (start, end))  # type: ignore[return-value]
+
+
+def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> jax.Array:
+    """bool [B or 1, H or 1, T, S]: for each query the k largest of a row from start to end, as `largest`.
+
+    x: [B or 1, H or 1, S]. start, end: int32 [B or 1, T], in range. The keys are sorted once. What a query looks for is
+    found among counts of the keys before its two ends, for each BUCKET of ranks, and then in one bucket.
+    """
+    batch = max(len(x), len(start))
+    own = lambda array: None if len(array) == 1 < batch else 0
+    given = [array[0] if own(array) is None else array for array in (x, start, end)]
+    return jax.vmap(functools.partial(_between, k), [own(array) for array in (x, start, end)])(*given)
+
+
+def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+    """largest_between of one batch entry: x [H, S], start and end [T]."""
+    heads, length = x.shape
+    x = jnp.where(jnp.isnan(x), -jnp.inf, x)
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    _, order = lax.sort((~_in_order(x), index), num_keys=1, is_stable=True)
+    _, rank = lax.sort((order, index), num_keys=1)
+    buckets = -(-length // BUCKET)
+    ends = (jnp.arange(buckets, dtype=jnp.int32) + 1) * BUCKET
+    before = jnp.pad(_sums(rank[..., None] < ends), ((0, 0), (1, 0), (0, 0)))
+    count = before[:, end] - before[:, start]  # [H, T, buckets], of ranks below each bucket's end
+    bucket = (count < k).sum(axis=-1, dtype=jnp.int32)
+    members = jnp.pad(order, ((0, 0), (0, -length % BUCKET + BUCKET)), constant_values=length)
+    members = members.reshape(heads, buckets + 1, BUCKET)[jnp.arange(heads)[:, None], bucket]
+    inside = (members >= start[:, None]) & (members < end[:, None])
+    below = jnp.where(count < k, count, 0).max(axis=-1, keepdims=True)
+    place = (below + _sums(inside[..., None])[..., 0] < k).sum(axis=-1, dtype=jnp.int32)
+    # Where an interval has fewer than k keys, all of them.
+    last = jnp.where(bucket == buckets, length, bucket * BUCKET + place)
+    some = (x > -jnp.inf).sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    keep = (rank[:, None] <= last[..., None]) & (rank < some)[:, None]
+    keys = jnp.arange(length, dtype=jnp.int32)
+    return keep & (start[:, None] <= keys) & (keys < end[:, None])
+
+
+def _sums(x: jax.Array) -> jax.Array:
+    """How many of x [..., n, m] are True up to each of n, float32: products with triangles, a BUCKET of n at a time."""
+    n = x.shape[-2]
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -n % BUCKET), (0, 0)])
+    parts = x.reshape(*x.shape[:-2], -1, BUCKET, x.shape[-1]).astype(jnp.float32)
+    within = jnp.einsum("ij,...jm->...im", jnp.tri(BUCKET, dtype=jnp.float32), parts)
+    total = within[..., -1, :]
+    sums = within + (jnp.cumsum(total, axis=-2) - total)[..., None, :]
+    return sums.reshape(x.shape)[..., :n, :]
