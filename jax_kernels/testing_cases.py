@@ -307,6 +307,9 @@ GPU_ATTENTION_CASES = (
     _long("long_global_bias_64", 64, pattern="long_global", bias="hts", bias_dtype="float32", bias_masks=True),
     _long("long_mask_bias_tiles", 256, mask="ts", bias="hts", is_causal=True, q_length=1025, kv_length=1999),
     _long("long_mask_bias_heads", 128, batch=2, mask="bhts", bias="ts", softcap=5.0),
+    _long("long_bias_keys_128", 128, batch=2, bias="bhs", is_causal=True),
+    _long("long_bias_keys_256", 256, bias="s", heads=8, kv_heads=2),
+    _long("long_cells_bias_keys", 128, batch=2, pattern="cells", bias="hs"),
     _long("long_bias_odd", 128, bias="hts", q_length=2047, kv_length=1999, is_causal=True),
     _long("long_bias_fp32", 64, bias="ts", dtype="float32", precision="fp32", softcap=5.0),
 )

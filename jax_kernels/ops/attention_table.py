@@ -289,7 +289,7 @@ def _kernel(kernel, direction):
 def _mosaic_backward(inputs, options, *results, config, interpret):
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     gradients = _kernel(backward_sm90.attention_backward, "backward")(*arguments, **statics)
-    if inputs.bias is not None and options.bias_gradient:
+    if inputs.bias is not None and options.bias_gradient and gradients.bias is None:
         dbias = _kernel(bias_gradient_triton.bias_gradient, "array_gradients")(*arguments, **statics)
         gradients = gradients._replace(bias=dbias)
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):

@@ -26,6 +26,7 @@ from jax_kernels.pallas.attention.backward_store_sm90 import Store
 from jax_kernels.pallas.attention.backward_walks_sm90 import Walks
 from jax_kernels.pallas.attention.hopper import (
     COLUMN,
+    PART,
     ROW,
     SWIZZLED,
     SWIZZLED_F32,
@@ -44,8 +45,11 @@ def block_kv_of(head_dim: int) -> int:
     return 64 if head_dim > 128 else 64 * COMPUTE_WGS
 
 
-def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
-    """(dkey, dvalue). Where arrays have dquery, a float32 ref, it adds dquery / scale to that.
+def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_count, interpret):
+    """(dkey, dvalue, dbias). Where arrays have dquery, a float32 ref, it adds dquery / scale to that.
+
+    dbias: None, or if bias_gradient that of a bias for each key, float32 [B, Hkv, a multiple of the block of keys],
+    summed over the queries of the heads that share a head of keys. It is not that under a softcap.
 
     All have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of block_q] float32.
     """
@@ -80,7 +84,7 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
     dq_blocks = chunks * q_chunks // COMPUTE_WGS
     if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
         raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
-    walks = Walks.of(arrays, options, kv_length, block_kv, config, core_count)
+    walks = Walks.of(arrays, options, kv_length, block_kv, config, core_count, may_split=not bias_gradient)
     arrays = arrays | walks.split.shared(2, block_kv, head_dim, warpgroups=COMPUTE_WGS)
     has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
     has_words = has_lists and arrays["lists"].has_all_words
@@ -92,14 +96,14 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
     predicate = may_end or has_segments or has_lists or not walks.visits_all
 
     def body(refs, scratch):
-        given, dk_gmem, dv_gmem = refs
+        given, dk_gmem, dv_gmem, dbias_gmem = refs
         q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, segments = (
             given[name] for name in ("query", "key", "value", "dout", "lse", "delta", "segments")
         )
         (
             k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
             kv_ready, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
-            bias, arrived_smem,
+            bias, arrived_smem, dbias_smem,
         ) = scratch  # fmt: skip
         (k_smem, k_copied), (v_smem, v_copied) = k_tiles.views(k_smem), v_tiles.views(v_smem)
         (q_smem, q_copied), (do_smem, do_copied) = q_tiles.views(q_smem), q_tiles.views(do_smem)
@@ -200,7 +204,8 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
             def walk(*accs):
                 dk_accs, dv_accs = accs[:parts], accs[parts:]
 
-                def step(i, s):
+                def step(i, carry):
+                    s, dbias = carry
                     w = recomputed(wg)
                     row_group, my_half = (recomputed(0), w) if columns else (w, 0)
                     slot = lax.rem(i, jnp.int32(q_stages))
@@ -299,10 +304,14 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                             p16, p = p.astype(dtype), tile.times_derivative(p, live if predicate else None)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=parts if config.early_dv else 0)
                         delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMN, optimized=False)
-                        ds16 = (p * (dp - wide(delta))).astype(dtype)
+                        ds = p * (dp - wide(delta))
+                        summed = None
+                        if bias_gradient:  # by thread: what is left to add up, the lanes of a row do at the end
+                            parts_of_ds = [ds[:, i : i + PART] for i in range(0, block_q, PART)]
+                            summed = functools.reduce(jnp.add, parts_of_ds, dbias)
                         if config.early_dv:
-                            return None, ds16
-                        return p.astype(dtype) if p16 is None else p16, ds16
+                            return None, ds.astype(dtype), summed
+                        return p.astype(dtype) if p16 is None else p16, ds.astype(dtype), summed
 
                     def weights_late_do(s_acc):
                         issue_scores(s_acc, row_group, slot)
@@ -310,9 +319,9 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                         return pl.run_scoped(lambda dp_acc: weights(dp_acc, s_acc), plgpu.ACC((64, block_q)))
 
                     if not ahead and config.late_do:
-                        p16, ds16 = pl.run_scoped(weights_late_do, plgpu.ACC((64, block_q)))
+                        p16, ds16, dbias = pl.run_scoped(weights_late_do, plgpu.ACC((64, block_q)))
                     else:
-                        p16, ds16 = pl.run_scoped(weights, *[plgpu.ACC((64, block_q))] * (1 if ahead else 2))
+                        p16, ds16, dbias = pl.run_scoped(weights, *[plgpu.ACC((64, block_q))] * (1 if ahead else 2))
                     if not config.early_dv:
                         add(dv_accs, p16, do_smem.at[do_slot, my_half])
 
@@ -388,30 +397,38 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
                         pl.run_scoped(functools.partial(more_dq, part=part), plgpu.ACC((64, 64)))
 
                     if ahead:
-                        return pl.run_scoped(next_scores, plgpu.ACC((64, block_q)))
+                        return pl.run_scoped(next_scores, plgpu.ACC((64, block_q))), dbias
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(q_free.at[slot])
-                    return None
+                    return None, dbias
 
                 def first_scores(s_acc):
                     issue_scores(s_acc, 0 if columns else wg, 0)
                     return s_acc[...]
 
                 s = pl.run_scoped(first_scores, plgpu.ACC((64, block_q))) if ahead else None
+                dbias = plgpu.layout_cast(jnp.zeros((64, PART), jnp.float32), WGMMA) if bias_gradient else None
                 if has_lists:
                     next_step = lambda carry: (carry[0] + 1, step(*carry))
-                    lax.while_loop(lambda carry: carry[0] < step_count(), next_step, (jnp.int32(0), s))
+                    first = jnp.int32(0), (s, dbias)
+                    _, (_, dbias) = lax.while_loop(lambda carry: carry[0] < step_count(), next_step, first)
                 else:
-                    lax.fori_loop(0, steps, step, s)
-                return [[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)]
+                    _, dbias = lax.fori_loop(0, steps, step, (s, dbias))
+                return *[[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)], dbias
 
             if ahead:
                 plgpu.barrier_wait(q_ready.at[0])
-            dk, dv = pl.run_scoped(walk, *[plgpu.ACC((64, q_tiles.width))] * (2 * parts))
+            dk, dv, dbias = pl.run_scoped(walk, *[plgpu.ACC((64, q_tiles.width))] * (2 * parts))
             plgpu.barrier_arrive(last_read)  # the other warpgroup may still read K, and with "columns" V
             w = recomputed(wg)
             row_group, half = (0, w) if columns else (w, 0)
             my_chunks = [half * (width // 64) + c for c in range(width // 64)]
+            if bias_gradient:  # with "columns" both warpgroups have the same
+                dbias_smem.at[w][...] = dbias.sum(axis=1)
+                plgpu.commit_smem()
+                entry, head, of_keys = block(recomputed(cta))
+                rows = pl.ds(of_keys * block_kv + 64 * row_group, 64)
+                plgpu.copy_smem_to_gmem(dbias_smem.at[w], dbias_gmem.at[entry, head, rows])
             Store(
                 walks, given, dk_gmem, dv_gmem, k_tiles, v_tiles, (k_smem, k_copied), (v_smem, v_copied), dq_smem.at[w],
                 arrived_smem, last_read, cta, w, columns, row_group, half, my_chunks,
@@ -421,8 +438,8 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
     leaves, tree = jax.tree.flatten(arrays)
 
     def entry(*refs):
-        *given, dk_gmem, dv_gmem = refs
-        refs = jax.tree.unflatten(tree, given), dk_gmem, dv_gmem
+        given, results = refs[: len(leaves)], refs[len(leaves) :]
+        refs = jax.tree.unflatten(tree, given), *results, *[None] * (3 - len(results))
         barriers = lambda count, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         pl.run_scoped(
             lambda *scratch: body(refs, scratch),
@@ -445,16 +462,20 @@ def key_gradients(arrays, options, kv_length, *, config, core_count, interpret):
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
             dense.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
             plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if walks.split.parts > 1 else None,
+            plgpu.SMEM((COMPUTE_WGS, 64), jnp.float32) if bias_gradient else None,
             collective_axes="wg",
         )
 
     shape = jax.ShapeDtypeStruct((batch, key.shape[1], walks.kv_heads, head_dim), dtype)
-    return launch(
+    rows = pl.cdiv(kv_length, block_kv) * block_kv
+    dbias = [jax.ShapeDtypeStruct((batch, walks.kv_heads, rows), jnp.float32)] if bias_gradient else []
+    results = launch(
         entry,
         "attention_backward_sm90",
-        out_type=[shape, shape],
+        out_type=[shape, shape, *dbias],
         ctas=walks.split.ctas,
         warpgroups=COMPUTE_WGS + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
         interpret=interpret,
     )(*leaves)
+    return *results, *[None] * (3 - len(results))

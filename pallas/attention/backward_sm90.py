@@ -65,7 +65,10 @@ def attention_backward(
             pad_for_tma(jnp.zeros(q.shape, jnp.float32) if dquery is None else dquery, width)
         )
     described = {"config": config, "interpret": interpret}
-    dk, dv = backward_dqkv_sm90.key_gradients(arrays, options, kv_length, core_count=core_count, **described)
+    of_bias = _has_bias_gradient(inputs, options)
+    dk, dv, dbias = backward_dqkv_sm90.key_gradients(
+        arrays, options, kv_length, bias_gradient=of_bias, core_count=core_count, **described
+    )
     if options.deterministic:
         arrays |= {"segments": segments_of(inputs, *dq_blocks, of_keys=False), "lists": dq_lists[0]}
         arrays["dense"] = dense_sm90.dense_of(inputs, transposed=False)
@@ -73,8 +76,22 @@ def attention_backward(
     else:
         dq = jax.freeze(arrays["dquery"])
         dq = dq if dquery is not None else (dq * options.scale).astype(query.dtype)
+    if dbias is not None:
+        shared = tuple(axis for axis in (0, 1) if inputs.bias.shape[axis] == 1)
+        dbias = dbias[:, :, None, :kv_length].sum(shared, keepdims=True).astype(inputs.bias.dtype)
     pairs = zip((dq, dk, dv), inputs[:3], strict=True)
-    return AttentionGradients(*(dx[:, : x.shape[1], :, : x.shape[3]] for dx, x in pairs))
+    dq, dk, dv = (dx[:, : x.shape[1], :, : x.shape[3]] for dx, x in pairs)
+    return AttentionGradients(dq, dk, dv, bias=dbias)
+
+
+def _has_bias_gradient(inputs: AttentionInputs, options: AttentionOptions) -> bool:
+    """Whether the kernel of dkey sums the gradient of the bias on its way: of one for each key.
+
+    It sums over the heads that share a head of keys.
+    """
+    if inputs.bias is None or not options.bias_gradient or options.softcap is not None or inputs.bias.shape[2] > 1:
+        return False
+    return inputs.bias.shape[1] in (1, inputs.key.shape[2])
 
 
 def listed_blocks(config, widest: int, options: AttentionOptions) -> list[dict[str, Any]]:

@@ -40,7 +40,17 @@ class Walks:
     split: SplitTail
 
     @classmethod
-    def of(cls, arrays, options: AttentionOptions, kv_length: int, block_kv: int, config, core_count: int) -> "Walks":
+    def of(
+        cls,
+        arrays,
+        options: AttentionOptions,
+        kv_length: int,
+        block_kv: int,
+        config,
+        core_count: int,
+        *,
+        may_split: bool,
+    ) -> "Walks":
         batch, q_length = arrays["query"].shape[:2]
         heads, kv_heads = views_sm90.head_counts(arrays["query"], arrays["key"], options)
         group = heads // kv_heads
@@ -52,7 +62,8 @@ class Walks:
         count = batch * kv_heads * pl.cdiv(kv_length, block_kv)
         split = SplitTail.none(count)
         # Only dquery that is added in order of arrival may be; so may dkey and dvalue then.
-        if visits_all and all(arrays[name] is None for name in ("lists", "bounds")) and arrays["dquery"] is not None:
+        may_split = may_split and visits_all
+        if may_split and all(arrays[name] is None for name in ("lists", "bounds")) and arrays["dquery"] is not None:
             split = SplitTail.of(count, pl.cdiv(q_length, config.block_q) * group, core_count)
         sizes = q_length, kv_length, config.block_q, block_kv
         return cls(options, *sizes, kv_heads, group, together, config.rotate, visits_all, split)

@@ -49,7 +49,7 @@ class Spec:
     row: compile with the blocks of this row of the GPU's block spec file, instead of the one that is planned.
     kv_lengths, q_offsets, segment_ids, sinks: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
     window: "left,right". softcap: 0 is none. bias, mask: the axes that one has, of "bhts", the others being 1; "" is
-    none. The bias gets no gradient. bias_dtype: "" for dtype. cells: the axes of a block_sparse mask that has those of
+    none. The bias gets a gradient if bias_gradient. bias_dtype: "" for dtype. cells: the axes of a block_sparse mask that has those of
     "ts"; it is a Mask, together with a causal one. score_mod: the name of one of score_mod_cases, whose arrays get
     gradients if score_mod_gradients.
     blocks: a Python expression for the row's (forward, backward), to try numbers that are in no row yet.
@@ -70,6 +70,7 @@ class Spec:
     softcap: float = 0.0
     bias: str = ""
     bias_dtype: str = ""
+    bias_gradient: bool = False
     mask: str = ""
     cells: str = ""
     score_mod: str = ""
@@ -249,8 +250,10 @@ def _compile(gpu: str, spec: Spec) -> list[str]:
         return (out, lse) if spec.lse else out
 
     def both(query, key, value, extra, closed, cotangents):
-        attend = lambda query, key, value, moved: forward(query, key, value, extra, moved or closed)
-        return jax.vjp(attend, query, key, value, closed if spec.score_mod_gradients else None)[1](cotangents)
+        of_bias = {"bias": extra["bias"]} if spec.bias_gradient else {}
+        attend = lambda query, key, value, bias, moved: forward(query, key, value, extra | bias, moved or closed)
+        moved = closed if spec.score_mod_gradients else None
+        return jax.vjp(attend, query, key, value, of_bias, moved)[1](cotangents)
 
     if not spec.backward:
         return lower_and_compile(gpu, forward, *arrays, extra, closed)[1]

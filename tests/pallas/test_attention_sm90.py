@@ -106,6 +106,9 @@ CASES = {
     "bias_keys_deterministic": SMALL
     | {"bias": "bhs", "batch": 2, "heads": 2, "kv_heads": 1, "kv_lengths": [90, 150], "deterministic": True},
     "bias_keys_64": LARGE | {"bias": "bhs", "batch": 2, "heads": 2, "kv_lengths": [290, 0], "races": True},
+    "bias_keys_256": SMALL
+    | VERY_WIDE
+    | {"bias": "hs", "batch": 2, "q_length": 100, "kv_length": 150, "heads": 2, "kv_heads": 2, "is_causal": True},
     "mask_64": LARGE | {"mask": "bts", "is_causal": True, "batch": 2, "window": [70, 0], "q_offset": [100, -20]},
     "mask_128": LARGE | WIDE | {"mask": "hts", "heads": 2, "segments": "packed", "bounded": True, "races": True},
     "mask_keys_128_bias": SMALL | WIDE | {"mask": "s", "bias": "s", "kv_length": 150, "sinks": True},
