@@ -53,7 +53,29 @@ def many(score, b, h, q, k, columns):
     return x + jax.lax.stop_gradient(score) ** -2 / 100 * (score < -1).astype(jnp.float32)
 
 
-MODS = {x.__name__: x for x in (alibi, alibi_of_heads, tanh, softcap, of_key, of_query, packed, many)}
+def relative(score, b, h, q, k, table):
+    """By the clipped difference, of a table for each head."""
+    return score + table[h, jnp.clip(q - k + 40, 0, 80)]
+
+
+def buckets(score, b, h, q, k, embedding):
+    """T5's: each difference up to 8 of its own, then logarithmically up to 128, by sign."""
+    behind = jnp.abs(k - q)
+    far = 8 + (jnp.log(jnp.maximum(behind, 1) / 8) / math.log(128 / 8) * 8).astype(jnp.int32)
+    bucket = jnp.where(behind < 8, behind, jnp.minimum(far, 15))
+    return score + embedding[bucket + jnp.where(k > q, 16, 0), h]
+
+
+def times_relative(score, b, h, q, k, diagonals):
+    """With a derivative by the score, of a look-up by k - q that reads each number once, and of a function of it."""
+    near = jnp.exp(-jnp.square((q - k) / 30.0) * (h + 1))
+    return score * diagonals[b, (k + 5) - q + diagonals.shape[1] // 2] + near
+
+
+MODS = {
+    x.__name__: x
+    for x in (alibi, alibi_of_heads, tanh, softcap, of_key, of_query, packed, many, relative, buckets, times_relative)
+}
 SMALL = {"batch": 1, "q_length": 128, "kv_length": 128, "heads": 1, "kv_heads": 1, "head_dim": 64}
 ODD = SMALL | {"q_length": 77, "kv_length": 203, "heads": 4, "kv_heads": 2, "is_causal": True, "q_offset": 80}
 # For mods that close over nothing: of so few heads, an array's gradient would cancel to less than its error's bound.
@@ -72,6 +94,14 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": SMALL | {"mod": "packed", "q_length": 170, "kv_length": 170, "heads": 2, "head_dim": 128},
     "many": SMALL | {"mod": "many", "heads": 2, "segments": True, "q_length": 100},
     "lists": ODD | {"mod": "alibi", "pattern": True, "q_length": 300, "kv_length": 300, "q_offset": 0},
+    "relative_64": ODD | {"mod": "relative"},
+    "relative_128": ODD | {"mod": "relative", "head_dim": 128, "q_offset": 0, "q_length": 230},
+    "relative_lists": ODD | {"mod": "relative", "pattern": True, "q_length": 300, "kv_length": 300, "q_offset": 0},
+    "relative_deterministic": ODD | {"mod": "relative", "head_dim": 128, "deterministic": True, "kv_length": 330},
+    "relative_256": SMALL | {"mod": "relative", "head_dim": 256, "heads": 2, "q_length": 70, "kv_length": 130},
+    "buckets": SMALL | {"mod": "buckets", "heads": 2, "q_length": 300, "kv_length": 90, "segments": True},
+    "times_relative": SMALL | {"mod": "times_relative", "batch": 2, "q_length": 77, "kv_length": 300, "window": 90},
+    "times_relative_deterministic": SMALL | {"mod": "times_relative", "kv_length": 203, "deterministic": True},
     "dense_mask": SMALL | {"mod": "tanh", "dense": True, "q_length": 150, "kv_length": 270, "heads": 2},
 }
 
@@ -121,6 +151,8 @@ def closed_over(case: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     """What the case's mod closes over."""
     sizes = dict.fromkeys(("slopes", "temperature"), (case["heads"],))
     sizes |= {"columns": (case["batch"], case["kv_length"]), "rows": (case["batch"], case["q_length"])}
+    sizes |= {"table": (case["heads"], 81), "embedding": (32, case["heads"])}
+    sizes |= {"diagonals": (case["batch"], 2 * max(case["q_length"], case["kv_length"]) + 11)}
     code = MODS[case["mod"]].__code__
     return {name: jax.ShapeDtypeStruct(sizes[name], jnp.float32) for name in code.co_varnames[5 : code.co_argcount]}
 

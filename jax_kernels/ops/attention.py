@@ -116,9 +116,11 @@ def flash_attention(
         float32 over the pairs of a chunk of queries and over the chunks; where a pair is masked out, its score
         passes none, but those arrays may get a NaN from it, as through jnp.where. It is traced in each call that is
         not under jax.jit, and vmap is a loop over calls. "mosaic_gpu" and "triton" inline it in their kernels where it
-        looks arrays up by the query or by the key, with b and h or without (slopes[h], ids[b, q] == ids[b, k]), not
-        by both (table[q - k]), and without a bias; "xla" serves any. In "mosaic_gpu" the gradients of the arrays are
-        passes more, by "triton" or, with a mask, by XLA over the blocks that it keeps a pair of.
+        looks arrays up by the query or by the key, with b and h or without (slopes[h], ids[b, q] == ids[b, k]), and
+        without a bias. "mosaic_gpu" also inlines what it looks up, or computes at some cost, by q_idx - kv_idx
+        (table[h, clip(q - k, -n, n) + n], T5's buckets), of which it reads a number for each difference. "xla" serves
+        any. In "mosaic_gpu" the gradients of the arrays are passes more, by "triton" or, with a mask or a look-up by
+        the difference, by XLA over the blocks that may have a pair.
       sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).

@@ -42,7 +42,7 @@ class Node:
 
 
 def nodes(
-    program: Jaxpr, operands: list[tuple[Any, str]], lengths: tuple[int, int]
+    program: Jaxpr, operands: list[tuple[Any, frozenset[str]]], lengths: tuple[int, int]
 ) -> tuple[tuple[Node, ...], Node, Node]:
     """(operands, the result, its derivative by the score) of a TileMod's program.
 
@@ -52,7 +52,7 @@ def nodes(
     index = lambda kind, axes="", bound=None: Node(kind, jnp.dtype(jnp.int32), frozenset(axes), bound=bound)
     given = [Node("score", jnp.dtype(jnp.float32), WHOLE), index("b"), index("h")]
     given += [index("q", "q", q_length), index("k", "k", kv_length)]
-    leaves = tuple(Node("operand", jnp.dtype(dtype), frozenset(axes)) for dtype, axes in operands)
+    leaves = tuple(Node("operand", jnp.dtype(dtype), axes) for dtype, axes in operands)
     of_variable = lambda x, variable: _bool(x) if variable.aval.dtype == bool else _converted(x, variable.aval.dtype)
     inputs = [*given, *map(of_variable, leaves, program.invars[5:])]
     run = jaxpr_as_fun(ClosedJaxpr(program, []))

@@ -6,7 +6,7 @@ exp and the logistic function are exp2 and a reciprocal: the hardware's own tanh
 indices are taken in float32 where it has them exactly, which saves the conversion of a tile.
 
 What the program reads of arrays is read by XLA beforehand (see score_mod_tiles): numbers of a batch entry and head, and
-of a query or a key of these, which a kernel loads from device memory.
+of a query, a key or a difference of the two of these, which a kernel loads from device memory.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention import differences_sm90
 from jax_kernels.pallas.attention.dense_sm90 import of_head
 from jax_kernels.pallas.attention.hopper import (
     COLUMN,
@@ -51,8 +52,9 @@ EXACT = 1 << 24  # up to which float32 has every integer
 class Mod:
     """A call's score_mod as a kernel reads it.
 
-    operands: of `program`, [B or 1, H or 1], or [B or 1, H or 1, queries or keys], whose axis `axes` names.
-    leaves: their nodes. slope: of the result's derivative by the score.
+    operands: of `program`, [B or 1, H or 1], or [B or 1, H or 1, queries, keys or differences], whose axis `axes`
+    names. leaves: their nodes. slope: of the result's derivative by the score. no_difference: where those of
+    differences have that of query 0 and key 0.
     """
 
     operands: tuple[Any, ...]
@@ -61,6 +63,7 @@ class Mod:
     result: Node = dataclasses.field(metadata={"static": True})
     slope: Node = dataclasses.field(metadata={"static": True})
     scale: float = dataclasses.field(metadata={"static": True})
+    no_difference: int = dataclasses.field(metadata={"static": True})
 
     @property
     def adds_only(self) -> bool:
@@ -80,8 +83,12 @@ class Mod:
         """
         # With later keys, a row may start far below its diagonal: a bound is of no use.
         known: dict[Any, tuple[Any, Any]] = {"q - k": (0.0, float(farthest))} if no_later_keys else {}
-        own = [x for x in zip(self.leaves, self.operands, self.axes, strict=True) if not x[2]]
-        known |= {leaf: (x, x) for leaf, x, _ in own}
+        for leaf, x, axis in zip(self.leaves, self.operands, self.axes, strict=True):
+            if not axis:
+                known[leaf] = x, x
+            elif axis == "d":
+                met = x[:, :, self.no_difference :] if no_later_keys else x
+                known[leaf] = met.min(axis=2), met.max(axis=2)
         if largest_score is not None:
             known["score"] = -largest_score, largest_score
         found = interval(self.result, known)
@@ -104,18 +111,23 @@ def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, blo
     (batch, q_length, heads), kv_length = inputs.query.shape[:3], inputs.key.shape[1]
     program = split(inputs.score_mod, mosaic=True)
 
-    def as_read(x):
-        if x.shape[2:] == (1, 1):
-            return "", x[:, :, 0, 0]
-        axis, block = ("q", block_q) if x.shape[3] == 1 else ("k", block_kv)
+    def as_read(x, axes):
+        (axis,) = axes & {"q", "k", "d"} or ("",)
+        numbers = x if axis == "d" else x[:, :, :, 0] if axis == "q" else x[:, :, 0]
+        if not axis:
+            return "", numbers[:, :, 0]
+        if axis == "d":  # padded with what differences have, lest a program meets what it is not made for
+            return axis, jnp.pad(numbers, [(0, 0), (0, 0), (2 * block_kv, 2 * block_q)], mode="edge")
+        block = block_q if axis == "q" else block_kv
         # A block more: a tile that has none to visit visits the one behind the last.
-        numbers = x[:, :, :, 0] if axis == "q" else x[:, :, 0]
         return axis, jnp.pad(numbers, [(0, 0), (0, 0), (0, -numbers.shape[2] % block + block)])
 
-    read = [as_read(x) for x in program.operands(inputs.score_mod.arrays, (batch, heads, q_length, kv_length))]
-    axes, operands = tuple(axis for axis, _ in read), tuple(x for _, x in read)
-    kinds = [(x.dtype, axis) for axis, x in read]
-    return Mod(operands, axes, *nodes(program.program, kinds, (q_length, kv_length)), options.scale)
+    operands = program.operands(inputs.score_mod.arrays, (batch, heads, q_length, kv_length))
+    read = [as_read(x, axes) for x, (_, axes) in zip(operands, program.reads, strict=True)]
+    names, numbers = tuple(axis for axis, _ in read), tuple(x for _, x in read)
+    kinds = [(x.dtype, WHOLE if axis == "d" else frozenset(axis)) for axis, x in read]
+    of_program = nodes(program.program, kinds, (q_length, kv_length))
+    return Mod(numbers, names, *of_program, options.scale, no_difference=kv_length - 1 + 2 * block_kv)
 
 
 class Tile:
@@ -125,6 +137,7 @@ class Tile:
         self.result, self.slope = mod.result, mod.slope
         self.raw, self.scale, self.head, self.starts = scores, mod.scale, head, starts
         self.leaves = dict(zip(mod.leaves, zip(mod.operands, numbers, strict=True), strict=True))
+        self.no_difference = mod.no_difference
         # The axis of scores that queries, and keys, are.
         self.dimensions = {"q": first, "k": 1 - first}
         self.parts = self._parts(scores)
@@ -166,6 +179,7 @@ class Part:
 
     def __init__(self, tile: Tile, scores: Any, first: int, of_rows: dict[Any, Any], tanh_factor: float | None):
         self.raw, self.scale, self.shape, self.first = scores, tile.scale, scores.shape, first
+        self.tile_shape, self.no_difference = tile.raw.shape, tile.no_difference
         self.leaves, self.head, self.dimensions = tile.leaves, tile.head, tile.dimensions
         self.columns, self.rows = ("q", "k") if tile.dimensions["q"] == 1 else ("k", "q")
         self.starts, self.first_starts = tile.starts | {self.columns: tile.starts[self.columns] + first}, tile.starts
@@ -307,11 +321,23 @@ class Part:
         ref, number = self.leaves[node]
         if not node.axes:
             return number
+        if node.axes == WHOLE:
+            return self._of_differences(node, of_head(ref, *self.head))
         (axis,) = node.axes
         size = self.shape[self.dimensions[axis]]
         layout = ROW if self.dimensions[axis] == 0 else COLUMN
         rows = of_head(ref, *self.head).at[pl.ds(self.starts[axis], size)]
         return plgpu.load(rows, layout=layout, optimized=False)
+
+    def _of_differences(self, node: Node, ref: Any) -> Any:
+        """What ref has for the differences of the pairs."""
+        start = self.first_starts["q"] - self.first_starts["k"] + self.no_difference
+        first, before = self.of_rows.get((node, "part"), (None, None))
+        before = before if first == self.first - PART else None
+        is_transposed = self.columns == "q"
+        part = differences_sm90.load(ref, start, self.tile_shape, self.first, before, transposed=is_transposed)
+        self.of_rows[node, "part"] = self.first, part
+        return part
 
     def _index(self, axis: str, starts: dict[str, Any]) -> Any:
         dimension = self.dimensions[axis]

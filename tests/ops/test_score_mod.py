@@ -322,12 +322,14 @@ def test_triton_is_xla(name, argnums, arguments, monkeypatch):
 
 
 def test_which_implementation():
-    """Kernels take what they can read by the row or by the column of a tile, and compute on one."""
+    """Kernels take what they can read by the row, the column or the diagonal of a tile, and compute on one."""
     query = jax.ShapeDtypeStruct((B, 64, H, 64), jnp.bfloat16)
     single = jax.ShapeDtypeStruct((B, 64, H, 64), jnp.float32)
     slopes, table = jnp.arange(4.0), jnp.arange(128.0)
     bias = {"bias": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}
     no = "of a score_mod it takes look-ups by query or by key, not by both or by the score"
+    others = "by query, by key or by their difference, not by both otherwise or by the score"
+    not_by_both = f"of a score_mod it takes look-ups {others}"
     cannot = "of a score_mod its kernels cannot compute "
     with_bias = "it takes a score_mod without a bias"
     looked_up = lambda score, b, h, q, k: score * slopes[h] + table[q] + table[2 * k + b]
@@ -336,8 +338,9 @@ def test_which_implementation():
     cases = (
         (looked_up, {}, "mosaic_gpu", None, None),
         (lambda score, b, h, q, k: score * jnp.round(2.5 * h) + jnp.sin(q * 0.1), {}, "mosaic_gpu", None, None),
-        (lambda score, b, h, q, k: score + table[jnp.abs(q - k)], {}, "xla", no, no),
-        (lambda score, b, h, q, k: score + table[score.astype(int)], {}, "xla", no, no),
+        (lambda score, b, h, q, k: score + table[jnp.abs(q - k)], {}, "mosaic_gpu", None, None),
+        (lambda score, b, h, q, k: score + table[q + k], {}, "xla", not_by_both, no),
+        (lambda score, b, h, q, k: score + table[score.astype(int)], {}, "xla", not_by_both, no),
         (linear, bias, "xla", with_bias, "it does not take a score_mod with a bias"),
         (linear, {"deterministic": True}, "mosaic_gpu", None, None),
         (linear, {"mask": jax.ShapeDtypeStruct((64, 64), bool)}, "mosaic_gpu", None, None),
@@ -394,7 +397,7 @@ def test_not_beside_a_softcap():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("implementation", "name"),
-    [("triton", "both"), ("triton", "keyed"), ("mosaic_gpu", "both"), ("mosaic_gpu", "capped")],
+    [("triton", "both"), ("triton", "keyed"), *(("mosaic_gpu", name) for name in ("both", "capped", "relative"))],
 )
 @pytest.mark.parametrize("arguments", [{}, {"is_causal": True, "q_offset": 5}], ids=["full", "causal"])
 def test_kernels_on_a_gpu(implementation, name, arguments):
@@ -403,8 +406,10 @@ def test_kernels_on_a_gpu(implementation, name, arguments):
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
     closed = {"slopes": draw(heads) / 100, "columns": draw(B, kv_length), "rows": draw(B, q_length)}
+    closed |= {"table": draw(heads, 17)}
+    names = {"both": ("slopes", "rows"), "relative": ("table",)}.get(name, ("slopes", "columns"))
+    closed = {name: closed[name] for name in names}
     ids = {"ids": jnp.arange(q_length + kv_length) // 100} if name == "keyed" else {}
-    closed.pop("columns" if name == "both" else "rows")
     shapes = ((B, q_length, heads, 64), (B, kv_length, kv_heads, 64), (B, kv_length, kv_heads, 64))
     qkv = [draw(*shape).astype(jnp.bfloat16) for shape in shapes]
 

@@ -1,0 +1,114 @@
+"""Along which indices the numbers of a score_mod's program differ; of a query and a key, whether by q - k alone."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+__all__ = ["axes_of", "flat"]
+
+INT32 = jnp.dtype(jnp.int32)
+WRAP = 1 << 32
+# Of an integer, the same integer in another shape.
+SAME = {"broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "reshape", "squeeze", "stop_gradient"}
+COMPARISONS = {"eq", "ge", "gt", "le", "lt", "ne"}
+# Below which lengths are, and constants that are compared with an index.
+SMALL = 1 << 29
+
+
+class _Sum(NamedTuple):
+    """An int32 that is q * query + k * key + what differs along `others`, exactly: int32 wraps around.
+
+    Of anything else, q and k are 0, and `others` is all that it differs along. constant: what is beside q and k, of no
+    sign, where that is known.
+    """
+
+    q: int
+    k: int
+    others: frozenset[str]
+    constant: int | None = None
+
+    @property
+    def axes(self) -> frozenset[str]:
+        if (self.q or self.k) and (self.q + self.k) % WRAP == 0:
+            return self.others | {"d"}
+        return self.others | {name for name, times in (("q", self.q), ("k", self.k)) if times}
+
+    @property
+    def wraps(self) -> bool:
+        """Whether it may not be the sum as integers have it."""
+        once = all(x in (0, 1, WRAP - 1) for x in (self.q, self.k))
+        return not once or self.constant is None or self.constant >= SMALL
+
+    def plus(self, other: "_Sum", times: int = 1) -> "_Sum":
+        constants = self.constant, other.constant
+        constant = None if None in constants else sum(x for x in constants if x is not None)
+        q, k = self.q + times * other.q, self.k + times * other.k
+        return _Sum(q % WRAP, k % WRAP, self.others | other.others, constant)
+
+    def times(self, factor: int) -> "_Sum":
+        constant = None if self.constant is None else self.constant * abs(factor)
+        return _Sum(self.q * factor % WRAP, self.k * factor % WRAP, self.others, constant)
+
+
+def flat(program: Jaxpr) -> Jaxpr:
+    """The same program, with the equations of each jit in it in the place of that."""
+    found: list[JaxprEqn] = []
+    outs = _inline(program, {x: x for x in program.invars}, found)
+    return program.replace(eqns=found, outvars=outs)
+
+
+def _inline(program: Jaxpr, known: dict[Any, Any], found: list[JaxprEqn]) -> list[Any]:
+    """The program's results. Its equations, of variables of their own, go into `found`; known: of its invars."""
+    atom = lambda x: x if isinstance(x, Literal) else known[x]
+    equation: Any
+    for equation in program.eqns:
+        inputs, closed = [atom(x) for x in equation.invars], equation.params.get("jaxpr")
+        if str(equation.primitive) == "jit" and not closed.consts:
+            outs = _inline(closed.jaxpr, dict(zip(closed.jaxpr.invars, inputs, strict=True)), found)
+        else:
+            outs = [Var(x.aval) for x in equation.outvars]
+            found.append(equation.replace(invars=inputs, outvars=outs))
+        known |= dict(zip(equation.outvars, outs, strict=True))
+    return [atom(x) for x in program.outvars]
+
+
+def axes_of(program: Jaxpr, names: dict[Any, str]) -> dict[Any, frozenset[str]]:
+    """Of each variable of a flat program: names of invars, and "d" where it differs along "q" and "k" by q - k alone.
+
+    What has "d", and neither "q" nor "k", is the same of all queries and keys with this difference.
+    """
+    sums = {x: _Sum(0, 0, frozenset()) for x in program.invars}
+    for x, name in names.items():
+        sums[x] = _Sum(int(name == "q"), int(name == "k"), frozenset(), 0) if name in "qk" else _of({name})
+    for equation in program.eqns:
+        inputs = [_constant(x) if isinstance(x, Literal) else sums[x] for x in equation.invars]
+        sums |= dict.fromkeys(equation.outvars, _sum_of(equation, inputs))
+    return {x: found.axes for x, found in sums.items()}
+
+
+def _of(axes: Any) -> _Sum:
+    return _Sum(0, 0, frozenset(axes))
+
+
+def _constant(literal: Any) -> _Sum:
+    is_integer = literal.aval.dtype == INT32
+    return _Sum(0, 0, frozenset(), abs(int(literal.val)) if is_integer else None)
+
+
+def _sum_of(equation: Any, inputs: list[_Sum]) -> _Sum:
+    kind = str(equation.primitive)
+    if all(x.aval.dtype == INT32 for x in equation.invars):
+        if kind in COMPARISONS and not any(x.wraps for x in inputs):
+            return _of(inputs[0].plus(inputs[1], -1).axes)
+        if kind in ("add", "sub"):
+            return inputs[0].plus(inputs[1], 1 if kind == "add" else -1)
+        if kind == "neg":
+            return inputs[0].times(-1)
+        if kind == "mul":
+            literals = [i for i, x in enumerate(equation.invars) if isinstance(x, Literal)]
+            if literals:
+                return inputs[1 - literals[0]].times(int(equation.invars[literals[0]].val))
+        if kind in SAME and equation.outvars[0].aval.dtype == INT32:
+            return inputs[0]
+    return _of(frozenset().union(*(x.axes for x in inputs)))
