@@ -2,6 +2,9 @@
 
 Along a diagonal of a tile there is one number. A thread has two rows, 8 apart, of every 8 columns: what the second has
 of some columns is what the first has of those 8 before, so that half of the numbers are loaded.
+
+Loads that are marked as of memory which does not change are issued before the wait for the products, and run beside
+them. Those of half of a tile are: all of them do not fit the registers of the forward at head_dim 64.
 """
 
 from typing import Any
@@ -28,6 +31,7 @@ def load(ref: Any, start: Any, shape: tuple[int, int], first: int, before: Any |
     if hopper.INTERPRETED:
         iota = lambda axis: lax.broadcasted_iota(jnp.int32, (rows, PART), axis)
         return window[...][sign * (iota(0) - iota(1) - first) + last]
+    is_early = 2 * first < columns
     given = (window,) if before is None else (window, before)
 
     @plgpu.inline_mgpu(
@@ -50,7 +54,7 @@ def load(ref: Any, start: Any, shape: tuple[int, int], first: int, before: Any |
 
         def at(row, column):
             place = utils.getelementptr(pointer, [sign * (row - column - first) + last], number)
-            return llvm.load(number, place, invariant=True)
+            return llvm.load(number, place, invariant=is_early)
 
         pair = lambda row: vector.from_elements(ir.VectorType.get((2,), number), [at(row, 0), at(row, 1)])
         upper = pair(0)

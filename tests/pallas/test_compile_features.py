@@ -110,6 +110,10 @@ MOSAIC = {
     "alibi_128_causal": ({"score_mod": "alibi", "is_causal": True, "score_mod_gradients": True}, 0, 0),
     "alibi_256_lists": ({"head_dim": 256, "score_mod": "alibi", "cells": "ts"}, 30, 30),
     "tanh_64_deterministic": ({"head_dim": 64, "score_mod": "tanh", "deterministic": True}, 200, 100),
+    "relative_64": ({"head_dim": 64, "score_mod": "relative"}, 0, 0),
+    "relative_128_causal": ({"score_mod": "relative", "is_causal": True, "score_mod_gradients": True}, 0, 0),
+    "relative_256_deterministic": ({"head_dim": 256, "score_mod": "relative", "deterministic": True}, 0, 0),
+    "times_relative_64": ({"head_dim": 64, "score_mod": "times_relative", "kv_heads": 2}, 0, 300),
     "of_key_128": ({"score_mod": "of_key", "window": "300,0"}, 0, 30),
 }
 

@@ -13,7 +13,7 @@ import cases_interpreter
 import score_mod_cases
 
 # Cases of one process, which takes as long to start as a case.
-GROUPS = list(itertools.batched(score_mod_cases.CASES, 4))
+GROUPS = list(itertools.batched(score_mod_cases.CASES, 3))
 
 
 @pytest.mark.timeout(300)
