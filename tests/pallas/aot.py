@@ -49,9 +49,9 @@ class Spec:
     row: compile with the blocks of this row of the GPU's block spec file, instead of the one that is planned.
     kv_lengths, q_offsets, segment_ids, sinks: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
     window: "left,right". softcap: 0 is none. bias, mask: the axes that one has, of "bhts", the others being 1; "" is
-    none. The bias gets a gradient if bias_gradient. bias_dtype: "" for dtype. cells: the axes of a block_sparse mask that has those of
-    "ts"; it is a Mask, together with a causal one. score_mod: the name of one of score_mod_cases, whose arrays get
-    gradients if score_mod_gradients.
+    none. The bias gets a gradient if bias_gradient. bias_dtype: "" for dtype. cells: the axes of a block_sparse mask
+    that has those of "ts"; it is a Mask, together with a causal one. score_mod: the name of one of score_mod_cases,
+    whose arrays get gradients if score_mod_gradients.
     blocks: a Python expression for the row's (forward, backward), to try numbers that are in no row yet.
     keep: a folder that keeps XLA's log and what Mosaic dumps (its PTX among it).
     """

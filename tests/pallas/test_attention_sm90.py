@@ -181,6 +181,34 @@ def test_a_deterministic_backward_adds_nothing_in_order_of_arrival():
     assert kernels(deterministic=False) == (False, True)
 
 
+@pytest.mark.parametrize(
+    ("shape", "arguments", "is_own"),
+    [
+        ((2, 4, 1, 512), {}, True),
+        ((1, 1, 1, 512), {"is_causal": True, "deterministic": True}, True),
+        ((1, 4, 1, 512), {"softcap": 3.0}, False),
+        ((1, 4, 1, 512), {"kv_heads": 2}, False),
+        ((1, 1, 1, 512), {"kv_heads": 2}, True),
+        ((1, 4, 512, 512), {}, False),
+    ],
+    ids=str,
+)
+def test_the_gradient_of_a_bias_for_each_key_is_no_pass_of_its_own(shape, arguments, is_own):
+    """But under a softcap, and where heads that share keys have biases of their own."""
+    kv_heads, arguments = arguments.get("kv_heads", 4), {k: x for k, x in arguments.items() if k != "kv_heads"}
+    query, key = (jax.ShapeDtypeStruct((2, 512, heads, 64), jnp.bfloat16) for heads in (4, kv_heads))
+    bias = jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def loss(query, key, bias):
+        return flash_attention(query, key, key, bias=bias, **arguments).astype(jnp.float32).sum()
+
+    with on_device("h200"):
+        of_both = jax.eval_shape(jax.grad(loss, (0, 2)), query, key, bias)
+        text = str(jax.make_jaxpr(jax.grad(loss, (0, 2)))(query, key, bias))
+    assert of_both[1].shape == shape
+    assert ("attention_backward_dbias_triton" in text) != is_own
+
+
 @pytest.mark.parametrize("lengths", [(1001, 1001), (1024, 999)])
 def test_odd_lengths_are_not_copied(lengths):
     """No array of the caller's is padded: only dquery's sums, which are the kernel's own."""

@@ -115,17 +115,23 @@ MOSAIC = {
     "relative_256_deterministic": ({"head_dim": 256, "score_mod": "relative", "deterministic": True}, 0, 0),
     "times_relative_64": ({"head_dim": 64, "score_mod": "times_relative", "kv_heads": 2}, 0, 300),
     "of_key_128": ({"score_mod": "of_key", "window": "300,0"}, 0, 30),
+    "bias_keys_64_mask": ({"head_dim": 64, "bias": "bhs", "mask": "bhts", "bias_gradient": True}, 0, 80),
+    "bias_keys_128": ({"bias": "bhs", "bias_gradient": True}, 0, 10),
+    "bias_keys_256": ({"head_dim": 256, "bias": "hs", "bias_gradient": True}, 0, 60),
+    "bias_128_deterministic": ({"bias": "bhts", "is_causal": True, "deterministic": True}, 0, 0),
 }
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize("case", MOSAIC)
-def test_score_mods_in_mosaic(case):
+def test_features_in_mosaic(case):
     options, *most = MOSAIC[case]
     report = aot.compile_spec("h200", aot.Spec(implementation="mosaic_gpu", **options))
     assert report["error"] is None
-    for name, allowed in zip(("forward", "backward"), most, strict=True):
+    # Of dquery's own kernel none.
+    kernels = {"forward": most[0], "backward": most[1]} | ({"backward_dq": 0} if options.get("deterministic") else {})
+    for name, allowed in kernels.items():
         figures = report["kernels"][f"attention_{name}_sm90_mosaic_gpu_kernel"]
         assert not figures["notes"], (name, figures)
         assert figures["spill_stores"] + figures["spill_loads"] <= allowed, (name, figures)
