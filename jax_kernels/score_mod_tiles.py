@@ -64,14 +64,14 @@ class TileMod:
 
     def __call__(self, scores: Any, b: Any, h: Any, q: Any, k: Any, operands: Any) -> jax.Array:
         """A tile of scores, float32. b, h: int32 scalars. q, k, int32, and operands: shaped as scores."""
-
-        def function(score, q, k, *operands):
-            variables = self.program.invars[5:]
-            of_dtype = lambda x, dtype: x != 0 if dtype == jnp.dtype(bool) else x.astype(dtype)
-            given = [of_dtype(x, variable.aval.dtype) for x, variable in zip(operands, variables, strict=True)]
-            return jaxpr_as_fun(ClosedJaxpr(self.program, []))(score, b, h, q, k, *given)[0]
-
+        function = lambda score, q, k, *operands: self.of_pair(score, b, h, q, k, operands)
         return jax.vmap(jax.vmap(function))(scores, q, k, *operands)
+
+    def of_pair(self, score: Any, b: Any, h: Any, q: Any, k: Any, operands: Any) -> jax.Array:
+        """A score. All are scalars."""
+        of_dtype = lambda x, dtype: x != 0 if dtype == jnp.dtype(bool) else x.astype(dtype)
+        given = [of_dtype(x, of.aval.dtype) for x, of in zip(operands, self.program.invars[5:], strict=True)]
+        return jaxpr_as_fun(ClosedJaxpr(self.program, []))(score, b, h, q, k, *given)[0]
 
 
 def why_not(mod: ScoreMod, *, mosaic: bool = False) -> str | None:

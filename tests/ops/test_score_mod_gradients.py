@@ -1,5 +1,6 @@
 """The gradients of a score_mod's arrays by live blocks, against those by all pairs."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -36,6 +37,12 @@ def relative(score, b, h, q, k, table):
     return score + table[q - k + S]
 
 
+def relative_of_each(score, b, h, q, k, tables, rows, columns, few, ids):
+    """By differences of each entry and head, of few buckets, and of a table of integers, beside look-ups by q and k."""
+    score = score * (1 + tables[b, h, q - k + S] / 4) + rows[h, q] * columns[b, k] + few[jnp.abs(k - q) // 32, h]
+    return jnp.where(ids[k - q + T] > 14, score / 2, score)
+
+
 def of_all(score, b, h, q, k, slopes, rows, table, ids):
     """Not linear, of every index, of an array of integers too, and -inf in places, among them whole rows."""
     score = 3 * jnp.tanh(score / 3) * (1 + slopes[h]) * jnp.exp(table[h, jnp.clip(q - k + 8, 0, 16)]) + rows[b, q]
@@ -45,6 +52,8 @@ def of_all(score, b, h, q, k, slopes, rows, table, ids):
 CLOSED = {
     alibi: {"slopes": normal(H) / 8},
     relative: {"table": normal(T + S)},
+    relative_of_each: {"tables": normal(B, H, T + S), "rows": normal(H, T), "columns": normal(B, S)}
+    | {"few": normal(6, H), "ids": np.arange(T + S) % 17},
     of_all: {"slopes": normal(H), "rows": normal(B, T), "table": normal(H, 17) / 2, "ids": np.arange(T) % 17},
 }
 
@@ -94,6 +103,10 @@ ARGUMENTS = {
     "lists_of_each_entry": (of_all, {"mask": CASES["everything_packed"].mask}),
     "lists_of_each_entry_and_head": (relative, {"mask": CASES["block_sparse"].mask, "is_causal": True}),
     "lists_of_each_head": (of_all, {"mask": CASES["block_sparse_odd"].mask | CASES["dense_of_queries"].mask}),
+    "relative_of_each": (relative_of_each, {"mask": CASES["block_sparse"].mask, "kv_lengths": np.array([S, 11])}),
+    "relative_of_all": (relative_of_each, {"mask": CASES["strided"].mask}),
+    "relative_of_each_head": (relative_of_each, {"mask": CASES["block_sparse_odd"].mask, "is_causal": True}),
+    "relative_without_mask": (relative_of_each, {}),
     "lists_of_all": (relative, {"mask": CASES["strided"].mask, "q_offset": jnp.array([7, -20], jnp.int32)}),
     "dense": (alibi, {"mask": CASES["dense"].mask | masks.prefix(2)}),
     "top_k": (of_all, {"mask": TOP_K}),
@@ -125,6 +138,24 @@ def test_whole_blocks():
     """Of the size that it has without a test's, beyond which the lengths end; and in 16 bits."""
     got, want = both_ways(of_all, dtype=jnp.bfloat16, mask=CASES["strided"].mask)
     check(got, want, 1e-5)
+
+
+def test_differences_are_summed_along_diagonals():
+    """None of all pairs is scattered, and of whole blocks the lengths are no multiple."""
+    got, want = both_ways(relative_of_each, mask=CASES["strided"].mask)
+    check(got, want)
+
+    def run(query, table):
+        mod = lambda score, b, h, q, k: score + table[jnp.abs(q - k) // 32]
+        call, inputs = attention.prepare(
+            query=query, key=query, value=query, score_mod=mod, mask=masks.dilated(3), implementation="xla"
+        )
+        terms = jnp.ones((1, 1, 640))
+        return score_mod_gradients.array_gradients(inputs, call.options, terms, terms, query).arrays
+
+    program = str(jax.make_jaxpr(run)(jnp.ones((1, 640, 1, 16)), jnp.ones(20)))
+    added = re.findall(r"(f32\[[\d,]*\]) = scatter-add", program)
+    assert added == ["f32[20]"]
 
 
 def test_where_nothing_is_live(small_blocks):

@@ -1,0 +1,194 @@
+"""What a score_mod reads, for the gradients of its arrays by blocks: `Arrays`, or `Operands` where it has differences.
+
+Both have
+  given(found): what the gradients of some blocks are taken of, in the form of `moving`;
+  modified(given, found, scores): the score_mod on scores [chunk, batch, heads, block_q, block_kv], float32;
+  zeros(): what their sums begin with, and added(sums, gradients, found): the sums and those of these blocks;
+  gradients(sums): the score_mod with the gradients of its arrays in their place.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from jax_kernels.score_mod import ScoreMod, moving, with_moving
+from jax_kernels.score_mod_tiles import TileMod
+
+__all__ = ["Arrays", "Blocks", "Operands", "at", "mapped"]
+
+
+class Blocks(NamedTuple):
+    """A chunk of blocks, each of one batch entry, or head of query, where the mask tells these apart, else of all.
+
+    b, h: int32 [chunk], or None for all. q, k: int32 [chunk, block], indices in range.
+    keep: bool [chunk, block_q, block_kv], none of a pair that is out of range.
+    """
+
+    b: Any
+    h: Any
+    q: Any
+    k: Any
+    keep: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """Its arrays, as it reads them."""
+
+    mod: ScoreMod
+    shape: tuple[int, int]  # batch entries and heads
+
+    def given(self, found: Blocks) -> tuple[Any, ...]:
+        return moving(self.mod.arrays)
+
+    def modified(self, given: Any, found: Blocks, scores: jax.Array) -> jax.Array:
+        arrays, program = with_moving(self.mod.arrays, given), jaxpr_as_fun(ClosedJaxpr(self.mod.program, []))
+        return mapped(lambda score, _, *index: program(*arrays, score, *index)[0], found, self.shape, scores)
+
+    def zeros(self) -> tuple[Any, ...]:
+        return self.mod.zeros(of_arrays=True)
+
+    def added(self, sums: Any, gradients: Any, found: Blocks) -> Any:
+        return jax.tree.map(jnp.add, sums, gradients)
+
+    def gradients(self, sums: Any) -> ScoreMod:
+        return self.mod.with_gradients(sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What kernels read of its arrays; of the difference q - k, windows of a vector, those of a block's diagonals.
+
+    Their gradients are sums along the diagonals: pair by pair, all would add to the same few numbers. Windows of one
+    place are summed by a product, not in order of arrival. lengths: of queries and keys. block: queries and keys of
+    each block.
+    """
+
+    mod: ScoreMod
+    parts: TileMod
+    shape: tuple[int, int]
+    lengths: tuple[int, int]
+    block: int
+
+    @property
+    def are_windows(self) -> list[bool]:
+        return ["d" in axes for _, axes in self.parts.reads]
+
+    @property
+    def columns(self) -> int:
+        return -(-self.lengths[1] // self.block)
+
+    @property
+    def places(self) -> int:
+        """Of windows: diagonals of blocks."""
+        return -(-self.lengths[0] // self.block) + self.columns - 1
+
+    @property
+    def before(self) -> int:
+        """How many differences the first window begins before the first that there is."""
+        return self.columns * self.block - self.lengths[1]
+
+    def read(self, arrays: Any) -> list[jax.Array]:
+        return self.parts.operands(arrays, (*self.shape, *self.lengths))
+
+    def at(self, found: Blocks) -> list[jax.Array]:
+        """The operands, those of differences as windows [chunk, B or 1, H or 1, 2 * block]."""
+        operands = zip(self.read(self.mod.arrays), self.are_windows, strict=True)
+        return [self._windows(x, found) if is_window else x for x, is_window in operands]
+
+    def given(self, found: Blocks) -> tuple[Any, ...]:
+        return moving(self.at(found))
+
+    def modified(self, given: Any, found: Blocks, scores: jax.Array) -> jax.Array:
+        operands = with_moving(self.at(found), given)
+        split = lambda wanted: [x for x, is_one in zip(operands, self.are_windows, strict=True) if is_one == wanted]
+        tiles = [jnp.broadcast_to(_tile(x, self.block), scores.shape) for x in split(True)]
+
+        def of_pair(score, tiles, b, h, q, k):
+            own, others = iter(tiles), iter([at(x, score, b, h, q, k) for x in split(False)])
+            return self.parts.of_pair(score, b, h, q, k, [next(own if x else others) for x in self.are_windows])
+
+        return mapped(of_pair, found, self.shape, scores, tiles)
+
+    def zeros(self) -> tuple[Any, ...]:
+        windows = lambda x: jnp.zeros((self.places, *x.shape[:2], 2 * self.block), jnp.float32)
+        every = zip(moving(self.read(self.mod.arrays)), self.are_windows, strict=True)
+        zeros = lambda x, is_window: windows(x) if is_window else jnp.zeros_like(x, jnp.float32)
+        return tuple(None if x is None else zeros(x, is_window) for x, is_window in every)
+
+    def added(self, sums: Any, gradients: Any, found: Blocks) -> Any:
+        every = zip(sums, gradients, self.are_windows, strict=True)
+        return tuple(
+            None if x is None else x + (self._summed(dx, found, x.shape[1:3]) if is_window else dx)
+            for x, dx, is_window in every
+        )
+
+    def gradients(self, sums: Any) -> ScoreMod:
+        every = zip(sums, self.are_windows, strict=True)
+        read = tuple(self._vector(x) if is_window and x is not None else x for x, is_window in every)
+        of_arrays = lambda given: moving(self.read(with_moving(self.mod.arrays, given)))
+        return ScoreMod(jax.vjp(of_arrays, moving(self.mod.arrays))[1](read)[0], self.mod.program)
+
+    def _place(self, found: Blocks) -> jax.Array:
+        """[chunk], of the windows of these blocks."""
+        return found.q[:, 0] // self.block - found.k[:, 0] // self.block + self.columns - 1
+
+    def _windows(self, x: jax.Array, found: Blocks) -> jax.Array:
+        """Of a vector [B or 1, H or 1, T + S - 1]."""
+        count = (self.places + 1) * self.block
+        x = jnp.pad(x, ((0, 0), (0, 0), (self.before, count - self.before - x.shape[2])))
+        x = jnp.moveaxis(x.reshape(*x.shape[:2], -1, self.block), 2, 0)
+        place = self._place(found)
+        x = jnp.concatenate([x[place], x[place + 1]], axis=-1)
+        for axis, own in ((1, found.b), (2, found.h)):
+            if own is not None and x.shape[axis] > 1:
+                x = jnp.take_along_axis(x, jnp.expand_dims(own, (1, 2, 3)), axis=axis)
+        return x
+
+    def _summed(self, dx: jax.Array, found: Blocks, shape: tuple[int, int]) -> jax.Array:
+        """[places, B or 1, H or 1, 2 * block], the last but one of this shape, of windows' gradients."""
+        for axis, own, count in zip((1, 2), (found.b, found.h), shape, strict=True):
+            if own is not None and count > 1:
+                dx = dx * jnp.expand_dims(own[:, None] == jnp.arange(count), (3, 3 - axis))
+        of_place = self._place(found)[:, None] == jnp.arange(self.places)
+        return jnp.einsum("cp,cbhd->pbhd", of_place.astype(jnp.float32), dx, precision=lax.Precision.HIGHEST)
+
+    def _vector(self, windows: jax.Array) -> jax.Array:
+        """[B or 1, H or 1, T + S - 1], from windows that overlap by half."""
+        half = lambda part, pads: jnp.pad(windows[..., part], (pads, (0, 0), (0, 0), (0, 0)))
+        x = half(slice(self.block), (0, 1)) + half(slice(self.block, None), (1, 0))
+        x = jnp.moveaxis(x, 0, 2).reshape(*x.shape[1:3], -1)
+        return x[..., self.before : self.before + sum(self.lengths) - 1]
+
+
+def _tile(windows: jax.Array, block: int) -> jax.Array:
+    """[..., block, block] of windows [..., 2 * block]: at (i, j) its number i - j + block - 1.
+
+    Rows of the reversed window, each a place further than the one before: its derivative sums along diagonals.
+    """
+    rows = jnp.broadcast_to(windows[..., None, ::-1], (*windows.shape[:-1], block, 2 * block))
+    rows = rows.reshape(*windows.shape[:-1], -1)[..., block:]
+    return rows.reshape(*windows.shape[:-1], block, 2 * block - 1)[..., :block]
+
+
+def mapped(function: Any, found: Blocks, shape: tuple[int, int], scores: jax.Array, tiles: Any = ()) -> jax.Array:
+    """function(score, tiles, b, h, q, k), of scalars, over scores [chunk, batch, heads, block_q, block_kv].
+
+    Mapped one axis at a time, so that what it looks up by some indices is of their axes alone, and its gradient is
+    summed over the others before it goes into an array. tiles: arrays of scores' shape.
+    """
+    of_all = [jnp.arange(size, dtype=jnp.int32) for size in shape]
+    b, h = (every if own is None else own[:, None] for own, every in zip((found.b, found.h), of_all, strict=True))
+    for axis in (3, 2, 1, 0):
+        function = jax.vmap(function, (0, 0, *(0 if axis == other else None for other in range(4))))
+    of_chunk = (0, 0, None if found.b is None else 0, None if found.h is None else 0, 0, 0)
+    return jax.vmap(function, of_chunk)(scores, tiles, b, h, found.q, found.k)
+
+
+def at(array: jax.Array, score: jax.Array, *index: jax.Array) -> jax.Array:
+    """A number of an array with axes that may be of length 1."""
+    return array[tuple(0 if size == 1 else at for size, at in zip(array.shape, index, strict=True))]
