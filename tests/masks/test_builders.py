@@ -119,6 +119,17 @@ def test_mixture_of_block_attention():
     assert (mask & masks.causal()).block_lists(128, 128, 16, 16).partial_count.tolist() == [[[1] * 8] * 3]
 
 
+def test_blocks_that_always_come_first_are_among_those_that_compete():
+    """Blocks of 8 queries and 16 keys; `always` also has blocks past the diagonal, which takes nobody's place."""
+    scores, among, always = scores_of((3, 8, 4)), masks.causal(), masks.prefix(1) | masks.sliding_window(0, 20)
+    mask = masks.top_k_blocks(scores, 2, (8, 16), among=among, always=always)
+    live = [block_status(np.asarray(x.to_dense(64, 64)), 8, 16)[0][0] for x in (among, always)]
+    assert (live[1] & ~live[0]).any()
+    np.testing.assert_array_equal(
+        mask.blocks[0], largest(np.where(live[0], np.where(live[1], np.inf, scores), -np.inf), 2)
+    )
+
+
 def test_pooled_scores():
     random = np.random.default_rng(2)
     query, key = (random.standard_normal(shape).astype(np.float32) for shape in ((2, 20, 4, 8), (2, 37, 2, 8)))

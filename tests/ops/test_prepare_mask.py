@@ -1,5 +1,6 @@
 """prepare_mask: what it carries, where it is read, and that elsewhere it is the mask that it was made from."""
 
+import dataclasses
 import re
 
 import jax
@@ -68,6 +69,28 @@ def test_calls_make_no_lists():
     assert sorts(prepared_on_hopper(deterministic=True), deterministic=True) == 0
     with on_device("H200"):
         assert sorts(compile_attention(MASK, T, 64, num_heads=H, num_kv_heads=KV_HEADS).prepared_mask) == 0
+
+
+def test_a_larger_batch_has_each_tile_of_each_entry():
+    """A multiple of the two entries that the lists were made for: their tiles again, of the next two."""
+    for lists in prepared_on_hopper().lists:
+        tiles = np.asarray(lists.lists.tiles)
+        larger = np.asarray(lists.of(dataclasses.replace(lists.call, batch=3 * B)).tiles).reshape(3, *tiles.shape)
+        for nth, of_pair in enumerate(larger):
+            np.testing.assert_array_equal(of_pair[:, 0], tiles[:, 0] + nth * B)
+            np.testing.assert_array_equal(of_pair[:, 1:], tiles[:, 1:])
+
+
+def test_tiles_count_the_steps_of_full_blocks():
+    """By key these are so many for each block as heads share it: after the full ones a kernel looks bits up."""
+    for made in prepared_on_hopper().lists:
+        blocks = MASK.block_lists(T, T, *made.call.blocks, by=made.call.by)
+        heads_of_step = {"query": 1, "key": H // KV_HEADS}[made.call.by]
+        full, partial = (np.asarray(x)[0, 0] * heads_of_step for x in (blocks.full_count, blocks.partial_count))
+        assert full.any()
+        tiles = np.asarray(made.lists.tiles)
+        np.testing.assert_array_equal(tiles[:, 3], np.maximum(full + partial, heads_of_step)[tiles[:, 2]])
+        np.testing.assert_array_equal(tiles[:, 4], full[tiles[:, 2]])
 
 
 def test_an_array():
