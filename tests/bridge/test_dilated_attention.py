@@ -1,6 +1,7 @@
 """dilated_attention on PyTorch tensors is JAX's, and the module around it."""
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 
@@ -34,6 +35,28 @@ def test_forward_and_gradients(make_qkv):
             assert rms_error(got.detach().numpy(), right) < 1e-6
 
 
+def test_all_arguments_reach_jax(make_qkv, monkeypatch):
+    function, seen = bridge.dilated_attention, {}
+    monkeypatch.setitem(function.__globals__, "_attend", lambda query, key, value, **given: seen.update(given))
+    given = PATTERN | {
+        "is_causal": True,
+        "heads": "groups",
+        "combine": "mean",
+        "layout": "partition",
+        "order": "hilbert",
+        "stop_gradient_weights": True,
+        "return_lse": True,
+        "segment_ids": torch.zeros(2, 12, dtype=torch.int32),
+        "scale": 0.3,
+        "deterministic": True,
+        "precision": "tf32",
+        "implementation": "triton",
+    }
+    assert [*inspect.signature(function).parameters] == ["query", "key", "value", *given]
+    function(*make_qkv(length=12), **given)
+    assert seen == given
+
+
 def test_errors(make_qkv):
     query, key, value = make_qkv(length=15)
     attend = bridge.dilated_attention
@@ -47,13 +70,14 @@ def test_errors(make_qkv):
         attend(query, key, value, segment_ids=(None, None), **PATTERN)
 
 
-def by_hand(weights, x):
+def by_hand(weights, x, keys=None, values=None, segment_ids=None):
     """What a causal module of 4 heads gives for x, in float64, from weights by their names in its state_dict."""
     p = {name: weight.detach().double().numpy() for name, weight in weights.items()}
     project = lambda x, name: x @ p[f"{name}_proj.weight"].T + p.get(f"{name}_proj.bias", 0)
     batch, length, _ = x.shape
-    qkv = [project(x.double().numpy(), name).reshape(batch, length, 4, -1) for name in "qkv"]
-    pattern = PATTERN | {"heads": "groups", "combine": "mean", "is_causal": True}
+    given = zip("qkv", (x, x if keys is None else keys, x if values is None else values), strict=True)
+    qkv = [project(y.double().numpy(), name).reshape(batch, length, 4, -1) for name, y in given]
+    pattern = PATTERN | {"heads": "groups", "combine": "mean", "is_causal": True, "segment_ids": segment_ids}
     out = dilated_oracle.dilated_attention(*qkv, qkv[0], np.zeros((batch, 4, length)), **pattern)[0].reshape(x.shape)
     if "norm.weight" in p:
         out = (out - out.mean(-1, keepdims=True)) / np.sqrt(out.var(-1, keepdims=True) + 1e-5)
@@ -75,6 +99,13 @@ def test_module(layer_norm):
     np.testing.assert_allclose(out.detach().numpy(), by_hand(dict(module.named_parameters()), x), atol=2e-5)
     out.square().sum().backward()
     assert all(parameter.grad.abs().max() > 0 for name, parameter in module.named_parameters() if name != "k_proj.bias")
+
+    # The value defaults to the key.
+    y, ids = torch.randn(2, 15, 32), np.random.default_rng(0).integers(-1, 2, (2, 15)).astype(np.int32)
+    with torch.no_grad():
+        out, _ = module(x, y, is_causal=True, segment_ids=torch.from_numpy(ids))
+    want = by_hand(dict(module.named_parameters()), x, y, y, ids)
+    np.testing.assert_allclose(out.numpy(), want, atol=2e-5)
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -49,6 +49,48 @@ def test_gamma_scales_value_and_output():
     spread = {name: array.std() for name, array in flat_parameters(module).items()}
     for name, fan_out, gain in (("q", 256, 1), ("k", 128, 1), ("v", 128, 3), ("out", 256, 3)):
         assert spread[f"{name}_proj.kernel"] == pytest.approx(gain * (2 / (256 + fan_out)) ** 0.5, rel=0.03)
+    query, out = (np.ravel(getattr(module, f"{name}_proj").kernel[...]) for name in ("q", "out"))
+    assert abs(np.corrcoef(query, out)[0, 1]) < 0.02, "each kernel has random numbers of its own"
+
+
+def test_all_arguments_reach_dilated_attention(monkeypatch):
+    seen = {}
+    given = PATTERN | {
+        "is_causal": True,
+        "heads": "groups",
+        "combine": "lse",
+        "layout": "overlap",
+        "order": "hilbert",
+        "stop_gradient_weights": True,
+        "implementation": "xla",
+    }
+    module = models.DilatedAttention(**given)
+    monkeypatch.setitem(
+        type(module).__call__.__globals__, "dilated_attention", lambda *qkv, **given: seen.update(given)
+    )
+    module(1, 2, 3, segment_ids=4)
+    assert seen == given | {"segment_ids": 4}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"heads": "groups", "combine": "mean", "order": "hilbert"}, {"layout": "partition", "norm_eps": 1e-3}]
+)
+def test_longnet_has_the_fields_of_its_config(fields):
+    fields |= {"rope_theta": 500.0, "head_dim": 6, "dtype": "bfloat16", "param_dtype": "float16"}
+    config = LongNetConfig(**SHAPE, **PATTERN, **fields, layer_norm=True, gamma=9.0, implementation="xla")
+    block = LongNet(config, rngs=nnx.Rngs(0)).layers[0]
+    pattern = ("segment_lengths", "dilation_rates", "heads", "combine", "layout", "order", "implementation")
+    for name in pattern:
+        assert getattr(block.attention.attention, name) == getattr(config, name)
+    for name in ("rope_theta", "head_dim", "num_kv_heads", "implementation"):
+        assert getattr(block.attention, name) == getattr(config, name)
+    assert block.attention.dtype == jnp.bfloat16
+    assert {x.dtype for x in jax.tree.leaves(nnx.state(block, nnx.Param))} == {jnp.dtype(jnp.float16)}
+    query, value = (
+        np.asarray(x.kernel[...], np.float32).std() for x in (block.attention.q_proj, block.attention.v_proj)
+    )
+    assert value > 5 * query
+    assert block.attention_norm.epsilon == config.norm_eps
 
 
 def test_without_dilation_it_is_the_transformer():

@@ -46,7 +46,9 @@ def plain(attention, x, mask=True):
     return out.reshape(BATCH, LENGTH, -1) @ weight(attention.out_proj)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": False, "keys_to_keep": 1}, {"keys_to_keep": LENGTH}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": False, "keys_to_keep": 1}, {"keys_to_keep": LENGTH - 1}], ids=str
+)
 def test_equals_a_plain_evaluation(options):
     attention, x = module(**options), inputs()
     np.testing.assert_allclose(forward(attention, x), plain(attention, x), atol=2e-6)
@@ -71,13 +73,29 @@ def test_fewer_keys_than_are_kept():
         np.testing.assert_allclose(forward(attention, x, mask), plain(attention, x, some), atol=2e-6)
 
 
-def test_decoding_equals_the_full_forward():
-    attention, x = module(use_rotary=True), inputs()
+def of_parity(b, h, q, k):
+    return ((k + h) % 2 == 0) | (k == q)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mask": masks.from_function(of_parity, heads=KV_HEADS), "keys_to_keep": 20}],
+    ids=["few_keys", "all_keys_of_a_mask_of_heads"],
+)
+def test_decoding_equals_the_full_forward(options):
+    attention, x = module(use_rotary=True, **options), inputs()
     cache, outs = attention.init_cache(BATCH, 20), []
     for start, end in ((0, 8), (8, 9), (9, LENGTH)):
         out, cache = decode(attention, x[:, start:end], cache)
         outs.append(out)
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x), atol=1e-6)
+
+
+def test_the_unfilled_cache_takes_nobody_s_place():
+    """Its keys, which are zeros, have a bias that is larger than those of some tokens."""
+    attention, x = module(is_causal=False, keys_to_keep=12), inputs()
+    out, _ = decode(attention, x, attention.init_cache(BATCH, 24))
+    np.testing.assert_allclose(out, plain(attention, x), atol=2e-6)
 
 
 def test_the_bias_learns():

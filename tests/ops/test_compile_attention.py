@@ -67,7 +67,7 @@ def test_the_cache():
     of = lambda **kwargs: compile_attention("sliding_window", 40, 16, **{"left": 3, "right": 0} | kwargs)
     first = of()
     assert of() is first
-    assert of(right=0, left=3) is first
+    assert compile_attention("sliding_window", 40, 16, right=0, left=3) is first
     assert of(left=4) is not first
     assert of(implementation="xla") is not first
     with on_device("H200"):
@@ -79,8 +79,28 @@ def test_the_cache():
     assert compile_attention(masks.causal(), 40, 16) is compile_attention(masks.causal(), 40, 16)
     other = masks.block_sparse(np.ones((2, 2), bool), 20)
     assert compile_attention(mask, 40, 16) is not compile_attention(other, 40, 16)
+    assert compile_attention(masks.PreparedMask(mask, ()), 40, 16).mask is mask
     compile_attention.cache_clear()
     assert of() is not first
+
+
+def test_what_is_interpreted_is_not_kept_for_other_calls(monkeypatch):
+    of = lambda: compile_attention(masks.sliding_window(3, 0), 40, 16, implementation="triton")
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    assert of().plan.implementation == "triton"
+    monkeypatch.delenv("JAX_KERNELS_INTERPRET")
+    with pytest.raises(NotImplementedError, match="implementation='triton' cannot serve this"):
+        of()
+
+
+def test_it_runs_the_implementation_that_it_was_asked_for():
+    """Not the one that is chosen for the device."""
+    for implementation, kernels in (("xla", 0), (None, 1)):
+        with on_device("H200"):
+            attention = compile_attention("causal", 512, 64, implementation=implementation)
+            program = jax.make_jaxpr(attention)(*attention.specs.values())
+        assert attention.plan.implementation == (implementation or "mosaic_gpu")
+        assert str(program).count("name=attention_forward") == kernels
 
 
 def test_inside_jit():
@@ -119,6 +139,19 @@ def test_measured_speedup_is_what_the_clock_says(backward, monkeypatch):
     # The last query attends to all keys either way; a gradient of its own, too.
     np.testing.assert_allclose(ours[:, -1], dense[:, -1], atol=1e-5)
     assert rms_error(ours[:, 0], dense[:, 0]) > 0.1
+
+
+def test_a_reading_of_the_clock_is_of_one_call(monkeypatch):
+    """After the first one, which compiles."""
+    module = sys.modules[CompiledAttention.__module__]
+    now = [0.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+
+    def run():
+        now[0] += 0.5 if now[0] >= 100 else 100
+        return jnp.zeros(1)
+
+    assert module._seconds(run, 4) == 0.5
 
 
 def test_measured_speedup_runs():

@@ -123,6 +123,8 @@ def test_mask_objects():
     compare(mask, scores)
     keep = np.asarray(mask.array)
     assert (keep.sum(-1) == np.minimum(np.tri(T, S)[None, None] @ (scores > -np.inf).swapaxes(2, 3), 5)[..., 0]).all()
+    prepared = dynamic_mask_attention(*arrays(), masks.PreparedMask(mask, ()), scores)
+    np.testing.assert_array_equal(prepared, dynamic_mask_attention(*arrays(), mask, scores))
     limits = masks.prefix(np.array([7, S], np.int32)) & masks.causal()
     got = dynamic_mask_attention(*arrays(), limits, random_bias(B, HKV, T, S))
     want = dynamic_mask_attention(*arrays(), limits.to_dense(T, S), random_bias(B, HKV, T, S))

@@ -253,6 +253,11 @@ BAD = {
         ValueError,
         "key: got 3 heads, want a divisor of query's 4 heads",
     ),
+    "value": (
+        lambda: prepare_mask(MASK, QUERY, KEY, jax.ShapeDtypeStruct((B, 9, KV_HEADS, 64), jnp.bfloat16)),
+        ValueError,
+        "value: got (length, heads) (9, 2), want key's (512, 2)",
+    ),
     "unknown": (lambda: prepare_mask(MASK, QUERY, KEY, causal=True), TypeError, "unexpected keyword argument 'causal'"),
     "implementation": (
         lambda: prepared_on_hopper(implementation="triton"),
