@@ -1,6 +1,7 @@
 """bridge.masks, bridge.prepare_mask and bridge.compile_attention: those of JAX, on tensors."""
 
 import inspect
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -196,6 +197,20 @@ def test_compile_attention(make_qkv, reference):
         own(*make_qkv())
     with pytest.raises(ValueError, match=r"^key: got shape \(2, 24, 4, 16\), want \[batch, 24, 2, 16\]"):
         attention(*make_qkv())
+
+
+def test_all_arguments_of_compile_attention_reach_jax(monkeypatch):
+    compiled = mock.Mock()
+    make = mock.Mock(return_value=compiled)
+    function = bridge.compile_attention
+    monkeypatch.setattr(function.__globals__["ops"], "compile_attention", make)
+    given = {"kv_len": 9, "batch": 3, "num_heads": 6, "num_kv_heads": 2, "implementation": "xla"}
+    names = ["pattern", "seq_len", "head_dim", *given, "dtype", "device", "options"]
+    assert sorted(inspect.signature(function).parameters) == sorted(names)
+    attention = function("dilated", 5, 8, **given, dtype=torch.float16, device="cpu", rate=3)
+    make.assert_called_once_with("dilated", 5, 8, **given, dtype=jnp.float16, rate=3)
+    attention.measured_speedup(backward=True, rounds=4)
+    compiled.measured_speedup.assert_called_once_with(backward=True, rounds=4)
 
 
 ZEROS = torch.zeros(2, 8, 4, 16)

@@ -73,6 +73,18 @@ def test_config_as_a_mapping():
     assert abs(std - 400**-0.5) < 0.03 * 400**-0.5
 
 
+def test_initialisation():
+    """That of Flax: embeddings, and with gamma MAGNETO's, of which value and out alone are scaled."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 100, "model_dim": 256, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 8}
+    module = bridge.nn.Transformer(shape | CONFIGS["dilated"] | {"gamma": 3.0})
+    assert module.embed.weight.std().item() == pytest.approx(1 / 16, rel=0.03)
+    attention = module.layers[0].attention
+    for name, fan_out, gain in (("q", 256, 1), ("k", 128, 1), ("v", 128, 3), ("out", 256, 3)):
+        std = getattr(attention, f"{name}_proj").weight.std().item()
+        assert std == pytest.approx(gain * (2 / (256 + fan_out)) ** 0.5, rel=0.03)
+
+
 @pytest.mark.timeout(300)
 def test_compiles_in_one_graph():
     torch._dynamo.reset()

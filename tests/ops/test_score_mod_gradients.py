@@ -65,7 +65,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(reference, "CHUNK_BYTES", 5 * 4 * 16 * 16 * H)
 
 
-def both_ways(mod, closed=None, dtype=jnp.float32, **arguments):
+def both_ways(mod, closed=None, dtype=jnp.float32, arrays=(QUERY, KEY, VALUE, DOUT, DLSE), **arguments):
     """(by live blocks, by all pairs): the gradients of the mod's arrays, None for integers."""
     closed = {name: jnp.asarray(x) for name, x in (closed or CLOSED[mod]).items()}
 
@@ -83,10 +83,11 @@ def both_ways(mod, closed=None, dtype=jnp.float32, **arguments):
         by_pairs = reference.backward(*given).score_mod
         return score_mod_gradients.array_gradients(*given).arrays, by_pairs.arrays
 
-    given = [jnp.asarray(x, dtype) for x in (QUERY, KEY, VALUE, DOUT)]
+    *given, dlse = arrays
+    given = [jnp.asarray(x, dtype) for x in given]
     static = {name: x for name, x in arguments.items() if isinstance(x, int | float | tuple)}
     traced = {name: x for name, x in arguments.items() if name not in static}
-    return jit(lambda *given: run(*given[:-1], static | given[-1]))(*given, DLSE, closed, traced)
+    return jit(lambda *given: run(*given[:-1], static | given[-1]))(*given, dlse, closed, traced)
 
 
 def check(got, want, bound=2e-6):
@@ -132,6 +133,13 @@ ARGUMENTS = {
 def test_against_all_pairs(name, small_blocks):
     mod, arguments = ARGUMENTS[name]
     check(*both_ways(mod, **arguments))
+
+
+def test_key_heads_of_a_mask_of_heads(small_blocks):
+    """Two heads of query for each, which have lists of their own."""
+    arrays = (normal(1, 40, 4, 8), normal(1, 40, 2, 8), normal(1, 40, 2, 8), normal(1, 40, 4, 8), normal(1, 4, 40))
+    mask = masks.block_sparse(random.random((4, 3, 3)) < 0.7, 16)
+    check(*both_ways(alibi, {"slopes": normal(4) / 8}, arrays=arrays, mask=mask))
 
 
 def test_whole_blocks():
