@@ -59,7 +59,7 @@ def bigbird(
     keep = ((first <= column) & (column < first + window_blocks)) | (row < global_blocks) | (column < global_blocks)
     order = np.where(keep, np.inf, np.random.default_rng(seed).random((heads, *keep.shape)))
     rank = order.argsort(axis=-1).argsort(axis=-1)
-    return block_sparse(jnp.asarray(keep | ((rank < random_blocks) & np.isfinite(order))), block_size)
+    return block_sparse(jnp.asarray(keep | (rank < random_blocks)), block_size)
 
 
 def strided(stride: int) -> Mask:

@@ -173,6 +173,8 @@ WIDTHS = [
     (masks.sliding_window(100, 30), (4096, 4096), (128, 64), "query", 0, 5),
     (masks.sliding_window(0, 0), (4096, 4096), (128, 128), "query", 0, 1),
     (masks.sliding_window(0, 0), (4096, 4096), (128, 128), "query", 1, 2),
+    # Wherever the first query stands: one key, a block, and one key.
+    (masks.sliding_window(2, 0), (4096, 4096), (64, 64), "query", np.array(0, np.int32), 3),
     (masks.prefix(100), (4096, 4096), (128, 64), "query", 0, 2),
     (masks.prefix(100) | masks.sliding_window(64, 0), (4096, 4096), (64, 64), "query", 0, 4),
     (masks.dilated(1024), (4096, 4096), (64, 64), "query", 0, 5),
@@ -188,6 +190,7 @@ WIDTHS = [
     (masks.dense(np.ones((512, 512), bool)) & masks.sliding_window(64, 0), (512, 512), (64, 64), "key", 0, 2),
     (masks.top_k_blocks(jnp.ones((32, 32)), 3, 128), (4096, 4096), (128, 128), "query", 0, 3),
     (masks.top_k_blocks(jnp.ones((32, 32)), 3, 128), (4096, 4096), (64, 64), "query", 0, 6),
+    (masks.top_k_blocks(jnp.ones((64, 64)), 3, 64), (4096, 4096), (256, 64), "query", 0, 12),
 ]
 
 
@@ -270,7 +273,7 @@ MOST_PARTIAL = {
     "window": (masks.sliding_window(256, 0), (1024, 1024), (128, 64), 0, 8 * 4),
     "one_query": (masks.causal(), (9, 64), (1, 8), 0, 9),
     "window_of_one_query": (masks.sliding_window(5, None), (32, 32), (1, 16), 0, 32),
-    "global": (masks.global_tokens(np.array([3, 5])) | masks.causal(), (1024, 512), (128, 64), 0, 2 * (8 + 8 + 8 * 2)),
+    "global": (masks.global_tokens(np.array([3, 5])) | masks.causal(), (1024, 512), (128, 128), 0, 2 * (8 + 4 + 8)),
     "cells": (masks.block_sparse(CELLS, 128), (1024, 1024), (64, 128), 0, 0),
     "cells_causal": (masks.block_sparse(CELLS, 128) & masks.causal(), (1024, 1024), (128, 128), 0, 6 * 8),
     "split_cells": (masks.block_sparse(CELLS, 128), (1024, 1024), (256, 128), 0, 6 * 4 * 8),
