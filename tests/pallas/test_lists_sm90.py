@@ -33,6 +33,8 @@ CASES = {
     "of_heads": (masks.block_sparse(jnp.asarray(CELLS), (32, 64)), OPTIONS, {}),
     "of_heads_causal": (masks.block_sparse(jnp.asarray(CELLS), (32, 64)) & masks.causal(), OPTIONS, {}),
     "shared": (masks.sliding_window(20, 9) | masks.global_tokens(3), OPTIONS, {}),
+    # With full blocks in lists by key, which query heads share.
+    "shared_full": (masks.causal() | masks.prefix(100), OPTIONS, {}),
     "limited": (masks.prefix(100) | masks.dilated(7), LIMITED, ARRAYS),
     "nothing": (~masks.sliding_window(None, None), OPTIONS, {}),
 }
