@@ -199,7 +199,7 @@ def run(case: dict) -> dict:
     arrays = query, key, *others
     given = {}
     if is_prepared:
-        limits = {name: case.arguments[name] for name in ("is_causal", "window", "q_offset")}
+        limits = {name: case.arguments[name] for name in ("is_causal", "window", "q_offset", "bias")}
         limits |= {"deterministic": deterministic, "implementation": "mosaic_gpu"}
         given["mask"] = prepare_mask(case.arguments["mask"], *arrays[:3], **limits)
         lists_sm90._built = None  # a call has no need of it
