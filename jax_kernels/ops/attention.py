@@ -86,19 +86,19 @@ def flash_attention(
       value: [B, S, Hkv, Dv] in query's dtype; Dv up to 256.
       bias: added to the scores after scale and softcap, broadcastable to [B, H, T, S], in query's dtype or
         float32; -inf masks out. It is read in place, never broadcast in memory. Its gradient has its shape and
-        dtype, is summed in float32 over the axes that it is broadcast over, and is computed, by two more
-        products, only where it is asked for.
+        dtype, is summed in float32 over the axes that it is broadcast over, and is computed only where it is asked
+        for: by two more products, or in "mosaic_gpu", for a bias for each key that the heads which share keys share,
+        without a softcap, by the sums of what is there.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend; a float32 mask of zeros and ones is
         taken too, whose values are checked only where they are known: under jit, any but 0 keeps the pair. "triton"
         does not take it. "mosaic_gpu" packs it into bits, skips the blocks that it keeps nothing of, and forward masks
         nothing in those that it keeps all of. Or a masks.Mask, whose queries stand at q_offset + i. One of causal,
         sliding_window, segments, prefix and dense masks joined by `&` is the same as is_causal, window, segment_ids,
         kv_lengths and mask. Any other "mosaic_gpu" runs as lists of the blocks that it keeps a pair of: the others, and
-        their part of a bias, are neither loaded nor visited, in either direction. The
-        lists are made anew in each call, unless prepare_mask made them before, with a bit for each pair of the blocks
-        that it may keep in part: in a mask of segments or dilated, of all blocks that its windows and other limits
-        leave, and in one that has dense or from_function in it, of all blocks. "xla" evaluates it for a chunk of
-        queries at a time.
+        their part of a bias, are neither loaded nor visited, in either direction. The lists are made anew in each call,
+        unless prepare_mask made them before, with a bit for each pair of the blocks that it may keep in part: in a mask
+        of segments or dilated, of all blocks that its windows and other limits leave, and in one that has dense or
+        from_function in it, of all blocks. "xla" evaluates it for a chunk of queries at a time.
       is_causal: keep key j for query i where q_offset + i >= j.
       window: (left, right), or an int for both: keep key j for query i where q_offset + i - left <= j and
         j <= q_offset + i + right, as jax.nn's local_window_size and flash-attn's window_size count. -1 or None is
