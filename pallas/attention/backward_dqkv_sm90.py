@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import dense_sm90, hopper, mask_bits_sm90, views_sm90
+from jax_kernels.pallas.attention.backward_load_sm90 import Loads, Staged
 from jax_kernels.pallas.attention.backward_store_sm90 import Store
 from jax_kernels.pallas.attention.backward_walks_sm90 import Walks
 from jax_kernels.pallas.attention.hopper import (
@@ -55,7 +56,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     """
     batch, _, _, head_dim = arrays["query"].shape
     key = arrays["key"]
-    q_head_of, kv_head_of = views_sm90.head_maps(options)
+    q_head_of, _ = views_sm90.head_maps(options)
     scale, cap = options.scale, options.softcap
     dtype = key.dtype
     block_q, q_stages, do_stages = config.block_q, config.q_stages, config.do_stages
@@ -97,8 +98,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
     def body(refs, scratch):
         given, dk_gmem, dv_gmem, dbias_gmem = refs
-        q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, segments = (
-            given[name] for name in ("query", "key", "value", "dout", "lse", "delta", "segments")
+        q_gmem, do_gmem, lse_gmem, delta_gmem, segments = (
+            given[name] for name in ("query", "dout", "lse", "delta", "segments")
         )
         (
             k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
@@ -116,62 +117,13 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         @pl.when(wg == COMPUTE_WGS)
         def _memory():
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            b, kv_head, kv_index = block(recomputed(cta))
-            kv_head = kv_head_of(kv_head)
-            for r in range(row_groups):
-                rows = pl.ds(kv_index * block_kv + 64 * r, 64)
-                for c in range(chunks):
-                    source = k_gmem.at[b, rows, kv_head, pl.ds(64 * c, 64)]
-                    k_tiles.load(source, k_copied.at[c, r], kv_ready)
-                for half in range(halves):
-                    source = v_gmem.at[b, rows, kv_head, pl.ds(width * half, width)]
-                    v_tiles.load(source, v_copied.at[r, half], kv_ready)
-            # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
-            b, kv_head, kv_index = block(recomputed(cta))
-            steps, place = walk_over_queries(b, kv_head, kv_index)
-
-            def load(step, _):
-                head, q_block, _ = place(step)
-                rows = pl.ds(q_block * block_q, block_q)
-
-                def place_again():
-                    """(batch entry, head, queries): the loop of copies leaves no registers to keep them."""
-                    if not q_tiles.whole:
-                        return b, head, rows
-                    b_, kv_head_, kv_index_ = block(recomputed(cta))
-                    head_, q_block_, _ = walk_over_queries(b_, kv_head_, kv_index_)[1](recomputed(step))
-                    return b_, head_, pl.ds(q_block_ * block_q, block_q)
-
-                def load_rows(gmem, smem, row_gmem, row_smem, ready, free, stages, with_ids=False):
-                    slot = lax.rem(step, jnp.int32(stages))
-                    b, head, rows = place_again()
-
-                    @pl.when(step >= stages)
-                    def _():
-                        plgpu.barrier_wait(free.at[slot])
-
-                    for half in range(halves):
-                        source = gmem.at[b, rows, q_head_of(head), pl.ds(width * half, width)]
-                        q_tiles.load(source, smem.at[slot, half], ready.at[slot])
-                    b, head, rows = place_again()
-                    plgpu.copy_gmem_to_smem(row_gmem.at[b, head, rows], row_smem.at[slot], ready.at[slot])
-                    if with_ids:
-                        plgpu.copy_gmem_to_smem(segments.q_ids.at[b, rows], ids_smem.at[slot], ready.at[slot])
-
-                load_rows(q_gmem, q_copied, lse_gmem, lse_smem, q_ready, q_free, q_stages, has_segments)
-                load_rows(do_gmem, do_copied, delta_gmem, delta_smem, do_ready, do_free, do_stages)
-                if has_bias:
-
-                    @pl.when(step > 0)
-                    def _():
-                        plgpu.barrier_wait(bias.free)
-
-                    entry, _, of_keys = block(recomputed(cta))
-                    kv_start = of_keys * block_kv
-                    bias.fill(given["dense"], entry, head, kv_start, q_block * block_q, kv_start)
-
-            # An opaque count: unrolled or peeled, the loop would not fit the registers either.
-            lax.fori_loop(0, recomputed(steps), load, None)
+            ids = (segments.q_ids, ids_smem) if has_segments else ()
+            queries = Staged(q_gmem, lse_gmem, q_copied, lse_smem, q_ready, q_free, q_stages, *ids)
+            dout = Staged(do_gmem, delta_gmem, do_copied, delta_smem, do_ready, do_free, do_stages)
+            Loads(
+                walks, given, cta, k_tiles, v_tiles, q_tiles, k_copied, v_copied, kv_ready, queries, dout, bias,
+                chunks, row_groups, halves, width,
+            ).run()  # fmt: skip
 
         @pl.when(wg < COMPUTE_WGS)
         def _compute():
