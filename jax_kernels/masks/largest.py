@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.masks import checks
-from jax_kernels.masks.literals import Grid
+from jax_kernels.masks.literals import Grid, interval_of
 from jax_kernels.masks.mask import And, Mask
 from jax_kernels.masks.positions import Band, Prefix
 
@@ -76,10 +76,8 @@ def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> t
         return None
     static_offset, offset = checks.offset(q_offset)
     grid = Grid.of((q_length, kv_length), (q_length, kv_length), offset, static_offset)
-    [literals] = zip(*(part.terms(False) for part in parts), strict=True)
-    starts, ends = zip(*(x.interval(grid) for conjunction in literals for x in conjunction), strict=True)
-    start = functools.reduce(jnp.maximum, starts, jnp.int32(0))
-    end = functools.reduce(jnp.minimum, ends, jnp.int32(kv_length))
+    [literals] = mask.terms(False)
+    start, end = interval_of(literals, grid)
     shape = jnp.broadcast_shapes(start.shape, end.shape, (1, q_length))
     return tuple(jnp.broadcast_to(jnp.clip(x, 0, kv_length), shape) for x in (start, end))  # type: ignore[return-value]
 

@@ -135,23 +135,39 @@ def packed_lists(
     if most is None:
         most = math.prod(partial.shape[:2]) * most_partial(terms, grid)
     lists = compress(sided(alive, by, joined), sided(full, by, joined), joined * width(terms, grid, by))
-    words = functools.partial(_words, mask, grid, partial.shape, by)
-    if most == 0:
-        shape = jax.eval_shape(words, jnp.int32(0))
-        return lists, PackedBlocks(jnp.zeros((1, *shape.shape), shape.dtype), jnp.full_like(lists.indices, -1))
-    numbers = jnp.cumsum(partial, dtype=jnp.int32).reshape(partial.shape) - 1
+    numbers, words = _packed(mask, grid, partial, by, most)
     entries = jnp.take_along_axis(sided(numbers, by, joined), lists.indices, axis=-1)
     slots = jnp.arange(lists.indices.shape[-1], dtype=jnp.int32)
     past_full = slots - lists.full_count[..., None]
     entries = jnp.where((past_full >= 0) & (past_full < lists.partial_count[..., None]), entries, -1)
+    return lists, PackedBlocks(words, entries)
 
+
+@functools.partial(jax.jit, static_argnames=("lengths", "blocks", "static_offset"))
+def packed_status(
+    mask: Any, offset: Any, *, lengths, blocks, static_offset
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(live, full, entry, words): as status has the first two; for each block its entry, if it is partial, among words,
+    which are PackedBlocks' by query."""
+    grid = Grid.of(lengths, blocks, offset, static_offset)
+    alive, full = status(mask, grid)
+    most = math.prod(alive.shape[:2]) * most_partial(mask.terms(False), grid)
+    return alive, full, *_packed(mask, grid, alive & ~full, "query", most)
+
+
+def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tuple[jax.Array, jax.Array]:
+    """(numbers, words): of each block how many of these and those before it are partial, less one; their words."""
+    numbers = jnp.cumsum(partial, dtype=jnp.int32).reshape(partial.shape) - 1
+    words = functools.partial(_words, mask, grid, partial.shape, by)
+    if most == 0:
+        shape = jax.eval_shape(words, jnp.int32(0))
+        return numbers, jnp.zeros((1, *shape.shape), shape.dtype)
     # Where each entry stands, none past the last.
     places = jnp.full((most + 1,), partial.size, jnp.int32)
     every = jnp.arange(partial.size, dtype=jnp.int32).reshape(partial.shape)
     places = places.at[jnp.where(partial, numbers, most + 1)].set(every, mode="drop")
     chunk = max(1, _BITS_CHUNK // (grid.block_q * grid.block_kv))
-    packed = jax.vmap(words)(places) if most < chunk else lax.map(words, places, batch_size=chunk)
-    return lists, PackedBlocks(packed, entries)
+    return numbers, jax.vmap(words)(places) if most < chunk else lax.map(words, places, batch_size=chunk)
 
 
 def _words(mask: Any, grid: Grid, shape: tuple[int, ...], by: str, place: jax.Array) -> jax.Array:

@@ -166,16 +166,19 @@ def _live_mixed(literals: Conjunction, grid: Grid) -> jax.Array:
     return functools.reduce(operator.and_, parts, jnp.ones((1, 1, grid.rows, grid.columns), bool))
 
 
+def interval_of(literals: Conjunction, grid: Grid) -> tuple[jax.Array, jax.Array]:
+    """The keys that each query keeps of all that have an interval, as [start, end), broadcastable to [B or 1, T]."""
+    intervals = [x.interval(grid) for x in literals if x.interval is not None]
+    start = functools.reduce(jnp.maximum, (start for start, _ in intervals), jnp.int32(0))
+    return start, functools.reduce(jnp.minimum, (end for _, end in intervals), jnp.int32(grid.kv_length))
+
+
 def _live_by_interval(terms: list[Conjunction], grid: Grid) -> jax.Array:
     """One pass over the queries of each conjunction, not over queries times blocks.
 
     It counts how many more of a row block's queries reach each block of keys than the one before.
     """
-    starts, ends = [], []
-    for literals in terms:
-        intervals = [literal.interval(grid) for literal in literals if literal.interval is not None]
-        starts.append(functools.reduce(jnp.maximum, (start for start, _ in intervals), jnp.int32(0)))
-        ends.append(functools.reduce(jnp.minimum, (end for _, end in intervals), jnp.int32(grid.kv_length)))
+    starts, ends = zip(*(interval_of(literals, grid) for literals in terms), strict=True)
     shape = jnp.broadcast_shapes(*(x.shape for x in (*starts, *ends)), (1, grid.q_length))
     start, end = (jnp.concatenate([jnp.broadcast_to(x, shape) for x in xs], axis=1) for xs in (starts, ends))
     some = start < end

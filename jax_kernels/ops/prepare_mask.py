@@ -38,8 +38,7 @@ def prepare_mask(
     the mask is the same for all, a multiple of that; with deterministic=True only if it was prepared so. In any other
     call, and in one with segment_ids, kv_lengths or a traced q_offset, it is the mask that it was made from, as it is
     where no lists are used: in "xla", and for a mask that says no more than is_causal, window and the like. Beside a
-    bias for each query the blocks may be others: it is then to be prepared with one. `&`, `|` and `~` give ordinary
-    masks.
+    bias the blocks are others: it is then to be prepared with one. `&`, `|` and `~` give ordinary masks.
 
     Outside of jit, the lists are as long as the longest one, and there are bits for the blocks that the mask keeps in
     part, rounded up by at most an eighth; another mask may then have lists of other shapes, for which jit compiles

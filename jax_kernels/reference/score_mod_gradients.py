@@ -22,7 +22,7 @@ from jax_kernels.masks.lists import block_status
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference.score_mod_reads import Arrays, Blocks, Operands, at, mapped
 from jax_kernels.score_mod import ScoreMod
-from jax_kernels.score_mod_tiles import split, why_not
+from jax_kernels.score_mod_tiles import split
 
 # Queries, and keys, of a block.
 BLOCK = 128
@@ -38,12 +38,8 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
     if 0 in lengths or not jax.tree.leaves(sums):
         return mod.with_gradients(sums)
     mask, blocks = whole_mask(inputs, options), tuple(min(BLOCK, length) for length in lengths)
-    shape = inputs.query.shape[::2]
-    reader: Arrays | Operands = Arrays(mod, shape)
-    parts = split(mod, mosaic=True) if why_not(mod, mosaic=True) is None else None
-    if parts is not None and any("d" in axes for _, axes in parts.reads):
-        blocks = (max(blocks),) * 2
-        reader = Operands(mod, parts, shape, lengths, blocks[0])
+    reader = _reader(mod, inputs.query.shape[::2], lengths, max(blocks))
+    blocks = blocks if isinstance(reader, Arrays) else (reader.block,) * 2
     static_offset, offset = offset_of(first_position(inputs, options))
     alive, _ = block_status(mask, offset, lengths=lengths, blocks=blocks, static_offset=static_offset)
     together = [1 if told > 1 else of_all for told, of_all in zip(alive.shape, inputs.query.shape[::2], strict=False)]
@@ -59,6 +55,16 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
 
     count = jnp.sum(alive, dtype=jnp.int32)
     return reader.gradients(lax.fori_loop(0, (count + chunk - 1) // chunk, one, reader.zeros()))
+
+
+def _reader(mod: ScoreMod, shape: tuple[int, int], lengths: tuple[int, int], block: int) -> Arrays | Operands:
+    try:
+        parts = split(mod, mosaic=True)
+    except NotImplementedError:
+        return Arrays(mod, shape)
+    if not any("d" in axes for _, axes in parts.reads):
+        return Arrays(mod, shape)
+    return Operands(mod, parts, parts.operands(mod.arrays, (*shape, *lengths)), shape, lengths, block)
 
 
 def _blocks_at(place, mask: Mask, offset, shape: tuple[int, ...], lengths, blocks) -> Blocks:

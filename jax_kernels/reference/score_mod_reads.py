@@ -64,12 +64,13 @@ class Operands:
     """What kernels read of its arrays; of the difference q - k, windows of a vector, those of a block's diagonals.
 
     Their gradients are sums along the diagonals: pair by pair, all would add to the same few numbers. Windows of one
-    place are summed by a product, not in order of arrival. lengths: of queries and keys. block: queries and keys of
-    each block.
+    place are summed by a product, not in order of arrival. operands: of parts and the mod's arrays, made once for all
+    blocks. lengths: of queries and keys. block: queries and keys of each block.
     """
 
     mod: ScoreMod
     parts: TileMod
+    operands: list[jax.Array]
     shape: tuple[int, int]
     lengths: tuple[int, int]
     block: int
@@ -92,12 +93,9 @@ class Operands:
         """How many differences the first window begins before the first that there is."""
         return self.columns * self.block - self.lengths[1]
 
-    def read(self, arrays: Any) -> list[jax.Array]:
-        return self.parts.operands(arrays, (*self.shape, *self.lengths))
-
     def at(self, found: Blocks) -> list[jax.Array]:
         """The operands, those of differences as windows [chunk, B or 1, H or 1, 2 * block]."""
-        operands = zip(self.read(self.mod.arrays), self.are_windows, strict=True)
+        operands = zip(self.operands, self.are_windows, strict=True)
         return [self._windows(x, found) if is_window else x for x, is_window in operands]
 
     def given(self, found: Blocks) -> tuple[Any, ...]:
@@ -116,7 +114,7 @@ class Operands:
 
     def zeros(self) -> tuple[Any, ...]:
         windows = lambda x: jnp.zeros((self.places, *x.shape[:2], 2 * self.block), jnp.float32)
-        every = zip(moving(self.read(self.mod.arrays)), self.are_windows, strict=True)
+        every = zip(moving(self.operands), self.are_windows, strict=True)
         zeros = lambda x, is_window: windows(x) if is_window else jnp.zeros_like(x, jnp.float32)
         return tuple(None if x is None else zeros(x, is_window) for x, is_window in every)
 
@@ -130,7 +128,8 @@ class Operands:
     def gradients(self, sums: Any) -> ScoreMod:
         every = zip(sums, self.are_windows, strict=True)
         read = tuple(self._vector(x) if is_window and x is not None else x for x, is_window in every)
-        of_arrays = lambda given: moving(self.read(with_moving(self.mod.arrays, given)))
+        sizes = (*self.shape, *self.lengths)
+        of_arrays = lambda given: moving(self.parts.operands(with_moving(self.mod.arrays, given), sizes))
         return ScoreMod(jax.vjp(of_arrays, moving(self.mod.arrays))[1](read)[0], self.mod.program)
 
     def _place(self, found: Blocks) -> jax.Array:

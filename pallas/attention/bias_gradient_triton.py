@@ -16,7 +16,7 @@ from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, firs
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import dense
 from jax_kernels.masks.checks import offset as offset_of
-from jax_kernels.masks.lists import block_status, packed_lists
+from jax_kernels.masks.lists import block_status, packed_status
 from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.score_mod_triton import tile_scores
 from jax_kernels.pallas.attention.shared_triton import (
@@ -66,13 +66,9 @@ class Pairs(NamedTuple):
             alive, _ = block_status(dense(inputs.mask), offset, **sizes, static_offset=static_offset)
             return cls(jnp.where(alive, WHOLE, DEAD), mask=aligned(inputs.mask.astype(jnp.int8)))
         mask = inputs.mask.unprepared
-        lists, packed = packed_lists(mask, offset, **sizes, static_offset=static_offset, by="query")
-        slots, full = jnp.arange(lists.indices.shape[-1], dtype=jnp.int32), lists.full_count[..., None]
-        columns = jnp.where(slots < full + lists.partial_count[..., None], lists.indices, call.kv_blocks)
-        entries = jnp.full((*lists.indices.shape[:3], call.kv_blocks), DEAD, jnp.int32)
-        places = (*jnp.indices(columns.shape, sparse=True)[:3], columns)
-        entries = entries.at[places].set(jnp.where(slots < full, WHOLE, packed.entries), mode="drop")
-        return cls(entries, lax.bitcast_convert_type(packed.words, jnp.int32))
+        alive, full, entries, words = packed_status(mask, offset, **sizes, static_offset=static_offset)
+        entries = jnp.where(full, WHOLE, jnp.where(alive, entries, DEAD))
+        return cls(entries, lax.bitcast_convert_type(words, jnp.int32))
 
 
 def bias_gradient(
