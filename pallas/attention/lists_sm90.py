@@ -127,16 +127,24 @@ class ListedCall:
     blocks: tuple[int, int]
     by: str
     heads_together: int
+    rotate: int
     is_causal: bool
     window: tuple[int, int] | None
     q_offset: int | None
 
     @staticmethod
     def of(
-        inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, *, by: str, heads_together: int
+        inputs: AttentionInputs,
+        options: AttentionOptions,
+        block_q: int,
+        block_kv: int,
+        *,
+        by: str,
+        heads_together: int,
+        rotate: int = 0,
     ) -> "ListedCall":
         (batch, q_length, heads), (kv_length, kv_heads) = inputs.query.shape[:3], inputs.key.shape[1:3]
-        sizes = (batch, heads, kv_heads, (q_length, kv_length), (block_q, block_kv), by, heads_together)
+        sizes = (batch, heads, kv_heads, (q_length, kv_length), (block_q, block_kv), by, heads_together, rotate)
         q_offset = options.q_offset if inputs.q_offset is None else None
         return ListedCall(*sizes, options.is_causal, options.window, q_offset)
 
@@ -187,18 +195,20 @@ def lists_of(
     *,
     by: str,
     heads_together: int,
+    rotate: int = 0,
     interpret: bool = True,
 ) -> Lists | None:
     """The call's lists, None where its mask has none. What else limits its keys is in them.
 
     by: "query" or "key". Lists by key are of a kv head. Where the mask tells heads apart, they are of its group's heads
     together, whose blocks of queries are numbered one head after another. heads_together: of so many heads the tiles
-    stand in the table together. interpret: whether XLA alone makes them. A PreparedMask's lists are taken where they
-    are of this very call.
+    stand in the table together. rotate: the lists of a tile and of the next start so many blocks apart, about, so that
+    tiles that run together add to different rows of dquery. interpret: whether XLA alone makes them. A PreparedMask's
+    lists are taken where they are of this very call.
     """
     if not has_lists(inputs, options):
         return None
-    call = ListedCall.of(inputs, options, block_q, block_kv, by=by, heads_together=heads_together)
+    call = ListedCall.of(inputs, options, block_q, block_kv, by=by, heads_together=heads_together, rotate=rotate)
     if isinstance(inputs.mask, PreparedMask) and not _limiting_arrays(inputs):
         for prepared in inputs.mask.lists:
             if (lists := prepared.of(call)) is not None:
@@ -248,7 +258,6 @@ def _built(
     group = 1 if call.by == "query" else call.heads // call.kv_heads
     sharing = group if mask.heads == 1 else 1
     evaluates = most is None and mask.is_evaluated and _pairs(mask, call) <= max(MOST_PAIRS, 2 * _largest_array(mask))
-    entries = None
     if evaluates:
         lists, words = _evaluated(mask, offset, call, group // sharing, interpret=interpret)
     else:
@@ -263,17 +272,33 @@ def _built(
             most=most,
         )
         words = _words_of_threads(packed.words)
+    entries = None if evaluates else packed.entries
+    if call.rotate:
+        lists, entries = _rotated(lists, entries, call.rotate)
     # A tile without a block visits block 0, under bits that are zeros.
     total = lists.partial_count + lists.full_count
     dead = total == 0
     if not evaluates:  # the last entry's
-        entries = packed.entries.at[..., 0].set(jnp.where(dead, words.shape[0] - 1, packed.entries[..., 0]))
+        entries = entries.at[..., 0].set(jnp.where(dead, words.shape[0] - 1, entries[..., 0]))
     counts = jnp.maximum(total, 1) * sharing, lists.full_count * sharing
     heads, width = call.heads // group, lists.indices.shape[-1]
     tiles = _tiles(*counts, call.batch, heads, width * sharing, call.heads_together)
     # Of arrays, such as those for padding, most blocks are likely live.
     keys = width * call.blocks[1] // (1 if evaluates else UNKNOWN)
     return Lists(tiles, lists.indices, entries, words, sharing, keys)
+
+
+def _rotated(lists: BlockLists, entries: Any, rotate: int) -> tuple[BlockLists, Any]:
+    """The list of tile n from about block n * rotate on, around the end. Full blocks stay before the partial ones."""
+    blocks, width = lists.indices.shape[2:]
+    turn = jnp.arange(blocks, dtype=jnp.int32)[:, None] * rotate % blocks
+    slot = jnp.arange(width, dtype=jnp.int32)
+    full, partial = (x[..., None] for x in (lists.full_count, lists.partial_count))
+    first, count = jnp.where(slot < full, 0, full), jnp.maximum(jnp.where(slot < full, full, partial), 1)
+    turned = first + (slot - first + turn * count // blocks) % count
+    order = jnp.where(slot < full + partial, turned, slot)
+    take = lambda x: jnp.take_along_axis(x, order, axis=-1)
+    return lists._replace(indices=take(lists.indices)), None if entries is None else take(entries)
 
 
 def _pairs(mask: Mask, call: ListedCall) -> int:
