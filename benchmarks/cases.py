@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from side_by_side import gpu_among_others
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention as reference
@@ -110,7 +111,9 @@ def input_sets(case: Case, seed: int = 0) -> list[InputSet]:
     for index in range(count):
         arrays = jax.random.split(jax.random.fold_in(jax.random.key(seed), index), 4)
         shapes = (queries, keys, keys, queries)
-        sets.append(InputSet(*(normal(k, shape, DTYPES[case.dtype]) for k, shape in zip(arrays, shapes, strict=True))))
+        with gpu_among_others():
+            made = [normal(k, shape, DTYPES[case.dtype]) for k, shape in zip(arrays, shapes, strict=True)]
+            sets.append(InputSet(*jax.block_until_ready(made)))
     return sets
 
 

@@ -37,7 +37,7 @@ import report
 from attention import choose_timer, close, prepare_process, say
 from cases import DTYPES, MODES, Case, InputSet, as_numpy, input_sets, relative_error
 from contenders import Built, framework, from_function, need, unavailable
-from side_by_side import gpu_alone
+from side_by_side import gpu_alone, gpu_among_others
 from timing import METHODS, Contender, alternate, skipped, speed_ratio
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks, prepare_mask
@@ -178,7 +178,8 @@ def build(
     with contender.attempt():
         if name == "torch-flex":
             need("torch-flex")
-            built = in_torch(pattern, keep, case, sets)
+            with gpu_among_others():
+                built = in_torch(pattern, keep, case, sets)
         elif name == "jax-cudnn-bias":
             need("jax-cudnn")
             plan = "jax.nn.dot_product_attention, cudnn, bias [1, H, T, S]"
@@ -277,10 +278,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The mask of a pattern may take longer than its contenders.
         if time.monotonic() < deadline:
             pattern = pattern_of(name, sparsity, args.seq_len, args.block_size, args.window)
-            keep = jax.jit(lambda mask: mask.to_dense(args.seq_len, args.seq_len)[0, 0])(pattern.mask)
             facts["window"] = pattern.window
-            facts["sparsity"] = 1 - kept_share(keep)
-            facts["live_blocks"] = float(pattern.mask.density(args.seq_len, args.seq_len, BLOCK))
+            with gpu_among_others():
+                keep = jax.jit(lambda mask: mask.to_dense(args.seq_len, args.seq_len)[0, 0])(pattern.mask)
+                facts["sparsity"] = 1 - kept_share(keep)
+                facts["live_blocks"] = float(pattern.mask.density(args.seq_len, args.seq_len, BLOCK))
         for case in args.cases:
             say(f"{case.label} {', '.join(f'{name} {fact}' for name, fact in facts.items())}")
             if time.monotonic() > deadline:

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 from cases import TOLERANCE
-from side_by_side import gpu_alone, is_shared
+from side_by_side import gpu_alone, gpu_among_others
 
 Call = Callable[[int], Any]
 
@@ -184,8 +184,9 @@ class Contender:
     def start(self, call: Call, plan: str = "") -> Any:
         """Takes its call and makes it once: its outputs."""
         self.call, self.plan = call, plan
-        if is_shared() and self.framework == "torch":
-            wait(call(0), self.framework)  # it compiles
+        if self.framework == "torch":
+            with gpu_among_others():
+                wait(call(0), self.framework)  # it compiles
         with gpu_alone():
             outputs = call(0)
             wait(outputs, self.framework)

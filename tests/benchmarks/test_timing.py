@@ -1,7 +1,6 @@
 """The timers and the alternation, with fake timers and a fake CUPTI."""
 
 import ctypes
-import functools
 import os
 import pathlib
 import subprocess
@@ -55,19 +54,49 @@ def test_a_failing_contender_ends_nothing():
     assert made[0].times == [1.0] * 3
 
 
-def test_processes_take_turns(tmp_path, monkeypatch):
-    lock = tmp_path / "lock"
-    source = "import side_by_side\nwith side_by_side.gpu_alone(), side_by_side.gpu_alone(): print('its turn')"
-    start = functools.partial(subprocess.Popen, [sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
-    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(timing.__file__).parent)}
-    monkeypatch.setenv("BENCHMARK_LOCK", str(lock))
-    with side_by_side.gpu_alone():
-        waiting = start(env=environment | {"BENCHMARK_LOCK": str(lock)})
-        others = start(env={name: x for name, x in environment.items() if name != "BENCHMARK_LOCK"})
-        assert others.communicate(timeout=60)[0] == "its turn\n"
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    """start(what, locked=True): a process that does `what`, and says so; this one has the lock, too."""
+    lock = str(tmp_path / "lock")
+    monkeypatch.setenv("BENCHMARK_LOCK", lock)
+    here = {name: x for name, x in os.environ.items() if name != "BENCHMARK_LOCK"}
+    here["PYTHONPATH"] = str(pathlib.Path(timing.__file__).parent)
+
+    def start(what, locked=True):
+        source = f"from side_by_side import *\nwith {what}: print('its turn')"
+        environment = here | {"BENCHMARK_LOCK": lock} if locked else here
+        return subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=environment)
+
+    return start
+
+
+def has_its_turn(process):
+    return process.communicate(timeout=60)[0] == "its turn\n"
+
+
+def test_processes_take_turns(processes):
+    with side_by_side.gpu_alone(), side_by_side.gpu_alone(), side_by_side.gpu_among_others():
+        waiting = [processes("gpu_alone(), gpu_alone()"), processes("gpu_among_others()")]
+        assert has_its_turn(processes("gpu_alone()", locked=False))
+        for process in waiting:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+    assert all(map(has_its_turn, waiting))
+
+
+def test_what_is_not_timed_keeps_others_from_their_turns_alone(processes):
+    with side_by_side.gpu_among_others():
+        waiting = processes("gpu_alone()")
+        assert has_its_turn(processes("gpu_among_others()"))
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(timeout=1)
-    assert waiting.communicate(timeout=60)[0] == "its turn\n"
+        with side_by_side.gpu_alone():
+            late = processes("gpu_among_others()")
+            with pytest.raises(subprocess.TimeoutExpired):
+                late.wait(timeout=1)
+        assert has_its_turn(late)
+        assert waiting.poll() is None
+    assert has_its_turn(waiting)
 
 
 def test_a_spent_budget_skips(monkeypatch):
