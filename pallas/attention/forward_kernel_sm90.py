@@ -38,7 +38,9 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
     # Of what the softmax sees: with a bias or score_mod, that is in base 2 already.
     scale = softmax.LN2 if has_bias or has_mod else cap or options.scale
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
-    share_q_out = config.share_q_out and out_dtype == dtype and v_head_dim == head_dim
+    alike = out_dtype == dtype and v_head_dim == head_dim
+    share_q_out = config.share_q_out and alike
+    early_q = config.early_q and alike and not share_q_out
     any_rows = hopper.has_odd_length(arrays["query"], arrays["key"])
     qk_tiles, v_tiles = hopper.Tiles(head_dim, any_rows), hopper.Tiles(v_head_dim, any_rows)
     out_tiles = hopper.Tiles(v_head_dim, any_rows, swizzled=out_dtype == dtype)
@@ -50,7 +52,10 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
         q_smem, out_smem, k_smem, v_smem, lse_smem, q_ready, ring, bias, fetched = scratch
         (q_smem, q_copied), (k_smem, k_copied) = qk_tiles.views(q_smem), qk_tiles.views(k_smem)
         v_smem, v_copied = v_tiles.views(v_smem)
-        out_smem, out_copied = (q_smem, q_copied) if share_q_out else out_tiles.views(out_smem)
+        if share_q_out or early_q:
+            out_smem, out_copied = q_smem, q_copied
+        else:
+            out_smem, out_copied = out_tiles.views(out_smem)
         walk = Walk.of(given, scheduler, options, kv_length, config=config, interpret=interpret)
         tile = walk.tile
         # Whether a head with small scores has a branch of its own, which a predicate or a mask would come before.
@@ -82,24 +87,27 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
             scheduler.for_each(walk.first_tile(), load_tile)
 
         def compute(w):
-            q_smem_wg = q_smem.at[w]
             lse_smem_wg = lse_smem.at[w]
 
-            def load_q(index):
+            def place(turn):
+                """In shared memory, of the warpgroup's queries and of its output, of the CTA's tile number `turn`."""
+                return (turn & 1) * compute_wgs + w if early_q else w
+
+            def load_q(index, turn):
                 b, h, q_start, _, _ = tile(index)
                 rows = pl.ds(q_start + w * 64, 64)
-                qk_tiles.load(q_gmem.at[b, rows, q_head_of(h)], q_copied.at[w], q_ready.at[w])
+                qk_tiles.load(q_gmem.at[b, rows, q_head_of(h)], q_copied.at[place(turn)], q_ready.at[w])
 
-            def load_next_q(following):
+            def load_next_q(following, turn):
                 @pl.when(following < scheduler.count)
                 def _():
-                    load_q(following)
+                    load_q(following, turn + 1)
 
             ring.free()
             if has_bias:
                 plgpu.barrier_arrive(bias.free)
             walk.start_turns(w)
-            load_q(walk.first_tile())
+            load_q(walk.first_tile(), 0)
 
             def run_tile(index, turn, slot):
                 whole = tile(index)
@@ -138,7 +146,11 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                     return lax.cond(blocks.is_partial(step), lambda s: masked(s, blocks, step, words), lambda s: s, s)
 
                 plgpu.barrier_wait(q_ready.at[w])
+                q_smem_wg = q_smem.at[place(turn)]
                 largest = given["largest"][b, q_head_of(h)] if bounded else None
+                if bounded and config.measures_q:
+                    parts = [plgpu.load(q_smem_wg.at[c], layout=WGMMA) for c in range(qk_tiles.count)]
+                    largest = largest * softmax.lengths(parts)
                 is_small: Any = given["small"][b, q_head_of(h)] != 0 if has_small else None
 
                 def products(acc_ref, s_ref):
@@ -198,6 +210,10 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                         return lax.cond(is_bounded, lambda acc: acc, full, acc) if bounded else full(acc)
 
                     p = p.astype(dtype)
+                    if early_q:
+                        following = scheduler.following(fetched, index, turn)
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last tile's output
+                        load_next_q(following, turn)
                     plgpu.barrier_wait(ring.v_ready.at[slot])
 
                     def step(j, carry):
@@ -234,13 +250,15 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                         return p, highest, total, slot
 
                     p, highest, total, last_slot = lax.fori_loop(1, blocks.count, step, (p, highest, total, slot))
-                    following = scheduler.following(fetched, index, turn)
-                    if walk.has("lists") and not share_q_out:  # the last scores have read the queries
-                        load_next_q(following)
+                    if not early_q:
+                        following = scheduler.following(fetched, index, turn)
+                    waits_for_scores = not share_q_out and not early_q
+                    if walk.has("lists") and waits_for_scores:  # the last ones have read the queries
+                        load_next_q(following, turn)
                     issue_values(p, last_slot)
                     acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                    if not walk.has("lists") and not share_q_out:
-                        load_next_q(following)
+                    if not walk.has("lists") and waits_for_scores:
+                        load_next_q(following, turn)
                     plgpu.barrier_arrive(ring.v_free.at[last_slot])
                     return acc, highest, total, last_slot, following
 
@@ -253,16 +271,17 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                     highest, total, factor = softmax.with_sink(highest, total, given["sinks"][b, h])
                 inverse, lse = softmax.finish(highest, total, may_be_dead=walk.may_be_dead and not has_sinks)
                 acc = acc * lax.broadcast_in_dim(inverse * factor, acc.shape, [0])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
+                if not early_q:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
                 for c, part in enumerate(out_tiles.chunks(acc.astype(out_dtype))):
-                    out_smem.at[w, c][...] = part
+                    out_smem.at[place(turn), c][...] = part
                 lse_smem_wg[...] = lse
                 plgpu.commit_smem()
-                out_tiles.store(out_copied.at[w], out_gmem.at[b, pl.ds(q_start, 64), h])
+                out_tiles.store(out_copied.at[place(turn)], out_gmem.at[b, pl.ds(q_start, 64), h])
                 plgpu.copy_smem_to_gmem(lse_smem_wg, lse_gmem.at[b, h, pl.ds(q_start, 64)])
                 if share_q_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    load_next_q(following)
+                    load_next_q(following, turn)
                 return following, ring.following(slot)
 
             scheduler.for_each(walk.first_tile(), run_tile)
@@ -276,8 +295,8 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
         refs = jax.tree.unflatten(tree, leaves), out_gmem, lse_gmem
         pl.run_scoped(
             lambda *scratch: body(refs, scratch),
-            qk_tiles.scratch(compute_wgs, 64, dtype=dtype),
-            None if share_q_out else out_tiles.scratch(compute_wgs, 64, dtype=out_dtype),
+            qk_tiles.scratch((1 + early_q) * compute_wgs, 64, dtype=dtype),
+            None if share_q_out or early_q else out_tiles.scratch(compute_wgs, 64, dtype=out_dtype),
             qk_tiles.scratch(stages, block_kv, dtype=dtype),
             v_tiles.scratch(stages, block_kv, dtype=dtype),
             plgpu.SMEM((compute_wgs, 64), jnp.float32),

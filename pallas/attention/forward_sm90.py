@@ -7,6 +7,7 @@ exponents for it. That leaves out the search for the maximum, the rescaling, and
 of the instructions. The first block is the diagonal of causal work, so that rows with few keys never see this.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -57,9 +58,17 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     # The look is at all heads of the array, where a call takes only some.
     is_limited = options.window is not None or segments is not None
     bounded_from = BOUNDED_FROM_LISTS if lists is not None else BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM
-    pays = keys >= bounded_from * query.shape[2] / heads
+    # A score_mod's bound, and whether its scores are small, are of a head as a whole.
+    measures_q = config.measures_q and mod is None and not options.softcap
+    of_look = (key.shape[2] if measures_q else query.shape[2] + key.shape[2]) / (query.shape[2] + key.shape[2])
+    pays = keys >= bounded_from * of_look * query.shape[2] / heads
     if config.bounded and pays and dense is None:
-        largest, small = _bounds(query, key, mod, options, no_later_keys=no_later_keys, interpret=interpret)
+        if measures_q:
+            longest_key = row_lengths_triton.longest(key, interpret=interpret)
+            ones = jnp.ones((query.shape[0], query.shape[2]), jnp.float32)
+            largest = softmax.largest_scores(ones, longest_key, options.scale)
+        else:
+            largest, small = _bounds(query, key, mod, options, no_later_keys=no_later_keys, interpret=interpret)
     scheduler = TileScheduler(
         batch=query.shape[0],
         heads=heads,
@@ -85,6 +94,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         "counter": jax.new_ref(jnp.zeros((1,), jnp.int32)) if scheduler.fetches else None,
     }
     leaves, tree = jax.tree.flatten(arrays)
+    config = dataclasses.replace(config, measures_q=measures_q)
     kernel = forward_kernel_sm90.kernel_of(
         arrays, tree, scheduler, options, kv_length, out_dtype=out_dtype, config=config, interpret=interpret
     )

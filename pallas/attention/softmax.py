@@ -89,9 +89,18 @@ def room(dtype) -> float:
 
 
 def largest_scores(longest_queries, longest_keys, scale: float):
-    """[B, H] float32: what no score of a head, in base 2, exceeds. Of squared lengths of rows [B, H] and [B, Hkv]."""
+    """[B, H] float32: what no score of a head, in base 2, exceeds. Of squared lengths of rows [B, H] and [B, Hkv].
+
+    longest_queries: 1 for what no score exceeds of a query as long as that.
+    """
     keys = jnp.repeat(longest_keys, longest_queries.shape[1] // longest_keys.shape[1], axis=1)
     return jnp.sqrt(longest_queries * keys) * (scale * LOG2E * (1 + 1e-4))
+
+
+def lengths(parts):
+    """Of rows of 16-bit numbers, given in one or more arrays of columns: float32, one a row."""
+    squares = [jnp.square(part.astype(jnp.float32)).sum(axis=1) for part in parts]
+    return jnp.sqrt(_tree(jnp.add, squares))
 
 
 def with_sink(highest, total, sink):

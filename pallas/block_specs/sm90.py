@@ -16,7 +16,7 @@ from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 ATTENTION_ORDER = ("mosaic_gpu", "cudnn", "triton", "xla")
 
 CAUSAL_64 = Forward(3, 128, 3, dynamic=True, heads_together=16)
-CAUSAL_128 = Forward(2, 128, 2, dynamic=True, heads_together=16)
+CAUSAL_128 = Forward(2, 128, 2, early_q=True, measures_q=True, dynamic=True, heads_together=16)
 BACKWARD_CAUSAL_64 = Backward(128, heads_together=4)
 BACKWARD_CAUSAL_128 = Backward(64, heads_together=4)
 BACKWARD_LISTS_128 = dataclasses.replace(BACKWARD_CAUSAL_128, rotate=5)
@@ -47,7 +47,7 @@ MOSAIC = (
         Backward(64, heads_together=16, early_dv=True, leave_early=True),
         is_limited=True,
     ),
-    Row("mosaic_gpu", 128, 16, Forward(2, 128, 2), Backward(64, rotate=5, early_dv=True), is_causal=False),
+    Row("mosaic_gpu", 128, 16, Forward(2, 128, 2, early_q=True, measures_q=True), Backward(64, rotate=5, early_dv=True), is_causal=False),
     Row("mosaic_gpu", 128, 16, CAUSAL_128, BACKWARD_CAUSAL_128, is_causal=True),
     Row("mosaic_gpu", 192, 16, WIDE, WIDE_BACKWARD, is_causal=False),
     Row("mosaic_gpu", 192, 16, WIDE_CAUSAL, WIDE_BACKWARD_CAUSAL, is_causal=True),
@@ -89,7 +89,7 @@ MOSAIC_DENSE = (
 # 1.02, 0.99, 1 and 1.05. Other sizes are not measured.
 MOSAIC_LISTS = (
     Row("mosaic_gpu", 64, 16, Forward(2, 128, 4, dynamic=True, heads_together=16), BACKWARD_CAUSAL_64, has_lists=True),
-    Row("mosaic_gpu", 128, 16, Forward(2, 128, 2, dynamic=True, heads_together=4), BACKWARD_LISTS_128, has_lists=True),
+    Row("mosaic_gpu", 128, 16, Forward(2, 128, 2, early_q=True, measures_q=True, dynamic=True, heads_together=4), BACKWARD_LISTS_128, has_lists=True),
     Row("mosaic_gpu", 256, 16, WIDE_CAUSAL, WIDE_BACKWARD_CAUSAL, has_lists=True),
 )
 
