@@ -14,6 +14,7 @@ from jax_kernels.masks import checks
 from jax_kernels.masks.lists import block_sums
 from jax_kernels.masks.literals import Grid, Literal, touched
 from jax_kernels.masks.mask import Mask, node, static
+from jax_kernels.masks.sums import running_sums
 
 
 def segments(q_ids: jax.Array, kv_ids: jax.Array | None = None) -> Mask:
@@ -241,7 +242,7 @@ class BlockSparse(_Array):
             cells = jnp.repeat(self.blocks, self.block_q // grid.block_q, axis=2)[:, :, : grid.rows]
             cells = jnp.repeat(cells, self.block_kv // grid.block_kv, axis=3)[..., : grid.columns]
             return cells.astype(jnp.int32), 1
-        sums = jnp.cumsum(jnp.cumsum(self.blocks, axis=2, dtype=jnp.int32), axis=3, dtype=jnp.int32)
+        sums = running_sums(running_sums(self.blocks.swapaxes(2, 3)).swapaxes(2, 3))
         sums = jnp.pad(sums, ((0, 0), (0, 0), (1, 0), (1, 0)))
         (top, bottom), (left, right) = (
             (first // size, last // size + 1)

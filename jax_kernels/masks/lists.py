@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.masks.literals import Grid, live, most_partial, width
+from jax_kernels.masks.sums import running_sums
 
 # Pairs that are evaluated at a time, where a mask is no matter of block arithmetic.
 _CHUNK = 1 << 24
@@ -136,6 +137,8 @@ def packed_lists(
         most = math.prod(partial.shape[:2]) * most_partial(terms, grid)
     lists = compress(sided(alive, by, joined), sided(full, by, joined), joined * width(terms, grid, by))
     numbers, words = _packed(mask, grid, partial, by, most)
+    if most == 0:
+        return lists, PackedBlocks(words, jnp.full_like(lists.indices, -1))
     entries = jnp.take_along_axis(sided(numbers, by, joined), lists.indices, axis=-1)
     slots = jnp.arange(lists.indices.shape[-1], dtype=jnp.int32)
     past_full = slots - lists.full_count[..., None]
@@ -157,7 +160,7 @@ def packed_status(
 
 def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tuple[jax.Array, jax.Array]:
     """(numbers, words): of each block how many of these and those before it are partial, less one; their words."""
-    numbers = jnp.cumsum(partial, dtype=jnp.int32).reshape(partial.shape) - 1
+    numbers = running_sums(partial.reshape(-1)).reshape(partial.shape) - 1
     words = functools.partial(_words, mask, grid, partial.shape, by)
     if most == 0:
         shape = jax.eval_shape(words, jnp.int32(0))

@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_kernels.masks.sums import running_sums
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
@@ -192,7 +194,7 @@ def _live_by_interval(terms: list[Conjunction], grid: Grid) -> jax.Array:
     changes = changes.at[batch, row, column].add(
         jnp.concatenate([count, -count], axis=1), mode="promise_in_bounds", wrap_negative_indices=False
     )
-    return (jnp.cumsum(changes, axis=-1, dtype=jnp.int32) > 0)[:, None, :, :-1]
+    return (running_sums(changes) > 0)[:, None, :, :-1]
 
 
 def _live_by_distance(predicates: list[Callable[[Any], Any]], grid: Grid) -> jax.Array:
@@ -200,7 +202,7 @@ def _live_by_distance(predicates: list[Callable[[Any], Any]], grid: Grid) -> jax
     differences = jnp.arange(grid.q_length + grid.kv_length - 1, dtype=jnp.int32) - (grid.kv_length - 1)
     distances = grid.offset[:, None] + differences
     keep = functools.reduce(operator.and_, [predicate(distances) for predicate in predicates])
-    before = jnp.pad(jnp.cumsum(keep, axis=-1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    before = jnp.pad(running_sums(keep), ((0, 0), (1, 0)))
     (q_first, q_last), (k_first, k_last) = grid.edges(0), grid.edges(1)
     low = q_first[:, None] - k_last + (grid.kv_length - 1)
     high = q_last[:, None] - k_first + (grid.kv_length - 1)
