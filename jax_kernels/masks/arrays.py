@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels.masks import checks
-from jax_kernels.masks.lists import block_sums
+from jax_kernels.masks.lists import array_sums
 from jax_kernels.masks.literals import Grid, Literal, touched
 from jax_kernels.masks.mask import Mask, node, static
 from jax_kernels.masks.sums import running_sums
@@ -304,7 +304,7 @@ class Dense(_Array):
 
     def block_counts(self, grid):
         """One pass over the array."""
-        sums = block_sums(self.array, grid.block_q, grid.block_kv)
+        sums = array_sums(self.array, grid.block_q, grid.block_kv)
         (q_first, q_last), (k_first, k_last) = grid.edges(0), grid.edges(1)
         # An axis of length 1 counts for each query, or key.
         sums = sums if self.array.shape[2] > 1 else sums * (q_last - q_first + 1)[:, None]

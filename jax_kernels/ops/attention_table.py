@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.dispatch import Implementation, Plan, Request
 from jax_kernels.masks import Mask
-from jax_kernels.ops import reasons
+from jax_kernels.masks.lists import count_arrays_by
+from jax_kernels.ops import dense_blocks, reasons
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention import (
     backward_sm90,
@@ -313,6 +314,8 @@ def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOption
         every = [forward_sm90.listed_blocks(plan.config.forward), *of_backward]
         return tuple(lists_sm90.prepared_lists(inputs, options, **blocks) for blocks in every)
 
+
+count_arrays_by(dense_blocks.counts)
 
 IMPLEMENTATIONS = {
     "mosaic_gpu": Implementation(
