@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_kernels.masks import checks
@@ -17,6 +18,7 @@ from jax_kernels.masks.positions import Band, Prefix
 SEARCH_FROM = 1 << 22
 SEARCH_BITS = 2  # that are found in one pass
 BUCKET = 64  # ranks of which there is one count for each query
+WORD = 32  # bits
 
 
 def largest(x: jax.Array, k: int) -> jax.Array:
@@ -110,21 +112,32 @@ def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> jax.Arra
     members = members.reshape(heads, buckets + 1, BUCKET)[jnp.arange(heads)[:, None], bucket]
     inside = (members >= start[:, None]) & (members < end[:, None])
     below = jnp.where(count < k, count, 0).max(axis=-1, keepdims=True)
-    place = (below + _sums(inside[..., None])[..., 0] < k).sum(axis=-1, dtype=jnp.int32)
+    place = (below + _counts_up_to(inside) < k).sum(axis=-1, dtype=jnp.int32)
     # Where an interval has fewer than k keys, all of them.
     last = jnp.where(bucket == buckets, length, bucket * BUCKET + place)
     some = (x > -jnp.inf).sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    keep = (rank[:, None] <= last[..., None]) & (rank < some)[:, None]
+    last = jnp.minimum(last, some - 1)
     keys = jnp.arange(length, dtype=jnp.int32)
-    return keep & (start[:, None] <= keys) & (keys < end[:, None])
+    return (rank[:, None] <= last[..., None]) & (start[:, None] <= keys) & (keys < end[:, None])
 
 
 def _sums(x: jax.Array) -> jax.Array:
     """How many of x [..., n, m] are True up to each of n, float32: products with triangles, a BUCKET of n at a time."""
     n = x.shape[-2]
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -n % BUCKET), (0, 0)])
-    parts = x.reshape(*x.shape[:-2], -1, BUCKET, x.shape[-1]).astype(jnp.float32)
-    within = jnp.einsum("ij,...jm->...im", jnp.tri(BUCKET, dtype=jnp.float32), parts)
+    # Zeros and ones, which tensor cores take; the sums are exact.
+    parts = x.reshape(*x.shape[:-2], -1, BUCKET, x.shape[-1]).astype(jnp.bfloat16)
+    triangle = jnp.tri(BUCKET, dtype=jnp.bfloat16)
+    within = jnp.einsum("ij,...jm->...im", triangle, parts, preferred_element_type=jnp.float32)
     total = within[..., -1, :]
     sums = within + (jnp.cumsum(total, axis=-2) - total)[..., None, :]
     return sums.reshape(x.shape)[..., :n, :]
+
+
+def _counts_up_to(x: jax.Array) -> jax.Array:
+    """How many of x bool [..., BUCKET] are True up to each, as the set bits of a word: int32 [..., BUCKET]."""
+    words = x.reshape(*x.shape[:-1], -1, WORD).astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32)
+    words = lax.optimization_barrier(words.sum(axis=-1, dtype=jnp.uint32))  # made once, not for each of a BUCKET
+    place, first = np.arange(BUCKET)[:, None], np.arange(0, BUCKET, WORD)
+    up_to = (1 << np.clip(place + 1 - first, 0, WORD)) - 1
+    return lax.population_count(words[..., None, :] & up_to.astype(np.uint32)).sum(axis=-1, dtype=jnp.int32)
