@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
-from jax_kernels.ops import attention, dilated_views, dilated_vjp
+from jax_kernels.ops import attention, dilated_launches, dilated_views, dilated_vjp
 from jax_kernels.ops.attention import AttentionCall, flash_attention
 from jax_kernels.ops.attention_checks import by_name, check, with_positive_scale
 from jax_kernels.ops.attention_table import AttentionRequest
@@ -62,7 +62,7 @@ def dilated_attention(
     It takes memory for one attention over the tokens that the branches take: no mask, nothing of T x T. What the
     backward keeps are query, key, value, out and lse.
 
-    "mosaic_gpu" (Hopper) reads a branch in place, in an attention of its own, where
+    "mosaic_gpu" (Hopper) can read a branch in place, in an attention of its own, where
 
     - D and Dv are equal, 64, 128 or 256, there are no segment_ids, and deterministic is not asked for;
     - its segments divide T or are no shorter, and its rate divides them into classes of a multiple of 8 tokens;
@@ -70,7 +70,8 @@ def dilated_attention(
     - with heads="groups", its first query head is the first of a key head;
     - with layout="partition", segments cover the sequence in equal lengths at one rate.
 
-    All other branches, and all branches of other implementations, are gathered first, which copies what they take.
+    It does but where branches are so short that one attention for several is faster by more than their copies cost. All
+    other branches, and all branches of other implementations, are gathered first, which copies what they take.
     Gathered branches whose segments hold equally many tokens, as in LongNet, run as one attention, if they serve
     equally many heads and their classes part the query heads of a key head alike. With segment_ids, or where without
     is_causal the rate does not divide the segments, their classes must have equally many heads, too.
@@ -277,7 +278,6 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     request, inputs, calls, merge, arguments = _check(**keywords)
     query, scale = with_positive_scale(inputs.query, arguments["scale"])  # before what has a gradient of its own
     is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
-    group = request.heads // request.kv_heads
     plan = lambda arrays: attention.prepare(**arrays, **arguments | {"scale": scale})[0]
     attentions = []
     for views in calls:
@@ -286,8 +286,9 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
         # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
         if is_merged and planned.implementation != "mosaic_gpu":
             planned = dataclasses.replace(planned, out_dtype="float32")
-        reads_views = _reads_views(planned, request)
-        parts = dilated_views.split_strided(views, request.q_length, group) if reads_views else (views,)
+        parts: tuple[Call, ...] = (views,)
+        if _reads_views(planned, request):
+            parts = dilated_launches.launches_of(views, request, planned.config.forward.block_q)
         attentions += [(part, _of_views(planned, part, request)) for part in parts]
     arrays = attention.vary_alike((query, inputs.key, inputs.value, inputs.q_segment_ids))
     return DilatedCall(tuple(attentions), **merge), arrays

@@ -1,5 +1,6 @@
 """dilated_attention against its definition in NumPy; causality, coverage, and what it refuses."""
 
+import dataclasses
 import functools
 import re
 import sys
@@ -18,6 +19,7 @@ import dilated_oracle
 from dilated_oracle import BFLOAT16_BOUNDS, NAMES
 
 from jax_kernels import dilated_attention, explain, flash_attention
+from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops import dilated_attention as ops
 from jax_kernels.reference import dilated_attention as reference
@@ -338,7 +340,7 @@ LONGNET = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
     ],
 )
 def test_which_branches_are_read_in_place(device, arguments, attentions):
-    """For each attention "view", or how many pieces are gathered for it."""
+    """For each attention "view", or how many pieces are gathered for it, where no launch is worth a copy."""
     given = LONGNET | {"length": 4096, "kv_heads": 8, "head_dim": 128} | arguments
     length, kv_heads, head_dim = (given.pop(name) for name in ("length", "kv_heads", "head_dim"))
     spec = lambda heads, dim: jax.ShapeDtypeStruct((1, length, heads, dim), jnp.bfloat16)
@@ -350,7 +352,7 @@ def test_which_branches_are_read_in_place(device, arguments, attentions):
         call, _ = ops.prepare(query=query, key=key, value=value, segment_ids=segment_ids, **given)
         calls.extend(views for views, _ in call.attentions)
 
-    with on_device(device):
+    with on_device(dataclasses.replace(device_info(device), memory_bandwidth=1)):
         jax.eval_shape(prepare, *qkv, ids)
     assert ["view" if views.is_strided else len(views.pieces) for views in calls] == attentions
 
@@ -397,18 +399,23 @@ def test_on_gpu(mode, is_causal, order, packed, heads, kv_heads, implementation)
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("bandwidth", [1, 10**13], ids=["apart", "joined"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mode", ["longnet", "stopped", "all_mean", "groups_mean"])
-def test_views_on_gpu(mode, head_dim):
-    """Segments that cover the sequence, which Hopper reads as they stand, beside one whose rate does not divide it."""
+def test_views_on_gpu(mode, head_dim, bandwidth):
+    """Segments that cover the sequence, which Hopper reads as they stand, beside one whose rate does not divide it.
+
+    At a low bandwidth: short as these are, they are otherwise gathered.
+    """
     pattern = {"segment_lengths": (128, 256, 512, 512), "dilation_rates": (1, 2, 4, 3), "is_causal": mode != "all_mean"}
     arguments = MODES[mode] | pattern
     inputs = arrays(512, 8, 2, head_dim=head_dim, v_head_dim=head_dim, dtype=jnp.bfloat16)
-    try:
-        explain(dilated_attention, *inputs[:3], implementation="mosaic_gpu", **arguments)
-    except NotImplementedError as error:
-        pytest.skip(str(error))
-    got = results_of(inputs, implementation="mosaic_gpu", **arguments)
+    with on_device(dataclasses.replace(device_info(), memory_bandwidth=bandwidth)):
+        try:
+            explain(dilated_attention, *inputs[:3], implementation="mosaic_gpu", **arguments)
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+        got = results_of(inputs, implementation="mosaic_gpu", **arguments)
     want = dilated_oracle.dilated_attention(*inputs, **arguments)
     for name, g, w, bound in zip(NAMES, got, want, BFLOAT16_BOUNDS, strict=True):
         assert rms_error(g, w) < bound, name

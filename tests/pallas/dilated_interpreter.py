@@ -4,6 +4,7 @@ python tests/pallas/dilated_interpreter.py '{"num_heads": 4, "kv_heads": 2, "len
 
 """
 
+import dataclasses
 import functools
 import importlib
 import json
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dilated_attention
+from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.pallas.attention import forward_sm90
 from jax_kernels.testing import rms_error
@@ -32,12 +34,15 @@ def main(case: dict) -> dict:
     mosaic_interpreter.install()
     if case.pop("bounded", False):  # short walks do without it
         forward_sm90.BOUNDED_FROM = forward_sm90.BOUNDED_FROM_LIMITED = 0
+    # By default one at which no launch is worth a copy.
+    device = dataclasses.replace(device_info("h200"), memory_bandwidth=case.pop("bandwidth", 1))
+    batch = case.pop("batch", 1)
     heads, kv_heads, length, head_dim = (case.pop(name) for name in ("num_heads", "kv_heads", "length", "head_dim"))
     random = np.random.default_rng(0)
     normal = lambda *shape: random.standard_normal(shape).astype(np.float32)
-    query, dout = (jnp.asarray(normal(1, length, heads, head_dim), jnp.bfloat16) for _ in range(2))
-    key, value = (jnp.asarray(normal(1, length, kv_heads, head_dim), jnp.bfloat16) for _ in range(2))
-    dlse = jnp.asarray(normal(1, heads, length))
+    query, dout = (jnp.asarray(normal(batch, length, heads, head_dim), jnp.bfloat16) for _ in range(2))
+    key, value = (jnp.asarray(normal(batch, length, kv_heads, head_dim), jnp.bfloat16) for _ in range(2))
+    dlse = jnp.asarray(normal(batch, heads, length))
     strided = []
     of_views = module._of_views
     module._of_views = lambda planned, views, request: (
@@ -50,7 +55,7 @@ def main(case: dict) -> dict:
         results, vjp = jax.vjp(attend, query, key, value)
         return *results, *vjp((dout, dlse))
 
-    with on_device("h200"):
+    with on_device(device):
         got = jax.block_until_ready(run(query, key, value))
     want = dilated_oracle.dilated_attention(query, key, value, dout, dlse, **case)
     errors = (rms_error(g, w) for g, w in zip(got, want, strict=True))

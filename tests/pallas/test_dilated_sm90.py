@@ -32,6 +32,16 @@ INTERPRETED = {
         | {"segment_lengths": [48, 24, 24], "dilation_rates": [2, 2, 1], "heads": "groups", "combine": "mean"},
         [True, True, False],
     ),
+    "short_branches_in_one_launch": (
+        {"batch": 2, "num_heads": 4, "kv_heads": 2, "length": 32, "head_dim": 64, "is_causal": True}
+        | {"segment_lengths": [16, 32], "dilation_rates": [1, 2], "bandwidth": 4.8e12},
+        [False],
+    ),
+    "groups_of_which_two_are_one_launch": (
+        {"batch": 2, "num_heads": 3, "kv_heads": 3, "length": 64, "head_dim": 64}
+        | {"segment_lengths": [8, 64, 64], "dilation_rates": [1, 8, 8], "heads": "groups", "bandwidth": 1.5e10},
+        [True, False],
+    ),
 }
 
 
