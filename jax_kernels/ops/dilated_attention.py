@@ -287,11 +287,11 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
         if is_merged and planned.implementation != "mosaic_gpu":
             planned = dataclasses.replace(planned, out_dtype="float32")
         parts: tuple[Call, ...] = (views,)
-        if _reads_views(planned, request):
+        if reads_views := _reads_views(planned, request):
             parts = dilated_launches.launches_of(views, request, planned.config.forward.block_q)
         attentions += [(part, _of_views(planned, part, request)) for part in parts]
     arrays = attention.vary_alike((query, inputs.key, inputs.value, inputs.q_segment_ids))
-    return DilatedCall(tuple(attentions), **merge), arrays
+    return DilatedCall(tuple(attentions), **merge, sums_dquery=reads_views), arrays
 
 
 def _reads_views(planned: AttentionCall, request: AttentionRequest) -> bool:

@@ -27,7 +27,8 @@ class DilatedCall:
     """A planned call without its arrays: its attentions, and how what they give becomes one.
 
     All attentions have one implementation. is_alone: no token of a head is in two branches. merged_backward: the
-    gradient of every branch follows from out and lse of the whole.
+    gradient of every branch follows from out and lse of the whole. sums_dquery: each attention adds query's gradient
+    to float32 numbers, without the scale.
     """
 
     attentions: tuple[tuple[Call, AttentionCall], ...]
@@ -36,6 +37,7 @@ class DilatedCall:
     is_alone: bool
     stop_gradient_weights: bool
     return_lse: bool
+    sums_dquery: bool = False
 
     @property
     def merged_backward(self) -> bool:
@@ -45,10 +47,6 @@ class DilatedCall:
     def share(self) -> float:
         """What "mean" multiplies a branch by."""
         return 1 / self.branches if self.is_mean else 1.0
-
-    @property
-    def reads_views(self) -> bool:
-        return any(views.is_strided for views, _ in self.attentions)
 
     @property
     def interpret(self) -> bool:
@@ -148,8 +146,8 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
     heads = out.shape[2]
     dout, dlse = cotangents if call.return_lse else (*cotangents, None)
     terms = _row_terms(call, out, lse, dout, dlse) if call.merged_backward else None
-    # Where calls read views, what they add their query gradients to, one after the other; these are not scaled yet.
-    dquery = jnp.zeros(query.shape, jnp.float32) if call.reads_views else None
+    # What calls that read views add to, one after the other.
+    dquery = jnp.zeros(query.shape, jnp.float32) if _sums_whole(call, query) else None
     parts: dict[str, list[Any]] = {"query": [], "key": [], "value": []}
     for views, planned in call.attentions:
         inputs = _inputs(call, views, planned, query, key, value, ids)
@@ -158,22 +156,31 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
         else:
             lse_of_rows, delta = (dilated_views.gather_rows(x, views, heads).swapaxes(1, 2) for x in terms)
         so_far = None
-        if dquery is not None:
-            shape = inputs.query.shape
-            so_far = dquery.reshape(shape) if views.is_strided else jnp.zeros(shape, jnp.float32)
+        if views.is_strided and dquery is not None:
+            so_far = dquery.reshape(inputs.query.shape)
+        elif call.sums_dquery:
+            so_far = jnp.zeros((*inputs.query.shape[:2], views.heads, query.shape[3]), jnp.float32)
         (dout_of_rows,) = _read(call, views, heads, dout)
         gradients = attention.attention_gradients(planned, inputs, lse_of_rows, delta, dout_of_rows, so_far)
-        if views.is_strided:
+        if views.is_strided and dquery is not None:
             dquery, gradients = gradients.query.reshape(query.shape), gradients._replace(query=None)
         if views.span is not None:
             dkey, dvalue = (views.span.add_up(x) for x in (gradients.key, gradients.value))
             gradients = gradients._replace(key=dkey, value=dvalue)
         for name, part in parts.items():
             part.append(getattr(gradients, name))
-    scale = call.attentions[0][1].options.scale if call.reads_views else 1.0
+    scale = call.attentions[0][1].options.scale if call.sums_dquery else 1.0
     dq = _total(call, parts["query"], query, heads, dquery, scale)
     dk, dv = (_total(call, parts[name], x, heads) for name, x in (("key", key), ("value", value)))
     return ((dq, dk, dv, None),)
+
+
+def _sums_whole(call: DilatedCall, query: jax.Array) -> bool:
+    """Whether calls that read views add to one array shaped as query: where own ones would take no less memory."""
+    batch, _, heads, head_dim = query.shape
+    strided = [views for views, _ in call.attentions if views.is_strided]
+    taken = sum(views.entries(batch, heads) * views.rows * views.heads for views in strided)
+    return 0 < query.size <= taken * head_dim
 
 
 def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float = 1.0):

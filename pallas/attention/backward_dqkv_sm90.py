@@ -49,6 +49,8 @@ def block_kv_of(head_dim: int) -> int:
 def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_count, interpret):
     """(dkey, dvalue, dbias). Where arrays have dquery, a float32 ref, it adds dquery / scale to that.
 
+    dquery has all heads of query, or those that the call takes alone.
+
     dbias: None, or if bias_gradient that of a bias for each key, float32 [B, Hkv, a multiple of the block of keys],
     summed over the queries of the heads that share a head of keys. It is not that under a softcap.
 
@@ -56,7 +58,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     """
     batch, _, _, head_dim = arrays["query"].shape
     key = arrays["key"]
-    q_head_of, _ = views_sm90.head_maps(options)
+    dq_head_of = views_sm90.dquery_head_map(arrays["query"], arrays["dquery"], options)
     scale, cap = options.scale, options.softcap
     dtype = key.dtype
     block_q, q_stages, do_stages = config.block_q, config.q_stages, config.do_stages
@@ -332,7 +334,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=parts)
                         if exchange:
                             plgpu.barrier_arrive(ds_free)
-                        store_dq((chunk, row), dq, q_head_of(head), q_start)
+                        store_dq((chunk, row), dq, dq_head_of(head), q_start)
 
                     if with_dq:
                         pl.run_scoped(gradients, plgpu.ACC((64, 64)))
@@ -343,7 +345,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
                     def more_dq(dq_acc, part):
                         plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[part[0], row_group, 0])
-                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), q_head_of(head), q_start)
+                        store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), dq_head_of(head), q_start)
 
                     for part in dq_parts(w)[1:] if with_dq else []:
                         pl.run_scoped(functools.partial(more_dq, part=part), plgpu.ACC((64, 64)))

@@ -23,8 +23,8 @@ def attention_backward(
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardSm90. 16-bit inputs only.
 
-    dquery: float32, shaped as query: query's gradient over options.scale is added to it, and it is given back in place
-    of the gradient, where that need not be deterministic.
+    dquery: float32, shaped as query, but that it may have the heads alone that the call takes: query's gradient over
+    options.scale is added to it, and it is given back in place of the gradient, where that need not be deterministic.
 
     dquery is summed in order of arrival, and so may dkey and dvalue be (see split_tail); if options.deterministic,
     dquery by a kernel of its own, in the order of the keys.

@@ -24,6 +24,12 @@ def head_maps(options: AttentionOptions) -> tuple[Callable[[Any], Any], Callable
     return _head_map(options.query_heads), _head_map(options.kv_heads)
 
 
+def dquery_head_map(query: Any, dquery: Any, options: AttentionOptions) -> Callable[[Any], Any]:
+    """From a head of the call to that of dquery, which has query's heads, or the call's alone; it may be None."""
+    is_whole = dquery is None or dquery.shape[2] == query.shape[2]
+    return _head_map(options.query_heads if is_whole else None)
+
+
 def _head_map(view: HeadView | None) -> Callable[[Any], Any]:
     if view is None:
         return lambda head: head
