@@ -121,31 +121,39 @@ class DilatedPlan(dispatch.Plan):
     """The plan of the attention with most work, and all of them in `branches`.
 
     branches: (segment length, rate, plan) of each run of equal segments; a shorter last segment is a run of its own.
+    in_place: of each of them, whether an attention of its own reads it where it is; the others are gathered.
     """
 
     branches: tuple[tuple[int, int, dispatch.Plan], ...] = ()
+    in_place: tuple[bool, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.implementation} ({self.why})"]
-        for length, rate, plan in self.branches:
-            lines.append(
-                f"  segments of {length} at rate {rate}: {plan.implementation}, {plan.config} from {plan.source}"
-            )
+        for (length, rate, plan), in_place in zip(self.branches, self.in_place, strict=True):
+            how = f"{plan.implementation} {'in place' if in_place else 'of gathered rows'}"
+            lines.append(f"  segments of {length} at rate {rate}: {how}, {plan.config} from {plan.source}")
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.passed_over])
 
 
 def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
     request, _, calls, _, arguments = _check(**by_name("dilated_attention", args), **kwargs)
     plans: dict[Piece, dispatch.Plan] = {}
+    in_place: set[Piece] = set()
     for views in calls:
         with dispatch.on_device(request.device):
             plan = flash_attention.plan(**_specs(request, views), **arguments)  # type: ignore[attr-defined]
         plans |= dict.fromkeys(views.pieces, plan)
+        parts = _parts(views, plan, request)
+        in_place |= {piece for part in parts if part.is_strided for piece in part.pieces}
     pieces = sorted(plans, key=lambda piece: (piece.branch, piece.start))
     most = plans[max(pieces, key=lambda piece: piece.segments * piece.rows**2)]
     fields = {field.name: getattr(most, field.name) for field in dataclasses.fields(most)}
     branches = tuple((piece.length, piece.rate, plans[piece]) for piece in pieces)
-    return DilatedPlan(**fields | {"op": "dilated_attention"}, branches=branches)
+    return DilatedPlan(
+        **fields | {"op": "dilated_attention"},
+        branches=branches,
+        in_place=tuple(piece in in_place for piece in pieces),
+    )
 
 
 dilated_attention.plan = _plan  # type: ignore[attr-defined]
@@ -286,15 +294,20 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
         # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
         if is_merged and planned.implementation != "mosaic_gpu":
             planned = dataclasses.replace(planned, out_dtype="float32")
-        parts: tuple[Call, ...] = (views,)
-        if reads_views := _reads_views(planned, request):
-            parts = dilated_launches.launches_of(views, request, planned.config.forward.block_q)
-        attentions += [(part, _of_views(planned, part, request)) for part in parts]
+        attentions += [(part, _of_views(planned, part, request)) for part in _parts(views, planned, request)]
     arrays = attention.vary_alike((query, inputs.key, inputs.value, inputs.q_segment_ids))
-    return DilatedCall(tuple(attentions), **merge, sums_dquery=reads_views), arrays
+    sums_dquery = _reads_views(attentions[0][1], request)
+    return DilatedCall(tuple(attentions), **merge, sums_dquery=sums_dquery), arrays
 
 
-def _reads_views(planned: AttentionCall, request: AttentionRequest) -> bool:
+def _parts(views: Call, planned: AttentionCall | dispatch.Plan, request: AttentionRequest) -> tuple[Call, ...]:
+    """The calls that a call runs as."""
+    if not _reads_views(planned, request):
+        return (views,)
+    return dilated_launches.launches_of(views, request, planned.config.forward.block_q)
+
+
+def _reads_views(planned: AttentionCall | dispatch.Plan, request: AttentionRequest) -> bool:
     """Whether an attention can take heads of an array, which its kernels then read as they stand, unpadded."""
     whole = request.head_dim == request.v_head_dim and request.head_dim in (64, 128, 256)
     return planned.implementation == "mosaic_gpu" and whole and not request.deterministic

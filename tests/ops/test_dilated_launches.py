@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_kernels import dilated_attention, explain
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops import dilated_attention as ops
@@ -75,3 +76,14 @@ def test_a_piece_joins_what_is_gathered_anyway():
     assert launches((1, 3072, 8, 128), **pattern) == [("view", 0), [1, 2], [2]]
     dear = dataclasses.replace(device_info("h200"), memory_bandwidth=1)
     assert launches((1, 3072, 8, 128), device=dear, **pattern) == [("view", 0), ("view", 1), [2], [2]]
+
+
+def test_explain_tells_what_is_joined():
+    arrays = [jax.ShapeDtypeStruct((1, 8192, 16, 128), jnp.bfloat16)] * 3
+    with on_device("h200"):
+        plan = explain(dilated_attention, *arrays, **GROUPS)
+    assert plan.in_place == (True, False, False, False)
+    assert "segments of 1024 at rate 1: mosaic_gpu in place, " in str(plan)
+    assert "segments of 8192 at rate 8: mosaic_gpu of gathered rows, " in str(plan)
+    with on_device("a100"):
+        assert explain(dilated_attention, *arrays, **GROUPS).in_place == (False,) * 4
