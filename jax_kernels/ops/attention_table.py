@@ -91,6 +91,7 @@ def _row(name: str, request: AttentionRequest):
         is_limited=request.window is not None or request.has_segment_ids,
         dense_bits=request.dense_bits,
         has_lists=request.has_mask_object and request.bias_shape is None,
+        kv_length=request.kv_length,
     )
 
 

@@ -19,18 +19,40 @@ from jax_kernels.pallas.attention.shared_triton import head_mask, iota, padded
 
 
 class Shape(NamedTuple):
-    """Of a program: the numbers of its block of tokens, and its warps."""
+    """Of a program: the numbers of its block of tokens, and its warps.
+
+    heads_first: whether programs that run side by side have heads side by side, not tokens.
+    """
 
     elements: int
     warps: int
+    heads_first: bool = True
 
     def block(self, head_dim: int) -> int:
         return self.elements // padded(head_dim)
 
+    def axes(self, of_heads: Any, of_tokens: Any) -> tuple[Any, Any]:
+        """The first two axes of the grid."""
+        return (of_heads, of_tokens) if self.heads_first else (of_tokens, of_heads)
 
-# H200, five branches of 32,768 tokens, 16 x 128 and 12 x 64: merging takes 0.128 and 0.050 ms (3.1 TB/s); of 8192
-# elements and 4 warps, weights first, 0.188 and 0.056. Sums 0.096 and 0.039 (0.102, 0.051), gathers 0.051 and 0.021.
-MERGE = Shape(1024, 1)
+    def program(self, head_dim: int):
+        """(its tokens or rows, its head, its entry)."""
+        head, nth = self.axes(pl.program_id(0), pl.program_id(1))
+        block = self.block(head_dim)
+        return nth * block + iota(block), head, pl.program_id(2)
+
+    def spec(self, shape: tuple[int | None, ...], index: Any) -> pl.BlockSpec:
+        """index(head, block of tokens, batch entry)."""
+        return pl.BlockSpec(shape, lambda x, y, b: index(*self.axes(x, y), b))
+
+    def tile(self, head_dim: int) -> pl.BlockSpec:
+        return self.spec((None, self.block(head_dim), None, padded(head_dim)), lambda h, i, b: (b, i, h, 0))
+
+
+# H200, five branches of 32,768 tokens, 16 x 128 and 12 x 64: merging takes 0.128 and 0.050 ms with heads first, and
+# 16 x 128 0.121 with tokens first (3.4 TB/s); of 8192 elements and 4 warps, weights first, 0.188 and 0.056. Sums 0.096
+# and 0.039 (0.102, 0.051), gathers 0.051 and 0.021.
+MERGE = Shape(1024, 1, heads_first=False)
 MOVE = Shape(2048, 4)
 
 
@@ -116,7 +138,7 @@ def merge(
     def kernel(*refs):
         *given, out_ref, lse_ref = refs
         out_refs, lse_refs, tables = given[: len(outs)], given[len(outs) : 2 * len(outs)], given[2 * len(outs) :]
-        tokens, head, b = _program(MERGE.block(head_dim))
+        tokens, head, b = MERGE.program(head_dim)
         exists = tokens < length
         places = [x.find(tokens, head, b, tables) for x in rows]
         # Before the weights: neither waits for the other.
@@ -151,7 +173,7 @@ def total(
 
     def kernel(*refs):
         *given, out_ref = refs
-        tokens, head, b = _program(block)
+        tokens, head, b = MOVE.program(head_dim)
         exists = tokens < length
         acc = jnp.zeros((block, padded(head_dim)), jnp.float32)
         if whole is not None:
@@ -164,7 +186,7 @@ def total(
     lines = [_lines(x) for x in parts] + [x.places for x in compact.tables]
     arrays: list[Any] = [(x, _whole(x)) for x in lines]
     if whole is not None:
-        arrays.append((whole, _tile(block, head_dim)))
+        arrays.append((whole, MOVE.tile(head_dim)))
     return _run(kernel, "dilated_total", MOVE, arrays, [like], interpret)[0]
 
 
@@ -179,7 +201,7 @@ def gather(compact: Compact, arrays: Sequence[jax.Array], count: int, *, interpr
     block = MOVE.block(head_dim)
 
     def kernel(*refs):
-        row, head, entry = _program(block)
+        row, head, entry = MOVE.program(head_dim)
         tables = refs[len(arrays) : len(arrays) + len(compact.tables)]
         b = of_array = jnp.int32(0)
         token, taken = row, row < 0
@@ -207,27 +229,18 @@ def gather(compact: Compact, arrays: Sequence[jax.Array], count: int, *, interpr
 
     given = [_lines(x) for x in arrays] + [x.tokens for x in compact.tables]
     results = [jax.ShapeDtypeStruct((entries, count, in_entry, head_dim), x.dtype) for x in arrays]
-    tiles = [_tile(block, head_dim)] * len(arrays)
+    tiles = [MOVE.tile(head_dim)] * len(arrays)
     return _run(kernel, "dilated_gather", MOVE, [(x, _whole(x)) for x in given], results, interpret, tiles)
-
-
-def _program(block: int):
-    """(its tokens or rows, its head, its entry). Heads that stand side by side in memory run side by side."""
-    return pl.program_id(1) * block + iota(block), pl.program_id(0), pl.program_id(2)
-
-
-def _tile(block: int, head_dim: int) -> pl.BlockSpec:
-    return pl.BlockSpec((None, block, None, padded(head_dim)), lambda h, i, b: (b, i, h, 0))
 
 
 def _run(kernel, name: str, shape: Shape, arrays: Sequence[Any], results: Sequence[Any], interpret: bool, tiles=None):
     """pallas_call of (array, spec)s. results: out and, if there is that, lse, or as `tiles` says."""
     batch, length, heads, head_dim = results[0].shape
     block = shape.block(head_dim)
-    out_specs = tiles or [_tile(block, head_dim), pl.BlockSpec((None, None, block), lambda h, i, b: (b, h, i))]
+    out_specs = tiles or [shape.tile(head_dim), shape.spec((None, None, block), lambda h, i, b: (b, h, i))]
     return pl.pallas_call(
         kernel,
-        grid=(heads, pl.cdiv(length, block), batch),
+        grid=(*shape.axes(heads, pl.cdiv(length, block)), batch),
         in_specs=[spec for _, spec in arrays],
         out_specs=out_specs[: len(results)],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],

@@ -30,6 +30,7 @@ def attention_row(
     is_limited: bool = False,
     dense_bits: int = 0,
     has_lists: bool = False,
+    kv_length: int = 1 << 31,
 ) -> tuple[AttentionRow, str]:
     """The row for this attention, and where it came from ("block spec" or "heuristic").
 
@@ -45,6 +46,7 @@ def attention_row(
             and row.is_limited in (None, is_limited)
             and row.has_lists == has_lists
             and (row.dense_bits is None or 0 < dense_bits <= row.dense_bits)
+            and (row.up_to is None or kv_length <= row.up_to)
         ):
             return row, "block spec" if own else "heuristic"
     raise LookupError(f"no {implementation} row for head_dim={head_dim}, {bits} bits")

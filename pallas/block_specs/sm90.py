@@ -15,11 +15,14 @@ from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 
 ATTENTION_ORDER = ("mosaic_gpu", "cudnn", "triton", "xla")
 
+SHORT_64 = Forward(2, 128, 4, early_q=True, dynamic=True, heads_together=16)
 CAUSAL_64 = Forward(3, 128, 3, dynamic=True, heads_together=16)
-CAUSAL_128 = Forward(2, 128, 2, early_q=True, measures_q=True, dynamic=True, heads_together=16)
+FULL_128 = Forward(2, 128, 2, early_q=True)
+CAUSAL_128 = Forward(2, 128, 2, early_q=True, dynamic=True, heads_together=16)
+LISTS_128 = Forward(2, 128, 2, dynamic=True, heads_together=4, measures_q=True)
 BACKWARD_CAUSAL_64 = Backward(128, heads_together=4)
 BACKWARD_CAUSAL_128 = Backward(64, heads_together=4)
-BACKWARD_LISTS_128 = dataclasses.replace(BACKWARD_CAUSAL_128, rotate=5)
+BACKWARD_LISTS_128 = Backward(64, rotate=5, heads_together=4, early_dv=True)
 BACKWARD_DENSE_64 = Backward(128, do_stages=1, heads_together=4)
 BACKWARD_DENSE_128 = Backward(64, do_stages=1, heads_together=4)
 WIDE = Forward(2, 64, 2, share_q_out=True)
@@ -34,10 +37,14 @@ BACKWARD_TRITON = AttentionBackwardTriton(64, 128, 128, 64, 8, 2)
 # heads_together together with dynamic: causal 128 1.13 at 1, 1.31 at 8; causal 256 1.06 at 1, 1.28 at 8; causal 64 a
 # percent from 4 to 16. Backward: rotate=5 gave 4 % over 0 where not causal, heads_together=4 2 % where causal; at 256
 # early_dv, late_do and leave_early together 4 %, but at 64 early_dv costs 5 %. With a window of 1024 or 8 documents at
-# 128, heads_together=16 gave 2 to 5 % forward; it, early_dv and leave_early together 2 to 4 % backward.
+# 128, heads_together=16 gave 2 to 5 % forward; it, early_dv and leave_early together 2 to 4 % backward. early_q takes
+# 0.97 of the time where causal, 0.98 where full, 0.99 with a window or documents. At 64, two warpgroups with it take
+# 0.92 of three's time at 2048 causal keys, 0.95 at 4096 and 1.05 at 8192; with a window it and heads_together=16 take
+# 0.98, with documents 0.96.
 MOSAIC = (
-    Row("mosaic_gpu", 64, 16, Forward(2, 128, 4, dynamic=True), BACKWARD_CAUSAL_64, is_limited=True),
+    Row("mosaic_gpu", 64, 16, SHORT_64, BACKWARD_CAUSAL_64, is_limited=True),
     Row("mosaic_gpu", 64, 16, Forward(3, 128, 3), Backward(128, rotate=5), is_causal=False),
+    Row("mosaic_gpu", 64, 16, SHORT_64, BACKWARD_CAUSAL_64, is_causal=True, up_to=4096),
     Row("mosaic_gpu", 64, 16, CAUSAL_64, BACKWARD_CAUSAL_64, is_causal=True),
     Row(
         "mosaic_gpu",
@@ -47,7 +54,7 @@ MOSAIC = (
         Backward(64, heads_together=16, early_dv=True, leave_early=True),
         is_limited=True,
     ),
-    Row("mosaic_gpu", 128, 16, Forward(2, 128, 2, early_q=True, measures_q=True), Backward(64, rotate=5, early_dv=True), is_causal=False),
+    Row("mosaic_gpu", 128, 16, FULL_128, Backward(64, rotate=5, early_dv=True), is_causal=False),
     Row("mosaic_gpu", 128, 16, CAUSAL_128, BACKWARD_CAUSAL_128, is_causal=True),
     Row("mosaic_gpu", 192, 16, WIDE, WIDE_BACKWARD, is_causal=False),
     Row("mosaic_gpu", 192, 16, WIDE_CAUSAL, WIDE_BACKWARD_CAUSAL, is_causal=True),
@@ -86,10 +93,11 @@ MOSAIC_DENSE = (
 # Masks as lists of live blocks: the blocks of windows, and as many heads together as the L2 cache has room for the keys
 # and values of. At (2, 8192, 16 x 128) heads_together of 1, 2, 4, 8 and 32 take 0.98, 0.98, 0.97, 1 and 1.11 of the
 # time forward at three tenths of the blocks, static tiles 1.06, blocks of 64 keys 1.07; of 1, 2, 4 and 16 backward
-# 1.02, 0.99, 1 and 1.05. Other sizes are not measured.
+# 1.02, 0.99, 1 and 1.05. measures_q takes 0.97 of the time at three tenths and 0.98 at a half, early_q 1.01 and 1.02;
+# backward rotate and early_dv 0.99 and 0.965, leave_early more. Other sizes are not measured.
 MOSAIC_LISTS = (
     Row("mosaic_gpu", 64, 16, Forward(2, 128, 4, dynamic=True, heads_together=16), BACKWARD_CAUSAL_64, has_lists=True),
-    Row("mosaic_gpu", 128, 16, Forward(2, 128, 2, early_q=True, measures_q=True, dynamic=True, heads_together=4), BACKWARD_LISTS_128, has_lists=True),
+    Row("mosaic_gpu", 128, 16, LISTS_128, BACKWARD_LISTS_128, has_lists=True),
     Row("mosaic_gpu", 256, 16, WIDE_CAUSAL, WIDE_BACKWARD_CAUSAL, has_lists=True),
 )
 

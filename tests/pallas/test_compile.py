@@ -36,7 +36,10 @@ def rows():
             both = (True,) if row.bits == 32 else (True, False)
             for is_causal in both if row.is_causal is None else (row.is_causal,):
                 for precision in ("fp32", "tf32") if row.bits == 32 else ("",):
-                    yield GPUS[number], row, _spec(row, is_causal, precision)
+                    spec = _spec(row, is_causal, precision)
+                    if row.up_to is None and _planned(GPUS[number], row, spec) is not row:  # a row for less is first
+                        spec = dataclasses.replace(spec, q_length=2 * spec.q_length, kv_length=2 * spec.kv_length)
+                    yield GPUS[number], row, spec
 
 
 def _dense(gpu, row):
@@ -66,6 +69,7 @@ def _planned(gpu, row, spec):
         is_limited=bool(spec.window),
         dense_bits=bits if spec.bias or spec.mask else 0,
         has_lists=bool(spec.cells) and not spec.bias,
+        kv_length=spec.kv_length,
     )
     return planned
 
@@ -78,21 +82,24 @@ def _spec(row, is_causal, precision):
         dtype="float32" if row.bits == 32 else "bfloat16",
         precision=precision,
         is_causal=is_causal,
+        q_length=row.up_to or 4096,
+        kv_length=row.up_to or 4096,
         lse=True,
     )
 
 
-def name(gpu, spec):
+def name(gpu, row, spec):
     kind = spec.precision or spec.dtype
     masks = f"{', causal' if spec.is_causal else ''}{', window' if spec.window else ''}"
     dense = (
         f"{', bias' if spec.bias else ''}{', mask' if spec.mask else ''}{spec.bias_dtype and ' in ' + spec.bias_dtype}"
     )
     lists = ", lists" if spec.cells else ""
-    return f"{gpu}, {spec.implementation}, {spec.head_dim}, {kind}{masks}{dense}{lists}"
+    length = f", up to {row.up_to}" if row.up_to else ""
+    return f"{gpu}, {spec.implementation}, {spec.head_dim}, {kind}{masks}{dense}{lists}{length}"
 
 
-ROWS = {name(gpu, spec): (gpu, row, spec) for gpu, row, spec in rows()}
+ROWS = {name(gpu, row, spec): (gpu, row, spec) for gpu, row, spec in rows()}
 
 
 def figures(report):
