@@ -267,20 +267,21 @@ class BlockSparse(_Array):
     def rows(self, q_index, kv_length, *, q_offset=0):
         _, offset = checks.offset(q_offset)
         cells = jnp.repeat(self.blocks[:, :, q_index // self.block_q], self.block_kv, axis=3)[..., :kv_length]
-        return _with_batch(cells, offset)
+        return with_batch(cells, offset)
 
     def __repr__(self) -> str:
         size = self.block_q if self.block_q == self.block_kv else (self.block_q, self.block_kv)
         return f"block_sparse({checks.array_text(self.blocks)}, {size})"
 
 
-def _with_batch(keep: jax.Array, offset: jax.Array) -> jax.Array:
+def with_batch(keep: jax.Array, offset: jax.Array) -> jax.Array:
     batch = checks.joint("q_offset", [keep.shape[0], offset.shape[0]], "batch entries")
     return jnp.broadcast_to(keep, (batch, *keep.shape[1:]))
 
 
-@node
-class Dense(_Array):
+class DenseMask(_Array):
+    """A mask pair by pair: its array is bool [B or 1, H or 1, T or 1, S or 1]."""
+
     array: Any
 
     @property
@@ -291,6 +292,14 @@ class Dense(_Array):
     def is_evaluated(self) -> bool:
         return True
 
+    def terms(self, negated):
+        return ((Literal(cells=lambda grid: jnp.ones((1, 1, grid.rows, grid.columns), bool)),),)
+
+
+@node
+class Dense(DenseMask):
+    array: Any
+
     def check_lengths(self, q_length, kv_length):
         shape = self.array.shape
         if len(shape) != 4 or shape[2] not in (1, q_length) or shape[3] not in (1, kv_length):
@@ -298,9 +307,6 @@ class Dense(_Array):
                 f"dense: got an array of shape {shape}, want a shape broadcastable to "
                 f"[batch, heads, {q_length}, {kv_length}]"
             )
-
-    def terms(self, negated):
-        return ((Literal(cells=lambda grid: jnp.ones((1, 1, grid.rows, grid.columns), bool)),),)
 
     def block_counts(self, grid):
         """One pass over the array."""
@@ -321,7 +327,7 @@ class Dense(_Array):
         in_place = isinstance(q_index, np.ndarray) and np.array_equal(q_index, np.arange(queries))
         part = self.array if queries == 1 or in_place else self.array[:, :, q_index]
         part = jnp.broadcast_to(part, (*part.shape[:2], q_index.shape[0], kv_length))
-        return _with_batch(part, offset)
+        return with_batch(part, offset)
 
     def __repr__(self) -> str:
         return f"dense({checks.array_text(self.array)})"

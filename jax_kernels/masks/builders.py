@@ -11,12 +11,13 @@ from jax_kernels.masks.arrays import BlockSparse, Dense
 from jax_kernels.masks.largest import key_intervals, largest, largest_between
 from jax_kernels.masks.lists import block_status
 from jax_kernels.masks.mask import Mask
+from jax_kernels.masks.ranked import Ranked
 
 
 def top_k(
     bias: jax.Array, k: int, *, among: Mask | None = None, q_length: int | None = None, q_offset: Any = 0
 ) -> Mask:
-    """For every query the k keys of the largest bias, as a dense mask.
+    """For every query the k keys of the largest bias, as a mask pair by pair.
 
     Equivalent to the following JAX code, but for ties, of which the first keys are kept::
 
@@ -27,7 +28,8 @@ def top_k(
     never kept. k: at least 1; where fewer keys have a bias above -inf, those are kept. among: the keys that compete,
     such as causal(). q_length: with `among`, how many queries a bias of one row is for. q_offset: the position of
     query 0, for `among`. Of a bias of one row, `among` is fastest where it is of causal, sliding_window and prefix
-    masks joined by `&`: the keys are then sorted once, not for each query.
+    masks joined by `&`: the keys are then sorted once, not for each query, and the mask holds their ranks, not a bool
+    for each pair.
 
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
     """
@@ -43,7 +45,7 @@ def top_k(
         raise ValueError(f"q_length: got {q_length}, want the {rows} rows of bias, or None")
     intervals = key_intervals(among, q_length, bias.shape[3], q_offset) if rows == 1 else None
     if intervals is not None:
-        return Dense(largest_between(bias[:, :, 0], k, *intervals))
+        return Ranked(*largest_between(bias[:, :, 0], k, *intervals))
     keep = among.to_dense(q_length, bias.shape[3], q_offset=q_offset)
     return Dense(largest(jnp.where(keep, bias, -jnp.inf), k))
 

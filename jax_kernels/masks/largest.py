@@ -84,8 +84,8 @@ def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> t
     return tuple(jnp.broadcast_to(jnp.clip(x, 0, kv_length), shape) for x in (start, end))  # type: ignore[return-value]
 
 
-def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> jax.Array:
-    """bool [B or 1, H or 1, T, S]: for each query the k largest of a row from start to end, as `largest`.
+def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
+    """For each query the k largest of a row from start to end, as `largest`: (rank, last, start, end) of a Ranked mask.
 
     x: [B or 1, H or 1, S]. start, end: int32 [B or 1, T], in range. The keys are sorted once. What a query looks for is
     found among counts of the keys before its two ends, for each BUCKET of ranks, and then in one bucket.
@@ -96,7 +96,7 @@ def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> j
     return jax.vmap(functools.partial(_between, k), [own(array) for array in (x, start, end)])(*given)
 
 
-def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
     """largest_between of one batch entry: x [H, S], start and end [T]."""
     heads, length = x.shape
     x = jnp.where(jnp.isnan(x), -jnp.inf, x)
@@ -116,9 +116,7 @@ def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> jax.Arra
     # Where an interval has fewer than k keys, all of them.
     last = jnp.where(bucket == buckets, length, bucket * BUCKET + place)
     some = (x > -jnp.inf).sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    last = jnp.minimum(last, some - 1)
-    keys = jnp.arange(length, dtype=jnp.int32)
-    return (rank[:, None] <= last[..., None]) & (start[:, None] <= keys) & (keys < end[:, None])
+    return rank, jnp.minimum(last, some - 1), start, end
 
 
 def _sums(x: jax.Array) -> jax.Array:

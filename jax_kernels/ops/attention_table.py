@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.dispatch import Implementation, Plan, Request
+from jax_kernels.dispatch import Implementation, Plan, Request, interpreting
 from jax_kernels.masks import Mask
 from jax_kernels.masks.lists import count_arrays_by
 from jax_kernels.ops import dense_blocks, reasons
@@ -313,7 +313,8 @@ def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOption
     of_backward = backward_sm90.listed_blocks(plan.config.backward, widest, options)
     with jax.enable_x64(False):
         every = [forward_sm90.listed_blocks(plan.config.forward), *of_backward]
-        return tuple(lists_sm90.prepared_lists(inputs, options, **blocks) for blocks in every)
+        interpret = interpreting()
+        return tuple(lists_sm90.prepared_lists(inputs, options, **blocks, interpret=interpret) for blocks in every)
 
 
 count_arrays_by(dense_blocks.counts)

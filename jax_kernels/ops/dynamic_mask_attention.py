@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_kernels import dispatch, masks
 from jax_kernels.masks import Mask, checks
-from jax_kernels.masks.arrays import Dense
+from jax_kernels.masks.arrays import DenseMask
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention_checks import check_shapes, checked_array, checked_sinks, reshaped
 
@@ -114,7 +114,7 @@ def _checked(query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[An
     (batch, q_length, heads), (kv_length, kv_heads) = query.shape[:3], key.shape[1:3]
     if isinstance(mask, Mask) and mask.heads not in (1, heads):
         mask = mask.unprepared
-        if not isinstance(mask, Dense):
+        if not isinstance(mask, DenseMask):
             want = f"1 or query's {heads}, or a dense one of key's {kv_heads}"
             raise ValueError(f"mask: got a Mask of {mask.heads} heads, want {want}")
         mask = mask.array

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.masks import Mask, PreparedMask
-from jax_kernels.masks.arrays import Dense, Segments
+from jax_kernels.masks.arrays import DenseMask, Segments
 from jax_kernels.masks.mask import And
 from jax_kernels.masks.positions import Band, Prefix
 
@@ -49,7 +49,7 @@ def as_arguments(call: MaskArguments, batch: int, *, reads_lists: bool = True) -
         elif isinstance(part, Segments) and found["segment_ids"] is None:
             ids = part.q_ids, part.kv_ids
             found["segment_ids"] = tuple(jnp.broadcast_to(x, (batch, x.shape[1])) for x in ids)
-        elif isinstance(part, Dense) and found["mask"] is None:
+        elif isinstance(part, DenseMask) and found["mask"] is None:
             found["mask"] = part.array
         else:
             return call

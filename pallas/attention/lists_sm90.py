@@ -218,7 +218,9 @@ def lists_of(
     return _built(whole_mask(inputs, options), offset, call=call, **statics)
 
 
-def prepared_lists(inputs: AttentionInputs, options: AttentionOptions, **blocks: Any) -> PreparedLists:
+def prepared_lists(
+    inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool = True, **blocks: Any
+) -> PreparedLists:
     """What lists_of gives for these arguments, to be carried. Where the mask is known, no longer than its blocks ask.
 
     query and key may be ShapeDtypeStructs. Nothing but the mask may be an array that limits the call's keys.
@@ -228,7 +230,7 @@ def prepared_lists(inputs: AttentionInputs, options: AttentionOptions, **blocks:
     mask, statics = whole_mask(inputs, options), {"static_offset": call.q_offset}
     alive, full = block_status(mask, offset, lengths=call.lengths, blocks=call.blocks, **statics)
     if isinstance(alive, jax.core.Tracer):
-        return PreparedLists(_built(mask, offset, call=call, **statics), call)
+        return PreparedLists(_built(mask, offset, call=call, **statics, interpret=interpret), call)
     most = min(_rounded_up(int((alive & ~full).sum())), alive.size)
     lists = _built(mask, offset, call=call, most=most, **statics)
     visits = np.asarray(lists.tiles[:, 3]) // lists.sharing
@@ -316,8 +318,8 @@ def _evaluated(
     """(lists, words of all blocks) of a mask all of whose pairs are evaluated. joined: as in packed_lists."""
     transposed = call.by == "key"
     rows, columns = reversed(call.blocks) if transposed else call.blocks
-    keep = mask.to_dense(*call.lengths, q_offset=offset)
-    words = mask_bits_sm90.packed(keep, rows, columns, transposed=transposed, interpret=interpret)
+    sizes: dict[str, Any] = {"rows": rows, "columns": columns, "transposed": transposed}
+    words = mask_bits_sm90.of_mask(mask, call.lengths, offset, **sizes, interpret=interpret)
     # Queries first, as `sided` takes them.
     judged = (x if transposed else x.swapaxes(2, 3) for x in mask_bits_sm90.judged(words, columns))
     alive, full = (sided(x, call.by, joined) for x in judged)

@@ -1,5 +1,6 @@
 """Masks bit by bit in the Hopper kernels: a thread reads those of its part of a row in one word, into registers."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,7 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention import hopper, mask_bits_triton
+from jax_kernels.masks import Mask
+from jax_kernels.masks.mask import And, Or
+from jax_kernels.masks.ranked import Ranked
+from jax_kernels.pallas.attention import hopper, mask_bits_triton, ranked_bits_triton
 from jax_kernels.pallas.attention.hopper import PART, WGMMA
 
 
@@ -55,14 +59,50 @@ def load_words(ref: Any) -> Any:
     return plgpu.load(ref, layout=WGMMA, optimized=False)
 
 
+def of_mask(
+    mask: Mask,
+    lengths: tuple[int, int],
+    offset: jax.Array,
+    rows: int,
+    columns: int,
+    *,
+    transposed: bool,
+    interpret: bool,
+) -> jax.Array:
+    """packed of the mask's pairs. offset: int32 [B or 1], the position of query 0."""
+    sizes: dict[str, Any] = {"rows": rows, "columns": columns, "transposed": transposed}
+    pairs = lambda mask: mask.to_dense(*lengths, q_offset=offset)
+    while isinstance(mask, And | Or) and len(mask.masks) == 1:
+        mask = mask.masks[0]
+    is_ranked = isinstance(mask, Ranked) and len(offset) in (1, mask.batch) and ranked_bits_triton.takes(mask, columns)
+    if interpret or not is_ranked:
+        return packed(pairs(mask), **sizes, interpret=interpret)
+
+    def by_rank(mask):
+        words = ranked_bits_triton.packed(mask, **sizes, interpret=False)
+        return words.reshape(*words.shape[:3], -1, rows, PART)
+
+    return lax.platform_dependent(mask, cuda=by_rank, default=lambda mask: packed(pairs(mask), **sizes))
+
+
 def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interpret: bool = True) -> jax.Array:
     """The words of all blocks of rows x columns, int32 [B, H, blocks of columns, blocks of rows, rows, PART].
 
-    keep: bool [B, H, T, S]; rows are queries, or if transposed keys. Past the end there are zeros.
+    keep: bool [B, H, T, S]; rows are queries, or if transposed keys. Past the end there are zeros. interpret: whether
+    XLA alone makes them, as it does on a CPU.
     """
-    if not interpret and mask_bits_triton.takes(keep.size, columns):
+    if interpret or not mask_bits_triton.takes(keep.size, columns):
+        return _by_xla(keep, rows, columns, transposed)
+
+    def by_triton(keep):
         words = mask_bits_triton.packed(keep, rows, columns, transposed=transposed, interpret=False)
         return words.reshape(*words.shape[:3], -1, rows, PART)
+
+    by_xla = functools.partial(_by_xla, rows=rows, columns=columns, transposed=transposed)
+    return lax.platform_dependent(keep, cuda=by_triton, default=by_xla)
+
+
+def _by_xla(keep: jax.Array, rows: int, columns: int, transposed: bool) -> jax.Array:
     sides = (columns, rows) if transposed else (rows, columns)
     pad = [(0, 0), (0, 0), *((0, -size % side) for size, side in zip(keep.shape[2:], sides, strict=True))]
     keep = jnp.pad(keep, pad) if pad[2][1] or pad[3][1] else keep

@@ -97,6 +97,26 @@ def test_threshold():
     np.testing.assert_array_equal(masks.threshold(bias, tau).to_dense(10, 20), np.asarray(bias) > np.asarray(tau))
 
 
+def test_ranked():
+    """Of a bias of one row a mask of ranks: the same as that of its array in every form."""
+    bias = jax.random.normal(jax.random.key(0), (2, 3, 1, 40))
+    make = lambda bias: masks.top_k(bias, 5, among=masks.causal(), q_length=30, q_offset=8)
+    mask = make(bias)
+    want = mask.to_dense(30, 40)
+    np.testing.assert_array_equal(mask.array, want)
+    assert jax.eval_shape(make, bias).array.shape == want.shape
+    np.testing.assert_array_equal(mask.elements(*np.ix_(*map(np.arange, want.shape))), want)
+    np.testing.assert_array_equal(mask.rows(jnp.array([7, 3]), 40), want[:, :, [7, 3]])
+    np.testing.assert_array_equal((mask & masks.prefix(20)).to_dense(30, 40), want & (np.arange(40) < 20))
+    for by in ("query", "key"):
+        of = lambda mask, by=by: (mask.block_lists(30, 40, 8, 16, by), mask.packed_partial(30, 40, 8, 16, by))
+        jax.tree.map(np.testing.assert_array_equal, of(mask), of(masks.dense(want)))
+    each = jax.vmap(lambda bias: make(bias).to_dense(30, 40)[0])(bias[:, None])
+    np.testing.assert_array_equal(each, want)
+    with pytest.raises(ValueError, match="top_k: got 30 queries and 40 keys, want 30 and 41"):
+        mask.to_dense(30, 41)
+
+
 def test_top_k_blocks():
     scores = scores_of((2, 3, 6, 7))
     mask = jax.jit(lambda scores: masks.top_k_blocks(scores, 3, (8, 16)))(scores)

@@ -1,11 +1,22 @@
 """Passes before the Hopper kernels: a mask's bits packed into words, and the longest rows that bound the scores."""
 
+import json
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels.pallas.attention import mask_bits_sm90, mask_bits_triton, row_lengths_triton
+sys.path.insert(0, str(Path(__file__).parent))
+
+import aot
+
+from jax_kernels import masks
+from jax_kernels.masks.mask import Or
+from jax_kernels.masks.ranked import Ranked
+from jax_kernels.pallas.attention import mask_bits_sm90, mask_bits_triton, ranked_bits_triton, row_lengths_triton
 
 
 # Rows and columns of a block, and the mask's shape: whole blocks, parts of them, and more rows than a program has.
@@ -50,8 +61,72 @@ def test_what_it_takes():
     assert not mask_bits_triton.takes(1 << 20, 80)
 
 
+# Causal with queries before the first key; a window of which some queries have no key left.
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "sizes", "offset", "among"),
+    [
+        (96, 64, (2, 3, 200, 300), -9, masks.causal()),
+        (64, 128, (1, 2, 300, 130), 20, masks.sliding_window(30, 0)),
+    ],
+)
+def test_packed_by_rank(rows, columns, sizes, offset, among, transposed):
+    batch, heads, q_length, kv_length = sizes
+    bias = jax.random.normal(jax.random.key(0), (batch, heads, 1, kv_length)).at[0, 0, 0, 10:40].set(-jnp.inf)
+    mask = masks.top_k(bias, 20, among=among, q_length=q_length, q_offset=offset)
+    assert isinstance(mask, Ranked)
+    assert ranked_bits_triton.takes(mask, columns)
+    blocks = {"rows": rows, "columns": columns, "transposed": transposed}
+    want = mask_bits_sm90.packed(mask.to_dense(q_length, kv_length), **blocks)
+    got = ranked_bits_triton.packed(mask, **blocks, interpret=True)
+    np.testing.assert_array_equal(got.reshape(want.shape), want)
+    assert (want != 0).any()
+    assert (want == 0).any()
+
+
+def test_where_ranks_are_read():
+    """By a kernel where it is lowered for a GPU, for a mask and for what is no more than one."""
+    mask = masks.top_k(jnp.arange(200.0)[None], 7, among=masks.causal(), q_length=100)
+    of = lambda mask, interpret: mask_bits_sm90.of_mask(
+        mask, (100, 200), jnp.zeros(1, jnp.int32), 64, 64, transposed=False, interpret=interpret
+    )
+    for given, interpret, expected in (
+        (mask, False, True),
+        (Or((mask,)), False, True),
+        (mask, True, False),
+        (~mask, False, False),
+    ):
+        program = jax.make_jaxpr(lambda given, interpret=interpret: of(given, interpret))(given)
+        assert ("attention_ranked_bits" in str(program)) is expected
+        want = mask_bits_sm90.packed(given.to_dense(100, 200), 64, 64, transposed=False)
+        np.testing.assert_array_equal(of(given, interpret), want)
+
+
+def _compile(transposed: bool) -> list[str]:
+    shapes = [(2, 16, 4096), (2, 16, 4096), (2, 4096), (2, 4096)]
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    blocks = {"rows": 128, "columns": 128, "transposed": transposed}
+    words = lambda *arrays: ranked_bits_triton.packed(Ranked(*arrays), **blocks, interpret=False)
+    return aot.lower_and_compile("h200", words, *shapes)[1]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ranked_bits_compile(transposed):
+    printed, _, others = aot.compile_script(__file__, json.dumps(transposed))
+    assert json.loads(printed) == ["attention_ranked_bits"]
+    figures = others["attention_ranked_bits"]
+    assert figures["spill_stores"] + figures["spill_loads"] == 0
+    assert figures["registers"] <= 128
+
+
 @pytest.mark.parametrize("shape", [(2, 300, 3, 128), (1, 7, 2, 40), (2, 65, 1, 192)])
 def test_longest(shape):
     x = jax.random.normal(jax.random.key(0), shape, jnp.bfloat16)
     want = jnp.square(x.astype(jnp.float32)).sum(axis=-1).max(axis=1)
     np.testing.assert_allclose(row_lengths_triton.longest(x, interpret=True), want, rtol=1e-6)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(json.loads(sys.argv[1]))))
