@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.masks import Mask
+from jax_kernels.masks.arrays import Dense
 from jax_kernels.masks.mask import And, Or
 from jax_kernels.masks.ranked import Ranked
 from jax_kernels.pallas.attention import hopper, mask_bits_triton, ranked_bits_triton
@@ -30,7 +32,6 @@ def kept(scores, words, *, by_word: bool):
         arg_types=(WGMMA, WGMMA), return_type=plgpu.ShapeDtypeStruct(scores.shape, jnp.float32, layout=WGMMA)
     )
     def select(_, scores, words):
-        import numpy as np
         from jax.experimental.mosaic.gpu import fragmented_array, utils
         from jaxlib.mlir import ir
         from jaxlib.mlir.dialects import arith, vector
@@ -74,6 +75,8 @@ def of_mask(
     pairs = lambda mask: mask.to_dense(*lengths, q_offset=offset)
     while isinstance(mask, And | Or) and len(mask.masks) == 1:
         mask = mask.masks[0]
+    if isinstance(mask, Dense) and mask.array.shape[2] == 1:
+        return _of_one_row(mask.rows(np.arange(1), lengths[1], q_offset=offset), lengths[0], **sizes)
     is_ranked = isinstance(mask, Ranked) and len(offset) in (1, mask.batch) and ranked_bits_triton.takes(mask, columns)
     if interpret or not is_ranked:
         return packed(pairs(mask), **sizes, interpret=interpret)
@@ -100,6 +103,16 @@ def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interp
 
     by_xla = functools.partial(_by_xla, rows=rows, columns=columns, transposed=transposed)
     return lax.platform_dependent(keep, cuda=by_triton, default=by_xla)
+
+
+def _of_one_row(keep: jax.Array, q_length: int, *, rows: int, columns: int, transposed: bool) -> jax.Array:
+    """packed of keep [B, H, 1, S] for each of so many queries: what is made once is written for all of them."""
+    if not transposed:
+        exists = jnp.arange(-(-q_length // rows) * rows) < q_length
+        return jnp.where(exists.reshape(-1, rows, 1), _by_xla(keep, 1, columns, transposed), 0)
+    words = _by_xla(jnp.ones((1, 1, q_length, 1), bool), 1, columns, transposed)  # of a key that all queries keep
+    keep = jnp.pad(keep, ((0, 0), (0, 0), (0, 0), (0, -keep.shape[3] % rows)))
+    return jnp.where(keep.reshape(*keep.shape[:2], 1, -1, rows, 1), words, 0)
 
 
 def _by_xla(keep: jax.Array, rows: int, columns: int, transposed: bool) -> jax.Array:

@@ -84,6 +84,18 @@ def test_packed_by_rank(rows, columns, sizes, offset, among, transposed):
     assert (want == 0).any()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("rows", "columns"), [(96, 64), (64, 128)])
+def test_packed_of_one_row(rows, columns, transposed):
+    keep = jnp.asarray(np.random.default_rng(0).random((2, 3, 1, 300)) < 0.5)
+    blocks = {"rows": rows, "columns": columns, "transposed": transposed}
+    for array, offset in ((keep, [0]), (keep[..., :1], [0]), (keep[:1], [0, 5])):
+        dense = masks.dense(array)
+        got = mask_bits_sm90.of_mask(dense, (200, 300), jnp.array(offset), **blocks, interpret=True)
+        want = mask_bits_sm90.packed(dense.to_dense(200, 300, q_offset=jnp.array(offset)), **blocks)
+        np.testing.assert_array_equal(got, want)
+
+
 def test_where_ranks_are_read():
     """By a kernel where it is lowered for a GPU, for a mask and for what is no more than one."""
     mask = masks.top_k(jnp.arange(200.0)[None], 7, among=masks.causal(), q_length=100)
