@@ -274,7 +274,7 @@ def _built(
             most=most,
         )
         words = _words_of_threads(packed.words)
-    entries = None if evaluates else packed.entries
+    entries: Any = None if evaluates else packed.entries
     if call.rotate:
         lists, entries = _rotated(lists, entries, call.rotate)
     # A tile without a block visits block 0, under bits that are zeros.
