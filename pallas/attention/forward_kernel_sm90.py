@@ -151,6 +151,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                 if bounded and config.measures_q:
                     parts = [plgpu.load(q_smem_wg.at[c], layout=WGMMA) for c in range(qk_tiles.count)]
                     largest = largest * softmax.lengths(parts)
+                    plgpu.commit_smem()  # behind what was read, which the next queries overwrite
                 is_small: Any = given["small"][b, q_head_of(h)] != 0 if has_small else None
 
                 def products(acc_ref, s_ref):

@@ -120,6 +120,9 @@ CASES = {
     "lists_128": SMALL
     | WIDE
     | {"pattern": "cells_causal", "heads": 2, "kv_heads": 1, "q_offset": [50], "kv_length": 200},
+    "lists_128_rising": LARGE
+    | WIDE
+    | {"pattern": "cells", "heads": 2, "kv_length": 400, "bounded": True, "rising": True, "races": True},
     "lists_256": SMALL | VERY_WIDE | {"pattern": "global", "heads": 2, "kv_heads": 1, "deterministic": True},
     "mask_bias_128_heads": LARGE | WIDE | {"mask": "hts", "bias": "ts", "heads": 2, "races": True},
     "lists_bias_64": LARGE
