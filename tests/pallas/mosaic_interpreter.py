@@ -187,7 +187,7 @@ def run(case: dict) -> dict:
     vars(forward_sm90).update(dict.fromkeys(_BOUNDED_FROM, 0) if bounded else _BOUNDED_FROM)
     cores = case.pop("cores", 1)  # of a GPU that has fewer tiles, the backward splits tiles
     split_tail.SplitTail.of = lambda tiles, steps, core_count: _SPLIT(tiles, steps, cores)
-    rising = case.pop("rising", False)
+    rising, has_lists = case.pop("rising", False), "pattern" in case
     lists_sm90._built, is_prepared = _BUILT, case.pop("prepared", False)
     case = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
     case = testing.AttentionCase(name="interpreted", **case)
@@ -195,7 +195,8 @@ def run(case: dict) -> dict:
     plgpu.InterpretGPUParams = functools.partial(_PARAMS, detect_races=races)
     query, key, *others = testing.attention_inputs(case, seed=0)
     if rising:  # the keys that are visited last have scores hundreds above those of the first block
-        key *= jax.numpy.linspace(40, 0, case.kv_length)[:, None, None].astype(key.dtype)
+        factors = jax.numpy.linspace(*((0, 120) if has_lists else (40, 0)), case.kv_length)
+        key *= factors[:, None, None].astype(key.dtype)
     arrays = query, key, *others
     given = {}
     if is_prepared:
