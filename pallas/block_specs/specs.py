@@ -27,9 +27,6 @@ class AttentionForwardSm90:
     stages: int
     # The output is staged in the query's shared memory: room for more key and value stages.
     share_q_out: bool = False
-    # The next tile's queries are loaded during this one, into where the output of the tile before was staged: the two
-    # change places with each tile. Else they are loaded when this tile's have been read.
-    early_q: bool = False
     # Warpgroups take turns to issue their products (a named barrier), so that softmax and wgmma alternate.
     take_turns: bool = True
     # Heads whose tiles alternate. With causal masks the long tiles of all of them come first, which balances
@@ -41,6 +38,9 @@ class AttentionForwardSm90:
     bounded: bool = True
     # Of these two, keys alone: a warpgroup measures the queries that it has loaded.
     measures_q: bool = False
+    # The next tile's queries are loaded during this one, into where the output of the tile before was staged: the two
+    # change places with each tile. Else they are loaded when this tile's have been read.
+    early_q: bool = False
 
     def __post_init__(self) -> None:
         _positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)

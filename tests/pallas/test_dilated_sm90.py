@@ -39,7 +39,7 @@ INTERPRETED = {
     ),
     "groups_of_which_two_are_one_launch": (
         {"batch": 2, "num_heads": 3, "kv_heads": 3, "length": 64, "head_dim": 64}
-        | {"segment_lengths": [8, 64, 64], "dilation_rates": [1, 8, 8], "heads": "groups", "bandwidth": 1.5e10},
+        | {"segment_lengths": [8, 64, 64], "dilation_rates": [1, 8, 8], "heads": "groups", "bandwidth": 5e9},
         [True, False],
     ),
 }
