@@ -44,22 +44,25 @@ class Ranked(DenseMask):
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
         b, h = 0 if self.batch == 1 else b, 0 if self.heads == 1 else h
-        keep = self.rank[b, h, k_index] <= self.last[b, h, q_index]
-        return keep & (self.start[b, q_index] <= k_index) & (k_index < self.end[b, q_index])
+        queries = self.last[b, h, q_index], self.start[b, q_index], self.end[b, q_index]
+        return is_kept(k_index, self.rank[b, h, k_index], *queries)
 
     def rows(self, q_index, kv_length, *, q_offset=0):
         _, offset = checks.offset(q_offset)
         start, end = (x[:, None, q_index, None] for x in (self.start, self.end))
         keys = jnp.arange(kv_length, dtype=jnp.int32)
-        keep = self.rank[:, :, None] <= self.last[:, :, q_index, None]
-        return with_batch(keep & (start <= keys) & (keys < end), offset)
+        keep = is_kept(keys, self.rank[:, :, None], self.last[:, :, q_index, None], start, end)
+        return with_batch(keep, offset)
 
     def __repr__(self) -> str:
         return f"top_k({', '.join(map(checks.array_text, (self.rank, self.last)))})"
 
 
+def is_kept(key: Any, rank: Any, last: Any, start: Any, end: Any) -> Any:
+    """Of a key of this rank, and a query's last rank and interval."""
+    return (rank <= last) & (start <= key) & (key < end)
+
+
 @jax.jit
 def _array(mask: Ranked) -> jax.Array:
-    keys = jnp.arange(mask.rank.shape[2], dtype=jnp.int32)
-    start, end = mask.start[:, None, :, None], mask.end[:, None, :, None]
-    return (mask.rank[:, :, None] <= mask.last[..., None]) & (start <= keys) & (keys < end)
+    return mask.rows(slice(None), mask.rank.shape[2])

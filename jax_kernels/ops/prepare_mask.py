@@ -70,6 +70,7 @@ def prepare_mask(
     if inputs.mask is not None and not isinstance(inputs.mask, Mask):
         whole = Or((mask,))  # which no arguments say, so that an array has lists, too
         request, inputs = check(query, key, value, mask=whole, **arguments)
+        inputs = inputs._replace(mask=mask)
     plan = flash_attention.plan(query, key, value, mask=whole, **arguments)  # type: ignore[attr-defined]
     options = AttentionOptions(
         scale=1.0,

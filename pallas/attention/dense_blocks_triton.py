@@ -8,16 +8,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.pallas.attention.shared_triton import iota
+from jax_kernels.pallas.attention.shared_triton import MOST_PROGRAMS, iota, reaches
 
 ELEMENTS = 16384  # of a program's pairs: a thread has some eight loads of 16 bytes on their way
 WARPS = 4
 LEAST_ROWS = 16
-MOST_PROGRAMS = 65535  # along the second and the third axis of CUDA's grid
 
 
 def takes(shape: tuple[int, ...], block_q: int, block_kv: int) -> bool:
-    """Whether parts of blocks are tensors of Triton's, and it reaches so many bools (as mask_bits_triton.takes)."""
+    """Whether parts of blocks are tensors of Triton's, and it reaches so many bools."""
     batch, heads, q_length, kv_length = shape
     rows, columns = _tile(kv_length, block_q, block_kv)
     return (
@@ -26,7 +25,7 @@ def takes(shape: tuple[int, ...], block_q: int, block_kv: int) -> bool:
         and block_kv <= kv_length
         and rows * columns <= ELEMENTS
         and max(batch * heads, pl.cdiv(q_length, rows)) <= MOST_PROGRAMS
-        and not (1 << 31) <= batch * heads * q_length * kv_length <= (1 << 32)
+        and reaches(batch * heads * q_length * kv_length)
     )
 
 

@@ -60,15 +60,11 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     bounded_from = BOUNDED_FROM_LISTS if lists is not None else BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM
     # A score_mod's bound, and whether its scores are small, are of a head as a whole.
     measures_q = config.measures_q and mod is None and not options.softcap
-    of_look = (key.shape[2] if measures_q else query.shape[2] + key.shape[2]) / (query.shape[2] + key.shape[2])
+    of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q else 1
     pays = keys >= bounded_from * of_look * query.shape[2] / heads
     if config.bounded and pays and dense is None:
-        if measures_q:
-            longest_key = row_lengths_triton.longest(key, interpret=interpret)
-            ones = jnp.ones((query.shape[0], query.shape[2]), jnp.float32)
-            largest = softmax.largest_scores(ones, longest_key, options.scale)
-        else:
-            largest, small = _bounds(query, key, mod, options, no_later_keys=no_later_keys, interpret=interpret)
+        named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
+        largest, small = _bounds(query, key, mod, options, **named)
     scheduler = TileScheduler(
         batch=query.shape[0],
         heads=heads,
@@ -109,18 +105,20 @@ def listed_blocks(config) -> dict[str, Any]:
 
 
 def _bounds(
-    query, key, mod, options: AttentionOptions, *, no_later_keys: bool, interpret: bool
+    query, key, mod, options: AttentionOptions, *, no_later_keys: bool, interpret: bool, measures_q: bool = False
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """(largest, small), [B, H] each: what no score of a head, in base 2, exceeds; None where that is not known.
 
     small: int32, whether its scores are all so small that a softcap's tanh is a polynomial; None without one.
+    measures_q: largest is for queries of length 1.
     """
     cap, room = options.softcap, softmax.room(query.dtype)
 
     @functools.cache
     def scores():
         longest = functools.partial(row_lengths_triton.longest, interpret=interpret)
-        return softmax.largest_scores(longest(query), longest(key), options.scale / softmax.LOG2E)
+        of_queries = jnp.ones((query.shape[0], query.shape[2]), jnp.float32) if measures_q else longest(query)
+        return softmax.largest_scores(of_queries, longest(key), options.scale / softmax.LOG2E)
 
     factor = 1 / cap if cap else mod.tanh_factor if mod is not None else None
     small = None if factor is None else (scores() * abs(factor) <= TANH_UP_TO).astype(jnp.int32)

@@ -143,6 +143,11 @@ class ListedCall:
         heads_together: int,
         rotate: int = 0,
     ) -> "ListedCall":
+        """by: "query" or "key". Lists by key are of a kv head. Where the mask tells heads apart, they are of a group's
+        heads together, whose blocks of queries are numbered one head after another. heads_together: of so many heads
+        the tiles stand in the table together. rotate: the lists of a tile and of the next start so many blocks apart,
+        about, so that tiles that run together add to different rows of dquery.
+        """
         (batch, q_length, heads), (kv_length, kv_heads) = inputs.query.shape[:3], inputs.key.shape[1:3]
         sizes = (batch, heads, kv_heads, (q_length, kv_length), (block_q, block_kv), by, heads_together, rotate)
         q_offset = options.q_offset if inputs.q_offset is None else None
@@ -188,27 +193,16 @@ def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
 
 
 def lists_of(
-    inputs: AttentionInputs,
-    options: AttentionOptions,
-    block_q: int,
-    block_kv: int,
-    *,
-    by: str,
-    heads_together: int,
-    rotate: int = 0,
-    interpret: bool = True,
+    inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool = True, **blocks: Any
 ) -> Lists | None:
     """The call's lists, None where its mask has none. What else limits its keys is in them.
 
-    by: "query" or "key". Lists by key are of a kv head. Where the mask tells heads apart, they are of its group's heads
-    together, whose blocks of queries are numbered one head after another. heads_together: of so many heads the tiles
-    stand in the table together. rotate: the lists of a tile and of the next start so many blocks apart, about, so that
-    tiles that run together add to different rows of dquery. interpret: whether XLA alone makes them. A PreparedMask's
-    lists are taken where they are of this very call.
+    interpret: whether XLA alone makes them. blocks: ListedCall.of's. A PreparedMask's lists are taken where they are of
+    this very call.
     """
     if not has_lists(inputs, options):
         return None
-    call = ListedCall.of(inputs, options, block_q, block_kv, by=by, heads_together=heads_together, rotate=rotate)
+    call = ListedCall.of(inputs, options, **blocks)
     if isinstance(inputs.mask, PreparedMask) and not _limiting_arrays(inputs):
         for prepared in inputs.mask.lists:
             if (lists := prepared.of(call)) is not None:

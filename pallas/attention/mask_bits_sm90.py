@@ -11,7 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import Dense
-from jax_kernels.masks.mask import And, Or
 from jax_kernels.masks.ranked import Ranked
 from jax_kernels.pallas.attention import hopper, mask_bits_triton, ranked_bits_triton
 from jax_kernels.pallas.attention.hopper import PART, WGMMA
@@ -73,17 +72,13 @@ def of_mask(
     """packed of the mask's pairs. offset: int32 [B or 1], the position of query 0."""
     sizes: dict[str, Any] = {"rows": rows, "columns": columns, "transposed": transposed}
     pairs = lambda mask: mask.to_dense(*lengths, q_offset=offset)
-    while isinstance(mask, And | Or) and len(mask.masks) == 1:
-        mask = mask.masks[0]
     if isinstance(mask, Dense) and mask.array.shape[2] == 1:
         return _of_one_row(mask.rows(np.arange(1), lengths[1], q_offset=offset), lengths[0], **sizes)
     is_ranked = isinstance(mask, Ranked) and len(offset) in (1, mask.batch) and ranked_bits_triton.takes(mask, columns)
     if interpret or not is_ranked:
         return packed(pairs(mask), **sizes, interpret=interpret)
 
-    def by_rank(mask):
-        words = ranked_bits_triton.packed(mask, **sizes, interpret=False)
-        return words.reshape(*words.shape[:3], -1, rows, PART)
+    by_rank = lambda mask: _of_blocks(ranked_bits_triton.packed(mask, **sizes, interpret=False), rows)
 
     return lax.platform_dependent(mask, cuda=by_rank, default=lambda mask: packed(pairs(mask), **sizes))
 
@@ -97,12 +92,14 @@ def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interp
     if interpret or not mask_bits_triton.takes(keep.size, columns):
         return _by_xla(keep, rows, columns, transposed)
 
-    def by_triton(keep):
-        words = mask_bits_triton.packed(keep, rows, columns, transposed=transposed, interpret=False)
-        return words.reshape(*words.shape[:3], -1, rows, PART)
+    sizes: dict[str, Any] = {"rows": rows, "columns": columns, "transposed": transposed}
+    by_triton = lambda keep: _of_blocks(mask_bits_triton.packed(keep, **sizes, interpret=False), rows)
+    return lax.platform_dependent(keep, cuda=by_triton, default=functools.partial(_by_xla, **sizes))
 
-    by_xla = functools.partial(_by_xla, rows=rows, columns=columns, transposed=transposed)
-    return lax.platform_dependent(keep, cuda=by_triton, default=by_xla)
+
+def _of_blocks(words: jax.Array, rows: int) -> jax.Array:
+    """Words of all rows [..., rows of whole blocks, PART] by the block."""
+    return words.reshape(*words.shape[:3], -1, rows, PART)
 
 
 def _of_one_row(keep: jax.Array, q_length: int, *, rows: int, columns: int, transposed: bool) -> jax.Array:
@@ -124,8 +121,7 @@ def _by_xla(keep: jax.Array, rows: int, columns: int, transposed: bool) -> jax.A
     weights = (jnp.uint32(1) << jnp.arange(columns // PART, dtype=jnp.uint32)).reshape(-1, 1, *[1] * (3 - axis))
     words = (parts.astype(jnp.uint32) * weights).sum(axis=axis + 1, dtype=jnp.uint32)
     words = words.swapaxes(3, 4) if transposed else words.swapaxes(2, 3)
-    words = lax.bitcast_convert_type(words, jnp.int32)
-    return words.reshape(*words.shape[:3], -1, rows, PART)
+    return _of_blocks(lax.bitcast_convert_type(words, jnp.int32), rows)
 
 
 def judged(words: jax.Array, columns: int) -> tuple[jax.Array, jax.Array]:

@@ -11,18 +11,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.pallas.attention.hopper import PART
-from jax_kernels.pallas.attention.shared_triton import iota
+from jax_kernels.pallas.attention.shared_triton import iota, reaches
 
 ELEMENTS = 8192  # of a program's pairs
 WARPS = 4
 
 
 def takes(pairs: int, columns: int) -> bool:
-    """Whether blocks of so many columns are a tensor of Triton's, and it reaches so many bools.
-
-    Pallas gives it offsets of 32 bits up to 2^32 bytes, which it takes for signed ones.
-    """
-    return columns & (columns - 1) == 0 and columns % PART == 0 and not (1 << 31) <= pairs <= (1 << 32)
+    """Whether blocks of so many columns are a tensor of Triton's, and it reaches so many bools."""
+    return columns & (columns - 1) == 0 and columns % PART == 0 and reaches(pairs)
 
 
 def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interpret: bool) -> jax.Array:

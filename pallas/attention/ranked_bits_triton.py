@@ -10,13 +10,12 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.masks.ranked import Ranked
+from jax_kernels.masks.ranked import Ranked, is_kept
 from jax_kernels.pallas.attention.hopper import PART
-from jax_kernels.pallas.attention.shared_triton import iota, padded
+from jax_kernels.pallas.attention.shared_triton import MOST_PROGRAMS, iota, padded
 
 ROWS = 128  # of a program: a thread has words of eight
 WARPS = 4
-MOST_PROGRAMS = 65535  # along the second and the third axis of CUDA's grid
 
 
 def takes(mask: Ranked, columns: int) -> bool:
@@ -57,7 +56,7 @@ def packed(mask: Ranked, rows: int, columns: int, *, transposed: bool, interpret
                 across = (of_queries if transposed else of_keys)(column_start + bit * PART, PART)
                 across = [x[None, :] for x in across]
                 (k, rank), (last, start, end) = (along, across) if transposed else (across, along)
-                keep = (rank <= last) & (start <= k) & (k < end)
+                keep = is_kept(k, rank, last, start, end)
                 found |= jnp.where(keep, jnp.int32(np.uint32(1 << bit).astype(np.int32)), 0)
             return found
 

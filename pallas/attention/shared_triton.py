@@ -22,6 +22,15 @@ from jax_kernels.score_mod_tiles import TileMod, split
 
 SMALLEST = 16  # the least size of a tensor core operand
 ALIGNED = 8  # numbers of 16 bits in 16 bytes
+MOST_PROGRAMS = 65535  # along the second and the third axis of CUDA's grid
+
+
+def reaches(size: int) -> bool:
+    """Whether a kernel reaches all of an array of so many bytes.
+
+    Pallas gives Triton offsets of 32 bits up to 2^32 bytes, which it takes for signed ones.
+    """
+    return not (1 << 31) <= size <= (1 << 32)
 
 
 class Refs(NamedTuple):

@@ -89,10 +89,7 @@ def room(dtype) -> float:
 
 
 def largest_scores(longest_queries, longest_keys, scale: float):
-    """[B, H] float32: what no score of a head, in base 2, exceeds. Of squared lengths of rows [B, H] and [B, Hkv].
-
-    longest_queries: 1 for what no score exceeds of a query as long as that.
-    """
+    """[B, H] float32: what no score of a head, in base 2, exceeds. Of squared lengths of rows [B, H] and [B, Hkv]."""
     keys = jnp.repeat(longest_keys, longest_queries.shape[1] // longest_keys.shape[1], axis=1)
     return jnp.sqrt(longest_queries * keys) * (scale * LOG2E * (1 + 1e-4))
 

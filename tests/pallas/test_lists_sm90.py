@@ -16,6 +16,7 @@ from jax_kernels.reference import attention as reference
 
 B, T, S, H, KV_HEADS = 2, 150, 170, 4, 2
 BLOCKS = (32, 64)
+SIZES = {"block_q": BLOCKS[0], "block_kv": BLOCKS[1], "heads_together": 4}
 ROTATE = {"query": 0, "key": 2}
 
 random = np.random.default_rng(0)
@@ -82,7 +83,7 @@ def walked(lists, by):
 def test_lists_keep_what_the_call_keeps(name, by):
     mask, options, arrays = CASES[name]
     inputs = inputs_of(mask, arrays)
-    build = lambda inputs: lists_sm90.lists_of(inputs, options, *BLOCKS, by=by, heads_together=4, rotate=ROTATE[by])
+    build = lambda inputs: lists_sm90.lists_of(inputs, options, **SIZES, by=by, rotate=ROTATE[by])
     # Most of the time is XLA's, for compiling: unoptimised code is compiled in half of it.
     lists = jax.jit(build, compiler_options={"xla_backend_optimization_level": 0})(inputs)
     lists = jax.tree.map(np.asarray, lists)
@@ -104,7 +105,7 @@ def test_rotated_lists_start_apart():
     """Full blocks in front, in order around the end; tiles with as many blocks start `rotate` blocks apart."""
     cells = np.ones((16, 16), bool)
     inputs = AttentionInputs(*[jnp.zeros((1, 16 * 64, 2, 8))] * 3, mask=masks.block_sparse(cells, 64) & masks.causal())
-    lists = lists_sm90.lists_of(inputs, OPTIONS, 64, 64, by="key", heads_together=2, rotate=5)
+    lists = lists_sm90.lists_of(inputs, OPTIONS, block_q=64, block_kv=64, by="key", heads_together=2, rotate=5)
     for block in range(16):
         full, partial = list(range(block + 1, 16)), [block]
         start = 5 * block % 16 * len(full) // 16
@@ -116,9 +117,10 @@ def test_long_sequences_take_no_array_of_all_pairs():
     length = 1 << 17
     query, key = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for heads in (32, 8))
     mask = masks.sliding_window(512, 512) | masks.global_tokens(128)
-    for by, blocks in (("query", (128, 128)), ("key", (64, 128))):
-        build = lambda query, key, by=by, blocks=blocks: lists_sm90.lists_of(
-            AttentionInputs(query, key, key, mask=mask), OPTIONS, *blocks, by=by, heads_together=8
+    for by, block_q in (("query", 128), ("key", 64)):
+        sides = {"block_q": block_q, "block_kv": 128, "by": by, "heads_together": 8}
+        build = lambda query, key, sides=sides: lists_sm90.lists_of(
+            AttentionInputs(query, key, key, mask=mask), OPTIONS, **sides
         )
         memory = jax.jit(build).lower(query, key).compile().memory_analysis()
         assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 100 << 20
@@ -130,11 +132,11 @@ PREPARED["limited"] = masks.prefix(100) | masks.dilated(7), dataclasses.replace(
 
 @functools.partial(jax.jit, static_argnames=("options", "by"), compiler_options={"xla_backend_optimization_level": 0})
 def listed(inputs, *, options, by):
-    return lists_sm90.lists_of(inputs, options, *BLOCKS, by=by, heads_together=4, rotate=ROTATE[by])
+    return lists_sm90.lists_of(inputs, options, **SIZES, by=by, rotate=ROTATE[by])
 
 
 def prepared_of(mask, options, by, **shapes):
-    sides = {"block_q": BLOCKS[0], "block_kv": BLOCKS[1], "by": by, "heads_together": 4, "rotate": ROTATE[by]}
+    sides = SIZES | {"by": by, "rotate": ROTATE[by]}
     made = lists_sm90.prepared_lists(inputs_of(mask, {}), options, **sides | shapes)
     return PreparedMask(mask, (made,))
 
@@ -161,7 +163,7 @@ def test_prepared_lists_are_those_of_the_call(name, by):
     mask, options = PREPARED[name]
     prepared = prepared_of(mask, options, by)
     want = listed(inputs_of(mask, {}), options=options, by=by)
-    got = lists_sm90.lists_of(inputs_of(prepared, {}), options, *BLOCKS, by=by, heads_together=4, rotate=ROTATE[by])
+    got = lists_sm90.lists_of(inputs_of(prepared, {}), options, **SIZES, by=by, rotate=ROTATE[by])
     assert got is prepared.lists[0].lists
     assert in_order(got) == in_order(want)
     np.testing.assert_array_equal(got.tiles, want.tiles)
@@ -230,14 +232,14 @@ def test_in_another_call_lists_are_of_the_mask(name, monkeypatch):
     """They are built, from what they are built from without the prepared ones."""
     mask = masks.sliding_window(20, 9) | masks.global_tokens(3)
     inputs, options, how = OTHERS[name](mask)
-    blocks, by, together = how.get("blocks", BLOCKS), how.get("by", "query"), how.get("together", 4)
+    (block_q, block_kv), by, together = how.get("blocks", BLOCKS), how.get("by", "query"), how.get("together", 4)
     sides = ("query", "key") if name != "key" else ("query",)
     prepared = PreparedMask(mask, tuple(prepared_of(mask, OPTIONS, side).lists[0] for side in sides))
     built = []
     monkeypatch.setattr(lists_sm90, "_built", lambda *arrays, **statics: built.append((arrays, statics)))
     for given in (prepared, mask):
-        sides = {"by": by, "heads_together": together, "rotate": ROTATE[by]}
-        lists_sm90.lists_of(inputs._replace(mask=given), options, *blocks, **sides)
+        sides = {"block_q": block_q, "block_kv": block_kv, "by": by, "heads_together": together, "rotate": ROTATE[by]}
+        lists_sm90.lists_of(inputs._replace(mask=given), options, **sides)
     (got, statics), want = built
     assert statics == want[1]
     assert jax.tree.structure(got) == jax.tree.structure(want[0])
@@ -250,7 +252,7 @@ def test_a_larger_batch_reads_them_for_each_entry(by):
     mask = masks.sliding_window(20, 9) | masks.global_tokens(3)
     one = inputs_of(mask, {})
     query, key = one.query[:1], one.key[:1]
-    sides = {"block_q": BLOCKS[0], "block_kv": BLOCKS[1], "by": by, "heads_together": 4}
+    sides = SIZES | {"by": by}
     made = lists_sm90.prepared_lists(AttentionInputs(query, key, key, mask=mask), OPTIONS, **sides)
     inputs = inputs_of(PreparedMask(mask, (made,)), {})
     got = jax.tree.map(np.asarray, lists_sm90.lists_of(inputs, OPTIONS, **sides))

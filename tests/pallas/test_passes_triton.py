@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import aot
 
-from jax_kernels import masks
-from jax_kernels.masks.mask import Or
+from jax_kernels import masks, prepare_mask
+from jax_kernels.dispatch import on_device
 from jax_kernels.masks.ranked import Ranked
 from jax_kernels.pallas.attention import mask_bits_sm90, mask_bits_triton, ranked_bits_triton, row_lengths_triton
 
@@ -97,14 +97,13 @@ def test_packed_of_one_row(rows, columns, transposed):
 
 
 def test_where_ranks_are_read():
-    """By a kernel where it is lowered for a GPU, for a mask and for what is no more than one."""
+    """By a kernel where it is lowered for a GPU, also for a mask that is prepared."""
     mask = masks.top_k(jnp.arange(200.0)[None], 7, among=masks.causal(), q_length=100)
     of = lambda mask, interpret: mask_bits_sm90.of_mask(
         mask, (100, 200), jnp.zeros(1, jnp.int32), 64, 64, transposed=False, interpret=interpret
     )
     for given, interpret, expected in (
         (mask, False, True),
-        (Or((mask,)), False, True),
         (mask, True, False),
         (~mask, False, False),
     ):
@@ -112,6 +111,10 @@ def test_where_ranks_are_read():
         assert ("attention_ranked_bits" in str(program)) is expected
         want = mask_bits_sm90.packed(given.to_dense(100, 200), 64, 64, transposed=False)
         np.testing.assert_array_equal(of(given, interpret), want)
+    query, key = (jax.ShapeDtypeStruct((1, length, 1, 128), jnp.bfloat16) for length in (100, 200))
+    with on_device("h200"):
+        program = jax.make_jaxpr(lambda mask: prepare_mask(mask, query, key))(mask)
+    assert str(program).count("attention_ranked_bits") >= 2, "the lists by query, and those by key"
 
 
 def _compile(transposed: bool) -> list[str]:
