@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ __all__ = [
     "AttentionCall",
     "attention_backward",
     "attention_forward",
+    "attention_forward_together",
     "attention_gradients",
     "flash_attention",
     "prepare",
@@ -235,6 +237,49 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 def attention_forward(call: AttentionCall, inputs: AttentionInputs):
     """(out, lse) by the call's implementation. vmap adds to the batch. lse is None from "cudnn"."""
     return _batched(_forward, call)(inputs)
+
+
+def attention_forward_together(
+    calls: Sequence[AttentionCall], inputs: Sequence[AttentionInputs]
+) -> list[tuple[jax.Array, jax.Array]]:
+    """attention_forward of several calls, of which those that can share a launch do."""
+    groups: dict[Any, list[int]] = {}  # by what a launch has once
+    for i, (call, of_call) in enumerate(zip(calls, inputs, strict=True)):
+        alike: Any = i
+        if call.implementation in table.FORWARD_TOGETHER and all(x is None for x in of_call[3:]):
+            options = dataclasses.replace(call.options, query_heads=None, kv_heads=None)
+            alike = call.implementation, call.config.forward, options, call.out_dtype, call.interpret
+        groups.setdefault(alike, []).append(i)
+    results: dict[int, tuple[jax.Array, jax.Array]] = {}
+    for members in groups.values():
+        of_group = tuple(calls[i] for i in members)
+        if len(members) == 1:
+            results[members[0]] = attention_forward(of_group[0], inputs[members[0]])
+        else:
+            results |= zip(members, _batched_together(of_group)([inputs[i] for i in members]), strict=True)
+    return [results[i] for i in range(len(calls))]
+
+
+@functools.cache
+def _batched_together(calls: tuple[AttentionCall, ...]):
+    """attention_forward_together of calls that share a launch, with a vmap that joins its axis to each one's batch."""
+
+    @jax.custom_batching.custom_vmap
+    def forward(inputs):
+        first = calls[0]
+        statics = {"out_dtype": jnp.dtype(first.out_dtype), "config": first.config, "interpret": first.interpret}
+        return table.FORWARD_TOGETHER[first.implementation](inputs, [call.options for call in calls], **statics)
+
+    @forward.def_vmap
+    def _(size, batched, inputs):
+        whole = jax.tree.map(
+            lambda x, has_axis: x if has_axis else jnp.broadcast_to(x, (size, *x.shape)), inputs, batched[0]
+        )
+        outs = forward(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), whole))
+        outs = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), outs)
+        return outs, jax.tree.map(lambda _: True, outs)
+
+    return forward
 
 
 def attention_backward(call: AttentionCall, inputs: AttentionInputs, out, lse, dout, dlse) -> AttentionGradients:

@@ -121,16 +121,20 @@ class DilatedPlan(dispatch.Plan):
     """The plan of the attention with most work, and all of them in `branches`.
 
     branches: (segment length, rate, plan) of each run of equal segments; a shorter last segment is a run of its own.
-    in_place: of each of them, whether an attention of its own reads it where it is; the others are gathered.
+    in_place, in_place_differentiated: of each of them, whether it is read where it is, or its rows are gathered:
+    without gradients, and where these are taken.
     """
 
     branches: tuple[tuple[int, int, dispatch.Plan], ...] = ()
     in_place: tuple[bool, ...] = ()
+    in_place_differentiated: tuple[bool, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.implementation} ({self.why})"]
-        for (length, rate, plan), in_place in zip(self.branches, self.in_place, strict=True):
+        of_branches = zip(self.branches, self.in_place, self.in_place_differentiated, strict=True)
+        for (length, rate, plan), in_place, in_place_differentiated in of_branches:
             how = f"{plan.implementation} {'in place' if in_place else 'of gathered rows'}"
+            how += "" if in_place == in_place_differentiated else ", with gradients of gathered rows"
             lines.append(f"  segments of {length} at rate {rate}: {how}, {plan.config} from {plan.source}")
         return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.passed_over])
 
@@ -138,21 +142,23 @@ class DilatedPlan(dispatch.Plan):
 def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
     request, _, calls, _, arguments = _check(**by_name("dilated_attention", args), **kwargs)
     plans: dict[Piece, dispatch.Plan] = {}
-    in_place: set[Piece] = set()
+    in_place: tuple[set[Piece], ...] = set(), set()
     for views in calls:
         with dispatch.on_device(request.device):
             plan = flash_attention.plan(**_specs(request, views), **arguments)  # type: ignore[attr-defined]
         plans |= dict.fromkeys(views.pieces, plan)
-        parts = _parts(views, plan, request)
-        in_place |= {piece for part in parts if part.is_strided for piece in part.pieces}
+        for found, parts in zip(in_place, _parts(views, plan, request), strict=True):
+            found |= {piece for part in parts if part.is_strided for piece in part.pieces}
     pieces = sorted(plans, key=lambda piece: (piece.branch, piece.start))
     most = plans[max(pieces, key=lambda piece: piece.segments * piece.rows**2)]
     fields = {field.name: getattr(most, field.name) for field in dataclasses.fields(most)}
     branches = tuple((piece.length, piece.rate, plans[piece]) for piece in pieces)
+    of_pieces = [tuple(piece in found for piece in pieces) for found in in_place]
     return DilatedPlan(
         **fields | {"op": "dilated_attention"},
         branches=branches,
-        in_place=tuple(piece in in_place for piece in pieces),
+        in_place=of_pieces[0],
+        in_place_differentiated=of_pieces[1],
     )
 
 
@@ -287,24 +293,29 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     query, scale = with_positive_scale(inputs.query, arguments["scale"])  # before what has a gradient of its own
     is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
     plan = lambda arrays: attention.prepare(**arrays, **arguments | {"scale": scale})[0]
-    attentions = []
+    attentions: list[tuple[Call, AttentionCall]] = []
+    differentiated: list[tuple[Call, AttentionCall]] = []
     for views in calls:
         with dispatch.on_device(request.device):
             planned = jax.eval_shape(plan, _specs(request, views))
         # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
         if is_merged and planned.implementation != "mosaic_gpu":
             planned = dataclasses.replace(planned, out_dtype="float32")
-        attentions += [(part, _of_views(planned, part, request)) for part in _parts(views, planned, request)]
+        for found, parts in zip((attentions, differentiated), _parts(views, planned, request), strict=True):
+            found += [(part, _of_views(planned, part, request)) for part in parts]
     arrays = attention.vary_alike((query, inputs.key, inputs.value, inputs.q_segment_ids))
     sums_dquery = _reads_views(attentions[0][1], request)
-    return DilatedCall(tuple(attentions), **merge, sums_dquery=sums_dquery), arrays
+    return DilatedCall(tuple(attentions), tuple(differentiated), **merge, sums_dquery=sums_dquery), arrays
 
 
-def _parts(views: Call, planned: AttentionCall | dispatch.Plan, request: AttentionRequest) -> tuple[Call, ...]:
-    """The calls that a call runs as."""
+def _parts(
+    views: Call, planned: AttentionCall | dispatch.Plan, request: AttentionRequest
+) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """The calls that a call runs as, without gradients, where those that are read in place share a launch, and with."""
     if not _reads_views(planned, request):
-        return (views,)
-    return dilated_launches.launches_of(views, request, planned.config.forward.block_q)
+        return (views,), (views,)
+    in_place = dilated_views.split_strided(views, request.q_length, request.heads // request.kv_heads)
+    return in_place, dilated_launches.launches_of(views, request, planned.config.forward.block_q)
 
 
 def _reads_views(planned: AttentionCall | dispatch.Plan, request: AttentionRequest) -> bool:

@@ -26,12 +26,14 @@ Parts = list[tuple[Piece, jax.Array]]
 class DilatedCall:
     """A planned call without its arrays: its attentions, and how what they give becomes one.
 
-    All attentions have one implementation. is_alone: no token of a head is in two branches. merged_backward: the
-    gradient of every branch follows from out and lse of the whole. sums_dquery: each attention adds query's gradient
-    to float32 numbers, without the scale.
+    All attentions have one implementation. differentiated: what the same is where there are gradients, for which views
+    share a launch by copies alone, which the forward then has as well. is_alone: no token of a head is in two branches.
+    merged_backward: the gradient of every branch follows from out and lse of the whole. sums_dquery: each attention
+    adds query's gradient to float32 numbers, without the scale.
     """
 
     attentions: tuple[tuple[Call, AttentionCall], ...]
+    differentiated: tuple[tuple[Call, AttentionCall], ...]
     branches: int
     is_mean: bool
     is_alone: bool
@@ -90,15 +92,16 @@ def _read(call: DilatedCall, views: Call, num_heads: int, *arrays: jax.Array) ->
     return [read[index] for index in range(len(arrays))]
 
 
-def _forward(call: DilatedCall, arrays):
+def _forward(call: DilatedCall, attentions, arrays):
+    """(out, lse). attentions: those of the call, or those of it differentiated."""
     query = arrays[0]
     batch, _, heads, _ = query.shape
-    attend = lambda views, planned: attention.attention_forward(planned, _inputs(call, views, planned, *arrays))
-    results = [attend(views, planned) for views, planned in call.attentions]
-    outs, lses = zip(*results, strict=True)
+    planned = [planned for _, planned in attentions]
+    inputs = [_inputs(call, *of_one, *arrays) for of_one in attentions]
+    outs, lses = zip(*attention.attention_forward_together(planned, inputs), strict=True)
     like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
     if call.by_kernels:
-        compact = dilated_views.compact_rows([views for views, _ in call.attentions], batch, heads, heads)
+        compact = dilated_views.compact_rows([views for views, _ in attentions], batch, heads, heads)
         share = call.share if call.is_mean else None
         merge = lambda tables, outs, lses: dilated_triton.merge(
             compact._replace(tables=tables), outs, lses, like=like, share=share, interpret=call.interpret
@@ -107,7 +110,7 @@ def _forward(call: DilatedCall, arrays):
             return sequential_vmap(merge)(compact.tables, outs, lses)
     out_parts: Parts = []
     lse_parts: Parts = []
-    for (views, _), out, lse in zip(call.attentions, outs, lses, strict=True):
+    for (views, _), out, lse in zip(attentions, outs, lses, strict=True):
         out_parts += dilated_views.scatter(out, views, batch, heads, heads)
         lse_parts += dilated_views.scatter(lse.swapaxes(1, 2), views, batch, heads, heads, fill=-jnp.inf)
     return _merge(call, out_parts, lse_parts, like)
@@ -133,11 +136,11 @@ def _sum(arrays: list[jax.Array]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dilated(call, arrays):
-    return _forward(call, arrays)[: 1 + call.return_lse]
+    return _forward(call, call.attentions, arrays)[: 1 + call.return_lse]
 
 
 def _dilated_fwd(call, arrays):
-    out, lse = _forward(call, arrays)
+    out, lse = _forward(call, call.differentiated, arrays)
     return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
 
 
@@ -149,7 +152,7 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
     # What calls that read views add to, one after the other.
     dquery = jnp.zeros(query.shape, jnp.float32) if _sums_whole(call, query) else None
     parts: dict[str, list[Any]] = {"query": [], "key": [], "value": []}
-    for views, planned in call.attentions:
+    for views, planned in call.differentiated:
         inputs = _inputs(call, views, planned, query, key, value, ids)
         if terms is None:
             lse_of_rows, delta = _branch_terms(call, views, planned, inputs, lse, dout, dlse)
@@ -178,7 +181,7 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
 def _sums_whole(call: DilatedCall, query: jax.Array) -> bool:
     """Whether calls that read views add to one array shaped as query: where own ones would take no less memory."""
     batch, _, heads, head_dim = query.shape
-    strided = [views for views, _ in call.attentions if views.is_strided]
+    strided = [views for views, _ in call.differentiated if views.is_strided]
     taken = sum(views.entries(batch, heads) * views.rows * views.heads for views in strided)
     return 0 < query.size <= taken * head_dim
 
@@ -186,7 +189,7 @@ def _sums_whole(call: DilatedCall, query: jax.Array) -> bool:
 def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float = 1.0):
     """factor times the sum of what each attention gave for an array (or None), and of `whole`: the array's gradient."""
     batch, length, array_heads, _ = like.shape
-    calls = [views for (views, _), part in zip(call.attentions, parts, strict=True) if part is not None]
+    calls = [views for (views, _), part in zip(call.differentiated, parts, strict=True) if part is not None]
     parts = [part for part in parts if part is not None]
     if call.by_kernels:
         compact = dilated_views.compact_rows(calls, batch, heads, array_heads)

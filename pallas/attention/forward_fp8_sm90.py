@@ -20,7 +20,8 @@ from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import fp8_values_triton, hopper, softmax, tiles
 from jax_kernels.pallas.attention.forward_walk_sm90 import Ring, Walk
 from jax_kernels.pallas.attention.hopper import SWIZZLED, WGMMA, launch, pad_for_tma
-from jax_kernels.pallas.attention.tile_scheduler import TileScheduler
+from jax_kernels.pallas.attention.tile_scheduler import Shape, TileScheduler
+from jax_kernels.pallas.attention.views_sm90 import Call
 
 E4M3 = jnp.float8_e4m3fn
 # Log2 of P at a row's maximum, and of the largest P for which that maximum is kept. e4m3 has normal numbers from 2**-6
@@ -85,13 +86,11 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factor
     inputs: query, key and value e4m3, kv_lengths and q_offset. options: is_causal, q_offset; what to multiply scores
     by, positive, and the output, are the factors [B, H, 2] float32. config: AttentionForwardFp8Sm90.
     """
-    q_length, v_head_dim, kv_length = inputs.query.shape[1], inputs.value.shape[-1], inputs.key.shape[1]
+    q_length, v_head_dim = inputs.query.shape[1], inputs.value.shape[-1]
     query, key = pad_for_tma(inputs.query), pad_for_tma(inputs.key)
     value = fp8_values_triton.transposed(inputs.value, inputs.kv_lengths, interpret=interpret)
     scheduler = TileScheduler(
-        batch=query.shape[0],
-        heads=query.shape[2],
-        q_blocks=pl.cdiv(q_length, config.block_q),
+        shapes=(Shape(query.shape[0], query.shape[2], pl.cdiv(q_length, config.block_q)),),
         is_causal=options.is_causal,
         heads_together=config.heads_together,
         dynamic=config.dynamic and not interpret,
@@ -106,14 +105,13 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factor
         "counter": jax.new_ref(jnp.zeros((1,), jnp.int32)) if scheduler.fetches else None,
     }
     leaves, tree = jax.tree.flatten(arrays)
-    kernel = _kernel(arrays, tree, scheduler, options, kv_length, config=config, interpret=interpret)
+    kernel = _kernel(arrays, tree, scheduler, options, Call.of(inputs, options), config=config, interpret=interpret)
     out, lse = kernel(*leaves)
     return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
 
 
-def _kernel(arrays, tree, scheduler, options, kv_length, *, config, interpret):
+def _kernel(arrays, tree, scheduler, options, call, *, config, interpret):
     batch, q_length, heads, head_dim = arrays["query"].shape
-    group = heads // arrays["key"].shape[2]
     v_head_dim = arrays["value"].shape[2]
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
 
@@ -121,14 +119,14 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, config, interpret):
         given, out_gmem, lse_gmem = refs
         q_gmem, k_gmem, v_gmem = (given[name] for name in ("query", "key", "value"))
         q_smem, out_smem, k_smem, v_smem, q_ready, ring, fetched = scratch
-        walk = Walk.of(given, scheduler, options, kv_length, config=config, interpret=interpret)
+        walk = Walk.of(given, scheduler, options, (call,), config=config, interpret=interpret)
         tile = walk.tile
 
         def memory():
             def load_tile(index, turn, slot):
                 scheduler.fetch(given["counter"], fetched, turn)
-                b, h, _, blocks, _ = tile(index)
-                kv_head = lax.div(h, jnp.int32(group)) if group > 1 else h
+                here = tile(index)
+                b, kv_head, blocks = here.b, here.kv_head, here.blocks
 
                 def load_k(step, slot):
                     plgpu.barrier_wait(ring.k_free.at[slot])
@@ -149,9 +147,9 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, config, interpret):
             q_smem_wg, out_smem_wg = q_smem.at[w], out_smem.at[w]
 
             def load_q(index):
-                b, h, q_start, _, _ = tile(index)
-                rows = pl.ds(q_start + w * 64, 64)
-                plgpu.copy_gmem_to_smem(q_gmem.at[b, rows, h], q_smem_wg, q_ready.at[w])
+                here = tile(index)
+                rows = pl.ds(here.q_start + w * 64, 64)
+                plgpu.copy_gmem_to_smem(q_gmem.at[here.b, rows, here.q_head], q_smem_wg, q_ready.at[w])
 
             ring.free()
             walk.start_turns(w)
@@ -232,8 +230,8 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, config, interpret):
                 def _():
                     load_q(following)
 
-                b, h, q_start, _, _ = tile(lax.optimization_barrier(index))
-                q_start = q_start + w * 64
+                here = tile(lax.optimization_barrier(index))
+                b, h, q_start = here.b, here.h, here.q_start + w * 64
                 inverse, lse = softmax.finish(highest, total, may_be_dead=walk.may_be_dead)
                 acc = acc * lax.broadcast_in_dim(inverse * given["factors"][b, h, 1], acc.shape, [0])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
@@ -270,7 +268,7 @@ def _kernel(arrays, tree, scheduler, options, kv_length, *, config, interpret):
         "attention_forward_fp8_sm90",
         out_type=(
             jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), jnp.bfloat16),
-            jax.ShapeDtypeStruct((batch, heads, scheduler.q_blocks * block_q), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, scheduler.shapes[0].q_blocks * block_q), jnp.float32),
         ),
         ctas=scheduler.ctas,
         warpgroups=compute_wgs + 1,

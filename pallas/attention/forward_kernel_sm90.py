@@ -11,6 +11,7 @@ which is why they have to overlap.
 """
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -24,14 +25,15 @@ from jax_kernels.pallas.attention.forward_walk_sm90 import Ring, Walk
 from jax_kernels.pallas.attention.hopper import WGMMA, all_of_warp, launch, softcapped_tile, tanh_polynomial
 
 
-def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config, interpret):
-    """The kernel, of the leaves of `arrays`, whose tree is `tree`: (out, lse), with rows up to whole blocks."""
-    batch, q_length, _, head_dim = arrays["query"].shape
-    heads, kv_heads = views_sm90.head_counts(arrays["query"], arrays["key"], options)
-    group = heads // kv_heads
-    q_head_of, kv_head_of = views_sm90.head_maps(options)
-    v_head_dim = arrays["value"].shape[-1]
-    dtype = arrays["query"].dtype
+def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, interpret):
+    """The kernel, of the leaves of `arrays`, whose tree is `tree`: outs, then lses, with rows up to whole blocks.
+
+    calls: views_sm90.Calls. query, key and value are lists, with an array for each call; where there is more than one
+    call, there is nothing beside them but a counter.
+    """
+    queries, keys = arrays["query"], arrays["key"]
+    head_dim, v_head_dim = queries[0].shape[-1], arrays["value"][0].shape[-1]
+    dtype = queries[0].dtype
     cap = options.softcap
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias, has_mod = dense.has_bias, arrays["mod"] is not None
@@ -41,14 +43,14 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
     alike = out_dtype == dtype and v_head_dim == head_dim
     share_q_out = config.share_q_out and alike
     early_q = config.early_q and alike and not share_q_out
-    any_rows = hopper.has_odd_length(arrays["query"], arrays["key"])
+    any_rows = hopper.has_odd_length(*queries, *keys)
     qk_tiles, v_tiles = hopper.Tiles(head_dim, any_rows), hopper.Tiles(v_head_dim, any_rows)
     out_tiles = hopper.Tiles(v_head_dim, any_rows, swizzled=out_dtype == dtype)
     has_segments, has_sinks, bounded = (arrays[name] is not None for name in ("segments", "sinks", "largest"))
 
     def body(refs, scratch):
-        given, out_gmem, lse_gmem = refs
-        q_gmem, k_gmem, v_gmem = (given[name] for name in ("query", "key", "value"))
+        given, outs_gmem, lses_gmem = refs
+        of_call = functools.partial(views_sm90.of_call, count=len(calls))
         q_smem, out_smem, k_smem, v_smem, lse_smem, q_ready, ring, bias, fetched = scratch
         (q_smem, q_copied), (k_smem, k_copied) = qk_tiles.views(q_smem), qk_tiles.views(k_smem)
         v_smem, v_copied = v_tiles.views(v_smem)
@@ -56,7 +58,7 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
             out_smem, out_copied = q_smem, q_copied
         else:
             out_smem, out_copied = out_tiles.views(out_smem)
-        walk = Walk.of(given, scheduler, options, kv_length, config=config, interpret=interpret)
+        walk = Walk.of(given, scheduler, options, calls, config=config, interpret=interpret)
         tile = walk.tile
         # Whether a head with small scores has a branch of its own, which a predicate or a mask would come before.
         has_small = given["small"] is not None and not (walk.predicate and not walk.only_first)
@@ -64,22 +66,26 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
         def memory():
             def load_tile(index, turn, slot):
                 scheduler.fetch(given["counter"], fetched, turn)
-                b, h, q_start, blocks, _ = tile(index)
-                kv_head = kv_head_of(lax.div(h, jnp.int32(group)) if group > 1 else h)
+                here = tile(index)
+                blocks = here.blocks
 
                 def load(step, slot, gmem, smem, of, ready, free):
                     rows = pl.ds(blocks.at(step) * block_kv, block_kv)
                     plgpu.barrier_wait(free.at[slot])
-                    of.load(gmem.at[b, rows, kv_head], smem.at[slot], ready.at[slot])
+                    of_call(
+                        here.call,
+                        run=lambda i: of.load(gmem[i].at[here.b, rows, here.kv_head], smem.at[slot], ready.at[slot]),
+                    )
 
-                load_k = lambda step, slot: load(step, slot, k_gmem, k_copied, qk_tiles, ring.k_ready, ring.k_free)
-                load_v = lambda step, slot: load(step, slot, v_gmem, v_copied, v_tiles, ring.v_ready, ring.v_free)
+                keys, values = given["key"], given["value"]
+                load_k = lambda step, slot: load(step, slot, keys, k_copied, qk_tiles, ring.k_ready, ring.k_free)
+                load_v = lambda step, slot: load(step, slot, values, v_copied, v_tiles, ring.v_ready, ring.v_free)
 
                 def load_bias(step):  # behind the values: it waits for the last step's scores
                     if has_bias:
                         plgpu.barrier_wait(bias.free)
                         kv_start = blocks.at(step) * block_kv
-                        bias.fill(given["dense"], b, h, q_start, kv_start, kv_start)
+                        bias.fill(given["dense"], here.b, here.h, here.q_start, kv_start, kv_start)
 
                 slot = ring.fill(slot, blocks.count, load_k, load_v, load_bias)
                 return scheduler.following(fetched, index, turn), ring.following(slot)
@@ -94,9 +100,13 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                 return (turn & 1) * compute_wgs + w if early_q else w
 
             def load_q(index, turn):
-                b, h, q_start, _, _ = tile(index)
-                rows = pl.ds(q_start + w * 64, 64)
-                qk_tiles.load(q_gmem.at[b, rows, q_head_of(h)], q_copied.at[place(turn)], q_ready.at[w])
+                here = tile(index)
+                rows, copied = pl.ds(here.q_start + w * 64, 64), q_copied.at[place(turn)]
+
+                def load(i):
+                    qk_tiles.load(given["query"][i].at[here.b, rows, here.q_head], copied, q_ready.at[w])
+
+                of_call(here.call, run=load)
 
             def load_next_q(following, turn):
                 @pl.when(following < scheduler.count)
@@ -120,8 +130,8 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                     """s under the score_mod."""
                     if not has_mod:
                         return s
-                    b, h, q_start, _, _ = tile(lax.optimization_barrier(index))
-                    at = b, h, q_start + w * 64, blocks.at(step) * block_kv
+                    here = tile(lax.optimization_barrier(index))
+                    at = here.b, here.h, here.q_start + w * 64, blocks.at(step) * block_kv
                     return given["mod"].on(s, numbers, *at).scores(by_warp=True, small=small)
 
                 def capped(s):
@@ -147,12 +157,12 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
 
                 plgpu.barrier_wait(q_ready.at[w])
                 q_smem_wg = q_smem.at[place(turn)]
-                largest = given["largest"][b, q_head_of(h)] if bounded else None
+                largest = given["largest"][b, own.q_head] if bounded else None
                 if bounded and config.measures_q:
                     parts = [plgpu.load(q_smem_wg.at[c], layout=WGMMA) for c in range(qk_tiles.count)]
                     largest = largest * softmax.lengths(parts)
                     plgpu.commit_smem()  # behind what was read, which the next queries overwrite
-                is_small: Any = given["small"][b, q_head_of(h)] != 0 if has_small else None
+                is_small: Any = given["small"][b, own.q_head] != 0 if has_small else None
 
                 def products(acc_ref, s_ref):
                     def issue_scores(slot):
@@ -265,8 +275,8 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
 
                 accumulators = plgpu.ACC((64, v_head_dim), jnp.float32), plgpu.ACC((64, block_kv), jnp.float32)
                 acc, highest, total, slot, following = pl.run_scoped(products, *accumulators)
-                b, h, q_start, _, _ = tile(lax.optimization_barrier(index))
-                q_start = q_start + w * 64
+                here = tile(lax.optimization_barrier(index))
+                b, h, q_start = here.b, here.h, here.q_start + w * 64
                 factor = 1.0
                 if has_sinks:
                     highest, total, factor = softmax.with_sink(highest, total, given["sinks"][b, h])
@@ -278,8 +288,12 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
                     out_smem.at[place(turn), c][...] = part
                 lse_smem_wg[...] = lse
                 plgpu.commit_smem()
-                out_tiles.store(out_copied.at[place(turn)], out_gmem.at[b, pl.ds(q_start, 64), h])
-                plgpu.copy_smem_to_gmem(lse_smem_wg, lse_gmem.at[b, h, pl.ds(q_start, 64)])
+
+                def store(i):
+                    out_tiles.store(out_copied.at[place(turn)], outs_gmem[i].at[b, pl.ds(q_start, 64), h])
+                    plgpu.copy_smem_to_gmem(lse_smem_wg, lses_gmem[i].at[b, h, pl.ds(q_start, 64)])
+
+                of_call(here.call, run=store)
                 if share_q_out:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     load_next_q(following, turn)
@@ -291,9 +305,11 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
 
         walk.run(compute, memory)
 
+    ends = [0, *itertools.accumulate((tree.num_leaves, len(calls), len(calls)))]
+
     def entry(*refs):
-        *leaves, out_gmem, lse_gmem = refs
-        refs = jax.tree.unflatten(tree, leaves), out_gmem, lse_gmem
+        leaves, outs, lses = (refs[start:end] for start, end in itertools.pairwise(ends))
+        refs = jax.tree.unflatten(tree, leaves), outs, lses
         pl.run_scoped(
             lambda *scratch: body(refs, scratch),
             qk_tiles.scratch((1 + early_q) * compute_wgs, 64, dtype=dtype),
@@ -308,13 +324,13 @@ def kernel_of(arrays, tree, scheduler, options, kv_length, *, out_dtype, config,
             collective_axes="wg",
         )
 
+    shape = jax.ShapeDtypeStruct
+    outs = [shape((*x.shape[:2], call.heads, v_head_dim), out_dtype) for x, call in zip(queries, calls, strict=True)]
+    lses = [shape((of.batch, of.heads, of.q_blocks * block_q), jnp.float32) for of in scheduler.shapes]
     return launch(
         entry,
         "attention_forward_sm90",
-        out_type=(
-            jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), out_dtype),
-            jax.ShapeDtypeStruct((batch, heads, scheduler.q_blocks * block_q), jnp.float32),
-        ),
+        out_type=(*outs, *lses),
         ctas=scheduler.ctas,
         warpgroups=compute_wgs + 1,
         semantics=plgpu.LoweringSemantics.Lane,

@@ -9,6 +9,7 @@ of the instructions. The first block is the diagonal of causal work, so that row
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ from jax_kernels.pallas.attention import (
     views_sm90,
 )
 from jax_kernels.pallas.attention.hopper import TANH_UP_TO, has_odd_length, pad_for_tma, segments_of
-from jax_kernels.pallas.attention.tile_scheduler import TileScheduler
+from jax_kernels.pallas.attention.tile_scheduler import Shape, TileScheduler
 
 # Keys per query from which a look at all queries and keys beforehand pays: it reads them once, and saves a tenth of
 # the walk. At 2048 it gains 2 %, at 1024 (causal, 2048 long) it loses 10.
@@ -42,38 +43,25 @@ BOUNDED_FROM_LISTS = 3072
 
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
     """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
-    q_length, kv_length, v_head_dim = inputs.query.shape[1], inputs.key.shape[1], inputs.value.shape[-1]
+    call = views_sm90.Call.of(inputs, options)
     lists = lists_sm90.lists_of(inputs, options, **listed_blocks(config), interpret=interpret)
     no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
-    keys = _keys_per_query(options, kv_length)
+    keys = _keys_per_query(options, call.kv_length)
     keys = keys if lists is None else min(keys, lists.keys)
     inputs, options = lists_sm90.without_limits(inputs, options)
-    any_rows = has_odd_length(inputs.query, inputs.key)
-    query, key, value = (pad_for_tma(x, any_rows=any_rows) for x in inputs[:3])
+    query, key, value = _padded([inputs])[0]
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
     dense = dense_sm90.dense_of(inputs, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
     largest = small = None
-    heads = views_sm90.head_counts(query, key, options)[0]
-    # The look is at all heads of the array, where a call takes only some.
     is_limited = options.window is not None or segments is not None
     bounded_from = BOUNDED_FROM_LISTS if lists is not None else BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM
     # A score_mod's bound, and whether its scores are small, are of a head as a whole.
     measures_q = config.measures_q and mod is None and not options.softcap
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q else 1
-    pays = keys >= bounded_from * of_look * query.shape[2] / heads
-    if config.bounded and pays and dense is None:
+    if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and dense is None:
         named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
         largest, small = _bounds(query, key, mod, options, **named)
-    scheduler = TileScheduler(
-        batch=query.shape[0],
-        heads=heads,
-        q_blocks=pl.cdiv(q_length, config.block_q),
-        is_causal=options.is_causal,
-        heads_together=config.heads_together,
-        dynamic=config.dynamic and not interpret,
-        core_count=core_count,
-    )
     sinks = inputs.sinks
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
@@ -84,18 +72,69 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
         "largest": largest,
         "small": small,
-        "query": query,
-        "key": key,
-        "value": value,
-        "counter": jax.new_ref(jnp.zeros((1,), jnp.int32)) if scheduler.fetches else None,
     }
-    leaves, tree = jax.tree.flatten(arrays)
     config = dataclasses.replace(config, measures_q=measures_q)
-    kernel = forward_kernel_sm90.kernel_of(
-        arrays, tree, scheduler, options, kv_length, out_dtype=out_dtype, config=config, interpret=interpret
+    named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
+    (out, lse), *_ = _launch([(query, key, value)], [call], arrays, options, **named)
+    return out[..., : inputs.value.shape[-1]], lse
+
+
+def attention_forward_together(inputs, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
+    """attention_forward's results of several calls, in one launch of all but those that are better alone.
+
+    The calls have query, key and value alone. Of their options, which heads they take may differ.
+    """
+    named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
+    calls = [views_sm90.Call.of(*call) for call in zip(inputs, options, strict=True)]
+    keys = [_keys_per_query(of, call.kv_length) for of, call in zip(options, calls, strict=True)]
+    looks = [
+        config.bounded and _look_pays(n, BOUNDED_FROM, of.query, call.heads)
+        for n, of, call in zip(keys, inputs, calls, strict=True)
+    ]
+    # The longest walks first, as within a call.
+    together = sorted((i for i, look in enumerate(looks) if not look), key=lambda i: -keys[i])
+    results: dict[int, tuple[Any, Any]] = {
+        i: attention_forward(inputs[i], options[i], **named) for i, look in enumerate(looks) if look
+    }
+    if together:
+        arrays = dict.fromkeys(("bounds", "segments", "dense", "lists", "mod", "sinks", "largest", "small"))
+        padded = _padded([inputs[i] for i in together])
+        of_launch = _launch(padded, [calls[i] for i in together], arrays, options[together[0]], **named)
+        results |= zip(together, of_launch, strict=True)
+    widths = [of.value.shape[-1] for of in inputs]
+    return [(results[i][0][..., :width], results[i][1]) for i, width in enumerate(widths)]
+
+
+def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
+    """(query, key, value) of calls of one launch."""
+    any_rows = has_odd_length(*(x for of in inputs for x in (of.query, of.key)))
+    return [tuple(pad_for_tma(x, any_rows=any_rows) for x in of[:3]) for of in inputs]
+
+
+def _launch(padded, calls, arrays, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
+    """(out, lse) of each call. padded: (query, key, value) of each. arrays: what else the kernel is given."""
+    scheduler = TileScheduler(
+        shapes=tuple(Shape(call.batch, call.heads, pl.cdiv(call.q_length, config.block_q)) for call in calls),
+        is_causal=options.is_causal,
+        heads_together=config.heads_together,
+        dynamic=config.dynamic and not interpret,
+        core_count=core_count,
     )
-    out, lse = kernel(*leaves)
-    return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
+    arrays |= {name: [of[i] for of in padded] for i, name in enumerate(("query", "key", "value"))}
+    arrays["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32)) if scheduler.fetches else None
+    leaves, tree = jax.tree.flatten(arrays)
+    kernel = forward_kernel_sm90.kernel_of(
+        arrays, tree, scheduler, options, tuple(calls), out_dtype=out_dtype, config=config, interpret=interpret
+    )
+    results = kernel(*leaves)
+    outs, lses = results[: len(calls)], results[len(calls) :]
+    of_calls = zip(outs, lses, calls, strict=True)
+    return [(out[:, : call.q_length], lse[..., : call.q_length]) for out, lse, call in of_calls]
+
+
+def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> bool:
+    """Whether a bound of the scores is worth a look at all heads of an array, where a call takes so many of them."""
+    return keys >= bounded_from * query.shape[2] / heads
 
 
 def listed_blocks(config) -> dict[str, Any]:

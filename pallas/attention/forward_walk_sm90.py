@@ -17,19 +17,26 @@ from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.hopper import WGMMA, named_barrier
 from jax_kernels.pallas.attention.tile_scheduler import TileScheduler
+from jax_kernels.pallas.attention.views_sm90 import Call
 
 # Hardware barriers that the warpgroups take turns on; the low numbers belong to the compiler.
 FIRST_TURN_BARRIER = 8
 
 
 class Tile(NamedTuple):
-    """Some queries of a head, with the blocks of keys to visit. limits: None where a mask's lists say it all."""
+    """Some queries of a head, with the blocks of keys to visit. limits: None where a mask's lists say it all.
+
+    call: which of the launch's calls it is of. q_head, kv_head: the head among those of its call's arrays.
+    """
 
     b: Any
     h: Any
     q_start: Any
     blocks: Any
     limits: Any
+    call: Any
+    q_head: Any
+    kv_head: Any
 
 
 class Ring(NamedTuple):
@@ -106,16 +113,16 @@ class Walk:
     given: Mapping[str, Any]
     scheduler: TileScheduler
     options: AttentionOptions
-    kv_length: int
+    calls: tuple[Call, ...]
     config: Any
     interpret: bool
     wg: Any
     cta: Any
 
     @classmethod
-    def of(cls, given, scheduler, options, kv_length: int, *, config, interpret: bool) -> "Walk":
+    def of(cls, given, scheduler, options, calls: tuple[Call, ...], *, config, interpret: bool) -> "Walk":
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-        return cls(given, scheduler, options, kv_length, config, interpret, wg, cta)
+        return cls(given, scheduler, options, calls, config, interpret, wg, cta)
 
     def has(self, name: str) -> bool:
         return self.given.get(name) is not None
@@ -138,7 +145,7 @@ class Walk:
     @property
     def may_end(self) -> bool:
         """Whether a block may reach past the keys."""
-        return self.has("bounds") or self.kv_length % self.config.block_kv != 0
+        return self.has("bounds") or any(call.kv_length % self.config.block_kv != 0 for call in self.calls)
 
     @property
     def predicate(self) -> bool:
@@ -179,14 +186,31 @@ class Walk:
         block_q, options = self.config.block_q, self.options
         if self.has("lists"):
             walk = self.given["lists"].walk(index)
-            return Tile(walk.b, walk.head, walk.block * block_q, walk, None)
-        b, h, q_index = self.scheduler.place(index)
+            q_head, kv_head = self.calls[0].array_heads(walk.head)
+            return Tile(walk.b, walk.head, walk.block * block_q, walk, None, 0, q_head, kv_head)
+        call = self.scheduler.call(index)
+        b, h, q_index, q_head, kv_head, kv_length = self._of_call(call, index)
         bounds, is_causal, window = self.given["bounds"], options.is_causal, options.window
-        limits = tiles.limits(bounds, b, options.q_offset, self.kv_length, is_causal=is_causal, window=window)
+        limits = tiles.limits(bounds, b, options.q_offset, kv_length, is_causal=is_causal, window=window)
         among = self.given["segments"].among(b, q_index) if self.has("segments") else None
         block_kv = self.config.block_kv
         blocks = limits.key_blocks(q_index * block_q, block_q, block_kv, among, in_order=True).at_least_one()
-        return Tile(b, h, q_index * block_q, blocks, limits)
+        return Tile(b, h, q_index * block_q, blocks, limits, call, q_head, kv_head)
+
+    def _of_call(self, call: Any, index: Any) -> tuple[Any, ...]:
+        """(batch entry, head, block of queries, query's and key's head of the arrays, keys) of a tile."""
+        lengths = {call.kv_length for call in self.calls}
+
+        def place(i: int) -> tuple[Any, ...]:
+            b, h, q_index = self.scheduler.place(index, i)
+            return b, h, q_index, *self.calls[i].array_heads(h), self.calls[i].kv_length
+
+        if len(self.calls) == 1:
+            return place(0)
+        # A branch for each, in which it divides by constants.
+        branches = [functools.partial(lambda i: tuple(map(jnp.int32, place(i))), i) for i in range(len(self.calls))]
+        *numbers, kv_length = lax.switch(call, branches)
+        return *numbers, lengths.pop() if len(lengths) == 1 else kv_length
 
     def own(self, tile: Tile, w: int) -> Tile:
         """A warpgroup's part of a tile: the blocks right of its last key are the other warpgroups' alone."""

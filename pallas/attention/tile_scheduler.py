@@ -1,11 +1,14 @@
 """Which tiles of the forward a persistent CTA takes, in which order: a tile is a (batch entry, head, block of queries).
 
+A launch may serve several calls, whose tiles follow upon one another.
+
 The tiles are dealt out in turn; or (dynamic) a CTA asks a counter in device memory for its next one, a tile ahead, so
 that long and short ones even out.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -25,13 +28,23 @@ class Fetched(NamedTuple):
     free: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class TileScheduler:
-    """heads_together: as in AttentionForwardSm90. core_count: CTAs that run at a time."""
+class Shape(NamedTuple):
+    """Of a call's tiles."""
 
     batch: int
     heads: int
     q_blocks: int
+
+    @property
+    def tiles(self) -> int:
+        return self.q_blocks * self.batch * self.heads
+
+
+@dataclasses.dataclass(frozen=True)
+class TileScheduler:
+    """shapes: of each call. heads_together: as in AttentionForwardSm90. core_count: CTAs that run at a time."""
+
+    shapes: tuple[Shape, ...]
     is_causal: bool
     heads_together: int
     dynamic: bool
@@ -39,7 +52,7 @@ class TileScheduler:
 
     @property
     def count(self) -> int:
-        return self.q_blocks * self.batch * self.heads
+        return sum(shape.tiles for shape in self.shapes)
 
     @property
     def ctas(self) -> int:
@@ -57,15 +70,27 @@ class TileScheduler:
         barrier = functools.partial(plgpu.Barrier, num_barriers=2)
         return Fetched(plgpu.SMEM((2,), jnp.int32), barrier(num_arrivals=1), barrier(num_arrivals=warpgroups))
 
-    def place(self, index):
-        """(batch entry, head, block of queries) of tile number `index`."""
-        together = math.gcd(self.heads_together, self.batch * self.heads)
-        round_, within = lax.div(index, self.q_blocks * together), lax.rem(index, self.q_blocks * together)
+    @property
+    def _ends(self) -> list[int]:
+        return list(itertools.accumulate(shape.tiles for shape in self.shapes))
+
+    def call(self, index):
+        """The number of the call that tile number `index` is of."""
+        if len(self.shapes) == 1:
+            return 0
+        return sum((index >= end).astype(jnp.int32) for end in self._ends[:-1])
+
+    def place(self, index, call: int = 0):
+        """(batch entry, head, block of queries) of tile number `index`, which is of this call."""
+        shape = self.shapes[call]
+        index = index - self._ends[call - 1] if call else index
+        together = math.gcd(self.heads_together, shape.batch * shape.heads)
+        round_, within = lax.div(index, shape.q_blocks * together), lax.rem(index, shape.q_blocks * together)
         batch_head = round_ * together + lax.rem(within, together)
-        b, h = lax.div(batch_head, self.heads), lax.rem(batch_head, self.heads)
+        b, h = lax.div(batch_head, shape.heads), lax.rem(batch_head, shape.heads)
         q_index = lax.div(within, together)
         if self.is_causal:  # the longest first: the last ones to start are short
-            q_index = self.q_blocks - 1 - q_index
+            q_index = shape.q_blocks - 1 - q_index
         return b, h, q_index
 
     def fetch(self, counter, fetched: Fetched, turn) -> None:

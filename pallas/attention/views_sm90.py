@@ -1,16 +1,53 @@
-"""Calls that take some heads of their arrays, in the Hopper kernels.
+"""Calls that take some heads of their arrays, and launches that serve several calls, in the Hopper kernels.
 
 An array [B, rows, rate * H, D] is [B, rows * rate, H, D] in other words: the tokens of one residue class modulo rate
 are H of its heads. So a kernel that reads heads of its choice reads strided tokens, and nothing is copied.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
-from jax_kernels.attention_inputs import AttentionOptions, HeadView
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, HeadView
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call that a launch serves, as its kernel sees it when tracing. Lengths are those of its arrays, unpadded."""
+
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    kv_heads: int
+    query_heads: HeadView | None = None
+    key_heads: HeadView | None = None
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "Call":
+        batch, q_length = inputs.query.shape[:2]
+        heads, kv_heads = head_counts(inputs.query, inputs.key, options)
+        return cls(batch, q_length, inputs.key.shape[1], heads, kv_heads, options.query_heads, options.kv_heads)
+
+    def array_heads(self, head: Any) -> tuple[Any, Any]:
+        """(query's, key's): a head of the call, a traced scalar, among those of the arrays."""
+        group = self.heads // self.kv_heads
+        kv_head = lax.div(head, jnp.int32(group)) if group > 1 else head
+        return _head_map(self.query_heads)(head), _head_map(self.key_heads)(kv_head)
+
+
+def of_call(number: Any, count: int, run: Callable[[int], None]) -> None:
+    """run(i) for the call that a traced number names, of so many: each has arrays of its own."""
+    if count == 1:
+        run(0)
+        return
+    for i in range(count):
+        pl.when(number == i)(functools.partial(run, i))
 
 
 def head_counts(query: Any, key: Any, options: AttentionOptions) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Which pieces of a dilated attention are read in place, and which are gathered for one launch."""
+"""Which pieces of a dilated attention are read in place, and which are gathered for one launch with gradients."""
 
 import dataclasses
 
@@ -18,14 +18,14 @@ EVERY_VIEW = [("view", branch) for branch in range(4)]
 
 
 def launches(shape, kv_heads=None, device="h200", **pattern):
-    """For each attention "view" and its branch, or the branches of the pieces that are gathered for it."""
+    """With gradients, for each attention "view" and its branch, or the branches of what is gathered for it."""
     batch, length, heads, head_dim = shape
     spec = lambda heads: jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.bfloat16)
     calls = []
 
     def prepare(query, key, value):
         call, _ = ops.prepare(query=query, key=key, value=value, **pattern)
-        calls.extend(views for views, _ in call.attentions)
+        calls.extend(views for views, _ in call.differentiated)
 
     with on_device(device):
         jax.eval_shape(prepare, spec(heads), *[spec(kv_heads or heads)] * 2)
@@ -82,8 +82,11 @@ def test_explain_tells_what_is_joined():
     arrays = [jax.ShapeDtypeStruct((2, 8192, 16, 128), jnp.bfloat16)] * 3
     with on_device("h200"):
         plan = explain(dilated_attention, *arrays, **GROUPS)
-    assert plan.in_place == (True, False, False, False)
-    assert "segments of 1024 at rate 1: mosaic_gpu in place, " in str(plan)
-    assert "segments of 8192 at rate 8: mosaic_gpu of gathered rows, " in str(plan)
+    assert plan.in_place == (True,) * 4
+    assert plan.in_place_differentiated == (True, False, False, False)
+    assert "segments of 1024 at rate 1: mosaic_gpu in place, Blocks(" in str(plan)
+    assert "segments of 8192 at rate 8: mosaic_gpu in place, with gradients of gathered rows, " in str(plan)
     with on_device("a100"):
-        assert explain(dilated_attention, *arrays, **GROUPS).in_place == (False,) * 4
+        plan = explain(dilated_attention, *arrays, **GROUPS)
+    assert plan.in_place == plan.in_place_differentiated == (False,) * 4
+    assert "segments of 1024 at rate 1: triton of gathered rows, " in str(plan)

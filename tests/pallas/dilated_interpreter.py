@@ -44,19 +44,23 @@ def main(case: dict) -> dict:
     key, value = (jnp.asarray(normal(batch, length, kv_heads, head_dim), jnp.bfloat16) for _ in range(2))
     dlse = jnp.asarray(normal(batch, heads, length))
     strided = []
-    of_views = module._of_views
-    module._of_views = lambda planned, views, request: (
-        strided.append(views.is_strided),
-        of_views(planned, views, request),
-    )[1]
+    prepare = module.prepare
 
-    def run(query, key, value):
-        attend = functools.partial(dilated_attention, return_lse=True, implementation="mosaic_gpu", **case)
-        results, vjp = jax.vjp(attend, query, key, value)
-        return *results, *vjp((dout, dlse))
+    def recorded(**keywords):
+        call, arrays = prepare(**keywords)
+        both = call.attentions, call.differentiated
+        strided[:] = [[views.is_strided for views, _ in attentions] for attentions in both]
+        return call, arrays
 
+    module.prepare = recorded
+
+    attend = functools.partial(dilated_attention, return_lse=True, implementation="mosaic_gpu", **case)
     with on_device(device):
-        got = jax.block_until_ready(run(query, key, value))
+        results, vjp = jax.vjp(attend, query, key, value)
+        got = jax.block_until_ready((*results, *vjp((dout, dlse))))
+        same = jax.tree.map(lambda x: x[0], jax.vmap(attend)(*(x[None] for x in (query, key, value))))
+    for without, differentiated in zip(same, results, strict=True):
+        np.testing.assert_array_equal(np.asarray(without, np.float32), np.asarray(differentiated, np.float32))
     want = dilated_oracle.dilated_attention(query, key, value, dout, dlse, **case)
     errors = (rms_error(g, w) for g, w in zip(got, want, strict=True))
     bounded = zip(errors, dilated_oracle.BFLOAT16_BOUNDS, strict=True)

@@ -20,27 +20,32 @@ import forked
 from jax_kernels import dilated_attention
 
 SCRIPT = Path(__file__).with_name("dilated_interpreter.py")
-# Beside the pattern: which calls read views.
+# Beside the pattern: which calls read views, without gradients and with.
 INTERPRETED = {
     "one_key_head_and_a_rate_that_divides_nothing": (
         {"num_heads": 2, "kv_heads": 1, "length": 32, "head_dim": 64, "is_causal": True, "bounded": True}
         | {"segment_lengths": [32, 32, 32], "dilation_rates": [1, 2, 3]},
-        [True, True, False],
+        [[True, True, False]] * 2,
     ),
     "groups_and_rows_of_no_whole_tiles": (
         {"num_heads": 3, "kv_heads": 3, "length": 48, "head_dim": 128}
         | {"segment_lengths": [48, 24, 24], "dilation_rates": [2, 2, 1], "heads": "groups", "combine": "mean"},
-        [True, True, False],
+        [[True, True, False]] * 2,
     ),
     "short_branches_in_one_launch": (
         {"batch": 2, "num_heads": 4, "kv_heads": 2, "length": 32, "head_dim": 64, "is_causal": True}
         | {"segment_lengths": [16, 32], "dilation_rates": [1, 2], "bandwidth": 4.8e12},
-        [False],
+        [[True, True], [False]],
     ),
     "groups_of_which_two_are_one_launch": (
         {"batch": 2, "num_heads": 3, "kv_heads": 3, "length": 64, "head_dim": 64}
         | {"segment_lengths": [8, 64, 64], "dilation_rates": [1, 8, 8], "heads": "groups", "bandwidth": 5e9},
-        [True, False],
+        [[True, True, True], [True, False]],
+    ),
+    "rows_and_heads_of_other_numbers": (
+        {"num_heads": 6, "kv_heads": 2, "length": 48, "head_dim": 64, "is_causal": True}
+        | {"segment_lengths": [48, 48, 16], "dilation_rates": [1, 2, 3]},
+        [[True, True, False]] * 2,
     ),
 }
 
