@@ -62,7 +62,7 @@ def dilated_attention(
     It takes memory for one attention over the tokens that the branches take: no mask, nothing of T x T. What the
     backward keeps are query, key, value, out and lse.
 
-    "mosaic_gpu" (Hopper) can read a branch in place, in an attention of its own, where
+    "mosaic_gpu" (Hopper) can read a branch in place where
 
     - D and Dv are equal, 64, 128 or 256, there are no segment_ids, and deterministic is not asked for;
     - its segments divide T or are no shorter, and its rate divides them into classes of a multiple of 8 tokens;
@@ -70,11 +70,12 @@ def dilated_attention(
     - with heads="groups", its first query head is the first of a key head;
     - with layout="partition", segments cover the sequence in equal lengths at one rate.
 
-    It does but where branches are so short that one attention for several is faster by more than their copies cost. All
-    other branches, and all branches of other implementations, are gathered first, which copies what they take.
-    Gathered branches whose segments hold equally many tokens, as in LongNet, run as one attention, if they serve
-    equally many heads and their classes part the query heads of a key head alike. With segment_ids, or where without
-    is_causal the rate does not divide the segments, their classes must have equally many heads, too.
+    It does, forward in one launch for all branches; where gradients are taken it does not with branches so short that
+    one launch of their backward is faster by more than their copies cost. All other branches, and all branches of other
+    implementations, are gathered first, which copies what they take. Gathered branches whose segments hold equally
+    many tokens, as in LongNet, run as one attention, if they serve equally many heads and their classes part the query
+    heads of a key head alike. With segment_ids, or where without is_causal the rate does not divide the segments, their
+    classes must have equally many heads, too.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T.

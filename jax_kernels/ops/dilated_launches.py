@@ -1,7 +1,8 @@
-"""Which pieces of a dilated attention are read in place, each by a launch of its own, and which are gathered for one.
+"""Which pieces of a dilated attention with gradients are read in place, and which are gathered for one launch.
 
-A view saves the copy of a piece, but takes a launch of its own, which has a start, and an end at which few tiles are
-left. Small pieces are therefore gathered into one launch, if that is estimated to take less.
+A view saves the copy of a piece, but backward takes a launch of its own, which has a start, and an end at which few
+tiles are left: what one adds to dquery is what the next one adds to. Small pieces are therefore gathered into one
+launch, if that is estimated to take less. Forward, pieces that are read in place share a launch.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ GATHER_BANDWIDTH = 5 / 6
 
 
 def launches_of(call: Call, request: AttentionRequest, block_q: int) -> tuple[Call, ...]:
-    """The call as the calls that take the least time forward; backward it is more that a launch for all saves.
+    """The call as the calls that take the least time, as if a forward's, which scales as a backward's does.
 
     request: of the whole. block_q: the queries of a tile.
     """

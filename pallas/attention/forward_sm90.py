@@ -39,6 +39,12 @@ BOUNDED_FROM_LIMITED = 8192
 # And of a mask's lists: of 8192 keys, the look costs 28 % of a call at a tenth of the blocks, 5 at three tenths, and
 # gains 7 at a half.
 BOUNDED_FROM_LISTS = 3072
+# Pairs for each key that a look at the keys of several calls reads, which pays from half as many on as one at queries,
+# too.
+BOUNDED_FROM_OF_WHOLE = 1024
+
+
+OTHERS = ("bounds", "segments", "dense", "lists", "mod", "sinks", "largest", "small")
 
 
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
@@ -70,7 +76,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         "lists": lists,
         "mod": mod,
         "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
-        "largest": largest,
+        "largest": None if largest is None else [largest],
         "small": small,
     }
     config = dataclasses.replace(config, measures_q=measures_q)
@@ -79,30 +85,56 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     return out[..., : inputs.value.shape[-1]], lse
 
 
-def attention_forward_together(inputs, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
+def attention_forward_together(
+    inputs, options, whole_key=None, *, out_dtype, config, core_count, interpret
+) -> list[tuple[Any, Any]]:
     """attention_forward's results of several calls, in one launch of all but those that are better alone.
 
-    The calls have query, key and value alone. Of their options, which heads they take may differ.
+    The calls have query, key and value alone. Of their options, which heads they take may differ. whole_key: what rows
+    their keys are of, [B, T, Hkv, D], so that one look at it bounds the scores of all.
     """
     named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
     calls = [views_sm90.Call.of(*call) for call in zip(inputs, options, strict=True)]
     keys = [_keys_per_query(of, call.kv_length) for of, call in zip(options, calls, strict=True)]
-    looks = [
-        config.bounded and _look_pays(n, BOUNDED_FROM, of.query, call.heads)
-        for n, of, call in zip(keys, inputs, calls, strict=True)
+    longest: Sequence[jax.Array | None] = [None] * len(calls)
+    if whole_key is not None and config.bounded:
+        pairs = sum(n * call.batch * call.q_length * call.heads for n, call in zip(keys, calls, strict=True))
+        if pairs >= BOUNDED_FROM_OF_WHOLE * whole_key.size // whole_key.shape[-1]:
+            longest = _longest_keys(inputs, whole_key, interpret=interpret)
+    alone = [
+        of_keys is None and config.bounded and _look_pays(n, BOUNDED_FROM, of.query, call.heads)
+        for n, of, call, of_keys in zip(keys, inputs, calls, longest, strict=True)
     ]
     # The longest walks first, as within a call.
-    together = sorted((i for i, look in enumerate(looks) if not look), key=lambda i: -keys[i])
+    together = sorted((i for i in range(len(calls)) if not alone[i]), key=lambda i: -keys[i])
     results: dict[int, tuple[Any, Any]] = {
-        i: attention_forward(inputs[i], options[i], **named) for i, look in enumerate(looks) if look
+        i: attention_forward(inputs[i], options[i], **named) for i in range(len(calls)) if alone[i]
     }
     if together:
-        arrays = dict.fromkeys(("bounds", "segments", "dense", "lists", "mod", "sinks", "largest", "small"))
+        first, arrays = together[0], dict.fromkeys(OTHERS)
+        if longest[first] is not None:
+            scale = options[first].scale
+            of_queries = [jnp.ones((of.query.shape[0], of.query.shape[2]), jnp.float32) for of in inputs]
+            arrays["largest"] = [softmax.largest_scores(of_queries[i], longest[i], scale) for i in together]
         padded = _padded([inputs[i] for i in together])
-        of_launch = _launch(padded, [calls[i] for i in together], arrays, options[together[0]], **named)
+        named["config"] = dataclasses.replace(config, measures_q=longest[first] is not None)
+        of_launch = _launch(padded, [calls[i] for i in together], arrays, options[first], **named)
         results |= zip(together, of_launch, strict=True)
     widths = [of.value.shape[-1] for of in inputs]
     return [(results[i][0][..., :width], results[i][1]) for i, width in enumerate(widths)]
+
+
+def _longest_keys(inputs: Sequence[AttentionInputs], whole: jax.Array, *, interpret: bool) -> list[jax.Array]:
+    """Of each call what the squared lengths of its keys do not exceed, [B, heads of its key]: those of `whole`."""
+    found = row_lengths_triton.longest(whole, interpret=interpret)
+
+    def of_call(key):
+        batch, _, heads, _ = key.shape
+        if key.size == whole.size:  # a view, whose heads are those of each class
+            return jnp.tile(jnp.repeat(found, batch // found.shape[0], axis=0), (1, heads // found.shape[1]))
+        return jnp.broadcast_to(found.max(), (batch, heads))
+
+    return [of_call(of.key) for of in inputs]
 
 
 def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:

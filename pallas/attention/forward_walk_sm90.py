@@ -17,7 +17,7 @@ from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.hopper import WGMMA, named_barrier
 from jax_kernels.pallas.attention.tile_scheduler import TileScheduler
-from jax_kernels.pallas.attention.views_sm90 import Call
+from jax_kernels.pallas.attention.views_sm90 import Call, of_call
 
 # Hardware barriers that the warpgroups take turns on; the low numbers belong to the compiler.
 FIRST_TURN_BARRIER = 8
@@ -205,11 +205,9 @@ class Walk:
             b, h, q_index = self.scheduler.place(index, i)
             return b, h, q_index, *self.calls[i].array_heads(h), self.calls[i].kv_length
 
-        if len(self.calls) == 1:
-            return place(0)
-        # A branch for each, in which it divides by constants.
-        branches = [functools.partial(lambda i: tuple(map(jnp.int32, place(i))), i) for i in range(len(self.calls))]
-        *numbers, kv_length = lax.switch(call, branches)
+        # A branch for each call, in which it divides by constants.
+        as_traced = lambda i: tuple(map(jnp.int32, place(i)))
+        *numbers, kv_length = of_call(call, len(self.calls), place if len(self.calls) == 1 else as_traced)
         return *numbers, lengths.pop() if len(lengths) == 1 else kv_length
 
     def own(self, tile: Tile, w: int) -> Tile:

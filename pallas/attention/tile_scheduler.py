@@ -84,7 +84,10 @@ class TileScheduler:
         """(batch entry, head, block of queries) of tile number `index`, which is of this call."""
         shape = self.shapes[call]
         index = index - self._ends[call - 1] if call else index
-        together = math.gcd(self.heads_together, shape.batch * shape.heads)
+        # Of views, heads of one batch entry at a time, which stand side by side in memory: four groups of 8192 tokens
+        # take 0.066 ms so, with heads of several entries 0.0705.
+        alternating = shape.heads if len(self.shapes) > 1 else shape.batch * shape.heads
+        together = math.gcd(self.heads_together, alternating)
         round_, within = lax.div(index, shape.q_blocks * together), lax.rem(index, shape.q_blocks * together)
         batch_head = round_ * together + lax.rem(within, together)
         b, h = lax.div(batch_head, shape.heads), lax.rem(batch_head, shape.heads)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, HeadView
 
@@ -41,13 +40,9 @@ class Call:
         return _head_map(self.query_heads)(head), _head_map(self.key_heads)(kv_head)
 
 
-def of_call(number: Any, count: int, run: Callable[[int], None]) -> None:
-    """run(i) for the call that a traced number names, of so many: each has arrays of its own."""
-    if count == 1:
-        run(0)
-        return
-    for i in range(count):
-        pl.when(number == i)(functools.partial(run, i))
+def of_call(number: Any, count: int, run: Callable[[int], Any]) -> Any:
+    """run(i) for the call that a traced number names, of so many: each has arrays, and numbers, of its own."""
+    return run(0) if count == 1 else lax.switch(number, [functools.partial(run, i) for i in range(count)])
 
 
 def head_counts(query: Any, key: Any, options: AttentionOptions) -> tuple[int, int]:
