@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import dense_sm90, hopper, mask_bits_sm90, views_sm90
-from jax_kernels.pallas.attention.backward_load_sm90 import Loads, Staged
+from jax_kernels.pallas.attention.backward_load_sm90 import Handover, Loads, Staged
 from jax_kernels.pallas.attention.backward_store_sm90 import Store
 from jax_kernels.pallas.attention.backward_walks_sm90 import Walks
 from jax_kernels.pallas.attention.hopper import (
@@ -87,8 +87,10 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     dq_blocks = chunks * q_chunks // COMPUTE_WGS
     if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
         raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
-    walks = Walks.of(arrays, options, kv_length, block_kv, config, core_count, may_split=not bias_gradient)
-    arrays = arrays | walks.split.shared(2, block_kv, head_dim, warpgroups=COMPUTE_WGS)
+    how = {"bias_gradient": bias_gradient, "interpret": interpret}
+    walks = Walks.of(arrays, options, kv_length, block_kv, config, core_count, **how)
+    is_persistent = walks.scheduler is not None
+    arrays = arrays | walks.shared(2, head_dim, warpgroups=COMPUTE_WGS)
     has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
     has_words = has_lists and arrays["lists"].has_all_words
     dense = arrays["dense"] or dense_sm90.Dense()
@@ -105,8 +107,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         )
         (
             k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
-            kv_ready, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
-            bias, arrived_smem, dbias_smem,
+            handover, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
+            bias, arrived_smem, dbias_smem, fetched,
         ) = scratch  # fmt: skip
         (k_smem, k_copied), (v_smem, v_copied) = k_tiles.views(k_smem), v_tiles.views(v_smem)
         (q_smem, q_copied), (do_smem, do_copied) = q_tiles.views(q_smem), q_tiles.views(do_smem)
@@ -114,7 +116,6 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         cta = lax.axis_index("cta")
 
         block, limits_of = functools.partial(walks.block, given), functools.partial(walks.limits, given)
-        walk_over_queries = functools.partial(walks.over_queries, given, cta)
 
         @pl.when(wg == COMPUTE_WGS)
         def _memory():
@@ -123,26 +124,36 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             queries = Staged(q_gmem, lse_gmem, q_copied, lse_smem, q_ready, q_free, q_stages, *ids)
             dout = Staged(do_gmem, delta_gmem, do_copied, delta_smem, do_ready, do_free, do_stages)
             Loads(
-                walks, given, cta, k_tiles, v_tiles, q_tiles, k_copied, v_copied, kv_ready, queries, dout, bias,
+                walks, given, cta, k_tiles, v_tiles, q_tiles, k_copied, v_copied, handover, fetched, queries, dout, bias,
                 chunks, row_groups, halves, width,
             ).run()  # fmt: skip
 
-        @pl.when(wg < COMPUTE_WGS)
-        def _compute():
-            plgpu.set_max_registers(REGISTERS[0], action="increase")
-            b, kv_head, kv_index = block(cta)
+        def issue_scores(s_acc, k_stage, row_group, slot):
+            for c in range(chunks):
+                half, start = divmod(64 * c, width)
+                queries = q_tiles.sixty_four(q_smem.at[slot, half], start)
+                plgpu.wgmma(s_acc, k_smem.at[k_stage, c, row_group, 0], queries.T)
+
+        def first_scores(s_acc):
+            issue_scores(s_acc, 0, 0 if columns else wg, 0)
+            return s_acc[...]
+
+        def compute_tile(tile, turn, state):
+            """The CTA's tile number `turn`; state: (how many steps came before, the scores of its first one)."""
+            first, first_s = state
+            walk_over_queries = functools.partial(walks.over_queries, given, tile)
+            k_stage, v_stage = walks.stages_of(turn)
+            b, kv_head, kv_index = block(tile)
             steps, place = walk_over_queries(b, kv_head, kv_index)
-            plgpu.barrier_wait(kv_ready)
+            if is_persistent:
+                following = walks.scheduler.following(fetched, tile, turn)
+                plgpu.barrier_wait(handover.v_ready.at[v_stage])
+            else:
+                plgpu.barrier_wait(handover.k_ready)
             my_keys = kv_index * block_kv + (0 if columns else 64 * wg)
 
             def step_count():  # of a list it is read again, not kept in a register
                 return walk_over_queries(b, kv_head, kv_index)[0] if has_lists else steps
-
-            def issue_scores(s_acc, row_group, slot):
-                for c in range(chunks):
-                    half, start = divmod(64 * c, width)
-                    queries = q_tiles.sixty_four(q_smem.at[slot, half], start)
-                    plgpu.wgmma(s_acc, k_smem.at[c, row_group, 0], queries.T)
 
             def dq_parts(w):
                 """(chunk of columns, first row within the block of queries) of this warpgroup's dquery blocks."""
@@ -162,10 +173,11 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     s, dbias = carry
                     w = recomputed(wg)
                     row_group, my_half = (recomputed(0), w) if columns else (w, 0)
-                    slot = lax.rem(i, jnp.int32(q_stages))
-                    do_slot = lax.rem(i, jnp.int32(do_stages)) if do_stages > 1 else recomputed(0)
+                    nth = first + i
+                    slot = lax.rem(nth, jnp.int32(q_stages))
+                    do_slot = lax.rem(nth, jnp.int32(do_stages)) if do_stages > 1 else recomputed(0)
                     # What segments and lists make it depend on is read again, not kept in registers.
-                    again = lambda: walk_over_queries(*block(recomputed(cta)))[1](i)
+                    again = lambda: walk_over_queries(*block(recomputed(tile)))[1](i)
                     head, q_block, is_partial = again() if has_lists else place(i)
                     if has_segments:
                         is_partial = again()[2]
@@ -173,8 +185,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
                     words = None
                     if has_words:  # before the waits
-                        tile = given["lists"].walk(recomputed(cta))
-                        words = tile.words(head, q_block, 64 * row_group, 64)
+                        listed = given["lists"].walk(recomputed(tile))
+                        words = listed.words(head, q_block, 64 * row_group, 64)
                     # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
                     if not ahead:
                         plgpu.barrier_wait(q_ready.at[slot])
@@ -185,8 +197,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
                     def apply_predicate(s):
                         if has_lists:
-                            return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * row_group, by_word=False)
-                        b = block(recomputed(cta))[0]
+                            return given["lists"].walk(recomputed(tile)).masked(s, i, 64 * row_group, by_word=False)
+                        b = block(recomputed(tile))[0]
                         ids = None
                         if has_segments:
                             ids = (
@@ -215,7 +227,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
                     def modified(s):
                         """The score_mod on a tile."""
-                        entry = block(recomputed(cta))[0]
+                        entry = block(recomputed(tile))[0]
                         numbers = given["mod"].of_head(entry, head)
                         return given["mod"].on(s, numbers, entry, head, q_start, my_keys, transposed=True)
 
@@ -224,20 +236,20 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
                     def weights(dp_acc, *s_acc):
                         if not ahead and not config.late_do:
-                            issue_scores(s_acc[0], row_group, slot)
+                            issue_scores(s_acc[0], k_stage, row_group, slot)
                         for half in range(halves):
                             for c in range(v_tiles.count):
                                 dout = do_smem.at[do_slot, half]
                                 dout = dout.at[0] if v_tiles.count == 1 else q_tiles.sixty_four(dout, 64 * c)
-                                plgpu.wgmma(dp_acc, v_smem.at[row_group, half, c], dout.T)
+                                plgpu.wgmma(dp_acc, v_smem.at[v_stage, row_group, half, c], dout.T)
                         scores = s if ahead else plgpu.wgmma_accumulator_load(s_acc[0], wait_n=halves * v_tiles.count)
                         if has_mod and not has_slope:
                             scores = modified(scores).scores()
                         if not mask_first:
                             scores = masked(scores)
                         if has_slope:
-                            live, tile = scores > -jnp.inf, modified(scores)
-                            scores = tile.scores()
+                            live, mod = scores > -jnp.inf, modified(scores)
+                            scores = mod.scores()
 
                         wide = lambda x: lax.broadcast_in_dim(x, scores.shape, [1])
                         lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
@@ -255,7 +267,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                             # tanh's derivative joins P. A masked score is -inf, whose square would be a NaN.
                             p16, p = p.astype(dtype), p * (1 - jnp.square(jnp.maximum(scores, -1)))
                         if has_slope:
-                            p16, p = p.astype(dtype), tile.times_derivative(p, live if predicate else None)
+                            p16, p = p.astype(dtype), mod.times_derivative(p, live if predicate else None)
                         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=parts if config.early_dv else 0)
                         delta = plgpu.load(delta_smem.at[do_slot], layout=COLUMN, optimized=False)
                         ds = p * (dp - wide(delta))
@@ -268,7 +280,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         return p.astype(dtype) if p16 is None else p16, ds.astype(dtype), summed
 
                     def weights_late_do(s_acc):
-                        issue_scores(s_acc, row_group, slot)
+                        issue_scores(s_acc, k_stage, row_group, slot)
                         plgpu.barrier_wait(do_ready.at[do_slot])
                         return pl.run_scoped(lambda dp_acc: weights(dp_acc, s_acc), plgpu.ACC((64, block_q)))
 
@@ -281,9 +293,16 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
                     if exchange:  # the other warpgroup may still read the last step's dS
 
-                        @pl.when(i > 0)
+                        @pl.when(nth > 0)
                         def _():
                             plgpu.barrier_wait(ds_free)
+
+                    if is_persistent:
+
+                        @pl.when(i == 0)
+                        def _():
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                            plgpu.barrier_arrive(handover.k_free)
 
                     if with_dq:
                         for e in range(q_chunks):
@@ -293,11 +312,20 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         plgpu.barrier_arrive(bias.free)
                     if exchange:
                         plgpu.barrier_arrive(ds_ready)
-                    next_slot = lax.rem(i + 1, jnp.int32(q_stages))
+                    next_slot, next_k_stage = lax.rem(nth + 1, jnp.int32(q_stages)), k_stage
+                    if is_persistent:
+                        is_last, ends = i + 1 >= step_count(), following >= walks.scheduler.count
+                        next_k_stage = (turn + is_last) & 1
+                        if handover.v_free is not None:
+                            pl.when(is_last)(lambda: plgpu.barrier_arrive(handover.v_free))
+
+                        @pl.when(is_last & ~ends)
+                        def _():
+                            plgpu.barrier_wait(handover.k_ready.at[next_k_stage])
 
                     if ahead:
 
-                        @pl.when(i + 1 < step_count())
+                        @pl.when(~(is_last & ends) if is_persistent else i + 1 < step_count())
                         def _():
                             plgpu.barrier_wait(q_ready.at[next_slot])
 
@@ -309,7 +337,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         dq_smem.at[w][...] = value
                         plgpu.commit_smem()
-                        entry = block(recomputed(cta))[0]
+                        entry = block(recomputed(tile))[0]
                         if has_lists and cap:  # read again: a softcap leaves no registers to keep them
                             rows, q_block, _ = again()
                             q_start = q_block * block_q
@@ -317,8 +345,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
 
                     def next_scores(s_acc):
-                        # In the last step this works on a stale tile, and is dropped.
-                        issue_scores(s_acc, row_group, next_slot)
+                        # In the CTA's last step this works on a stale tile, and is dropped.
+                        issue_scores(s_acc, next_k_stage, row_group, next_slot)
                         plgpu.wgmma_wait(chunks)
                         plgpu.barrier_arrive(q_free.at[slot])
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
@@ -326,7 +354,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     def gradients(dq_acc):
                         chunk, row = dq_parts(w)[0]
                         for source in [w] if columns else range(COMPUTE_WGS):
-                            keys = k_smem.at[chunk, row_group if columns else source, 0]
+                            keys = k_smem.at[k_stage, chunk, row_group if columns else source, 0]
                             plgpu.wgmma(dq_acc, ds_smem.at[source, row].T, keys)
                         add(dk_accs, ds16, q_smem.at[slot, my_half])
                         plgpu.wgmma_wait((1 if columns else COMPUTE_WGS) + parts)
@@ -344,7 +372,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         plgpu.barrier_arrive(do_free.at[do_slot])
 
                     def more_dq(dq_acc, part):
-                        plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[part[0], row_group, 0])
+                        plgpu.wgmma(dq_acc, ds_smem.at[w, part[1]].T, k_smem.at[k_stage, part[0], row_group, 0])
                         store_dq(part, plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), dq_head_of(head), q_start)
 
                     for part in dq_parts(w)[1:] if with_dq else []:
@@ -356,23 +384,22 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     plgpu.barrier_arrive(q_free.at[slot])
                     return None, dbias
 
-                def first_scores(s_acc):
-                    issue_scores(s_acc, 0 if columns else wg, 0)
-                    return s_acc[...]
-
-                s = pl.run_scoped(first_scores, plgpu.ACC((64, block_q))) if ahead else None
+                s = first_s
+                if ahead and not is_persistent:
+                    s = pl.run_scoped(first_scores, plgpu.ACC((64, block_q)))
                 dbias = plgpu.layout_cast(jnp.zeros((64, PART), jnp.float32), WGMMA) if bias_gradient else None
                 if has_lists:
                     next_step = lambda carry: (carry[0] + 1, step(*carry))
-                    first = jnp.int32(0), (s, dbias)
-                    _, (_, dbias) = lax.while_loop(lambda carry: carry[0] < step_count(), next_step, first)
+                    start = jnp.int32(0), (s, dbias)
+                    _, (s, dbias) = lax.while_loop(lambda carry: carry[0] < step_count(), next_step, start)
                 else:
-                    _, dbias = lax.fori_loop(0, steps, step, (s, dbias))
-                return *[[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)], dbias
+                    s, dbias = lax.fori_loop(0, steps, step, (s, dbias))
+                s = s if is_persistent else None
+                return *[[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)], dbias, s
 
-            if ahead:
+            if ahead and not is_persistent:
                 plgpu.barrier_wait(q_ready.at[0])
-            dk, dv, dbias = pl.run_scoped(walk, *[plgpu.ACC((64, q_tiles.width))] * (2 * parts))
+            dk, dv, dbias, s = pl.run_scoped(walk, *[plgpu.ACC((64, q_tiles.width))] * (2 * parts))
             plgpu.barrier_arrive(last_read)  # the other warpgroup may still read K, and with "columns" V
             w = recomputed(wg)
             row_group, half = (0, w) if columns else (w, 0)
@@ -380,13 +407,28 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             if bias_gradient:  # with "columns" both warpgroups have the same
                 dbias_smem.at[w][...] = dbias.sum(axis=1)
                 plgpu.commit_smem()
-                entry, head, of_keys = block(recomputed(cta))
+                entry, head, of_keys = block(recomputed(tile))
                 rows = pl.ds(of_keys * block_kv + 64 * row_group, 64)
                 plgpu.copy_smem_to_gmem(dbias_smem.at[w], dbias_gmem.at[entry, head, rows])
+            keys, values = ([x.at[stage] for x in views] for views, stage in (
+                ((k_smem, k_copied), k_stage), ((v_smem, v_copied), v_stage)
+            ))
             Store(
-                walks, given, dk_gmem, dv_gmem, k_tiles, v_tiles, (k_smem, k_copied), (v_smem, v_copied), dq_smem.at[w],
-                arrived_smem, last_read, cta, w, columns, row_group, half, my_chunks,
+                walks, given, dk_gmem, dv_gmem, k_tiles, v_tiles, keys, None if handover.v_free is not None else values,
+                dq_smem.at[w], arrived_smem, last_read, tile, w, columns, row_group, half, my_chunks,
             ).finish(dk, dv)  # fmt: skip
+            if is_persistent:
+                return following, (first + step_count(), s)
+
+        @pl.when(wg < COMPUTE_WGS)
+        def _compute():
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+            s = None
+            if is_persistent:
+                plgpu.barrier_wait(handover.k_ready.at[0])
+                plgpu.barrier_wait(q_ready.at[0])
+                s = pl.run_scoped(first_scores, plgpu.ACC((64, block_q)))
+            walks.for_each(cta, compute_tile, (0, s))
             plgpu.wait_smem_to_gmem(0, wait_read_only=config.leave_early)
 
     leaves, tree = jax.tree.flatten(arrays)
@@ -397,8 +439,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         barriers = lambda count, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         pl.run_scoped(
             lambda *scratch: body(refs, scratch),
-            k_tiles.scratch(chunks, row_groups, 64, dtype=dtype),
-            v_tiles.scratch(row_groups, halves, 64, dtype=dtype),
+            k_tiles.scratch(walks.k_stages, chunks, row_groups, 64, dtype=dtype),
+            v_tiles.scratch(walks.v_stages, row_groups, halves, 64, dtype=dtype),
             q_tiles.scratch(q_stages, halves, block_q, dtype=dtype),
             q_tiles.scratch(do_stages, halves, block_q, dtype=dtype),
             plgpu.SMEM((COMPUTE_WGS, q_chunks, 64, 64), dtype, transforms=SWIZZLED),
@@ -406,7 +448,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             plgpu.SMEM((q_stages, block_q), jnp.float32),
             plgpu.SMEM((do_stages, block_q), jnp.float32),
             plgpu.SMEM((q_stages, block_q), jnp.int32) if has_segments else None,
-            plgpu.Barrier(num_arrivals=row_groups * (chunks + halves * v_tiles.copies(64))),
+            Handover.scratch(walks, row_groups * chunks, row_groups * halves * v_tiles.copies(64), COMPUTE_WGS),
             barriers(q_stages, halves * q_tiles.copies(block_q) + 1 + has_segments),
             barriers(do_stages, halves * q_tiles.copies(block_q) + 1),
             barriers(q_stages, COMPUTE_WGS),
@@ -417,6 +459,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             dense.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
             plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if walks.split.parts > 1 else None,
             plgpu.SMEM((COMPUTE_WGS, 64), jnp.float32) if bias_gradient else None,
+            walks.scheduler.scratch(COMPUTE_WGS + 1) if is_persistent else None,
             collective_axes="wg",
         )
 
@@ -427,7 +470,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         entry,
         "attention_backward_sm90",
         out_type=[shape, shape, *dbias],
-        ctas=walks.split.ctas,
+        ctas=walks.ctas,
         warpgroups=COMPUTE_WGS + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
         interpret=interpret,

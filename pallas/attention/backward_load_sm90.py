@@ -1,4 +1,4 @@
-"""What the memory warpgroup of the Hopper backward loads: a block of keys, and the queries of its walk."""
+"""What the memory warpgroup of the Hopper backward loads: blocks of keys, and the queries of their walks."""
 
 import functools
 from typing import Any, NamedTuple
@@ -31,6 +31,30 @@ class Staged(NamedTuple):
     ids_smem: Any = None
 
 
+class Handover(NamedTuple):
+    """The barriers of blocks of keys.
+
+    Of a CTA with one tile there is k_ready alone, for its values too. Of a persistent one, k_ready and v_ready are for
+    each of their stages. k_free: a tile's first step, when what was stored from the last tile's keys has been read, and
+    the next ones can go there. v_free: its last step, where there is one stage for values, when they have been read.
+    """
+
+    k_ready: Any
+    v_ready: Any = None
+    k_free: Any = None
+    v_free: Any = None
+
+    @classmethod
+    def scratch(cls, walks: Walks, k_copies: int, v_copies: int, readers: int) -> "Handover":
+        """For pl.run_scoped. k_copies, v_copies: how many a block takes. readers: compute warpgroups."""
+        if walks.scheduler is None:
+            return cls(plgpu.Barrier(num_arrivals=k_copies + v_copies))
+        copied = lambda count, stages: plgpu.Barrier(num_arrivals=count, num_barriers=stages)
+        free = plgpu.Barrier(num_arrivals=readers)
+        ready = copied(k_copies, walks.k_stages), copied(v_copies, walks.v_stages)
+        return cls(*ready, free, free if walks.v_stages == 1 else None)
+
+
 class Loads(NamedTuple):
     """given: the kernel's arrays in device memory, by name. k_smem, v_smem: of copies. bias: a dense Stage, or None.
 
@@ -45,7 +69,8 @@ class Loads(NamedTuple):
     q_tiles: Tiles
     k_smem: Any
     v_smem: Any
-    kv_ready: Any
+    handover: Handover
+    fetched: Any
     queries: Staged
     dout: Staged
     bias: Any
@@ -55,41 +80,60 @@ class Loads(NamedTuple):
     width: int
 
     def run(self) -> None:
-        walks, given, cta, width = self.walks, self.given, self.cta, self.width
-        block, over_queries = functools.partial(walks.block, given), functools.partial(walks.over_queries, given, cta)
-        q_head_of, kv_head_of = views_sm90.head_maps(walks.options)
-        q_tiles, bias = self.q_tiles, self.bias
-        b, kv_head, kv_index = block(recomputed(cta))
+        self.walks.for_each(self.cta, self._load_tile)
+
+    def _load_block(self, tile: Any, turn: Any, *, keys: bool = True, values: bool = True) -> None:
+        """Loads the keys, the values, or both, of the CTA's tile number `turn`."""
+        walks, width, handover = self.walks, self.width, self.handover
+        _, kv_head_of = views_sm90.head_maps(walks.options)
+        b, kv_head, kv_index = walks.block(self.given, recomputed(tile))
         kv_head = kv_head_of(kv_head)
+        k_stage, v_stage = walks.stages_of(turn)
+        k_ready = v_ready = handover.k_ready
+        if walks.scheduler is not None:
+            k_ready, v_ready = k_ready.at[k_stage], handover.v_ready.at[v_stage]
         for r in range(self.row_groups):
             rows = pl.ds(kv_index * walks.block_kv + 64 * r, 64)
-            for c in range(self.chunks):
-                source = given["key"].at[b, rows, kv_head, pl.ds(64 * c, 64)]
-                self.k_tiles.load(source, self.k_smem.at[c, r], self.kv_ready)
-            for half in range(self.halves):
-                source = given["value"].at[b, rows, kv_head, pl.ds(width * half, width)]
-                self.v_tiles.load(source, self.v_smem.at[r, half], self.kv_ready)
+            for c in range(self.chunks if keys else 0):
+                source = self.given["key"].at[b, rows, kv_head, pl.ds(64 * c, 64)]
+                self.k_tiles.load(source, self.k_smem.at[k_stage, c, r], k_ready)
+            for half in range(self.halves if values else 0):
+                source = self.given["value"].at[b, rows, kv_head, pl.ds(width * half, width)]
+                self.v_tiles.load(source, self.v_smem.at[v_stage, r, half], v_ready)
+
+    def _load_tile(self, tile: Any, turn: Any, first: Any) -> tuple[Any, Any]:
+        """Loads the CTA's tile number `turn`, after `first` steps of others: (the following tile, steps so far)."""
+        walks, given, width, handover = self.walks, self.given, self.width, self.handover
+        block, over_queries = functools.partial(walks.block, given), functools.partial(walks.over_queries, given, tile)
+        q_head_of, _ = views_sm90.head_maps(walks.options)
+        q_tiles, bias, is_persistent = self.q_tiles, self.bias, walks.scheduler is not None
+        if is_persistent:
+            walks.scheduler.fetch(given["counter"], self.fetched, turn)
+            pl.when(turn > 0)(lambda: plgpu.barrier_wait(handover.k_free))
+        late_values = handover.v_free is not None
+        self._load_block(tile, turn, values=not late_values)
         # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
-        b, kv_head, kv_index = block(recomputed(cta))
+        b, kv_head, kv_index = block(recomputed(tile))
         steps, place = over_queries(b, kv_head, kv_index)
 
         def load(step, _):
             head, q_block, _ = place(step)
             rows = pl.ds(q_block * walks.block_q, walks.block_q)
+            nth = first + step
 
             def place_again():
                 """(batch entry, head, queries): the loop of copies leaves no registers to keep them."""
                 if not q_tiles.whole:
                     return b, head, rows
-                b_, kv_head_, kv_index_ = block(recomputed(cta))
+                b_, kv_head_, kv_index_ = block(recomputed(tile))
                 head_, q_block_, _ = over_queries(b_, kv_head_, kv_index_)[1](recomputed(step))
                 return b_, head_, pl.ds(q_block_ * walks.block_q, walks.block_q)
 
             def load_rows(staged: Staged):
-                slot = lax.rem(step, jnp.int32(staged.stages))
+                slot = lax.rem(nth, jnp.int32(staged.stages))
                 b, head, rows = place_again()
 
-                @pl.when(step >= staged.stages)
+                @pl.when(nth >= staged.stages)
                 def _():
                     plgpu.barrier_wait(staged.free.at[slot])
 
@@ -104,15 +148,25 @@ class Loads(NamedTuple):
 
             load_rows(self.queries)
             load_rows(self.dout)
+            if late_values:
+
+                @pl.when(step == 0)
+                def _():
+                    pl.when(turn > 0)(lambda: plgpu.barrier_wait(handover.v_free))
+                    self._load_block(tile, turn, keys=False)
+
             if bias is not None:
 
-                @pl.when(step > 0)
+                @pl.when(nth > 0)
                 def _():
                     plgpu.barrier_wait(bias.free)
 
-                entry, _, of_keys = block(recomputed(cta))
+                entry, _, of_keys = block(recomputed(tile))
                 kv_start = of_keys * walks.block_kv
                 bias.fill(given["dense"], entry, head, kv_start, q_block * walks.block_q, kv_start)
 
         # An opaque count: unrolled or peeled, the loop would not fit the registers either.
         lax.fori_loop(0, recomputed(steps), load, None)
+        if not is_persistent:
+            return tile, first
+        return walks.scheduler.following(self.fetched, tile, turn), first + steps

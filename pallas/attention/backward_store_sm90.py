@@ -13,7 +13,7 @@ class Store(NamedTuple):
     """given: the kernel's arrays in device memory, by name. dk_gmem, dv_gmem: its results.
 
     The other fields are shared memory: k_smem and v_smem the block of keys (for stores, for copies), which the results
-    go through once no warpgroup reads it (last_read), sums_smem [64, 64] float32 and arrived_smem [warpgroups] int32
+    go through once no warpgroup reads it (last_read), v_smem None where the next values are loaded there; sums_smem [64, 64] float32 and arrived_smem [warpgroups] int32
     what a part of a tile needs. wg: the warpgroup. columns: whether it has half of the columns of all keys, not all
     columns of half the keys; row_group, half: which 64 keys are its, and which half; chunks: its chunks of 64 columns.
     """
@@ -25,7 +25,7 @@ class Store(NamedTuple):
     k_tiles: Tiles
     v_tiles: Tiles
     k_smem: tuple[Any, Any]
-    v_smem: tuple[Any, Any]
+    v_smem: tuple[Any, Any] | None
     sums_smem: Any
     arrived_smem: Any
     last_read: Any
@@ -46,30 +46,38 @@ class Store(NamedTuple):
         part = parts[start // width]
         return part if width == count else part[:, start % width : start % width + count]
 
+    def _store_through_keys(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
+        k_smem, k_copied = self.k_smem
+        for c, chunk in enumerate(self.chunks):
+            k_smem.at[chunk, self.row_group, 0][...] = self._columns(x, 64 * c, 64)
+        plgpu.commit_smem()
+        for chunk in self.chunks:
+            target = gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
+            self.k_tiles.store(k_copied.at[chunk, self.row_group], target)
+
     def store(self, dk: list[Any], dv: list[Any]) -> None:
         """dk: without the scale. Both: float32 [64, width], in one or more arrays of columns."""
         b, kv_head, kv_index = self.walks.block(self.given, recomputed(self.cta))
         row_group, half = self.row_group, self.half
-        rows = pl.ds(kv_index * self.walks.block_kv + 64 * row_group, 64)
-        v_smem, v_copied = (smem.at[row_group, half] for smem in self.v_smem)
-        dtype = v_smem.dtype
-        if self.columns:
+        place = b, pl.ds(kv_index * self.walks.block_kv + 64 * row_group, 64), kv_head
+        dtype = self.dv_gmem.dtype
+        if self.columns or self.v_smem is None:
             plgpu.barrier_wait(self.last_read)
-        for c in range(self.v_tiles.count):
-            v_smem.at[c][...] = self._columns(dv, self.v_tiles.width * c, self.v_tiles.width).astype(dtype)
-        plgpu.commit_smem()
-        target = self.dv_gmem.at[b, rows, kv_head, pl.ds(half * self.width, self.width)]
-        self.v_tiles.store(v_copied, target)
-        if not self.columns:
+        if self.v_smem is None:
+            self._store_through_keys([part.astype(dtype) for part in dv], self.dv_gmem, *place)
+        else:
+            v_smem, v_copied = (smem.at[row_group, half] for smem in self.v_smem)
+            for c in range(self.v_tiles.count):
+                v_smem.at[c][...] = self._columns(dv, self.v_tiles.width * c, self.v_tiles.width).astype(dtype)
+            plgpu.commit_smem()
+            target = self.dv_gmem.at[*place, pl.ds(half * self.width, self.width)]
+            self.v_tiles.store(v_copied, target)
+        if not self.columns and self.v_smem is not None:
             plgpu.barrier_wait(self.last_read)
         dk = [(part * self.walks.options.scale).astype(dtype) for part in dk]
-        k_smem, k_copied = self.k_smem
-        for c, chunk in enumerate(self.chunks):
-            k_smem.at[chunk, row_group, 0][...] = self._columns(dk, 64 * c, 64)
-        plgpu.commit_smem()
-        for chunk in self.chunks:
-            target = self.dk_gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
-            self.k_tiles.store(k_copied.at[chunk, row_group], target)
+        if self.v_smem is None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self._store_through_keys(dk, self.dk_gmem, *place)
 
     def store_part(self, dk: list[Any], dv: list[Any]) -> None:
         """Adds dk and dv to those of the tile's other parts; the last one to do so stores the sums."""

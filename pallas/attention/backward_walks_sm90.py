@@ -1,4 +1,7 @@
-"""What a CTA of the Hopper backward works on: a block of keys of a kv head, and the queries that it walks along."""
+"""What a CTA of the Hopper backward works on: a block of keys of a kv head, and the queries that it walks along.
+
+A persistent CTA takes one such tile after another, and what loads for it runs ahead into the next one.
+"""
 
 import dataclasses
 import functools
@@ -6,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,6 +18,7 @@ from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.pallas.attention import tiles, views_sm90
 from jax_kernels.pallas.attention.hopper import as_int32, recomputed
 from jax_kernels.pallas.attention.split_tail import SplitTail
+from jax_kernels.pallas.attention.tile_scheduler import TileScheduler
 
 # The queries up to which heads_together is as a row has it; of longer sequences fewer heads run together.
 HEADS_TOGETHER_UP_TO = 8192
@@ -25,6 +30,7 @@ class Walks:
 
     group: query heads of a kv head; the walk goes over all of them. together: kv heads that run together. visits_all:
     whether every block of keys meets every block of queries, as far as causality, a window and segments say.
+    scheduler: of persistent CTAs; None where each has a tile, or a part of one.
     """
 
     options: AttentionOptions
@@ -38,6 +44,8 @@ class Walks:
     rotate: int
     visits_all: bool
     split: SplitTail
+    scheduler: TileScheduler | None
+    v_stages: int
 
     @classmethod
     def of(
@@ -49,7 +57,8 @@ class Walks:
         config,
         core_count: int,
         *,
-        may_split: bool,
+        bias_gradient: bool,
+        interpret: bool,
     ) -> "Walks":
         batch, q_length = arrays["query"].shape[:2]
         heads, kv_heads = views_sm90.head_counts(arrays["query"], arrays["key"], options)
@@ -62,11 +71,42 @@ class Walks:
         count = batch * kv_heads * pl.cdiv(kv_length, block_kv)
         split = SplitTail.none(count)
         # Only dquery that is added in order of arrival may be; so may dkey and dvalue then.
-        may_split = may_split and visits_all
+        may_split = visits_all and not bias_gradient
         if may_split and all(arrays[name] is None for name in ("lists", "bounds")) and arrays["dquery"] is not None:
             split = SplitTail.of(count, pl.cdiv(q_length, config.block_q) * group, core_count)
+        scheduler, v_stages = None, 1
+        # Of 64 keys ("columns"), two stages leave no room; a step number that runs on takes registers that a bias has.
+        if config.persistent and block_kv > 64 and split.parts == 1 and not bias_gradient:
+            blocks = batch, kv_heads, pl.cdiv(kv_length, block_kv)
+            v_stages = config.v_stages
+            scheduler = TileScheduler(*blocks, options.is_causal, together, not interpret, core_count)
         sizes = q_length, kv_length, config.block_q, block_kv
-        return cls(options, *sizes, kv_heads, group, together, config.rotate, visits_all, split)
+        return cls(options, *sizes, kv_heads, group, together, config.rotate, visits_all, split, scheduler, v_stages)
+
+    @property
+    def ctas(self) -> int:
+        return self.split.ctas if self.scheduler is None else self.scheduler.ctas
+
+    @property
+    def k_stages(self) -> int:
+        return 1 if self.scheduler is None else 2
+
+    def stages_of(self, turn: Any) -> tuple[Any, Any]:
+        """(that of the keys, that of the values) of a CTA's tile number `turn`."""
+        return tuple(turn & 1 if stages == 2 else 0 for stages in (self.k_stages, self.v_stages))
+
+    def shared(self, sums: int, head_dim: int, *, warpgroups: int) -> dict[str, Any]:
+        """What CTAs share, in refs: so many sums of parts of a tile, or the tiles' counter."""
+        fetches = self.scheduler is not None and self.scheduler.fetches
+        counter = jax.new_ref(jnp.zeros((1,), jnp.int32)) if fetches else None
+        return {"counter": counter} | self.split.shared(sums, self.block_kv, head_dim, warpgroups=warpgroups)
+
+    def for_each(self, cta: Any, run: Callable, state: Any = 0) -> None:
+        """TileScheduler.for_each, or its only call of `run` where the CTA has one tile."""
+        if self.scheduler is None:
+            run(cta, 0, state)
+        else:
+            self.scheduler.for_each(recomputed(cta), run, state)
 
     def block(self, given, cta: Any) -> tuple[Any, Any, Any]:
         """(batch entry, kv head, block of keys) of a CTA. Heads that run together alternate."""

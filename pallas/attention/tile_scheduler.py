@@ -1,4 +1,4 @@
-"""Which tiles of the forward a persistent CTA takes, in which order: a tile is a (batch entry, head, block of queries).
+"""Which tiles a persistent CTA takes, in which order. A tile of the forward: a (batch entry, head, block of queries).
 
 A launch may serve several calls, whose tiles follow upon one another.
 
@@ -12,12 +12,13 @@ import itertools
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention.hopper import count_up
+from jax_kernels.pallas.attention.hopper import as_int32, count_up
 
 
 class Fetched(NamedTuple):
@@ -119,12 +120,16 @@ class TileScheduler:
         plgpu.barrier_arrive(fetched.free.at[slot])
         return following
 
-    def for_each(self, first, run) -> None:
-        """run(index, turn, slot) -> (following tile, slot) for the CTA's tiles, of which it has the first one."""
+    def for_each(self, first, run, state=0) -> None:
+        """run(index, turn, state) -> (following tile, state) for the CTA's tiles, of which it has the first one.
+
+        state: what goes on from one tile to the next, such as a slot: that of the first one.
+        """
 
         def body(carry):
-            index, turn, slot = carry
-            index, slot = run(index, turn, slot)
-            return index, turn + 1, slot
+            index, turn, state = carry
+            index, state = run(index, turn, state)
+            return index, turn + 1, state
 
-        lax.while_loop(lambda carry: carry[0] < self.count, body, (first, jnp.int32(0), jnp.int32(0)))
+        start = first, jnp.int32(0), jax.tree.map(as_int32, state)
+        lax.while_loop(lambda carry: carry[0] < self.count, body, start)

@@ -100,9 +100,16 @@ class AttentionBackwardSm90:
     late_do: bool = False
     # A CTA ends when its last stores have left shared memory, not when they have arrived.
     leave_early: bool = False
+    # CTAs take one block of keys after another off a counter, and load the next one's while this one's gradients are
+    # computed and stored. Up to head_dim 128; split tiles and the gradient of a bias do without (Walks.of).
+    persistent: bool = False
+    # Of these: stages for values. With two, the next ones need not wait for this block's last step.
+    v_stages: int = 1
 
     def __post_init__(self) -> None:
-        _positive(self, block_q=64, q_stages=1, do_stages=1, heads_together=1)
+        _positive(self, block_q=64, q_stages=1, do_stages=1, heads_together=1, v_stages=1)
+        if self.v_stages > 1 and not self.persistent:
+            raise ValueError(f"AttentionBackwardSm90.v_stages={self.v_stages} is for persistent CTAs")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ hangs its process, and a process can be killed.
     python tests/pallas/mosaic_interpreter.py '{"batch": 1, ..., "races": true, "deterministic": true}' ...
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -30,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import attention_oracle
 
 from jax_kernels import prepare_mask, testing
-from jax_kernels.pallas.attention import forward_sm90, lists_sm90, split_tail
+from jax_kernels.pallas.attention import backward_dqkv_sm90, forward_sm90, lists_sm90, split_tail
 
 _PARAMS, _SPLIT = plgpu.InterpretGPUParams, split_tail.SplitTail.of
 _BUILT = lists_sm90._built
+_KEY_GRADIENTS = backward_dqkv_sm90.key_gradients
 _BOUNDED_FROM = {name: x for name, x in vars(forward_sm90).items() if name.startswith("BOUNDED_FROM")}
 _ADDING = threading.Lock()
 _RACES: list = []  # of every kernel: the interpreter keeps those of the last
@@ -178,6 +180,11 @@ def races_found() -> bool:
     return found
 
 
+def _persistent(*arguments, ctas: int, config, core_count: int, fields: tuple = (), **rest):
+    config = dataclasses.replace(config, persistent=True, **dict(fields))
+    return _KEY_GRADIENTS(*arguments, config=config, core_count=ctas, **rest)
+
+
 def run(case: dict) -> dict:
     """Errors of the forward and the backward of one case against float64, and the races that were seen."""
     jax.clear_caches()  # what is set here is in no cache's key
@@ -187,6 +194,8 @@ def run(case: dict) -> dict:
     vars(forward_sm90).update(dict.fromkeys(_BOUNDED_FROM, 0) if bounded else _BOUNDED_FROM)
     cores = case.pop("cores", 1)  # of a GPU that has fewer tiles, the backward splits tiles
     split_tail.SplitTail.of = lambda tiles, steps, core_count: _SPLIT(tiles, steps, cores)
+    persistent = case.pop("persistent", {})  # how many CTAs the backward has then, and fields of its blocks
+    backward_dqkv_sm90.key_gradients = functools.partial(_persistent, **persistent) if persistent else _KEY_GRADIENTS
     rising, has_lists = case.pop("rising", False), "pattern" in case
     lists_sm90._built, is_prepared = _BUILT, case.pop("prepared", False)
     case = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
