@@ -108,7 +108,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         (
             k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
             handover, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
-            bias, arrived_smem, dbias_smem, fetched,
+            bias, arrived_smem, dbias_smem,
         ) = scratch  # fmt: skip
         (k_smem, k_copied), (v_smem, v_copied) = k_tiles.views(k_smem), v_tiles.views(v_smem)
         (q_smem, q_copied), (do_smem, do_copied) = q_tiles.views(q_smem), q_tiles.views(do_smem)
@@ -124,8 +124,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             queries = Staged(q_gmem, lse_gmem, q_copied, lse_smem, q_ready, q_free, q_stages, *ids)
             dout = Staged(do_gmem, delta_gmem, do_copied, delta_smem, do_ready, do_free, do_stages)
             Loads(
-                walks, given, cta, k_tiles, v_tiles, q_tiles, k_copied, v_copied, handover, fetched, queries, dout, bias,
-                chunks, row_groups, halves, width,
+                walks, given, cta, k_tiles, v_tiles, q_tiles, k_copied, v_copied, handover, queries, dout, bias, chunks,
+                row_groups, halves, width,
             ).run()  # fmt: skip
 
         def issue_scores(s_acc, k_stage, row_group, slot):
@@ -142,12 +142,10 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             """The CTA's tile number `turn`; state: (how many steps came before, the scores of its first one)."""
             first, first_s = state
             walk_over_queries = functools.partial(walks.over_queries, given, tile)
-            k_stage, v_stage = walks.stages_of(turn)
             b, kv_head, kv_index = block(tile)
             steps, place = walk_over_queries(b, kv_head, kv_index)
             if is_persistent:
-                following = walks.scheduler.following(fetched, tile, turn)
-                plgpu.barrier_wait(handover.v_ready.at[v_stage])
+                plgpu.barrier_wait(handover.v_ready.at[walks.stages_of(turn)[1]])
             else:
                 plgpu.barrier_wait(handover.k_ready)
             my_keys = kv_index * block_kv + (0 if columns else 64 * wg)
@@ -174,6 +172,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     w = recomputed(wg)
                     row_group, my_half = (recomputed(0), w) if columns else (w, 0)
                     nth = first + i
+                    k_stage, v_stage = walks.stages_of(recomputed(turn))
                     slot = lax.rem(nth, jnp.int32(q_stages))
                     do_slot = lax.rem(nth, jnp.int32(do_stages)) if do_stages > 1 else recomputed(0)
                     # What segments and lists make it depend on is read again, not kept in registers.
@@ -293,7 +292,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
                     if exchange:  # the other warpgroup may still read the last step's dS
 
-                        @pl.when(nth > 0)
+                        @pl.when(i > 0)
                         def _():
                             plgpu.barrier_wait(ds_free)
 
@@ -313,21 +312,19 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     if exchange:
                         plgpu.barrier_arrive(ds_ready)
                     next_slot, next_k_stage = lax.rem(nth + 1, jnp.int32(q_stages)), k_stage
-                    if is_persistent:
-                        is_last, ends = i + 1 >= step_count(), following >= walks.scheduler.count
-                        next_k_stage = (turn + is_last) & 1
-                        if handover.v_free is not None:
-                            pl.when(is_last)(lambda: plgpu.barrier_arrive(handover.v_free))
-
-                        @pl.when(is_last & ~ends)
-                        def _():
-                            plgpu.barrier_wait(handover.k_ready.at[next_k_stage])
-
+                    wait_q = lambda: plgpu.barrier_wait(q_ready.at[next_slot])
                     if ahead:
+                        goes_on = i + 1 < step_count()
+                        pl.when(goes_on)(wait_q)
+                    if is_persistent:
+                        next_k_stage = jnp.where(goes_on, k_stage, 1 - k_stage)
 
-                        @pl.when(~(is_last & ends) if is_persistent else i + 1 < step_count())
+                        @pl.when(~goes_on)
                         def _():
-                            plgpu.barrier_wait(q_ready.at[next_slot])
+                            if walks.v_stages == 1:
+                                plgpu.barrier_arrive(handover.v_free)
+                            plgpu.barrier_wait(handover.k_ready.at[next_k_stage])
+                            pl.when(handover.tile_smem[next_k_stage] < walks.scheduler.count)(wait_q)
 
                     if exchange:
                         plgpu.barrier_wait(ds_ready)
@@ -400,7 +397,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             if ahead and not is_persistent:
                 plgpu.barrier_wait(q_ready.at[0])
             dk, dv, dbias, s = pl.run_scoped(walk, *[plgpu.ACC((64, q_tiles.width))] * (2 * parts))
-            plgpu.barrier_arrive(last_read)  # the other warpgroup may still read K, and with "columns" V
+            if not is_persistent or not exchange:
+                plgpu.barrier_arrive(last_read)  # the other warpgroup may still read K, and with "columns" V
             w = recomputed(wg)
             row_group, half = (0, w) if columns else (w, 0)
             my_chunks = [half * (width // 64) + c for c in range(width // 64)]
@@ -410,15 +408,19 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                 entry, head, of_keys = block(recomputed(tile))
                 rows = pl.ds(of_keys * block_kv + 64 * row_group, 64)
                 plgpu.copy_smem_to_gmem(dbias_smem.at[w], dbias_gmem.at[entry, head, rows])
-            keys, values = ([x.at[stage] for x in views] for views, stage in (
-                ((k_smem, k_copied), k_stage), ((v_smem, v_copied), v_stage)
-            ))
+            k_stage, v_stage = walks.stages_of(recomputed(turn))
+            keys = k_smem.at[k_stage], k_copied.at[k_stage]
+            values = v_smem.at[v_stage], v_copied.at[v_stage]
+            if is_persistent and walks.v_stages == 1:
+                values = None
+            # With dS each has told the other that it has read K, too.
+            done = ds_free if is_persistent and exchange else last_read
             Store(
-                walks, given, dk_gmem, dv_gmem, k_tiles, v_tiles, keys, None if handover.v_free is not None else values,
-                dq_smem.at[w], arrived_smem, last_read, tile, w, columns, row_group, half, my_chunks,
+                walks, given, dk_gmem, dv_gmem, k_tiles, v_tiles, keys, values,
+                dq_smem.at[w], arrived_smem, done, tile, w, columns, row_group, half, my_chunks,
             ).finish(dk, dv)  # fmt: skip
             if is_persistent:
-                return following, (first + step_count(), s)
+                return handover.tile_smem[(turn + 1) & 1], (first + step_count(), s)
 
         @pl.when(wg < COMPUTE_WGS)
         def _compute():
@@ -455,11 +457,10 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             barriers(do_stages, COMPUTE_WGS),
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
             plgpu.Barrier(num_arrivals=COMPUTE_WGS),
-            plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+            None if is_persistent and exchange else plgpu.Barrier(num_arrivals=COMPUTE_WGS),
             dense.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
             plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if walks.split.parts > 1 else None,
             plgpu.SMEM((COMPUTE_WGS, 64), jnp.float32) if bias_gradient else None,
-            walks.scheduler.scratch(COMPUTE_WGS + 1) if is_persistent else None,
             collective_axes="wg",
         )
 

@@ -32,27 +32,35 @@ class Staged(NamedTuple):
 
 
 class Handover(NamedTuple):
-    """The barriers of blocks of keys.
+    """How blocks of keys come to the compute warpgroups, and the room for them back.
 
     Of a CTA with one tile there is k_ready alone, for its values too. Of a persistent one, k_ready and v_ready are for
-    each of their stages. k_free: a tile's first step, when what was stored from the last tile's keys has been read, and
-    the next ones can go there. v_free: its last step, where there is one stage for values, when they have been read.
+    each of their stages, and with the keys comes the number of their tile, the first one's aside; behind the last
+    tile's, a number past the tiles. k_free: a tile's first step, as what was stored from the last tile's keys has been
+    read, so that the next ones can go there. v_free: its last step, where values have one stage, as they have been read.
     """
 
     k_ready: Any
     v_ready: Any = None
-    k_free: Any = None
-    v_free: Any = None
+    free: Any = None
+    tile_smem: Any = None
 
     @classmethod
     def scratch(cls, walks: Walks, k_copies: int, v_copies: int, readers: int) -> "Handover":
         """For pl.run_scoped. k_copies, v_copies: how many a block takes. readers: compute warpgroups."""
         if walks.scheduler is None:
             return cls(plgpu.Barrier(num_arrivals=k_copies + v_copies))
-        copied = lambda count, stages: plgpu.Barrier(num_arrivals=count, num_barriers=stages)
-        free = plgpu.Barrier(num_arrivals=readers)
-        ready = copied(k_copies, walks.k_stages), copied(v_copies, walks.v_stages)
-        return cls(*ready, free, free if walks.v_stages == 1 else None)
+        barriers = lambda count, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+        ready = barriers(walks.k_stages, k_copies + 1), barriers(walks.v_stages, v_copies)
+        return cls(*ready, barriers(2, readers), plgpu.SMEM((walks.k_stages,), jnp.int32))
+
+    @property
+    def k_free(self) -> Any:
+        return self.free.at[0]
+
+    @property
+    def v_free(self) -> Any:
+        return self.free.at[1]
 
 
 class Loads(NamedTuple):
@@ -70,7 +78,6 @@ class Loads(NamedTuple):
     k_smem: Any
     v_smem: Any
     handover: Handover
-    fetched: Any
     queries: Staged
     dout: Staged
     bias: Any
@@ -107,10 +114,10 @@ class Loads(NamedTuple):
         block, over_queries = functools.partial(walks.block, given), functools.partial(walks.over_queries, given, tile)
         q_head_of, _ = views_sm90.head_maps(walks.options)
         q_tiles, bias, is_persistent = self.q_tiles, self.bias, walks.scheduler is not None
+        late_values = is_persistent and walks.v_stages == 1
         if is_persistent:
-            walks.scheduler.fetch(given["counter"], self.fetched, turn)
             pl.when(turn > 0)(lambda: plgpu.barrier_wait(handover.k_free))
-        late_values = handover.v_free is not None
+            plgpu.barrier_arrive(handover.k_ready.at[turn & 1])
         self._load_block(tile, turn, values=not late_values)
         # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
         b, kv_head, kv_index = block(recomputed(tile))
@@ -169,4 +176,11 @@ class Loads(NamedTuple):
         lax.fori_loop(0, recomputed(steps), load, None)
         if not is_persistent:
             return tile, first
-        return walks.scheduler.following(self.fetched, tile, turn), first + steps
+        following = walks.following(given, tile, handover.tile_smem, (turn + 1) & 1)
+
+        @pl.when(following >= walks.scheduler.count)
+        def _():
+            for _ in range(self.row_groups * self.chunks + 1):  # as if there were keys
+                plgpu.barrier_arrive(handover.k_ready.at[(turn + 1) & 1])
+
+        return following, first + steps

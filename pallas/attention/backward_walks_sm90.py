@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.pallas.attention import tiles, views_sm90
-from jax_kernels.pallas.attention.hopper import as_int32, recomputed
+from jax_kernels.pallas.attention.hopper import as_int32, count_up, recomputed
 from jax_kernels.pallas.attention.split_tail import SplitTail
 from jax_kernels.pallas.attention.tile_scheduler import TileScheduler
 
@@ -76,9 +77,10 @@ class Walks:
             split = SplitTail.of(count, pl.cdiv(q_length, config.block_q) * group, core_count)
         scheduler, v_stages = None, 1
         # Of 64 keys ("columns"), two stages leave no room; a step number that runs on takes registers that a bias has.
-        if config.persistent and block_kv > 64 and split.parts == 1 and not bias_gradient:
-            blocks = batch, kv_heads, pl.cdiv(kv_length, block_kv)
+        can_persist = block_kv > 64 and split.parts == 1 and not bias_gradient
+        if config.persistent and can_persist and count > core_count:
             v_stages = config.v_stages
+            blocks = batch, kv_heads, pl.cdiv(kv_length, block_kv)
             scheduler = TileScheduler(*blocks, options.is_causal, together, not interpret, core_count)
         sizes = q_length, kv_length, config.block_q, block_kv
         return cls(options, *sizes, kv_heads, group, together, config.rotate, visits_all, split, scheduler, v_stages)
@@ -100,6 +102,15 @@ class Walks:
         fetches = self.scheduler is not None and self.scheduler.fetches
         counter = jax.new_ref(jnp.zeros((1,), jnp.int32)) if fetches else None
         return {"counter": counter} | self.split.shared(sums, self.block_kv, head_dim, warpgroups=warpgroups)
+
+    def following(self, given, tile: Any, smem: Any, stage: Any) -> Any:
+        """The tile after `tile`, for one warpgroup, which leaves it in shared memory."""
+        if self.scheduler.fetches:
+            count_up(given["counter"], smem.at[pl.ds(stage, 1)], self.scheduler.ctas)
+        else:
+            smem[stage] = tile + self.scheduler.ctas
+        plgpu.commit_smem()
+        return smem[stage]
 
     def for_each(self, cta: Any, run: Callable, state: Any = 0) -> None:
         """TileScheduler.for_each, or its only call of `run` where the CTA has one tile."""
