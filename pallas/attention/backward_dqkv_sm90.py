@@ -100,6 +100,18 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
     predicate = may_end or has_segments or has_lists or not walks.visits_all
 
+    wanted = Handover.barriers(walks, row_groups * chunks, row_groups * halves * v_tiles.copies(64), COMPUTE_WGS) | {
+        "q_ready": (q_stages, halves * q_tiles.copies(block_q) + 1 + has_segments),
+        "do_ready": (do_stages, halves * q_tiles.copies(block_q) + 1),
+        "q_free": (q_stages, COMPUTE_WGS),
+        "do_free": (do_stages, COMPUTE_WGS),
+        "ds_ready": (1, COMPUTE_WGS),
+        "ds_free": (1, COMPUTE_WGS),
+    }
+    if not is_persistent or not exchange:  # else ds_free says so, too
+        wanted["last_read"] = 1, COMPUTE_WGS
+    barriers = hopper.Barriers(wanted, merged=is_persistent)
+
     def body(refs, scratch):
         given, dk_gmem, dv_gmem, dbias_gmem = refs
         q_gmem, do_gmem, lse_gmem, delta_gmem, segments = (
@@ -107,11 +119,14 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         )
         (
             k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
-            handover, q_ready, do_ready, q_free, do_free, ds_ready, ds_free, last_read,
-            bias, arrived_smem, dbias_smem,
+            barrier_arrays, bias, arrived_smem, dbias_smem, tile_smem,
         ) = scratch  # fmt: skip
         (k_smem, k_copied), (v_smem, v_copied) = k_tiles.views(k_smem), v_tiles.views(v_smem)
         (q_smem, q_copied), (do_smem, do_copied) = q_tiles.views(q_smem), q_tiles.views(do_smem)
+        of_name = functools.partial(barriers.of, barrier_arrays)
+        q_ready, do_ready, q_free, do_free = map(of_name, ("q_ready", "do_ready", "q_free", "do_free"))
+        ds_ready, ds_free, last_read = map(of_name, ("ds_ready", "ds_free", "last_read"))
+        handover = Handover(*map(of_name, ("k_ready", "v_ready", "k_free", "v_free")), tile_smem)
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
 
@@ -147,7 +162,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             if is_persistent:
                 plgpu.barrier_wait(handover.v_ready.at[walks.stages_of(turn)[1]])
             else:
-                plgpu.barrier_wait(handover.k_ready)
+                plgpu.barrier_wait(handover.k_ready.at[0])
             my_keys = kv_index * block_kv + (0 if columns else 64 * wg)
 
             def step_count():  # of a list it is read again, not kept in a register
@@ -172,7 +187,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     w = recomputed(wg)
                     row_group, my_half = (recomputed(0), w) if columns else (w, 0)
                     nth = first + i
-                    k_stage, v_stage = walks.stages_of(recomputed(turn))
+                    k_stage, v_stage = walks.stages_of(turn)
                     slot = lax.rem(nth, jnp.int32(q_stages))
                     do_slot = lax.rem(nth, jnp.int32(do_stages)) if do_stages > 1 else recomputed(0)
                     # What segments and lists make it depend on is read again, not kept in registers.
@@ -294,14 +309,14 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
                         @pl.when(i > 0)
                         def _():
-                            plgpu.barrier_wait(ds_free)
+                            plgpu.barrier_wait(ds_free.at[0])
 
                     if is_persistent:
 
                         @pl.when(i == 0)
                         def _():
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                            plgpu.barrier_arrive(handover.k_free)
+                            plgpu.barrier_arrive(handover.k_free.at[recomputed(0)])
 
                     if with_dq:
                         for e in range(q_chunks):
@@ -310,7 +325,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     if has_bias:  # behind that: the bias was read before the copy that the barrier lets go
                         plgpu.barrier_arrive(bias.free)
                     if exchange:
-                        plgpu.barrier_arrive(ds_ready)
+                        plgpu.barrier_arrive(ds_ready.at[0])
                     next_slot, next_k_stage = lax.rem(nth + 1, jnp.int32(q_stages)), k_stage
                     wait_q = lambda: plgpu.barrier_wait(q_ready.at[next_slot])
                     if ahead:
@@ -322,12 +337,12 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         @pl.when(~goes_on)
                         def _():
                             if walks.v_stages == 1:
-                                plgpu.barrier_arrive(handover.v_free)
+                                plgpu.barrier_arrive(handover.v_free.at[recomputed(0)])
                             plgpu.barrier_wait(handover.k_ready.at[next_k_stage])
                             pl.when(handover.tile_smem[next_k_stage] < walks.scheduler.count)(wait_q)
 
                     if exchange:
-                        plgpu.barrier_wait(ds_ready)
+                        plgpu.barrier_wait(ds_ready.at[0])
 
                     def store_dq(part, value, rows, q_start):
                         chunk, row = part
@@ -358,7 +373,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         plgpu.barrier_arrive(do_free.at[do_slot])
                         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=parts)
                         if exchange:
-                            plgpu.barrier_arrive(ds_free)
+                            plgpu.barrier_arrive(ds_free.at[0])
                         store_dq((chunk, row), dq, dq_head_of(head), q_start)
 
                     if with_dq:
@@ -397,8 +412,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             if ahead and not is_persistent:
                 plgpu.barrier_wait(q_ready.at[0])
             dk, dv, dbias, s = pl.run_scoped(walk, *[plgpu.ACC((64, q_tiles.width))] * (2 * parts))
-            if not is_persistent or not exchange:
-                plgpu.barrier_arrive(last_read)  # the other warpgroup may still read K, and with "columns" V
+            if last_read is not None:
+                plgpu.barrier_arrive(last_read.at[0])  # the other warpgroup may still read K, and with "columns" V
             w = recomputed(wg)
             row_group, half = (0, w) if columns else (w, 0)
             my_chunks = [half * (width // 64) + c for c in range(width // 64)]
@@ -408,16 +423,16 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                 entry, head, of_keys = block(recomputed(tile))
                 rows = pl.ds(of_keys * block_kv + 64 * row_group, 64)
                 plgpu.copy_smem_to_gmem(dbias_smem.at[w], dbias_gmem.at[entry, head, rows])
-            k_stage, v_stage = walks.stages_of(recomputed(turn))
+            k_stage, v_stage = walks.stages_of(turn)
             keys = k_smem.at[k_stage], k_copied.at[k_stage]
             values = v_smem.at[v_stage], v_copied.at[v_stage]
             if is_persistent and walks.v_stages == 1:
                 values = None
             # With dS each has told the other that it has read K, too.
-            done = ds_free if is_persistent and exchange else last_read
+            all_read = (last_read or ds_free).at[0]
             Store(
                 walks, given, dk_gmem, dv_gmem, k_tiles, v_tiles, keys, values,
-                dq_smem.at[w], arrived_smem, done, tile, w, columns, row_group, half, my_chunks,
+                dq_smem.at[w], arrived_smem, all_read, tile, w, columns, row_group, half, my_chunks,
             ).finish(dk, dv)  # fmt: skip
             if is_persistent:
                 return handover.tile_smem[(turn + 1) & 1], (first + step_count(), s)
@@ -438,7 +453,6 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     def entry(*refs):
         given, results = refs[: len(leaves)], refs[len(leaves) :]
         refs = jax.tree.unflatten(tree, given), *results, *[None] * (3 - len(results))
-        barriers = lambda count, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         pl.run_scoped(
             lambda *scratch: body(refs, scratch),
             k_tiles.scratch(walks.k_stages, chunks, row_groups, 64, dtype=dtype),
@@ -450,17 +464,11 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             plgpu.SMEM((q_stages, block_q), jnp.float32),
             plgpu.SMEM((do_stages, block_q), jnp.float32),
             plgpu.SMEM((q_stages, block_q), jnp.int32) if has_segments else None,
-            Handover.scratch(walks, row_groups * chunks, row_groups * halves * v_tiles.copies(64), COMPUTE_WGS),
-            barriers(q_stages, halves * q_tiles.copies(block_q) + 1 + has_segments),
-            barriers(do_stages, halves * q_tiles.copies(block_q) + 1),
-            barriers(q_stages, COMPUTE_WGS),
-            barriers(do_stages, COMPUTE_WGS),
-            plgpu.Barrier(num_arrivals=COMPUTE_WGS),
-            plgpu.Barrier(num_arrivals=COMPUTE_WGS),
-            None if is_persistent and exchange else plgpu.Barrier(num_arrivals=COMPUTE_WGS),
+            barriers.scratch(),
             dense.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
             plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if walks.split.parts > 1 else None,
             plgpu.SMEM((COMPUTE_WGS, 64), jnp.float32) if bias_gradient else None,
+            plgpu.SMEM((walks.k_stages,), jnp.int32) if is_persistent else None,
             collective_axes="wg",
         )
 

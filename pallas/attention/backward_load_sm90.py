@@ -35,32 +35,24 @@ class Handover(NamedTuple):
     """How blocks of keys come to the compute warpgroups, and the room for them back.
 
     Of a CTA with one tile there is k_ready alone, for its values too. Of a persistent one, k_ready and v_ready are for
-    each of their stages, and with the keys comes the number of their tile, the first one's aside; behind the last
-    tile's, a number past the tiles. k_free: a tile's first step, as what was stored from the last tile's keys has been
-    read, so that the next ones can go there. v_free: its last step, where values have one stage, as they have been read.
+    each of their stages, and with the keys comes the number of their tile, but for the first one; behind the last one's
+    a number past the tiles. k_free: a tile's first step, as what was stored from the last tile's keys has been read, so
+    that the next ones can go there. v_free: its last step, where values have one stage, as they have been read.
     """
 
     k_ready: Any
-    v_ready: Any = None
-    free: Any = None
-    tile_smem: Any = None
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+    tile_smem: Any
 
-    @classmethod
-    def scratch(cls, walks: Walks, k_copies: int, v_copies: int, readers: int) -> "Handover":
-        """For pl.run_scoped. k_copies, v_copies: how many a block takes. readers: compute warpgroups."""
+    @staticmethod
+    def barriers(walks: Walks, k_copies: int, v_copies: int, readers: int) -> dict[str, tuple[int, int]]:
+        """As Barriers has them. k_copies, v_copies: how many a block takes. readers: compute warpgroups."""
         if walks.scheduler is None:
-            return cls(plgpu.Barrier(num_arrivals=k_copies + v_copies))
-        barriers = lambda count, arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-        ready = barriers(walks.k_stages, k_copies + 1), barriers(walks.v_stages, v_copies)
-        return cls(*ready, barriers(2, readers), plgpu.SMEM((walks.k_stages,), jnp.int32))
-
-    @property
-    def k_free(self) -> Any:
-        return self.free.at[0]
-
-    @property
-    def v_free(self) -> Any:
-        return self.free.at[1]
+            return {"k_ready": (1, k_copies + v_copies)}
+        ready = {"k_ready": (walks.k_stages, k_copies + 1), "v_ready": (walks.v_stages, v_copies)}
+        return ready | {"k_free": (1, readers), "v_free": (1, readers)}
 
 
 class Loads(NamedTuple):
@@ -96,9 +88,9 @@ class Loads(NamedTuple):
         b, kv_head, kv_index = walks.block(self.given, recomputed(tile))
         kv_head = kv_head_of(kv_head)
         k_stage, v_stage = walks.stages_of(turn)
-        k_ready = v_ready = handover.k_ready
+        k_ready = v_ready = handover.k_ready.at[k_stage]
         if walks.scheduler is not None:
-            k_ready, v_ready = k_ready.at[k_stage], handover.v_ready.at[v_stage]
+            v_ready = handover.v_ready.at[v_stage]
         for r in range(self.row_groups):
             rows = pl.ds(kv_index * walks.block_kv + 64 * r, 64)
             for c in range(self.chunks if keys else 0):
@@ -116,7 +108,7 @@ class Loads(NamedTuple):
         q_tiles, bias, is_persistent = self.q_tiles, self.bias, walks.scheduler is not None
         late_values = is_persistent and walks.v_stages == 1
         if is_persistent:
-            pl.when(turn > 0)(lambda: plgpu.barrier_wait(handover.k_free))
+            pl.when(turn > 0)(lambda: plgpu.barrier_wait(handover.k_free.at[recomputed(0)]))
             plgpu.barrier_arrive(handover.k_ready.at[turn & 1])
         self._load_block(tile, turn, values=not late_values)
         # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
@@ -159,7 +151,7 @@ class Loads(NamedTuple):
 
                 @pl.when(step == 0)
                 def _():
-                    pl.when(turn > 0)(lambda: plgpu.barrier_wait(handover.v_free))
+                    pl.when(turn > 0)(lambda: plgpu.barrier_wait(handover.v_free.at[recomputed(0)]))
                     self._load_block(tile, turn, keys=False)
 
             if bias is not None:

@@ -95,7 +95,10 @@ class Walks:
 
     def stages_of(self, turn: Any) -> tuple[Any, Any]:
         """(that of the keys, that of the values) of a CTA's tile number `turn`."""
-        return tuple(turn & 1 if stages == 2 else 0 for stages in (self.k_stages, self.v_stages))
+        if self.scheduler is None:
+            return 0, 0
+        stage = recomputed(turn) & 1
+        return stage, stage if self.v_stages == 2 else recomputed(0)
 
     def shared(self, sums: int, head_dim: int, *, warpgroups: int) -> dict[str, Any]:
         """What CTAs share, in refs: so many sums of parts of a tile, or the tiles' counter."""

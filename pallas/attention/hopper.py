@@ -61,6 +61,47 @@ def launch(
     )
 
 
+class Barriers:
+    """A kernel's barriers by name, each with how many there are and how many arrivals each counts.
+
+    merged: those that count as many stand in one array. A thread keeps the phases of an array in one register.
+    """
+
+    def __init__(self, wanted: dict[str, tuple[int, int]], *, merged: bool):
+        self._places: dict[str, tuple[Any, int]] = {}
+        self._arrays: dict[Any, tuple[int, int]] = {}
+        for name, (count, arrivals) in wanted.items():
+            array = arrivals if merged else name
+            first, _ = self._arrays.get(array, (0, 0))
+            self._places[name] = array, first
+            self._arrays[array] = first + count, arrivals
+
+    def scratch(self) -> list[Any]:
+        """For pl.run_scoped."""
+        return [plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n, arrivals in self._arrays.values()]
+
+    def of(self, scratch: list[Any], name: str) -> Any:
+        """What `.at[i]` of is its barrier number i; None where none was wanted."""
+        if name not in self._places:
+            return None
+        array, first = self._places[name]
+        return _From(scratch[list(self._arrays).index(array)], first)
+
+
+class _From(NamedTuple):
+    """The barriers of an array from one on."""
+
+    array: Any
+    first: int
+
+    @property
+    def at(self) -> "_From":
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.array if self.array.shape == (1,) else self.array.at[self.first + index]
+
+
 def named_barrier(kind: str, index: int, threads: int) -> None:
     """bar.sync or bar.arrive on a hardware barrier. It is cheaper than an mbarrier, which would be polled."""
 
