@@ -163,10 +163,16 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                 plgpu.barrier_wait(handover.v_ready.at[walks.stages_of(turn)[1]])
             else:
                 plgpu.barrier_wait(handover.k_ready.at[0])
-            my_keys = kv_index * block_kv + (0 if columns else 64 * wg)
+            my_first_key = kv_index * block_kv + (0 if columns else 64 * wg)
 
-            def step_count():  # of a list it is read again, not kept in a register
-                return walk_over_queries(b, kv_head, kv_index)[0] if has_lists else steps
+            # What would take registers through all steps of a tile.
+            def step_count():
+                if has_lists:
+                    return walk_over_queries(b, kv_head, kv_index)[0]
+                return walk_over_queries(*block(recomputed(tile)))[0] if is_persistent else steps
+
+            def my_keys():
+                return block(recomputed(tile))[2] * block_kv + 64 * recomputed(wg) if is_persistent else my_first_key
 
             def dq_parts(w):
                 """(chunk of columns, first row within the block of queries) of this warpgroup's dquery blocks."""
@@ -192,7 +198,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     do_slot = lax.rem(nth, jnp.int32(do_stages)) if do_stages > 1 else recomputed(0)
                     # What segments and lists make it depend on is read again, not kept in registers.
                     again = lambda: walk_over_queries(*block(recomputed(tile)))[1](i)
-                    head, q_block, is_partial = again() if has_lists else place(i)
+                    head, q_block, is_partial = again() if has_lists or is_persistent else place(i)
                     if has_segments:
                         is_partial = again()[2]
                     q_start = q_block * block_q
@@ -216,11 +222,11 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         ids = None
                         if has_segments:
                             ids = (
-                                plgpu.load(segments.kv_ids.at[b, pl.ds(my_keys, 64)], layout=ROW, optimized=False),
+                                plgpu.load(segments.kv_ids.at[b, pl.ds(my_keys(), 64)], layout=ROW, optimized=False),
                                 plgpu.load(ids_smem.at[slot], layout=COLUMN, optimized=False),
                             )
                         keep = limits_of(b).keep(
-                            s.shape, my_keys, q_start, layout=WGMMA, kv_axis=0, may_end=may_end, ids=ids
+                            s.shape, my_keys(), q_start, layout=WGMMA, kv_axis=0, may_end=may_end, ids=ids
                         )
                         return jnp.where(keep, s, -jnp.inf)
 
@@ -243,7 +249,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         """The score_mod on a tile."""
                         entry = block(recomputed(tile))[0]
                         numbers = given["mod"].of_head(entry, head)
-                        return given["mod"].on(s, numbers, entry, head, q_start, my_keys, transposed=True)
+                        return given["mod"].on(s, numbers, entry, head, q_start, my_keys(), transposed=True)
 
                     if mask_first:
                         s = masked(s)
@@ -400,7 +406,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                 if ahead and not is_persistent:
                     s = pl.run_scoped(first_scores, plgpu.ACC((64, block_q)))
                 dbias = plgpu.layout_cast(jnp.zeros((64, PART), jnp.float32), WGMMA) if bias_gradient else None
-                if has_lists:
+                if has_lists or is_persistent:
                     next_step = lambda carry: (carry[0] + 1, step(*carry))
                     start = jnp.int32(0), (s, dbias)
                     _, (s, dbias) = lax.while_loop(lambda carry: carry[0] < step_count(), next_step, start)
