@@ -13,9 +13,10 @@ class Store(NamedTuple):
     """given: the kernel's arrays in device memory, by name. dk_gmem, dv_gmem: its results.
 
     The other fields are shared memory: k_smem and v_smem the block of keys (for stores, for copies), which the results
-    go through once no warpgroup reads it (last_read), v_smem None where the next values are loaded there; sums_smem [64, 64] float32 and arrived_smem [warpgroups] int32
-    what a part of a tile needs. wg: the warpgroup. columns: whether it has half of the columns of all keys, not all
-    columns of half the keys; row_group, half: which 64 keys are its, and which half; chunks: its chunks of 64 columns.
+    go through once no warpgroup reads it (last_read), v_smem None where the next values come there meanwhile;
+    sums_smem [64, 64] float32 and arrived_smem [warpgroups] int32 what a part of a tile needs. wg: the warpgroup.
+    columns: whether it has half of the columns of all keys, not all columns of half the keys; row_group, half: which 64
+    keys are its, and which half; chunks: its chunks of 64 columns.
     """
 
     walks: Walks

@@ -180,9 +180,10 @@ def races_found() -> bool:
     return found
 
 
-def _persistent(*arguments, ctas: int, config, core_count: int, fields: tuple = (), **rest):
-    config = dataclasses.replace(config, persistent=True, **dict(fields))
-    return _KEY_GRADIENTS(*arguments, config=config, core_count=ctas, **rest)
+def _persistent(fields: dict, *arguments, config, core_count: int, **rest):
+    """The backward whose CTAs take one tile after another. fields: of its blocks, and how many CTAs ("ctas")."""
+    config = dataclasses.replace(config, persistent=True, **{name: x for name, x in fields.items() if name != "ctas"})
+    return _KEY_GRADIENTS(*arguments, config=config, core_count=fields["ctas"], **rest)
 
 
 def run(case: dict) -> dict:
@@ -194,8 +195,8 @@ def run(case: dict) -> dict:
     vars(forward_sm90).update(dict.fromkeys(_BOUNDED_FROM, 0) if bounded else _BOUNDED_FROM)
     cores = case.pop("cores", 1)  # of a GPU that has fewer tiles, the backward splits tiles
     split_tail.SplitTail.of = lambda tiles, steps, core_count: _SPLIT(tiles, steps, cores)
-    persistent = case.pop("persistent", {})  # how many CTAs the backward has then, and fields of its blocks
-    backward_dqkv_sm90.key_gradients = functools.partial(_persistent, **persistent) if persistent else _KEY_GRADIENTS
+    persistent = case.pop("persistent", None)
+    backward_dqkv_sm90.key_gradients = functools.partial(_persistent, persistent) if persistent else _KEY_GRADIENTS
     rising, has_lists = case.pop("rising", False), "pattern" in case
     lists_sm90._built, is_prepared = _BUILT, case.pop("prepared", False)
     case = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}

@@ -142,6 +142,23 @@ CASES = {
     "everything_64": EVERYTHING,
     "everything_128": EVERYTHING | WIDE | {"races": True},
     "everything_bias_64": EVERYTHING | {"bias": "bhts", "bias_masks": True, "mask": "bs"},
+    # Backward: CTAs that take one tile after another. Of the cells' tiles some have no block, some one, some all.
+    "persistent_cells_64": LARGE
+    | {"pattern": "cells", "heads": 4, "kv_heads": 2, "persistent": {"ctas": 2, "v_stages": 2}, "races": True},
+    "persistent_cells_128": SMALL
+    | WIDE
+    | {"pattern": "cells", "heads": 2, "kv_length": 400, "q_length": 300, "persistent": {"ctas": 1}, "races": True},
+    "persistent_global_128": LARGE
+    | WIDE
+    | {"pattern": "global", "heads": 2, "kv_heads": 1, "races": True}
+    | {"persistent": {"ctas": 2, "early_dv": True, "rotate": 1}},
+    "persistent_causal_128": SMALL
+    | WIDE
+    | {"is_causal": True, "heads": 4, "kv_heads": 2, "q_length": 150, "kv_length": 150, "deterministic": True}
+    | {"persistent": {"ctas": 3, "do_stages": 1}, "races": True},
+    "persistent_everything_64": EVERYTHING
+    | {"kv_length": 260, "kv_lengths": [250, 70], "persistent": {"ctas": 1, "v_stages": 2}, "races": True},
+    "persistent_everything_128": EVERYTHING | WIDE | {"bias": "bhts", "persistent": {"ctas": 2}, "races": True},
     "everything_256": EVERYTHING | VERY_WIDE | {"deterministic": True, "races": True},
 }
 
