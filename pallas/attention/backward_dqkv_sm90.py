@@ -21,20 +21,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention import dense_sm90, hopper, mask_bits_sm90, views_sm90
+from jax_kernels.pallas.attention import dense_sm90, hopper, views_sm90
 from jax_kernels.pallas.attention.backward_load_sm90 import Handover, Loads, Staged
+from jax_kernels.pallas.attention.backward_scores_sm90 import Scores
 from jax_kernels.pallas.attention.backward_store_sm90 import Store
 from jax_kernels.pallas.attention.backward_walks_sm90 import Walks
 from jax_kernels.pallas.attention.hopper import (
     COLUMN,
     PART,
-    ROW,
     SWIZZLED,
     SWIZZLED_F32,
     WGMMA,
     launch,
     recomputed,
-    softcapped,
 )
 from jax_kernels.pallas.attention.softmax import LOG2E
 
@@ -126,11 +125,12 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         of_name = functools.partial(barriers.of, barrier_arrays)
         q_ready, do_ready, q_free, do_free = map(of_name, ("q_ready", "do_ready", "q_free", "do_free"))
         ds_ready, ds_free, last_read = map(of_name, ("ds_ready", "ds_free", "last_read"))
-        handover = Handover(*map(of_name, ("k_ready", "v_ready", "k_free", "v_free")), tile_smem)
+        k_ready, v_ready, k_free, v_free = map(of_name, ("k_ready", "v_ready", "k_free", "v_free"))
+        handover = Handover(k_ready, v_ready, k_free, v_free, tile_smem)
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
 
-        block, limits_of = functools.partial(walks.block, given), functools.partial(walks.limits, given)
+        block = functools.partial(walks.block, given)
 
         @pl.when(wg == COMPUTE_WGS)
         def _memory():
@@ -215,44 +215,12 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     if has_bias:
                         plgpu.barrier_wait(bias.ready)
 
-                    def apply_predicate(s):
-                        if has_lists:
-                            return given["lists"].walk(recomputed(tile)).masked(s, i, 64 * row_group, by_word=False)
-                        b = block(recomputed(tile))[0]
-                        ids = None
-                        if has_segments:
-                            ids = (
-                                plgpu.load(segments.kv_ids.at[b, pl.ds(my_keys(), 64)], layout=ROW, optimized=False),
-                                plgpu.load(ids_smem.at[slot], layout=COLUMN, optimized=False),
-                            )
-                        keep = limits_of(b).keep(
-                            s.shape, my_keys(), q_start, layout=WGMMA, kv_axis=0, may_end=may_end, ids=ids
-                        )
-                        return jnp.where(keep, s, -jnp.inf)
-
-                    def biased(s):
-                        return bias.added(s, cap or scale, 64 * row_group, transposed=True)
-
-                    def masked(s):
-                        if cap:
-                            s = softcapped(s, cap, scale)
-                        elif has_bias:  # softcap's derivative needs the scores without
-                            s = biased(s)
-                        if has_words:  # full blocks, too: where most are partial, a branch costs a tenth
-                            return mask_bits_sm90.kept(s, words, by_word=False)
-                        if predicate:
-                            # One loop with a branch, not two loops: what lives across a loop more would spill.
-                            s = lax.cond(is_partial, apply_predicate, lambda s: s, s)
-                        return s
-
-                    def modified(s):
-                        """The score_mod on a tile."""
-                        entry = block(recomputed(tile))[0]
-                        numbers = given["mod"].of_head(entry, head)
-                        return given["mod"].on(s, numbers, entry, head, q_start, my_keys(), transposed=True)
-
+                    of_step = Scores(
+                        walks, given, bias, ids_smem.at[slot] if has_segments else None, predicate, may_end, tile, i,
+                        64 * row_group, my_keys, head, q_start, is_partial, words,
+                    )  # fmt: skip
                     if mask_first:
-                        s = masked(s)
+                        s = of_step.masked(s)
 
                     def weights(dp_acc, *s_acc):
                         if not ahead and not config.late_do:
@@ -264,16 +232,16 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                                 plgpu.wgmma(dp_acc, v_smem.at[v_stage, row_group, half, c], dout.T)
                         scores = s if ahead else plgpu.wgmma_accumulator_load(s_acc[0], wait_n=halves * v_tiles.count)
                         if has_mod and not has_slope:
-                            scores = modified(scores).scores()
+                            scores = of_step.modified(scores).scores()
                         if not mask_first:
-                            scores = masked(scores)
+                            scores = of_step.masked(scores)
                         if has_slope:
-                            live, mod = scores > -jnp.inf, modified(scores)
+                            live, mod = scores > -jnp.inf, of_step.modified(scores)
                             scores = mod.scores()
 
                         wide = lambda x: lax.broadcast_in_dim(x, scores.shape, [1])
                         lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
-                        logits = biased(scores) if has_bias and cap else scores
+                        logits = of_step.biased(scores) if has_bias and cap else scores
                         p = jnp.exp2(logits * factor - wide(lse))
                         if has_bias or has_mod:
                             # Of a row that a bias of -1e30 masks, lse is too coarse to give P: keep it finite.
@@ -320,7 +288,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     if is_persistent:
 
                         @pl.when(i == 0)
-                        def _():
+                        def _free_keys():
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                             plgpu.barrier_arrive(handover.k_free.at[recomputed(0)])
 
@@ -433,9 +401,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                 plgpu.copy_smem_to_gmem(dbias_smem.at[w], dbias_gmem.at[entry, head, rows])
             k_stage, v_stage = walks.stages_of(turn)
             keys = k_smem.at[k_stage], k_copied.at[k_stage]
-            values = v_smem.at[v_stage], v_copied.at[v_stage]
-            if is_persistent and walks.v_stages == 1:
-                values = None
+            values_stay = not is_persistent or walks.v_stages == 2
+            values = (v_smem.at[v_stage], v_copied.at[v_stage]) if values_stay else None
             # With dS each has told the other that it has read K, too.
             all_read = (last_read or ds_free).at[0]
             Store(

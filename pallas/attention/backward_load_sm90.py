@@ -171,8 +171,8 @@ class Loads(NamedTuple):
         following = walks.following(given, tile, handover.tile_smem, (turn + 1) & 1)
 
         @pl.when(following >= walks.scheduler.count)
-        def _():
-            for _ in range(self.row_groups * self.chunks + 1):  # as if there were keys
+        def _end():
+            for _copy in range(self.row_groups * self.chunks + 1):  # as if there were keys
                 plgpu.barrier_arrive(handover.k_ready.at[(turn + 1) & 1])
 
         return following, first + steps

@@ -31,7 +31,7 @@ class Walks:
 
     group: query heads of a kv head; the walk goes over all of them. together: kv heads that run together. visits_all:
     whether every block of keys meets every block of queries, as far as causality, a window and segments say.
-    scheduler: of persistent CTAs; None where each has a tile, or a part of one.
+    scheduler: a TileScheduler of persistent CTAs; None where each has a tile, or a part of one. v_stages: for values.
     """
 
     options: AttentionOptions
@@ -45,7 +45,7 @@ class Walks:
     rotate: int
     visits_all: bool
     split: SplitTail
-    scheduler: TileScheduler | None
+    scheduler: Any
     v_stages: int
 
     @classmethod
@@ -76,7 +76,7 @@ class Walks:
         if may_split and all(arrays[name] is None for name in ("lists", "bounds")) and arrays["dquery"] is not None:
             split = SplitTail.of(count, pl.cdiv(q_length, config.block_q) * group, core_count)
         scheduler, v_stages = None, 1
-        # Of 64 keys ("columns"), two stages leave no room; a step number that runs on takes registers that a bias has.
+        # Two stages of keys have no room at head_dim 256 (blocks of 64); sums of a bias have no registers to spare.
         can_persist = block_kv > 64 and split.parts == 1 and not bias_gradient
         if config.persistent and can_persist and count > core_count:
             v_stages = config.v_stages

@@ -99,7 +99,8 @@ class _From(NamedTuple):
         return self
 
     def __getitem__(self, index: Any) -> Any:
-        return self.array if self.array.shape == (1,) else self.array.at[self.first + index]
+        is_only = isinstance(index, int) and self.array.shape == (1,)
+        return self.array if is_only else self.array.at[self.first + index]
 
 
 def named_barrier(kind: str, index: int, threads: int) -> None:

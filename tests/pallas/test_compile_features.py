@@ -137,5 +137,36 @@ def test_features_in_mosaic(case):
         assert figures["spill_stores"] + figures["spill_loads"] <= allowed, (name, figures)
 
 
+# Persistent CTAs of the backward, and the bytes they may spill: outside of the loop over steps.
+FORWARD = "AttentionForwardSm90(2, 128, 2, share_q_out=True)"
+NARROW = "AttentionBackwardSm90(128, heads_together=4, persistent=True, v_stages=2)"
+BROAD = "AttentionBackwardSm90(64, rotate=5, heads_together=4, early_dv=True, persistent=True)"
+PERSISTENT = {
+    "lists_64": ({"head_dim": 64, "cells": "bhts", "kv_heads": 2}, 0),
+    "lists_128": ({"cells": "bhts", "kv_heads": 2}, 0),
+    "mask_128": ({"mask": "bts"}, 0),
+    "window_64": ({"head_dim": 64, "window": "1000,-1", "is_causal": True}, 0),
+    "window_128": ({"window": "1000,-1", "is_causal": True}, 0),
+    "window_128_gqa": ({"window": "1000,-1", "is_causal": True, "kv_heads": 2}, 32),
+    "segments_128": ({"segment_ids": True}, 0),
+    "segments_128_causal": ({"segment_ids": True, "is_causal": True}, 56),
+    "softcap_128": ({"window": "1000,-1", "softcap": 30.0}, 0),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("case", PERSISTENT)
+def test_persistent_backward_in_mosaic(case):
+    options, most = PERSISTENT[case]
+    blocks = f"{FORWARD}, {NARROW if options.get('head_dim') == 64 else BROAD}"
+    spec = aot.Spec(implementation="mosaic_gpu", blocks=blocks, q_length=8192, kv_length=8192, **options)
+    report = aot.compile_spec("h200", spec)
+    assert report["error"] is None
+    figures = report["kernels"]["attention_backward_sm90_mosaic_gpu_kernel"]
+    assert not figures["notes"], figures
+    assert figures["spill_stores"] + figures["spill_loads"] <= most, figures
+
+
 if __name__ == "__main__":
     print(json.dumps(_compile(sys.argv[1], json.loads(sys.argv[2]))))
