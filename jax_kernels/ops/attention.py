@@ -240,12 +240,9 @@ def attention_forward(call: AttentionCall, inputs: AttentionInputs):
 
 
 def attention_forward_together(
-    calls: Sequence[AttentionCall], inputs: Sequence[AttentionInputs], whole_key: jax.Array | None
+    calls: Sequence[AttentionCall], inputs: Sequence[AttentionInputs]
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """attention_forward of several calls, of which those that can share a launch do.
-
-    whole_key: [B, T, Hkv, D], which has every key of all calls, where there is such an array.
-    """
+    """attention_forward of several calls, of which those that can share a launch do."""
     groups: dict[Any, list[int]] = {}  # by what a launch has once
     for i, (call, of_call) in enumerate(zip(calls, inputs, strict=True)):
         alike: Any = i
@@ -259,7 +256,7 @@ def attention_forward_together(
         if len(members) == 1:
             results[members[0]] = attention_forward(of_group[0], inputs[members[0]])
         else:
-            results |= zip(members, _batched_together(of_group)([inputs[i] for i in members], whole_key), strict=True)
+            results |= zip(members, _batched_together(of_group)([inputs[i] for i in members]), strict=True)
     return [results[i] for i in range(len(calls))]
 
 
@@ -268,19 +265,17 @@ def _batched_together(calls: tuple[AttentionCall, ...]):
     """attention_forward_together of calls that share a launch, with a vmap that joins its axis to each one's batch."""
 
     @jax.custom_batching.custom_vmap
-    def forward(inputs, whole_key):
+    def forward(inputs):
         first = calls[0]
         statics = {"out_dtype": jnp.dtype(first.out_dtype), "config": first.config, "interpret": first.interpret}
-        return table.FORWARD_TOGETHER[first.implementation](
-            inputs, [call.options for call in calls], whole_key, **statics
-        )
+        return table.FORWARD_TOGETHER[first.implementation](inputs, [call.options for call in calls], **statics)
 
     @forward.def_vmap
-    def _(size, batched, *arrays):
-        mapped = jax.tree.map(
-            lambda x, has: x if has else jnp.broadcast_to(x, (size, *x.shape)), arrays, tuple(batched)
+    def _(size, batched, inputs):
+        whole = jax.tree.map(
+            lambda x, has_axis: x if has_axis else jnp.broadcast_to(x, (size, *x.shape)), inputs, batched[0]
         )
-        outs = forward(*jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), mapped))
+        outs = forward(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), whole))
         outs = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), outs)
         return outs, jax.tree.map(lambda _: True, outs)
 

@@ -318,8 +318,7 @@ def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOption
 
 
 # By those that can serve several calls at once, which have query, key and value alone, and differ in their lengths and
-# in which heads they take: lists of inputs and of options in, and what rows all keys are of, or None; a list of results
-# out.
+# in which heads they take: lists of inputs and of options in, a list of results out.
 FORWARD_TOGETHER = {"mosaic_gpu": _kernel(forward_sm90.attention_forward_together, "forward")}
 
 count_arrays_by(dense_blocks.counts)

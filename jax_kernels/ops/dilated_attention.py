@@ -70,7 +70,7 @@ def dilated_attention(
     - with heads="groups", its first query head is the first of a key head;
     - with layout="partition", segments cover the sequence in equal lengths at one rate.
 
-    It does, forward in one launch for all branches; where gradients are taken it does not with branches so short that
+    It does, forward in one launch for those that are short; where gradients are taken it does not with branches so short that
     one launch of their backward is faster by more than their copies cost. All other branches, and all branches of other
     implementations, are gathered first, which copies what they take. Gathered branches whose segments hold equally
     many tokens, as in LongNet, run as one attention, if they serve equally many heads and their classes part the query

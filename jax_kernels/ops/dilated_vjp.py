@@ -98,9 +98,7 @@ def _forward(call: DilatedCall, attentions, arrays):
     batch, _, heads, _ = query.shape
     planned = [planned for _, planned in attentions]
     inputs = [_inputs(call, *of_one, *arrays) for of_one in attentions]
-    # Where devices share a segment, keys are others', too.
-    whole_key = arrays[1] if all(views.span is None for views, _ in attentions) else None
-    outs, lses = zip(*attention.attention_forward_together(planned, inputs, whole_key), strict=True)
+    outs, lses = zip(*attention.attention_forward_together(planned, inputs), strict=True)
     like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
     if call.by_kernels:
         compact = dilated_views.compact_rows([views for views, _ in attentions], batch, heads, heads)

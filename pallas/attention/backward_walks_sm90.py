@@ -19,7 +19,7 @@ from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.pallas.attention import tiles, views_sm90
 from jax_kernels.pallas.attention.hopper import as_int32, count_up, recomputed
 from jax_kernels.pallas.attention.split_tail import SplitTail
-from jax_kernels.pallas.attention.tile_scheduler import TileScheduler
+from jax_kernels.pallas.attention.tile_scheduler import Shape, TileScheduler
 
 # The queries up to which heads_together is as a row has it; of longer sequences fewer heads run together.
 HEADS_TOGETHER_UP_TO = 8192
@@ -80,8 +80,8 @@ class Walks:
         can_persist = block_kv > 64 and split.parts == 1 and not bias_gradient
         if config.persistent and can_persist and count > core_count:
             v_stages = config.v_stages
-            blocks = batch, kv_heads, pl.cdiv(kv_length, block_kv)
-            scheduler = TileScheduler(*blocks, options.is_causal, together, not interpret, core_count)
+            tiles_of = Shape(batch, kv_heads, pl.cdiv(kv_length, block_kv))
+            scheduler = TileScheduler((tiles_of,), options.is_causal, together, not interpret, core_count)
         sizes = q_length, kv_length, config.block_q, block_kv
         return cls(options, *sizes, kv_heads, group, together, config.rotate, visits_all, split, scheduler, v_stages)
 

@@ -28,8 +28,8 @@ from jax_kernels.pallas.attention.hopper import WGMMA, all_of_warp, launch, soft
 def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, interpret):
     """The kernel, of the leaves of `arrays`, whose tree is `tree`: outs, then lses, with rows up to whole blocks.
 
-    calls: views_sm90.Calls. query, key, value and largest are lists, with an array for each call; where there is more
-    than one call, there is nothing beside them but a counter.
+    calls: views_sm90.Calls. query, key and value are lists, with an array for each call; where there is more than one
+    call, there is nothing beside them but a counter.
     """
     queries, keys = arrays["query"], arrays["key"]
     head_dim, v_head_dim = queries[0].shape[-1], arrays["value"][0].shape[-1]
@@ -157,7 +157,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
 
                 plgpu.barrier_wait(q_ready.at[w])
                 q_smem_wg = q_smem.at[place(turn)]
-                largest = of_call(own.call, run=lambda i: given["largest"][i][b, own.q_head]) if bounded else None
+                largest = given["largest"][b, own.q_head] if bounded else None
                 if bounded and config.measures_q:
                     parts = [plgpu.load(q_smem_wg.at[c], layout=WGMMA) for c in range(qk_tiles.count)]
                     largest = largest * softmax.lengths(parts)

@@ -39,11 +39,12 @@ BOUNDED_FROM_LIMITED = 8192
 # And of a mask's lists: of 8192 keys, the look costs 28 % of a call at a tenth of the blocks, 5 at three tenths, and
 # gains 7 at a half.
 BOUNDED_FROM_LISTS = 3072
-# Pairs for each key that a look at the keys of several calls reads, which pays from half as many on as one at queries,
-# too.
-BOUNDED_FROM_OF_WHOLE = 1024
 
 
+# Tiles for each core up to which calls share a launch: four calls of 0.2 to 1.9 take 0.045 ms, one launch each 0.080. Of
+# 8 to 31 they take 2 % more than apart: a tile has to find its call, and the arrays of it.
+TOGETHER_UP_TO = 4
+# What the kernel may be given beside query, key, value and a counter.
 OTHERS = ("bounds", "segments", "dense", "lists", "mod", "sinks", "largest", "small")
 
 
@@ -76,7 +77,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         "lists": lists,
         "mod": mod,
         "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
-        "largest": None if largest is None else [largest],
+        "largest": largest,
         "small": small,
     }
     config = dataclasses.replace(config, measures_q=measures_q)
@@ -85,56 +86,29 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     return out[..., : inputs.value.shape[-1]], lse
 
 
-def attention_forward_together(
-    inputs, options, whole_key=None, *, out_dtype, config, core_count, interpret
-) -> list[tuple[Any, Any]]:
-    """attention_forward's results of several calls, in one launch of all but those that are better alone.
+def attention_forward_together(inputs, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
+    """attention_forward's results of several calls, those of few tiles in one launch.
 
-    The calls have query, key and value alone. Of their options, which heads they take may differ. whole_key: what rows
-    their keys are of, [B, T, Hkv, D], so that one look at it bounds the scores of all.
+    The calls have query, key and value alone. Of their options, which heads they take may differ.
     """
     named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
     calls = [views_sm90.Call.of(*call) for call in zip(inputs, options, strict=True)]
     keys = [_keys_per_query(of, call.kv_length) for of, call in zip(options, calls, strict=True)]
-    longest: Sequence[jax.Array | None] = [None] * len(calls)
-    if whole_key is not None and config.bounded:
-        pairs = sum(n * call.batch * call.q_length * call.heads for n, call in zip(keys, calls, strict=True))
-        if pairs >= BOUNDED_FROM_OF_WHOLE * whole_key.size // whole_key.shape[-1]:
-            longest = _longest_keys(inputs, whole_key, interpret=interpret)
-    alone = [
-        of_keys is None and config.bounded and _look_pays(n, BOUNDED_FROM, of.query, call.heads)
-        for n, of, call, of_keys in zip(keys, inputs, calls, longest, strict=True)
-    ]
+
+    def is_small(i: int) -> bool:
+        looks = config.bounded and _look_pays(keys[i], BOUNDED_FROM, inputs[i].query, calls[i].heads)
+        return not looks and _shape(calls[i], config).tiles <= TOGETHER_UP_TO * core_count
+
     # The longest walks first, as within a call.
-    together = sorted((i for i in range(len(calls)) if not alone[i]), key=lambda i: -keys[i])
-    results: dict[int, tuple[Any, Any]] = {
-        i: attention_forward(inputs[i], options[i], **named) for i in range(len(calls)) if alone[i]
-    }
+    together = sorted(filter(is_small, range(len(calls))), key=lambda i: -keys[i])
+    others = (i for i in range(len(calls)) if i not in together)
+    results = {i: attention_forward(inputs[i], options[i], **named) for i in others}
     if together:
-        first, arrays = together[0], dict.fromkeys(OTHERS)
-        if longest[first] is not None:
-            scale = options[first].scale
-            of_queries = [jnp.ones((of.query.shape[0], of.query.shape[2]), jnp.float32) for of in inputs]
-            arrays["largest"] = [softmax.largest_scores(of_queries[i], longest[i], scale) for i in together]
         padded = _padded([inputs[i] for i in together])
-        named["config"] = dataclasses.replace(config, measures_q=longest[first] is not None)
-        of_launch = _launch(padded, [calls[i] for i in together], arrays, options[first], **named)
+        of_launch = _launch(padded, [calls[i] for i in together], dict.fromkeys(OTHERS), options[together[0]], **named)
         results |= zip(together, of_launch, strict=True)
     widths = [of.value.shape[-1] for of in inputs]
     return [(results[i][0][..., :width], results[i][1]) for i, width in enumerate(widths)]
-
-
-def _longest_keys(inputs: Sequence[AttentionInputs], whole: jax.Array, *, interpret: bool) -> list[jax.Array]:
-    """Of each call what the squared lengths of its keys do not exceed, [B, heads of its key]: those of `whole`."""
-    found = row_lengths_triton.longest(whole, interpret=interpret)
-
-    def of_call(key):
-        batch, _, heads, _ = key.shape
-        if key.size == whole.size:  # a view, whose heads are those of each class
-            return jnp.tile(jnp.repeat(found, batch // found.shape[0], axis=0), (1, heads // found.shape[1]))
-        return jnp.broadcast_to(found.max(), (batch, heads))
-
-    return [of_call(of.key) for of in inputs]
 
 
 def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
@@ -146,7 +120,7 @@ def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
 def _launch(padded, calls, arrays, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
     """(out, lse) of each call. padded: (query, key, value) of each. arrays: what else the kernel is given."""
     scheduler = TileScheduler(
-        shapes=tuple(Shape(call.batch, call.heads, pl.cdiv(call.q_length, config.block_q)) for call in calls),
+        shapes=tuple(_shape(call, config) for call in calls),
         is_causal=options.is_causal,
         heads_together=config.heads_together,
         dynamic=config.dynamic and not interpret,
@@ -162,6 +136,10 @@ def _launch(padded, calls, arrays, options, *, out_dtype, config, core_count, in
     outs, lses = results[: len(calls)], results[len(calls) :]
     of_calls = zip(outs, lses, calls, strict=True)
     return [(out[:, : call.q_length], lse[..., : call.q_length]) for out, lse, call in of_calls]
+
+
+def _shape(call: views_sm90.Call, config) -> Shape:
+    return Shape(call.batch, call.heads, pl.cdiv(call.q_length, config.block_q))
 
 
 def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> bool:

@@ -34,8 +34,6 @@ def main(case: dict) -> dict:
     mosaic_interpreter.install()
     if case.pop("bounded", False):  # short walks do without it
         forward_sm90.BOUNDED_FROM = forward_sm90.BOUNDED_FROM_LIMITED = 0
-    if case.pop("bounded_together", False):
-        forward_sm90.BOUNDED_FROM_OF_WHOLE = 0
     # By default one at which no launch is worth a copy.
     device = dataclasses.replace(device_info("h200"), memory_bandwidth=case.pop("bandwidth", 1))
     batch = case.pop("batch", 1)
