@@ -72,10 +72,26 @@ def times_relative(score, b, h, q, k, diagonals):
     return score * diagonals[b, (k + 5) - q + diagonals.shape[1] // 2] + near
 
 
-MODS = {
-    x.__name__: x
-    for x in (alibi, alibi_of_heads, tanh, softcap, of_key, of_query, packed, many, relative, buckets, times_relative)
-}
+def singular(score, b, h, q, k):
+    """With a derivative that is no number where a score is 0, as that of a key past the end is."""
+    return score + jnp.exp(score) / 16 + jnp.sqrt(jnp.abs(score)) / 16
+
+
+_ALL = (
+    alibi,
+    alibi_of_heads,
+    tanh,
+    softcap,
+    of_key,
+    of_query,
+    packed,
+    many,
+    relative,
+    buckets,
+    times_relative,
+    singular,
+)
+MODS = {x.__name__: x for x in _ALL}
 SMALL = {"batch": 1, "q_length": 128, "kv_length": 128, "heads": 1, "kv_heads": 1, "head_dim": 64}
 ODD = SMALL | {"q_length": 77, "kv_length": 203, "heads": 4, "kv_heads": 2, "is_causal": True, "q_offset": 80}
 # For mods that close over nothing: of so few heads, an array's gradient would cancel to less than its error's bound.
@@ -102,6 +118,10 @@ CASES: dict[str, dict[str, Any]] = {
     "buckets": SMALL | {"mod": "buckets", "heads": 2, "q_length": 300, "kv_length": 90, "segments": True},
     "times_relative": SMALL | {"mod": "times_relative", "batch": 2, "q_length": 77, "kv_length": 300, "window": 90},
     "times_relative_deterministic": SMALL | {"mod": "times_relative", "kv_length": 203, "deterministic": True},
+    "alibi_aligned": SMALL
+    | {"mod": "alibi", "head_dim": 128, "heads": 2, "is_causal": True, "q_length": 330, "kv_length": 330},
+    "singular": PAIR | {"mod": "singular", "head_dim": 128},
+    "softcap_window": SMALL | {"mod": "softcap", "q_length": 200, "kv_length": 300, "window": 70, "kv_lengths": [140]},
     "dense_mask": SMALL | {"mod": "tanh", "dense": True, "q_length": 150, "kv_length": 270, "heads": 2},
 }
 

@@ -41,8 +41,8 @@ BOUNDED_FROM_LIMITED = 8192
 BOUNDED_FROM_LISTS = 3072
 
 
-# Tiles for each core up to which calls share a launch: four calls of 0.2 to 1.9 take 0.045 ms, one launch each 0.080. Of
-# 8 to 31 they take 2 % more than apart: a tile has to find its call, and the arrays of it.
+# Tiles for each core up to which calls share a launch: four calls of 0.2 to 1.9 take 0.045 ms, one launch each 0.080.
+# Of 8 to 31 they take 2 % more than apart: a tile has to find its call, and the arrays of it.
 TOGETHER_UP_TO = 4
 # What the kernel may be given beside query, key, value and a counter.
 OTHERS = ("bounds", "segments", "dense", "lists", "mod", "sinks", "largest", "small")

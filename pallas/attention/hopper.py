@@ -241,9 +241,35 @@ def segments_of(inputs: AttentionInputs, block_q: int, block_kv: int, *, of_keys
     )
 
 
+def reciprocal(x):
+    """1 / x of [64, n] in the layout of wgmma's results, for x of at least 2^-126; of more than 2^126 it is 0.
+
+    An instruction, where a division is five: four are for the smallest numbers.
+    """
+    if INTERPRETED:
+        return 1 / x
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA))
+    def approximate(_, x):
+        import numpy as np
+        from jax.experimental.mosaic.gpu import fragmented_array
+        from jaxlib.mlir.dialects import nvvm, vector
+
+        def of_pair(pair):
+            elements = (vector.extract(pair, dynamic_position=[], static_position=[i]) for i in range(2))
+            return vector.from_elements(pair.type, [nvvm.rcp_approx_ftz_f(element) for element in elements])
+
+        registers = np.empty(x.registers.shape, dtype=object)
+        for place, pair in np.ndenumerate(x.registers):
+            registers[place] = of_pair(pair)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return approximate(x)
+
+
 def softcapped(scores, cap: float, scale: float):
     """tanh(scores * scale / cap). What it misses of the exact one, times cap, is far below what P is rounded by."""
-    return 1 - 2 / (1 + jnp.exp2(scores * (2 * LOG2E * scale / cap)))
+    return 1 - 2 * reciprocal(1 + jnp.exp2(scores * (2 * LOG2E * scale / cap)))
 
 
 # tanh(x) / x in powers of x^2, for |x| <= 0.75: within 1.2e-5 of it, which bfloat16's P does not see.

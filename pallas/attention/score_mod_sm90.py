@@ -29,6 +29,7 @@ from jax_kernels.pallas.attention.hopper import (
     ROW,
     WGMMA,
     any_of_warp_above,
+    reciprocal,
     tanh_limits,
     tanh_polynomial,
 )
@@ -276,7 +277,8 @@ class Part:
             made = self._memo(node)
             if (node, "half") not in made:
                 power = self._of(inputs[0], (2 if is_tanh else -1) * LOG2E)
-                made[node, "half"] = 1 / (1 + jnp.exp2(power))
+                inverse = reciprocal if node.axes == WHOLE else lambda x: 1 / x
+                made[node, "half"] = inverse(1 + jnp.exp2(power))
             half = made[node, "half"]
             return factor - half * (2 * factor) if is_tanh else half * factor if factor != 1 else half
         if kind in ("max", "min") and factor > 0:
