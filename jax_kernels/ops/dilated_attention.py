@@ -71,7 +71,7 @@ def dilated_attention(
     - with layout="partition", segments cover the sequence in equal lengths at one rate.
 
     It does, short ones in one launch; but where gradients are taken not with branches so short that one launch of their
-    backward is faster by more than their copies cost. All other branches, and all branches of other implementations, are
+    backward is faster by more than their copies cost. All other branches, and all of other implementations, are
     gathered first, which copies what they take. Gathered branches whose segments hold equally many tokens, as in
     LongNet, run as one attention, if they serve equally many heads and their classes part the query heads of a key head
     alike. With segment_ids, or where without is_causal the rate does not divide the segments, their classes must have
