@@ -101,7 +101,6 @@ def listed_blocks(config, widest: int, options: AttentionOptions) -> list[dict[s
     """
     width, together = _width(widest), {"heads_together": config.heads_together}
     of_keys = {"block_q": config.block_q, "block_kv": backward_dqkv_sm90.block_kv_of(width), "by": "key"}
-    of_keys["rotate"] = config.rotate
     of_queries = {"block_q": backward_dq_sm90.BLOCK_Q, "block_kv": backward_dq_sm90.BLOCKS[width][0], "by": "query"}
     return [blocks | together for blocks in ([of_keys, of_queries] if options.deterministic else [of_keys])]
 

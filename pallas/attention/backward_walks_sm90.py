@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.pallas.attention import tiles, views_sm90
-from jax_kernels.pallas.attention.hopper import as_int32, count_up, recomputed
+from jax_kernels.pallas.attention.hopper import as_int32, count_up, has_odd_length, recomputed
 from jax_kernels.pallas.attention.split_tail import SplitTail
 from jax_kernels.pallas.attention.tile_scheduler import Shape, TileScheduler
 
@@ -76,8 +76,11 @@ class Walks:
         if may_split and all(arrays[name] is None for name in ("lists", "bounds")) and arrays["dquery"] is not None:
             split = SplitTail.of(count, pl.cdiv(q_length, config.block_q) * group, core_count)
         scheduler, v_stages = None, 1
-        # Two stages of keys have no room at head_dim 256 (blocks of 64); sums of a bias have no registers to spare.
-        can_persist = block_kv > 64 and split.parts == 1 and not bias_gradient
+        # Two stages of keys have no room at head_dim 256 (blocks of 64). Sums of a bias, a softcap and a score_mod
+        # leave no registers to spare, nor do copies of any rows at 128.
+        any_rows = arrays["query"].shape[-1] > 64 and has_odd_length(arrays["query"], arrays["key"])
+        has_extra = bias_gradient or any_rows or options.softcap is not None or arrays["mod"] is not None
+        can_persist = block_kv > 64 and split.parts == 1 and not has_extra
         if config.persistent and can_persist and count > core_count:
             v_stages = config.v_stages
             tiles_of = Shape(batch, kv_heads, pl.cdiv(kv_length, block_kv))

@@ -127,7 +127,6 @@ class ListedCall:
     blocks: tuple[int, int]
     by: str
     heads_together: int
-    rotate: int
     is_causal: bool
     window: tuple[int, int] | None
     q_offset: int | None
@@ -141,15 +140,13 @@ class ListedCall:
         *,
         by: str,
         heads_together: int,
-        rotate: int = 0,
     ) -> "ListedCall":
         """by: "query" or "key". Lists by key are of a kv head. Where the mask tells heads apart, they are of a group's
         heads together, whose blocks of queries are numbered one head after another. heads_together: of so many heads
-        the tiles stand in the table together. rotate: the lists of a tile and of the next start so many blocks apart,
-        about, so that tiles that run together add to different rows of dquery.
+        the tiles stand in the table together.
         """
         (batch, q_length, heads), (kv_length, kv_heads) = inputs.query.shape[:3], inputs.key.shape[1:3]
-        sizes = (batch, heads, kv_heads, (q_length, kv_length), (block_q, block_kv), by, heads_together, rotate)
+        sizes = (batch, heads, kv_heads, (q_length, kv_length), (block_q, block_kv), by, heads_together)
         q_offset = options.q_offset if inputs.q_offset is None else None
         return ListedCall(*sizes, options.is_causal, options.window, q_offset)
 
@@ -269,8 +266,6 @@ def _built(
         )
         words = _words_of_threads(packed.words)
     entries: Any = None if evaluates else packed.entries
-    if call.rotate:
-        lists, entries = _rotated(lists, entries, call.rotate)
     # A tile without a block visits block 0, under bits that are zeros.
     total = lists.partial_count + lists.full_count
     dead = total == 0
@@ -282,19 +277,6 @@ def _built(
     # Of arrays, such as those for padding, most blocks are likely live.
     keys = width * call.blocks[1] // (1 if evaluates else UNKNOWN)
     return Lists(tiles, lists.indices, entries, words, sharing, keys)
-
-
-def _rotated(lists: BlockLists, entries: Any, rotate: int) -> tuple[BlockLists, Any]:
-    """The list of tile n from about block n * rotate on, around the end. Full blocks stay before the partial ones."""
-    blocks, width = lists.indices.shape[2:]
-    turn = jnp.arange(blocks, dtype=jnp.int32)[:, None] * rotate % blocks
-    slot = jnp.arange(width, dtype=jnp.int32)
-    full, partial = (x[..., None] for x in (lists.full_count, lists.partial_count))
-    first, count = jnp.where(slot < full, 0, full), jnp.maximum(jnp.where(slot < full, full, partial), 1)
-    turned = first + (slot - first + turn * count // blocks) % count
-    order = jnp.where(slot < full + partial, turned, slot)
-    take = lambda x: jnp.take_along_axis(x, order, axis=-1)
-    return lists._replace(indices=take(lists.indices)), None if entries is None else take(entries)
 
 
 def _pairs(mask: Mask, call: ListedCall) -> int:

@@ -90,7 +90,8 @@ class AttentionBackwardSm90:
     block_q: int
     q_stages: int = 2
     do_stages: int = 2
-    # Key blocks start their walk over the queries this many blocks apart, which spreads the additions to dq.
+    # Where every block of keys meets every query, they start their walks this many blocks apart, which spreads the
+    # additions to dq.
     rotate: int = 0
     # Heads that run next to one another, so that the long and the short key blocks of causal work mix.
     heads_together: int = 1
@@ -101,7 +102,7 @@ class AttentionBackwardSm90:
     # A CTA ends when its last stores have left shared memory, not when they have arrived.
     leave_early: bool = False
     # CTAs take one block of keys after another off a counter, and load the next one's while this one's gradients are
-    # computed and stored. Up to head_dim 128; split tiles and the gradient of a bias do without (Walks.of).
+    # computed and stored. Above head_dim 128, and with what takes registers besides, they do not (Walks.of).
     persistent: bool = False
     # Of these: stages for values. With two, the next ones need not wait for this block's last step.
     v_stages: int = 1

@@ -151,7 +151,7 @@ CASES = {
     "persistent_global_128": LARGE
     | WIDE
     | {"pattern": "global", "heads": 2, "kv_heads": 1, "races": True}
-    | {"persistent": {"ctas": 2, "early_dv": True, "rotate": 1}},
+    | {"persistent": {"ctas": 2, "early_dv": True}},
     "persistent_causal_128": SMALL
     | WIDE
     | {"is_causal": True, "heads": 4, "kv_heads": 2, "q_length": 150, "kv_length": 150, "deterministic": True}

@@ -27,7 +27,7 @@ def rows():
     for number, file in block_specs._FILES.items():
         for row in file.ATTENTION:
             if row.has_lists:  # of each query head, which those of a group are joined of
-                yield GPUS[number], row, dataclasses.replace(_spec(row, False, ""), cells="bhts", kv_heads=2)
+                yield GPUS[number], row, dataclasses.replace(_spec(row, False, ""), cells="bhts", kv_heads=4)
                 continue
             if row.dense_bits is not None:
                 yield from _dense(GPUS[number], row)

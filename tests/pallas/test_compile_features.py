@@ -140,7 +140,7 @@ def test_features_in_mosaic(case):
 # Persistent CTAs of the backward, and the bytes they may spill: outside of the loop over steps.
 FORWARD = "AttentionForwardSm90(2, 128, 2, share_q_out=True)"
 NARROW = "AttentionBackwardSm90(128, heads_together=4, persistent=True, v_stages=2)"
-BROAD = "AttentionBackwardSm90(64, rotate=5, heads_together=4, early_dv=True, persistent=True)"
+BROAD = "AttentionBackwardSm90(64, heads_together=4, early_dv=True, persistent=True)"
 PERSISTENT = {
     "lists_64": ({"head_dim": 64, "cells": "bhts", "kv_heads": 2}, 0),
     "lists_128": ({"cells": "bhts", "kv_heads": 2}, 0),

@@ -17,7 +17,6 @@ from jax_kernels.reference import attention as reference
 B, T, S, H, KV_HEADS = 2, 150, 170, 4, 2
 BLOCKS = (32, 64)
 SIZES = {"block_q": BLOCKS[0], "block_kv": BLOCKS[1], "heads_together": 4}
-ROTATE = {"query": 0, "key": 2}
 
 random = np.random.default_rng(0)
 CELLS = random.random((B, H, 5, 3)) < 0.4
@@ -83,7 +82,7 @@ def walked(lists, by):
 def test_lists_keep_what_the_call_keeps(name, by):
     mask, options, arrays = CASES[name]
     inputs = inputs_of(mask, arrays)
-    build = lambda inputs: lists_sm90.lists_of(inputs, options, **SIZES, by=by, rotate=ROTATE[by])
+    build = lambda inputs: lists_sm90.lists_of(inputs, options, **SIZES, by=by)
     # Most of the time is XLA's, for compiling: unoptimised code is compiled in half of it.
     lists = jax.jit(build, compiler_options={"xla_backend_optimization_level": 0})(inputs)
     lists = jax.tree.map(np.asarray, lists)
@@ -99,17 +98,6 @@ def test_lists_keep_what_the_call_keeps(name, by):
     inputs, options = lists_sm90.without_limits(inputs, options)
     assert len(jax.tree.leaves(inputs)) == 3
     assert (options.is_causal, options.window, options.q_offset) == (False, None, 0)
-
-
-def test_rotated_lists_start_apart():
-    """Full blocks in front, in order around the end; tiles with as many blocks start `rotate` blocks apart."""
-    cells = np.ones((16, 16), bool)
-    inputs = AttentionInputs(*[jnp.zeros((1, 16 * 64, 2, 8))] * 3, mask=masks.block_sparse(cells, 64) & masks.causal())
-    lists = lists_sm90.lists_of(inputs, OPTIONS, block_q=64, block_kv=64, by="key", heads_together=2, rotate=5)
-    for block in range(16):
-        full, partial = list(range(block + 1, 16)), [block]
-        start = 5 * block % 16 * len(full) // 16
-        assert lists.indices[0, 0, block, : len(full) + 1].tolist() == full[start:] + full[:start] + partial
 
 
 def test_long_sequences_take_no_array_of_all_pairs():
@@ -132,11 +120,11 @@ PREPARED["limited"] = masks.prefix(100) | masks.dilated(7), dataclasses.replace(
 
 @functools.partial(jax.jit, static_argnames=("options", "by"), compiler_options={"xla_backend_optimization_level": 0})
 def listed(inputs, *, options, by):
-    return lists_sm90.lists_of(inputs, options, **SIZES, by=by, rotate=ROTATE[by])
+    return lists_sm90.lists_of(inputs, options, **SIZES, by=by)
 
 
 def prepared_of(mask, options, by, **shapes):
-    sides = SIZES | {"by": by, "rotate": ROTATE[by]}
+    sides = SIZES | {"by": by}
     made = lists_sm90.prepared_lists(inputs_of(mask, {}), options, **sides | shapes)
     return PreparedMask(mask, (made,))
 
@@ -163,7 +151,7 @@ def test_prepared_lists_are_those_of_the_call(name, by):
     mask, options = PREPARED[name]
     prepared = prepared_of(mask, options, by)
     want = listed(inputs_of(mask, {}), options=options, by=by)
-    got = lists_sm90.lists_of(inputs_of(prepared, {}), options, **SIZES, by=by, rotate=ROTATE[by])
+    got = lists_sm90.lists_of(inputs_of(prepared, {}), options, **SIZES, by=by)
     assert got is prepared.lists[0].lists
     assert in_order(got) == in_order(want)
     np.testing.assert_array_equal(got.tiles, want.tiles)
@@ -238,7 +226,7 @@ def test_in_another_call_lists_are_of_the_mask(name, monkeypatch):
     built = []
     monkeypatch.setattr(lists_sm90, "_built", lambda *arrays, **statics: built.append((arrays, statics)))
     for given in (prepared, mask):
-        sides = {"block_q": block_q, "block_kv": block_kv, "by": by, "heads_together": together, "rotate": ROTATE[by]}
+        sides = {"block_q": block_q, "block_kv": block_kv, "by": by, "heads_together": together}
         lists_sm90.lists_of(inputs._replace(mask=given), options, **sides)
     (got, statics), want = built
     assert statics == want[1]
