@@ -77,6 +77,11 @@ def singular(score, b, h, q, k):
     return score + jnp.exp(score) / 16 + jnp.sqrt(jnp.abs(score)) / 16
 
 
+def over(score, b, h, q, k, rows, columns):
+    """What divides by numbers of queries and of keys, of which there are none past the ends."""
+    return score / rows[b, q] - 1 / columns[b, k]
+
+
 _ALL = (
     alibi,
     alibi_of_heads,
@@ -90,6 +95,7 @@ _ALL = (
     buckets,
     times_relative,
     singular,
+    over,
 )
 MODS = {x.__name__: x for x in _ALL}
 SMALL = {"batch": 1, "q_length": 128, "kv_length": 128, "heads": 1, "kv_heads": 1, "head_dim": 64}
@@ -120,6 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
     "times_relative_deterministic": SMALL | {"mod": "times_relative", "kv_length": 203, "deterministic": True},
     "alibi_aligned": SMALL
     | {"mod": "alibi", "head_dim": 128, "heads": 2, "is_causal": True, "q_length": 330, "kv_length": 330},
+    "over": ODD | {"mod": "over"},
     "singular": PAIR | {"mod": "singular", "head_dim": 128},
     "softcap_window": SMALL | {"mod": "softcap", "q_length": 200, "kv_length": 300, "window": 70, "kv_lengths": [140]},
     "dense_mask": SMALL | {"mod": "tanh", "dense": True, "q_length": 150, "kv_length": 270, "heads": 2},

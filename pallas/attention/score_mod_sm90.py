@@ -117,11 +117,14 @@ def mod_of(inputs: AttentionInputs, options: AttentionOptions, block_q: int, blo
         numbers = x if axis == "d" else x[:, :, :, 0] if axis == "q" else x[:, :, 0]
         if not axis:
             return "", numbers[:, :, 0]
-        if axis == "d":  # padded with what differences have, lest a program meets what it is not made for
-            return axis, jnp.pad(numbers, [(0, 0), (0, 0), (2 * block_kv, 2 * block_q)], mode="edge")
+        # Padded with what stands at the ends, lest a program meets what it is not made for: a division by zero past the
+        # queries would be a NaN times the zeros that are there.
+        padded = lambda before, after: jnp.pad(numbers, [(0, 0), (0, 0), (before, after)], mode="edge")
+        if axis == "d":
+            return axis, padded(2 * block_kv, 2 * block_q)
         block = block_q if axis == "q" else block_kv
         # A block more: a tile that has none to visit visits the one behind the last.
-        return axis, jnp.pad(numbers, [(0, 0), (0, 0), (0, -numbers.shape[2] % block + block)])
+        return axis, padded(0, -numbers.shape[2] % block + block)
 
     operands = program.operands(inputs.score_mod.arrays, (batch, heads, q_length, kv_length))
     read = [as_read(x, axes) for x, (_, axes) in zip(operands, program.reads, strict=True)]

@@ -41,7 +41,7 @@ def after(score, b, h, q, k, table):
 
 MODS = score_mod_cases.MODS | {"choice": choice, "gate": gate, "near": near, "after": after}
 # Where nothing tells: sums with what has an axis of keys, a key's index, powers.
-UNKNOWN = {"of_key", "of_query", "packed", "many", "singular"}
+UNKNOWN = {"of_key", "of_query", "packed", "many", "singular", "over"}
 CAUSAL_ONLY = {"alibi", "alibi_of_heads", "choice", "near"}
 
 
