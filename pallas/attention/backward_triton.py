@@ -137,6 +137,8 @@ def _dkv_kernel(refs: Refs, *, call: Call):
         at = batch_index, own_head, start, kv_start
         s, pullback = tile_scores(call, refs, load_this, q, k, at, transposed=True)
         p = call.exp2(s, lse2[None, :])
+        if call.mod is not None and masks[0] is not None:  # what it reads past the queries are zeros: it may divide
+            p = jnp.where(masks[0][None, :], p, 0.0)
         if partial:
             ids = None
             if kv_ids is not None:

@@ -278,7 +278,12 @@ def capped(score, b, h, q, k, slopes, columns):
     return 2.0 * jnp.tanh((score + columns[b, k]) / 2.0) - slopes[h] * jnp.abs(q - k)
 
 
-MODS |= {x.__name__: x for x in (keyed, far_off_diagonal, capped)}
+def over(score, b, h, q, k, rows):
+    """What divides by numbers of queries, of which there are none past the end."""
+    return score / rows[b, q]
+
+
+MODS |= {x.__name__: x for x in (keyed, far_off_diagonal, capped, over)}
 CLOSED |= {
     "keyed": {
         "slopes": CLOSED["alibi"]["slopes"],
@@ -286,6 +291,7 @@ CLOSED |= {
         "ids": np.arange(T + S, dtype=np.int32) // 30,
     },
     "far_off_diagonal": {"slopes": CLOSED["alibi"]["slopes"]},
+    "over": {"rows": 1 + np.random.default_rng(4).random((B, T), np.float32)},
 }
 
 
@@ -308,9 +314,10 @@ def by(implementation, name, argnums, **arguments):
     [
         ("both", (0, 1, 2, 3), {}),
         ("keyed", (0, 1, 2, 3), {"kv_lengths": LENGTHS}),
+        ("over", (0, 1, 2, 3), {}),
         ("far_off_diagonal", (0, 1), {"is_causal": True, "q_offset": 4, "sinks": np.arange(4, dtype=np.float32)}),
     ],
-    ids=["both", "keyed", "without_a_derivative"],
+    ids=["both", "keyed", "over", "without_a_derivative"],
 )
 def test_triton_is_xla(name, argnums, arguments, monkeypatch):
     """The kernels, in several blocks of queries and of keys, where the mod has a tile of its own."""
