@@ -34,6 +34,7 @@ from jax_kernels.pallas.attention.hopper import (
     WGMMA,
     launch,
     recomputed,
+    zeros_stay,
 )
 from jax_kernels.pallas.attention.softmax import LOG2E
 
@@ -230,6 +231,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                                 dout = do_smem.at[do_slot, half]
                                 dout = dout.at[0] if v_tiles.count == 1 else q_tiles.sixty_four(dout, 64 * c)
                                 plgpu.wgmma(dp_acc, v_smem.at[v_stage, row_group, half, c], dout.T)
+                        if is_persistent:
+                            zeros_stay()
                         scores = s if ahead else plgpu.wgmma_accumulator_load(s_acc[0], wait_n=halves * v_tiles.count)
                         if has_mod and not has_slope:
                             scores = of_step.modified(scores).scores()
@@ -333,6 +336,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     def next_scores(s_acc):
                         # In the CTA's last step this works on a stale tile, and is dropped.
                         issue_scores(s_acc, next_k_stage, row_group, next_slot)
+                        if is_persistent:
+                            zeros_stay()
                         plgpu.wgmma_wait(chunks)
                         plgpu.barrier_arrive(q_free.at[slot])
                         return plgpu.wgmma_accumulator_load(s_acc, wait_n=0)

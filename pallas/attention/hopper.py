@@ -117,6 +117,27 @@ def named_barrier(kind: str, index: int, threads: int) -> None:
     barrier()
 
 
+def zeros_stay() -> None:
+    """Behind a product: keeps the number that its accumulators are zeroed by apart from them.
+
+    Where nothing uses the zero later, LLVM makes it one of the accumulators, and ptxas then no longer sees that the
+    product starts from zeros: it writes them to each register.
+    """
+    if INTERPRETED:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=None)
+    def use(_):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm
+
+        zero = utils.c(0, ir.IntegerType.get_signless(32))
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [zero], "// $0", "r", has_side_effects=True)
+
+    use()
+
+
 def count_up(counter_ref, out_ref, first: int = 0, *, release: bool = False) -> None:
     """out_ref[0] = first + how often the counter in device memory, [1], was counted up before.
 
