@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import dense_sm90, hopper, views_sm90
-from jax_kernels.pallas.attention.backward_load_sm90 import Handover, Loads, Staged
+from jax_kernels.pallas.attention.backward_load_sm90 import Handover, Loads, Staged, Step
 from jax_kernels.pallas.attention.backward_scores_sm90 import Scores
 from jax_kernels.pallas.attention.backward_store_sm90 import Store
 from jax_kernels.pallas.attention.backward_walks_sm90 import Walks
@@ -101,7 +101,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     predicate = may_end or has_segments or has_lists or not walks.visits_all
 
     wanted = Handover.barriers(walks, row_groups * chunks, row_groups * halves * v_tiles.copies(64), COMPUTE_WGS) | {
-        "q_ready": (q_stages, halves * q_tiles.copies(block_q) + 1 + has_segments),
+        "q_ready": (q_stages, halves * q_tiles.copies(block_q) + 1 + has_segments + is_persistent),
         "do_ready": (do_stages, halves * q_tiles.copies(block_q) + 1),
         "q_free": (q_stages, COMPUTE_WGS),
         "do_free": (do_stages, COMPUTE_WGS),
@@ -119,7 +119,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         )
         (
             k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
-            barrier_arrays, bias, arrived_smem, dbias_smem, tile_smem,
+            barrier_arrays, bias, arrived_smem, dbias_smem, tile_smem, steps_smem,
         ) = scratch  # fmt: skip
         (k_smem, k_copied), (v_smem, v_copied) = k_tiles.views(k_smem), v_tiles.views(v_smem)
         (q_smem, q_copied), (do_smem, do_copied) = q_tiles.views(q_smem), q_tiles.views(do_smem)
@@ -136,8 +136,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         @pl.when(wg == COMPUTE_WGS)
         def _memory():
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            ids = (segments.q_ids, ids_smem) if has_segments else ()
-            queries = Staged(q_gmem, lse_gmem, q_copied, lse_smem, q_ready, q_free, q_stages, *ids)
+            ids = (segments.q_ids, ids_smem) if has_segments else (None, None)
+            queries = Staged(q_gmem, lse_gmem, q_copied, lse_smem, q_ready, q_free, q_stages, *ids, steps_smem)
             dout = Staged(do_gmem, delta_gmem, do_copied, delta_smem, do_ready, do_free, do_stages)
             Loads(
                 walks, given, cta, k_tiles, v_tiles, q_tiles, k_copied, v_copied, handover, queries, dout, bias, chunks,
@@ -168,12 +168,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
             # What would take registers through all steps of a tile.
             def step_count():
-                if has_lists:
-                    return walk_over_queries(b, kv_head, kv_index)[0]
-                return walk_over_queries(*block(recomputed(tile)))[0] if is_persistent else steps
-
-            def my_keys():
-                return block(recomputed(tile))[2] * block_kv + 64 * recomputed(wg) if is_persistent else my_first_key
+                return walk_over_queries(b, kv_head, kv_index)[0] if has_lists else steps
 
             def dq_parts(w):
                 """(chunk of columns, first row within the block of queries) of this warpgroup's dquery blocks."""
@@ -190,15 +185,25 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                 dk_accs, dv_accs = accs[:parts], accs[parts:]
 
                 def step(i, carry):
-                    s, dbias = carry
+                    """i: number of the step, of a persistent CTA from its first tile on."""
+                    s, dbias, _ = carry
                     w = recomputed(wg)
                     row_group, my_half = (recomputed(0), w) if columns else (w, 0)
-                    nth = first + i
+                    nth = i if is_persistent else first + i
                     k_stage, v_stage = walks.stages_of(turn)
-                    slot = lax.rem(nth, jnp.int32(q_stages))
-                    do_slot = lax.rem(nth, jnp.int32(do_stages)) if do_stages > 1 else recomputed(0)
-                    # What segments and lists make it depend on is read again, not kept in registers.
-                    again = lambda: walk_over_queries(*block(recomputed(tile)))[1](i)
+                    slot = walks.slot_of(nth, q_stages)
+                    do_slot = walks.slot_of(nth, do_stages) if do_stages > 1 else recomputed(0)
+                    read = lambda: Step.read(steps_smem, slot)
+                    if is_persistent:
+                        i = read().index
+                        again = lambda: (read().head, read().q_block, read().is_partial != 0)
+                        entry = lambda: read().entry
+                        my_keys = lambda: read().kv_block * block_kv + 64 * recomputed(wg)
+                    else:
+                        # What segments and lists make it depend on is read again, not kept in registers.
+                        again = lambda: walk_over_queries(*block(recomputed(tile)))[1](i)
+                        entry = lambda: block(recomputed(tile))[0]
+                        my_keys = lambda: my_first_key
                     head, q_block, is_partial = again() if has_lists or is_persistent else place(i)
                     if has_segments:
                         is_partial = again()[2]
@@ -218,7 +223,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
                     of_step = Scores(
                         walks, given, bias, ids_smem.at[slot] if has_segments else None, predicate, may_end, tile, i,
-                        64 * row_group, my_keys, head, q_start, is_partial, words,
+                        64 * row_group, my_keys, entry, head, q_start, is_partial, words,
                     )  # fmt: skip
                     if mask_first:
                         s = of_step.masked(s)
@@ -303,10 +308,11 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         plgpu.barrier_arrive(bias.free)
                     if exchange:
                         plgpu.barrier_arrive(ds_ready.at[0])
-                    next_slot, next_k_stage = lax.rem(nth + 1, jnp.int32(q_stages)), k_stage
+                    next_slot, next_k_stage = walks.slot_of(nth + 1, q_stages), k_stage
                     wait_q = lambda: plgpu.barrier_wait(q_ready.at[next_slot])
+                    goes_on = None
                     if ahead:
-                        goes_on = i + 1 < step_count()
+                        goes_on = read().goes_on != 0 if is_persistent else i + 1 < step_count()
                         pl.when(goes_on)(wait_q)
                     if is_persistent:
                         next_k_stage = jnp.where(goes_on, k_stage, 1 - k_stage)
@@ -326,11 +332,10 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         dq_smem.at[w][...] = value
                         plgpu.commit_smem()
-                        entry = block(recomputed(tile))[0]
-                        if has_lists and cap:  # read again: a softcap leaves no registers to keep them
+                        if is_persistent or has_lists and cap:  # read again: there are no registers to keep them
                             rows, q_block, _ = again()
-                            q_start = q_block * block_q
-                        target = given["dquery"].at[entry, pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
+                            rows, q_start = dq_head_of(rows), q_block * block_q
+                        target = given["dquery"].at[entry(), pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
                         plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
 
                     def next_scores(s_acc):
@@ -372,27 +377,31 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         pl.run_scoped(functools.partial(more_dq, part=part), plgpu.ACC((64, 64)))
 
                     if ahead:
-                        return pl.run_scoped(next_scores, plgpu.ACC((64, block_q))), dbias
+                        s = pl.run_scoped(next_scores, plgpu.ACC((64, block_q)))
+                        return s, dbias, goes_on if is_persistent else None
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(q_free.at[slot])
-                    return None, dbias
+                    return None, dbias, None
 
                 s = first_s
                 if ahead and not is_persistent:
                     s = pl.run_scoped(first_scores, plgpu.ACC((64, block_q)))
                 dbias = plgpu.layout_cast(jnp.zeros((64, PART), jnp.float32), WGMMA) if bias_gradient else None
-                if has_lists or is_persistent:
-                    next_step = lambda carry: (carry[0] + 1, step(*carry))
-                    start = jnp.int32(0), (s, dbias)
-                    _, (s, dbias) = lax.while_loop(lambda carry: carry[0] < step_count(), next_step, start)
+                next_step = lambda carry: (carry[0] + 1, step(*carry))
+                nth = None
+                if is_persistent:
+                    start = first, (s, dbias, jnp.bool_(True))
+                    nth, (s, dbias, _) = lax.while_loop(lambda carry: carry[1][2], next_step, start)
+                elif has_lists:
+                    start = jnp.int32(0), (s, dbias, None)
+                    _, (s, dbias, _) = lax.while_loop(lambda carry: carry[0] < step_count(), next_step, start)
                 else:
-                    s, dbias = lax.fori_loop(0, steps, step, (s, dbias))
-                s = s if is_persistent else None
-                return *[[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)], dbias, s
+                    s, dbias, _ = lax.fori_loop(0, steps, step, (s, dbias, None))
+                return *[[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)], dbias, (nth, s)
 
             if ahead and not is_persistent:
                 plgpu.barrier_wait(q_ready.at[0])
-            dk, dv, dbias, s = pl.run_scoped(walk, *[plgpu.ACC((64, q_tiles.width))] * (2 * parts))
+            dk, dv, dbias, state = pl.run_scoped(walk, *[plgpu.ACC((64, q_tiles.width))] * (2 * parts))
             if last_read is not None:
                 plgpu.barrier_arrive(last_read.at[0])  # the other warpgroup may still read K, and with "columns" V
             w = recomputed(wg)
@@ -415,7 +424,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                 dq_smem.at[w], arrived_smem, all_read, tile, w, columns, row_group, half, my_chunks,
             ).finish(dk, dv)  # fmt: skip
             if is_persistent:
-                return handover.tile_smem[(turn + 1) & 1], (first + step_count(), s)
+                return handover.tile_smem[(turn + 1) & 1], state
 
         @pl.when(wg < COMPUTE_WGS)
         def _compute():
@@ -449,6 +458,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if walks.split.parts > 1 else None,
             plgpu.SMEM((COMPUTE_WGS, 64), jnp.float32) if bias_gradient else None,
             plgpu.SMEM((walks.k_stages,), jnp.int32) if is_persistent else None,
+            Step.scratch(q_stages) if is_persistent else None,
             collective_axes="wg",
         )
 

@@ -17,7 +17,7 @@ class Staged(NamedTuple):
     """Rows in device memory, [B, T, H, D], with a number for each, [B, H, T], and the stages for blocks of them.
 
     smem: of copies, [stages, halves, ...]. numbers_smem: [stages, block_q]. ids, ids_smem: of segments, where these are
-    loaded as well.
+    loaded as well. steps: of persistent CTAs, where their Step comes with them.
     """
 
     gmem: Any
@@ -29,6 +29,40 @@ class Staged(NamedTuple):
     stages: int
     ids: Any = None
     ids_smem: Any = None
+    steps: Any = None
+
+
+class Step(NamedTuple):
+    """What a compute warpgroup has to know of a step, int32.
+
+    Of a persistent CTA the memory warpgroup, which has worked it out, leaves it in shared memory with the step's
+    queries: to work it out again in each step takes a tenth of the step's instructions, to keep it spills.
+
+    index: within the tile. goes_on: whether the tile has another step.
+    """
+
+    entry: Any
+    head: Any
+    q_block: Any
+    kv_block: Any
+    index: Any
+    is_partial: Any
+    goes_on: Any
+
+    @staticmethod
+    def scratch(stages: int) -> Any:
+        """For pl.run_scoped."""
+        return plgpu.SMEM((stages, 8), jnp.int32)
+
+    @classmethod
+    def read(cls, smem: Any, slot: Any) -> "Step":
+        return cls(*(smem[slot, i] for i in range(len(cls._fields))))
+
+    def leave(self, smem: Any, slot: Any, ready: Any) -> None:
+        for i, number in enumerate(self):
+            smem[slot, i] = number.astype(jnp.int32)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(ready)
 
 
 class Handover(NamedTuple):
@@ -128,6 +162,13 @@ class Loads(NamedTuple):
                 head_, q_block_, _ = over_queries(b_, kv_head_, kv_index_)[1](recomputed(step))
                 return b_, head_, pl.ds(q_block_ * walks.block_q, walks.block_q)
 
+            def step_again() -> Step:
+                b_, kv_head_, kv_index_ = block(recomputed(tile))
+                steps_, place_ = over_queries(b_, kv_head_, kv_index_)
+                index = recomputed(step)
+                head_, q_block_, is_partial = place_(index)
+                return Step(b_, head_, q_block_, kv_index_, index, is_partial, index + 1 < steps_)
+
             def load_rows(staged: Staged):
                 slot = lax.rem(nth, jnp.int32(staged.stages))
                 b, head, rows = place_again()
@@ -144,6 +185,8 @@ class Loads(NamedTuple):
                 plgpu.copy_gmem_to_smem(staged.numbers.at[b, head, rows], staged.numbers_smem.at[slot], ready)
                 if staged.ids is not None:
                     plgpu.copy_gmem_to_smem(staged.ids.at[b, rows], staged.ids_smem.at[slot], ready)
+                if staged.steps is not None:
+                    step_again().leave(staged.steps, slot, ready)
 
             load_rows(self.queries)
             load_rows(self.dout)

@@ -18,8 +18,8 @@ class Scores(NamedTuple):
 
     given: the kernel's arrays in device memory, by name. bias: a dense Stage, or None. ids_smem: of the step's queries.
     predicate: whether a block may need it, may_end: whether one may reach past the keys. row: the first of the keys
-    within the tile, first_key(): within the sequence. head, q_start, is_partial: as the walk has them. words: of a
-    mask, where they were read early.
+    within the tile, first_key(): within the sequence. entry(): of the batch. head, q_start, is_partial: as the walk has
+    them. words: of a mask, where they were read early.
     """
 
     walks: Walks
@@ -32,18 +32,16 @@ class Scores(NamedTuple):
     step: Any
     row: Any
     first_key: Callable[[], Any]
+    entry: Callable[[], Any]
     head: Any
     q_start: Any
     is_partial: Any
     words: Any
 
-    def _batch_entry(self) -> Any:
-        return self.walks.block(self.given, recomputed(self.tile))[0]
-
     def _under_predicate(self, s: Any) -> Any:
         if self.given["lists"] is not None:
             return self.given["lists"].walk(recomputed(self.tile)).masked(s, self.step, self.row, by_word=False)
-        b, segments = self._batch_entry(), self.given["segments"]
+        b, segments = self.entry(), self.given["segments"]
         ids = None
         if segments is not None:
             ids = (
@@ -75,6 +73,6 @@ class Scores(NamedTuple):
 
     def modified(self, s: Any) -> Any:
         """The score_mod on a tile."""
-        entry, mod = self._batch_entry(), self.given["mod"]
+        entry, mod = self.entry(), self.given["mod"]
         numbers = mod.of_head(entry, self.head)
         return mod.on(s, numbers, entry, self.head, self.q_start, self.first_key(), transposed=True)

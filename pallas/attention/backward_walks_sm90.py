@@ -103,6 +103,12 @@ class Walks:
         stage = recomputed(turn) & 1
         return stage, stage if self.v_stages == 2 else recomputed(0)
 
+    def slot_of(self, nth: Any, stages: int) -> Any:
+        """Of a CTA's step number `nth`."""
+        if self.scheduler is not None and stages & (stages - 1) == 0:  # a bit, not a division with a sign
+            return nth & (stages - 1)
+        return lax.rem(nth, jnp.int32(stages))
+
     def shared(self, sums: int, head_dim: int, *, warpgroups: int) -> dict[str, Any]:
         """What CTAs share, in refs: so many sums of parts of a tile, or the tiles' counter."""
         fetches = self.scheduler is not None and self.scheduler.fetches
