@@ -205,7 +205,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         entry = lambda: block(recomputed(tile))[0]
                         my_keys = lambda: my_first_key
                     head, q_block, is_partial = again() if has_lists or is_persistent else place(i)
-                    if has_segments:
+                    if has_segments and not is_persistent:
                         is_partial = again()[2]
                     q_start = q_block * block_q
 
@@ -350,8 +350,6 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     def gradients(dq_acc):
                         chunk, row = dq_parts(w)[0]
                         for source in [w] if columns else range(COMPUTE_WGS):
-                            if is_persistent and has_segments:  # ids leave no registers for two descriptors
-                                source = recomputed(source)
                             keys = k_smem.at[k_stage, chunk, row_group if columns else source, 0]
                             plgpu.wgmma(dq_acc, ds_smem.at[source, row].T, keys)
                         add(dk_accs, ds16, q_smem.at[slot, my_half])
