@@ -14,6 +14,7 @@ float32 additions to device memory, which the L2 cache absorbs.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -136,8 +137,9 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         @pl.when(wg == COMPUTE_WGS)
         def _memory():
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            ids = (segments.q_ids, ids_smem) if has_segments else (None, None)
-            queries = Staged(q_gmem, lse_gmem, q_copied, lse_smem, q_ready, q_free, q_stages, *ids, steps_smem)
+            queries = Staged(q_gmem, lse_gmem, q_copied, lse_smem, q_ready, q_free, q_stages, steps=steps_smem)
+            if has_segments:
+                queries = queries._replace(ids=segments.q_ids, ids_smem=ids_smem)
             dout = Staged(do_gmem, delta_gmem, do_copied, delta_smem, do_ready, do_free, do_stages)
             Loads(
                 walks, given, cta, k_tiles, v_tiles, q_tiles, k_copied, v_copied, handover, queries, dout, bias, chunks,
@@ -310,7 +312,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         plgpu.barrier_arrive(ds_ready.at[0])
                     next_slot, next_k_stage = walks.slot_of(nth + 1, q_stages), k_stage
                     wait_q = lambda: plgpu.barrier_wait(q_ready.at[next_slot])
-                    goes_on = None
+                    goes_on: Any = None
                     if ahead:
                         goes_on = read().goes_on != 0 if is_persistent else i + 1 < step_count()
                         pl.when(goes_on)(wait_q)
@@ -332,7 +334,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         dq_smem.at[w][...] = value
                         plgpu.commit_smem()
-                        if is_persistent or has_lists and cap:  # read again: there are no registers to keep them
+                        if is_persistent or (has_lists and cap):  # read again: there are no registers to keep them
                             rows, q_block, _ = again()
                             rows, q_start = dq_head_of(rows), q_block * block_q
                         target = given["dquery"].at[entry(), pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
