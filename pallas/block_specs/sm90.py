@@ -22,7 +22,8 @@ CAUSAL_128 = Forward(2, 128, 2, early_q=True, dynamic=True, heads_together=16)
 LISTS_128 = Forward(2, 128, 2, dynamic=True, heads_together=4, measures_q=True)
 BACKWARD_CAUSAL_64 = Backward(128, heads_together=4, persistent=True, v_stages=2)
 BACKWARD_CAUSAL_128 = Backward(64, heads_together=4)
-BACKWARD_LISTS_128 = Backward(64, heads_together=4, early_dv=True, persistent=True)
+BACKWARD_LIMITED_64 = dataclasses.replace(BACKWARD_CAUSAL_64, heads_together=16)
+BACKWARD_LISTS_128 = Backward(64, heads_together=2, early_dv=True, persistent=True)
 BACKWARD_DENSE_64 = Backward(128, do_stages=1, heads_together=4)
 BACKWARD_DENSE_128 = Backward(64, do_stages=1, heads_together=4)
 WIDE = Forward(2, 64, 2, share_q_out=True)
@@ -40,9 +41,11 @@ BACKWARD_TRITON = AttentionBackwardTriton(64, 128, 128, 64, 8, 2)
 # 128, heads_together=16 gave 2 to 5 % forward; it, early_dv and leave_early together 2 to 4 % backward. early_q takes
 # 0.97 of the time where causal, 0.98 where full, 0.99 with a window or documents. At 64, two warpgroups with it take
 # 0.92 of three's time at 2048 causal keys, 0.95 at 4096 and 1.05 at 8192; with a window it and heads_together=16 take
-# 0.98, with documents 0.96.
+# 0.98, with documents 0.96. Backward at 64, persistent CTAs take 0.99 of the time where causal, 0.96 with a window and
+# 0.91 with documents, there with 16 heads together 0.99 and 0.98 of that; 1.01 where full. At 128 they take 0.95 with
+# documents, but 1.02 and 1.04 with a window, and 1.1 without.
 MOSAIC = (
-    Row("mosaic_gpu", 64, 16, SHORT_64, BACKWARD_CAUSAL_64, is_limited=True),
+    Row("mosaic_gpu", 64, 16, SHORT_64, BACKWARD_LIMITED_64, is_limited=True),
     Row("mosaic_gpu", 64, 16, Forward(3, 128, 3), Backward(128, rotate=5), is_causal=False),
     Row("mosaic_gpu", 64, 16, SHORT_64, BACKWARD_CAUSAL_64, is_causal=True, up_to=4096),
     Row("mosaic_gpu", 64, 16, CAUSAL_64, BACKWARD_CAUSAL_64, is_causal=True),
@@ -92,9 +95,10 @@ MOSAIC_DENSE = (
 
 # Masks as lists of live blocks: the blocks of windows, and as many heads together as the L2 cache has room for the keys
 # and values of. At (2, 8192, 16 x 128) heads_together of 1, 2, 4, 8 and 32 take 0.98, 0.98, 0.97, 1 and 1.11 of the
-# time forward at three tenths of the blocks, static tiles 1.06, blocks of 64 keys 1.07; of 1, 2, 4 and 16 backward
-# 1.02, 0.99, 1 and 1.05. measures_q takes 0.97 of the time at three tenths and 0.98 at a half, early_q 1.01 and 1.02;
-# backward rotate and early_dv 0.99 and 0.965, leave_early more. Other sizes are not measured.
+# time forward at three tenths of the blocks, static tiles 1.06, blocks of 64 keys 1.07; measures_q takes 0.97 at three
+# tenths and 0.98 at a half, early_q 1.01 and 1.02. Backward persistent CTAs take 0.94, 0.97 and 0.98 at 0.1, 0.3 and
+# 0.5 of the blocks, with 2 heads together 0.99 and 0.96 of that, with 8 1.09 and 1.02; without early_dv 1.01 to 1.04;
+# at head_dim 64 0.84, 0.91 and 0.93. Other sizes are not measured.
 MOSAIC_LISTS = (
     Row("mosaic_gpu", 64, 16, Forward(2, 128, 4, dynamic=True, heads_together=16), BACKWARD_CAUSAL_64, has_lists=True),
     Row("mosaic_gpu", 128, 16, LISTS_128, BACKWARD_LISTS_128, has_lists=True),
