@@ -44,8 +44,8 @@ INTERPRETED = {
     ),
     "rows_and_heads_of_other_numbers": (
         {"num_heads": 6, "kv_heads": 2, "length": 48, "head_dim": 64, "is_causal": True}
-        | {"segment_lengths": [48, 48, 16], "dilation_rates": [1, 2, 3]},
-        [[True, True, False]] * 2,
+        | {"segment_lengths": [16, 48, 48], "dilation_rates": [3, 1, 2]},
+        [[False, True, True]] * 2,
     ),
 }
 
