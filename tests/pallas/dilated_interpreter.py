@@ -36,6 +36,7 @@ def main(case: dict) -> dict:
         forward_sm90.BOUNDED_FROM = forward_sm90.BOUNDED_FROM_LIMITED = 0
     # By default one at which no launch is worth a copy.
     device = dataclasses.replace(device_info("h200"), memory_bandwidth=case.pop("bandwidth", 1))
+    device = dataclasses.replace(device, core_count=case.pop("cores", device.core_count))
     batch = case.pop("batch", 1)
     heads, kv_heads, length, head_dim = (case.pop(name) for name in ("num_heads", "kv_heads", "length", "head_dim"))
     random = np.random.default_rng(0)

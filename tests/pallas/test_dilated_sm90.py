@@ -42,6 +42,11 @@ INTERPRETED = {
         | {"segment_lengths": [8, 64, 64], "dilation_rates": [1, 8, 8], "heads": "groups", "bandwidth": 5e9},
         [[True, True, True], [True, False]],
     ),
+    "blocks_of_keys_one_after_another": (
+        {"num_heads": 4, "kv_heads": 2, "length": 32, "head_dim": 64, "is_causal": True, "cores": 1}
+        | {"segment_lengths": [32, 32], "dilation_rates": [1, 2]},
+        [[True, True]] * 2,
+    ),
     "rows_and_heads_of_other_numbers": (
         {"num_heads": 6, "kv_heads": 2, "length": 48, "head_dim": 64, "is_causal": True}
         | {"segment_lengths": [16, 48, 48], "dilation_rates": [3, 1, 2]},
