@@ -59,8 +59,9 @@ def test_merge(name):
     calls, heads, _, length = calls_of(name)
     results = random_results(calls, heads, "heads", 6)
     is_mean = name == "divides_nothing"
+    attentions = tuple((views, None) for views in calls)
     call = dilated_vjp.DilatedCall(
-        tuple((views, None) for views in calls), 3, is_mean, False, stop_gradient_weights=False, return_lse=True
+        attentions, attentions, 3, is_mean, False, stop_gradient_weights=False, return_lse=True
     )
     like = jax.ShapeDtypeStruct((2, length, heads, 6), jnp.float32)
 
