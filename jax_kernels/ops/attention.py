@@ -272,12 +272,8 @@ def _batched_together(calls: tuple[AttentionCall, ...]):
 
     @forward.def_vmap
     def _(size, batched, inputs):
-        whole = jax.tree.map(
-            lambda x, has_axis: x if has_axis else jnp.broadcast_to(x, (size, *x.shape)), inputs, batched[0]
-        )
-        outs = forward(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), whole))
-        outs = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), outs)
-        return outs, jax.tree.map(lambda _: True, outs)
+        outs = forward(jax.tree.map(functools.partial(_joined, size), inputs, batched[0]))
+        return jax.tree.map(functools.partial(_split, size), outs), jax.tree.map(lambda _: True, outs)
 
     return forward
 
@@ -317,6 +313,17 @@ def _backward(call, inputs, lse, delta, dout, *dquery):
     return AttentionGradients(**jax.vjp(forward, wanted)[1](dout)[0])
 
 
+def _joined(size, x, has_axis, length=None):
+    """The axis of a vmap, of so many, and a batch as one batch. length: the batch's, of which x may have 1."""
+    x = x if has_axis else x[None]
+    length = x.shape[1] if length is None else length
+    return jnp.broadcast_to(x, (size, length, *x.shape[2:])).reshape(size * length, *x.shape[2:])
+
+
+def _split(size, x):
+    return x.reshape(size, -1, *x.shape[1:])
+
+
 # The arrays whose batch may be 1 where query's is not.
 _SHARED = ("mask", "bias", "sinks")
 
@@ -337,10 +344,7 @@ def _batched(function, call):
             return _one_by_one(wrapped, batched, (inputs, *results))
 
         def join(x, has_axis):
-            if x is None:
-                return None
-            x = x if has_axis else x[None]
-            return jnp.broadcast_to(x, (size, length, *x.shape[2:])).reshape(size * length, *x.shape[2:])
+            return None if x is None else _joined(size, x, has_axis, length)
 
         bias, with_gradient = inputs.bias, function is _backward and call.options.bias_gradient
         # Each of the mapped calls has a gradient of its own, of a bias that its batch entries may share.
@@ -355,8 +359,7 @@ def _batched(function, call):
             return x if is_shared and not (name == "bias" and with_gradient) else join(x, has_axis)
 
         joined = AttentionInputs(*map(join_input, AttentionInputs._fields, inputs, batched[0]))
-        outs = wrapped(joined, *map(join, results, batched[1:]))
-        outs = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), outs)
+        outs = jax.tree.map(functools.partial(_split, size), wrapped(joined, *map(join, results, batched[1:])))
         if sum_bias:
             outs = outs._replace(bias=outs.bias.sum(axis=1, keepdims=True).astype(bias.dtype))
         return outs, jax.tree.map(lambda _: True, outs)

@@ -90,7 +90,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
     how = {"bias_gradient": bias_gradient, "interpret": interpret}
     walks = Walks.of(arrays, options, kv_length, block_kv, config, core_count, **how)
-    is_persistent = walks.scheduler is not None
+    is_persistent = walks.is_persistent
     arrays = arrays | walks.shared(2, head_dim, warpgroups=COMPUTE_WGS)
     has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
     has_words = has_lists and arrays["lists"].has_all_words

@@ -83,7 +83,7 @@ class Handover(NamedTuple):
     @staticmethod
     def barriers(walks: Walks, k_copies: int, v_copies: int, readers: int) -> dict[str, tuple[int, int]]:
         """As Barriers has them. k_copies, v_copies: how many a block takes. readers: compute warpgroups."""
-        if walks.scheduler is None:
+        if not walks.is_persistent:
             return {"k_ready": (1, k_copies + v_copies)}
         ready = {"k_ready": (walks.k_stages, k_copies + 1), "v_ready": (walks.v_stages, v_copies)}
         return ready | {"k_free": (1, readers), "v_free": (1, readers)}
@@ -123,7 +123,7 @@ class Loads(NamedTuple):
         kv_head = kv_head_of(kv_head)
         k_stage, v_stage = walks.stages_of(turn)
         k_ready = v_ready = handover.k_ready.at[k_stage]
-        if walks.scheduler is not None:
+        if walks.is_persistent:
             v_ready = handover.v_ready.at[v_stage]
         for r in range(self.row_groups):
             rows = pl.ds(kv_index * walks.block_kv + 64 * r, 64)
@@ -139,7 +139,7 @@ class Loads(NamedTuple):
         walks, given, width, handover = self.walks, self.given, self.width, self.handover
         block, over_queries = functools.partial(walks.block, given), functools.partial(walks.over_queries, given, tile)
         q_head_of, _ = views_sm90.head_maps(walks.options)
-        q_tiles, bias, is_persistent = self.q_tiles, self.bias, walks.scheduler is not None
+        q_tiles, bias, is_persistent = self.q_tiles, self.bias, walks.is_persistent
         late_values = is_persistent and walks.v_stages == 1
         if is_persistent:
             pl.when(turn > 0)(lambda: plgpu.barrier_wait(handover.k_free.at[recomputed(0)]))
@@ -211,7 +211,8 @@ class Loads(NamedTuple):
         lax.fori_loop(0, recomputed(steps), load, None)
         if not is_persistent:
             return tile, first
-        following = walks.following(given, tile, handover.tile_smem, (turn + 1) & 1)
+        stage = pl.ds((turn + 1) & 1, 1)
+        following = walks.scheduler.leave_following(given["counter"], tile, handover.tile_smem.at[stage])
 
         @pl.when(following >= walks.scheduler.count)
         def _end():

@@ -9,15 +9,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.pallas.attention import tiles, views_sm90
-from jax_kernels.pallas.attention.hopper import as_int32, count_up, has_odd_length, recomputed
+from jax_kernels.pallas.attention.hopper import as_int32, has_odd_length, recomputed
 from jax_kernels.pallas.attention.split_tail import SplitTail
 from jax_kernels.pallas.attention.tile_scheduler import Shape, TileScheduler
 
@@ -29,9 +27,10 @@ HEADS_TOGETHER_UP_TO = 8192
 class Walks:
     """A kernel's work, as it is known when tracing. given, below: its arrays in device memory, by name.
 
-    group: query heads of a kv head; the walk goes over all of them. together: kv heads that run together. visits_all:
-    whether every block of keys meets every block of queries, as far as causality, a window and segments say.
-    scheduler: a TileScheduler of persistent CTAs; None where each has a tile, or a part of one. v_stages: for values.
+    group: query heads of a kv head; the walk goes over all of them. visits_all: whether every block of keys meets every
+    block of queries, as far as causality, a window and segments say. scheduler: of tiles that are blocks of keys of kv
+    heads. is_persistent: whether a CTA takes one after another; else each has one, or a part of one. v_stages: for
+    values.
     """
 
     options: AttentionOptions
@@ -41,11 +40,11 @@ class Walks:
     block_kv: int
     kv_heads: int
     group: int
-    together: int
     rotate: int
     visits_all: bool
     split: SplitTail
-    scheduler: Any
+    scheduler: TileScheduler
+    is_persistent: bool
     v_stages: int
 
     @classmethod
@@ -69,77 +68,63 @@ class Walks:
         longer = max(1, q_length // HEADS_TOGETHER_UP_TO)
         together = math.gcd(max(1, config.heads_together // longer) * group, batch * kv_heads)
         visits_all = not (options.is_causal or options.window is not None or arrays["segments"] is not None)
-        count = batch * kv_heads * pl.cdiv(kv_length, block_kv)
-        split = SplitTail.none(count)
+        shape = Shape.of(batch, kv_heads, kv_length, block_kv)
+        scheduler = TileScheduler((shape,), False, together, not interpret, core_count)
+        split = SplitTail.none(shape.tiles)
         # Only dquery that is added in order of arrival may be; so may dkey and dvalue then.
         may_split = visits_all and not bias_gradient
         if may_split and all(arrays[name] is None for name in ("lists", "bounds")) and arrays["dquery"] is not None:
-            split = SplitTail.of(count, pl.cdiv(q_length, config.block_q) * group, core_count)
-        scheduler, v_stages = None, 1
+            split = SplitTail.of(shape.tiles, pl.cdiv(q_length, config.block_q) * group, core_count)
         # Two stages of keys have no room at head_dim 256 (blocks of 64). Sums of a bias, a softcap and a score_mod
         # leave no registers to spare, nor do copies of any rows at 128.
         any_rows = arrays["query"].shape[-1] > 64 and has_odd_length(arrays["query"], arrays["key"])
         has_extra = bias_gradient or any_rows or options.softcap is not None or arrays["mod"] is not None
         can_persist = block_kv > 64 and split.parts == 1 and not has_extra
-        if config.persistent and can_persist and count > core_count:
-            v_stages = config.v_stages
-            tiles_of = Shape(batch, kv_heads, pl.cdiv(kv_length, block_kv))
-            scheduler = TileScheduler((tiles_of,), options.is_causal, together, not interpret, core_count)
+        is_persistent = config.persistent and can_persist and shape.tiles > core_count
+        v_stages = config.v_stages if is_persistent else 1
         sizes = q_length, kv_length, config.block_q, block_kv
-        return cls(options, *sizes, kv_heads, group, together, config.rotate, visits_all, split, scheduler, v_stages)
+        of_ctas = split, scheduler, is_persistent, v_stages
+        return cls(options, *sizes, kv_heads, group, config.rotate, visits_all, *of_ctas)
 
     @property
     def ctas(self) -> int:
-        return self.split.ctas if self.scheduler is None else self.scheduler.ctas
+        return self.scheduler.ctas if self.is_persistent else self.split.ctas
 
     @property
     def k_stages(self) -> int:
-        return 1 if self.scheduler is None else 2
+        return 2 if self.is_persistent else 1
 
     def stages_of(self, turn: Any) -> tuple[Any, Any]:
         """(that of the keys, that of the values) of a CTA's tile number `turn`."""
-        if self.scheduler is None:
+        if not self.is_persistent:
             return 0, 0
         stage = recomputed(turn) & 1
         return stage, stage if self.v_stages == 2 else recomputed(0)
 
     def slot_of(self, nth: Any, stages: int) -> Any:
         """Of a CTA's step number `nth`."""
-        if self.scheduler is not None and stages & (stages - 1) == 0:  # a bit, not a division with a sign
+        if self.is_persistent and stages & (stages - 1) == 0:  # a bit, not a division with a sign
             return nth & (stages - 1)
         return lax.rem(nth, jnp.int32(stages))
 
     def shared(self, sums: int, head_dim: int, *, warpgroups: int) -> dict[str, Any]:
         """What CTAs share, in refs: so many sums of parts of a tile, or the tiles' counter."""
-        fetches = self.scheduler is not None and self.scheduler.fetches
-        counter = jax.new_ref(jnp.zeros((1,), jnp.int32)) if fetches else None
+        counter = self.scheduler.counter() if self.is_persistent else None
         return {"counter": counter} | self.split.shared(sums, self.block_kv, head_dim, warpgroups=warpgroups)
-
-    def following(self, given, tile: Any, smem: Any, stage: Any) -> Any:
-        """The tile after `tile`, for one warpgroup, which leaves it in shared memory."""
-        if self.scheduler.fetches:
-            count_up(given["counter"], smem.at[pl.ds(stage, 1)], self.scheduler.ctas)
-        else:
-            smem[stage] = tile + self.scheduler.ctas
-        plgpu.commit_smem()
-        return smem[stage]
 
     def for_each(self, cta: Any, run: Callable, state: Any = 0) -> None:
         """TileScheduler.for_each, or its only call of `run` where the CTA has one tile."""
-        if self.scheduler is None:
-            run(cta, 0, state)
-        else:
+        if self.is_persistent:
             self.scheduler.for_each(recomputed(cta), run, state)
+        else:
+            run(cta, 0, state)
 
     def block(self, given, cta: Any) -> tuple[Any, Any, Any]:
         """(batch entry, kv head, block of keys) of a CTA. Heads that run together alternate."""
         if given["lists"] is not None:
             walk = given["lists"].walk(cta)
             return walk.b, walk.head, walk.block
-        tile, per_round = self.split.tile(cta), pl.cdiv(self.kv_length, self.block_kv) * self.together
-        round_, within = lax.div(tile, per_round), lax.rem(tile, per_round)
-        batch_head = round_ * self.together + lax.rem(within, self.together)
-        return lax.div(batch_head, self.kv_heads), lax.rem(batch_head, self.kv_heads), lax.div(within, self.together)
+        return self.scheduler.place(self.split.tile(cta))
 
     def limits(self, given, b: Any) -> tiles.Limits:
         """Of a batch entry."""

@@ -90,7 +90,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factor
     query, key = pad_for_tma(inputs.query), pad_for_tma(inputs.key)
     value = fp8_values_triton.transposed(inputs.value, inputs.kv_lengths, interpret=interpret)
     scheduler = TileScheduler(
-        shapes=(Shape(query.shape[0], query.shape[2], pl.cdiv(q_length, config.block_q)),),
+        shapes=(Shape.of(query.shape[0], query.shape[2], q_length, config.block_q),),
         is_causal=options.is_causal,
         heads_together=config.heads_together,
         dynamic=config.dynamic and not interpret,
@@ -102,7 +102,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factor
         "query": query,
         "key": key,
         "value": value,
-        "counter": jax.new_ref(jnp.zeros((1,), jnp.int32)) if scheduler.fetches else None,
+        "counter": scheduler.counter(),
     }
     leaves, tree = jax.tree.flatten(arrays)
     kernel = _kernel(arrays, tree, scheduler, options, Call.of(inputs, options), config=config, interpret=interpret)
@@ -268,7 +268,7 @@ def _kernel(arrays, tree, scheduler, options, call, *, config, interpret):
         "attention_forward_fp8_sm90",
         out_type=(
             jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), jnp.bfloat16),
-            jax.ShapeDtypeStruct((batch, heads, scheduler.shapes[0].q_blocks * block_q), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, scheduler.shapes[0].blocks * block_q), jnp.float32),
         ),
         ctas=scheduler.ctas,
         warpgroups=compute_wgs + 1,

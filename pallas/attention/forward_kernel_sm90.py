@@ -326,7 +326,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
 
     shape = jax.ShapeDtypeStruct
     outs = [shape((*x.shape[:2], call.heads, v_head_dim), out_dtype) for x, call in zip(queries, calls, strict=True)]
-    lses = [shape((of.batch, of.heads, of.q_blocks * block_q), jnp.float32) for of in scheduler.shapes]
+    lses = [shape((of.batch, of.heads, of.blocks * block_q), jnp.float32) for of in scheduler.shapes]
     return launch(
         entry,
         "attention_forward_sm90",

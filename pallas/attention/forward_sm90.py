@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import (
@@ -97,7 +96,7 @@ def attention_forward_together(inputs, options, *, out_dtype, config, core_count
 
     def is_small(i: int) -> bool:
         looks = config.bounded and _look_pays(keys[i], BOUNDED_FROM, inputs[i].query, calls[i].heads)
-        return not looks and _shape(calls[i], config).tiles <= TOGETHER_UP_TO * core_count
+        return not looks and _shape_of(calls[i], config).tiles <= TOGETHER_UP_TO * core_count
 
     # The longest walks first, as within a call.
     together = sorted(filter(is_small, range(len(calls))), key=lambda i: -keys[i])
@@ -120,14 +119,14 @@ def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
 def _launch(padded, calls, arrays, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
     """(out, lse) of each call. padded: (query, key, value) of each. arrays: what else the kernel is given."""
     scheduler = TileScheduler(
-        shapes=tuple(_shape(call, config) for call in calls),
+        shapes=tuple(_shape_of(call, config) for call in calls),
         is_causal=options.is_causal,
         heads_together=config.heads_together,
         dynamic=config.dynamic and not interpret,
         core_count=core_count,
     )
     arrays |= {name: [of[i] for of in padded] for i, name in enumerate(("query", "key", "value"))}
-    arrays["counter"] = jax.new_ref(jnp.zeros((1,), jnp.int32)) if scheduler.fetches else None
+    arrays["counter"] = scheduler.counter()
     leaves, tree = jax.tree.flatten(arrays)
     kernel = forward_kernel_sm90.kernel_of(
         arrays, tree, scheduler, options, tuple(calls), out_dtype=out_dtype, config=config, interpret=interpret
@@ -138,8 +137,8 @@ def _launch(padded, calls, arrays, options, *, out_dtype, config, core_count, in
     return [(out[:, : call.q_length], lse[..., : call.q_length]) for out, lse, call in of_calls]
 
 
-def _shape(call: views_sm90.Call, config) -> Shape:
-    return Shape(call.batch, call.heads, pl.cdiv(call.q_length, config.block_q))
+def _shape_of(call: views_sm90.Call, config) -> Shape:
+    return Shape.of(call.batch, call.heads, call.q_length, config.block_q)
 
 
 def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> bool:

@@ -1,4 +1,4 @@
-"""Which tiles a persistent CTA takes, in which order. A tile of the forward: a (batch entry, head, block of queries).
+"""Which tiles a persistent CTA takes, in which order. A tile: a (batch entry, head, block of its rows).
 
 A launch may serve several calls, whose tiles follow upon one another.
 
@@ -30,20 +30,27 @@ class Fetched(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a call's tiles."""
+    """Of a call's tiles. blocks: of a head's rows, which are queries or keys."""
 
     batch: int
     heads: int
-    q_blocks: int
+    blocks: int
+
+    @classmethod
+    def of(cls, batch: int, heads: int, length: int, block: int) -> "Shape":
+        return cls(batch, heads, pl.cdiv(length, block))
 
     @property
     def tiles(self) -> int:
-        return self.q_blocks * self.batch * self.heads
+        return self.blocks * self.batch * self.heads
 
 
 @dataclasses.dataclass(frozen=True)
 class TileScheduler:
-    """shapes: of each call. heads_together: as in AttentionForwardSm90. core_count: CTAs that run at a time."""
+    """shapes: of each call. heads_together: as in AttentionForwardSm90. core_count: CTAs that run at a time.
+
+    is_causal: of queries, whose last blocks are the longest walks.
+    """
 
     shapes: tuple[Shape, ...]
     is_causal: bool
@@ -64,6 +71,10 @@ class TileScheduler:
         """Whether there is a counter: CTAs that have a tile each need none."""
         return self.dynamic and self.count > self.core_count
 
+    def counter(self) -> Any:
+        """A new one, for a launch; None where nothing is fetched."""
+        return jax.new_ref(jnp.zeros((1,), jnp.int32)) if self.fetches else None
+
     def scratch(self, warpgroups: int) -> Fetched:
         """What Fetched holds, for pl.run_scoped; Nones where nothing is fetched."""
         if not self.fetches:
@@ -82,20 +93,20 @@ class TileScheduler:
         return sum((index >= end).astype(jnp.int32) for end in self._ends[:-1])
 
     def place(self, index, call: int = 0):
-        """(batch entry, head, block of queries) of tile number `index`, which is of this call."""
+        """(batch entry, head, block) of tile number `index`, which is of this call."""
         shape = self.shapes[call]
         index = index - self._ends[call - 1] if call else index
         # Of views, heads of one batch entry at a time, which stand side by side in memory: four groups of 8192 tokens
         # take 0.066 ms so, with heads of several entries 0.0705.
         alternating = shape.heads if len(self.shapes) > 1 else shape.batch * shape.heads
         together = math.gcd(self.heads_together, alternating)
-        round_, within = lax.div(index, shape.q_blocks * together), lax.rem(index, shape.q_blocks * together)
+        round_, within = lax.div(index, shape.blocks * together), lax.rem(index, shape.blocks * together)
         batch_head = round_ * together + lax.rem(within, together)
         b, h = lax.div(batch_head, shape.heads), lax.rem(batch_head, shape.heads)
-        q_index = lax.div(within, together)
+        block = lax.div(within, together)
         if self.is_causal:  # the longest first: the last ones to start are short
-            q_index = shape.q_blocks - 1 - q_index
-        return b, h, q_index
+            block = shape.blocks - 1 - block
+        return b, h, block
 
     def fetch(self, counter, fetched: Fetched, turn) -> None:
         """For one warpgroup, during the CTA's tile number `turn`: has the one after it fetched."""
@@ -119,6 +130,15 @@ class TileScheduler:
         following = fetched.smem[slot]
         plgpu.barrier_arrive(fetched.free.at[slot])
         return following
+
+    def leave_following(self, counter, index, smem) -> Any:
+        """The tile after `index`, for one warpgroup, which leaves it in shared memory, [1], for the others."""
+        if self.fetches:
+            count_up(counter, smem, self.ctas)
+        else:
+            smem[0] = index + self.ctas
+        plgpu.commit_smem()
+        return smem[0]
 
     def for_each(self, first, run, state=0) -> None:
         """run(index, turn, state) -> (following tile, state) for the CTA's tiles, of which it has the first one.

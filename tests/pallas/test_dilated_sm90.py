@@ -48,7 +48,7 @@ INTERPRETED = {
         [[True, True]] * 2,
     ),
     "rows_and_heads_of_other_numbers": (
-        {"num_heads": 6, "kv_heads": 2, "length": 48, "head_dim": 64, "is_causal": True}
+        {"num_heads": 6, "kv_heads": 2, "length": 48, "head_dim": 64}
         | {"segment_lengths": [16, 48, 48], "dilation_rates": [3, 1, 2]},
         [[False, True, True]] * 2,
     ),
