@@ -89,6 +89,7 @@ def _row(name: str, request: AttentionRequest):
         bits=request.bits,
         is_causal=request.is_causal,
         is_limited=request.window is not None or request.has_segment_ids,
+        has_segments=request.has_segment_ids,
         dense_bits=request.dense_bits,
         has_lists=request.has_mask_object and request.bias_shape is None,
         kv_length=request.kv_length,

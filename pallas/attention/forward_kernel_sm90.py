@@ -51,7 +51,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
     def body(refs, scratch):
         given, outs_gmem, lses_gmem = refs
         of_call = functools.partial(views_sm90.of_call, count=len(calls))
-        q_smem, out_smem, k_smem, v_smem, lse_smem, q_ready, ring, bias, fetched = scratch
+        q_smem, out_smem, k_smem, v_smem, lse_smem, q_ids_smem, kv_ids_smem, q_ready, ring, bias, fetched = scratch
         (q_smem, q_copied), (k_smem, k_copied) = qk_tiles.views(q_smem), qk_tiles.views(k_smem)
         v_smem, v_copied = v_tiles.views(v_smem)
         if share_q_out or early_q:
@@ -78,7 +78,13 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                     )
 
                 keys, values = given["key"], given["value"]
-                load_k = lambda step, slot: load(step, slot, keys, k_copied, qk_tiles, ring.k_ready, ring.k_free)
+
+                def load_k(step, slot):
+                    load(step, slot, keys, k_copied, qk_tiles, ring.k_ready, ring.k_free)
+                    if has_segments:
+                        ids = given["segments"].kv_ids.at[here.b, pl.ds(blocks.at(step) * block_kv, block_kv)]
+                        plgpu.copy_gmem_to_smem(ids, kv_ids_smem.at[slot], ring.k_ready.at[slot])
+
                 load_v = lambda step, slot: load(step, slot, values, v_copied, v_tiles, ring.v_ready, ring.v_free)
 
                 def load_bias(step):  # behind the values: it waits for the last step's scores
@@ -107,6 +113,9 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                     qk_tiles.load(given["query"][i].at[here.b, rows, here.q_head], copied, q_ready.at[w])
 
                 of_call(here.call, run=load)
+                if has_segments:
+                    ids = given["segments"].q_ids.at[here.b, rows]
+                    plgpu.copy_gmem_to_smem(ids, q_ids_smem.at[place(turn)], q_ready.at[w])
 
             def load_next_q(following, turn):
                 @pl.when(following < scheduler.count)
@@ -147,13 +156,27 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                     """Of a mask's words, what `masked` takes: read while the products run."""
                     return blocks.words(blocks.head, blocks.at(step), w * 64, 64) if walk.has_words else None
 
-                def masked(s, blocks, step, words):
+                def masked(s, step, words, slot):
                     if walk.has_words:
                         return mask_bits_sm90.kept(s, words, by_word=True)
-                    return walk.masked(s, index, step, w)
+                    ids = None
+                    if has_segments:
+                        load = functools.partial(plgpu.load, optimized=False)
+                        columns = load(kv_ids_smem.at[slot], layout=hopper.COLUMN)
+                        ids = load(q_ids_smem.at[place(turn)], layout=hopper.ROW), columns
+                    s = walk.masked(s, index, step, w, ids)
+                    if has_segments:
+                        s = lax.optimization_barrier(s)
+                        plgpu.commit_smem()  # behind what was read, which the next copies overwrite
+                    return s
 
-                def of_predicate(s, blocks, step, words):
-                    return lax.cond(blocks.is_partial(step), lambda s: masked(s, blocks, step, words), lambda s: s, s)
+                def of_predicate(s, blocks, step, words, slot):
+                    return lax.cond(blocks.is_partial(step), lambda s: masked(s, step, words, slot), lambda s: s, s)
+
+                def free_keys(slot, *, behind_ids):
+                    """Their segments' ids are read after the products."""
+                    if behind_ids == has_segments:
+                        plgpu.barrier_arrive(ring.k_free.at[slot])
 
                 plgpu.barrier_wait(q_ready.at[w])
                 q_smem_wg = q_smem.at[place(turn)]
@@ -181,10 +204,11 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                     walk.pass_turn(w)
                     words = mask_words(blocks, jnp.int32(0))
                     s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
-                    plgpu.barrier_arrive(ring.k_free.at[slot])
+                    free_keys(slot, behind_ids=False)
                     s = modified(capped(lax.optimization_barrier(s)), jnp.int32(0))
                     if walk.predicate:
-                        s = of_predicate(s, blocks, jnp.int32(0), words)
+                        s = of_predicate(s, blocks, jnp.int32(0), words, slot)
+                    free_keys(slot, behind_ids=True)
                     highest, total = softmax.start(64)
                     p, highest, total, _ = softmax.step(s, highest, total, scale)
                     # Whether no later score of the warp's rows can be far above what the first block has.
@@ -237,14 +261,15 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                         walk.pass_turn(w)
                         words = mask_words(blocks, j)
                         s = plgpu.wgmma_accumulator_load(s_ref, wait_n=v_tiles.count)
-                        plgpu.barrier_arrive(ring.k_free.at[slot])
+                        free_keys(slot, behind_ids=False)
                         s = lax.optimization_barrier(s)
                         if not has_small:
                             s = modified(capped(s), j)
                         if walk.predicate and not walk.only_first:  # one loop with a branch: two loops were slower
                             # With segments, what it depends on is read again, not kept in registers.
                             again = tile(lax.optimization_barrier(index)).blocks if has_segments else blocks
-                            s = of_predicate(s, again, j, words)
+                            s = of_predicate(s, again, j, words, slot)
+                        free_keys(slot, behind_ids=True)
                         if has_small:
                             results = of_small(s, highest, total, j)
                         else:
@@ -317,8 +342,10 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
             qk_tiles.scratch(stages, block_kv, dtype=dtype),
             v_tiles.scratch(stages, block_kv, dtype=dtype),
             plgpu.SMEM((compute_wgs, 64), jnp.float32),
-            plgpu.Barrier(num_arrivals=qk_tiles.copies(64), num_barriers=compute_wgs),
-            Ring.scratch(stages, compute_wgs, qk_tiles.copies(block_kv), v_tiles.copies(block_kv)),
+            plgpu.SMEM(((1 + early_q) * compute_wgs, 64), jnp.int32) if has_segments else None,
+            plgpu.SMEM((stages, block_kv), jnp.int32) if has_segments else None,
+            plgpu.Barrier(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),
+            Ring.scratch(stages, compute_wgs, qk_tiles.copies(block_kv) + has_segments, v_tiles.copies(block_kv)),
             dense.stage(block_q, block_kv, block_kv, compute_wgs),
             scheduler.scratch(compute_wgs + 1),
             collective_axes="wg",

@@ -33,7 +33,7 @@ from jax_kernels.pallas.attention.tile_scheduler import Shape, TileScheduler
 # the walk. At 2048 it gains 2 %, at 1024 (causal, 2048 long) it loses 10.
 BOUNDED_FROM = 2048
 # The same with a window or segments, of which the latter's keys are not known: at 2048 keys of a window it loses 4 %,
-# with 8 causal documents in 8192 tokens 15.
+# with 8 causal documents in 8192 tokens 15, and 3 where it is a look at keys alone.
 BOUNDED_FROM_LIMITED = 8192
 # And of a mask's lists: of 8192 keys, the look costs 28 % of a call at a tenth of the blocks, 5 at three tenths, and
 # gains 7 at a half.
@@ -64,7 +64,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     bounded_from = BOUNDED_FROM_LISTS if lists is not None else BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM
     # A score_mod's bound, and whether its scores are small, are of a head as a whole.
     measures_q = config.measures_q and mod is None and not options.softcap
-    of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q else 1
+    of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
     if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and dense is None:
         named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
         largest, small = _bounds(query, key, mod, options, **named)

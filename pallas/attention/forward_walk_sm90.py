@@ -217,16 +217,18 @@ class Walk:
             blocks = tile.limits.key_blocks(q_start, 64, self.config.block_kv).at_least_one()
         return tile._replace(q_start=q_start, blocks=blocks)
 
-    def masked(self, scores: Any, index: Any, step: Any, w: int) -> Any:
-        """A warpgroup's scores in a step of a tile, -inf where the predicate is False."""
+    def masked(self, scores: Any, index: Any, step: Any, w: int, ids: Any = None) -> Any:
+        """A warpgroup's scores in a step of a tile, -inf where the predicate is False.
+
+        ids: those of the segments, of rows and columns; else they are read from device memory.
+        """
         tile = self.tile(lax.optimization_barrier(index))
         if self.has("lists"):
             return tile.blocks.masked(scores, step, w * 64, by_word=True)
         tile = self.own(tile, w)
         block_kv, limits = self.config.block_kv, tile.limits
         kv_start = tile.blocks.at(step) * block_kv
-        ids = None
-        if self.has("segments"):
+        if ids is None and self.has("segments"):
             ids = self.given["segments"].load(tile.b, tile.q_start, 64, kv_start, block_kv)
         keep = limits.keep(
             scores.shape, kv_start, tile.q_start, layout=WGMMA, kv_axis=1, may_end=self.may_end, ids=ids

@@ -28,6 +28,7 @@ def attention_row(
     bits: int,
     is_causal: bool,
     is_limited: bool = False,
+    has_segments: bool = False,
     dense_bits: int = 0,
     has_lists: bool = False,
     kv_length: int = 1 << 31,
@@ -44,6 +45,7 @@ def attention_row(
             and bits == row.bits
             and row.is_causal in (None, is_causal)
             and row.is_limited in (None, is_limited)
+            and row.has_segments in (None, has_segments)
             and row.has_lists == has_lists
             and (row.dense_bits is None or 0 < dense_bits <= row.dense_bits)
             and (row.up_to is None or kv_length <= row.up_to)

@@ -15,14 +15,19 @@ from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 
 ATTENTION_ORDER = ("mosaic_gpu", "cudnn", "triton", "xla")
 
-SHORT_64 = Forward(2, 128, 4, early_q=True, dynamic=True, heads_together=16)
+SHORT_64 = Forward(2, 128, 4, early_q=True, dynamic=True, heads_together=32)
+LIMITED_64 = dataclasses.replace(SHORT_64, heads_together=16)
+SEGMENTS_64 = dataclasses.replace(SHORT_64, measures_q=True)
 CAUSAL_64 = Forward(3, 128, 3, dynamic=True, heads_together=16)
 FULL_128 = Forward(2, 128, 2, early_q=True)
-CAUSAL_128 = Forward(2, 128, 2, early_q=True, dynamic=True, heads_together=16)
+CAUSAL_128 = Forward(2, 128, 2, early_q=True, dynamic=True, heads_together=32)
+LIMITED_128 = dataclasses.replace(CAUSAL_128, heads_together=16)
+SEGMENTS_128 = dataclasses.replace(CAUSAL_128, measures_q=True)
 LISTS_128 = Forward(2, 128, 2, dynamic=True, heads_together=4, measures_q=True)
 BACKWARD_CAUSAL_64 = Backward(128, heads_together=4, persistent=True, v_stages=2)
 BACKWARD_CAUSAL_128 = Backward(64, heads_together=4)
 BACKWARD_LIMITED_64 = dataclasses.replace(BACKWARD_CAUSAL_64, heads_together=16)
+BACKWARD_SEGMENTS_128 = Backward(64, heads_together=16, early_dv=True, persistent=True)
 BACKWARD_LISTS_128 = Backward(64, heads_together=2, early_dv=True, persistent=True)
 BACKWARD_DENSE_64 = Backward(128, do_stages=1, heads_together=4)
 BACKWARD_DENSE_128 = Backward(64, do_stages=1, heads_together=4)
@@ -36,24 +41,29 @@ BACKWARD_TRITON = AttentionBackwardTriton(64, 128, 128, 64, 8, 2)
 # three warpgroups are 1.2 times two at head_dim 64, but with a window or segments they spill. With a score_mod they
 # spill, too, and are faster yet: causal ALiBi takes 1.17 times the plain kernel's time, of two warpgroups 1.28.
 # heads_together together with dynamic: causal 128 1.13 at 1, 1.31 at 8; causal 256 1.06 at 1, 1.28 at 8; causal 64 a
-# percent from 4 to 16. Backward: rotate=5 gave 4 % over 0 where not causal, heads_together=4 2 % where causal; at 256
-# early_dv, late_do and leave_early together 4 %, but at 64 early_dv costs 5 %. With a window of 1024 or 8 documents at
-# 128, heads_together=16 gave 2 to 5 % forward; it, early_dv and leave_early together 2 to 4 % backward. early_q takes
-# 0.97 of the time where causal, 0.98 where full, 0.99 with a window or documents. At 64, two warpgroups with it take
-# 0.92 of three's time at 2048 causal keys, 0.95 at 4096 and 1.05 at 8192; with a window it and heads_together=16 take
-# 0.98, with documents 0.96. Backward at 64, persistent CTAs take 0.99 of the time where causal, 0.96 with a window and
-# 0.91 with documents, there with 16 heads together 0.99 and 0.98 of that; 1.01 where full. At 128 they take 0.95 with
-# documents, but 1.02 and 1.04 with a window, and 1.1 without.
+# percent from 4 to 16; of 32, 48 and 64 the times over 16 are 0.93, 0.97 and 0.98 at 8 x 2048 x 16 x 128, 0.97 and (64)
+# 1.05 at 8192, 0.96 and (64) 0.985 at 4 x 4096 x 32 x 64; with a window 32 takes 1.03 and 1.01, with 8 documents 0.96
+# and 0.98 where causal or not, and measures_q 0.975 more where not (causal, no bound pays). Backward: rotate=5 gave 4 %
+# over 0 where not causal, heads_together=4 2 % where causal; at 256 early_dv, late_do and leave_early together 4 %, but
+# at 64 early_dv costs 5 %. With a window of 1024 at 128, heads_together=16 gave 2 to 5 % forward; it, early_dv and
+# leave_early together 2 to 4 % backward. early_q takes 0.97 of the time where causal, 0.98 where full, 0.99 with a
+# window or documents. At 64, two warpgroups with it take 0.92 of three's time at 2048 causal keys, 0.95 at 4096, 1.05
+# at 8192. Backward at 64, persistent CTAs take 0.99 of the time where causal, 0.96 with a window and 0.91 with
+# documents, there with 16 heads together 0.99 and 0.98 of that; 1.01 where full. At 128 they take 0.95 with causal
+# documents (2, 4, 8 and 32 heads together 0.98, 0.95, 0.96, 0.96), 1.00 with documents alone, but 1.02 and 1.04 with a
+# window, and 1.1 without.
 MOSAIC = (
-    Row("mosaic_gpu", 64, 16, SHORT_64, BACKWARD_LIMITED_64, is_limited=True),
+    Row("mosaic_gpu", 64, 16, SEGMENTS_64, BACKWARD_LIMITED_64, has_segments=True),
+    Row("mosaic_gpu", 64, 16, LIMITED_64, BACKWARD_LIMITED_64, is_limited=True),
     Row("mosaic_gpu", 64, 16, Forward(3, 128, 3), Backward(128, rotate=5), is_causal=False),
     Row("mosaic_gpu", 64, 16, SHORT_64, BACKWARD_CAUSAL_64, is_causal=True, up_to=4096),
     Row("mosaic_gpu", 64, 16, CAUSAL_64, BACKWARD_CAUSAL_64, is_causal=True),
+    Row("mosaic_gpu", 128, 16, SEGMENTS_128, BACKWARD_SEGMENTS_128, has_segments=True),
     Row(
         "mosaic_gpu",
         128,
         16,
-        CAUSAL_128,
+        LIMITED_128,
         Backward(64, heads_together=16, early_dv=True, leave_early=True),
         is_limited=True,
     ),
@@ -70,7 +80,7 @@ MOSAIC = (
 # cuDNN, forward and backward.
 MOSAIC_DENSE = (
     Row("mosaic_gpu", 64, 16, CAUSAL_64, BACKWARD_CAUSAL_64, is_limited=False, dense_bits=1),
-    Row("mosaic_gpu", 128, 16, CAUSAL_128, BACKWARD_CAUSAL_128, is_limited=False, dense_bits=1),
+    Row("mosaic_gpu", 128, 16, LIMITED_128, BACKWARD_CAUSAL_128, is_limited=False, dense_bits=1),
     Row("mosaic_gpu", 64, 16, Forward(2, 64, 4, dynamic=True), BACKWARD_DENSE_64, is_limited=True, dense_bits=32),
     Row("mosaic_gpu", 64, 16, Forward(2, 128, 3, dynamic=True, heads_together=16), BACKWARD_DENSE_64, dense_bits=32),
     Row(

@@ -146,10 +146,10 @@ class AttentionRow:
     """The blocks for one kind of attention. The first row that matches is taken.
 
     head_dim: the largest head_dim (of key or value) it serves. bits: 16 for bf16 and fp16, 32 for float32.
-    is_causal, and is_limited (whether there is a window or segment ids): None serves both. dense_bits: None serves all;
-    else it serves biases and dense masks alone, of at most so many bits for every query and key. has_lists: it serves
-    Masks as lists of blocks alone. up_to: it serves no more keys; None for any number. note: the measurement, or the
-    reason, behind the numbers.
+    is_causal, is_limited (whether there is a window or segment ids), has_segments: None serves both. dense_bits: None
+    serves all; else it serves biases and dense masks alone, of at most so many bits for every query and key. has_lists:
+    it serves Masks as lists of blocks alone. up_to: it serves no more keys; None for any number. note: the measurement,
+    or the reason, behind the numbers.
     """
 
     implementation: str
@@ -159,6 +159,7 @@ class AttentionRow:
     backward: Any
     is_causal: bool | None = None
     is_limited: bool | None = None
+    has_segments: bool | None = None
     dense_bits: int | None = None
     has_lists: bool = False
     up_to: int | None = None

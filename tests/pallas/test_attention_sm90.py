@@ -77,7 +77,7 @@ CASES = {
     | VERY_WIDE
     | {"batch": 2, "window": [20, 9], "q_offset": [17, -40], "kv_lengths": [120, 77], "q_length": 150}
     | {"deterministic": True},
-    "segments_64": LARGE | {"segments": "packed", "heads": 2, "races": True},
+    "segments_64": LARGE | {"segments": "packed", "heads": 2, "bounded": True, "races": True},
     "segments_128_causal": LARGE
     | WIDE
     | {"segments": "packed", "is_causal": True, "deterministic": True, "races": True},
