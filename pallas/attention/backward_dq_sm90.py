@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import dense_sm90, tiles
-from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, WGMMA, launch, recomputed, softcapped
+from jax_kernels.pallas.attention.hopper import ROW, SWIZZLED, WGMMA, launch, recomputed, softcapped
 from jax_kernels.pallas.attention.softmax import LOG2E
 
 COMPUTE_WGS = 2
@@ -153,13 +153,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                         if has_lists:
                             return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * w, by_word=False)
                         kv_start = blocks.at(i) * block_kv
-                        ids = None
-                        if has_segments:
-                            q_ids, kv_ids = segments.q_ids, segments.kv_ids
-                            ids = (
-                                plgpu.load(q_ids.at[b, pl.ds(my_queries, 64)], layout=ROW, optimized=False),
-                                plgpu.load(kv_ids.at[b, pl.ds(kv_start, block_kv)], layout=COLUMN, optimized=False),
-                            )
+                        ids = segments.load(b, my_queries, 64, kv_start, block_kv) if has_segments else None
                         if options.window is not None:
                             keep = limits.keep(
                                 s.shape, kv_start, my_queries, layout=WGMMA, kv_axis=1, may_end=may_end, ids=ids

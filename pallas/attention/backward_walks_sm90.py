@@ -5,7 +5,6 @@ A persistent CTA takes one such tile after another, and what loads for it runs a
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -66,10 +65,12 @@ class Walks:
         # Heads of a group read the same keys: that many more of them run together at the same cost in cache. The dquery
         # of those that run together has to fit it.
         longer = max(1, q_length // HEADS_TOGETHER_UP_TO)
-        together = math.gcd(max(1, config.heads_together // longer) * group, batch * kv_heads)
+        together = max(1, config.heads_together // longer) * group
         visits_all = not (options.is_causal or options.window is not None or arrays["segments"] is not None)
         shape = Shape.of(batch, kv_heads, kv_length, block_kv)
-        scheduler = TileScheduler((shape,), False, together, not interpret, core_count)
+        scheduler = TileScheduler(
+            shapes=(shape,), is_causal=False, heads_together=together, dynamic=not interpret, core_count=core_count
+        )
         split = SplitTail.none(shape.tiles)
         # Only dquery that is added in order of arrival may be; so may dkey and dvalue then.
         may_split = visits_all and not bias_gradient

@@ -220,7 +220,7 @@ class Walk:
     def masked(self, scores: Any, index: Any, step: Any, w: int, ids: Any = None) -> Any:
         """A warpgroup's scores in a step of a tile, -inf where the predicate is False.
 
-        ids: those of the segments, of rows and columns; else they are read from device memory.
+        ids: of segments, of the rows and of the columns.
         """
         tile = self.tile(lax.optimization_barrier(index))
         if self.has("lists"):
@@ -228,8 +228,6 @@ class Walk:
         tile = self.own(tile, w)
         block_kv, limits = self.config.block_kv, tile.limits
         kv_start = tile.blocks.at(step) * block_kv
-        if ids is None and self.has("segments"):
-            ids = self.given["segments"].load(tile.b, tile.q_start, 64, kv_start, block_kv)
         keep = limits.keep(
             scores.shape, kv_start, tile.q_start, layout=WGMMA, kv_axis=1, may_end=self.may_end, ids=ids
         )  # fmt: skip
