@@ -16,6 +16,7 @@ from jax_kernels.pallas.attention import (
 )
 from jax_kernels.pallas.attention.hopper import pad_for_tma, segments_of
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.varying import as_varying, varying_axes
 
 
 def attention_backward(
@@ -60,10 +61,12 @@ def attention_backward(
         "delta": jnp.pad(delta, rows),
         "dquery": None,
     }
+    axes = varying_axes(inputs, lse, delta, dout)
+    # Inside shard_map a kernel takes no ref that varies: what is there is added behind it.
+    adds = dquery is not None and not axes
     if not options.deterministic:
-        arrays["dquery"] = jax.new_ref(
-            pad_for_tma(jnp.zeros(q.shape, jnp.float32) if dquery is None else dquery, width)
-        )
+        start = dquery if adds else jnp.zeros(q.shape, jnp.float32)
+        arrays["dquery"] = jax.new_ref(pad_for_tma(start, width))
     described = {"config": config, "interpret": interpret}
     of_bias = _has_bias_gradient(inputs, options)
     dk, dv, dbias = backward_dqkv_sm90.key_gradients(
@@ -74,8 +77,11 @@ def attention_backward(
         arrays["dense"] = dense_sm90.dense_of(inputs, transposed=False)
         dq = backward_dq_sm90.query_gradient(arrays, options, kv_length, **described)
     else:
-        dq = jax.freeze(arrays["dquery"])
-        dq = dq if dquery is not None else (dq * options.scale).astype(query.dtype)
+        dq = as_varying(jax.freeze(arrays["dquery"]), axes)
+        if dquery is None:
+            dq = (dq * options.scale).astype(query.dtype)
+        elif not adds:
+            dq = dq + pad_for_tma(dquery, width)
     if dbias is not None:
         shared = tuple(axis for axis in (0, 1) if inputs.bias.shape[axis] == 1)
         dbias = dbias[:, :, None, :kv_length].sum(shared, keepdims=True).astype(inputs.bias.dtype)

@@ -26,6 +26,7 @@ from jax_kernels.pallas.attention.shared_triton import (
     whole_array,
 )
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.varying import result_types
 
 # Rows of a program: more are cut into tiles.
 MOST_ROWS = 64
@@ -129,6 +130,8 @@ def attention_decode(
     def body(*refs):
         _kernel(Refs(**dict(zip(ins, refs, strict=False)), outs=refs[len(ins) :]), call)
 
+    arrays = [array for array, _ in ins.values()]
+    shapes = [jax.ShapeDtypeStruct((*parts, v_head_dim), out_dtype), jax.ShapeDtypeStruct(parts, jnp.float32)]
     out, lse = pl.pallas_call(
         body,
         grid=(kv_heads * tiles, splits, batch),
@@ -139,11 +142,11 @@ def attention_decode(
             ),
             pl.BlockSpec((None, None, None, tile), lambda i, split, b: (b, head_of(i), split, tile_of(i))),
         ],
-        out_shape=[jax.ShapeDtypeStruct((*parts, v_head_dim), out_dtype), jax.ShapeDtypeStruct(parts, jnp.float32)],
+        out_shape=result_types(shapes, *arrays),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="attention_decode_triton",
-    )(*(array for array, _ in ins.values()))
+    )(*arrays)
     if splits == 1:
         return decode.unpack(out[:, :, 0], lse[:, :, 0], q_length, heads)
     return merge(out, lse, query, interpret=interpret)
@@ -159,6 +162,10 @@ def merge(out, lse, query, *, interpret) -> tuple[jax.Array, jax.Array]:
     group = heads // kv_heads
     whole_parts = all_rows(parts, MERGED_AT_ONCE)
     head_of = lambda row, head: head * group + lax.rem(row, group)
+    shapes = [
+        jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), query.dtype),
+        jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32),
+    ]
     return pl.pallas_call(
         lambda *refs: _merge_kernel(*refs, parts=parts),
         grid=(group * q_length, kv_heads, batch),
@@ -172,10 +179,7 @@ def merge(out, lse, query, *, interpret) -> tuple[jax.Array, jax.Array]:
             ),
             pl.BlockSpec((None, None, 1), lambda row, h, b: (b, head_of(row, h), lax.div(row, group))),
         ],
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), query.dtype),
-            jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32),
-        ],
+        out_shape=result_types(shapes, out, lse),
         compiler_params=plgpu.CompilerParams(num_warps=1 if v_head_dim <= 64 else 2, num_stages=2),
         interpret=interpret,
         name="attention_decode_merge_triton",

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.pallas.attention.shared_triton import head_mask, iota, padded
+from jax_kernels.pallas.varying import result_types
 
 
 class Shape(NamedTuple):
@@ -236,18 +237,18 @@ def gather(compact: Compact, arrays: Sequence[jax.Array], count: int, *, interpr
 def _run(kernel, name: str, shape: Shape, arrays: Sequence[Any], results: Sequence[Any], interpret: bool, tiles=None):
     """pallas_call of (array, spec)s. results: out and, if there is that, lse, or as `tiles` says."""
     batch, length, heads, head_dim = results[0].shape
-    block = shape.block(head_dim)
+    block, given = shape.block(head_dim), [array for array, _ in arrays]
     out_specs = tiles or [shape.tile(head_dim), shape.spec((None, None, block), lambda h, i, b: (b, h, i))]
     return pl.pallas_call(
         kernel,
         grid=(*shape.axes(heads, pl.cdiv(length, block)), batch),
         in_specs=[spec for _, spec in arrays],
         out_specs=out_specs[: len(results)],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
+        out_shape=result_types([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results], *given),
         compiler_params=plgpu.CompilerParams(num_warps=shape.warps, num_stages=1),
         interpret=interpret,
         name=name,
-    )(*(array for array, _ in arrays))
+    )(*given)
 
 
 def _whole(x: jax.Array) -> pl.BlockSpec:

@@ -305,7 +305,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                 factor = 1.0
                 if has_sinks:
                     highest, total, factor = softmax.with_sink(highest, total, given["sinks"][b, h])
-                inverse, lse = softmax.finish(highest, total, may_be_dead=walk.may_be_dead and not has_sinks)
+                inverse, lse = softmax.finish(highest, total, may_be_dead=walk.may_be_dead)
                 acc = acc * lax.broadcast_in_dim(inverse * factor, acc.shape, [0])
                 if not early_q:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory

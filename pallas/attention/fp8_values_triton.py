@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.pallas.attention.shared_triton import iota
+from jax_kernels.pallas.varying import result_types
 
 # Of 16 keys, which one stands where. A thread of wgmma holds the scores of keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 of
 # every 16, and as its part of an 8-bit operand those at places 4t ... 4t + 3.
@@ -47,7 +48,7 @@ def transposed(value: jax.Array, kv_lengths: jax.Array | None, *, interpret: boo
             pl.BlockSpec((1,), lambda i, h, b: (b,)),
         ],
         out_specs=pl.BlockSpec((None, None, width, BLOCK), lambda i, h, b: (b, h, 0, i)),
-        out_shape=jax.ShapeDtypeStruct((batch, kv_heads, rows, columns), jnp.int8),
+        out_shape=result_types(jax.ShapeDtypeStruct((batch, kv_heads, rows, columns), jnp.int8), value, lengths),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="attention_fp8_values_triton",

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.varying import as_varying, varying_axes
 
 WGMMA = plgpu.Layout.WGMMA
 PART = 8  # neighbouring columns of a WGMMA array, of which a thread has two
@@ -43,10 +44,11 @@ def launch(
 ) -> Callable[..., Any]:
     """plgpu.kernel over axes "cta" and "wg". With Warpgroup semantics the kernel places all barriers itself.
 
-    params: more of plgpu.CompilerParams.
+    Inside jax.shard_map the results vary over the mesh axes that the arguments vary over. params: more of
+    plgpu.CompilerParams.
     """
     is_lane = semantics == plgpu.LoweringSemantics.Lane
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         entry,
         out_type=out_type,
         grid=(ctas,),
@@ -59,6 +61,7 @@ def launch(
         ),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )
+    return lambda *arguments: as_varying(kernel(*arguments), varying_axes(arguments))
 
 
 class Barriers:

@@ -12,6 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.pallas.attention.hopper import PART
 from jax_kernels.pallas.attention.shared_triton import iota, reaches
+from jax_kernels.pallas.varying import result_types
 
 ELEMENTS = 8192  # of a program's pairs
 WARPS = 4
@@ -54,7 +55,7 @@ def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interp
         grid=(*grid, batch * heads),
         in_specs=[pl.BlockSpec((None, None, *sides), lambda x, y, n: (n // heads, n % heads, y, x))],
         out_specs=pl.BlockSpec((None, None, None, block, PART), word_of),
-        out_shape=jax.ShapeDtypeStruct((batch, heads, count, row_count, PART), jnp.int32),
+        out_shape=result_types(jax.ShapeDtypeStruct((batch, heads, count, row_count, PART), jnp.int32), keep),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="attention_mask_bits",

@@ -13,6 +13,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.masks.ranked import Ranked, is_kept
 from jax_kernels.pallas.attention.hopper import PART
 from jax_kernels.pallas.attention.shared_triton import MOST_PROGRAMS, iota, padded
+from jax_kernels.pallas.varying import result_types
 
 ROWS = 128  # of a program: a thread has words of eight
 WARPS = 4
@@ -77,7 +78,7 @@ def packed(mask: Ranked, rows: int, columns: int, *, transposed: bool, interpret
         grid=(pl.cdiv(row_count, ROWS), count, batch * heads),
         in_specs=[vector(kv_length), vector(q_length), of_batch, of_batch],
         out_specs=pl.BlockSpec((None, None, None, ROWS, PART), lambda x, y, n: (n // heads, n % heads, y, x, 0)),
-        out_shape=jax.ShapeDtypeStruct((batch, heads, count, row_count, PART), jnp.int32),
+        out_shape=result_types(jax.ShapeDtypeStruct((batch, heads, count, row_count, PART), jnp.int32), mask),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="attention_ranked_bits",

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.pallas.attention.shared_triton import head_mask, iota, padded
+from jax_kernels.pallas.varying import result_types
 
 ELEMENTS = 4096  # of a program's rows; 2048 to 16384 are alike
 WARPS = 4
@@ -32,7 +33,7 @@ def longest(x: jax.Array, *, interpret: bool) -> jax.Array:
         grid=(heads, blocks, batch),
         in_specs=[pl.BlockSpec((None, block, None, width), lambda h, i, b: (b, i, h, 0))],
         out_specs=pl.BlockSpec((None, None, None), lambda h, i, b: (b, i, h)),
-        out_shape=jax.ShapeDtypeStruct((batch, blocks, heads), jnp.float32),
+        out_shape=result_types(jax.ShapeDtypeStruct((batch, blocks, heads), jnp.float32), x),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="attention_row_lengths",

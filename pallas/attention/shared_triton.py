@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.varying import result_types
 from jax_kernels.score_mod_tiles import TileMod, split
 
 SMALLEST = 16  # the least size of a tensor core operand
@@ -196,6 +197,8 @@ def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid
     """
     pairs, tree = jax.tree.flatten(list(ins.values()), is_leaf=lambda x: isinstance(x, tuple))
 
+    arrays = [array for array, _ in pairs]
+
     def body(*refs):
         given = jax.tree.unflatten(tree, refs[: len(pairs)])
         kernel(Refs(**dict(zip(ins, given, strict=True)), outs=refs[len(pairs) :]), call=call, **rest)
@@ -205,11 +208,11 @@ def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid
         grid=grid,
         in_specs=[spec for _, spec in pairs],
         out_specs=[spec for _, spec in outs],
-        out_shape=[shape for shape, _ in outs],
+        out_shape=result_types([shape for shape, _ in outs], *arrays),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=call.interpret,
         name=name,
-    )(*(array for array, _ in pairs))
+    )(*arrays)
 
 
 def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, Any, Any]:
