@@ -30,6 +30,7 @@ __all__ = [
     "tolerance",
     "tolerance_of",
     "why_not",
+    "without_garbage",
 ]
 
 
@@ -70,8 +71,19 @@ def attention_inputs(case: AttentionCase, seed: int = 0) -> tuple[jax.Array, ...
     """query, key, value and dout in the case's dtype, and dlse float32: normal random numbers."""
     random = np.random.default_rng(seed)
     query, key, value, dout, dlse = (random.standard_normal(shape, np.float32) for shape in _shapes(case))
+    if case.garbage:
+        counts = case.counts()
+        key, value = np.where(counts, key, np.nan), np.where(counts, value, np.where(np.abs(value) > 1, np.nan, np.inf))
     arrays = (jnp.asarray(x, case.dtype) for x in (query * case.magnitude, key, value, dout))
     return *arrays, jnp.asarray(dlse)
+
+
+def without_garbage(case: AttentionCase, key: Any, value: Any) -> tuple[Any, Any]:
+    """key and value with zeros past kv_lengths, where they count for nothing."""
+    if not case.garbage:
+        return key, value
+    counts = case.counts()
+    return jnp.where(counts, key, 0).astype(key.dtype), jnp.where(counts, value, 0).astype(value.dtype)
 
 
 def why_not(case: AttentionCase, implementation: str) -> str | None:
@@ -139,6 +151,7 @@ def _float64(case, primals, cotangents):
 
 def attention_float64(case: AttentionCase, query, key, value, dout, dlse=None) -> AttentionResults:
     """The right answer, in numpy float64: the reference on the CPU. dlse None stands for zeros."""
+    key, value = without_garbage(case, key, value)
     primals = {name: np.asarray(x).astype(np.float64) for name, x in _primals(case, query, key, value).items()}
     dlse = np.zeros(_shapes(case)[-1]) if dlse is None else dlse
     cotangents = tuple(np.asarray(x).astype(np.float64) for x in (dout, dlse))
@@ -176,7 +189,9 @@ def _plain(case, primals, cotangents):
         scores = jnp.where(dead[..., None], 0, jnp.where(live, scores, -jnp.inf))
         lse = jnp.where(dead, -jnp.inf, jax.nn.logsumexp(scores, axis=-1))
         if inputs.sinks is not None:
-            lse = jnp.logaddexp(lse, inputs.sinks[..., None])
+            nothing = dead & jnp.isneginf(inputs.sinks[..., None])
+            both = jnp.logaddexp(jnp.where(nothing, 0, lse), inputs.sinks[..., None])
+            lse = jnp.where(nothing, -jnp.inf, both)
         weights = jnp.where(live, jnp.exp(scores - jnp.where(live.any(axis=-1), lse, 0)[..., None]), 0)
         out = jnp.einsum("bhts,bshd->bthd", _rounded(weights, dtype), value, precision=precision).astype(dtype)
         return out, lse
@@ -191,6 +206,7 @@ def plain_attention(case: AttentionCase, query, key, value, dout, dlse=None) -> 
     the probabilities comes out as, is rounded to the inputs' dtype, as by PyTorch's own attention.
     """
     dlse = jnp.zeros(_shapes(case)[-1]) if dlse is None else dlse
+    key, value = without_garbage(case, key, value)
     return _plain(case, _primals(case, query, key, value), (dout, dlse))
 
 

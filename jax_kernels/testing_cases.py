@@ -23,6 +23,7 @@ class AttentionCase:
     mask: None, or the axes that a bool mask has; where it has queries, some of them have no key. Where it has both, all
     keys of the first half and none of the others are the last and the first third's.
     pattern: None, or the name of a Mask in PATTERNS, in place of mask.
+    garbage: keys and values past kv_lengths are NaNs and infinities. no_sink: the sink of the first head is -inf.
     """
 
     name: str
@@ -49,6 +50,8 @@ class AttentionCase:
     bias_low: float = 0.0
     mask: str | None = None
     pattern: str | None = None
+    garbage: bool = False
+    no_sink: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -71,9 +74,19 @@ class AttentionCase:
             "softcap": self.softcap,
             "bias": self._bias(),
             "mask": self._mask(),
-            "sinks": self._random(1).standard_normal(self.heads, np.float32) if self.sinks else None,
+            "sinks": self._sinks() if self.sinks else None,
             "segment_ids": None if self.segments is None else self._segment_ids(),
         }
+
+    def counts(self) -> np.ndarray:
+        """Which keys count, as kv_lengths says: bool [B, S, 1, 1]."""
+        lengths = np.full(self.batch, self.kv_length) if self.kv_lengths is None else np.asarray(self.kv_lengths)
+        return (np.arange(self.kv_length) < lengths[:, None])[:, :, None, None]
+
+    def _sinks(self) -> np.ndarray:
+        sinks = self._random(1).standard_normal(self.heads, np.float32)
+        sinks[0] = -np.inf if self.no_sink else sinks[0]
+        return sinks
 
     def _random(self, purpose: int) -> np.random.Generator:
         return np.random.default_rng([purpose, self.batch, self.q_length, self.kv_length])
@@ -197,6 +210,20 @@ ATTENTION_CASES = (
     AttentionCase("softcap", softcap=2.0),
     AttentionCase("softcap_causal", softcap=30.0, is_causal=True, q_length=99, kv_length=131, magnitude=10.0),
     AttentionCase("softcap_fp32", softcap=1.5, dtype="float32", is_causal=True, heads=4),
+    AttentionCase("garbage", batch=3, q_length=70, kv_length=140, kv_lengths=(0, 140, 65), garbage=True),
+    AttentionCase(
+        "garbage_causal",
+        batch=2,
+        q_length=140,
+        kv_length=200,
+        is_causal=True,
+        kv_lengths=(1, 77),
+        garbage=True,
+        heads=4,
+    ),
+    AttentionCase("garbage_fp32", batch=2, dtype="float32", q_length=40, kv_lengths=(100, 3), garbage=True, bias="s"),
+    AttentionCase("no_sink", sinks=True, no_sink=True, q_length=99, kv_length=99, is_causal=True, q_offset=-40),
+    AttentionCase("no_sink_no_keys", sinks=True, no_sink=True, q_length=40, kv_lengths=(0, 90)),
     AttentionCase("sinks", sinks=True, q_length=99, kv_length=99, heads=4),
     AttentionCase("sinks_dead", sinks=True, q_length=80, kv_length=60, is_causal=True, q_offset=-40),
     AttentionCase("sinks_fp32", sinks=True, dtype="float32", is_causal=True, q_length=70, kv_length=70),

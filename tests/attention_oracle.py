@@ -5,7 +5,7 @@ It has nothing of the library but the case.
 
 import numpy as np
 
-from jax_kernels.testing import AttentionResults
+from jax_kernels.testing import AttentionResults, without_garbage
 
 
 def live(case):
@@ -39,6 +39,7 @@ def live(case):
 
 def attention(case, query, key, value, dout, dlse, *, keep=None):
     """AttentionResults of an AttentionCase in float64. keep: which keys each query attends to; None: live(case)."""
+    key, value = without_garbage(case, key, value)
     query, key, value, dout, dlse = (np.asarray(x).astype(np.float64) for x in (query, key, value, dout, dlse))
     group, keep = case.heads // case.kv_heads, live(case) if keep is None else keep
     k, v = (np.repeat(x, group, axis=2) for x in (key, value))
@@ -59,7 +60,8 @@ def attention(case, query, key, value, dout, dlse, *, keep=None):
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
         share = np.exp(sinks - highest)
-        total, share = total + share, share / (total + share)
+        total = total + share
+        share = share / np.where(total == 0, 1, total)
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + highest)[..., 0]
     weights /= np.where(total == 0, 1, total)

@@ -2,11 +2,14 @@
 
 from typing import Any
 
-from jax_kernels.masks.arrays import dense, segments
-from jax_kernels.masks.mask import Mask
-from jax_kernels.masks.positions import causal, prefix, sliding_window
+import jax
+import jax.numpy as jnp
 
-__all__ = ["whole_mask"]
+from jax_kernels.masks.arrays import dense, segments
+from jax_kernels.masks.mask import And, Mask
+from jax_kernels.masks.positions import Prefix, causal, prefix, sliding_window
+
+__all__ = ["key_lengths", "whole_mask"]
 
 
 def whole_mask(inputs: Any, options: Any) -> Mask:
@@ -24,3 +27,22 @@ def whole_mask(inputs: Any, options: Any) -> Mask:
     if inputs.kv_lengths is not None:
         mask &= prefix(inputs.kv_lengths)
     return mask
+
+
+def key_lengths(inputs: Any) -> jax.Array | None:
+    """[B] int32: how many keys of each batch entry count, of AttentionInputs; None where nothing says so.
+
+    By kv_lengths, and by the prefix masks that its mask joins by `&`. Keys past that number may hold anything.
+    """
+    batch, kv_length = inputs.key.shape[:2]
+    limits = [] if inputs.kv_lengths is None else [inputs.kv_lengths]
+    if isinstance(inputs.mask, Mask):
+        mask = inputs.mask.unprepared
+        parts = mask.masks if isinstance(mask, And) else (mask,)
+        limits += [part.per_batch[:, 0] for part in parts if isinstance(part, Prefix)]
+    if not limits:
+        return None
+    lengths = jnp.full((batch,), kv_length, jnp.int32)
+    for limit in limits:
+        lengths = jnp.minimum(lengths, limit)
+    return jnp.maximum(lengths, 0)

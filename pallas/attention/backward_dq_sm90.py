@@ -58,8 +58,8 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
 
     def body(refs, scratch):
         given, dq_gmem = refs
-        q_gmem, k_gmem, v_gmem, do_gmem, lse_gmem, delta_gmem, segments = (
-            given[name] for name in ("query", "key", "value", "dout", "lse", "delta", "segments")
+        q_gmem, do_gmem, lse_gmem, delta_gmem, segments = (
+            given[name] for name in ("query", "dout", "lse", "delta", "segments")
         )
         (
             q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, q_ready, k_ready, v_ready, k_free, v_free, bias
@@ -105,17 +105,24 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
             def load(step, _):
                 rows = pl.ds(blocks.at(step) * block_kv, block_kv)
 
-                def load_rows(gmem, smem, ready, free, stages):
+                def load_rows(name, smem, ready, free, stages):
                     slot = lax.rem(step, jnp.int32(stages))
 
                     @pl.when(step >= stages)
                     def _():
                         plgpu.barrier_wait(free.at[slot])
 
-                    plgpu.copy_gmem_to_smem(gmem.at[b, rows, kv_head], smem.at[slot], ready.at[slot])
+                    copy = lambda source: plgpu.copy_gmem_to_smem(source, smem.at[slot], ready.at[slot])
+                    whole = lambda: copy(given[name].at[b, rows, kv_head])
+                    end = given["end"]
+                    if end is None:
+                        whole()
+                    else:
+                        from_end = lambda: copy(getattr(end, name).at[b, :, kv_head])
+                        end.load(b, blocks.at(step) * block_kv, block_kv, whole, from_end)
 
-                load_rows(k_gmem, k_smem, k_ready, k_free, k_stages)
-                load_rows(v_gmem, v_smem, v_ready, v_free, v_stages)
+                load_rows("key", k_smem, k_ready, k_free, k_stages)
+                load_rows("value", v_smem, v_ready, v_free, v_stages)
                 if has_bias:
 
                     @pl.when(step > 0)

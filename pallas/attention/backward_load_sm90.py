@@ -12,6 +12,8 @@ from jax_kernels.pallas.attention import views_sm90
 from jax_kernels.pallas.attention.backward_walks_sm90 import Walks
 from jax_kernels.pallas.attention.hopper import Tiles, recomputed
 
+KEYS_AT_ONCE = 64
+
 
 class Staged(NamedTuple):
     """Rows in device memory, [B, T, H, D], with a number for each, [B, H, T], and the stages for blocks of them.
@@ -126,13 +128,23 @@ class Loads(NamedTuple):
         if walks.is_persistent:
             v_ready = handover.v_ready.at[v_stage]
         for r in range(self.row_groups):
-            rows = pl.ds(kv_index * walks.block_kv + 64 * r, 64)
-            for c in range(self.chunks if keys else 0):
-                source = self.given["key"].at[b, rows, kv_head, pl.ds(64 * c, 64)]
-                self.k_tiles.load(source, self.k_smem.at[k_stage, c, r], k_ready)
-            for half in range(self.halves if values else 0):
-                source = self.given["value"].at[b, rows, kv_head, pl.ds(width * half, width)]
-                self.v_tiles.load(source, self.v_smem.at[v_stage, r, half], v_ready)
+            start = kv_index * walks.block_kv + KEYS_AT_ONCE * r
+
+            def load(k_gmem, v_gmem, start, r=r):
+                rows = pl.ds(start, KEYS_AT_ONCE)
+                for c in range(self.chunks if keys else 0):
+                    source = k_gmem.at[b, rows, kv_head, pl.ds(64 * c, 64)]
+                    self.k_tiles.load(source, self.k_smem.at[k_stage, c, r], k_ready)
+                for half in range(self.halves if values else 0):
+                    source = v_gmem.at[b, rows, kv_head, pl.ds(width * half, width)]
+                    self.v_tiles.load(source, self.v_smem.at[v_stage, r, half], v_ready)
+
+            whole = functools.partial(load, self.given["key"], self.given["value"], start)
+            end = self.given["end"]
+            if end is None:
+                whole()
+            else:
+                end.load(b, start, KEYS_AT_ONCE, whole, functools.partial(load, end.key, end.value, 0))
 
     def _load_tile(self, tile: Any, turn: Any, first: Any) -> tuple[Any, Any]:
         """Loads the CTA's tile number `turn`, after `first` steps of others: (the following tile, steps so far)."""

@@ -1,5 +1,6 @@
 """Attention backward on Hopper: what its kernels read, made by XLA, and what becomes of their results."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,11 +10,13 @@ from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, At
 from jax_kernels.pallas.attention import (
     backward_dq_sm90,
     backward_dqkv_sm90,
+    clean_end_sm90,
     dense_sm90,
     lists_sm90,
     score_mod_sm90,
     tiles,
 )
+from jax_kernels.pallas.attention.backward_load_sm90 import KEYS_AT_ONCE
 from jax_kernels.pallas.attention.hopper import pad_for_tma, segments_of
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.varying import as_varying, varying_axes
@@ -39,7 +42,6 @@ def attention_backward(
         lists_sm90.lists_of(inputs, options, **blocks, interpret=interpret)
         for blocks in listed_blocks(config, width, options)
     )
-    inputs, options = lists_sm90.without_limits(inputs, options)
     # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
     short = -q_length % (backward_dq_sm90.BLOCK_Q if options.deterministic else config.block_q)
     rows = [(0, 0), (0, 0), (0, short)]
@@ -47,6 +49,9 @@ def attention_backward(
 
     any_rows = not options.deterministic
     q, k, v, do = (pad_for_tma(x, width, any_rows=any_rows) for x in (query, key, value, dout))
+    end_of = functools.partial(clean_end_sm90.clean_end, inputs, k, v)
+    end, dq_end = end_of(KEYS_AT_ONCE), end_of(dq_blocks[1]) if options.deterministic else None
+    inputs, options = lists_sm90.without_limits(inputs, options)
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
         "segments": segments_of(inputs, config.block_q, block_kv, of_keys=True),
@@ -60,6 +65,7 @@ def attention_backward(
         "lse": lse,
         "delta": jnp.pad(delta, rows),
         "dquery": None,
+        "end": end,
     }
     axes = varying_axes(inputs, lse, delta, dout)
     # Inside shard_map a kernel takes no ref that varies: what is there is added behind it.
@@ -73,7 +79,7 @@ def attention_backward(
         arrays, options, kv_length, bias_gradient=of_bias, core_count=core_count, **described
     )
     if options.deterministic:
-        arrays |= {"segments": segments_of(inputs, *dq_blocks, of_keys=False), "lists": dq_lists[0]}
+        arrays |= {"segments": segments_of(inputs, *dq_blocks, of_keys=False), "lists": dq_lists[0], "end": dq_end}
         arrays["dense"] = dense_sm90.dense_of(inputs, transposed=False)
         dq = backward_dq_sm90.query_gradient(arrays, options, kv_length, **described)
     else:

@@ -85,7 +85,18 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                         ids = given["segments"].kv_ids.at[here.b, pl.ds(blocks.at(step) * block_kv, block_kv)]
                         plgpu.copy_gmem_to_smem(ids, kv_ids_smem.at[slot], ring.k_ready.at[slot])
 
-                load_v = lambda step, slot: load(step, slot, values, v_copied, v_tiles, ring.v_ready, ring.v_free)
+                def load_v(step, slot):
+                    whole = lambda: load(step, slot, values, v_copied, v_tiles, ring.v_ready, ring.v_free)
+                    if not walk.has("end"):
+                        return whole()
+                    end = given["end"]
+                    rows = end.value.at[here.b, :, here.kv_head]
+
+                    def load_end():
+                        plgpu.barrier_wait(ring.v_free.at[slot])
+                        v_tiles.load(rows, v_copied.at[slot], ring.v_ready.at[slot])
+
+                    end.load(here.b, blocks.at(step) * block_kv, block_kv, whole, load_end)
 
                 def load_bias(step):  # behind the values: it waits for the last step's scores
                     if has_bias:

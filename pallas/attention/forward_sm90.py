@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import (
+    clean_end_sm90,
     dense_sm90,
     forward_kernel_sm90,
     lists_sm90,
@@ -44,7 +45,7 @@ BOUNDED_FROM_LISTS = 3072
 # Of 8 to 31 they take 2 % more than apart: a tile has to find its call, and the arrays of it.
 TOGETHER_UP_TO = 4
 # What the kernel may be given beside query, key, value and a counter.
-OTHERS = ("bounds", "segments", "dense", "lists", "mod", "sinks", "largest", "small")
+OTHERS = ("bounds", "segments", "dense", "lists", "mod", "sinks", "largest", "small", "end")
 
 
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
@@ -54,8 +55,9 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
     keys = _keys_per_query(options, call.kv_length)
     keys = keys if lists is None else min(keys, lists.keys)
-    inputs, options = lists_sm90.without_limits(inputs, options)
     query, key, value = _padded([inputs])[0]
+    end = clean_end_sm90.clean_end(inputs, key, value, config.block_kv)
+    inputs, options = lists_sm90.without_limits(inputs, options)
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
     dense = dense_sm90.dense_of(inputs, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
@@ -67,7 +69,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
     if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and dense is None:
         named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
-        largest, small = _bounds(query, key, mod, options, **named)
+        largest, small = _bounds(query, key, value, mod, options, **named)
     sinks = inputs.sinks
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
@@ -78,6 +80,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
         "largest": largest,
         "small": small,
+        "end": None if end is None else end._replace(key=None),  # a score of such a key is masked, whatever it is
     }
     config = dataclasses.replace(config, measures_q=measures_q)
     named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
@@ -153,20 +156,28 @@ def listed_blocks(config) -> dict[str, Any]:
 
 
 def _bounds(
-    query, key, mod, options: AttentionOptions, *, no_later_keys: bool, interpret: bool, measures_q: bool = False
+    query, key, value, mod, options: AttentionOptions, *, no_later_keys: bool, interpret: bool, measures_q: bool = False
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """(largest, small), [B, H] each: what no score of a head, in base 2, exceeds; None where that is not known.
 
-    small: int32, whether its scores are all so small that a softcap's tanh is a polynomial; None without one.
+    largest is infinite where values are so large that their sums may overflow without a running maximum. small: int32, whether its scores are all so small that a softcap's tanh is a polynomial; None without one.
     measures_q: largest is for queries of length 1.
     """
     cap, room = options.softcap, softmax.room(query.dtype)
 
+    batch, heads = query.shape[0], query.shape[2]
+    looked: dict[str, jax.Array] = {}  # the squared lengths of the longest rows
+
+    def look(**arrays: jax.Array) -> None:
+        looked.update(zip(arrays, row_lengths_triton.longest(*arrays.values(), interpret=interpret), strict=True))
+
+    values = {"value": value} if softmax.values_may_overflow(value.dtype) else {}
+
     @functools.cache
     def scores():
-        longest = functools.partial(row_lengths_triton.longest, interpret=interpret)
-        of_queries = jnp.ones((query.shape[0], query.shape[2]), jnp.float32) if measures_q else longest(query)
-        return softmax.largest_scores(of_queries, longest(key), options.scale / softmax.LOG2E)
+        look(key=key, **values, **({} if measures_q else {"query": query}))
+        of_queries = looked.get("query", jnp.ones((batch, heads), jnp.float32))
+        return softmax.largest_scores(of_queries, looked["key"], options.scale / softmax.LOG2E)
 
     factor = 1 / cap if cap else mod.tanh_factor if mod is not None else None
     small = None if factor is None else (scores() * abs(factor) <= TANH_UP_TO).astype(jnp.int32)
@@ -180,7 +191,12 @@ def _bounds(
             highest = None if of_any_size is None else mod.highest(scores(), **far)
         if highest is None:
             return None, None
-    return jnp.broadcast_to(jnp.asarray(highest * softmax.LOG2E, jnp.float32), (query.shape[0], query.shape[2])), small
+    largest = jnp.broadcast_to(jnp.asarray(highest * softmax.LOG2E, jnp.float32), (batch, heads))
+    if not values:
+        return largest, small
+    if "value" not in looked:
+        look(**values)
+    return jnp.where(softmax.may_overflow(looked["value"], heads), jnp.inf, largest), small
 
 
 def _keys_per_query(options: AttentionOptions, kv_length: int) -> int:

@@ -83,9 +83,26 @@ def room(dtype) -> float:
     """How far, in base 2, scores may rise above the maximum of a row's first block for bounded_step to serve the rest.
 
     exp2(score - maximum) is then at most 2**room, which P, of this dtype, and its sums can hold: 2**20 keys of values
-    up to 2**47 overflow nothing. It is at least 1 for the largest score, so nothing that counts underflows.
+    up to 2**LARGEST_VALUE overflow nothing. It is at least 1 for the largest score, so nothing that counts underflows.
     """
     return 60.0 if dtype == jnp.bfloat16 else 15.0
+
+
+LARGEST_VALUE = 47
+
+
+def values_may_overflow(dtype) -> bool:
+    """Whether this dtype has values too large for room()."""
+    return float(jnp.finfo(dtype).max) > 2.0**LARGEST_VALUE
+
+
+def may_overflow(longest_values, heads: int):
+    """[B, H] bool: whether values are too large for room(). Of the squared lengths of their longest rows, [B, Hkv].
+
+    A NaN is too large.
+    """
+    overflows = jnp.logical_not(longest_values <= 2.0 ** (2 * LARGEST_VALUE))
+    return jnp.repeat(overflows, heads // overflows.shape[1], axis=1)
 
 
 def largest_scores(longest_queries, longest_keys, scale: float):

@@ -1,4 +1,4 @@
-"""Ops inside jax.shard_map with its default check_vma=True: a forgotten sum over the mesh is an error, never a number."""
+"""Ops inside jax.shard_map with its default check_vma=True: a forgotten sum over the mesh is an error, no number."""
 
 import functools
 

@@ -89,6 +89,23 @@ CASES = {
     "softcap_256_dead": SMALL | VERY_WIDE | {"softcap": 0.5, "is_causal": True, "q_offset": -40, "deterministic": True},
     "sinks_64": SMALL | {"sinks": True, "is_causal": True, "q_offset": -40, "heads": 2},
     "sinks_128": SMALL | WIDE | {"sinks": True, "window": 30, "deterministic": True},
+    "no_sink_64": SMALL | {"sinks": True, "no_sink": True, "is_causal": True, "q_offset": -40, "heads": 2},
+    "no_sink_lengths": SMALL
+    | WIDE
+    | {"sinks": True, "no_sink": True, "batch": 2, "kv_lengths": [0, 70], "heads": 2, "deterministic": True},
+    # Past kv_lengths stand NaNs and infinities.
+    "garbage_64": LARGE | {"batch": 2, "kv_lengths": [290, 0], "garbage": True, "races": True, "bounded": True},
+    "garbage_128_causal": LARGE
+    | WIDE
+    | {"batch": 2, "kv_lengths": [130, 256], "is_causal": True, "q_offset": [100, -20], "garbage": True, "heads": 2}
+    | {"deterministic": True, "races": True},
+    "garbage_256": SMALL | VERY_WIDE | {"batch": 2, "kv_lengths": [100, 0], "garbage": True, "deterministic": True},
+    "garbage_lists": LARGE
+    | {"batch": 2, "kv_lengths": [290, 70], "pattern": "cells", "heads": 2, "garbage": True, "deterministic": True},
+    "garbage_persistent_128": LARGE
+    | WIDE
+    | {"batch": 2, "kv_lengths": [70, 290], "garbage": True, "heads": 2, "bias": "s"}
+    | {"persistent": {"ctas": 2}, "races": True},
     "bias_64": LARGE
     | {"bias": "hts", "bias_masks": True, "is_causal": True, "q_offset": 100, "heads": 2, "races": True},
     "bias_128_float32": SMALL
