@@ -185,14 +185,15 @@ def _plain(case, primals, cotangents):
         products = jnp.einsum("bthd,bshd->bhts", query, key, precision=precision)
         scores = reference.scores_of(_rounded_gradient(products, dtype), inputs.bias, options)
         live = reference.live(inputs, options) & ~jnp.isneginf(scores)
-        dead = ~live.any(axis=-1)
-        scores = jnp.where(dead[..., None], 0, jnp.where(live, scores, -jnp.inf))
-        lse = jnp.where(dead, -jnp.inf, jax.nn.logsumexp(scores, axis=-1))
-        if inputs.sinks is not None:
-            nothing = dead & jnp.isneginf(inputs.sinks[..., None])
-            both = jnp.logaddexp(jnp.where(nothing, 0, lse), inputs.sinks[..., None])
-            lse = jnp.where(nothing, -jnp.inf, both)
-        weights = jnp.where(live, jnp.exp(scores - jnp.where(live.any(axis=-1), lse, 0)[..., None]), 0)
+        scores = jnp.where(live, scores, -jnp.inf)
+        sinks = -jnp.inf if inputs.sinks is None else inputs.sinks[..., None, None]
+        highest = jnp.maximum(scores.max(axis=-1, keepdims=True), sinks)
+        highest = jax.lax.stop_gradient(jnp.where(jnp.isneginf(highest), 0, highest))
+        weights = jnp.exp(scores - highest)
+        total = weights.sum(axis=-1, keepdims=True) + jnp.exp(sinks - highest)
+        dead = total == 0
+        weights = weights / jnp.where(dead, 1, total)
+        lse = jnp.where(dead, -jnp.inf, jnp.log(jnp.where(dead, 1, total)) + highest)[..., 0]
         out = jnp.einsum("bhts,bshd->bthd", _rounded(weights, dtype), value, precision=precision).astype(dtype)
         return out, lse
 

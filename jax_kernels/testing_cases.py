@@ -9,6 +9,9 @@ import numpy as np
 
 from jax_kernels import masks
 
+# What others mask by: the lowest finite numbers.
+LOWEST, LOWEST_BF16 = float(np.finfo(np.float32).min), float(jnp.finfo(jnp.bfloat16).min)
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCase:
@@ -23,6 +26,7 @@ class AttentionCase:
     mask: None, or the axes that a bool mask has; where it has queries, some of them have no key. Where it has both, all
     keys of the first half and none of the others are the last and the first third's.
     pattern: None, or the name of a Mask in PATTERNS, in place of mask.
+    bias_whole: in place of the bias of the first quarter of the queries, which masks them whole.
     garbage: keys and values past kv_lengths are NaNs and infinities. no_sink: the sink of the first head is -inf.
     """
 
@@ -48,6 +52,7 @@ class AttentionCase:
     bias_dtype: str = ""
     bias_masks: bool = False
     bias_low: float = 0.0
+    bias_whole: float = 0.0
     mask: str | None = None
     pattern: str | None = None
     garbage: bool = False
@@ -101,6 +106,8 @@ class AttentionCase:
         if self.bias_masks:
             bias = np.where(random.random(bias.shape) < 0.2, -np.inf, bias)
             bias[:, :, : self.q_length // 4] = -np.inf
+        if self.bias_whole:
+            bias[:, :, : self.q_length // 4] = self.bias_whole
         return jnp.asarray(bias, self.bias_dtype or self.dtype)
 
     def _mask(self) -> Any:
@@ -236,6 +243,9 @@ ATTENTION_CASES = (
     AttentionCase("bias_masks", bias="hts", bias_masks=True, q_length=80, kv_length=80, kv_lengths=(80, 40)),
     AttentionCase("bias_low", bias="ts", bias_low=-1e30, q_length=150, kv_length=150),
     AttentionCase("bias_lower", bias="hts", bias_dtype="float32", bias_low=-1e10, q_length=70, kv_length=150),
+    AttentionCase("bias_whole", bias="ts", bias_whole=LOWEST_BF16, q_length=150, kv_length=131, heads=4),
+    AttentionCase("bias_whole_causal", bias="hts", bias_dtype="float32", bias_whole=LOWEST, is_causal=True, q_offset=4),
+    AttentionCase("bias_whole_fp32", bias="bhts", dtype="float32", bias_whole=LOWEST, sinks=True, softcap=3.0),
     AttentionCase("bias_fp32", bias="bhts", dtype="float32", is_causal=True, q_length=70, kv_length=70),
     AttentionCase("mask", mask="bts", q_length=150, kv_length=131, heads=4),
     AttentionCase("mask_keys", mask="bs", q_length=70, kv_length=131, is_causal=True, q_offset=61),

@@ -206,7 +206,8 @@ def run(call: AttentionCall, inputs: AttentionInputs):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call, inputs):
-    return attention_forward(call, inputs)
+    out, lse, *_ = attention_forward(call, inputs)
+    return out, lse
 
 
 def _attention_fwd(call, primals):
@@ -214,8 +215,8 @@ def _attention_fwd(call, primals):
     perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
     wanted = {f"{name}_gradient": perturbed(getattr(primals, name)) for name in ("bias", "score_mod")}
     call = dataclasses.replace(call, options=dataclasses.replace(call.options, **wanted))
-    results = attention_forward(call, inputs)
-    return results, (call, inputs, *results)
+    out, lse, *excess = attention_forward(call, inputs)
+    return (out, lse), (call, inputs, out, lse, *excess)
 
 
 def _is_primal(x):
@@ -223,11 +224,11 @@ def _is_primal(x):
 
 
 def _attention_bwd(_, residuals, cotangents):
-    call, inputs, out, lse = residuals
+    call, inputs, out, lse, *excess = residuals
     is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
     dout, dlse = cotangents
     dout = jnp.zeros_like(out) if is_zero(dout) else dout
-    gradients = attention_backward(call, inputs, out, lse, dout, None if is_zero(dlse) else dlse)
+    gradients = attention_backward(call, inputs, out, lse, dout, None if is_zero(dlse) else dlse, *excess)
     return (AttentionInputs(**dict.fromkeys(AttentionInputs._fields) | gradients._asdict()),)
 
 
@@ -235,7 +236,10 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
 def attention_forward(call: AttentionCall, inputs: AttentionInputs):
-    """(out, lse) by the call's implementation. vmap adds to the batch. lse is None from "cudnn"."""
+    """(out, lse) by the call's implementation, with a bias (out, lse, excess), as kernels give them.
+
+    vmap adds to the batch. lse is None from "cudnn".
+    """
     return _batched(_forward, call)(inputs)
 
 
@@ -278,11 +282,13 @@ def _batched_together(calls: tuple[AttentionCall, ...]):
     return forward
 
 
-def attention_backward(call: AttentionCall, inputs: AttentionInputs, out, lse, dout, dlse) -> AttentionGradients:
+def attention_backward(
+    call: AttentionCall, inputs: AttentionInputs, out, lse, dout, dlse, excess=None
+) -> AttentionGradients:
     """The gradients, from the results of attention_forward and their cotangents (dlse may be None)."""
     if lse is None:  # of "cudnn", which JAX differentiates
         return _batched(_backward, call)(inputs, None, None, dout)
-    lse, delta = row_terms(out, lse, dout, dlse)
+    lse, delta, dout = row_terms(out, lse, dout, dlse, excess)
     gradients = attention_gradients(call, inputs, lse, delta, dout)
     if inputs.sinks is None:
         return gradients

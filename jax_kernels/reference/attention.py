@@ -151,7 +151,7 @@ def _masked_scores(inputs, options, rows):
 
 
 def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
-    """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32)."""
+    """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), with a bias also excess (see row_terms)."""
     kv_heads = inputs.key.shape[2]
     _, split, inputs_of = _in_chunks(inputs, options)
 
@@ -170,23 +170,37 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
         p = p / jnp.where(total == 0, 1, total)[..., None]
         p = p.reshape(p.shape[0], kv_heads, -1, *p.shape[2:])
         out = jnp.einsum("bkgqs,bskd->bqkgd", p, part.value.astype(jnp.float32), precision=_precision(options))
-        return out.reshape(*part.query.shape[:3], -1).astype(out_dtype), jnp.log(total) + highest[..., 0]
+        log, highest = jnp.log(total), highest[..., 0]
+        lse = log + highest
+        excess = () if part.bias is None else (jnp.where(total == 0, 0, log + (highest - lse)),)
+        return out.reshape(*part.query.shape[:3], -1).astype(out_dtype), lse, *excess
 
-    out, lse = lax.map(one, split)
+    out, *rows = lax.map(one, split)
     length = inputs.query.shape[1]
-    return _join(out, length), _join(lse, length, axis=2)
+    return _join(out, length), *(_join(x, length, axis=2) for x in rows)
 
 
-def row_terms(out, lse, dout, dlse):
-    """What a backward needs of every query: (lse, delta), float32 [B, H, T]. dlse may be None.
+# What lse may lack of the exact log-sum-exp without a correction: P is off by as much, half a rounding of bfloat16.
+_MOST_EXCESS = 2.0**-9
+
+
+def row_terms(out, lse, dout, dlse, excess=None):
+    """What a backward needs of every query: (lse, delta, dout), lse and delta float32 [B, H, T]. dlse may be None.
 
     dS = P * (dP - delta), where delta = sum(out * dout) - dlse. A query without keys has an lse of +inf here:
     exp(score - inf) is 0, and so is all that it would pass on.
+
+    excess: what the exact log-sum-exp is more than lse, or None for nothing. Where that counts, exp(score - lse) is
+    exp(excess) times P: of a query all of whose keys a bias of -1e9 masks, as often as it has keys. delta and dout are
+    divided by it, which makes dV and dS right.
     """
     dead = jnp.isneginf(lse)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     delta = delta if dlse is None else delta - jnp.where(dead, 0, dlse)
-    return jnp.where(dead, jnp.inf, lse), delta
+    if excess is not None:
+        factor = jnp.where(jnp.abs(excess) > _MOST_EXCESS, jnp.exp(-excess), 1)
+        delta, dout = delta * factor, (dout * factor.swapaxes(1, 2)[..., None]).astype(dout.dtype)
+    return jnp.where(dead, jnp.inf, lse), delta, dout
 
 
 def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout) -> AttentionGradients:

@@ -42,20 +42,21 @@ def attention_backward(
         lists_sm90.lists_of(inputs, options, **blocks, interpret=interpret)
         for blocks in listed_blocks(config, width, options)
     )
-    # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
-    short = -q_length % (backward_dq_sm90.BLOCK_Q if options.deterministic else config.block_q)
-    rows = [(0, 0), (0, 0), (0, short)]
-    lse = jnp.pad(lse * LOG2E, rows, constant_values=jnp.inf)
-
     any_rows = not options.deterministic
     q, k, v, do = (pad_for_tma(x, width, any_rows=any_rows) for x in (query, key, value, dout))
     end_of = functools.partial(clean_end_sm90.clean_end, inputs, k, v)
     end, dq_end = end_of(KEYS_AT_ONCE), end_of(dq_blocks[1]) if options.deterministic else None
     inputs, options = lists_sm90.without_limits(inputs, options)
+    dense = dense_sm90.dense_of(inputs, transposed=True)
+    # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
+    short = -q_length % (backward_dq_sm90.BLOCK_Q if options.deterministic else config.block_q)
+    rows = [(0, 0), (0, 0), (0, short)]
+    lse = jnp.pad(lse if dense is not None else lse * LOG2E, rows, constant_values=jnp.inf)
+
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
         "segments": segments_of(inputs, config.block_q, block_kv, of_keys=True),
-        "dense": dense_sm90.dense_of(inputs, transposed=True),
+        "dense": dense,
         "lists": lists,
         "mod": score_mod_sm90.mod_of(inputs, options, *map(max, dq_blocks, (config.block_q, block_kv))),
         "query": q,

@@ -1,6 +1,6 @@
 """Attention backward through Triton, in two passes: one owns blocks of keys and walks the queries, one the reverse.
 
-Both recompute the probabilities from the log-sum-exp, P = exp2(S * scale * log2(e) - lse2), and have
+Both recompute the probabilities from the log-sum-exp, P = exp2(S * scale * log2(e) - lse), and have
 dS = P * (dO V^T - delta), with a delta per query. Seven products where one pass needs five,
 but no program adds to another's result: the same bits on every run.
 
@@ -46,7 +46,7 @@ def attention_backward(
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardTriton."""
     del core_count  # one program per tile: nothing is persistent
-    rows = dout.astype(inputs.query.dtype), lse * LOG2E, delta
+    rows = dout.astype(inputs.query.dtype), lse if inputs.bias is not None else lse * LOG2E, delta
     bias, inputs = inputs.bias, inputs._replace(bias=aligned(inputs.bias))
     limiting = limiting_arrays(inputs, options)
     dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
@@ -63,7 +63,7 @@ def attention_backward(
     return AttentionGradients(dquery, dkey, dvalue, dbias, score_mod=dmod)
 
 
-def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, operands, call, config):
+def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, operands, call, config):
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
     # All queries, of the heads that share this head of keys; without an axis of heads where it is one.
     heads = None if group == 1 else group
@@ -78,7 +78,7 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, operands, call, confi
         "key": (key, kv_spec(call.head_dim)),
         "value": (value, kv_spec(call.v_head_dim)),
         "dout": (dout, q_spec(call.v_head_dim)),
-        "lse2": (lse2, row_spec),
+        "lse": (lse, row_spec),
         "delta": (delta, row_spec),
         "bias": None if bias is None else (bias, tile(bias)),
         "operands": [(x, tile(x)) for x in operands],
@@ -130,13 +130,13 @@ def _dkv_kernel(refs: Refs, *, call: Call):
         of_head = lambda ref: ref.at[rows, :] if head is None else ref.at[rows, head, :]
         row_of_head = lambda ref: ref.at[rows] if head is None else ref.at[head, rows]
         q = load(of_head(refs.query), start, call.q_length, call.head_dim)
-        lse2 = load_rows(row_of_head(refs.lse2), start, call.q_length, jnp.inf)
+        lse = load_rows(row_of_head(refs.lse), start, call.q_length, jnp.inf)
         masks = row_mask(start, block_q, call.q_length), columns
         load_this = lambda x: load_tile(x, rows, slice(None), masks, head)
         own_head = first_head if head is None else first_head + head
         at = batch_index, own_head, start, kv_start
         s, pullback = tile_scores(call, refs, load_this, q, k, at, transposed=True)
-        p = call.exp2(s, lse2[None, :])
+        p = call.exp2(s, lse[None, :])
         if call.mod is not None and masks[0] is not None:  # what it reads past the queries are zeros: it may divide
             p = jnp.where(masks[0][None, :], p, 0.0)
         if partial:
@@ -169,9 +169,9 @@ def _dkv_kernel(refs: Refs, *, call: Call):
     store(dv_ref, dv.astype(dv_ref.dtype), kv_start, call.kv_length, call.v_head_dim)
 
 
-def _dq(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, operands, call, config):
+def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, operands, call, config):
     programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
-    rows = {"lse2": (lse2, programs.row_spec), "delta": (delta, programs.row_spec)}
+    rows = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}
     query = inputs.query
     sums = jax.ShapeDtypeStruct((len(query), call.heads, call.q_length), jnp.float32)
     return run(
@@ -197,7 +197,7 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
     rows = row_mask(q_start, block_q, call.q_length)
     q = load(refs.query, q_start, call.q_length, call.head_dim)
     dout = load(refs.dout, q_start, call.q_length, call.v_head_dim)
-    lse2 = load_rows(refs.lse2, q_start, call.q_length, jnp.inf)
+    lse = load_rows(refs.lse, q_start, call.q_length, jnp.inf)
     delta = load_rows(refs.delta, q_start, call.q_length, 0.0)
     q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, tiles.NO_QUERY)
     queries = Queries.of(limits, q_start, block_q, q_ids)
@@ -212,7 +212,7 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
         columns = row_mask(start, block_kv, call.columns if partial else None)
         load_this = lambda x: load_tile(x, slice(None), these, (rows, columns))
         s, pullback = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
-        p = call.exp2(s, lse2[:, None])
+        p = call.exp2(s, lse[:, None])
         if partial:
             kv_ids = None
             if q_ids is not None:

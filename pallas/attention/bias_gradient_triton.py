@@ -38,7 +38,6 @@ from jax_kernels.pallas.attention.shared_triton import (
     walk,
     whole_array,
 )
-from jax_kernels.pallas.attention.softmax import LOG2E
 
 DEAD, WHOLE = -2, -1  # of Pairs.entries
 WORD = 32  # bits
@@ -80,11 +79,11 @@ def bias_gradient(
     call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
     limiting = limiting_arrays(inputs, options)
     pairs = Pairs.of(inputs, options, call)
-    return gradient_of_tiles(inputs, *limiting, dout, lse * LOG2E, delta, pairs, call, config)[..., :keys]
+    return gradient_of_tiles(inputs, *limiting, dout, lse, delta, pairs, call, config)[..., :keys]
 
 
-def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, pairs, call, config):
-    """Of inputs.bias, `aligned`, as it is. lse2: in base 2. pairs: a mask's Pairs, or None."""
+def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, pairs, call, config):
+    """Of inputs.bias, `aligned`, as it is. lse: in natural units. pairs: a mask's Pairs, or None."""
     bias, batch = inputs.bias, inputs.query.shape[0]
     q_rows, kv_rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
     whole_spec = lambda *shape: pl.BlockSpec(shape, lambda i, j, n: (0,) * len(shape))
@@ -99,7 +98,7 @@ def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse2, delta, pairs, c
         "value": heads_of(inputs.value, kv_rows),
         "bias": (bias, tile_spec),
         "dout": heads_of(dout, q_rows),
-        "lse2": rows_of(lse2),
+        "lse": rows_of(lse),
         "delta": rows_of(delta),
     }
     if pairs is not None:
@@ -156,7 +155,7 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
         these = pl.ds(q_start, block_q)
         q = load(refs.query.at[b, these, h, :], q_start, call.q_length, call.head_dim)
         dout = load(refs.dout.at[b, these, h, :], q_start, call.q_length, call.v_head_dim)
-        lse2 = load_rows(refs.lse2.at[b, h, these], q_start, call.q_length, jnp.inf)
+        lse = load_rows(refs.lse.at[b, h, these], q_start, call.q_length, jnp.inf)
         delta = load_rows(refs.delta.at[b, h, these], q_start, call.q_length, 0.0)
         rows, queries = row_mask(q_start, block_q, call.q_length), Queries.of(limits, q_start, block_q, q_ids)
 
@@ -178,7 +177,7 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
                 keep = keep & (load_tile(refs.mask, these, keys, masks, *of_head(refs.mask)) != 0)
             if refs.words is not None:
                 keep = keep & _kept(refs.words, entry(blocks.at(index)), call)
-            p = jnp.where(keep, call.exp2(s, lse2[:, None]), 0.0)
+            p = jnp.where(keep, call.exp2(s, lse[:, None]), 0.0)
             return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
 
         return walk(blocks, step, acc)

@@ -28,6 +28,8 @@ from jax_kernels.pallas.attention.hopper import WGMMA, all_of_warp, launch, soft
 def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, interpret):
     """The kernel, of the leaves of `arrays`, whose tree is `tree`: outs, then lses, with rows up to whole blocks.
 
+    With a bias it also gives what each lse lacks of the exact log-sum-exp.
+
     calls: views_sm90.Calls. query, key and value are lists, with an array for each call; where there is more than one
     call, there is nothing beside them but a counter.
     """
@@ -37,8 +39,10 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
     cap = options.softcap
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias, has_mod = dense.has_bias, arrays["mod"] is not None
-    # Of what the softmax sees: with a bias or score_mod, that is in base 2 already.
-    scale = softmax.LN2 if has_bias or has_mod else cap or options.scale
+    # Of what the softmax sees: under a score_mod, that is in base 2 already.
+    scale = softmax.LN2 if has_mod else cap or options.scale
+    # With a bias scores are in natural units.
+    softmax_step = softmax.natural_step if has_bias else functools.partial(softmax.step, scale=scale)
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
     alike = out_dtype == dtype and v_head_dim == head_dim
     share_q_out = config.share_q_out and alike
@@ -49,9 +53,12 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
     has_segments, has_sinks, bounded = (arrays[name] is not None for name in ("segments", "sinks", "largest"))
 
     def body(refs, scratch):
-        given, outs_gmem, lses_gmem = refs
+        given, outs_gmem, lses_gmem, excess_gmem = refs
         of_call = functools.partial(views_sm90.of_call, count=len(calls))
-        q_smem, out_smem, k_smem, v_smem, lse_smem, q_ids_smem, kv_ids_smem, q_ready, ring, bias, fetched = scratch
+        (
+            q_smem, out_smem, k_smem, v_smem, lse_smem, excess_smem, q_ids_smem, kv_ids_smem, q_ready, ring, bias,
+            fetched,
+        ) = scratch  # fmt: skip
         (q_smem, q_copied), (k_smem, k_copied) = qk_tiles.views(q_smem), qk_tiles.views(k_smem)
         v_smem, v_copied = v_tiles.views(v_smem)
         if share_q_out or early_q:
@@ -220,14 +227,13 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                     if walk.predicate:
                         s = of_predicate(s, blocks, jnp.int32(0), words, slot)
                     free_keys(slot, behind_ids=True)
-                    highest, total = softmax.start(64)
-                    p, highest, total, _ = softmax.step(s, highest, total, scale)
+                    p, highest, total, _ = softmax_step(s, *softmax.start(64, natural=has_bias))
                     # Whether no later score of the warp's rows can be far above what the first block has.
                     is_bounded: Any = all_of_warp(largest - highest <= softmax.room(dtype)) if bounded else None
 
                     def exponentials(s, highest, total):
                         """(P, the new maximum and sums, what to rescale by)"""
-                        full = functools.partial(softmax.step, scale=scale)
+                        full = softmax_step
                         if not bounded:
                             return full(s, highest, total)
 
@@ -315,19 +321,26 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                 b, h, q_start = here.b, here.h, here.q_start + w * 64
                 factor = 1.0
                 if has_sinks:
-                    highest, total, factor = softmax.with_sink(highest, total, given["sinks"][b, h])
-                inverse, lse = softmax.finish(highest, total, may_be_dead=walk.may_be_dead)
+                    highest, total, factor = softmax.with_sink(highest, total, given["sinks"][b, h], natural=has_bias)
+                if has_bias:
+                    inverse, lse, excess = softmax.finish_natural(highest, total)
+                else:
+                    inverse, lse = softmax.finish(highest, total, may_be_dead=walk.may_be_dead)
                 acc = acc * lax.broadcast_in_dim(inverse * factor, acc.shape, [0])
                 if not early_q:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
                 for c, part in enumerate(out_tiles.chunks(acc.astype(out_dtype))):
                     out_smem.at[place(turn), c][...] = part
                 lse_smem_wg[...] = lse
+                if has_bias:
+                    excess_smem.at[w][...] = excess
                 plgpu.commit_smem()
 
                 def store(i):
                     out_tiles.store(out_copied.at[place(turn)], outs_gmem[i].at[b, pl.ds(q_start, 64), h])
                     plgpu.copy_smem_to_gmem(lse_smem_wg, lses_gmem[i].at[b, h, pl.ds(q_start, 64)])
+                    if has_bias:
+                        plgpu.copy_smem_to_gmem(excess_smem.at[w], excess_gmem[i].at[b, h, pl.ds(q_start, 64)])
 
                 of_call(here.call, run=store)
                 if share_q_out:
@@ -341,11 +354,11 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
 
         walk.run(compute, memory)
 
-    ends = [0, *itertools.accumulate((tree.num_leaves, len(calls), len(calls)))]
+    ends = [0, *itertools.accumulate((tree.num_leaves, len(calls), len(calls), len(calls) if has_bias else 0))]
 
     def entry(*refs):
-        leaves, outs, lses = (refs[start:end] for start, end in itertools.pairwise(ends))
-        refs = jax.tree.unflatten(tree, leaves), outs, lses
+        leaves, *results = (refs[start:end] for start, end in itertools.pairwise(ends))
+        refs = jax.tree.unflatten(tree, leaves), *results
         pl.run_scoped(
             lambda *scratch: body(refs, scratch),
             qk_tiles.scratch((1 + early_q) * compute_wgs, 64, dtype=dtype),
@@ -353,6 +366,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
             qk_tiles.scratch(stages, block_kv, dtype=dtype),
             v_tiles.scratch(stages, block_kv, dtype=dtype),
             plgpu.SMEM((compute_wgs, 64), jnp.float32),
+            plgpu.SMEM((compute_wgs, 64), jnp.float32) if has_bias else None,
             plgpu.SMEM(((1 + early_q) * compute_wgs, 64), jnp.int32) if has_segments else None,
             plgpu.SMEM((stages, block_kv), jnp.int32) if has_segments else None,
             plgpu.Barrier(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),
@@ -368,7 +382,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
     return launch(
         entry,
         "attention_forward_sm90",
-        out_type=(*outs, *lses),
+        out_type=(*outs, *lses, *(lses if has_bias else ())),
         ctas=scheduler.ctas,
         warpgroups=compute_wgs + 1,
         semantics=plgpu.LoweringSemantics.Lane,

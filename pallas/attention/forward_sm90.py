@@ -9,6 +9,7 @@ of the instructions. The first block is the diagonal of causal work, so that row
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,8 +85,8 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     }
     config = dataclasses.replace(config, measures_q=measures_q)
     named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
-    (out, lse), *_ = _launch([(query, key, value)], [call], arrays, options, **named)
-    return out[..., : inputs.value.shape[-1]], lse
+    (out, lse, *excess), *_ = _launch([(query, key, value)], [call], arrays, options, **named)
+    return out[..., : inputs.value.shape[-1]], lse, *(excess if inputs.bias is not None else ())
 
 
 def attention_forward_together(inputs, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
@@ -110,7 +111,7 @@ def attention_forward_together(inputs, options, *, out_dtype, config, core_count
         of_launch = _launch(padded, [calls[i] for i in together], dict.fromkeys(OTHERS), options[together[0]], **named)
         results |= zip(together, of_launch, strict=True)
     widths = [of.value.shape[-1] for of in inputs]
-    return [(results[i][0][..., :width], results[i][1]) for i, width in enumerate(widths)]
+    return [(results[i][0][..., :width], *results[i][1:]) for i, width in enumerate(widths)]
 
 
 def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
@@ -119,8 +120,11 @@ def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
     return [tuple(pad_for_tma(x, any_rows=any_rows) for x in of[:3]) for of in inputs]
 
 
-def _launch(padded, calls, arrays, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
-    """(out, lse) of each call. padded: (query, key, value) of each. arrays: what else the kernel is given."""
+def _launch(padded, calls, arrays, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, ...]]:
+    """(out, lse) of each call, with a bias (out, lse, excess).
+
+    padded: (query, key, value) of each. arrays: what else the kernel is given.
+    """
     scheduler = TileScheduler(
         shapes=tuple(_shape_of(call, config) for call in calls),
         is_causal=options.is_causal,
@@ -134,10 +138,8 @@ def _launch(padded, calls, arrays, options, *, out_dtype, config, core_count, in
     kernel = forward_kernel_sm90.kernel_of(
         arrays, tree, scheduler, options, tuple(calls), out_dtype=out_dtype, config=config, interpret=interpret
     )
-    results = kernel(*leaves)
-    outs, lses = results[: len(calls)], results[len(calls) :]
-    of_calls = zip(outs, lses, calls, strict=True)
-    return [(out[:, : call.q_length], lse[..., : call.q_length]) for out, lse, call in of_calls]
+    outs, *rows = itertools.batched(kernel(*leaves), len(calls))
+    return [(outs[i][:, : call.q_length], *(x[i][..., : call.q_length] for x in rows)) for i, call in enumerate(calls)]
 
 
 def _shape_of(call: views_sm90.Call, config) -> Shape:
@@ -160,7 +162,8 @@ def _bounds(
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """(largest, small), [B, H] each: what no score of a head, in base 2, exceeds; None where that is not known.
 
-    largest is infinite where values are so large that their sums may overflow without a running maximum. small: int32, whether its scores are all so small that a softcap's tanh is a polynomial; None without one.
+    largest is infinite where values are so large that their sums may overflow without a running maximum.
+    small: int32, whether its scores are all so small that a softcap's tanh is a polynomial; None without one.
     measures_q: largest is for queries of length 1.
     """
     cap, room = options.softcap, softmax.room(query.dtype)

@@ -51,7 +51,7 @@ def attention_forward(
         name="attention_forward_triton",
         grid=programs.grid,
         ins=programs.ins | {"sinks": whole_array(inputs.sinks)},
-        outs=[(out, programs.q_spec(call.v_head_dim)), (lse, programs.row_spec)],
+        outs=[(out, programs.q_spec(call.v_head_dim)), *[(lse, programs.row_spec)] * (1 + call.has_bias)],
         q_block=programs.q_block,
     )
 
@@ -84,7 +84,7 @@ def _kernel(refs: Refs, *, call: Call, q_block):
         new = jnp.maximum(highest, s.max(axis=1) * call.factor)
         # A row may have met no key so far: -inf - -inf would be NaN.
         shift = jnp.where(new == -jnp.inf, 0.0, new) if partial or call.may_mask else new
-        alpha = jnp.exp2(highest - shift)
+        alpha = call.shrinking(highest, shift)
         p = call.exp2(s, shift[:, None])
         total = total * alpha + p.sum(axis=1)
         v = load(refs.value.at[these, :], start, length, call.v_head_dim)
@@ -94,13 +94,19 @@ def _kernel(refs: Refs, *, call: Call, q_block):
     highest, total = jnp.full((block_q,), -jnp.inf, jnp.float32), jnp.zeros((block_q,), jnp.float32)
     if refs.sinks is not None:  # a key before all others, with no value
         of_batch = batch_index if refs.sinks.shape[0] > 1 else 0
-        highest = jnp.broadcast_to(refs.sinks[of_batch, head] * LOG2E, (block_q,))
+        highest = jnp.broadcast_to(call.in_units(refs.sinks[of_batch, head]), (block_q,))
         total = total + 1.0
     state = (jnp.zeros((block_q, padded(call.v_head_dim)), jnp.float32), highest, total)
     acc, highest, total = walk(blocks, step, state)
     dead = total == 0.0
     total = jnp.where(dead, 1.0, total)
-    lse = jnp.where(dead, -jnp.inf, (highest + jnp.log2(total)) / LOG2E)
-    out_ref, lse_ref = refs.outs
+    out_ref, lse_ref, *excess_ref = refs.outs
+    if call.has_bias:
+        log = jnp.log2(total) / LOG2E
+        lse = jnp.where(dead, -jnp.inf, highest + log)
+        excess = jnp.where(dead, 0.0, log + (highest - lse))
+        plgpu.store(excess_ref[0], excess, mask=rows)
+    else:
+        lse = jnp.where(dead, -jnp.inf, (highest + jnp.log2(total)) / LOG2E)
     store(out_ref, (acc / total[:, None]).astype(out_ref.dtype), q_start, call.q_length, call.v_head_dim)
     plgpu.store(lse_ref, lse, mask=rows)

@@ -38,7 +38,8 @@ class Refs(NamedTuple):
     """The arrays of a kernel; None where the call lacks one.
 
     mask, entries, words: of bias_gradient_triton.Pairs. bounds: tiles.bounds_array. ranges: tiles.segment_ranges of the
-    blocks that the programs own. lse2, delta: of the backward. operands: of a score_mod. outs: what the kernel writes.
+    blocks that the programs own. lse (Call.in_units), delta: of the backward. operands: of a score_mod. outs: what the
+    kernel writes.
     """
 
     query: Any
@@ -54,7 +55,7 @@ class Refs(NamedTuple):
     ranges: Any = None
     bounds: Any = None
     dout: Any = None
-    lse2: Any = None
+    lse: Any = None
     delta: Any = None
     operands: Any = ()
     outs: Any = ()
@@ -120,7 +121,7 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """Of the scores that `scores` gives, in exp2."""
+        """Of the scores that `scores` gives, to base 2, but with a bias, where they stay in natural units."""
         if self.may_mask:
             return 1.0
         return LOG2E * (self.options.scale if self.options.softcap is None else self.options.softcap)
@@ -155,20 +156,28 @@ class Call:
     def scores(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         """(the scores over factor * ln 2, the tanh in them), from query @ key^T and the bias of its tile.
 
-        With a bias the factor is 1, so that exp2 subtracts a maximum or lse as it is: of a product with log2(e) it
-        would miss the rounding, which under a bias of -1e10 is hundreds.
+        With a bias they are in natural units, and a maximum or lse comes off them as it is: of a product with log2(e)
+        it would miss the rounding, which under a bias of -1e10 is hundreds, and under one of finfo.min an infinity.
         """
         scale, softcap = self.options.scale, self.options.softcap
         if softcap is None:
-            return (products if bias is None else products * (scale * LOG2E) + bias * LOG2E), None
+            return (products if bias is None else products * scale + bias), None
         if self.options.precision is None:  # exact to 1e-7 of softcap: 16-bit products are not
             tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(products * (2 * LOG2E * scale / softcap)))
         else:
             tanh = jnp.tanh(products * (scale / softcap))
-        return (tanh if bias is None else tanh * (softcap * LOG2E) + bias * LOG2E), tanh
+        return (tanh if bias is None else tanh * softcap + bias), tanh
+
+    def in_units(self, x: jax.Array) -> jax.Array:
+        """A number in natural units, such as lse, in those that exp2 subtracts: base 2, but with a bias."""
+        return x if self.has_bias else x * LOG2E
+
+    def shrinking(self, highest: jax.Array, new: jax.Array) -> jax.Array:
+        """What to multiply sums by where the maximum becomes `new`."""
+        return jnp.exp2((highest - new) * LOG2E if self.has_bias else highest - new)
 
     def exp2(self, x: jax.Array, shift: jax.Array) -> jax.Array:
-        """exp2(x * factor - shift), float32, in two instructions; with a bias or score_mod at most 1, in three.
+        """exp2(x * factor - shift), with a bias exp(x - shift), float32; with a bias or score_mod at most 1.
 
         Of a row that a bias of -1e30 masks, lse is too coarse to give P, which then stays finite. Triton as XLA runs it
         rounds the product, and its exp2 scales around denormal results: six instructions. This one fuses the product,
@@ -176,12 +185,15 @@ class Call:
         """
         at_most = self.may_mask
         if self.interpret:
-            x = x * self.factor - shift
+            x = (x - shift) * LOG2E if self.has_bias else x * self.factor - shift
             return jnp.exp2(jnp.minimum(x, 0.0) if at_most else x)
-        bits = struct.pack(">f", self.factor).hex()
+        bits = lambda x: struct.pack(">f", x).hex()
+        subtract = f"fma.rn.f32 t, $1, 0f{bits(self.factor)}, $2; "
+        if self.has_bias:
+            subtract = f"add.rn.f32 t, $1, $2; mul.rn.f32 t, t, 0f{bits(LOG2E)}; "
         clamp = "min.f32 t, t, 0f00000000; " if at_most else ""
         (result,) = plgpu.elementwise_inline_asm(
-            f"{{ .reg .f32 t; fma.rn.f32 t, $1, 0f{bits}, $2; {clamp}ex2.approx.ftz.f32 $0, t; }}",
+            f"{{ .reg .f32 t; {subtract}{clamp}ex2.approx.ftz.f32 $0, t; }}",
             args=[x, jnp.broadcast_to(-shift, x.shape)],
             constraints="=f,f,f",
             pack=1,

@@ -1,5 +1,8 @@
 """The online softmax in base 2: scores times scale * log2(e), so that exp2 is one instruction.
 
+With a bias it is in natural units: a bias of finfo.min, which means to mask, times log2(e) would be -inf, and the
+maximum of a row that it masks whole has to come off its scores without a rounding.
+
 The running state of a tile is (highest, total): the maximum of each row, and partial sums of each row, eight
 columns wide. The columns are added up once, at the end: inside the loop no thread waits for another's sum.
 """
@@ -17,11 +20,14 @@ PARTIAL_COLUMNS = 8
 # The maximum of a row that has met no key: below any score, also under a bias of -1e30 that means to mask, and finite,
 # so that -inf - LOWEST is no NaN.
 LOWEST = -3e38
+# The same in natural units: no score but -inf is below it.
+LOWEST_NATURAL = float(jnp.finfo(jnp.float32).min)
 
 
-def start(rows: int):
+def start(rows: int, *, natural: bool = False):
     """(the maximum so far, the sums so far) of rows that have met no key."""
-    highest = plgpu.layout_cast(jnp.full((rows,), LOWEST, jnp.float32), WGMMA.reduce(1))
+    lowest = jnp.full((rows,), LOWEST_NATURAL if natural else LOWEST, jnp.float32)
+    highest = plgpu.layout_cast(lowest, WGMMA.reduce(1))
     return highest, plgpu.layout_cast(jnp.zeros((rows, PARTIAL_COLUMNS), jnp.float32), WGMMA)
 
 
@@ -35,6 +41,14 @@ def step(scores, highest, total, scale, largest: float = 0.0):
     new = jnp.maximum(highest, top - largest if largest else top)
     alpha = jnp.exp2(highest - new)
     p = jnp.exp2(scores * factor - lax.broadcast_in_dim(new, scores.shape, [0]))
+    return p, new, total * lax.broadcast_in_dim(alpha, total.shape, [0]) + _row_sums(p), alpha
+
+
+def natural_step(scores, highest, total):
+    """What step gives, of scores and a maximum in natural units."""
+    new = jnp.maximum(highest, scores.max(axis=1))
+    alpha = jnp.exp2((highest - new) * LOG2E)
+    p = jnp.exp2((scores - lax.broadcast_in_dim(new, scores.shape, [0])) * LOG2E)
     return p, new, total * lax.broadcast_in_dim(alpha, total.shape, [0]) + _row_sums(p), alpha
 
 
@@ -117,14 +131,29 @@ def lengths(parts):
     return jnp.sqrt(_tree(jnp.add, squares))
 
 
-def with_sink(highest, total, sink):
+def with_sink(highest, total, sink, *, natural: bool = False):
     """(the new maximum, the new sums, the factor for the accumulator) once a logit joins the denominator."""
-    sink = sink * LOG2E
+    sink = sink if natural else sink * LOG2E
+    exp2 = lambda x: jnp.exp2(x * LOG2E if natural else x)
     new = jnp.maximum(highest, sink)
-    alpha = jnp.exp2(highest - new)
+    alpha = exp2(highest - new)
     # The sums are added up over their columns: each gets its part.
     wide = lambda x: lax.broadcast_in_dim(x, total.shape, [0])
-    return new, total * wide(alpha) + wide(jnp.exp2(sink - new) / PARTIAL_COLUMNS), alpha
+    return new, total * wide(alpha) + wide(exp2(sink - new) / PARTIAL_COLUMNS), alpha
+
+
+def finish_natural(highest, total):
+    """What finish gives in natural units, of rows that may be dead, and what lse lacks of the exact log-sum-exp.
+
+    Beside a maximum of -1e9 the log of the sums is lost in lse, which has 24 bits.
+    """
+    total = total.sum(axis=1)
+    dead = total == 0.0
+    safe = jnp.where(dead, 1.0, total)
+    log = lax.log(safe)
+    lse = highest + log
+    excess = log + (highest - lse)
+    return jnp.where(dead, 0.0, 1.0 / safe), jnp.where(dead, -jnp.inf, lse), jnp.where(dead, 0.0, excess)
 
 
 def finish(highest, total, *, may_be_dead: bool):

@@ -21,6 +21,7 @@ import forked
 from jax_kernels import flash_attention
 from jax_kernels.dispatch import on_device
 from jax_kernels.pallas.attention import softmax
+from jax_kernels.testing_cases import LOWEST, LOWEST_BF16
 
 SCRIPT = Path(__file__).parent / "mosaic_interpreter.py"
 SMALL = {"batch": 1, "q_length": 128, "kv_length": 128, "heads": 1, "kv_heads": 1}
@@ -119,6 +120,12 @@ CASES = {
     | WIDE
     | {"bias": "bts", "bias_dtype": "float32", "softcap": 2.0, "pattern": "global", "deterministic": True},
     "bias_256_deterministic": SMALL | VERY_WIDE | {"bias": "ts", "kv_length": 150, "deterministic": True},
+    "bias_whole_64": LARGE | {"bias": "ts", "bias_whole": LOWEST_BF16, "races": True},
+    "bias_whole_128": SMALL
+    | WIDE
+    | {"bias": "hts", "bias_dtype": "float32", "bias_whole": LOWEST, "heads": 2, "kv_length": 150, "is_causal": True}
+    | {"q_offset": 100, "deterministic": True},
+    "bias_whole_256": SMALL | VERY_WIDE | {"bias": "ts", "bias_whole": LOWEST_BF16, "deterministic": True},
     "bias_low": LARGE | {"bias": "ts", "bias_low": -1e30},
     "bias_keys_deterministic": SMALL
     | {"bias": "bhs", "batch": 2, "heads": 2, "kv_heads": 1, "kv_lengths": [90, 150], "deterministic": True},
