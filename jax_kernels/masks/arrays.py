@@ -40,25 +40,28 @@ def _ids(name: str, x: Any) -> jax.Array:
 def block_sparse(blocks: jax.Array, block_size: int | tuple[int, int]) -> Mask:
     """Cells of block_size queries by block_size keys, each kept or not.
 
-    blocks: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns] (or float32 zeros and
-    ones), rows = ceil(T / block_size) and columns = ceil(S / block_size) of the call. block_size: an int, or
-    (queries, keys). Row 0 starts at query 0, at whatever position it stands.
+    blocks: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns] (or zeros and ones, as
+    `dense` takes them), rows = ceil(T / block_size) and columns = ceil(S / block_size) of the call. block_size: an int,
+    or (queries, keys). Row 0 starts at query 0, at whatever position it stands.
     """
-    blocks = checks.four_axes("blocks", checks.boolean("blocks", blocks), "[batch, heads, rows, columns]")
+    blocks, is_mask = checks.boolean("blocks", blocks)
+    blocks = checks.four_axes("blocks", blocks, "[batch, heads, rows, columns]")
     if 0 in blocks.shape:
         raise ValueError(f"blocks: got shape {blocks.shape}, want no axis of length 0")
-    return BlockSparse(blocks, *checks.block_pair("block_size", block_size))
+    return BlockSparse(blocks, *checks.block_pair("block_size", block_size), is_mask=is_mask)
 
 
 def dense(array: jax.Array) -> Mask:
     """A mask pair by pair. array: bool, [T or 1, S or 1], [H or 1, ...] or [B or 1, H or 1, T or 1, S or 1].
 
-    A float32 array of zeros and ones, as Flax makes it, is taken too. Row i is query i, at whatever position it stands.
+    Zeros and ones in float32, bfloat16 or float16, as Flax makes them, are taken too. Other floats are a ValueError. In
+    an array that is traced they make attention under the mask NaN. Row i is query i, at whatever position it stands.
     """
-    array = checks.four_axes("array", checks.boolean("array", array), "[batch, heads, queries, keys]")
+    array, is_mask = checks.boolean("array", array)
+    array = checks.four_axes("array", array, "[batch, heads, queries, keys]")
     if 0 in array.shape:
         raise ValueError(f"array: got shape {array.shape}, want no axis of length 0")
-    return Dense(array)
+    return Dense(array, is_mask)
 
 
 def from_function(
@@ -204,12 +207,17 @@ class _Array(Mask):
 
 @node
 class BlockSparse(_Array):
-    """most_blocks: no row has more live cells, if that is known."""
+    """most_blocks: no row has more live cells, if that is known. is_mask: as in Dense."""
 
     blocks: Any
     block_q: int = static()
     block_kv: int = static()
     most_blocks: int | None = static(default=None)
+    is_mask: Any = None
+
+    @property
+    def is_valid(self) -> Any:
+        return self.is_mask
 
     @property
     def _array(self):
@@ -298,7 +306,14 @@ class DenseMask(_Array):
 
 @node
 class Dense(DenseMask):
+    """is_mask: None, or for traced floats whether each is 0 or 1, a traced bool."""
+
     array: Any
+    is_mask: Any = None
+
+    @property
+    def is_valid(self) -> Any:
+        return self.is_mask
 
     def check_lengths(self, q_length, kv_length):
         shape = self.array.shape

@@ -50,30 +50,64 @@ def array(name: str, x: Any, want: str) -> jax.Array:
     return held
 
 
-def int32(name: str, x: Any, want: str) -> jax.Array:
-    """An integer array as int32, losing nothing where its values are known."""
+# Positions that are arrays stay within so many of 0, and known ones below: what is added to them fits an int32.
+FARTHEST = 1 << 30
+INT32 = (-(1 << 31), (1 << 31) - 1)
+
+
+def int32(name: str, x: Any, want: str, *, within: tuple[int, int] | None = None) -> jax.Array:
+    """An integer array as int32, losing nothing: known values that int32 does not hold are a ValueError.
+
+    within: the least and the most of numbers that are compared with others in this range alone, and stand for all below
+    and above. Without it, traced integers of a dtype that int32 does not hold are a TypeError.
+    """
     is_array(name, x, want)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: got dtype {x.dtype}, want {want}")
-    if isinstance(x, np.ndarray) and (x != x.astype(np.int32)).any():
-        raise ValueError(f"{name}: got values up to {np.abs(x).max()}, want int32")
-    return array(name, x, want).astype(jnp.int32)
-
-
-def boolean(name: str, x: Any) -> jax.Array:
-    """A bool array, or a float32 one of zeros and ones as Flax makes them, as bool."""
-    is_array(name, x, "a bool array")
-    if x.dtype not in (bool, jnp.float32):
-        raise TypeError(f"{name}: got dtype {x.dtype}, want bool (True = attend) or a float32 mask of 0 and 1")
-    x = array(name, x, "a bool array")
-    if x.dtype == bool:
-        return x
-    if not isinstance(x, jax.core.Tracer):
-        # In numpy: under jit even a comparison of known values is traced.
+    held = jnp.iinfo(x.dtype)
+    is_wide = held.min < INT32[0] or held.max > INT32[1]
+    if is_wide and not isinstance(x, jax.core.Tracer):
         known = np.asarray(x)
-        if not ((known == 0) | (known == 1)).all():
-            raise ValueError(f"{name}: got float32 values other than 0 and 1, want a bool mask")
-    return x != 0
+        if (known != known.astype(np.int32)).any():
+            raise ValueError(f"{name}: got values up to {max(abs(int(known.min())), int(known.max()))}, want int32")
+        x = known.astype(np.int32)
+    elif is_wide and within is None:
+        hint = f"cast it, with {name}.astype(jnp.int32)" if name.isidentifier() else "cast it to int32"
+        raise TypeError(f"{name}: got {x.dtype} values that are traced, want int32: {hint}")
+    if within is not None and (held.min < within[0] or held.max > within[1]):
+        clip = jnp.clip if isinstance(x, jax.Array) else np.clip
+        x = clip(x, max(within[0], held.min), min(within[1], held.max))
+    return jnp.asarray(x, jnp.int32)
+
+
+# The floats that a mask of zeros and ones may have: Flax makes masks in the dtype that it computes in.
+MASK_FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def boolean(name: str, x: Any) -> tuple[jax.Array, jax.Array | None]:
+    """(a mask as bool, whether it is one). x: bool, or floats that are all 0 or 1.
+
+    The second is None where it is known. Floats whose values are not known keep what is 1; theirs is a traced bool.
+    """
+    is_array(name, x, "a bool array")
+    is_boolean(name, x)
+    if x.dtype == bool:
+        return array(name, x, "a bool array"), None
+    if isinstance(x, jax.core.Tracer):
+        return x == 1, ((x == 0) | (x == 1)).all()
+    # In numpy: under jit even a comparison of known values is traced.
+    known = np.asarray(x)
+    if not ((known == 0) | (known == 1)).all():
+        want = "want a bool mask; an additive one is a bias"
+        raise ValueError(f"{name}: got {x.dtype} values other than 0 and 1, {want}")
+    return jnp.asarray(x) != 0, None
+
+
+def is_boolean(name: str, x: Any) -> None:
+    """That x has a dtype which `boolean` takes."""
+    if x.dtype != bool and x.dtype not in MASK_FLOATS:
+        want = "want bool (True = attend), or float32, bfloat16 or float16 of 0 and 1"
+        raise TypeError(f"{name}: got dtype {x.dtype}, {want}")
 
 
 def floats(name: str, x: Any, want: str) -> jax.Array:
@@ -94,10 +128,10 @@ def offset(q_offset: Any) -> tuple[int | None, jax.Array]:
     """(the offset if it is known when tracing, the offset as int32 [B or 1])."""
     want = "an int, or an int32 array, a scalar or [batch]"
     if is_int(q_offset):
-        if not -(1 << 30) < q_offset < 1 << 30:
+        if not -FARTHEST < q_offset < FARTHEST:
             raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
         return int(q_offset), jnp.full((1,), q_offset, jnp.int32)
-    q_offset = int32("q_offset", q_offset, want)
+    q_offset = int32("q_offset", q_offset, want, within=(-FARTHEST, FARTHEST))
     if q_offset.ndim > 1:
         raise ValueError(f"q_offset: got shape {q_offset.shape}, want {want}")
     return None, jnp.atleast_1d(q_offset)

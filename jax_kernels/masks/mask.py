@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import operator
 import os
 from typing import Any, dataclass_transform
@@ -60,6 +61,11 @@ class Mask:
         """Whether blocks are judged by evaluating their pairs, not by arithmetic on blocks."""
         return False
 
+    @property
+    def is_valid(self) -> Any:
+        """A traced bool: False where floats that it was made from are neither 0 nor 1. None where that is known."""
+        return None
+
     def check_lengths(self, q_length: int, kv_length: int) -> None:
         """Raises ValueError where an array of the mask is not one of a call of these lengths."""
 
@@ -112,7 +118,8 @@ class Mask:
 
         A block is full where all its queries keep all its keys; one that reaches past the last key is never full,
         queries past the last do not count. A list's static width is the most live blocks that one can have, as
-        far as the structure tells it: (window + block) / block for a sliding window, all blocks for an array.
+        far as the structure tells it: (window + block) / block for a sliding window, all blocks for an array. A block
+        of a mask that holds a dense array or a function has fewer than 2**31 pairs.
 
         Masks that hold a dense array or a function are evaluated, chunk by chunk, and exact. All others are a matter
         of block arithmetic, in time and memory of queries + blocks of queries x blocks of keys. That is exact for
@@ -172,6 +179,10 @@ class Mask:
         lengths = checks.lengths(q_length, kv_length)
         blocks = tuple(checks.integer(name, x, 1) for name, x in zip(("block_q", "block_kv"), blocks, strict=True))
         self.check_lengths(*lengths)
+        pairs = math.prod(min(length, block) for length, block in zip(lengths, blocks, strict=True))
+        if self.is_evaluated and pairs > checks.INT32[1]:
+            want = "fewer than 2**31 pairs in a block of a mask that holds a dense array or a function"
+            raise ValueError(f"block_q, block_kv: got {blocks} for {lengths} queries and keys, want {want}")
         static_offset, offset = checks.offset(q_offset)
         checks.joint("q_offset", [self.batch, offset.shape[0]], "batch entries")
         return {"offset": offset, "lengths": lengths, "blocks": blocks, "static_offset": static_offset}
@@ -224,6 +235,11 @@ class _Composite(Mask):
     @property
     def parts(self) -> tuple[Mask, ...]:
         raise NotImplementedError
+
+    @property
+    def is_valid(self) -> Any:
+        of_parts = [x for x in (mask.is_valid for mask in self.parts) if x is not None]
+        return functools.reduce(operator.and_, of_parts) if of_parts else None
 
     @property
     def batch(self) -> int:

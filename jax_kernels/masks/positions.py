@@ -70,7 +70,7 @@ def _number(name: str, n: Any) -> tuple[int | None, jax.Array | None]:
     if checks.is_int(n):
         return checks.integer(name, n, 0), None
     want = "an int, or an int32 array, a scalar or [batch]"
-    n = checks.int32(name, n, want)
+    n = checks.int32(name, n, want, within=checks.INT32)
     if n.ndim > 1:
         raise ValueError(f"{name}: got shape {n.shape}, want {want}")
     return None, jnp.atleast_1d(n)

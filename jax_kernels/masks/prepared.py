@@ -32,6 +32,10 @@ class PreparedMask(Mask):
     def is_evaluated(self):
         return self.mask.is_evaluated
 
+    @property
+    def is_valid(self):
+        return self.mask.is_valid
+
     def check_lengths(self, q_length, kv_length):
         self.mask.check_lengths(q_length, kv_length)
 

@@ -15,6 +15,7 @@ from jax_kernels.masks import Mask
 from jax_kernels.ops import attention_table as table
 from jax_kernels.ops.attention_checks import by_name, check, with_positive_scale
 from jax_kernels.ops.attention_table import AttentionRequest
+from jax_kernels.ops.mask_arguments import mask_or_nan, with_validity
 from jax_kernels.reference.attention import row_terms
 
 __all__ = [
@@ -91,10 +92,11 @@ def flash_attention(
         dtype, is summed in float32 over the axes that it is broadcast over, and is computed only where it is asked
         for: by two more products, or in "mosaic_gpu", for a bias for each key that the heads which share keys share,
         without a softcap, by the sums of what is there.
-      mask: bool, broadcastable to [B, H, T, S], True where a query may attend; a float32 mask of zeros and ones is
-        taken too, whose values are checked only where they are known: under jit, any but 0 keeps the pair. "triton"
-        does not take it. "mosaic_gpu" packs it into bits, skips the blocks that it keeps nothing of, and forward masks
-        nothing in those that it keeps all of. Or a masks.Mask, whose queries stand at q_offset + i. One of causal,
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Zeros and ones in float32, bfloat16 or
+        float16 are taken too. Other floats (an additive mask is a bias) are a ValueError where they are known, and
+        where they are traced they make out, lse and the gradients NaN. "triton" does not take a mask. "mosaic_gpu"
+        packs it into bits, skips the blocks that it keeps nothing of, and forward masks nothing in those that it keeps
+        all of. Or a masks.Mask, whose queries stand at q_offset + i. One of causal,
         sliding_window, segments, prefix and dense masks joined by `&` is the same as is_causal, window, segment_ids,
         kv_lengths and mask. Any other "mosaic_gpu" runs as lists of the blocks that it keeps a pair of: the others, and
         their part of a bias, are neither loaded nor visited, in either direction. The lists are made anew in each call,
@@ -107,10 +109,13 @@ def flash_attention(
         no limit on that side. With is_causal the right side is 0. At most 2**29.
       segment_ids: int32 [B, T] where T == S, or a (query, key) pair [B, T], [B, S]: packed sequences. A query
         attends to the keys that have its id; one with an id below 0 attends to nothing and is not attended
-        to. The ids need not be sorted, but where they are, blocks of other segments cost nothing.
-      kv_lengths: [B] int32, how many keys of each batch entry count; the others are never attended to.
-      q_offset: position of query 0: an int, a scalar array, or [B] int32. 0 aligns the causal mask top-left,
-        as jax.nn and PyTorch do; S - T aligns it bottom-right, as flash-attn does.
+        to. The ids need not be sorted, but where they are, blocks of other segments cost nothing. Of another integer
+        dtype they are taken where int32 holds it, or the values are known and fit.
+      kv_lengths: [B] int32, how many keys of each batch entry count; the others are never attended to. A number below 0
+        counts as 0, one above S as S. Traced integers of any dtype are taken.
+      q_offset: position of query 0: an int within 2**30 of 0, a scalar array, or [B] int32. 0 aligns the causal mask
+        top-left, as jax.nn and PyTorch do; S - T aligns it bottom-right, as flash-attn does. In an array, a number
+        further from 0 counts as 2**30 or -2**30, which is the same for is_causal and window.
       score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any jnp code, called with scalars: float32
         query @ key * scale, and the int32 indices of the batch entry, the query head, the query (its row in this
         call: q_offset does not shift it) and the key. The bias is added, and masks apply, to what it returns;
@@ -146,13 +151,16 @@ def flash_attention(
     arXiv:2407.08608. score_mod: Dong et al., "Flex Attention" (2024), arXiv:2412.05496. Sinks: Xiao
     et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453.
     """
-    call, inputs = prepare(**locals())
-    out, lse = run(call, inputs)
+    arguments = locals()
+    arguments["mask"], is_valid = with_validity("mask", mask)
+    call, inputs = prepare(**arguments)
+    out, lse = mask_or_nan(run(call, inputs), is_valid)
     return (out, lse) if return_lse else out
 
 
 def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
-    request, _ = check(**by_name("flash_attention", args), **kwargs)
+    mask, _ = with_validity("mask", kwargs.pop("mask", None))
+    request, _ = check(**by_name("flash_attention", args), mask=mask, **kwargs)
     return _choose(request, kwargs.get("implementation"))
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.masks import Mask
+from jax_kernels.masks import checks as mask_checks
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.ops.mask_arguments import MaskArguments, as_arguments
 from jax_kernels.score_mod import trace
@@ -22,7 +23,7 @@ DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32
 MAX_HEAD_DIM = 256
 HEADS = "[batch, length, heads, head_dim]"
 # A position, and the limit of a window, stay below these: their sums fit an int32.
-FARTHEST = 1 << 30
+FARTHEST = mask_checks.FARTHEST
 WIDEST = 1 << 29
 
 
@@ -242,15 +243,13 @@ def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
         return mask
     if not isinstance(mask, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise TypeError(f"mask: got {type(mask).__name__}, want a bool array or a Mask")
-    if mask.dtype not in (jnp.dtype(bool), jnp.dtype(jnp.float32)):
-        raise TypeError(f"mask: got dtype {mask.dtype}, want bool (True = attend) or a float32 mask of 0 and 1")
+    mask_checks.is_boolean("mask", mask)
     full = _broadcastable("mask", mask, shape)
-    if not isinstance(mask, jax.ShapeDtypeStruct) and mask.dtype != bool:
-        # In numpy: under jit even a comparison of known values is traced.
-        known = None if isinstance(mask, jax.core.Tracer) else np.asarray(mask)
-        if known is not None and not ((known == 0) | (known == 1)).all():
-            raise ValueError("mask: got float32 values other than 0 and 1, want a bool mask; an additive one is a bias")
-        mask = mask != 0
+    if isinstance(mask, jax.ShapeDtypeStruct):
+        return reshaped(mask, full, bool)
+    mask, is_mask = mask_checks.boolean("mask", mask)
+    if is_mask is not None:
+        raise TypeError("mask: got floats that are traced, want bool: write `mask != 0`; an additive one is a bias")
     return reshaped(mask, full, bool)
 
 
@@ -280,7 +279,8 @@ def checked_sinks(sinks: Any, heads: int) -> Any:
     return reshaped(sinks, (1, heads), jnp.float32)
 
 
-def checked_integers(name: str, x: Any, want: str) -> Any:
+def checked_integers(name: str, x: Any, want: str, within: tuple[int, int] | None = None) -> Any:
+    """int32, from integers of another dtype as masks.checks.int32 makes it. within: as there."""
     if not isinstance(x, jax.Array | np.ndarray | np.integer | list | tuple | jax.ShapeDtypeStruct):
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
     if isinstance(x, list | tuple | np.integer):
@@ -289,9 +289,7 @@ def checked_integers(name: str, x: Any, want: str) -> Any:
         raise TypeError(f"{name}: got dtype {x.dtype}, want int32")
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.int32))
-    if isinstance(x, np.ndarray) and (x != x.astype(np.int32)).any():
-        raise ValueError(f"{name}: got values up to {np.abs(x).max()}, want int32")
-    return jnp.asarray(x, jnp.int32)
+    return mask_checks.int32(name, x, want, within=within)
 
 
 def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int, int]) -> tuple[Any, Any]:
@@ -322,7 +320,7 @@ def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int
 def checked_lengths(kv_lengths: Any, batch: int) -> Any:
     if kv_lengths is None:
         return None
-    kv_lengths = checked_integers("kv_lengths", kv_lengths, "an int32 array")
+    kv_lengths = checked_integers("kv_lengths", kv_lengths, "an int32 array", mask_checks.INT32)
     if kv_lengths.shape != (batch,):
         raise ValueError(f"kv_lengths: got shape {kv_lengths.shape}, want [batch] = ({batch},)")
     return kv_lengths
@@ -334,7 +332,8 @@ def checked_offset(q_offset: Any, batch: int) -> tuple[int | None, Any]:
         if not -FARTHEST < q_offset < FARTHEST:
             raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
         return int(q_offset), None
-    q_offset = checked_integers("q_offset", q_offset, "an int or an int32 array")
+    # Arrays are kept within FARTHEST, where positions do not wrap: further away, a query sees all of the keys or none.
+    q_offset = checked_integers("q_offset", q_offset, "an int or an int32 array", (-FARTHEST, FARTHEST))
     if q_offset.shape not in ((), (batch,)):
         raise ValueError(f"q_offset: got shape {q_offset.shape}, want an int, a scalar or [batch] = ({batch},)")
     if isinstance(q_offset, jax.ShapeDtypeStruct):

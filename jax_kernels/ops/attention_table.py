@@ -238,6 +238,7 @@ def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, con
     )
     dead = None  # where a query has no key: cuDNN would average over all values
     if kv_lengths is not None:
+        key, value, *_ = reference.without_ignored(inputs)[1:]
         dead = (kv_lengths <= 0)[:, None, None, None]
         kv_lengths = jnp.clip(kv_lengths, 1, key.shape[1])
     if bias is not None:  # an infinity of its own would be a NaN in a row that has nothing else

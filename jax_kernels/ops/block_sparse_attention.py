@@ -29,8 +29,8 @@ def block_sparse_attention(
     Args:
       query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv]. As flash_attention takes them.
       block_mask: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns], True for a block
-        that is attended to; rows = ceil(T / block_size), columns = ceil(S / block_size). Or a masks.Mask, such as
-        masks.top_k_blocks gives, which has its own block size.
+        that is attended to; rows = ceil(T / block_size), columns = ceil(S / block_size). Floats are taken, and refused,
+        as flash_attention's mask is. Or a masks.Mask, such as masks.top_k_blocks gives, which has its own block size.
       block_size: an int, or (queries, keys); None is 128. On Hopper, multiples of 128 are visited as they are; of
         smaller ones, those that share a block of 128 are visited together.
       arguments: all others of flash_attention, such as is_causal, which masks out what a block holds of later keys.

@@ -11,6 +11,7 @@ from jax_kernels.masks import Mask, checks
 from jax_kernels.masks.arrays import DenseMask
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention_checks import check_shapes, checked_array, checked_sinks, reshaped
+from jax_kernels.ops.mask_arguments import mask_or_nan, with_validity
 
 __all__ = ["dynamic_mask_attention", "keys_of_largest_bias"]
 
@@ -36,9 +37,9 @@ def dynamic_mask_attention(
 
     Args:
       query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv]. As flash_attention takes them.
-      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend; a float32 mask of
-        zeros and ones is taken too. Or a masks.Mask, such as masks.top_k gives; one that has Hkv heads is a dense one.
-        What the mask was made from gets no gradient through it.
+      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend.
+        Floats are taken, and refused, as flash_attention's mask is. Or a masks.Mask, such as masks.top_k gives; one
+        that has Hkv heads is a dense one. What the mask was made from gets no gradient through it.
       bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32; -inf masks out. Its gradient
         has its shape and dtype, and is summed in float32 over the axes that it is broadcast over.
       arguments: all others of flash_attention. is_causal is aligned top-left; q_offset=S - T aligns it bottom-right,
@@ -48,6 +49,11 @@ def dynamic_mask_attention(
 
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
     """
+    mask, is_valid = with_validity("mask", mask)
+    return mask_or_nan(_attention(query, key, value, mask, bias, **arguments), is_valid)
+
+
+def _attention(query: Any, key: Any, value: Any, mask: Any, bias: Any, **arguments: Any) -> Any:
     query, key, value, mask, bias = _checked(query, key, value, mask, bias)
     heads, kv_heads = query.shape[2], key.shape[2]
     if not _is_mapped(query, key, mask, bias):
@@ -90,6 +96,7 @@ def keys_of_largest_bias(
 
 
 def _plan(query: Any, key: Any, value: Any, mask: Any, bias: Any = None, **arguments: Any) -> dispatch.Plan:
+    mask, _ = with_validity("mask", mask)
     query, key, value, mask, bias = _checked(query, key, value, mask, bias)
     if _is_mapped(query, key, mask, bias):
         kv_heads, sinks = key.shape[2], checked_sinks(arguments.get("sinks"), query.shape[2])
@@ -119,7 +126,7 @@ def _checked(query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[An
             raise ValueError(f"mask: got a Mask of {mask.heads} heads, want {want}")
         mask = mask.array
     elif not isinstance(mask, Mask | jax.ShapeDtypeStruct):
-        mask = checks.boolean("mask", mask)
+        mask, _ = checks.boolean("mask", mask)
     shape = (batch, heads, q_length, kv_length)
     return query, key, value, *(_with_four_axes(*named, shape, kv_heads) for named in (("mask", mask), ("bias", bias)))
 

@@ -11,6 +11,7 @@ from jax import lax
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions, first_position
 from jax_kernels.masks import Mask
+from jax_kernels.masks.limits import key_lengths
 
 # Bytes of float32 scores that one chunk of queries may take.
 CHUNK_BYTES = 1 << 28
@@ -44,13 +45,56 @@ def live(inputs: AttentionInputs, options: AttentionOptions, rows=None):
     return keep
 
 
+def without_ignored(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs with zeros for the keys and values past kv_lengths: a NaN there would be one in products with 0."""
+    lengths = key_lengths(inputs)
+    if lengths is None:
+        return inputs
+    counts = jnp.arange(inputs.key.shape[1], dtype=jnp.int32) < lengths[:, None]
+    key, value = (jnp.where(counts[..., None, None], x, 0) for x in (inputs.key, inputs.value))
+    return inputs._replace(key=key, value=value)
+
+
+def rounded(x):
+    """x, a product, rounded as it is read: never part of a fused multiply-add, which what it is compared with is not.
+
+    XLA fuses x - highest into one where x is a product, and its unrounded x is not the one that `highest` comes from.
+    """
+    return jnp.maximum(x, jnp.finfo(x.dtype).min)
+
+
 def scores_of(products, bias, options: AttentionOptions, modify=None):
     """The scores [B, H, T, S], from query @ key^T. modify: what score_mod makes of them."""
-    scores = products * options.scale
+    scores = rounded(products * options.scale)
     if options.softcap is not None:
-        scores = options.softcap * jnp.tanh(scores / options.softcap)
+        scores = rounded(options.softcap * jnp.tanh(scores / options.softcap))
     scores = scores if modify is None else modify(scores)
     return scores if bias is None else scores + bias.astype(scores.dtype)
+
+
+def below_highest(products, keep, inputs: AttentionInputs, options: AttentionOptions, rows):
+    """(the scores less their row's highest one, [B, H, T, S], -inf where a pair is masked out; that one, [B, H, T, 1]).
+
+    The highest has no gradient: results do not depend on it.
+    """
+    if options.scale > 0 and options.softcap is None and inputs.bias is None and inputs.score_mod is None:
+        products = jnp.where(keep, products, -jnp.inf)
+        highest = _highest(products)
+        # The difference comes first: of large numbers that are close it is exact, and the scale rounds it once.
+        return (products - _finite(highest)) * options.scale, jnp.where(
+            jnp.isneginf(highest), highest, rounded(highest * options.scale)
+        )
+    scores = jnp.where(keep, scores_of(products, inputs.bias, options, _modify(inputs, rows)), -jnp.inf)
+    highest = _highest(scores)
+    return scores - _finite(highest), highest
+
+
+def _highest(scores):
+    return lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf))
+
+
+def _finite(highest):
+    return jnp.where(jnp.isneginf(highest), 0, highest)
 
 
 def _modify(inputs: AttentionInputs, rows):
@@ -61,26 +105,30 @@ def _modify(inputs: AttentionInputs, rows):
 def attention(inputs: AttentionInputs, options: AttentionOptions):
     """The textbook form. Returns (out [B, T, H, Dv], lse [B, H, T]) in the inputs' precision, float32 at least."""
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
-    query, key, value = (x.astype(dtype) for x in (inputs.query, inputs.key, inputs.value))
+    query, key, value = (x.astype(dtype) for x in without_ignored(inputs)[:3])
     group = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
     products = jnp.einsum("bthd,bshd->bhts", query, key, precision="highest")
-    keep = live(inputs, options)
     rows = jnp.arange(query.shape[1], dtype=jnp.int32)
-    scores = jnp.where(keep, scores_of(products, inputs.bias, options, _modify(inputs, rows)), -jnp.inf)
-    highest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
-    if inputs.sinks is not None:
-        sinks = inputs.sinks.astype(dtype)[:, :, None, None]
-        highest = jnp.maximum(highest, sinks)
-    highest = lax.stop_gradient(jnp.where(jnp.isneginf(highest), 0, highest))
-    weights = jnp.exp(scores - highest)
-    total = weights.sum(axis=-1, keepdims=True)
-    if inputs.sinks is not None:
-        total = total + jnp.exp(sinks - highest)
+    scores, highest = below_highest(products, live(inputs, options), inputs, options, rows)
+    weights, highest, sink = _weights(scores, highest, inputs.sinks)
+    total = weights.sum(axis=-1, keepdims=True) + sink
     dead = total == 0
     weights = weights / jnp.where(dead, 1, total)
     lse = jnp.where(dead, -jnp.inf, jnp.log(jnp.where(dead, 1, total)) + highest)[..., 0]
     return jnp.einsum("bhts,bshd->bthd", weights, value, precision="highest"), lse
+
+
+def _weights(scores, highest, sinks):
+    """(the softmax's numerators, the logarithm of what they are divided by already, the sinks' part): of below_highest.
+
+    sinks: [B or 1, H], or None.
+    """
+    if sinks is None:
+        return jnp.exp(scores), _finite(highest), jnp.zeros_like(highest)
+    sinks = sinks.astype(scores.dtype)[:, :, None, None]
+    with_sinks = _finite(lax.stop_gradient(jnp.maximum(highest, sinks)))
+    return jnp.exp(scores + (_finite(highest) - with_sinks)), with_sinks, jnp.exp(sinks - with_sinks)
 
 
 def _chunk_length(query, key):
@@ -144,29 +192,21 @@ def query_key_products(inputs, options):
 
 
 def _masked_scores(inputs, options, rows):
-    """(scores, products), float32 [B, H, T, S], of the queries with the indices `rows`, [T]."""
+    """(scores and highest as below_highest has them, products), of the queries with the indices `rows`, [T]."""
     products = query_key_products(inputs, options)
-    keep = live(inputs, options, rows)
-    return jnp.where(keep, scores_of(products, inputs.bias, options, _modify(inputs, rows)), -jnp.inf), products
+    return *below_highest(products, live(inputs, options, rows), inputs, options, rows), products
 
 
 def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
     """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), with a bias also excess (see row_terms)."""
-    kv_heads = inputs.key.shape[2]
+    kv_heads, inputs = inputs.key.shape[2], without_ignored(inputs)
     _, split, inputs_of = _in_chunks(inputs, options)
 
     def one(arrays):
         part, rows = inputs_of(arrays)
-        s, _ = _masked_scores(part, options, rows)
-        highest = jnp.max(s, axis=-1, keepdims=True, initial=-jnp.inf)
-        if part.sinks is not None:
-            sinks = part.sinks[:, :, None, None]
-            highest = jnp.maximum(highest, sinks)
-        highest = jnp.where(jnp.isneginf(highest), 0, highest)
-        p = jnp.exp(s - highest)
-        total = p.sum(axis=-1)
-        if part.sinks is not None:
-            total = total + jnp.exp(sinks - highest)[..., 0]
+        s, highest, _ = _masked_scores(part, options, rows)
+        p, highest, sink = _weights(s, highest, part.sinks)
+        total = (p.sum(axis=-1, keepdims=True) + sink)[..., 0]
         p = p / jnp.where(total == 0, 1, total)[..., None]
         p = p.reshape(p.shape[0], kv_heads, -1, *p.shape[2:])
         out = jnp.einsum("bkgqs,bskd->bqkgd", p, part.value.astype(jnp.float32), precision=_precision(options))
@@ -208,6 +248,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
 
     lse, delta: row_terms.
     """
+    inputs = without_ignored(inputs)
     query, key, value, bias, score_mod = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.score_mod
     length, kv_heads, precision = query.shape[1], key.shape[2], _precision(options)
     chunk, split, inputs_of = _in_chunks(inputs, options)
@@ -218,8 +259,8 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
     def one(carry, args):
         arrays, do, l, d = args
         part, rows = inputs_of(arrays)
-        s, products = _masked_scores(part, options, rows)
-        p = jnp.exp(s - l[..., None])
+        s, highest, products = _masked_scores(part, options, rows)
+        p = jnp.exp(s + (highest - l[..., None]))
         grouped = lambda x: x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
         q, do = (_grouped(x.astype(jnp.float32), kv_heads) for x in (part.query, do))
         dv = jnp.einsum("bkgqs,bqkgd->bskd", grouped(p), do, precision=precision)

@@ -15,8 +15,6 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factor
     """
     query, key, value = (x.astype(jnp.float32) for x in inputs[:3])
     of_scores, of_out = (factors[..., i][:, None, :, None] for i in range(2))
-    if inputs.kv_lengths is not None:  # what stands past a length may be anything, a NaN too
-        value = jnp.where((jnp.arange(key.shape[1]) < inputs.kv_lengths[:, None])[..., None, None], value, 0)
     inputs = inputs._replace(query=query * of_scores, key=key, value=value)
     out, lse = attention.forward(inputs, dataclasses.replace(options, precision="fp32"), out_dtype=jnp.float32)
     return (out * of_out).astype(jnp.bfloat16), lse

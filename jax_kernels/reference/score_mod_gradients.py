@@ -33,6 +33,7 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
 
     lse, delta: reference.row_terms.
     """
+    inputs = reference.without_ignored(inputs)
     mod, lengths = inputs.score_mod, (inputs.query.shape[1], inputs.key.shape[1])
     sums = mod.zeros(of_arrays=True)
     if 0 in lengths or not jax.tree.leaves(sums):

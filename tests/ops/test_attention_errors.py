@@ -96,7 +96,13 @@ BAD = [
     ),
     ("implementation_type", {"implementation": 3}, TypeError, "implementation: got int, want a name or None"),
     ("mask_dtype", {"mask": np.ones((T, S), np.int32)}, TypeError, "mask: got dtype int32, want bool (True = attend)"),
-    ("mask_bf16", {"mask": np.ones((T, S), jnp.bfloat16)}, TypeError, "mask: got dtype bfloat16, want bool"),
+    ("mask_float64", {"mask": np.ones((T, S))}, TypeError, "mask: got dtype float64, want bool"),
+    (
+        "mask_additive_bf16",
+        {"mask": np.full((T, S), -1e9, jnp.bfloat16)},
+        ValueError,
+        "mask: got bfloat16 values other than 0 and 1, want a bool mask; an additive one is a bias",
+    ),
     ("score_mod", {"score_mod": "alibi"}, TypeError, "score_mod: got str, want an elementwise function"),
     ("mask_list", {"mask": [[True] * S] * T}, TypeError, "mask: got list, want a bool array"),
     (
