@@ -74,7 +74,7 @@ def attention_inputs(case: AttentionCase, seed: int = 0) -> tuple[jax.Array, ...
     if case.garbage:
         counts = case.counts()
         key, value = np.where(counts, key, np.nan), np.where(counts, value, np.where(np.abs(value) > 1, np.nan, np.inf))
-    arrays = (jnp.asarray(x, case.dtype) for x in (query * case.magnitude, key, value, dout))
+    arrays = (jnp.asarray(x, case.dtype) for x in (query * case.magnitude, key, value * case.value_magnitude, dout))
     return *arrays, jnp.asarray(dlse)
 
 
@@ -277,6 +277,9 @@ def tolerance_of(case: AttentionCase, arrays, want: AttentionResults) -> dict[st
             # P is exp(score - lse), both rounded where they are largest, at four times the magnitude.
             rounding = 0 if case.magnitude == 1 else 4 * case.magnitude * float(jnp.finfo(jnp.float32).eps)
             bounds[name] = max(2 * error, 2e-6, rounding)
+        elif case.bias_whole and name in ("dk", "dv"):
+            # "mosaic_gpu" adds what such rows pass to the rounded gradients of the others: two roundings.
+            bounds[name] = 1.5 * error
         elif case.magnitude > 1 and name in ("dq", "dk"):
             # Where the softmax is all but one-hot, dP and its row sum delta all but cancel. A tiled backward
             # takes delta from the rounded out, the plain one from its weights: measured 1.6 times the error

@@ -18,7 +18,8 @@ class AttentionCase:
     """One attention call, without its arrays.
 
     q_offset: an int, or one per batch entry. kv_lengths: None, or one per batch entry. precision: "fp32" or
-    "tf32" for float32, else None. magnitude: the standard deviation of the query; key and value have 1.
+    "tf32" for float32, else None. magnitude: the standard deviation of the query; key has 1, and
+    value value_magnitude.
     window, softcap: as flash_attention takes them. sinks: whether there are any. segments: None; "packed", one
     after another and some padding at the end; or "mixed", ids in any order. bias: None, or the axes that a bias
     has, of "bhts", the others being 1; bias_dtype: "" for dtype. bias_masks: some of it, and whole rows, are -inf.
@@ -44,6 +45,7 @@ class AttentionCase:
     kv_lengths: tuple[int, ...] | None = None
     precision: str | None = None
     magnitude: float = 1.0
+    value_magnitude: float = 1.0
     window: int | tuple[int, int] | None = None
     softcap: float | None = None
     sinks: bool = False
@@ -245,6 +247,7 @@ ATTENTION_CASES = (
     AttentionCase("bias_lower", bias="hts", bias_dtype="float32", bias_low=-1e10, q_length=70, kv_length=150),
     AttentionCase("bias_whole", bias="ts", bias_whole=LOWEST_BF16, q_length=150, kv_length=131, heads=4),
     AttentionCase("bias_whole_causal", bias="hts", bias_dtype="float32", bias_whole=LOWEST, is_causal=True, q_offset=4),
+    AttentionCase("bias_whole_keys", bias="bs", bias_whole=LOWEST_BF16, q_length=70, kv_length=131, heads=4),
     AttentionCase("bias_whole_fp32", bias="bhts", dtype="float32", bias_whole=LOWEST, sinks=True, softcap=3.0),
     AttentionCase("bias_fp32", bias="bhts", dtype="float32", is_causal=True, q_length=70, kv_length=70),
     AttentionCase("mask", mask="bts", q_length=150, kv_length=131, heads=4),

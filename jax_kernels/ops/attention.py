@@ -296,17 +296,20 @@ def attention_backward(
     """The gradients, from the results of attention_forward and their cotangents (dlse may be None)."""
     if lse is None:  # of "cudnn", which JAX differentiates
         return _batched(_backward, call)(inputs, None, None, dout)
-    lse, delta, dout = row_terms(out, lse, dout, dlse, excess)
-    gradients = attention_gradients(call, inputs, lse, delta, dout)
+    lse, delta = row_terms(out, lse, dout, dlse)
+    gradients = attention_gradients(call, inputs, lse, delta, dout, excess=excess)
     if inputs.sinks is None:
         return gradients
-    share = jnp.exp(inputs.sinks[..., None] - lse)  # the sink's, of a query's softmax
+    share = jnp.exp(inputs.sinks[..., None] - lse - (0 if excess is None else excess))  # the sink's, of a softmax
     return gradients._replace(sinks=-jnp.sum(share * delta, axis=(0, 2))[None])
 
 
-def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta, dout, dquery=None):
-    """The gradients but that of the sinks, from what row_terms gives. dquery: to add to, for "mosaic_gpu" alone."""
-    return _batched(_backward, call)(inputs, lse, delta, dout, *(() if dquery is None else (dquery,)))
+def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta, dout, dquery=None, excess=None):
+    """The gradients but that of the sinks, from what row_terms gives, and with a bias the forward's excess.
+
+    dquery: to add to, for "mosaic_gpu" alone.
+    """
+    return _batched(_backward, call)(inputs, lse, delta, dout, dquery, excess)
 
 
 def _forward(call, inputs):
@@ -315,10 +318,12 @@ def _forward(call, inputs):
     return implementation.forward(inputs, call.options, **statics)
 
 
-def _backward(call, inputs, lse, delta, dout, *dquery):
+def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None):
     backward = table.IMPLEMENTATIONS[call.implementation].backward
     if backward is not None:
-        return backward(inputs, call.options, lse, delta, dout, *dquery, config=call.config, interpret=call.interpret)
+        given = {name: x for name, x in (("dquery", dquery), ("excess", excess)) if x is not None}
+        statics = {"config": call.config, "interpret": call.interpret}
+        return backward(inputs, call.options, lse, delta, dout, **given, **statics)
     # Differentiated by JAX: the forward runs once more.
     wanted = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
     if not call.options.bias_gradient:

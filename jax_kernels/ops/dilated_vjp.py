@@ -210,7 +210,7 @@ def _row_terms(call: DilatedCall, out, lse, dout, dlse):
 
     With them every branch has P = exp(score - lse) and dS = P * (dP - delta), where P has the branch's share in it.
     """
-    lse, delta, _ = row_terms(out, lse, dout, dlse)
+    lse, delta = row_terms(out, lse, dout, dlse)
     lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)
     return lse - math.log(call.share), delta / call.share
 
@@ -226,7 +226,7 @@ def _branch_terms(call: DilatedCall, views: Call, planned: AttentionCall, inputs
     dlse = None if dlse is None else rows(dlse.swapaxes(1, 2)).swapaxes(1, 2)
     if call.is_mean and dlse is not None:
         dlse = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse_of_rows)) * dlse / call.share
-    branch_lse, delta, _ = row_terms(branch_out, branch_lse, rows(dout), dlse)
+    branch_lse, delta = row_terms(branch_out, branch_lse, rows(dout), dlse)
     lse_of_rows = branch_lse - math.log(call.share) if call.is_mean else lse_of_rows
     return jnp.where(jnp.isposinf(branch_lse), jnp.inf, lse_of_rows), delta
 

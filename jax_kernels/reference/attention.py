@@ -198,7 +198,10 @@ def _masked_scores(inputs, options, rows):
 
 
 def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
-    """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), with a bias also excess (see row_terms)."""
+    """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), with a bias also excess.
+
+    excess, like lse, is what the exact log-sum-exp is more than lse: beside a bias of -1e9 the log is lost in float32.
+    """
     kv_heads, inputs = inputs.key.shape[2], without_ignored(inputs)
     _, split, inputs_of = _in_chunks(inputs, options)
 
@@ -220,34 +223,24 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
     return _join(out, length), *(_join(x, length, axis=2) for x in rows)
 
 
-# What lse may lack of the exact log-sum-exp without a correction: P is off by as much, half a rounding of bfloat16.
-_MOST_EXCESS = 2.0**-9
-
-
-def row_terms(out, lse, dout, dlse, excess=None):
-    """What a backward needs of every query: (lse, delta, dout), lse and delta float32 [B, H, T]. dlse may be None.
+def row_terms(out, lse, dout, dlse):
+    """What a backward needs of every query: (lse, delta), float32 [B, H, T]. dlse may be None.
 
     dS = P * (dP - delta), where delta = sum(out * dout) - dlse. A query without keys has an lse of +inf here:
     exp(score - inf) is 0, and so is all that it would pass on.
-
-    excess: what the exact log-sum-exp is more than lse, or None for nothing. Where that counts, exp(score - lse) is
-    exp(excess) times P: of a query all of whose keys a bias of -1e9 masks, as often as it has keys. delta and dout are
-    divided by it, which makes dV and dS right.
     """
     dead = jnp.isneginf(lse)
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     delta = delta if dlse is None else delta - jnp.where(dead, 0, dlse)
-    if excess is not None:
-        factor = jnp.where(jnp.abs(excess) > _MOST_EXCESS, jnp.exp(-excess), 1)
-        delta, dout = delta * factor, (dout * factor.swapaxes(1, 2)[..., None]).astype(dout.dtype)
-    return jnp.where(dead, jnp.inf, lse), delta, dout
+    return jnp.where(dead, jnp.inf, lse), delta
 
 
-def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout) -> AttentionGradients:
+def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None) -> AttentionGradients:
     """The gradients but that of the sinks, in the inputs' dtypes; what is summed is summed in float32.
 
-    lse, delta: row_terms.
+    lse, delta: row_terms. excess: of the forward, with a bias.
     """
+    excess = jnp.zeros_like(lse) if excess is None else excess
     inputs = without_ignored(inputs)
     query, key, value, bias, score_mod = inputs.query, inputs.key, inputs.value, inputs.bias, inputs.score_mod
     length, kv_heads, precision = query.shape[1], key.shape[2], _precision(options)
@@ -257,10 +250,10 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
     bias_chunks = with_bias and bias.shape[2] > 1
 
     def one(carry, args):
-        arrays, do, l, d = args
+        arrays, do, l, d, more = args
         part, rows = inputs_of(arrays)
         s, highest, products = _masked_scores(part, options, rows)
-        p = jnp.exp(s + (highest - l[..., None]))
+        p = jnp.exp(s + ((highest - l[..., None]) - more[..., None]))
         grouped = lambda x: x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
         q, do = (_grouped(x.astype(jnp.float32), kv_heads) for x in (part.query, do))
         dv = jnp.einsum("bkgqs,bqkgd->bskd", grouped(p), do, precision=precision)
@@ -289,7 +282,8 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
     array_zeros = () if score_mod is None else score_mod.zeros(of_arrays=options.score_mod_gradient)
     carry = (zeros(key), zeros(value), zeros(bias) if with_bias and not bias_chunks else None, array_zeros)
     # Queries past the last have probabilities of 0, whatever score_mod makes of them.
-    others = (_split(dout, chunk), _split(lse, chunk, axis=2, fill=jnp.inf), _split(delta, chunk, axis=2))
+    lse, delta, excess = (_split(x, chunk, axis=2, fill=fill) for x, fill in ((lse, jnp.inf), (delta, 0), (excess, 0)))
+    others = (_split(dout, chunk), lse, delta, excess)
     (dk, dv, dbias, darrays), (dq, dbias_chunks) = lax.scan(one, carry, (split, *others))
     if with_bias:
         dbias = jnp.asarray(_join(dbias_chunks, length, axis=2) if bias_chunks else dbias, bias.dtype)

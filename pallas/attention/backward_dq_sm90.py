@@ -32,8 +32,7 @@ STAGES_BESIDE = {64: ((3, 3), (3, 2)), 128: ((2, 2), (2, 1)), 256: ((1, 1), (1, 
 def query_gradient(arrays, options, kv_length, *, config, interpret):
     """dquery, in query's shape and dtype, from the arrays of backward_sm90, with segments of blocks of queries.
 
-    All have the same head_dim, 64, 128 or 256.
-    lse and delta are float32 [B, H, a multiple of BLOCK_Q]; lse is in base 2, with a bias in natural units.
+    All have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of BLOCK_Q] float32.
     """
     query = arrays["query"]
     batch, q_length, heads, head_dim = query.shape
@@ -53,8 +52,8 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
     has_mod = arrays["mod"] is not None
     has_slope = has_mod and not arrays["mod"].adds_only  # as in backward_dqkv_sm90
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
-    # To base 2, in which those of a score_mod are. With a bias scores and lse are in natural units.
-    factor = 1.0 if has_mod else (cap or scale) * LOG2E
+    # To base 2, in which the biased scores are, and those of a score_mod.
+    factor = 1.0 if has_bias or has_mod else (cap or scale) * LOG2E
     predicate = is_causal or may_end or options.window is not None or has_segments or has_lists
 
     def body(refs, scratch):
@@ -207,8 +206,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                         if has_bias:
                             plgpu.commit_smem()  # behind what was read, which the next copy overwrites
                             plgpu.barrier_arrive(bias.free)
-                        by_row = lax.broadcast_in_dim(lse, scores.shape, [0])
-                        p = jnp.exp2((logits - by_row) * LOG2E if has_bias else logits * factor - by_row)
+                        p = jnp.exp2(logits * factor - lax.broadcast_in_dim(lse, scores.shape, [0]))
                         if has_bias or has_mod:
                             # Of a row that -1e30 masks, lse is too coarse to give P: keep it finite.
                             p = jnp.minimum(p, 1)

@@ -55,8 +55,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     dbias: None, or if bias_gradient that of a bias for each key, float32 [B, Hkv, a multiple of the block of keys],
     summed over the queries of the heads that share a head of keys. It is not that under a softcap.
 
-    All have the same head_dim, 64, 128 or 256.
-    lse and delta are float32 [B, H, a multiple of block_q]; lse is in base 2, with a bias in natural units.
+    All have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of block_q] float32.
     """
     batch, _, _, head_dim = arrays["query"].shape
     key = arrays["key"]
@@ -97,8 +96,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     has_words = has_lists and arrays["lists"].has_all_words
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias = dense.has_bias
-    # To base 2, in which those of a score_mod are. With a bias scores and lse are in natural units.
-    factor = 1.0 if has_mod else (cap or scale) * LOG2E
+    # To base 2, in which the biased scores are, and those of a score_mod.
+    factor = 1.0 if has_bias or has_mod else (cap or scale) * LOG2E
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
     predicate = may_end or has_segments or has_lists or not walks.visits_all
 
@@ -253,7 +252,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         wide = lambda x: lax.broadcast_in_dim(x, scores.shape, [1])
                         lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
                         logits = of_step.biased(scores) if has_bias and cap else scores
-                        p = jnp.exp2((logits - wide(lse)) * LOG2E if has_bias else logits * factor - wide(lse))
+                        p = jnp.exp2(logits * factor - wide(lse))
                         if has_bias or has_mod:
                             # Of a row that a bias of -1e30 masks, lse is too coarse to give P: keep it finite.
                             p = jnp.minimum(p, 1)

@@ -17,15 +17,28 @@ from jax_kernels.pallas.attention import (
     tiles,
 )
 from jax_kernels.pallas.attention.backward_load_sm90 import KEYS_AT_ONCE
+from jax_kernels.pallas.attention.backward_triton import is_far
 from jax_kernels.pallas.attention.hopper import pad_for_tma, segments_of
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.varying import as_varying, varying_axes
 
 
 def attention_backward(
-    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, dquery=None, *, config, core_count, interpret
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    lse,
+    delta,
+    dout,
+    dquery=None,
+    *,
+    config,
+    core_count,
+    interpret,
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardSm90. 16-bit inputs only.
+
+    With a bias, far rows (backward_triton.is_far) pass nothing to dquery, dkey and dvalue here, nor to the gradient of
+    a bias for each key: far_rows adds that.
 
     dquery: float32, shaped as query, but that it may have the heads alone that the call takes: query's gradient over
     options.scale is added to it, and it is given back in place of the gradient, where that need not be deterministic.
@@ -51,7 +64,9 @@ def attention_backward(
     # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
     short = -q_length % (backward_dq_sm90.BLOCK_Q if options.deterministic else config.block_q)
     rows = [(0, 0), (0, 0), (0, short)]
-    lse = jnp.pad(lse if dense is not None else lse * LOG2E, rows, constant_values=jnp.inf)
+    # With a bias, far_rows adds what far rows pass.
+    lse = jnp.where(is_far(lse), jnp.inf, lse * LOG2E) if inputs.bias is not None else lse * LOG2E
+    lse = jnp.pad(lse, rows, constant_values=jnp.inf)
 
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),

@@ -7,6 +7,9 @@ but no program adds to another's result: the same bits on every run.
 The gradient of a bias is a third pass (bias_gradient_triton.py).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -42,11 +45,11 @@ from jax_kernels.pallas.attention.softmax import LOG2E
 
 
 def attention_backward(
-    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, *, config, core_count, interpret
+    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None, *, config, core_count, interpret
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardTriton."""
     del core_count  # one program per tile: nothing is persistent
-    rows = dout.astype(inputs.query.dtype), lse if inputs.bias is not None else lse * LOG2E, delta
+    rows = dout.astype(inputs.query.dtype), lse if inputs.bias is not None else lse * LOG2E, delta, excess
     bias, inputs = inputs.bias, inputs._replace(bias=aligned(inputs.bias))
     limiting = limiting_arrays(inputs, options)
     dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
@@ -63,7 +66,59 @@ def attention_backward(
     return AttentionGradients(dquery, dkey, dvalue, dbias, score_mod=dmod)
 
 
-def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, operands, call, config):
+# An lse up to which its rounding, in base 2, is off by 2**-10 at most.
+NEAR = 2.0**13
+
+
+def is_far(lse: jax.Array) -> jax.Array:
+    """Which rows have an lse so large that its rounding counts, as where a bias of -1e9 masks all their keys."""
+    return jnp.isfinite(lse) & (jnp.abs(lse) > NEAR)
+
+
+def far_rows(
+    gradients: AttentionGradients, inputs, options, lse, delta, dout, excess, *, config, core_count, interpret
+) -> AttentionGradients:
+    """The gradients of query, key, value and, if that is there, bias with what far rows pass to them, beside a bias.
+
+    A kernel in base 2 leaves these rows out. Without such rows the launches end at once. config:
+    AttentionBackwardTriton. The call has no mask.
+    """
+    bias = inputs.bias
+    del core_count
+    far = is_far(lse)
+    lse = jnp.where(far, lse, jnp.inf)
+    of_heads = far.reshape(len(lse), inputs.key.shape[2], -1).any(axis=-1).astype(jnp.int32)
+    inputs = inputs._replace(bias=aligned(inputs.bias), sinks=None)
+    limiting, rows = limiting_arrays(inputs, options), (dout.astype(inputs.query.dtype), lse, delta, excess)
+    dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
+    dquery_blocks = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    sums = {"sums": [gradients.key, gradients.value], "far": of_heads}
+    dkey, dvalue = _dkv(inputs, *limiting, *rows, [], dkey_blocks, config, **sums)
+    sums = {"sums": [gradients.query], "far": of_heads}
+    (dquery,) = _dq(inputs, *limiting, *rows, [], dquery_blocks, config, **sums)
+    gradients = gradients._replace(query=dquery, key=dkey, value=dvalue)
+    if gradients.bias is None:
+        return gradients
+    more = gradient_of_tiles(inputs, *limiting, *rows, None, dquery_blocks, config, far=of_heads)
+    return gradients._replace(bias=gradients.bias + more[..., : bias.shape[3]])
+
+
+def _for_far(refs: Refs, batch_index: Any, kv_head: Any, run: Callable[[], None]) -> None:
+    """run(), of a head of keys that has far rows, if only these are wanted."""
+    if refs.far is None:
+        run()
+    else:
+        pl.when(refs.far[batch_index, kv_head] != 0)(run)
+
+
+def _added(refs: Refs, nth: int, x: jax.Array, start: Any, length: int, head_dim: int) -> jax.Array:
+    """x and what stands in the result number `nth` already."""
+    if not refs.sums:
+        return x
+    return x + load(refs.sums[nth], start, length, head_dim).astype(jnp.float32)
+
+
+def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config, *, sums=(), far=None):
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
     # All queries, of the heads that share this head of keys; without an axis of heads where it is one.
     heads = None if group == 1 else group
@@ -80,11 +135,14 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, operands, call, config
         "dout": (dout, q_spec(call.v_head_dim)),
         "lse": (lse, row_spec),
         "delta": (delta, row_spec),
+        "excess": None if excess is None else (excess, row_spec),
         "bias": None if bias is None else (bias, tile(bias)),
         "operands": [(x, tile(x)) for x in operands],
+        "sums": [(x, kv_spec(d)) for x, d in zip(sums, (call.head_dim, call.v_head_dim), strict=False)],
+        "far": whole_array(far),
     }
-    sums = jax.ShapeDtypeStruct((len(key), call.heads, call.kv_length), jnp.float32)
-    sums_spec = pl.BlockSpec((None, heads, block_kv), lambda i, h, b: (b, h, i))
+    by_key = jax.ShapeDtypeStruct((len(key), call.heads, call.kv_length), jnp.float32)
+    by_key_spec = pl.BlockSpec((None, heads, block_kv), lambda i, h, b: (b, h, i))
     if q_ids is not None:
         ins["q_ids"] = q_ids, pl.BlockSpec((None, q_rows), lambda i, h, b: (b, 0))
         ins["kv_ids"] = kv_ids, pl.BlockSpec((None, block_kv), lambda i, h, b: (b, i))
@@ -100,13 +158,18 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, operands, call, config
             (jax.ShapeDtypeStruct(x.shape, x.dtype), kv_spec(d))
             for x, d in ((key, call.head_dim), (value, call.v_head_dim))
         ]
-        + [(sums, sums_spec)] * len(summed(call, operands, by_key=True)),
+        + [(by_key, by_key_spec)] * len(summed(call, operands, by_key=True)),
     )
 
 
 def _dkv_kernel(refs: Refs, *, call: Call):
+    kv_index, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
+    _for_far(refs, batch_index, kv_head, lambda: _dkv_program(refs, call, kv_index, kv_head, batch_index))
+
+
+def _dkv_program(refs: Refs, call: Call, kv_index: Any, kv_head: Any, batch_index: Any) -> None:
     block_q, block_kv, group = call.block_q, call.block_kv, call.group
-    kv_index, first_head, batch_index = pl.program_id(0), pl.program_id(1) * group, pl.program_id(2)
+    first_head = kv_head * group
     kv_start = kv_index * block_kv
     limits = call.limits(refs, batch_index)
     keys = kv_start + iota(block_kv)
@@ -136,7 +199,10 @@ def _dkv_kernel(refs: Refs, *, call: Call):
         own_head = first_head if head is None else first_head + head
         at = batch_index, own_head, start, kv_start
         s, pullback = tile_scores(call, refs, load_this, q, k, at, transposed=True)
-        p = call.exp2(s, lse[None, :])
+        excess = None
+        if refs.excess is not None:
+            excess = load_rows(row_of_head(refs.excess), start, call.q_length, 0.0)[None, :]
+        p = call.exp2(s, lse[None, :], excess)
         if call.mod is not None and masks[0] is not None:  # what it reads past the queries are zeros: it may divide
             p = jnp.where(masks[0][None, :], p, 0.0)
         if partial:
@@ -165,15 +231,19 @@ def _dkv_kernel(refs: Refs, *, call: Call):
     if refs.bounds is not None:
         dk, dv = (jnp.where((keys < limits.kv_length)[:, None], x, 0.0) for x in (dk, dv))
     dk_ref, dv_ref = refs.outs[:2]
-    store(dk_ref, (dk * call.options.scale).astype(dk_ref.dtype), kv_start, call.kv_length, call.head_dim)
+    dk = _added(refs, 0, dk * call.options.scale, kv_start, call.kv_length, call.head_dim)
+    dv = _added(refs, 1, dv, kv_start, call.kv_length, call.v_head_dim)
+    store(dk_ref, dk.astype(dk_ref.dtype), kv_start, call.kv_length, call.head_dim)
     store(dv_ref, dv.astype(dv_ref.dtype), kv_start, call.kv_length, call.v_head_dim)
 
 
-def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, operands, call, config):
+def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config, *, sums=(), far=None):
     programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
     rows = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}
-    query = inputs.query
-    sums = jax.ShapeDtypeStruct((len(query), call.heads, call.q_length), jnp.float32)
+    rows["excess"] = None if excess is None else (excess, programs.row_spec)
+    query, spec = inputs.query, programs.q_spec(call.head_dim)
+    by_query = jax.ShapeDtypeStruct((len(query), call.heads, call.q_length), jnp.float32)
+    rows |= {"sums": [(x, spec) for x in sums], "far": whole_array(far)}
     return run(
         _dq_kernel,
         call,
@@ -181,15 +251,20 @@ def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, operands, call, config)
         name="attention_backward_dq_triton",
         grid=programs.grid,
         ins=programs.ins | {"dout": (dout, programs.q_spec(call.v_head_dim))} | rows,
-        outs=[(jax.ShapeDtypeStruct(query.shape, query.dtype), programs.q_spec(call.head_dim))]
-        + [(sums, programs.row_spec)] * len(summed(call, operands, by_key=False)),
+        outs=[(jax.ShapeDtypeStruct(query.shape, query.dtype), spec)]
+        + [(by_query, programs.row_spec)] * len(summed(call, operands, by_key=False)),
         q_block=programs.q_block,
     )
 
 
 def _dq_kernel(refs: Refs, *, call: Call, q_block):
-    block_q, block_kv = call.block_q, call.block_kv
     q_index, head, batch_index = q_block(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
+    kv_head = lax.div(head, jnp.int32(call.group))
+    _for_far(refs, batch_index, kv_head, lambda: _dq_program(refs, call, q_index, head, batch_index))
+
+
+def _dq_program(refs: Refs, call: Call, q_index: Any, head: Any, batch_index: Any) -> None:
+    block_q, block_kv = call.block_q, call.block_kv
     q_start = q_index * block_q
     by_query = summed(call, refs.operands, by_key=False)
     limits = call.limits(refs, batch_index)
@@ -199,6 +274,7 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
     dout = load(refs.dout, q_start, call.q_length, call.v_head_dim)
     lse = load_rows(refs.lse, q_start, call.q_length, jnp.inf)
     delta = load_rows(refs.delta, q_start, call.q_length, 0.0)
+    excess = None if refs.excess is None else load_rows(refs.excess, q_start, call.q_length, 0.0)[:, None]
     q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, tiles.NO_QUERY)
     queries = Queries.of(limits, q_start, block_q, q_ids)
 
@@ -212,7 +288,7 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
         columns = row_mask(start, block_kv, call.columns if partial else None)
         load_this = lambda x: load_tile(x, slice(None), these, (rows, columns))
         s, pullback = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
-        p = call.exp2(s, lse[:, None])
+        p = call.exp2(s, lse[:, None], excess)
         if partial:
             kv_ids = None
             if q_ids is not None:
@@ -227,4 +303,5 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
     dq_ref, *sum_refs = refs.outs
     for ref, x in zip(sum_refs, sums, strict=True):
         plgpu.store(ref, x, mask=rows)
-    store(dq_ref, (dq * call.options.scale).astype(dq_ref.dtype), q_start, call.q_length, call.head_dim)
+    dq = _added(refs, 0, dq * call.options.scale, q_start, call.q_length, call.head_dim)
+    store(dq_ref, dq.astype(dq_ref.dtype), q_start, call.q_length, call.head_dim)

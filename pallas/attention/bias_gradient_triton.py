@@ -71,7 +71,7 @@ class Pairs(NamedTuple):
 
 
 def bias_gradient(
-    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, *, config, core_count, interpret
+    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None, *, config, core_count, interpret
 ) -> jax.Array:
     """Under a mask, too. config: AttentionBackwardTriton. Arguments: as attention_backward's in backward_triton.py."""
     del core_count
@@ -79,11 +79,14 @@ def bias_gradient(
     call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
     limiting = limiting_arrays(inputs, options)
     pairs = Pairs.of(inputs, options, call)
-    return gradient_of_tiles(inputs, *limiting, dout, lse, delta, pairs, call, config)[..., :keys]
+    return gradient_of_tiles(inputs, *limiting, dout, lse, delta, excess, pairs, call, config)[..., :keys]
 
 
-def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, pairs, call, config):
-    """Of inputs.bias, `aligned`, as it is. lse: in natural units. pairs: a mask's Pairs, or None."""
+def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, pairs, call, config, *, far=None):
+    """Of inputs.bias, `aligned`, as it is. lse: in natural units. pairs: a mask's Pairs, or None.
+
+    far: [B, Hkv] int32, the heads of keys that have rows with a gradient; None: all.
+    """
     bias, batch = inputs.bias, inputs.query.shape[0]
     q_rows, kv_rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
     whole_spec = lambda *shape: pl.BlockSpec(shape, lambda i, j, n: (0,) * len(shape))
@@ -100,6 +103,8 @@ def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, pairs, ca
         "dout": heads_of(dout, q_rows),
         "lse": rows_of(lse),
         "delta": rows_of(delta),
+        "excess": None if excess is None else rows_of(excess),
+        "far": whole_array(far),
     }
     if pairs is not None:
         ins["entries"], ins["words"] = whole_array(pairs.entries), whole_array(pairs.words)
@@ -157,6 +162,9 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
         dout = load(refs.dout.at[b, these, h, :], q_start, call.q_length, call.v_head_dim)
         lse = load_rows(refs.lse.at[b, h, these], q_start, call.q_length, jnp.inf)
         delta = load_rows(refs.delta.at[b, h, these], q_start, call.q_length, 0.0)
+        excess = None
+        if refs.excess is not None:
+            excess = load_rows(refs.excess.at[b, h, these], q_start, call.q_length, 0.0)[:, None]
         rows, queries = row_mask(q_start, block_q, call.q_length), Queries.of(limits, q_start, block_q, q_ids)
 
         def step(index, acc, *, partial):
@@ -177,7 +185,7 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
                 keep = keep & (load_tile(refs.mask, these, keys, masks, *of_head(refs.mask)) != 0)
             if refs.words is not None:
                 keep = keep & _kept(refs.words, entry(blocks.at(index)), call)
-            p = jnp.where(keep, call.exp2(s, lse[:, None]), 0.0)
+            p = jnp.where(keep, call.exp2(s, lse[:, None], excess), 0.0)
             return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
 
         return walk(blocks, step, acc)
@@ -188,7 +196,10 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
         of_head = lambda q_index, acc: one_query_block(q_index, acc, b=b, h=h)
         if bias_shape[2] > 1:
             return of_head(own_q, acc)
-        return lax.fori_loop(0, call.q_blocks, of_head, acc)
+        count = call.q_blocks
+        if refs.far is not None:
+            count = jnp.where(refs.far[b, lax.div(h, jnp.int32(call.group))] != 0, count, 0)
+        return lax.fori_loop(0, count, of_head, acc)
 
     acc = lax.fori_loop(0, batches * heads, one_head, jnp.zeros((block_q, block_kv), jnp.float32))
     rows = columns = None

@@ -17,13 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, SWIZZLED_F32, WGMMA
+from jax_kernels.pallas.attention.softmax import LOG2E
 
 
 class Dense(NamedTuple):
     """The bias of a call as a kernel reads it.
 
     A tile's rows are queries and its columns keys, or if transposed the other way round. by_key: [B or 1, H or 1, S]
-    float32, a bias of all queries. tiles: [B or 1, H or 1, rows, columns], a bias in its own dtype. One
+    float32, a bias of all queries, times log2(e). tiles: [B or 1, H or 1, rows, columns], a bias in its own dtype. One
     of the two is None.
     """
 
@@ -73,19 +74,26 @@ class Stage(NamedTuple):
             source = of_head(dense.by_key, b, h).at[pl.ds(key_start, self.by_key.shape[0])]
             plgpu.copy_gmem_to_smem(source, self.by_key, self.ready)
 
-    def added(self, scores, factor: float, row_start, *, transposed: bool):
-        """scores * factor and the bias of their rows, in natural units. transposed: rows are keys.
+    def added(self, scores, factor: float, row_start, *, transposed: bool, natural: bool = False):
+        """scores * factor and the bias of their rows, times log2(e) but where natural. transposed: rows are keys.
 
-        The maximum comes off the sum as it is: of a product with log2(e) it would miss the rounding, which under a bias
-        of -1e10 is hundreds, and under one of finfo.min an infinity.
+        A maximum or lse comes off what this gives as it is: of a product with log2(e) it would miss the rounding, which
+        under a bias of -1e10 is hundreds. For the same reason the sum comes last, unless P is clamped, as it is where
+        rows are keys: it costs registers.
         """
         rows = pl.ds(row_start, scores.shape[0])
         if self.tile is not None:
             bias = plgpu.load(self.tile.at[rows], layout=WGMMA).astype(jnp.float32)
-            return scores * factor + bias
+            if natural:
+                return scores * factor + bias
+            return (scores * factor + bias) * LOG2E if transposed else scores * (factor * LOG2E) + bias * LOG2E
         ref, layout = (self.by_key.at[rows], ROW) if transposed else (self.by_key, COLUMN)
         by_key = plgpu.load(ref, layout=layout, optimized=False)
-        return scores * factor + lax.broadcast_in_dim(by_key, scores.shape, [0 if transposed else 1])
+        return scores * (factor * LOG2E) + lax.broadcast_in_dim(by_key, scores.shape, [0 if transposed else 1])
+
+
+# The lowest bias for a key that is no -inf, in base 2: above softmax.LOWEST, so that a row has keys where all have it.
+LOWEST_OF_KEY = -2.9e38
 
 
 def dense_of(inputs: AttentionInputs, *, transposed: bool) -> Dense | None:
@@ -103,6 +111,7 @@ def dense_of(inputs: AttentionInputs, *, transposed: bool) -> Dense | None:
     by_key = jnp.float32(0)
     if bias is not None:
         by_key = bias[:, :, 0].astype(jnp.float32)
+        by_key = jnp.where(jnp.isneginf(by_key), by_key, jnp.maximum(by_key * LOG2E, LOWEST_OF_KEY))
     if mask is not None:
         by_key = by_key + jnp.where(mask[:, :, 0], 0.0, -jnp.inf)
     return Dense(jnp.pad(by_key, [(0, 0), (0, 0), (0, -by_key.shape[2] % 8)]))

@@ -39,10 +39,11 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
     cap = options.softcap
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias, has_mod = dense.has_bias, arrays["mod"] is not None
-    # Of what the softmax sees: under a score_mod, that is in base 2 already.
-    scale = softmax.LN2 if has_mod else cap or options.scale
-    # With a bias scores are in natural units.
-    softmax_step = softmax.natural_step if has_bias else functools.partial(softmax.step, scale=scale)
+    # With a bias for each query scores are in natural units.
+    natural = dense.tiles is not None
+    # Of what the softmax sees: with a bias for each key, and under a score_mod, that is in base 2 already.
+    scale = softmax.LN2 if has_bias or has_mod else cap or options.scale
+    softmax_step = softmax.natural_step if natural else functools.partial(softmax.step, scale=scale)
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
     alike = out_dtype == dtype and v_head_dim == head_dim
     share_q_out = config.share_q_out and alike
@@ -55,10 +56,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
     def body(refs, scratch):
         given, outs_gmem, lses_gmem, excess_gmem = refs
         of_call = functools.partial(views_sm90.of_call, count=len(calls))
-        (
-            q_smem, out_smem, k_smem, v_smem, lse_smem, excess_smem, q_ids_smem, kv_ids_smem, q_ready, ring, bias,
-            fetched,
-        ) = scratch  # fmt: skip
+        q_smem, out_smem, k_smem, v_smem, rows_smem, q_ids_smem, kv_ids_smem, q_ready, ring, bias, fetched = scratch
         (q_smem, q_copied), (k_smem, k_copied) = qk_tiles.views(q_smem), qk_tiles.views(k_smem)
         v_smem, v_copied = v_tiles.views(v_smem)
         if share_q_out or early_q:
@@ -117,7 +115,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
             scheduler.for_each(walk.first_tile(), load_tile)
 
         def compute(w):
-            lse_smem_wg = lse_smem.at[w]
+            lse_smem, *excess_smem = (rows_smem.at[i, w] for i in range(1 + has_bias))
 
             def place(turn):
                 """In shared memory, of the warpgroup's queries and of its output, of the CTA's tile number `turn`."""
@@ -165,7 +163,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                     s = softcapped_tile(s, cap, options.scale) if cap else s
                     if has_bias:
                         plgpu.barrier_wait(bias.ready)
-                        s = bias.added(s, cap or options.scale, 64 * w, transposed=False)
+                        s = bias.added(s, cap or options.scale, 64 * w, transposed=False, natural=natural)
                         plgpu.commit_smem()
                         plgpu.barrier_arrive(bias.free)
                     return s
@@ -227,9 +225,12 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                     if walk.predicate:
                         s = of_predicate(s, blocks, jnp.int32(0), words, slot)
                     free_keys(slot, behind_ids=True)
-                    p, highest, total, _ = softmax_step(s, *softmax.start(64, natural=has_bias))
+                    p, highest, total, _ = softmax_step(s, *softmax.start(64, natural=natural))
                     # Whether no later score of the warp's rows can be far above what the first block has.
                     is_bounded: Any = all_of_warp(largest - highest <= softmax.room(dtype)) if bounded else None
+                    if bounded and dtype == jnp.bfloat16:
+                        lifted = lambda *state: softmax.lifted(*state, largest)
+                        p, highest, total = lax.cond(is_bounded, lifted, lambda *state: state, p, highest, total)
 
                     def exponentials(s, highest, total):
                         """(P, the new maximum and sums, what to rescale by)"""
@@ -321,9 +322,9 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                 b, h, q_start = here.b, here.h, here.q_start + w * 64
                 factor = 1.0
                 if has_sinks:
-                    highest, total, factor = softmax.with_sink(highest, total, given["sinks"][b, h], natural=has_bias)
+                    highest, total, factor = softmax.with_sink(highest, total, given["sinks"][b, h], natural=natural)
                 if has_bias:
-                    inverse, lse, excess = softmax.finish_natural(highest, total)
+                    inverse, lse, excess = softmax.finish_exactly(highest, total, natural=natural)
                 else:
                     inverse, lse = softmax.finish(highest, total, may_be_dead=walk.may_be_dead)
                 acc = acc * lax.broadcast_in_dim(inverse * factor, acc.shape, [0])
@@ -331,16 +332,16 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
                 for c, part in enumerate(out_tiles.chunks(acc.astype(out_dtype))):
                     out_smem.at[place(turn), c][...] = part
-                lse_smem_wg[...] = lse
+                lse_smem[...] = lse
                 if has_bias:
-                    excess_smem.at[w][...] = excess
+                    excess_smem[0][...] = excess
                 plgpu.commit_smem()
 
                 def store(i):
                     out_tiles.store(out_copied.at[place(turn)], outs_gmem[i].at[b, pl.ds(q_start, 64), h])
-                    plgpu.copy_smem_to_gmem(lse_smem_wg, lses_gmem[i].at[b, h, pl.ds(q_start, 64)])
+                    plgpu.copy_smem_to_gmem(lse_smem, lses_gmem[i].at[b, h, pl.ds(q_start, 64)])
                     if has_bias:
-                        plgpu.copy_smem_to_gmem(excess_smem.at[w], excess_gmem[i].at[b, h, pl.ds(q_start, 64)])
+                        plgpu.copy_smem_to_gmem(excess_smem[0], excess_gmem[i].at[b, h, pl.ds(q_start, 64)])
 
                 of_call(here.call, run=store)
                 if share_q_out:
@@ -365,8 +366,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
             None if share_q_out or early_q else out_tiles.scratch(compute_wgs, 64, dtype=out_dtype),
             qk_tiles.scratch(stages, block_kv, dtype=dtype),
             v_tiles.scratch(stages, block_kv, dtype=dtype),
-            plgpu.SMEM((compute_wgs, 64), jnp.float32),
-            plgpu.SMEM((compute_wgs, 64), jnp.float32) if has_bias else None,
+            plgpu.SMEM((1 + has_bias, compute_wgs, 64), jnp.float32),
             plgpu.SMEM(((1 + early_q) * compute_wgs, 64), jnp.int32) if has_segments else None,
             plgpu.SMEM((stages, block_kv), jnp.int32) if has_segments else None,
             plgpu.Barrier(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),

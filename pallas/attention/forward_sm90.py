@@ -2,9 +2,9 @@
 
 The walk over keys keeps a running maximum per row, as usual, only where it has to. Lengths bound scores: |q . k| <=
 |q| |k|, and the longest query and key of a head are known beforehand. Where nothing can rise far above the maximum of a
-row's first block, that one serves to the end: exp2(score - maximum) may exceed 1, but bfloat16 and float32 have the
-exponents for it. That leaves out the search for the maximum, the rescaling, and the wait for both, which are a third
-of the instructions. The first block is the diagonal of causal work, so that rows with few keys never see this.
+row's first block, a maximum that no score exceeds serves to the end: bfloat16 and float32 have the exponents for it.
+That leaves out the search for the maximum, the rescaling, and the wait for both, which are a third of the instructions.
+The first block is the diagonal of causal work, so that rows with few keys never see this.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
     if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and dense is None:
         named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
-        largest, small = _bounds(query, key, value, mod, options, **named)
+        largest, small = _bounds(query, key, mod, options, **named)
     sinks = inputs.sinks
     arrays = {
         "bounds": tiles.bounds_array(inputs, options),
@@ -158,29 +158,20 @@ def listed_blocks(config) -> dict[str, Any]:
 
 
 def _bounds(
-    query, key, value, mod, options: AttentionOptions, *, no_later_keys: bool, interpret: bool, measures_q: bool = False
+    query, key, mod, options: AttentionOptions, *, no_later_keys: bool, interpret: bool, measures_q: bool = False
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """(largest, small), [B, H] each: what no score of a head, in base 2, exceeds; None where that is not known.
 
-    largest is infinite where values are so large that their sums may overflow without a running maximum.
     small: int32, whether its scores are all so small that a softcap's tanh is a polynomial; None without one.
     measures_q: largest is for queries of length 1.
     """
     cap, room = options.softcap, softmax.room(query.dtype)
 
-    batch, heads = query.shape[0], query.shape[2]
-    looked: dict[str, jax.Array] = {}  # the squared lengths of the longest rows
-
-    def look(**arrays: jax.Array) -> None:
-        looked.update(zip(arrays, row_lengths_triton.longest(*arrays.values(), interpret=interpret), strict=True))
-
-    values = {"value": value} if softmax.values_may_overflow(value.dtype) else {}
-
     @functools.cache
     def scores():
-        look(key=key, **values, **({} if measures_q else {"query": query}))
-        of_queries = looked.get("query", jnp.ones((batch, heads), jnp.float32))
-        return softmax.largest_scores(of_queries, looked["key"], options.scale / softmax.LOG2E)
+        longest = functools.partial(row_lengths_triton.longest, interpret=interpret)
+        of_queries = jnp.ones((query.shape[0], query.shape[2]), jnp.float32) if measures_q else longest(query)
+        return softmax.largest_scores(of_queries, longest(key), options.scale / softmax.LOG2E)
 
     factor = 1 / cap if cap else mod.tanh_factor if mod is not None else None
     small = None if factor is None else (scores() * abs(factor) <= TANH_UP_TO).astype(jnp.int32)
@@ -194,12 +185,7 @@ def _bounds(
             highest = None if of_any_size is None else mod.highest(scores(), **far)
         if highest is None:
             return None, None
-    largest = jnp.broadcast_to(jnp.asarray(highest * softmax.LOG2E, jnp.float32), (batch, heads))
-    if not values:
-        return largest, small
-    if "value" not in looked:
-        look(**values)
-    return jnp.where(softmax.may_overflow(looked["value"], heads), jnp.inf, largest), small
+    return jnp.broadcast_to(jnp.asarray(highest * softmax.LOG2E, jnp.float32), (query.shape[0], query.shape[2])), small
 
 
 def _keys_per_query(options: AttentionOptions, kv_length: int) -> int:

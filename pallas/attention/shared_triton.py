@@ -38,8 +38,9 @@ class Refs(NamedTuple):
     """The arrays of a kernel; None where the call lacks one.
 
     mask, entries, words: of bias_gradient_triton.Pairs. bounds: tiles.bounds_array. ranges: tiles.segment_ranges of the
-    blocks that the programs own. lse (Call.in_units), delta: of the backward. operands: of a score_mod. outs: what the
-    kernel writes.
+    blocks that the programs own. lse (Call.in_units), delta, excess: of the backward. operands: of a score_mod.
+    sums, far: of backward_triton.far_rows.
+    outs: what the kernel writes.
     """
 
     query: Any
@@ -57,6 +58,9 @@ class Refs(NamedTuple):
     dout: Any = None
     lse: Any = None
     delta: Any = None
+    excess: Any = None
+    sums: Any = ()
+    far: Any = None
     operands: Any = ()
     outs: Any = ()
 
@@ -161,12 +165,25 @@ class Call:
         """
         scale, softcap = self.options.scale, self.options.softcap
         if softcap is None:
-            return (products if bias is None else products * scale + bias), None
+            return (products if bias is None else self.multiply_add(products, scale, bias)), None
         if self.options.precision is None:  # exact to 1e-7 of softcap: 16-bit products are not
             tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(products * (2 * LOG2E * scale / softcap)))
         else:
             tanh = jnp.tanh(products * (scale / softcap))
-        return (tanh if bias is None else tanh * softcap + bias), tanh
+        return (tanh if bias is None else self.multiply_add(tanh, softcap, bias)), tanh
+
+    def multiply_add(self, x: jax.Array, factor: float, y: jax.Array) -> jax.Array:
+        """x * factor + y, in one instruction: Triton as XLA runs it makes two. y: broadcastable to x."""
+        if self.interpret:
+            return x * factor + y
+        (result,) = plgpu.elementwise_inline_asm(
+            f"fma.rn.f32 $0, $1, 0f{_bits(factor)}, $2;",
+            args=[x, jnp.broadcast_to(y, x.shape)],
+            constraints="=f,f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        )
+        return result
 
     def in_units(self, x: jax.Array) -> jax.Array:
         """A number in natural units, such as lse, in those that exp2 subtracts: base 2, but with a bias."""
@@ -176,8 +193,8 @@ class Call:
         """What to multiply sums by where the maximum becomes `new`."""
         return jnp.exp2((highest - new) * LOG2E if self.has_bias else highest - new)
 
-    def exp2(self, x: jax.Array, shift: jax.Array) -> jax.Array:
-        """exp2(x * factor - shift), with a bias exp(x - shift), float32; with a bias or score_mod at most 1.
+    def exp2(self, x: jax.Array, shift: jax.Array, excess: jax.Array | None = None) -> jax.Array:
+        """exp2(x * factor - shift), with a bias exp(x - shift - excess), float32; with a bias or score_mod at most 1.
 
         Of a row that a bias of -1e30 masks, lse is too coarse to give P, which then stays finite. Triton as XLA runs it
         rounds the product, and its exp2 scales around denormal results: six instructions. This one fuses the product,
@@ -185,28 +202,41 @@ class Call:
         """
         at_most = self.may_mask
         if self.interpret:
-            x = (x - shift) * LOG2E if self.has_bias else x * self.factor - shift
+            more = 0.0 if excess is None else excess
+            x = (x - shift - more) * LOG2E if self.has_bias else x * self.factor - shift
             return jnp.exp2(jnp.minimum(x, 0.0) if at_most else x)
-        bits = lambda x: struct.pack(">f", x).hex()
-        subtract = f"fma.rn.f32 t, $1, 0f{bits(self.factor)}, $2; "
+        args = [x, jnp.broadcast_to(-shift, x.shape)]
+        subtract = f"fma.rn.f32 t, $1, 0f{_bits(self.factor)}, $2; "
         if self.has_bias:
-            subtract = f"add.rn.f32 t, $1, $2; mul.rn.f32 t, t, 0f{bits(LOG2E)}; "
+            more = "0f00000000" if excess is None else "$3"
+            subtract = f"add.rn.f32 t, $1, $2; fma.rn.f32 t, t, 0f{_bits(LOG2E)}, {more}; "
+        if excess is not None:
+            args.append(jnp.broadcast_to(excess * -LOG2E, x.shape))
         clamp = "min.f32 t, t, 0f00000000; " if at_most else ""
         (result,) = plgpu.elementwise_inline_asm(
             f"{{ .reg .f32 t; {subtract}{clamp}ex2.approx.ftz.f32 $0, t; }}",
-            args=[x, jnp.broadcast_to(-shift, x.shape)],
-            constraints="=f,f,f",
+            args=args,
+            constraints=",".join(["=f", *["f"] * len(args)]),
             pack=1,
             result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
         )
         return result
 
 
+def _bits(x: float) -> str:
+    """A float32 as PTX writes it, behind 0f."""
+    return struct.pack(">f", x).hex()
+
+
 def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
     """pallas_call of kernel(refs, call=call, **rest). outs: (shape, spec) each.
 
-    ins: of Refs by name, (array, spec), a list of such, or None.
+    ins: of Refs by name, (array, spec), a list of such, or None. The outs stand in the memory of its "sums", if it has
+    such: what a program leaves alone stays.
     """
+    before = jax.tree.leaves([x for key, x in ins.items() if key != "sums"], is_leaf=lambda x: isinstance(x, tuple))
+    ins = {key: x for key, x in ins.items() if key != "sums"} | {"sums": ins.get("sums", [])}
+    aliases = {len(before) + i: i for i in range(len(ins["sums"]))}
     pairs, tree = jax.tree.flatten(list(ins.values()), is_leaf=lambda x: isinstance(x, tuple))
 
     arrays = [array for array, _ in pairs]
@@ -221,6 +251,7 @@ def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid
         in_specs=[spec for _, spec in pairs],
         out_specs=[spec for _, spec in outs],
         out_shape=result_types([shape for shape, _ in outs], *arrays),
+        input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=call.interpret,
         name=name,

@@ -1,7 +1,7 @@
 """The online softmax in base 2: scores times scale * log2(e), so that exp2 is one instruction.
 
-With a bias it is in natural units: a bias of finfo.min, which means to mask, times log2(e) would be -inf, and the
-maximum of a row that it masks whole has to come off its scores without a rounding.
+With a bias for each query it is in natural units: a bias of finfo.min, which means to mask, times log2(e) would be
+-inf, and the maximum of a row that it masks whole has to come off its scores without a rounding.
 
 The running state of a tile is (highest, total): the maximum of each row, and partial sums of each row, eight
 columns wide. The columns are added up once, at the end: inside the loop no thread waits for another's sum.
@@ -96,27 +96,22 @@ def _tree(combine, parts):
 def room(dtype) -> float:
     """How far, in base 2, scores may rise above the maximum of a row's first block for bounded_step to serve the rest.
 
-    exp2(score - maximum) is then at most 2**room, which P, of this dtype, and its sums can hold: 2**20 keys of values
-    up to 2**LARGEST_VALUE overflow nothing. It is at least 1 for the largest score, so nothing that counts underflows.
+    bfloat16 has the exponents for a maximum as far above the scores: see lifted(). float16 has not: exp2(score -
+    maximum) is at most 2**room there, which P and its sums can hold, as its values are below 2**16.
     """
     return 60.0 if dtype == jnp.bfloat16 else 15.0
 
 
-LARGEST_VALUE = 47
+def lifted(p, highest, total, largest):
+    """(P, the maximum, the sums) of a row's first block, by a maximum that no score exceeds, where room() serves.
 
-
-def values_may_overflow(dtype) -> bool:
-    """Whether this dtype has values too large for room()."""
-    return float(jnp.finfo(dtype).max) > 2.0**LARGEST_VALUE
-
-
-def may_overflow(longest_values, heads: int):
-    """[B, H] bool: whether values are too large for room(). Of the squared lengths of their longest rows, [B, Hkv].
-
-    A NaN is too large.
+    P is at most 1 then, as by a running maximum: up to 2**room it would overflow with values above 2**47, which
+    bfloat16 has. At least 2**-room, it does not underflow with values above 1e-19.
     """
-    overflows = jnp.logical_not(longest_values <= 2.0 ** (2 * LARGEST_VALUE))
-    return jnp.repeat(overflows, heads // overflows.shape[1], axis=1)
+    highest_possible = jnp.maximum(highest, largest)
+    factor = jnp.exp2(highest - highest_possible)
+    wide = lambda x: lax.broadcast_in_dim(factor, x.shape, [0])
+    return p * wide(p), highest_possible, total * wide(total)
 
 
 def largest_scores(longest_queries, longest_keys, scale: float):
@@ -142,12 +137,14 @@ def with_sink(highest, total, sink, *, natural: bool = False):
     return new, total * wide(alpha) + wide(exp2(sink - new) / PARTIAL_COLUMNS), alpha
 
 
-def finish_natural(highest, total):
-    """What finish gives in natural units, of rows that may be dead, and what lse lacks of the exact log-sum-exp.
+def finish_exactly(highest, total, *, natural: bool):
+    """What finish gives, of rows that may be dead, and what lse lacks of the exact log-sum-exp.
 
     Beside a maximum of -1e9 the log of the sums is lost in lse, which has 24 bits.
     """
     total = total.sum(axis=1)
+    # Rounded: a fused multiply-add would keep what the backward's scores do not have.
+    highest = highest if natural else lax.optimization_barrier(highest * LN2)
     dead = total == 0.0
     safe = jnp.where(dead, 1.0, total)
     log = lax.log(safe)

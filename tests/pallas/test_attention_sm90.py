@@ -62,6 +62,9 @@ CASES = {
     "bounded_mixed": SMALL | {"kv_length": 400, "magnitude": 3.0, "bounded": True},
     "bounded_never": SMALL | {"kv_length": 300, "magnitude": 100.0, "bounded": True},
     "bounded_rising": SMALL | {"kv_length": 300, "bounded": True, "rising": True},
+    # Values that overflow unless P is 1 at most.
+    "bounded_large_values": SMALL
+    | {"q_length": 200, "kv_length": 300, "value_magnitude": 2.0**112, "bounded": True, "out_only": True},
     "bounded_fp16": SMALL | {"dtype": "float16", "kv_length": 300, "magnitude": 0.5, "bounded": True},
     "bounded_softcap": SMALL | {"kv_length": 300, "softcap": 30.0, "magnitude": 2.0, "bounded": True},
     "bounded_softcap_small": SMALL
@@ -126,6 +129,9 @@ CASES = {
     | {"bias": "hts", "bias_dtype": "float32", "bias_whole": LOWEST, "heads": 2, "kv_length": 150, "is_causal": True}
     | {"q_offset": 100, "deterministic": True},
     "bias_whole_256": SMALL | VERY_WIDE | {"bias": "ts", "bias_whole": LOWEST_BF16, "deterministic": True},
+    "bias_whole_keys_64": SMALL
+    | {"bias": "bs", "bias_whole": LOWEST_BF16, "heads": 2, "kv_heads": 1, "q_length": 77, "kv_length": 150},
+    "bias_whole_mask_64": SMALL | {"bias": "ts", "bias_whole": LOWEST_BF16, "pattern": "cells", "kv_length": 150},
     "bias_low": LARGE | {"bias": "ts", "bias_low": -1e30},
     "bias_keys_deterministic": SMALL
     | {"bias": "bhs", "batch": 2, "heads": 2, "kv_heads": 1, "kv_lengths": [90, 150], "deterministic": True},
@@ -205,10 +211,9 @@ def test_interpreted(names):
 
 
 def test_the_room_above_a_row_s_first_block_fits_its_numbers():
-    """P in its dtype, and 2**20 keys of values up to 2**47 in float32, as softmax.room says."""
-    for dtype in (jnp.bfloat16, jnp.float16):
-        assert 2 ** softmax.room(dtype) < float(jnp.finfo(dtype).max)
-        assert 2 ** (softmax.room(dtype) + 20 + 47) <= 2**127
+    """P in its dtype, as softmax.room says: float16 at most 2**room, bfloat16 at least 2**-room of values of 1e-19."""
+    assert 2 ** softmax.room(jnp.float16) < float(jnp.finfo(jnp.float16).max)
+    assert 2 ** -softmax.room(jnp.bfloat16) * 1e-19 > float(jnp.finfo(jnp.float32).tiny)
 
 
 def test_a_deterministic_backward_adds_nothing_in_order_of_arrival():
