@@ -74,7 +74,9 @@ def scores_of(products, bias, options: AttentionOptions, modify=None):
     scores = rounded(products * options.scale)
     if options.softcap is not None:
         scores = rounded(options.softcap * jnp.tanh(scores / options.softcap))
-    scores = scores if modify is None else modify(scores)
+    if modify is not None:
+        # Its own sums of products must be rounded alike wherever the scores are read, too.
+        scores = lax.optimization_barrier(modify(scores))
     return scores if bias is None else scores + bias.astype(scores.dtype)
 
 
