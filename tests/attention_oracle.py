@@ -59,7 +59,8 @@ def attention(case, query, key, value, dout, dlse, *, keep=None):
     total = weights.sum(axis=-1, keepdims=True)
     if sinks is not None:
         share = np.exp(sinks - highest)
-        total, share = total + share, share / (total + share)
+        total = total + share
+        share = share / np.where(total == 0, 1, total)  # a sink of -inf is none
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + highest)[..., 0]
     weights /= np.where(total == 0, 1, total)
