@@ -84,7 +84,8 @@ def flash_attention(
     "xla" and "cudnn"; the gradients are those of query, key, value, bias, sinks and what score_mod closes over.
 
     Args:
-      query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T.
+      query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. Its products with key must be numbers that
+        float32 holds.
       key: [B, S, Hkv, D] in query's dtype; Hkv divides H (grouped-query and multi-query attention).
       value: [B, S, Hkv, Dv] in query's dtype; Dv up to 256.
       bias: added to the scores after scale and softcap, broadcastable to [B, H, T, S], in query's dtype or
