@@ -61,7 +61,7 @@ def attention(case, query, key, value, dout, dlse, *, keep=None):
     if sinks is not None:
         share = np.exp(sinks - highest)
         total = total + share
-        share = share / np.where(total == 0, 1, total)
+        share = share / np.where(total == 0, 1, total)  # a sink of -inf is none
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + highest)[..., 0]
     weights /= np.where(total == 0, 1, total)

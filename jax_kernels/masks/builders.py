@@ -51,7 +51,7 @@ def top_k(
 
 
 def threshold(bias: jax.Array, tau: float | jax.Array) -> Mask:
-    """The keys with bias > tau, as a dense mask.
+    """The keys with bias > tau, compared in float32, as a dense mask.
 
     bias: [T or 1, S], [H or 1, ...] or [B or 1, H or 1, T or 1, S], bfloat16, float16 or float32. tau: a number, or
     an array that broadcasts to bias's shape, such as [H, 1, 1].
@@ -62,7 +62,7 @@ def threshold(bias: jax.Array, tau: float | jax.Array) -> Mask:
     shape = jnp.shape(tau)
     if len(shape) > 4 or any(x not in (1, y) for x, y in zip(shape[::-1], bias.shape[::-1], strict=False)):
         raise ValueError(f"tau: got shape {shape}, want one that broadcasts to bias's shape {bias.shape}")
-    return Dense(bias > tau)
+    return Dense(bias.astype(jnp.float32) > tau)  # in 16 bits, JAX would round a Python number to these first
 
 
 def top_k_blocks(

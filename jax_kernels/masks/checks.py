@@ -50,7 +50,7 @@ def array(name: str, x: Any, want: str) -> jax.Array:
     return held
 
 
-# Positions that are arrays stay within so many of 0, and known ones below: what is added to them fits an int32.
+# Arrays of positions are clamped to this distance from 0, and known positions are below it: their sums fit an int32.
 FARTHEST = 1 << 30
 INT32 = (-(1 << 31), (1 << 31) - 1)
 
@@ -58,8 +58,8 @@ INT32 = (-(1 << 31), (1 << 31) - 1)
 def int32(name: str, x: Any, want: str, *, within: tuple[int, int] | None = None) -> jax.Array:
     """An integer array as int32, losing nothing: known values that int32 does not hold are a ValueError.
 
-    within: the least and the most of numbers that are compared with others in this range alone, and stand for all below
-    and above. Without it, traced integers of a dtype that int32 does not hold are a TypeError.
+    within: (least, most), to which arrays are clamped, where numbers further away have the same effect. Without it,
+    traced integers of a dtype that int32 does not hold are a TypeError.
     """
     is_array(name, x, want)
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -85,9 +85,9 @@ MASK_FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.fl
 
 
 def boolean(name: str, x: Any) -> tuple[jax.Array, jax.Array | None]:
-    """(a mask as bool, whether it is one). x: bool, or floats that are all 0 or 1.
+    """(the mask as bool, whether x is a mask). x: bool, or floats that are all 0 or 1.
 
-    The second is None where it is known. Floats whose values are not known keep what is 1; theirs is a traced bool.
+    Known floats are checked, and the second is None. Traced floats keep what is 1; the second is then a traced bool.
     """
     is_array(name, x, "a bool array")
     is_boolean(name, x)

@@ -84,7 +84,8 @@ def flash_attention(
     "xla" and "cudnn"; the gradients are those of query, key, value, bias, sinks and what score_mod closes over.
 
     Args:
-      query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T.
+      query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. Its products with key must be numbers that
+        float32 holds.
       key: [B, S, Hkv, D] in query's dtype; Hkv divides H (grouped-query and multi-query attention).
       value: [B, S, Hkv, Dv] in query's dtype; Dv up to 256.
       bias: added to the scores after scale and softcap, broadcastable to [B, H, T, S], in query's dtype or
@@ -110,9 +111,11 @@ def flash_attention(
       segment_ids: int32 [B, T] where T == S, or a (query, key) pair [B, T], [B, S]: packed sequences. A query
         attends to the keys that have its id; one with an id below 0 attends to nothing and is not attended
         to. The ids need not be sorted, but where they are, blocks of other segments cost nothing. Of another integer
-        dtype they are taken where int32 holds it, or the values are known and fit.
-      kv_lengths: [B] int32, how many keys of each batch entry count; the others are never attended to. A number below 0
-        counts as 0, one above S as S. Traced integers of any dtype are taken.
+        dtype they are taken where int32 holds it, or the values are known and fit. What key and value hold where an
+        id is below 0, and query too, must be finite.
+      kv_lengths: [B] int32, how many keys of each batch entry count; the others are never attended to, and what key and
+        value hold there is without effect, be it NaN. (What a mask, a window or is_causal leaves out must be finite.)
+        A number below 0 counts as 0, one above S as S. Traced integers of any dtype are taken.
       q_offset: position of query 0: an int within 2**30 of 0, a scalar array, or [B] int32. 0 aligns the causal mask
         top-left, as jax.nn and PyTorch do; S - T aligns it bottom-right, as flash-attn does. In an array, a number
         further from 0 counts as 2**30 or -2**30, which is the same for is_causal and window.
@@ -128,7 +131,8 @@ def flash_attention(
         (table[h, clip(q - k, -n, n) + n], T5's buckets), of which it reads a number for each difference. "xla" serves
         any. In "mosaic_gpu" the gradients of the arrays are passes more, by "triton" or, with a mask or a look-up by
         the difference, by XLA over the blocks that may have a pair.
-      sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else.
+      sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else. -inf is
+        no sink.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
       return_lse: also return the log-sum-exp of the scores, and of the sink. Gradients through it are exact.

@@ -280,7 +280,7 @@ def checked_sinks(sinks: Any, heads: int) -> Any:
 
 
 def checked_integers(name: str, x: Any, want: str, within: tuple[int, int] | None = None) -> Any:
-    """int32, from integers of another dtype as masks.checks.int32 makes it. within: as there."""
+    """An int32 array, or its spec. within: as in masks.checks.int32, which converts other dtypes."""
     if not isinstance(x, jax.Array | np.ndarray | np.integer | list | tuple | jax.ShapeDtypeStruct):
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
     if isinstance(x, list | tuple | np.integer):

@@ -243,7 +243,7 @@ def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, con
         dead = (kv_lengths <= 0)[:, None, None, None]
         kv_lengths = jnp.clip(kv_lengths, 1, key.shape[1])
     if bias is not None:  # an infinity of its own would be a NaN in a row that has nothing else
-        finite = bias > -jnp.inf
+        finite = bias != -jnp.inf
         bias = jnp.where(finite, bias, 0)
         mask = finite if mask is None else mask & finite
     if mask is not None:

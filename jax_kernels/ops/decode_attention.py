@@ -96,7 +96,8 @@ def decode_attention(
       window: (left, right), or an int for both: a query at position p attends to keys from p - left on. -1 or None is
         no limit. The right side has no effect: no query attends to keys after its own. At most 2**29.
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
-      sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else.
+      sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else. -inf is
+        no sink.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       return_lse: also return the log-sum-exp of the scores, and of the sink.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.

@@ -99,7 +99,8 @@ def dilated_attention(
         that changes nothing.
       stop_gradient_weights: pass no gradient through the weights of "lse".
       return_lse: also return the log-sum-exp over all branches. Gradients through it are exact.
-      segment_ids: int32 [B, T]: packed sequences. A token attends to those with its id; one below 0 to nothing.
+      segment_ids: int32 [B, T]: packed sequences. A token attends to those with its id; one below 0 to nothing; what
+        the arrays hold there must be finite.
       scale, deterministic, precision, implementation: as in flash_attention; "cudnn" serves no branch.
 
     Returns:

@@ -56,9 +56,10 @@ def without_ignored(inputs: AttentionInputs) -> AttentionInputs:
 
 
 def rounded(x):
-    """x, a product, rounded as it is read: never part of a fused multiply-add, which what it is compared with is not.
+    """The product x as a rounded number, which XLA cannot fuse with a sum into one multiply-add.
 
-    XLA fuses x - highest into one where x is a product, and its unrounded x is not the one that `highest` comes from.
+    In a fused `x - highest` the product is not rounded, but the one that `highest` was taken from is: where both are
+    large, the difference is then far from 0.
     """
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
@@ -68,22 +69,25 @@ def scores_of(products, bias, options: AttentionOptions, modify=None):
     scores = rounded(products * options.scale)
     if options.softcap is not None:
         scores = rounded(options.softcap * jnp.tanh(scores / options.softcap))
-    scores = scores if modify is None else modify(scores)
+    if modify is not None:
+        # Its own sums of products must be rounded alike wherever the scores are read, too.
+        scores = lax.optimization_barrier(modify(scores))
     return scores if bias is None else scores + bias.astype(scores.dtype)
 
 
 def below_highest(products, keep, inputs: AttentionInputs, options: AttentionOptions, rows):
-    """(the scores less their row's highest one, [B, H, T, S], -inf where a pair is masked out; that one, [B, H, T, 1]).
+    """(each score minus the highest of its row, [B, H, T, S]; the highest score of each row, [B, H, T, 1]).
 
-    The highest has no gradient: results do not depend on it.
+    The first is -inf for a pair that is masked out, the second for a row that keeps no pair. The highest score has no
+    gradient: results do not depend on it.
     """
-    if options.scale > 0 and options.softcap is None and inputs.bias is None and inputs.score_mod is None:
+    is_plain = options.softcap is None and inputs.bias is None and inputs.score_mod is None
+    if is_plain and options.scale >= jnp.finfo(products.dtype).tiny:  # a scale of 0 or below changes the order
         products = jnp.where(keep, products, -jnp.inf)
         highest = _highest(products)
-        # The difference comes first: of large numbers that are close it is exact, and the scale rounds it once.
-        return (products - _finite(highest)) * options.scale, jnp.where(
-            jnp.isneginf(highest), highest, rounded(highest * options.scale)
-        )
+        # The difference comes first: it is exact for large numbers that are close, and the scale rounds it once.
+        below = (products - _finite(highest)) * options.scale
+        return below, jnp.where(jnp.isneginf(highest), highest, rounded(highest * options.scale))
     scores = jnp.where(keep, scores_of(products, inputs.bias, options, _modify(inputs, rows)), -jnp.inf)
     highest = _highest(scores)
     return scores - _finite(highest), highest
@@ -120,9 +124,9 @@ def attention(inputs: AttentionInputs, options: AttentionOptions):
 
 
 def _weights(scores, highest, sinks):
-    """(the softmax's numerators, the logarithm of what they are divided by already, the sinks' part): of below_highest.
+    """(the softmax's numerators, the logarithm of what divides them, the sinks' numerators).
 
-    sinks: [B or 1, H], or None.
+    scores, highest: what below_highest gives. sinks: [B or 1, H], or None.
     """
     if sinks is None:
         return jnp.exp(scores), _finite(highest), jnp.zeros_like(highest)

@@ -97,6 +97,16 @@ def test_threshold():
     np.testing.assert_array_equal(masks.threshold(bias, tau).to_dense(10, 20), np.asarray(bias) > np.asarray(tau))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_threshold_between_two_numbers_of_16_bits(dtype):
+    """A number that 16 bits round up to the bias, and the same as an array."""
+    bias = jnp.full((2, 3), 0.3, dtype)
+    tau = float(bias[0, 0]) - 1e-5
+    for given in (tau, np.float32(tau), jnp.float32(tau)):
+        assert masks.threshold(bias, given).to_dense(2, 3).all()
+    assert jax.jit(lambda tau: masks.threshold(bias, tau).to_dense(2, 3))(tau).all()
+
+
 def test_ranked():
     """Of a bias of one row a mask of ranks: the same as that of its array in every form."""
     bias = jax.random.normal(jax.random.key(0), (2, 3, 1, 40))
