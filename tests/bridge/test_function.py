@@ -182,7 +182,7 @@ def test_opcheck():
 def test_differentiating_twice_raises():
     x, y, index = make()
     (first,) = torch.autograd.grad(loss(bridged, x, y, index)[0], x, create_graph=True)
-    with pytest.raises(RuntimeError, match="from_jax: double backward is not supported"):
+    with pytest.raises(RuntimeError, match="from_jax of in_jax: double backward is not supported"):
         first.sum().backward()
 
 
