@@ -88,7 +88,7 @@ def flash_attention(
     (fullgraph=True, one JAX compilation for each set of shapes), autocast (query, key, value and a 16-bit bias are
     cast to the autocast dtype), activation checkpointing, torch.export, torch.func.grad and torch.func.vmap (a loop,
     where the mapped calls have sinks of their own, or gradients of a bias or of sinks). It cannot be captured in a
-    CUDA graph, nor differentiated twice.
+    CUDA graph, nor differentiated twice or in forward mode.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
@@ -117,7 +117,8 @@ def flash_attention(
     Raises:
       TypeError: an argument is not a tensor, or has a dtype that is not taken.
       ValueError: shapes do not fit together, tensors are on several devices, or on one that is not served.
-      NotImplementedError: an argument, or a named implementation, that cannot serve this call, and why.
+      NotImplementedError: an argument, or a named implementation, that cannot serve this call, and why; on
+        differentiating in forward mode (torch.func.jvp, torch.autograd.forward_ad).
       RuntimeError: on differentiating twice, while capturing a CUDA graph, or where JAX lacks the device.
     """
     if score_mod is not None or isinstance(mask, Mask):

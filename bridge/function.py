@@ -43,12 +43,15 @@ def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
       and returns tensors, which PyTorch owns. Gradients flow to floating-point and complex tensors that require
       one; integer and bool tensors, and the arrays of a Mask, get none. It runs on the tensors' device, in the order of
       PyTorch's current stream, under torch.compile(fullgraph=True) too, but for a graph break where it is given a Mask.
-      torch.func.vmap is jax.vmap of `function`. It cannot be differentiated twice or captured in a CUDA graph.
+      torch.func.vmap is jax.vmap of `function`. It cannot be differentiated twice or in forward mode, or captured in a
+      CUDA graph. A graph that calls it (torch.export, make_fx) runs only in the process that traced it.
 
     Raises, when called:
       TypeError: a tensor's dtype is not taken by JAX (float64 and int64 are not, without jax_enable_x64), or a
-        constant is not hashable.
+        constant is not hashable, or holds a tensor.
       ValueError: tensors on several devices, or none at all.
+      NotImplementedError: on differentiating in forward mode (torch.func.jvp, torch.autograd.forward_ad).
+      RuntimeError: on differentiating twice, or in a graph that another process traced.
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function of jax.Arrays")
