@@ -281,6 +281,11 @@ class _Attention(torch.autograd.Function):
         library.refuse_tangent("flash_attention")
 
 
+def _differentiate_backward(*arguments):
+    again = lambda *arguments: library.below_function(_backward_op, *arguments)
+    return library.refuse_gradient("flash_attention", again, arguments)
+
+
 _forward_op = library.define(
     "flash_attention",
     f"({_ARGUMENTS}) -> (Tensor, Tensor)",
@@ -303,9 +308,7 @@ _backward_op = library.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_kernel,
     _fake_backward,
-    lambda *arguments: library.refuse_gradient(
-        "flash_attention", lambda *again: library.below_function(_backward_op, *again), arguments
-    ),
+    _differentiate_backward,
     lambda *arguments: "flash_attention",
 )
 

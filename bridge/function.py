@@ -365,7 +365,14 @@ def _plan(name: str) -> _Plan:
 
 
 def _kernel(tensors, plan, operands=""):
-    return library.run(functools.partial(_plan(plan).forward, found(operands).masks), tensors)
+    planned = _plan(plan)
+    for x, want in zip(tensors, planned.request.signatures, strict=True):
+        if x.shape != want.shape or x.dtype != want.dtype:  # only a graph that nobody guards comes here with others
+            raise ValueError(
+                f"{planned.label}: got a tensor of shape {tuple(x.shape)} and dtype {x.dtype} in a graph, want those "
+                f"that it was traced with, {want.shape} and {want.dtype}"
+            )
+    return library.run(functools.partial(planned.forward, found(operands).masks), tensors)
 
 
 def _backward_kernel(stored, cotangents, plan, operands=""):

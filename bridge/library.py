@@ -135,7 +135,7 @@ def call_in_backward(operator: Any, *arguments: Any) -> Any:
     return below_autograd(operator, *arguments)
 
 
-def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def apply(function: Any, *arguments: Any) -> Any:
     """function.apply inside of an operator's "Autograd" implementation.
 
     There torch.func has a single level of its own left to differentiate: the operator, called below autograd, takes it
