@@ -10,6 +10,7 @@ import torch
 
 from jax_kernels.bridge import dlpack, library, sparse_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
+from jax_kernels.bridge.once import once
 from jax_kernels.masks import Mask
 from jax_kernels.ops import attention
 
@@ -87,7 +88,7 @@ def flash_attention(
     (fullgraph=True, one JAX compilation for each set of shapes), autocast (query, key, value and a 16-bit bias are
     cast to the autocast dtype), activation checkpointing, torch.export, torch.func.grad and torch.func.vmap (a loop,
     where the mapped calls have sinks of their own, or gradients of a bias or of sinks). It cannot be captured in a
-    CUDA graph, nor differentiated twice.
+    CUDA graph, nor differentiated twice or in forward mode.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
@@ -116,7 +117,8 @@ def flash_attention(
     Raises:
       TypeError: an argument is not a tensor, or has a dtype that is not taken.
       ValueError: shapes do not fit together, tensors are on several devices, or on one that is not served.
-      NotImplementedError: an argument, or a named implementation, that cannot serve this call, and why.
+      NotImplementedError: an argument, or a named implementation, that cannot serve this call, and why; on
+        differentiating in forward mode (torch.func.jvp, torch.autograd.forward_ad).
       RuntimeError: on differentiating twice, while capturing a CUDA graph, or where JAX lacks the device.
     """
     if score_mod is not None or isinstance(mask, Mask):
@@ -129,18 +131,15 @@ def flash_attention(
         q_offset_array, q_offset = q_offset, 0
 
     query, key, value, bias, deterministic = as_torch_is_set(query, key, value, bias, deterministic)
-    key, value = library.distinct(key, [query]), library.distinct(value, [query, key])
-    if kv_ids is not None:
-        kv_ids = library.distinct(kv_ids, [q_ids])
     tensors = (query, key, value, bias, sinks, mask, q_ids, kv_ids, kv_lengths, q_offset_array)
     options = (is_causal, *window_sides(window), q_offset, scale, softcap)
     arguments = (*tensors, *options, return_lse, deterministic, precision, implementation)
-    if library.transforming():
-        out, lse = _TransformedAttention.apply(*arguments)
-        return (out, lse) if return_lse else out
+    operator = _forward_op if return_lse else _inference_op
+    if not library.is_plain_call():
+        return operator(*arguments)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[: len(_DIFFERENTIATED)]):
-        return _Attention.apply(*arguments)
-    return _forward_op(*arguments) if return_lse else _inference_op(*arguments)
+        return _Attention.apply(return_lse, *arguments)
+    return library.below_autograd(operator, *arguments)
 
 
 def _prepare(options: _Options, *arrays):
@@ -154,7 +153,7 @@ def _prepare(options: _Options, *arrays):
     return attention.prepare(**statics | arguments, window=window, segment_ids=segment_ids)
 
 
-@functools.cache
+@once
 def _forward(device: torch.device, options: _Options):
     """The jitted forward. One for each device, as a plan made while tracing holds for that device alone."""
 
@@ -169,13 +168,13 @@ def _forward(device: torch.device, options: _Options):
     return jax.jit(forward)
 
 
-@functools.cache
+@once
 def _inference(device: torch.device, options: _Options):
     forward = _forward(device, options)
     return jax.jit(lambda *arrays: forward(*arrays)[:1])
 
 
-@functools.cache
+@once
 def _backward(device: torch.device, options: _Options, bias_gradient: bool):
     """The jitted backward: the gradients of what there is of _DIFFERENTIATED, and of bias where it is asked for."""
 
@@ -250,12 +249,58 @@ def _fake_backward(*arguments):
     )
 
 
-_forward_op = library.define("flash_attention", f"({_ARGUMENTS}) -> (Tensor, Tensor)", _forward_kernel, _fake_forward)
+def _gradients(ctx, dout, dlse):
+    if dout is None and dlse is None:
+        return (None,) * (1 + _ALL)
+    *tensors, out, lse = ctx.saved_tensors
+    _, *needed = ctx.needs_input_grad
+    bias_gradient = _Tensors(*needed[:_TENSORS]).bias
+    gradients = library.call_in_backward(_backward_op, *tensors, *ctx.options, bias_gradient, out, lse, dout, dlse)
+    wanted = (x if is_needed else None for x, is_needed in zip(gradients, needed, strict=False))
+    return (None, *wanted, *(None,) * (_ALL - len(_DIFFERENTIATED)))
+
+
+class _Attention(torch.autograd.Function):
+    """Attention with its gradient. A `setup_context` of its own would add 20 microseconds to each call."""
+
+    @staticmethod
+    def forward(ctx, with_lse, *arguments):
+        """(out, lse), or out alone."""
+        out, lse = library.below_function(_forward_op, *arguments)
+        ctx.options = arguments[_TENSORS:]
+        ctx.save_for_backward(*arguments[:_TENSORS], out, lse)
+        ctx.set_materialize_grads(False)
+        return (out, lse) if with_lse else out
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        return _gradients(ctx, dout, dlse)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        library.refuse_tangent("flash_attention")
+
+
+def _differentiate_backward(*arguments):
+    again = lambda *arguments: library.below_function(_backward_op, *arguments)
+    return library.refuse_gradient("flash_attention", again, arguments)
+
+
+_forward_op = library.define(
+    "flash_attention",
+    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
+    _forward_kernel,
+    _fake_forward,
+    lambda *arguments: library.apply(_Attention, True, *arguments),
+    lambda *arguments: "flash_attention",
+)
 _inference_op = library.define(
     "flash_attention_inference",
     f"({_ARGUMENTS}) -> Tensor",
     _inference_kernel,
     lambda *arguments: _fake_forward(*arguments)[0],
+    lambda *arguments: library.apply(_Attention, False, *arguments),
+    lambda *arguments: "flash_attention",
 )
 _backward_op = library.define(
     "flash_attention_backward",
@@ -263,6 +308,8 @@ _backward_op = library.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_kernel,
     _fake_backward,
+    _differentiate_backward,
+    lambda *arguments: "flash_attention",
 )
 
 
@@ -321,67 +368,3 @@ def _vmap_rule(op):
 library.define_vmap("flash_attention", _vmap_rule(_forward_op))
 library.define_vmap("flash_attention_inference", _vmap_rule(_inference_op))
 library.define_vmap("flash_attention_backward", _vmap_rule(_backward_op))
-
-
-class _Backward(torch.autograd.Function):
-    """The gradient, where autograd watches it: it cannot be differentiated again, and says so."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments):
-        return _backward_op(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    backward = library.refuse_double_backward("flash_attention")
-
-
-def _gradients(ctx, dout, dlse):
-    if dout is None and dlse is None:
-        return (None,) * _ALL
-    *tensors, out, lse = ctx.saved_tensors
-    arguments = (*tensors, *ctx.options, ctx.needs_input_grad[3], out, lse, dout, dlse)
-    gradients = _Backward.apply(*arguments) if torch.is_grad_enabled() else _backward_op(*arguments)
-    wanted = (x if needed else None for x, needed in zip(gradients, ctx.needs_input_grad, strict=False))
-    return (*wanted, *(None,) * (_ALL - len(_DIFFERENTIATED)))
-
-
-class _Attention(torch.autograd.Function):
-    """The forward of eager mode. A `setup_context` of its own would add 20 microseconds to each call."""
-
-    @staticmethod
-    def forward(ctx, *arguments):
-        out, lse = _forward_op(*arguments)
-        ctx.options = arguments[_TENSORS:]
-        ctx.save_for_backward(*arguments[:_TENSORS], out, lse)
-        ctx.set_materialize_grads(False)
-        return (out, lse) if _Options(*ctx.options).return_lse else out
-
-    @staticmethod
-    def backward(ctx, dout, dlse=None):
-        return _gradients(ctx, dout, dlse)
-
-
-class _TransformedAttention(torch.autograd.Function):
-    """The forward under torch.func's transforms, which need `setup_context`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments):
-        return _forward_op(*arguments)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.options = inputs[_TENSORS:]
-        ctx.save_for_backward(*inputs[:_TENSORS], *output)
-        ctx.set_materialize_grads(False)
-        if not _Options(*ctx.options).return_lse:
-            ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        return _gradients(ctx, dout, dlse)

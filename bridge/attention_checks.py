@@ -3,6 +3,7 @@
 Shapes and ranges are checked by the JAX function, when an operator is traced.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 __all__ = ["check_inputs", "check_statics", "check_tensor", "segment_pair", "window_sides"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INT64 = 2**63  # an operator takes no int from here on; JAX's own checks are stricter
 
 
 def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
@@ -67,6 +69,8 @@ def check_inputs(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, 
         _check_int32("q_offset", q_offset, query)
     elif isinstance(q_offset, bool) or not isinstance(q_offset, int | torch.SymInt):
         raise TypeError(f"q_offset: got {type(q_offset).__name__}, want an int or an int32 tensor")
+    elif isinstance(q_offset, int) and not -_INT64 <= q_offset < _INT64:
+        raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
 
 
 def check_statics(is_causal, scale, softcap, return_lse, deterministic, precision, implementation) -> None:
@@ -78,6 +82,8 @@ def check_statics(is_causal, scale, softcap, return_lse, deterministic, precisio
     for name, number in (("scale", scale), ("softcap", softcap)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int | float)):
             raise TypeError(f"{name}: got {type(number).__name__}, want a number")
+        if isinstance(number, int) and abs(number) > sys.float_info.max:
+            raise ValueError(f"{name}: got an int of {number.bit_length()} bits, want a number that a float can be")
     for name, choice in (("precision", precision), ("implementation", implementation)):
         if choice is not None and not isinstance(choice, str):
             raise TypeError(f"{name}: got {type(choice).__name__}, want a name or None")
@@ -104,6 +110,8 @@ def window_sides(window: Any) -> tuple[int, int]:
     if len(sides) != 2 or not whole:
         raise TypeError(f"window: got {window!r}, want an int, or (left, right) of them; -1 is no limit on that side")
     left, right = (-1 if side is None else side for side in sides)
+    if not all(-_INT64 <= side < _INT64 for side in (left, right)):
+        raise ValueError(f"window: got {window!r}, want an int from 0 to 2**29, or (left, right) of them")
     return left, right
 
 

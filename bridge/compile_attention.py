@@ -1,6 +1,7 @@
 """compile_attention for PyTorch tensors."""
 
 import functools
+import threading
 from typing import Any
 
 import torch
@@ -114,7 +115,8 @@ def compile_attention(
             implementation=implementation,
             **options,
         )
-    return _kept(compiled, place, dtype)
+    with _LOCK:
+        return _kept(compiled, place, dtype)
 
 
 def _place(device: torch.device | str | None) -> torch.device:
@@ -128,3 +130,4 @@ def _place(device: torch.device | str | None) -> torch.device:
 
 
 _kept = functools.lru_cache(ops.CACHED)(CompiledAttention)
+_LOCK = threading.Lock()  # two threads get one object

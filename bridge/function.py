@@ -7,7 +7,6 @@ operator for the forward and one for the backward.
 
 import dataclasses
 import functools
-import hashlib
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +17,8 @@ import numpy as np
 import torch
 
 from jax_kernels.bridge import dlpack, library
-from jax_kernels.bridge.operands import NONE, Operands, masks_of, operands_of
+from jax_kernels.bridge.once import fresh_name, once
+from jax_kernels.bridge.operands import NONE, Operands, found, operands_of
 from jax_kernels.bridge.structure import Leaf, flatten, rebuild
 from jax_kernels.masks import Mask
 
@@ -43,17 +43,20 @@ def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
       and returns tensors, which PyTorch owns. Gradients flow to floating-point and complex tensors that require
       one; integer and bool tensors, and the arrays of a Mask, get none. It runs on the tensors' device, in the order of
       PyTorch's current stream, under torch.compile(fullgraph=True) too, but for a graph break where it is given a Mask.
-      torch.func.vmap is jax.vmap of `function`. It cannot be differentiated twice or captured in a CUDA graph.
+      torch.func.vmap is jax.vmap of `function`. It cannot be differentiated twice or in forward mode, or captured in a
+      CUDA graph. A graph that calls it (torch.export, make_fx) runs only in the process that traced it.
 
     Raises, when called:
       TypeError: a tensor's dtype is not taken by JAX (float64 and int64 are not, without jax_enable_x64), or a
-        constant is not hashable.
+        constant is not hashable, or holds a tensor.
       ValueError: tensors on several devices, or none at all.
+      NotImplementedError: on differentiating in forward mode (torch.func.jvp, torch.autograd.forward_ad).
+      RuntimeError: on differentiating twice, or in a graph that another process traced.
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function of jax.Arrays")
     # A string, as torch.compile may make a symbol of a number.
-    name = f"{getattr(function, '__name__', 'function')}_{len(_FUNCTIONS)}"
+    name = fresh_name(getattr(function, "__name__", "function"))
     _FUNCTIONS[name] = function
 
     @functools.wraps(function)
@@ -69,21 +72,56 @@ def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}
 
 
+class _Signature(NamedTuple):
+    """What a tensor's values are not part of."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+
+
+class _Map(NamedTuple):
+    """An axis of calls that torch.func.vmap has added in front: how many calls, and which tensors have it."""
+
+    size: int
+    mapped: tuple[bool, ...]
+
+
+class _Request(NamedTuple):
+    """A call without its values: what a plan is made for.
+
+    of_masks: the signature of the operands. x64: jax_enable_x64. maps: the maps of torch.func.vmap, the first applied
+    first, with whose axes the signatures are.
+    """
+
+    function: str
+    structure: Any
+    signatures: tuple[_Signature, ...]
+    of_masks: tuple[Any, ...]
+    x64: bool
+    maps: tuple[_Map, ...] = ()
+
+
+class _Info(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def _run(name: str, structure: Any, tensors: list[torch.Tensor], operands: Operands, of_masks: tuple[Any, ...]) -> Any:
     """of_masks: the signature of the operands."""
+    signatures = tuple(_signature(x) for x in tensors)
+    if not library.is_plain_call():
+        traced = _traced(name, structure, signatures, of_masks)
+        return rebuild(traced.outputs, iter(_call_op(tensors, traced.plan, operands.name)))
     grad = torch.is_grad_enabled()
-    transformed = library.transforming()
-    needs = tuple(
-        (x.is_floating_point() or x.is_complex()) and (transformed or (grad and x.requires_grad)) for x in tensors
-    )
-    facts = _facts(name, structure, needs, tuple(_signature(x) for x in tensors), of_masks)
-    if transformed:
-        results = _TransformedCall.apply(facts, operands, *tensors)
-    elif any(needs):
-        results = _Call.apply(facts, operands, *tensors)
+    needs = tuple(grad and x.requires_grad for x in tensors)
+    plan = _plan_for(_Request(name, structure, signatures, of_masks, jax.config.jax_enable_x64), needs)
+    if plan.has_gradient:
+        results = _Call.apply(plan, operands, *tensors)
     else:
-        results = _call_op(tensors, facts[0], operands.name)
-    return rebuild(facts[1], iter(results))
+        results = library.below_autograd(_call_op, tensors, plan.name, operands.name)
+    return rebuild(plan.outputs, iter(results))
 
 
 @torch.compiler.disable(reason="jax_kernels: a Mask is no constant that torch.compile takes")
@@ -92,9 +130,10 @@ def _with_masks(name: str, structure: Any, tensors: list[torch.Tensor], masks: l
     return _run(name, structure, tensors, operands, operands.signature)
 
 
-def _signature(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _signature(tensor: torch.Tensor) -> _Signature:
     # index() makes a constant of a symbolic size: JAX compiles for each shape.
-    return tuple(operator.index(size) for size in tensor.shape), tensor.dtype, tensor.device, tensor.layout
+    shape = tuple(operator.index(size) for size in tensor.shape)
+    return _Signature(shape, tensor.dtype, tensor.device, tensor.layout)
 
 
 class _Residual(NamedTuple):
@@ -104,55 +143,93 @@ class _Residual(NamedTuple):
     position: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Plan:
-    """A function with its constants, for one set of shapes on one device.
+    """A request, and the programs that serve it.
 
+    needs: which tensors have a gradient. outputs: their structure; count: how many. fixed: those without a gradient.
     results: shape and dtype of the forward's results, outputs and then residuals. grads: those of the backward's.
+    inputs_read, outputs_read: what the backward reads besides residuals.
     """
 
-    device: torch.device
-    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    grads: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    name: str
+    request: _Request
+    needs: tuple[bool, ...]
+    outputs: Any
+    count: int
+    fixed: tuple[int, ...]
+    results: tuple[_Info, ...]
+    grads: tuple[_Info, ...]
+    inputs_read: tuple[int, ...]
+    outputs_read: tuple[int, ...]
     forward: Callable[..., Any]
     backward: Callable[..., Any]
+
+    @functools.cached_property
+    def has_gradient(self) -> bool:
+        return any(self.needs)
+
+    @property
+    def device(self) -> torch.device:
+        return self.request.signatures[0].device
+
+    @property
+    def label(self) -> str:
+        """How errors name it."""
+        return f"from_jax of {_stem(self.request)}"
 
 
 _PLANS: dict[str, _Plan] = {}
 
 
+def _stem(request: _Request) -> str:
+    return request.function.rsplit("_", 2)[0]
+
+
+def _plan_name(request: _Request) -> str:
+    return fresh_name(_stem(request))
+
+
+class _Traced(NamedTuple):
+    """A plan without a gradient, in constants for torch.compile: its name, and the structure of its outputs."""
+
+    plan: str
+    outputs: Any
+
+
 @torch.compiler.assume_constant_result
-def _facts(
-    name: str, structure: Any, needs: tuple[bool, ...], signatures: tuple[Any, ...], of_masks: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """What PyTorch's side of a call must know, in constants: (the plan's name, the structure of the outputs, how
-    many outputs, which of them have no gradient, which inputs and which outputs the backward reads)."""
+def _traced(name: str, structure: Any, signatures: tuple[_Signature, ...], of_masks: tuple[Any, ...]) -> _Traced:
+    request = _Request(name, structure, signatures, of_masks, jax.config.jax_enable_x64)
+    plan = _plan_for(request, (False,) * len(signatures))
+    return _Traced(plan.name, plan.outputs)
+
+
+def _plan_for(request: _Request, needs: tuple[bool, ...]) -> _Plan:
     try:
-        return _make_facts(name, structure, needs, signatures, of_masks, jax.config.jax_enable_x64)
+        return _make_plan(request, needs)
     except TypeError as error:
         if "unhashable" in str(error):
             raise TypeError(f"got an argument that is neither a tensor nor hashable: {error}") from error
         raise
 
 
-@functools.cache
-def _make_facts(name, structure, needs, signatures, of_masks, x64):
-    device = _check(signatures)
-    function = _FUNCTIONS[name]
-    moving = [index for index, needed in enumerate(needs) if needed]
-    specs = [jax.ShapeDtypeStruct(shape, dlpack.jax_dtype(dtype)) for shape, dtype, _, _ in signatures]
-    mask_specs: Any = ()
-    if of_masks:
-        arrays = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in of_masks[1]]
-        mask_specs = jax.tree.unflatten(of_masks[0], arrays)
-    out_structure: Any = None
+def _keep(plan: _Plan) -> _Plan:
+    _PLANS[plan.name] = plan
+    return plan
 
-    def outputs(masks, *leaves):
-        nonlocal out_structure
-        args, kwargs = rebuild(structure, iter(leaves), iter(masks))
-        results: list[Any] = []
-        out_structure = flatten(function(*args, **kwargs), results, None, Leaf)
-        return tuple(jnp.asarray(result) for result in results)
+
+@once
+def _make_plan(request: _Request, needs: tuple[bool, ...]) -> _Plan:
+    signatures = request.signatures
+    device = _check(signatures)
+    outputs, structures = _outputs_of(request)
+    moving = [index for index, needed in enumerate(needs) if needed]
+    specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in signatures]
+    mask_specs: Any = ()
+    if request.of_masks:
+        tree, infos = request.of_masks
+        arrays = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in infos]
+        mask_specs = jax.tree.unflatten(tree, arrays)
 
     def with_pullback(masks, *leaves):
         def moved(*values):
@@ -173,6 +250,8 @@ def _make_facts(name, structure, needs, signatures, of_masks, x64):
     residual_infos, tree = jax.tree.flatten(pullback)
     sources = _sources(traced.jaxpr.jaxpr, len(jax.tree.leaves(mask_specs)), count) if moving else []
     extra = [index for index, source in enumerate(sources) if source == _Residual("extra", index)]
+    inputs_read = sorted({source.position for source in sources if source.place == "input"})
+    outputs_read = sorted({source.position for source in sources if source.place == "output"})
 
     def forward(masks, *leaves):
         if not moving:
@@ -180,9 +259,6 @@ def _make_facts(name, structure, needs, signatures, of_masks, x64):
         results, pullback = with_pullback(masks, *leaves)
         residuals = jax.tree.leaves(pullback)
         return (*results, *(residuals[index] for index in extra))
-
-    inputs_read = sorted({source.position for source in sources if source.place == "input"})
-    outputs_read = sorted({source.position for source in sources if source.place == "output"})
 
     def backward(masks, *arrays):
         stored = iter(arrays)
@@ -192,25 +268,58 @@ def _make_facts(name, structure, needs, signatures, of_masks, x64):
             **{_Residual("output", index): next(stored) for index in outputs_read},
             **{_Residual("extra", index): next(stored) for index in extra},
         }
-        cotangents = []
-        for info, given in zip(out_infos, stored, strict=True):
-            if not jnp.issubdtype(info.dtype, jnp.inexact):
-                given = np.zeros(info.shape, jax.dtypes.float0)
-            elif given is None:
-                given = jnp.zeros(info.shape, info.dtype)
-            cotangents.append(_conjugate(given))
-        gradients = jax.tree.unflatten(tree, [places[source] for source in sources])(tuple(cotangents))
+        pullback = jax.tree.unflatten(tree, [places[source] for source in sources])
+        gradients = pullback(_cotangents(out_infos, stored))
         return tuple(_conjugate(gradient) for gradient in gradients)
 
-    describe = lambda what, infos: tuple((i.shape, dlpack.torch_dtype(what, i.dtype)) for i in infos)
-    results = describe("output", out_infos) + describe("residual", [residual_infos[index] for index in extra])
-    grads = tuple(signatures[index][:2] for index in moving)
-    # torch.compile keeps code on disk by the plan's name: the name must tell the shapes that such code relies on.
-    digest = hashlib.sha256(repr((signatures, of_masks, results, grads)).encode()).hexdigest()[:12]
-    plan = f"{name}_{len(_PLANS)}_{digest}"
-    _PLANS[plan] = _Plan(device, results, grads, jax.jit(forward), jax.jit(backward))
-    fixed = tuple(i for i, info in enumerate(out_infos) if not jnp.issubdtype(info.dtype, jnp.inexact))
-    return plan, out_structure, count, fixed, tuple(inputs_read), tuple(outputs_read), needs
+    describe = lambda what, infos: tuple(_Info(i.shape, dlpack.torch_dtype(what, i.dtype)) for i in infos)
+    return _keep(
+        _Plan(
+            name=_plan_name(request),
+            request=request,
+            needs=needs,
+            outputs=structures[-1],
+            count=count,
+            fixed=tuple(i for i, info in enumerate(out_infos) if not jnp.issubdtype(info.dtype, jnp.inexact)),
+            results=describe("output", out_infos) + describe("residual", [residual_infos[index] for index in extra]),
+            grads=tuple(_Info(signatures[index].shape, signatures[index].dtype) for index in moving),
+            inputs_read=tuple(inputs_read),
+            outputs_read=tuple(outputs_read),
+            forward=jax.jit(forward),
+            backward=jax.jit(backward),
+        )
+    )
+
+
+def _outputs_of(request: _Request) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Any]]:
+    """(a function of Masks and arrays that gives the outputs, a list to which tracing it adds their structure)."""
+    function = _FUNCTIONS[request.function]
+    structures: list[Any] = []
+
+    def outputs(masks, *leaves):
+        def each(*leaves):
+            args, kwargs = rebuild(request.structure, iter(leaves), iter(masks))
+            results: list[Any] = []
+            structures.append(flatten(function(*args, **kwargs), results, None, Leaf))
+            return tuple(jnp.asarray(result) for result in results)
+
+        for size, mapped in request.maps:
+            each = jax.vmap(each, _axes(mapped), axis_size=size)
+        return each(*leaves)
+
+    return outputs, structures
+
+
+def _cotangents(infos: Any, given: Any) -> tuple[Any, ...]:
+    """JAX's cotangents of PyTorch's, where None counts as zero."""
+    cotangents = []
+    for info, cotangent in zip(infos, given, strict=True):
+        if not jnp.issubdtype(info.dtype, jnp.inexact):
+            cotangent = np.zeros(info.shape, jax.dtypes.float0)
+        elif cotangent is None:
+            cotangent = jnp.zeros(info.shape, info.dtype)
+        cotangents.append(_conjugate(cotangent))
+    return tuple(cotangents)
 
 
 def _conjugate(x: Any) -> Any:
@@ -218,17 +327,17 @@ def _conjugate(x: Any) -> Any:
     return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
-def _check(signatures: tuple[Any, ...]) -> torch.device:
+def _check(signatures: tuple[_Signature, ...]) -> torch.device:
     if not signatures:
         raise ValueError("got no tensor among the arguments, want at least one: its device is where the function runs")
-    device = signatures[0][2]
-    for index, (_, dtype, other, layout) in enumerate(signatures):
+    device = signatures[0].device
+    for index, x in enumerate(signatures):
         name = f"tensor argument {index}"
-        dlpack.check_dtype(name, dtype)
-        if layout != torch.strided:
-            raise ValueError(f"{name}: got layout {layout}, want a dense tensor; convert it with .to_dense()")
-        if other != device:
-            raise ValueError(f"{name}: got a tensor on {other}, want the device of the others, {device}")
+        dlpack.check_dtype(name, x.dtype)
+        if x.layout != torch.strided:
+            raise ValueError(f"{name}: got layout {x.layout}, want a dense tensor; convert it with .to_dense()")
+        if x.device != device:
+            raise ValueError(f"{name}: got a tensor on {x.device}, want the device of the others, {device}")
     dlpack.jax_device(device)
     return device
 
@@ -256,15 +365,77 @@ def _plan(name: str) -> _Plan:
 
 
 def _kernel(tensors, plan, operands=""):
-    return library.run(functools.partial(_plan(plan).forward, masks_of(operands)), tensors)
+    planned = _plan(plan)
+    for x, want in zip(tensors, planned.request.signatures, strict=True):
+        if x.shape != want.shape or x.dtype != want.dtype:  # only a graph that nobody guards comes here with others
+            raise ValueError(
+                f"{planned.label}: got a tensor of shape {tuple(x.shape)} and dtype {x.dtype} in a graph, want those "
+                f"that it was traced with, {want.shape} and {want.dtype}"
+            )
+    return library.run(functools.partial(planned.forward, found(operands).masks), tensors)
 
 
 def _backward_kernel(stored, cotangents, plan, operands=""):
-    return library.run(functools.partial(_plan(plan).backward, masks_of(operands)), (*stored, *cotangents))
+    return library.run(functools.partial(_plan(plan).backward, found(operands).masks), (*stored, *cotangents))
 
 
 def _empty(plan, infos):
-    return [torch.empty(shape, dtype=dtype, device=plan.device) for shape, dtype in infos]
+    return [torch.empty(info.shape, dtype=info.dtype, device=plan.device) for info in infos]
+
+
+class _Call(torch.autograd.Function):
+    """A call with its gradient.
+
+    Residuals are results, too: what is saved of them then depends on the inputs, as a second gradient, which raises,
+    must see.
+    """
+
+    @staticmethod
+    def forward(ctx, plan, operands, *tensors):
+        results = library.below_function(_call_op, list(tensors), plan.name, operands.name)
+        ctx.plan = plan
+        ctx.operands = operands
+        ctx.set_materialize_grads(False)
+        stored = [tensors[index] for index in plan.inputs_read] + [results[index] for index in plan.outputs_read]
+        ctx.save_for_backward(*stored, *results[plan.count :])
+        ctx.mark_non_differentiable(*(results[index] for index in plan.fixed))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        plan, given = ctx.plan, list(cotangents[: ctx.plan.count])
+        if any(cotangent is not None for cotangent in cotangents[plan.count :]):
+            library.refuse_second_gradient(plan.label)
+        if all(cotangent is None for cotangent in given):
+            return (None,) * (2 + len(plan.needs))
+        stored = list(ctx.saved_tensors)
+        gradients = iter(library.call_in_backward(_backward_op, stored, given, plan.name, ctx.operands.name))
+        return (None, None, *(next(gradients) if needed else None for needed in plan.needs))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        library.refuse_tangent(ctx.plan.label)
+
+
+def _differentiate(tensors, plan, operands=""):
+    """The call's results with a gradient: by the plan of the same request that has one."""
+    asked = _plan(plan)
+    own = _make_plan(asked.request, tuple(x.requires_grad for x in tensors))
+    results = library.apply(_Call, own, found(operands), *tensors)[: own.count]
+    if not asked.has_gradient:
+        return list(results)
+    # The residuals of another level of torch.func. Its backward reads them, and must not be differentiated.
+    again = lambda *tensors: library.below_function(_call_op, list(tensors), plan, operands)[own.count :]
+    return [*results, *library.refuse_gradient(asked.label, again, tensors)]
+
+
+def _differentiate_backward(stored, cotangents, plan, operands=""):
+    count = len(stored)
+
+    def again(*tensors):
+        return library.below_function(_backward_op, list(tensors[:count]), list(tensors[count:]), plan, operands)
+
+    return list(library.refuse_gradient(_plan(plan).label, again, (*stored, *cotangents)))
 
 
 _call_op = library.define(
@@ -272,36 +443,71 @@ _call_op = library.define(
     '(Tensor[] tensors, str plan, str operands="") -> Tensor[]',
     _kernel,
     lambda tensors, plan, operands="": _empty(_plan(plan), _plan(plan).results),
+    _differentiate,
+    lambda tensors, plan, operands="": _plan(plan).label,
 )
 _backward_op = library.define(
     "call_backward",
     '(Tensor[] stored, Tensor?[] cotangents, str plan, str operands="") -> Tensor[]',
     _backward_kernel,
     lambda stored, cotangents, plan, operands="": _empty(_plan(plan), _plan(plan).grads),
+    _differentiate_backward,
+    lambda stored, cotangents, plan, operands="": _plan(plan).label,
 )
 
 
-@functools.cache
-def _mapped(name: str, size: int, mapped: tuple[bool, ...]) -> str:
-    """The name of a plan for `size` calls of another at once, of whose arguments these have an axis of calls first."""
+@once
+def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> str:
+    """The name of the plan for `size` calls of another at once, of whose tensors these have an axis of calls first.
+
+    Where the other keeps residuals, these are its own, of each call, and the backward stays that of one call.
+    """
     plan = _plan(name)
-    axes = (None, *(0 if is_mapped else None for is_mapped in mapped))
-    forward, backward = (jax.jit(jax.vmap(f, axes, axis_size=size)) for f in (plan.forward, plan.backward))
-    results, grads = (tuple(((size, *shape), dtype) for shape, dtype in x) for x in (plan.results, plan.grads))
-    mapped_name = f"{name}_{size}x{''.join(map(str, map(int, mapped)))}"
-    _PLANS[mapped_name] = _Plan(plan.device, results, grads, forward, backward)
-    return mapped_name
+    signatures = zip(plan.request.signatures, mapped, strict=True)
+    request = plan.request._replace(
+        signatures=tuple(x._replace(shape=(size, *x.shape)) if is_mapped else x for x, is_mapped in signatures),
+        maps=(*plan.request.maps, _Map(size, mapped)),
+    )
+    if not plan.has_gradient:
+        return _make_plan(request, plan.needs).name
+    results, forward = _in_parallel(size, plan.results), _vmap(plan.forward, size, mapped)
+    return _keep(
+        dataclasses.replace(plan, name=_plan_name(request), request=request, results=results, forward=forward)
+    ).name
+
+
+@once
+def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> str:
+    """The same for backwards. mapped: of what is stored, and of the cotangents."""
+    plan = _plan(name)
+    grads, backward = _in_parallel(size, plan.grads), _vmap(plan.backward, size, mapped)
+    return _keep(dataclasses.replace(plan, name=_plan_name(plan.request), grads=grads, backward=backward)).name
+
+
+def _in_parallel(size: int, infos: tuple[_Info, ...]) -> tuple[_Info, ...]:
+    return tuple(info._replace(shape=(size, *info.shape)) for info in infos)
+
+
+def _vmap(function: Callable[..., Any], size: int, mapped: tuple[bool, ...]) -> Callable[..., Any]:
+    """For a function of Masks, which all calls share, and arrays."""
+    return jax.jit(jax.vmap(function, (None, *_axes(mapped)), axis_size=size))
+
+
+def _axes(mapped: tuple[bool, ...]) -> tuple[int | None, ...]:
+    return tuple(0 if is_mapped else None for is_mapped in mapped)
 
 
 def _call_rule(info, in_dims, tensors, plan, operands=""):
     """What torch.func.vmap does with a call: jax.vmap of its function."""
-    front, mapped = _in_front(tensors, in_dims[0])
-    return _call_op(front, _mapped(plan, operator.index(info.batch_size), mapped), operands), 0
+    dims, *_ = in_dims
+    front, mapped = _in_front(tensors, dims)
+    return _call_op(front, _mapped_call(plan, operator.index(info.batch_size), mapped), operands), 0
 
 
 def _backward_rule(info, in_dims, stored, cotangents, plan, operands=""):
-    front, mapped = _in_front((*stored, *cotangents), (*in_dims[0], *in_dims[1]))
-    plan = _mapped(plan, operator.index(info.batch_size), mapped)
+    stored_dims, cotangent_dims, *_ = in_dims
+    front, mapped = _in_front((*stored, *cotangents), (*stored_dims, *cotangent_dims))
+    plan = _mapped_backward(plan, operator.index(info.batch_size), mapped)
     return _backward_op(front[: len(stored)], front[len(stored) :], plan, operands), 0
 
 
@@ -313,75 +519,3 @@ def _in_front(tensors, dims):
 
 library.define_vmap("call", _call_rule)
 library.define_vmap("call_backward", _backward_rule)
-
-
-class _Backward(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(plan, operands, count, *arguments):
-        return tuple(_backward_op(list(arguments[:count]), list(arguments[count:]), plan, operands.name))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    backward = library.refuse_double_backward("from_jax")
-
-
-def _gradients(ctx, cotangents):
-    plan, _, _, _, _, _, needs = ctx.facts
-    if all(cotangent is None for cotangent in cotangents):
-        return (None,) * (2 + len(needs))
-    stored = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        gradients = _Backward.apply(plan, ctx.operands, len(stored), *stored, *cotangents)
-    else:
-        gradients = _backward_op(list(stored), list(cotangents), plan, ctx.operands.name)
-    gradients = iter(gradients)
-    return (None, None, *(next(gradients) if needed else None for needed in needs))
-
-
-def _save(ctx, facts, operands, tensors, results):
-    _, _, count, _, inputs_read, outputs_read, _ = facts
-    ctx.facts = facts
-    ctx.operands = operands
-    ctx.set_materialize_grads(False)
-    stored = [tensors[index] for index in inputs_read] + [results[index] for index in outputs_read]
-    ctx.save_for_backward(*stored, *results[count:])
-
-
-class _Call(torch.autograd.Function):
-    """The forward of eager mode."""
-
-    @staticmethod
-    def forward(ctx, facts, operands, *tensors):
-        results = _call_op(list(tensors), facts[0], operands.name)
-        _save(ctx, facts, operands, tensors, results)
-        ctx.mark_non_differentiable(*(results[index] for index in facts[3]))
-        return tuple(results[: facts[2]])
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        return _gradients(ctx, cotangents)
-
-
-class _TransformedCall(torch.autograd.Function):
-    """The forward under torch.func's transforms, which need `setup_context`."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(facts, operands, *tensors):
-        return tuple(_call_op(list(tensors), facts[0], operands.name))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        facts, operands, *tensors = inputs
-        _save(ctx, facts, operands, tensors, output)
-        fixed = (*facts[3], *range(facts[2], len(output)))
-        ctx.mark_non_differentiable(*(output[index] for index in fixed))
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        return _gradients(ctx, cotangents[: ctx.facts[2]])

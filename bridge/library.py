@@ -1,4 +1,9 @@
-"""PyTorch operators that are opaque to torch.compile and run a JAX function."""
+"""PyTorch operators that are opaque to torch.compile and run a JAX function.
+
+An operator has its derivative in itself, as its "Autograd" implementation, so that none is lost where only the operator
+is called: in an exported program, in a compiled graph, under torch.func. A call in eager mode, which knows whether it
+needs a gradient, goes past that implementation (below_autograd): it would cost 20 microseconds.
+"""
 
 import contextlib
 import functools
@@ -6,18 +11,26 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from jax_kernels import dispatch
 from jax_kernels.bridge import dlpack
 
 __all__ = [
+    "apply",
+    "below_autograd",
+    "below_function",
+    "call_in_backward",
     "define",
     "define_vmap",
-    "distinct",
+    "has_tangent",
+    "is_plain_call",
     "planning_for",
-    "refuse_double_backward",
+    "refuse_gradient",
+    "refuse_second_gradient",
+    "refuse_tangent",
     "run",
-    "transforming",
     "unwrapped",
 ]
 
@@ -25,13 +38,35 @@ _LIBRARY = torch.library.Library("jax_kernels", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
-def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The operator torch.ops.jax_kernels.<name>, for CPU and CUDA tensors. fake gives its empty results."""
+def define(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    differentiate: Callable[..., Any],
+    label: Callable[..., str],
+) -> Any:
+    """The operator torch.ops.jax_kernels.<name>, for CPU and CUDA tensors.
+
+    fake gives its empty results. differentiate gives its results where they need a gradient; it calls the operator
+    with below_function. A tensor with a tangent, of forward-mode differentiation, is refused: label gives the name.
+    """
     _LIBRARY.define(name + schema, tags=_TAGS)
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"jax_kernels::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.jax_kernels, name).default
+    operator = getattr(torch.ops.jax_kernels, name).default
+
+    def autograd(*arguments: Any) -> Any:
+        flat = [x for given in arguments for x in (given if isinstance(given, list | tuple) else (given,))]
+        if has_tangent(flat):
+            refuse_tangent(label(*arguments))
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*flat):
+            return differentiate(*arguments)
+        return below_autograd(operator, *arguments)
+
+    _LIBRARY.impl(name, autograd, "Autograd")
+    return operator
 
 
 def define_vmap(name: str, rule: Callable[..., Any]) -> None:
@@ -69,8 +104,94 @@ def run(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) ->
     return exported
 
 
-# Whether a torch.func transform is active. Unlike peek_interpreter_stack, torch.compile knows its answer.
-transforming = torch._C._are_functorch_transforms_active
+def is_plain_call() -> bool:
+    """Whether no compiler, no transform of torch.func and no forward-mode differentiation looks on."""
+    return not (
+        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
+
+
+def below_autograd(operator: Any, *arguments: Any) -> Any:
+    """The operator's results, without a gradient."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*arguments)
+
+
+def below_function(operator: Any, *arguments: Any) -> Any:
+    """The same, inside of a Function's forward, where PyTorch has switched gradients off.
+
+    That holds for the Function's own level alone: the other levels of torch.func may differentiate the operator.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return below_autograd(operator, *arguments)
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return below_autograd(operator, *arguments)
+
+
+def call_in_backward(operator: Any, *arguments: Any) -> Any:
+    """The operator's results, below autograd unless somebody may differentiate them."""
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return operator(*arguments)
+    return below_autograd(operator, *arguments)
+
+
+def apply(function: Any, *arguments: Any) -> Any:
+    """function.apply inside of an operator's "Autograd" implementation.
+
+    There torch.func has a single level of its own left to differentiate: the operator, called below autograd, takes it
+    to the next one. function.apply itself would begin with all levels again.
+    """
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    with enable_single_level_autograd_function():
+        return _of_one_level(function).apply(*arguments)
+
+
+@functools.cache
+def _of_one_level(function: type[torch.autograd.Function]) -> Any:
+    """The same Function, of the class that torch.func's own implementation makes its Functions of."""
+    body = {name: vars(function)[name] for name in ("forward", "backward", "jvp")}
+    return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), body)
+
+
+def has_tangent(arguments: Sequence[Any]) -> bool:
+    """Whether one of them is a tensor that forward-mode differentiation watches."""
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return False
+    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)
+
+
+def refuse_tangent(name: str) -> Any:
+    raise NotImplementedError(
+        f"{name}: forward-mode differentiation is not supported (torch.func.jvp, linearize, jacfwd and hessian, "
+        "torch.autograd.forward_ad); use the reverse mode: torch.func.vjp, grad, jacrev, or backward()"
+    )
+
+
+def refuse_second_gradient(name: str) -> Any:
+    raise RuntimeError(f"{name}: double backward is not supported; its gradient cannot be differentiated again")
+
+
+class _Last(torch.autograd.Function):
+    """What a gradient must not be taken of."""
+
+    @staticmethod
+    def forward(ctx, name, function, *tensors):
+        ctx.name = name
+        return tuple(function(*tensors))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        refuse_second_gradient(ctx.name)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_tangent(ctx.name)
+
+
+def refuse_gradient(name: str, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> Any:
+    """function(*tensors), a tuple of tensors, whose backward raises; for an operator's "Autograd" implementation."""
+    return apply(_Last, name, function, *tensors)
 
 
 def unwrapped(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,19 +203,3 @@ def unwrapped(name: str, tensor: torch.Tensor) -> torch.Tensor:
         tensor = functorch.get_unwrapped(tensor)
     with torch._C._DisableFuncTorch():  # which would wrap what it gives
         return tensor.detach()
-
-
-def distinct(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensor, as a view where it is one of the others: torch.compile takes no autograd.Function with one twice."""
-    if torch.compiler.is_compiling() and any(tensor is other for other in others):
-        return tensor.view_as(tensor)
-    return tensor
-
-
-def refuse_double_backward(name: str) -> Callable[..., Any]:
-    """The backward of a backward, which raises."""
-
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise RuntimeError(f"{name}: double backward is not supported; its gradient cannot be differentiated again")
-
-    return staticmethod(backward)

@@ -54,6 +54,9 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
         device = given[next(iter(found))].device
         for index, name in found.items():
             given[index] = _checked(name, given[index], device)
+            # Only a function of one's own has a use for these; an id or a length above 2**31 would turn negative.
+            if given[index].dtype == torch.uint32 and builder is not _masks.from_function:
+                raise TypeError(f"{name}: got dtype torch.uint32, want torch.int32; cast it with .to(torch.int32)")
         given = [_on_device(x, device) if isinstance(x, Mask) else x for x in given]
 
         def of(make: Callable[..., Mask], arrays: Any) -> Mask:

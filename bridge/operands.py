@@ -6,7 +6,7 @@ which take the name under which the Masks of this call are found.
 
 import dataclasses
 import functools
-import itertools
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +15,10 @@ import jax
 import torch
 
 from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge.once import fresh_name
 from jax_kernels.masks import Mask, checks
 
-__all__ = ["NONE", "Operands", "masks_of", "on_device", "operands_of"]
+__all__ = ["NONE", "Operands", "found", "on_device", "operands_of"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,25 +37,30 @@ class Operands:
 
 NONE = Operands("", ())
 _FOUND: weakref.WeakValueDictionary[str, Operands] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count(1)
 # By Mask and device. A Mask is the same only if its arrays are, which never change.
 _MOVED: weakref.WeakKeyDictionary[Mask, dict[jax.Device, Mask]] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()  # of both
 
 
 def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:
     """The masks, with their arrays on the device."""
-    operands = Operands(str(next(_NUMBERS)), tuple(on_device(mask, device) for mask in masks))
-    _FOUND[operands.name] = operands
+    operands = Operands(fresh_name("masks"), tuple(on_device(mask, device) for mask in masks))
+    with _LOCK:
+        _FOUND[operands.name] = operands
     return operands
 
 
-def masks_of(name: str) -> tuple[Mask, ...]:
+def found(name: str) -> Operands:
+    """The operands of that name, as long as somebody holds them."""
     if not name:
-        return ()
+        return NONE
     operands = _FOUND.get(name)
     if operands is None:
-        raise RuntimeError("mask: a graph that calls a function with a Mask runs only while that call is held")
-    return operands.masks
+        raise RuntimeError(
+            "mask: a graph that calls a function with a Mask runs only in the process that traced it, while that call "
+            "is held"
+        )
+    return operands
 
 
 def on_device(mask: Mask, device: torch.device) -> Mask:
@@ -70,10 +76,11 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
         return jax.tree.map(functools.partial(_leaf, device), mask)
     if all(x.devices() == {target} for x in leaves):
         return mask
-    copies = _MOVED.setdefault(mask, {})
-    if target not in copies:
-        copies[target] = jax.device_put(mask, target)
-    return copies[target]
+    with _LOCK:
+        copies = _MOVED.setdefault(mask, {})
+        if target not in copies:
+            copies[target] = jax.device_put(mask, target)
+        return copies[target]
 
 
 def _leaf(device: torch.device, x: Any) -> jax.Array:

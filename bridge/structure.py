@@ -1,12 +1,17 @@
-"""Arguments and results as a structure of constants and a flat list of leaves."""
+"""Arguments and results as a structure of constants and a flat list of leaves.
 
+Two structures are equal exactly if a function cannot tell the constants apart: 0.0 and -0.0, or 1, 1.0, True and a
+member of an IntEnum, are equal numbers but make different structures, and NaN equals itself.
+"""
+
+import dataclasses
 import operator
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
-from jax_kernels.bridge import library
 from jax_kernels.masks import Mask
 
 __all__ = ["Leaf", "flatten", "rebuild"]
@@ -27,23 +32,57 @@ class Leaf(metaclass=_LeafType):
 def flatten(tree: Any, leaves: list[Any], masks: list[Mask] | None, leaf_type: Any = torch.Tensor) -> tuple[Any, ...]:
     """The structure of a tree as a tuple of constants; its leaves are appended to `leaves`, its Masks to `masks`."""
     if isinstance(tree, leaf_type):
-        leaves.append(library.distinct(tree, leaves) if leaf_type is torch.Tensor else tree)
+        leaves.append(tree)
         return _LEAF
     if isinstance(tree, dict):
-        return ("dict", tuple(tree), tuple(flatten(tree[key], leaves, masks, leaf_type) for key in tree))
+        keys = tuple(_constant(key) for key in tree)
+        return ("dict", keys, tuple(flatten(tree[key], leaves, masks, leaf_type) for key in tree))
     if isinstance(tree, tuple | list):
         kind = type(tree) if hasattr(tree, "_fields") else "list" if isinstance(tree, list) else "tuple"
         return (kind, tuple(flatten(item, leaves, masks, leaf_type) for item in tree))
     if masks is not None and isinstance(tree, Mask):
         masks.append(tree)
         return _MASK
-    # torch.compile may have made a symbol of a number; these make a constant of it again.
-    if isinstance(tree, int) and not isinstance(tree, bool):
-        tree = operator.index(tree)
-    elif isinstance(tree, float):
-        tree = float.fromhex(tree.hex())
-    # The type's name keeps 1, 1.0 and True apart.
-    return ("constant", type(tree).__name__, tree)
+    return _constant(tree)
+
+
+def _constant(value: Any) -> tuple[Any, ...]:
+    kind = type(value)
+    if kind is str or kind is bool or value is None:
+        return ("constant", kind, value)
+    # torch.compile and torch.export may have made a symbol of a number; these make a constant of it again.
+    if kind is int or kind is torch.SymInt:
+        return ("constant", int, operator.index(value))
+    if kind is torch.SymBool:
+        return ("constant", bool, bool(value))
+    if kind is float or kind is torch.SymFloat:
+        return ("float", float(value).hex())
+    if kind is complex:
+        return ("complex", value.real.hex(), value.imag.hex())
+    if isinstance(value, np.generic):
+        return ("numpy", value.dtype, value.tobytes())
+    return ("constant", kind, value, _parts(value))
+
+
+def _parts(value: Any) -> Any:
+    """Tells apart constants that are equal but hold other numbers; a tensor among them would lose its gradient."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return tuple(_part(value, getattr(value, name, None)) for name in names)
+    if isinstance(value, frozenset):
+        return frozenset(_part(value, item) for item in value)
+    return ()
+
+
+def _part(whole: Any, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"got a torch.Tensor inside of a {type(whole).__name__}, which is a constant; want it as an argument, "
+            "alone or in a tuple, list or dict"
+        )
+    if isinstance(value, tuple | list):
+        return (type(value), tuple(_part(whole, item) for item in value))
+    return _constant(value)
 
 
 def rebuild(structure: tuple[Any, ...], leaves: Iterator[Any], masks: Iterator[Mask] = _NO_MASKS) -> Any:
@@ -53,10 +92,17 @@ def rebuild(structure: tuple[Any, ...], leaves: Iterator[Any], masks: Iterator[M
         return next(leaves)
     if kind == "constant":
         return structure[2]
+    if kind == "float":
+        return float.fromhex(structure[1])
+    if kind == "complex":
+        return complex(float.fromhex(structure[1]), float.fromhex(structure[2]))
+    if kind == "numpy":
+        return np.frombuffer(structure[2], structure[1])[0]
     if kind == "mask":
         return next(masks)
     if kind == "dict":
-        return {key: rebuild(item, leaves, masks) for key, item in zip(structure[1], structure[2], strict=True)}
+        keys = [rebuild(key, leaves) for key in structure[1]]
+        return {key: rebuild(item, leaves, masks) for key, item in zip(keys, structure[2], strict=True)}
     items = [rebuild(item, leaves, masks) for item in structure[1]]
     if kind == "list":
         return items

@@ -247,6 +247,10 @@ ERRORS = [
     ((ZEROS,) * 3, {"kv_lengths": INT32[:1]}, ValueError, r"^kv_lengths: got shape \(1,\), want \[batch\]"),
     ((ZEROS,) * 3, {"q_offset": INT64}, TypeError, r"^q_offset: got dtype torch\.int64, want torch\.int32; cast"),
     ((ZEROS,) * 3, {"q_offset": 1.5}, TypeError, "^q_offset: got float, want an int or an int32 tensor"),
+    ((ZEROS,) * 3, {"q_offset": 2**30}, ValueError, r"^q_offset: got 1073741824, want a position within 2\*\*30 of 0"),
+    ((ZEROS,) * 3, {"q_offset": -(2**64)}, ValueError, r"^q_offset: got -18446744073709551616, want a position within"),
+    ((ZEROS,) * 3, {"window": 2**63}, ValueError, r"^window: got 9223372036854775808, want an int from 0 to 2\*\*29"),
+    ((ZEROS,) * 3, {"scale": 10**400}, ValueError, "^scale: got an int of 1329 bits, want a number that a float can"),
     ((ZEROS,) * 3, {"bias": 3.0}, TypeError, r"^bias: got builtins\.float, want a torch\.Tensor"),
     ((ZEROS,) * 3, {"bias": torch.zeros(8).bool()}, TypeError, r"^bias: got dtype torch\.bool, .* is a mask"),
     ((ZEROS,) * 3, {"bias": torch.zeros(8).double()}, TypeError, r"^bias: got dtype torch\.float64, want torch\.bflo"),
@@ -272,6 +276,33 @@ ERRORS = [
     ((ZEROS,) * 3, {"implementation": "fast"}, ValueError, "^implementation='fast' is not known"),
     ((ZEROS,) * 3, {"implementation": "mosaic_gpu"}, NotImplementedError, "'mosaic_gpu' cannot serve this"),
 ]
+
+
+INTEGERS = ("uint8", "int8", "int16", "uint16", "uint32", "int64", "uint64", "bool", "float32")
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("name", ["segment_ids", "kv_lengths", "q_offset"])
+def test_integers_are_int32(name, dtype):
+    """Others are wider than JAX's, or wrap where they meet int32."""
+    dtype = getattr(torch, dtype)
+    x = torch.ones((2, 8) if name == "segment_ids" else 2).to(dtype)
+    functions = [
+        bridge.flash_attention,
+        lambda *args, **options: bridge.flash_attention(*args, score_mod=lambda s, b, h, q, k: s, **options),
+        lambda *args, **options: bridge.block_sparse_attention(*args, torch.ones(1, 1) > 0, **options),
+        lambda *args, **options: bridge.dynamic_mask_attention(*args, torch.ones(8, 8) > 0, **options),
+    ]
+    if name == "segment_ids":
+        pattern = {"segment_lengths": (8,), "dilation_rates": (1,)}
+        functions.append(lambda *args, **options: bridge.dilated_attention(*args, **pattern, **options))
+    for function in functions:
+        with pytest.raises(TypeError, match=rf"^{name}: got dtype {dtype}, want torch\.int32; cast it"):
+            function(ZEROS, ZEROS, ZEROS, **{name: x})
+    builder = {"segment_ids": bridge.masks.segments, "kv_lengths": bridge.masks.prefix}.get(name)
+    if builder is not None and dtype not in (torch.uint8, torch.int8, torch.int16, torch.uint16):
+        with pytest.raises(TypeError, match=r"^(q_ids|n): got dtype"):
+            builder(x)
 
 
 @pytest.mark.parametrize(("args", "options", "error", "message"), ERRORS, ids=[case[3] for case in ERRORS])

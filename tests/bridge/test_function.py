@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from jax_kernels import bridge, flash_attention
 from jax_kernels.bridge import function as module
@@ -182,7 +183,7 @@ def test_opcheck():
 def test_differentiating_twice_raises():
     x, y, index = make()
     (first,) = torch.autograd.grad(loss(bridged, x, y, index)[0], x, create_graph=True)
-    with pytest.raises(RuntimeError, match="from_jax: double backward is not supported"):
+    with pytest.raises(RuntimeError, match="from_jax of in_jax: double backward is not supported"):
         first.sum().backward()
 
 
@@ -209,6 +210,18 @@ def test_errors():
         bridge.from_jax(lambda x: x.astype("int4"))(x)
     with pytest.raises(RuntimeError, match=r"^lost_0: a graph that calls a from_jax function runs only in the process"):
         torch.ops.jax_kernels.call([x], "lost_0")
+
+
+def test_a_graph_that_nobody_guards_takes_no_other_shapes():
+    mean = bridge.from_jax(lambda x: x.mean(keepdims=True))
+    graph = make_fx(torch.func.grad(lambda x: mean(x).sum()))(torch.ones(8))
+    torch.testing.assert_close(graph(torch.ones(8)), torch.full((8,), 1 / 8))
+    with pytest.raises(
+        ValueError, match=r"^from_jax of <lambda>: got a tensor of shape \(1,\) and dtype torch\.float32"
+    ):
+        graph(torch.ones(1))
+    with pytest.raises(ValueError, match=r"and dtype torch\.float16 in a graph, want those that it was traced with"):
+        graph(torch.ones(8).half())
 
 
 def test_jitted_and_vmapped_functions():

@@ -1,0 +1,247 @@
+"""No derivative is lost in silence: each way to ask for one gives it, or raises an error that names the function."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from jax_kernels import bridge, masks
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    torch._dynamo.reset()
+
+
+def tensor(*shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator)
+
+
+QUERY, KEY, VALUE = tensor(1, 8, 2, 4), tensor(1, 8, 2, 4).flip(1), tensor(1, 8, 2, 4).flip(2)
+BIAS, SINKS, FACTOR = tensor(8), tensor(2), tensor(8).flip(0)
+BLOCKS = torch.ones(2, 2, dtype=torch.bool).tril()
+MASK = masks.causal() | masks.prefix(3)
+# Under a Mask of arrays, and of a tensor that is a mask.
+BLOCK_MASK, KEEP = masks.block_sparse(np.tri(2, dtype=bool), 4), torch.ones(8, 8, dtype=torch.bool).tril()
+
+sine = bridge.from_jax(jnp.sin)
+pair = bridge.from_jax(lambda x, y: {"first": jnp.exp(x) * y, "index": jnp.argmax(x), "second": [jnp.cos(x)]})
+
+
+def half_precise(score, b, h, q, k):
+    return score * (1 + h)
+
+
+# Of one tensor, and the tensor.
+CASES = {
+    "query": (lambda x: bridge.flash_attention(x, KEY, VALUE), QUERY),
+    "same tensor": (lambda x: bridge.flash_attention(x, x, x, is_causal=True), QUERY),
+    "lse": (lambda x: bridge.flash_attention(QUERY, x, VALUE, return_lse=True)[1], KEY),
+    "out beside lse": (lambda x: bridge.flash_attention(QUERY, KEY, x, return_lse=True)[0], VALUE),
+    "bias": (lambda x: bridge.flash_attention(QUERY, KEY, VALUE, bias=x), BIAS),
+    "sinks": (lambda x: bridge.flash_attention(QUERY, KEY, VALUE, sinks=x), SINKS),
+    "a bool mask": (lambda x: bridge.flash_attention(x, KEY, VALUE, mask=KEEP), QUERY),
+    "sdpa": (lambda x: bridge.scaled_dot_product_attention(QUERY, KEY, VALUE, x), tensor(8, 8)[:2, :2]),
+    "a score_mod": (lambda x: bridge.flash_attention(x, KEY, VALUE, score_mod=half_precise), QUERY),
+    "block sparse": (lambda x: bridge.block_sparse_attention(x, KEY, VALUE, BLOCKS, block_size=4), QUERY),
+    "dynamic mask": (lambda x: bridge.dynamic_mask_attention(QUERY, KEY, VALUE, KEEP, x), BIAS),
+    "dilated": (
+        lambda x: bridge.dilated_attention(x, KEY, VALUE, segment_lengths=(4, 8), dilation_rates=(1, 2)),
+        QUERY,
+    ),
+    "from_jax": (sine, BIAS),
+    "from_jax, several outputs": (lambda x: pair(x, FACTOR)["first"] * pair(x, FACTOR)["second"][0], BIAS),
+}
+WITH_MASKS = {
+    "a Mask": (lambda x: bridge.flash_attention(x, KEY, VALUE, mask=MASK), QUERY),
+    "a Mask of an array": (lambda x: bridge.flash_attention(x, KEY, VALUE, mask=BLOCK_MASK), QUERY),
+}
+ALL = CASES | WITH_MASKS
+
+
+def total(function):
+    return lambda x: function(x).sin().sum()
+
+
+def of_eager_mode(function, x):
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(total(function)(x), x)
+    assert gradient.count_nonzero() > 0
+    return gradient
+
+
+def dual(function, x, requires_grad=False):
+    with forward_ad.dual_level():
+        function(forward_ad.make_dual(x.clone().requires_grad_(requires_grad), torch.ones_like(x)))
+
+
+def dual_cotangent(function, x):
+    x = x.clone().requires_grad_()
+    out = function(x)
+    with forward_ad.dual_level():
+        torch.autograd.grad(out, x, forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+
+
+FORWARD_MODE = {
+    "dual": dual,
+    "dual that requires a gradient": lambda f, x: dual(f, x, True),
+    "dual, no_grad": lambda f, x: torch.no_grad()(dual)(f, x),
+    "dual cotangent": dual_cotangent,
+    "jvp": lambda f, x: jvp(f, (x,), (x,)),
+    "linearize": lambda f, x: linearize(f, x)[1](x),
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+    "hessian": lambda f, x: hessian(total(f))(x),
+    "jvp of grad": lambda f, x: jvp(grad(total(f)), (x,), (x,)),
+    "jvp of vmap": lambda f, x: jvp(vmap(f), (x.expand(2, *x.shape),), (x.expand(2, *x.shape),)),
+}
+
+
+@pytest.mark.parametrize("how", FORWARD_MODE)
+@pytest.mark.parametrize("case", ALL)
+def test_forward_mode_raises(case, how):
+    function, x = ALL[case]
+    name = "flash_attention|from_jax of (flash|block_sparse|dynamic_mask|dilated)_attention|from_jax of (sin|<lambda>)"
+    with pytest.raises(NotImplementedError, match=f"^({name}): forward-mode differentiation is not supported"):
+        FORWARD_MODE[how](function, x)
+
+
+@pytest.mark.parametrize("case", ["query", "from_jax"])
+def test_compiled_forward_mode_raises(case):
+    function, x = CASES[case]
+    compiled = torch.compile(lambda x: jvp(function, (x,), (x,)), backend="aot_eager")
+    with pytest.raises(Exception, match="forward-mode differentiation is not supported"):
+        compiled(x)
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_tangents_of_other_tensors_do_no_harm(case):
+    function, x = ALL[case]
+    with forward_ad.dual_level():
+        forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        torch.testing.assert_close(function(x), function(x))
+        of_eager_mode(function, x)
+
+
+REVERSE_MODE = {
+    "grad": lambda f, x: grad(f)(x),
+    "vjp": lambda f, x: vjp(f, x)[1](torch.ones(()))[0],
+    "jacrev": lambda f, x: jacrev(f)(x),
+    "grad of what vjp gives beside": lambda f, x: grad(lambda x: vjp(f, x)[0])(x),
+    "vmap of grad": lambda f, x: vmap(grad(f))(torch.stack([x, x]))[1],
+    "grad of vmap": lambda f, x: grad(lambda x: vmap(f)(torch.stack([x, x])).sum())(x) / 2,
+    "grad of vmap of one": lambda f, x: grad(lambda x: vmap(lambda _: f(x))(torch.zeros(2)).sum())(x) / 2,
+    "make_fx": lambda f, x: make_fx(grad(f))(x)(x),
+}
+
+
+@pytest.mark.parametrize("how", REVERSE_MODE)
+@pytest.mark.parametrize("case", ALL)
+def test_reverse_mode(case, how):
+    function, x = ALL[case]
+    if how == "make_fx" and case in WITH_MASKS:
+        pytest.skip("a Mask is held for its call alone")
+    torch.testing.assert_close(REVERSE_MODE[how](total(function), x), of_eager_mode(function, x), atol=1e-5, rtol=1e-5)
+
+
+class Module(torch.nn.Module):
+    """The function of a parameter times the input."""
+
+    def __init__(self, function, x):
+        super().__init__()
+        self.function = function
+        self.weight = torch.nn.Parameter(x.cos())
+
+    def forward(self, x):
+        return self.function(x * self.weight)
+
+
+def gradients(function, module, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(total(function)(x), (x, *module.parameters()))
+
+
+@pytest.mark.parametrize("decomposed", [False, True], ids=["exported", "decomposed"])
+@pytest.mark.parametrize("is_grad_enabled", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+@pytest.mark.parametrize("case", ["query", "lse", "dynamic mask", "dilated", "from_jax, several outputs"])
+def test_export(case, strict, is_grad_enabled, decomposed):
+    function, x = CASES[case]
+    module = Module(function, x)
+    with torch.set_grad_enabled(is_grad_enabled):
+        program = torch.export.export(module, (x,), strict=strict)
+        program = program.run_decompositions() if decomposed else program
+    exported = program.module()
+    torch.testing.assert_close(gradients(exported, exported, x), gradients(module, module, x))
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supported"):
+        dual(exported, x)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compile(case):
+    function, x = CASES[case]
+    module = Module(function, x)
+    want = gradients(module, module, x)
+    torch.testing.assert_close(gradients(torch.compile(module, backend="aot_eager", fullgraph=True), module, x), want)
+    again = torch.compile(lambda x: checkpoint(module, x, use_reentrant=False), backend="aot_eager")
+    torch.testing.assert_close(gradients(again, module, x), want)
+    by_name = lambda weight, x: total(lambda x: functional_call(module, {"weight": weight}, (x,)))(x)
+    compiled = torch.compile(lambda w, x: grad(by_name, (1, 0))(w, x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(module.weight.detach(), x), want)
+
+
+def test_compiled_by_inductor():
+    module = Module(lambda x: sine(CASES["query"][0](x) + CASES["dilated"][0](x)), QUERY)
+    want = gradients(module, module, QUERY)
+    torch.testing.assert_close(gradients(torch.compile(module, fullgraph=True), module, QUERY), want)
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_autocast(case):
+    function, x = ALL[case]
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(grad(total(function))(x), of_eager_mode(function, x), atol=0, rtol=0)
+
+
+def twice(function, x):
+    """Beside a term whose second gradient is there, as it is of most losses."""
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(total(function)(x) + (x**3).sum(), x, create_graph=True)
+    torch.autograd.grad(first.sum(), x)
+
+
+SECOND = {
+    "autograd": twice,
+    "grad of grad": lambda f, x: grad(lambda x: grad(lambda x: f(x).sum())(x).sum())(x),
+    "jacrev of grad": lambda f, x: jacrev(grad(lambda x: f(x).sum() + (x**3).sum()))(x),
+    "grad of vmap of grad": lambda f, x: grad(lambda x: vmap(grad(lambda x: f(x).sum()))(x[None]).sum())(x),
+}
+
+
+@pytest.mark.parametrize("how", SECOND)
+@pytest.mark.parametrize("case", ALL)
+def test_a_second_gradient_raises(case, how):
+    function, x = ALL[case]
+    with pytest.raises(RuntimeError, match=r"^(flash_attention|from_jax of .*): double backward is not supported"):
+        SECOND[how](function, x)
+
+
+def test_a_second_gradient_of_what_is_linear_is_zero():
+    times = bridge.from_jax(lambda x, c: x * c)
+    x, c = BIAS.clone().requires_grad_(), BIAS
+    (first,) = torch.autograd.grad((times(x, c) + x**3).sum(), x, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(first.sum(), x)[0], 6 * x.detach())
+
+
+def test_no_gradient_where_none_is_wanted():
+    frozen = lambda x: (sine(x).detach() * x).sum()
+    torch.testing.assert_close(grad(frozen)(BIAS), torch.sin(BIAS))
+    with torch.no_grad():
+        assert not CASES["query"][0](QUERY.clone().requires_grad_()).requires_grad
+    assert not pair(BIAS.clone().requires_grad_(), BIAS)["index"].requires_grad

@@ -1,0 +1,94 @@
+"""A traced program holds names of its own process: another process raises, and gives no numbers."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+# Before JAX and PyTorch: what the programs are made of. The second process makes other functions of the same shapes,
+# in the same order.
+COMMON = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+from jax_kernels import bridge, masks
+
+folder, is_first = sys.argv[1], sys.argv[2] == "first"
+x = torch.linspace(-1, 1, 64).reshape(1, 8, 2, 4)
+factor = 2 if is_first else 3
+times = bridge.from_jax(lambda x, c: x * c)
+pattern = {"segment_lengths": (4, 8), "dilation_rates": (1, 2), "is_causal": is_first}
+CALLS = {
+    "from_jax": lambda x: times(x, factor),
+    "dilated_attention": lambda x: bridge.dilated_attention(x, x * 2, x, **pattern),
+    "block_sparse": lambda x: bridge.block_sparse_attention(x, x, x, torch.ones(2, 2) > 0, block_size=4, scale=factor),
+    "mask": lambda x: bridge.flash_attention(x, x, x, mask=masks.prefix(factor)),
+}
+
+class Module(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.function = CALLS[name]
+
+    def forward(self, x):
+        return self.function(x)
+"""
+
+FIRST = """
+for name in CALLS:
+    program = torch.export.export(Module(name), (x,), strict=False)
+    torch.export.save(program, f"{folder}/{name}.pt2")
+    if name != "mask":  # whose call is over
+        torch.testing.assert_close(torch.export.load(f"{folder}/{name}.pt2").module()(x), CALLS[name](x))
+print("saved")
+"""
+
+SECOND = """
+for name, function in CALLS.items():
+    torch.export.export(Module(name), (x,), strict=False)
+    function(x)
+    for needed in (False, True):
+        try:
+            got = torch.export.load(f"{folder}/{name}.pt2").module()(x.clone().requires_grad_(needed))
+        except RuntimeError as error:
+            assert "runs only in the process that traced it" in str(error), error
+            print("raised", name)
+        else:
+            print("numbers", name, got)
+
+# A forked process has the plans of its parent, and gives other names.
+from jax_kernels.bridge.function import _PLANS
+from jax_kernels.bridge.once import fresh_name, once
+made = once(lambda key: os.getpid())
+before = made(1)
+reader, writer = os.pipe()
+if os.fork() == 0:
+    names = {fresh_name("x") for _ in range(100)}
+    os.write(writer, f"{len(_PLANS)} {made(1)} {made(2) == os.getpid()} {' '.join(names)}".encode())
+    os._exit(0)
+os.wait()
+count, kept, is_own, *names = os.read(reader, 100_000).decode().split()
+assert int(count) == len(_PLANS) and int(kept) == before and is_own == "True"
+assert not set(names) & {fresh_name("x") for _ in range(200)}
+print("forked")
+"""
+
+
+def run(code, folder, which):
+    """What the code prints, in a process of its own."""
+    root = pathlib.Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", COMMON + code, str(folder), which]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_an_exported_program_raises_in_another_process(tmp_path):
+    assert run(FIRST, tmp_path, "first")[-1] == "saved"
+    raised = [f"raised {name}" for name in ("from_jax", "dilated_attention", "block_sparse", "mask") for _ in range(2)]
+    assert run(SECOND, tmp_path, "second") == [*raised, "forked"]
