@@ -136,10 +136,15 @@ def flash_attention(
     arguments = (*tensors, *options, return_lse, deterministic, precision, implementation)
     operator = _forward_op if return_lse else _inference_op
     if not library.is_plain_call():
-        return operator(*arguments)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[: len(_DIFFERENTIATED)]):
-        return _Attention.apply(return_lse, *arguments)
-    return library.below_autograd(operator, *arguments)
+        results = operator(*arguments)
+    elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors[: len(_DIFFERENTIATED)]):
+        results = _Attention.apply(return_lse, *arguments)
+    else:
+        results = library.below_autograd(operator, *arguments)
+    if not return_lse:
+        return results
+    out, rows = results
+    return out, rows if bias is None else rows[:, 0]
 
 
 def _prepare(options: _Options, *arrays):
@@ -155,15 +160,19 @@ def _prepare(options: _Options, *arrays):
 
 @once
 def _forward(device: torch.device, options: _Options):
-    """The jitted forward. One for each device, as a plan made while tracing holds for that device alone."""
+    """The jitted forward: (out, rows). One for each device, as a plan made while tracing holds for that device alone.
+
+    rows: lse [B, H, T], with a bias [B, 2, H, T] of lse and what the exact log-sum-exp is more than it.
+    """
 
     def forward(*arrays):
         call, inputs = _prepare(options, *arrays)
-        out, lse = attention.attention_forward(call, inputs)
+        out, lse, *excess = attention.attention_forward(call, inputs)
         if lse is None:  # nothing reads it, but the operator's results must not depend on the plan
             batch, length, heads = out.shape[:3]
             lse = jnp.zeros((batch, heads, length), jnp.float32)
-        return out, lse
+            excess = [] if inputs.bias is None else [lse]
+        return out, jnp.stack([lse, *excess], axis=1) if excess else lse
 
     return jax.jit(forward)
 
@@ -179,14 +188,18 @@ def _backward(device: torch.device, options: _Options, bias_gradient: bool):
     """The jitted backward: the gradients of what there is of _DIFFERENTIATED, and of bias where it is asked for."""
 
     def backward(*arguments):
-        tensors, (out, lse, dout, dlse) = _Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
+        tensors, (out, rows, dout, drows) = _Tensors(*arguments[:_TENSORS]), arguments[_TENSORS:]
+        lse, dlse, excess = rows, drows, None
+        if tensors.bias is not None:
+            lse, excess = rows[:, 0], rows[:, 1]
+            dlse = None if drows is None else drows[:, 0]
         given = {name: x for name, x in tensors._asdict().items() if name in _DIFFERENTIATED and x is not None}
         if not bias_gradient:
             given.pop("bias", None)
         call, inputs = _prepare(options, *tensors)
         call = dataclasses.replace(call, options=dataclasses.replace(call.options, bias_gradient=bias_gradient))
         dout = jnp.zeros_like(out) if dout is None else dout
-        gradients = attention.attention_backward(call, inputs, out, lse, dout, dlse)
+        gradients = attention.attention_backward(call, inputs, out, lse, dout, dlse, excess)
 
         # prepare changes the arrays: their shapes, and query's sign for a negative scale.
         def prepared(given):
@@ -239,7 +252,8 @@ def _fake_forward(*arguments):
         _check(tensors.query.device, options, *signatures)
     batch, length, heads, _ = tensors.query.shape
     out = tensors.query.new_empty((batch, length, heads, tensors.value.shape[-1]))
-    return out, tensors.query.new_empty((batch, heads, length), dtype=torch.float32)
+    rows = (batch, heads, length) if tensors.bias is None else (batch, 2, heads, length)
+    return out, tensors.query.new_empty(rows, dtype=torch.float32)
 
 
 def _fake_backward(*arguments):
@@ -249,13 +263,13 @@ def _fake_backward(*arguments):
     )
 
 
-def _gradients(ctx, dout, dlse):
-    if dout is None and dlse is None:
+def _gradients(ctx, dout, drows):
+    if dout is None and drows is None:
         return (None,) * (1 + _ALL)
-    *tensors, out, lse = ctx.saved_tensors
+    *tensors, out, rows = ctx.saved_tensors
     _, *needed = ctx.needs_input_grad
     bias_gradient = _Tensors(*needed[:_TENSORS]).bias
-    gradients = library.call_in_backward(_backward_op, *tensors, *ctx.options, bias_gradient, out, lse, dout, dlse)
+    gradients = library.call_in_backward(_backward_op, *tensors, *ctx.options, bias_gradient, out, rows, dout, drows)
     wanted = (x if is_needed else None for x, is_needed in zip(gradients, needed, strict=False))
     return (None, *wanted, *(None,) * (_ALL - len(_DIFFERENTIATED)))
 
@@ -264,17 +278,17 @@ class _Attention(torch.autograd.Function):
     """Attention with its gradient. A `setup_context` of its own would add 20 microseconds to each call."""
 
     @staticmethod
-    def forward(ctx, with_lse, *arguments):
-        """(out, lse), or out alone."""
-        out, lse = library.below_function(_forward_op, *arguments)
+    def forward(ctx, with_rows, *arguments):
+        """(out, rows), or out alone."""
+        out, rows = library.below_function(_forward_op, *arguments)
         ctx.options = arguments[_TENSORS:]
-        ctx.save_for_backward(*arguments[:_TENSORS], out, lse)
+        ctx.save_for_backward(*arguments[:_TENSORS], out, rows)
         ctx.set_materialize_grads(False)
-        return (out, lse) if with_lse else out
+        return (out, rows) if with_rows else out
 
     @staticmethod
-    def backward(ctx, dout, dlse=None):
-        return _gradients(ctx, dout, dlse)
+    def backward(ctx, dout, drows=None):
+        return _gradients(ctx, dout, drows)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -304,7 +318,7 @@ _inference_op = library.define(
 )
 _backward_op = library.define(
     "flash_attention_backward",
-    f"({_ARGUMENTS}, bool bias_gradient, Tensor out, Tensor lse, Tensor? dout, Tensor? dlse) -> "
+    f"({_ARGUMENTS}, bool bias_gradient, Tensor out, Tensor rows, Tensor? dout, Tensor? drows) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward_kernel,
     _fake_backward,
