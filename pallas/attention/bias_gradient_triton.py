@@ -198,7 +198,8 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
             return of_head(own_q, acc)
         count = call.q_blocks
         if refs.far is not None:
-            count = jnp.where(refs.far[b, lax.div(h, jnp.int32(call.group))] != 0, count, 0)
+            is_far = refs.far[b, lax.div(h, jnp.int32(call.group))] != 0
+            count = jnp.where(is_far, jnp.int32(count), jnp.int32(0))
         return lax.fori_loop(0, count, of_head, acc)
 
     acc = lax.fori_loop(0, batches * heads, one_head, jnp.zeros((block_q, block_kv), jnp.float32))

@@ -143,7 +143,7 @@ def test_row(entry):
     why = budget.pop("why", None)
     assert sorted(got) == sorted(budget)
     for kernel, found in got.items():
-        if spec.implementation == "mosaic_gpu":
+        if spec.implementation == "mosaic_gpu" and not kernel.endswith("_triton"):
             assert found["notes"] == [], kernel
             assert found["spills"] == 0, kernel
         assert (budget[kernel]["spills"] == 0 and budget[kernel]["notes"] == []) or why, "spills need a reason"
