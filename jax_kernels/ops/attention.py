@@ -87,9 +87,12 @@ def flash_attention(
       query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. Its products with key must be numbers that
         float32 holds.
       key: [B, S, Hkv, D] in query's dtype; Hkv divides H (grouped-query and multi-query attention).
-      value: [B, S, Hkv, Dv] in query's dtype; Dv up to 256.
+      value: [B, S, Hkv, Dv] in query's dtype; Dv up to 256. A query's sum of weighted values, before it is divided by
+        the sum of the weights, which are 1 at most, must be a number that float32 holds.
       bias: added to the scores after scale and softcap, broadcastable to [B, H, T, S], in query's dtype or
-        float32; -inf masks out. It is read in place, never broadcast in memory. Its gradient has its shape and
+        float32; -inf masks out. A query all of whose keys a finite number masks, such as finfo(float32).min, attends to
+        those that have its highest score in float32, as in the code above and in PyTorch: to all of them alike where
+        the number is the same. It is read in place, never broadcast in memory. Its gradient has its shape and
         dtype, is summed in float32 over the axes that it is broadcast over, and is computed only where it is asked
         for: by two more products, or in "mosaic_gpu", for a bias for each key that the heads which share keys share,
         without a softcap, by the sums of what is there.

@@ -276,8 +276,8 @@ def _xla_forward(inputs, options, *, out_dtype, config, interpret):
     return reference.forward(inputs, options, out_dtype=out_dtype)
 
 
-def _xla_backward(inputs, options, *results, config, interpret, excess=None):
-    return reference.backward(inputs, options, *results, excess)
+def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, excess=None):
+    return reference.backward(inputs, options, lse, delta, dout, excess)
 
 
 def _kernel(kernel, direction):
@@ -295,7 +295,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     gradients = _kernel(backward_sm90.attention_backward, "backward")(*arguments, dquery=dquery, **statics)
     if inputs.bias is not None:
-        gradients = _with_far_rows(gradients, *arguments, excess, **statics)
+        gradients = _with_far_rows(gradients, *arguments, excess=excess, **statics)
     if inputs.bias is not None and options.bias_gradient and gradients.bias is None:
         of_bias = _kernel(bias_gradient_triton.bias_gradient, "array_gradients")
         dbias = of_bias(*arguments, excess=excess, **statics)
@@ -311,7 +311,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
     return gradients
 
 
-def _with_far_rows(gradients, inputs, options, lse, delta, dout, excess, *, config, interpret):
+def _with_far_rows(gradients, inputs, options, lse, delta, dout, *, excess, config, interpret):
     """The gradients with what rows pass whose lse is far from 0, which "mosaic_gpu" leaves out under a bias."""
     if inputs.mask is None:
         blocks = {"config": config.array_gradients, "core_count": config.core_count, "interpret": interpret}

@@ -239,7 +239,7 @@ def _dkv_program(refs: Refs, call: Call, kv_index: Any, kv_head: Any, batch_inde
 
 def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config, *, sums=(), far=None):
     programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
-    rows = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}
+    rows: dict[str, Any] = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}
     rows["excess"] = None if excess is None else (excess, programs.row_spec)
     query, spec = inputs.query, programs.q_spec(call.head_dim)
     by_query = jax.ShapeDtypeStruct((len(query), call.heads, call.q_length), jnp.float32)

@@ -196,7 +196,7 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
         of_head = lambda q_index, acc: one_query_block(q_index, acc, b=b, h=h)
         if bias_shape[2] > 1:
             return of_head(own_q, acc)
-        count = call.q_blocks
+        count: Any = call.q_blocks
         if refs.far is not None:
             is_far = refs.far[b, lax.div(h, jnp.int32(call.group))] != 0
             count = jnp.where(is_far, jnp.int32(count), jnp.int32(0))

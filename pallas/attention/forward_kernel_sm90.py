@@ -229,7 +229,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                     # Whether no later score of the warp's rows can be far above what the first block has.
                     is_bounded: Any = all_of_warp(largest - highest <= softmax.room(dtype)) if bounded else None
                     if bounded and dtype == jnp.bfloat16:
-                        lifted = lambda *state: softmax.lifted(*state, largest)
+                        lifted = functools.partial(softmax.lifted, largest=largest)
                         p, highest, total = lax.cond(is_bounded, lifted, lambda *state: state, p, highest, total)
 
                     def exponentials(s, highest, total):

@@ -202,14 +202,15 @@ class Call:
         """
         at_most = self.may_mask
         if self.interpret:
-            more = 0.0 if excess is None else excess
-            x = (x - shift - more) * LOG2E if self.has_bias else x * self.factor - shift
+            x = x - shift if self.has_bias else x * self.factor - shift
+            x = x if excess is None else x - excess
+            x = x * LOG2E if self.has_bias else x
             return jnp.exp2(jnp.minimum(x, 0.0) if at_most else x)
         args = [x, jnp.broadcast_to(-shift, x.shape)]
         subtract = f"fma.rn.f32 t, $1, 0f{_bits(self.factor)}, $2; "
         if self.has_bias:
-            more = "0f00000000" if excess is None else "$3"
-            subtract = f"add.rn.f32 t, $1, $2; fma.rn.f32 t, t, 0f{_bits(LOG2E)}, {more}; "
+            less = "0f00000000" if excess is None else "$3"
+            subtract = f"add.rn.f32 t, $1, $2; fma.rn.f32 t, t, 0f{_bits(LOG2E)}, {less}; "
         if excess is not None:
             args.append(jnp.broadcast_to(excess * -LOG2E, x.shape))
         clamp = "min.f32 t, t, 0f00000000; " if at_most else ""

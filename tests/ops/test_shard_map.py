@@ -55,7 +55,7 @@ OPS = {
     "bias": lambda q, k, v: _attend(q, k, v, bias=jnp.zeros((1, 2, LENGTH, LENGTH))),
     "bias by key": lambda q, k, v: _attend(q, k, v, bias=jnp.zeros((1, 1, 1, LENGTH))),
     "score_mod": lambda q, k, v: flash_attention(q, k, v, score_mod=lambda s, b, h, i, j: s - 0.1 * jnp.abs(i - j)),
-    "dilated": functools.partial(dilated_attention, segment_lengths=(64, 128), dilation_rates=(1, 2)),
+    "dilated": functools.partial(dilated_attention, segment_lengths=(128, 256), dilation_rates=(1, 2)),
     "decode": _decode,
     "fp8": _fp8,
     "dynamic": _dynamic,

@@ -62,9 +62,10 @@ CASES = {
     "bounded_mixed": SMALL | {"kv_length": 400, "magnitude": 3.0, "bounded": True},
     "bounded_never": SMALL | {"kv_length": 300, "magnitude": 100.0, "bounded": True},
     "bounded_rising": SMALL | {"kv_length": 300, "bounded": True, "rising": True},
-    # Values that overflow unless P is 1 at most.
+    # Values whose sums overflow unless P is below 1.
     "bounded_large_values": SMALL
-    | {"q_length": 200, "kv_length": 300, "value_magnitude": 2.0**112, "bounded": True, "out_only": True},
+    | {"q_length": 200, "kv_length": 300, "magnitude": 2.5, "value_magnitude": 2.0**124}
+    | {"bounded": True, "out_only": True},
     "bounded_fp16": SMALL | {"dtype": "float16", "kv_length": 300, "magnitude": 0.5, "bounded": True},
     "bounded_softcap": SMALL | {"kv_length": 300, "softcap": 30.0, "magnitude": 2.0, "bounded": True},
     "bounded_softcap_small": SMALL
