@@ -1,4 +1,5 @@
-# `make demo` trains a small model on real text; `make test` runs every check that needs no GPU.
+# `make demo` trains a small model on real text; `make test` runs the checks that need no GPU, but for those that repeat
+# others on another GPU's blocks or on the newest jax: `make test-all` runs these too.
 # Each makes its own .venv first. PYTHON names another Python (3.12 or newer).
 
 PYTHON ?= python3
@@ -14,12 +15,15 @@ else
 CUDA := ,cuda
 endif
 
-.PHONY: demo test test-gpu lint newest clean
+.PHONY: demo test test-all test-gpu lint newest clean
 
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
 
 test: .venv/.dev lint
+	$(BIN)/python -m pytest -n 2 --dist=worksteal -m "not slow" $(ARGS)
+
+test-all: .venv/.dev lint
 	$(BIN)/python -m pytest -n 2 --dist=worksteal $(ARGS)
 	$(MAKE) newest
 
