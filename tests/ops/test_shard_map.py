@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
@@ -16,6 +17,7 @@ from jax_kernels import (
     masks,
     quantize_fp8,
 )
+from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 
 LENGTH = 256
@@ -65,19 +67,19 @@ FORWARD_ONLY = ("decode", "fp8")
 
 def _trace(op, out_specs, *, backward: bool):
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def gradients(*arrays):
-        total = lambda *arrays: sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(op(*arrays)))
-        return jax.grad(total, argnums=(0, 1, 2))(*arrays)
-
     of_shard = jax.shard_map(
-        gradients if backward else op, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=out_specs
+        _gradients(op) if backward else op, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=out_specs
     )
     jax.jit(of_shard).trace(*(_heads(),) * 3)
 
 
 CASES = [(name, device) for name in OPS for device in ("h200", "a100", "cpu")]
 CASES.remove(("score_mod", "cpu"))  # shard_map refuses its plain jnp code: no number can be wrong
+
+
+def _gradients(op):
+    total = lambda *arrays: sum(x.astype(jnp.float32).sum() for x in jax.tree.leaves(op(*arrays)))
+    return jax.grad(total, argnums=(0, 1, 2))
 
 
 @pytest.mark.parametrize(("name", "device"), CASES)
@@ -87,3 +89,19 @@ def test_results_vary_over_the_mesh(name, device, no_interpret):
             _trace(OPS[name], PartitionSpec("data"), backward=backward)
             with pytest.raises(ValueError, match="out_specs which require replication"):
                 _trace(OPS[name], PartitionSpec(), backward=backward)
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["causal", "lengths", "bias", "dilated"])
+def test_a_mesh_of_one_device_changes_no_number(name, backend, no_interpret):
+    device = jax.devices(backend)[0]
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=[device])
+    arrays = jax.random.normal(jax.random.key(0), (3, 1, LENGTH, 2, 64), jnp.bfloat16)
+    arrays = jax.device_put(arrays, device)
+    for op in (OPS[name], _gradients(OPS[name])):
+        spec = PartitionSpec("data")
+        with on_device(device_info(device)):
+            got = jax.jit(jax.shard_map(op, mesh=mesh, in_specs=spec, out_specs=spec))(*arrays)
+            without = jax.jit(op)(*arrays)
+        for x, want in zip(jax.tree.leaves(got), jax.tree.leaves(without), strict=True):
+            np.testing.assert_allclose(*(y.astype(np.float32) for y in (x, want)), rtol=1e-2, atol=1e-3)
