@@ -16,6 +16,7 @@ from jax_kernels.ops import attention_table as table
 from jax_kernels.ops.attention_checks import by_name, check, with_positive_scale
 from jax_kernels.ops.attention_table import AttentionRequest
 from jax_kernels.ops.mask_arguments import mask_or_nan, with_validity
+from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference.attention import row_terms
 
 __all__ = [
@@ -203,13 +204,7 @@ def vary_alike(inputs):
 
     Its transpose sums the gradient of an array that was the same on all devices.
     """
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(inputs)))
-
-    def vary(x):
-        missing = axes - jax.typeof(x).manual_axis_type.varying
-        return lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-    return jax.tree.map(vary, inputs)
+    return as_varying(inputs, varying_axes(inputs))
 
 
 def run(call: AttentionCall, inputs: AttentionInputs):
