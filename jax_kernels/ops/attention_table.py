@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.dispatch import Implementation, Plan, Request, interpreting
@@ -21,6 +20,7 @@ from jax_kernels.pallas.attention import (
     forward_triton,
     lists_sm90,
 )
+from jax_kernels.pallas.attention.dense_sm90 import with_bias_as_in_lse
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference.score_mod_gradients import array_gradients
 from jax_kernels.score_mod import moving
@@ -295,11 +295,13 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     gradients = _kernel(backward_sm90.attention_backward, "backward")(*arguments, dquery=dquery, **statics)
     if inputs.bias is not None:
-        gradients = _with_far_rows(gradients, *arguments, excess=excess, **statics)
-    if inputs.bias is not None and options.bias_gradient and gradients.bias is None:
-        of_bias = _kernel(bias_gradient_triton.bias_gradient, "array_gradients")
-        dbias = of_bias(*arguments, excess=excess, **statics)
-        gradients = gradients._replace(bias=dbias)
+        as_in_lse = with_bias_as_in_lse(inputs)
+        far_rows = _kernel(backward_triton.far_rows, "array_gradients")
+        gradients = far_rows(as_in_lse, options, gradients, *results, excess, **statics)
+        if options.bias_gradient and gradients.bias is None:
+            of_bias = _kernel(bias_gradient_triton.bias_gradient, "array_gradients")
+            dbias = of_bias(as_in_lse, options, *results, excess=excess, **statics)
+            gradients = gradients._replace(bias=dbias.astype(inputs.bias.dtype))
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
         # Passes more: by Triton two, one of which the arrays may not need, and XLA leaves it out then. What Triton does
         # not take, masks among it, is summed over the live blocks.
@@ -309,23 +311,6 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
             of_arrays = array_gradients(*arguments)
         gradients = gradients._replace(score_mod=of_arrays)
     return gradients
-
-
-def _with_far_rows(gradients, inputs, options, lse, delta, dout, *, excess, config, interpret):
-    """The gradients with what rows pass whose lse is far from 0, which "mosaic_gpu" leaves out under a bias."""
-    if inputs.mask is None:
-        blocks = {"config": config.array_gradients, "core_count": config.core_count, "interpret": interpret}
-        with jax.enable_x64(False):
-            return backward_triton.far_rows(gradients, inputs, options, lse, delta, dout, excess, **blocks)
-    # A mask is not Triton's: plain jnp, if there are such rows. The host waits to know.
-    far = backward_triton.is_far(lse)
-
-    def added(gradients):
-        of_bias = dataclasses.replace(options, bias_gradient=gradients.bias is not None)
-        more = reference.backward(inputs, of_bias, jnp.where(far, lse, jnp.inf), delta, dout, excess)
-        return jax.tree.map(jnp.add, gradients, more)
-
-    return lax.cond(far.any(), added, lambda gradients: gradients, gradients)
 
 
 def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.bias_gradient_triton import gradient_of_tiles
+from jax_kernels.pallas.attention.bias_gradient_triton import Pairs, Tile, gradient_of_tiles, is_kept
 from jax_kernels.pallas.attention.score_mod_triton import array_gradients, operands_of, summed, tile_scores
 from jax_kernels.pallas.attention.shared_triton import (
     Call,
@@ -76,12 +76,12 @@ def is_far(lse: jax.Array) -> jax.Array:
 
 
 def far_rows(
-    gradients: AttentionGradients, inputs, options, lse, delta, dout, excess, *, config, core_count, interpret
+    inputs, options, gradients: AttentionGradients, lse, delta, dout, excess, *, config, core_count, interpret
 ) -> AttentionGradients:
     """The gradients of query, key, value and, if that is there, bias with what far rows pass to them, beside a bias.
 
-    A kernel in base 2 leaves these rows out. Without such rows the launches end at once. config:
-    AttentionBackwardTriton. The call has no mask.
+    A kernel in base 2 leaves these rows out. Without such rows the launches end at once. Under a mask, too. config:
+    AttentionBackwardTriton.
     """
     bias = inputs.bias
     del core_count
@@ -90,17 +90,16 @@ def far_rows(
     of_heads = far.reshape(len(lse), inputs.key.shape[2], -1).any(axis=-1).astype(jnp.int32)
     inputs = inputs._replace(bias=aligned(inputs.bias), sinks=None)
     limiting, rows = limiting_arrays(inputs, options), (dout.astype(inputs.query.dtype), lse, delta, excess)
-    dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
-    dquery_blocks = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
-    sums = {"sums": [gradients.key, gradients.value], "far": of_heads}
-    dkey, dvalue = _dkv(inputs, *limiting, *rows, [], dkey_blocks, config, **sums)
-    sums = {"sums": [gradients.query], "far": of_heads}
-    (dquery,) = _dq(inputs, *limiting, *rows, [], dquery_blocks, config, **sums)
+    call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    pairs = Pairs.of(inputs, options, call)  # made for the gradient of the bias, too
+    arguments: Any = (inputs, *limiting, *rows, [], call, config)
+    dkey, dvalue = _dkv(*arguments, sums=[gradients.key, gradients.value], far=of_heads, pairs=pairs)
+    (dquery,) = _dq(*arguments, sums=[gradients.query], far=of_heads, pairs=pairs)
     gradients = gradients._replace(query=dquery, key=dkey, value=dvalue)
     if gradients.bias is None:
         return gradients
-    more = gradient_of_tiles(inputs, *limiting, *rows, None, dquery_blocks, config, far=of_heads)
-    return gradients._replace(bias=gradients.bias + more[..., : bias.shape[3]])
+    more = gradient_of_tiles(inputs, *limiting, *rows, pairs, call, config, far=of_heads)
+    return gradients._replace(bias=(gradients.bias + more[..., : bias.shape[3]]).astype(gradients.bias.dtype))
 
 
 def _for_far(refs: Refs, batch_index: Any, kv_head: Any, run: Callable[[], None]) -> None:
@@ -118,7 +117,9 @@ def _added(refs: Refs, nth: int, x: jax.Array, start: Any, length: int, head_dim
     return x + load(refs.sums[nth], start, length, head_dim).astype(jnp.float32)
 
 
-def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config, *, sums=(), far=None):
+def _dkv(
+    inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config, *, sums=(), far=None, pairs=None
+):  # fmt: skip
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
     # All queries, of the heads that share this head of keys; without an axis of heads where it is one.
     heads = None if group == 1 else group
@@ -140,6 +141,7 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call
         "operands": [(x, tile(x)) for x in operands],
         "sums": [(x, kv_spec(d)) for x, d in zip(sums, (call.head_dim, call.v_head_dim), strict=False)],
         "far": whole_array(far),
+        **({} if pairs is None else pairs.ins(call)),
     }
     by_key = jax.ShapeDtypeStruct((len(key), call.heads, call.kv_length), jnp.float32)
     by_key_spec = pl.BlockSpec((None, heads, block_kv), lambda i, h, b: (b, h, i))
@@ -210,6 +212,9 @@ def _dkv_program(refs: Refs, call: Call, kv_index: Any, kv_head: Any, batch_inde
             if kv_ids is not None:
                 ids = load_rows(refs.q_ids.at[rows], start, call.q_length, tiles.NO_QUERY)
             p = jnp.where(Queries.of(limits, start, block_q, ids).keep(keys, kv_ids, transposed=True), p, 0.0)
+        if refs.entries is not None:
+            tile = Tile(b=batch_index, h=own_head, q_index=blocks.at(index), kv_index=kv_index)
+            p = jnp.where(is_kept(refs, call, tile).T, p, 0.0)
         dout = load(of_head(refs.dout), start, call.q_length, call.v_head_dim)
         dv = dv + call.dot(p.astype(dout.dtype), dout, (1, 0))
         delta = load_rows(row_of_head(refs.delta), start, call.q_length, 0.0)
@@ -237,13 +242,15 @@ def _dkv_program(refs: Refs, call: Call, kv_index: Any, kv_head: Any, batch_inde
     store(dv_ref, dv.astype(dv_ref.dtype), kv_start, call.kv_length, call.v_head_dim)
 
 
-def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config, *, sums=(), far=None):
+def _dq(
+    inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config, *, sums=(), far=None, pairs=None
+):  # fmt: skip
     programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
     rows: dict[str, Any] = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}
     rows["excess"] = None if excess is None else (excess, programs.row_spec)
     query, spec = inputs.query, programs.q_spec(call.head_dim)
     by_query = jax.ShapeDtypeStruct((len(query), call.heads, call.q_length), jnp.float32)
-    rows |= {"sums": [(x, spec) for x in sums], "far": whole_array(far)}
+    rows |= {"sums": [(x, spec) for x in sums], "far": whole_array(far)} | ({} if pairs is None else pairs.ins(call))
     return run(
         _dq_kernel,
         call,
@@ -294,6 +301,9 @@ def _dq_program(refs: Refs, call: Call, q_index: Any, head: Any, batch_index: An
             if q_ids is not None:
                 kv_ids = load_rows(refs.kv_ids.at[these], start, call.kv_length, tiles.NO_KEY)
             p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
+        if refs.entries is not None:
+            tile = Tile(b=batch_index, h=head, q_index=q_index, kv_index=blocks.at(index))
+            p = jnp.where(is_kept(refs, call, tile), p, 0.0)
         ds, doperands = pullback(p, p * (call.dot(dout, v, (1, 1)) - delta[:, None]))
         sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_query, sums, strict=True)]
         return (dq + call.dot(ds.astype(k.dtype), k, (1, 0)), *sums)

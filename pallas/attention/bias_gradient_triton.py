@@ -69,6 +69,40 @@ class Pairs(NamedTuple):
         entries = jnp.where(full, WHOLE, jnp.where(alive, entries, DEAD))
         return cls(entries, lax.bitcast_convert_type(words, jnp.int32))
 
+    def ins(self, call: Call) -> dict[str, Any]:
+        """For shared_triton.run: every program has all of them."""
+        found: dict[str, Any] = {"entries": whole_array(self.entries), "words": whole_array(self.words)}
+        if self.mask is not None:
+            rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
+            sides = (1 if n == 1 else of_all for n, of_all in zip(self.mask.shape[2:], rows, strict=True))
+            shape = *self.mask.shape[:2], *sides
+            found["mask"] = self.mask, pl.BlockSpec(shape, lambda *grid: (0,) * len(shape))
+        return found
+
+
+class Tile(NamedTuple):
+    """A block of queries and one of keys, of a batch entry and a head, by number."""
+
+    b: Any
+    h: Any
+    q_index: Any
+    kv_index: Any
+
+
+def is_kept(refs: Refs, call: Call, tile: Tile) -> jax.Array:
+    """Of a call with Pairs: bool, broadcastable to [block_q, block_kv], which pairs the mask keeps."""
+    of_head = lambda ref: tuple(jnp.int32(0) if n == 1 else i for n, i in zip(ref.shape, tile[:2], strict=False))
+    entry = refs.entries[(*of_head(refs.entries), tile.q_index, tile.kv_index)]
+    q_start, kv_start = tile.q_index * call.block_q, tile.kv_index * call.block_kv
+    keep = jnp.broadcast_to(entry != DEAD, (call.block_q, call.block_kv))
+    if refs.mask is not None:
+        masks = row_mask(q_start, call.block_q, call.q_length), row_mask(kv_start, call.block_kv, call.columns)
+        places = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
+        keep = keep & (load_tile(refs.mask, *places, masks, *of_head(refs.mask)) != 0)
+    if refs.words is not None:
+        keep = keep & _kept(refs.words, entry, call)
+    return keep
+
 
 def bias_gradient(
     inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None, *, config, core_count, interpret
@@ -107,11 +141,7 @@ def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, p
         "far": whole_array(far),
     }
     if pairs is not None:
-        ins["entries"], ins["words"] = whole_array(pairs.entries), whole_array(pairs.words)
-    if pairs is not None and pairs.mask is not None:
-        mask = pairs.mask
-        sides = (1 if n == 1 else of_all for n, of_all in zip(mask.shape[2:], (q_rows, kv_rows), strict=True))
-        ins["mask"] = mask, whole_spec(*mask.shape[:2], *sides)
+        ins |= pairs.ins(call)
     if q_ids is not None:
         ins["q_ids"] = q_ids, whole_spec(batch, q_rows)
         ins["kv_ids"] = kv_ids, whole_spec(batch, kv_rows)
@@ -180,11 +210,7 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
                 kv_ids = load_rows(refs.kv_ids.at[b, keys], start, call.kv_length, tiles.NO_KEY)
             keep = queries.keep(start + iota(block_kv), kv_ids)
             if refs.entries is not None:
-                keep = keep & (entry(blocks.at(index)) != DEAD)
-            if refs.mask is not None:
-                keep = keep & (load_tile(refs.mask, these, keys, masks, *of_head(refs.mask)) != 0)
-            if refs.words is not None:
-                keep = keep & _kept(refs.words, entry(blocks.at(index)), call)
+                keep = keep & is_kept(refs, call, Tile(b=b, h=h, q_index=q_index, kv_index=blocks.at(index)))
             p = jnp.where(keep, call.exp2(s, lse[:, None], excess), 0.0)
             return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.pallas.attention.hopper import COLUMN, ROW, SWIZZLED, SWIZZLED_F32, WGMMA
-from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.attention.softmax import LN2, LOG2E
 
 
 class Dense(NamedTuple):
@@ -96,6 +96,41 @@ class Stage(NamedTuple):
 LOWEST_OF_KEY = -2.9e38
 
 
+class ByKey(NamedTuple):
+    """A bias for each key, float32, -inf where it masks out.
+
+    base2: [B or 1, H or 1, S], times log2(e), LOWEST_OF_KEY at least. natural: what base2 is in natural units, as lse
+    has it: for LOWEST_OF_KEY, the highest bias that became that. lowest: [B or 1, H or 1], this one.
+    """
+
+    base2: Any
+    natural: Any
+    lowest: Any
+
+    @classmethod
+    def of(cls, bias: jax.Array) -> "ByKey":
+        """bias: [B or 1, H or 1, 1, S]."""
+        given = bias[:, :, 0].astype(jnp.float32)
+        is_low = (given * LOG2E <= LOWEST_OF_KEY) & (given > -jnp.inf)
+        base2 = jnp.where(is_low, LOWEST_OF_KEY, given * LOG2E)
+        lowest = jnp.where(is_low, given, -jnp.inf).max(axis=-1)
+        # Behind a maximum: XLA would make one factor, 1, of both.
+        natural = jnp.where(is_low, lowest[..., None], jnp.maximum(base2, -jnp.inf) * LN2)
+        return cls(base2, natural, lowest)
+
+    def in_lse(self, lse: jax.Array) -> jax.Array:
+        """lse [B, H, T] where the kernel had LOWEST_OF_KEY for the keys of a query."""
+        is_low = (lse < 0.999 * LOWEST_OF_KEY * LN2) & (lse > -jnp.inf)
+        return jnp.where(is_low, self.lowest[..., None], lse)
+
+
+def with_bias_as_in_lse(inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs with a bias for each key as the forward took it, rounded to base 2."""
+    if inputs.bias is None or inputs.bias.shape[2] > 1:
+        return inputs
+    return inputs._replace(bias=ByKey.of(inputs.bias).natural[:, :, None])
+
+
 def dense_of(inputs: AttentionInputs, *, transposed: bool) -> Dense | None:
     """The call's bias and what is left of its mask, which all queries share; None where it has neither.
 
@@ -108,10 +143,7 @@ def dense_of(inputs: AttentionInputs, *, transposed: bool) -> Dense | None:
     if bias is not None and bias.shape[2] > 1:
         tiles = _padded(bias.swapaxes(2, 3) if transposed else bias, 8, 64 if bias.dtype.itemsize == 2 else 32)
         return Dense(tiles=tiles)
-    by_key = jnp.float32(0)
-    if bias is not None:
-        by_key = bias[:, :, 0].astype(jnp.float32)
-        by_key = jnp.where(jnp.isneginf(by_key), by_key, jnp.maximum(by_key * LOG2E, LOWEST_OF_KEY))
+    by_key = jnp.float32(0) if bias is None else ByKey.of(bias).base2
     if mask is not None:
         by_key = by_key + jnp.where(mask[:, :, 0], 0.0, -jnp.inf)
     return Dense(jnp.pad(by_key, [(0, 0), (0, 0), (0, -by_key.shape[2] % 8)]))

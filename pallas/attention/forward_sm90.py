@@ -86,7 +86,12 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     config = dataclasses.replace(config, measures_q=measures_q)
     named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
     (out, lse, *excess), *_ = _launch([(query, key, value)], [call], arrays, options, **named)
-    return out[..., : inputs.value.shape[-1]], lse, *(excess if inputs.bias is not None else ())
+    out = out[..., : inputs.value.shape[-1]]
+    if inputs.bias is None:
+        return out, lse
+    if inputs.bias.shape[2] == 1:
+        lse = dense_sm90.ByKey.of(inputs.bias).in_lse(lse)
+    return out, lse, *excess
 
 
 def attention_forward_together(inputs, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
