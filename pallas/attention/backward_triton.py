@@ -153,7 +153,7 @@ def _dkv(
         _dkv_kernel,
         call,
         config,
-        name="attention_backward_dkv_triton",
+        name="attention_backward_dkv_triton" if far is None else "attention_far_dkv_triton",
         grid=(call.kv_blocks, key.shape[2], key.shape[0]),
         ins=ins,
         outs=[
@@ -255,7 +255,7 @@ def _dq(
         _dq_kernel,
         call,
         config,
-        name="attention_backward_dq_triton",
+        name="attention_backward_dq_triton" if far is None else "attention_far_dq_triton",
         grid=programs.grid,
         ins=programs.ins | {"dout": (dout, programs.q_spec(call.v_head_dim))} | rows,
         outs=[(jax.ShapeDtypeStruct(query.shape, query.dtype), spec)]

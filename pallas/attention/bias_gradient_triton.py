@@ -155,7 +155,7 @@ def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, p
         _dbias_kernel,
         call,
         config,
-        name="attention_backward_dbias_triton",
+        name="attention_backward_dbias_triton" if far is None else "attention_far_dbias_triton",
         grid=grid,
         ins=ins,
         outs=[(jax.ShapeDtypeStruct(bias.shape, bias.dtype), tile_spec)],
