@@ -98,7 +98,9 @@ def _kernel(refs: Refs, *, call: Call, q_block):
         total = total + 1.0
     state = (jnp.zeros((block_q, padded(call.v_head_dim)), jnp.float32), highest, total)
     acc, highest, total = walk(blocks, step, state)
-    dead = (total == 0.0) | (highest == -jnp.inf)  # a sink of -inf has counted itself
+    dead = total == 0.0
+    if call.has_bias:  # whose excess would be a NaN where a sink of -inf has counted itself
+        dead = dead | (highest == -jnp.inf)
     total = jnp.where(dead, 1.0, total)
     out_ref, lse_ref, *excess_ref = refs.outs
     if call.has_bias:
