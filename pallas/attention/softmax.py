@@ -106,9 +106,11 @@ def lifted(p, highest, total, largest):
     """(P, the maximum, the sums) of a row's first block, by a maximum that no score exceeds, where room() serves.
 
     P is at most 1 then, as by a running maximum: up to 2**room it would overflow with values above 2**47, which
-    bfloat16 has. At least 2**-room, it does not underflow with values above 1e-19.
+    bfloat16 has. The largest of a row is above 2**-room / 2: it does not underflow with values above 1e-19. Lifted by a
+    whole number, a P of 1 becomes a power of two, which bfloat16 holds without an error: where one key has nearly all
+    the weight of a row, no other error is as large.
     """
-    highest_possible = jnp.maximum(highest, largest)
+    highest_possible = highest + jnp.ceil(jnp.maximum(largest - highest, 0.0))
     factor = jnp.exp2(highest - highest_possible)
     wide = lambda x: lax.broadcast_in_dim(factor, x.shape, [0])
     return p * wide(p), highest_possible, total * wide(total)
