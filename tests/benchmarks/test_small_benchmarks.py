@@ -1,6 +1,7 @@
-"""The scripts features, decode, accuracy and long_sequence, as they run without a GPU."""
+"""The scripts features, decode, accuracy, long_sequence and versions, as they run without a GPU."""
 
 import json
+import sys
 import types
 
 import accuracy
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import long_sequence
 import numpy as np
 import pytest
+import versions
 
 
 def brute_force(variant):
@@ -267,3 +269,30 @@ def test_a_length_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
     assert (results["rows"][1]["reason"], results["environment"]) == ("MemoryError: out of memory", {"commit": "abc"})
     assert "64: failed: MemoryError: out of memory" in capsys.readouterr().out
     assert long_sequence.main(["--lengths", "32"]) == 0
+
+
+def test_versions_side_by_side(tmp_path, monkeypatch):
+    # The "earlier version" is this one under another name: the same numbers, and one that is broken on purpose.
+    for folder in versions.FOLDERS:
+        place = tmp_path / versions.BASE / ("" if folder == "jax_kernels" else folder)
+        for source in (versions.report.ROOT / folder).rglob("*.py"):
+            target = place / source.relative_to(versions.report.ROOT / folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(source.read_text().replace("jax_kernels", versions.BASE))
+    monkeypatch.setattr(versions, "prepare_process", lambda: None)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    output = tmp_path / "versions.json"
+    arguments = ["--base", str(tmp_path), "--timer", "host", "--seq", "32", "--rounds", "1", "--seconds", "0.001"]
+    arguments += ["--cases", "bias bs,causal triton", "--output", str(output)]
+    assert versions.main(arguments) == 0
+    rows = {(row["case"], row["mode"]): row for row in json.loads(output.read_text())["rows"]}
+    for mode in versions.MODES:
+        assert rows["bias bs", mode]["ours"]["error"] == 0
+        assert rows["bias bs", mode]["ratio"] > 0
+        assert rows["causal triton", mode]["ours"]["status"] == "unavailable"
+    base = sys.modules[versions.BASE]
+    right = base.flash_attention
+    monkeypatch.setattr(base, "flash_attention", lambda *args, **kwargs: 2 * right(*args, **kwargs))
+    assert versions.main(arguments) == 1
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["ours"]["status"] for row in rows if row["case"] == "bias bs"] == ["wrong", "wrong"]

@@ -1,0 +1,243 @@
+"""This library beside an earlier version of itself: whether a change made any call slower.
+
+    python benchmarks/versions.py --export v0.1 --base .base           # once, where git is
+    PYTHONPATH=. python benchmarks/versions.py --base .base --cases bias,causal --output results/versions.json
+
+--export writes that commit's package into the folder of --base under another name, so that one process imports both.
+The two take turns, and the order of the turns changes from round to round: at the power limit, the second of two is a
+few percent slower. The backward is timed alone. ratio: the median over rounds of this version's time by the other's.
+The two results have to agree before they are timed. The exit status is 1 where one failed or they did not agree.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import io
+import pathlib
+import statistics
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import command_line
+import jax
+import jax.numpy as jnp
+import report
+from attention import choose_timer, close, prepare_process, say
+from cases import relative_error
+from timing import Contender, Timer, take_turn
+
+BASE = "jax_kernels_base"
+FOLDERS = ("jax_kernels", "pallas", "bridge", "models")
+MODES = ("fwd", "bwd")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One flash_attention. arguments: made by the library that is timed, of its own masks."""
+
+    name: str
+    batch: int = 2
+    seq: int = 8192
+    heads: int = 16
+    head_dim: int = 128
+    kv_heads: int = 16
+    arguments: Callable[["Case"], dict[str, Any]] = lambda case: {}
+    implementation: str | None = None
+    frozen: bool = False  # no gradients but those of query, key and value
+
+    def inputs(self) -> tuple[jax.Array, ...]:
+        """query, key, value, dout"""
+        keys = jax.random.split(jax.random.key(0), 4)
+        heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
+        shape = lambda count: (self.batch, self.seq, count, self.head_dim)
+        return tuple(jax.random.normal(k, shape(n), jnp.bfloat16) for k, n in zip(keys, heads, strict=True))
+
+
+def bias(*dimensions: str, **more: Any) -> Callable[[Case], dict[str, Any]]:
+    """A normal bias over those of "b", "h", "t" and "s"; its other dimensions are 1."""
+
+    def arguments(case: Case) -> dict[str, Any]:
+        sizes = {"b": case.batch, "h": case.heads, "t": case.seq, "s": case.seq}
+        shape = [sizes[name] if name in dimensions else 1 for name in "bhts"]
+        made = {"bias": jax.random.normal(jax.random.key(1), shape, jnp.float32)} | more
+        if "segment_ids" in more:  # eight documents
+            ids = jnp.arange(case.seq, dtype=jnp.int32) * 8 // case.seq
+            made["segment_ids"] = jnp.broadcast_to(ids, (case.batch, case.seq))
+        return made
+
+    return arguments
+
+
+def lengths(case: Case) -> dict[str, Any]:
+    return {"kv_lengths": jnp.arange(case.batch, 0, -1, dtype=jnp.int32) * (case.seq // case.batch) - case.seq // 100}
+
+
+def _cases() -> list[Case]:
+    wide, narrow = {"heads": 16, "kv_heads": 16}, {"head_dim": 64, "heads": 32, "kv_heads": 32}
+    always = lambda **given: lambda case: given
+    short = {"batch": 2, "seq": 4096}
+    return [
+        Case("full", **wide),
+        Case("causal", arguments=always(is_causal=True)),
+        Case("full 64", **narrow),
+        Case("causal 64", **narrow, arguments=always(is_causal=True)),
+        Case("full 256", head_dim=256, heads=8, kv_heads=8),
+        Case("causal 256", head_dim=256, heads=8, kv_heads=8, arguments=always(is_causal=True)),
+        Case("full 8x2048", batch=8, seq=2048),
+        Case("causal 8x2048", batch=8, seq=2048, arguments=always(is_causal=True)),
+        Case("causal 32/8", heads=32, kv_heads=8, arguments=always(is_causal=True)),
+        Case("window", arguments=always(window=1024, is_causal=True)),
+        Case("softcap", arguments=always(softcap=30.0)),
+        Case("deterministic", arguments=always(deterministic=True)),
+        Case("lengths", arguments=lengths),
+        Case("lengths deterministic", arguments=lambda case: lengths(case) | {"deterministic": True}),
+        Case("sinks", arguments=lambda case: {"sinks": jnp.zeros(case.heads)}),
+        Case("bias hts", **short, arguments=bias("h", "t", "s")),
+        Case("bias ts causal", arguments=bias("t", "s", is_causal=True)),
+        Case("bias ts 64", **narrow, arguments=bias("t", "s")),
+        Case("bias ts 256", **short, head_dim=256, heads=8, kv_heads=8, arguments=bias("t", "s")),
+        Case("bias bs", arguments=bias("b", "s")),
+        Case("bias ts deterministic", **short, arguments=bias("t", "s", deterministic=True)),
+        Case("bias ts frozen", **short, arguments=bias("t", "s"), frozen=True),
+        Case("bias ts frozen documents", **short, arguments=bias("t", "s", segment_ids=True), frozen=True),
+        Case("bias ts triton", **short, arguments=bias("t", "s"), implementation="triton"),
+        Case("bias bs triton", **short, arguments=bias("b", "s"), implementation="triton"),
+        Case("causal triton", **short, arguments=always(is_causal=True), implementation="triton"),
+    ]
+
+
+CASES = {case.name: case for case in _cases()}
+
+
+def export(commit: str, folder: pathlib.Path) -> None:
+    """The package of a commit as BASE in the folder."""
+    archive = subprocess.run(["git", "archive", commit, *FOLDERS], cwd=report.ROOT, capture_output=True, check=True)
+    target = folder / BASE
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        for member in files:
+            first, _, rest = member.name.partition("/")
+            if not member.isfile():
+                continue
+            place = target / rest if first == "jax_kernels" else target / first / rest
+            place.parent.mkdir(parents=True, exist_ok=True)
+            content = files.extractfile(member)
+            assert content is not None
+            data = content.read()
+            place.write_bytes(data.replace(b"jax_kernels", BASE.encode()) if place.suffix == ".py" else data)
+
+
+def prepare(case: Case, mode: str, library: Any) -> Callable[[], Callable[[int], Any]]:
+    """Compiles. What it returns puts the inputs on the GPU and returns what makes a call."""
+    arguments = jax.eval_shape(lambda: {k: x for k, x in case.arguments(case).items() if isinstance(x, jax.Array)})
+    plain = {name: x for name, x in case.arguments(case).items() if name not in arguments}
+    run = functools.partial(library.flash_attention, **plain, implementation=case.implementation)
+    attend = lambda query, key, value, arrays: run(query, key, value, **arrays)
+    *qkv, dout = jax.eval_shape(case.inputs)
+    arrays = lambda: {name: x for name, x in case.arguments(case).items() if name in arguments}
+    if mode == "fwd":
+        forward = jax.jit(attend).lower(*qkv, arguments).compile()
+
+        def start():
+            *inputs, _ = case.inputs()
+            given = arrays()
+            return lambda index: forward(*inputs, given)
+
+        return start
+
+    def with_vjp(query, key, value, arrays):
+        if case.frozen:
+            return jax.vjp(lambda *qkv: attend(*qkv, arrays), query, key, value)[1]
+        return jax.vjp(attend, query, key, value, arrays)[1]
+
+    lowered = jax.jit(with_vjp).lower(*qkv, arguments)
+    backward = jax.jit(lambda vjp, dout: vjp(dout)).lower(lowered.out_info, dout).compile()
+    forward = lowered.compile()
+
+    def start_backward():
+        *inputs, dout = case.inputs()
+        vjp = forward(*inputs, arrays())
+        return lambda index: backward(vjp, dout)
+
+    return start_backward
+
+
+def compare(
+    case: Case, mode: str, prepared: Sequence[Future], timer: Timer, args: argparse.Namespace
+) -> dict[str, Any]:
+    """A row of the results."""
+    contenders, outputs = [], []
+    for name, future in zip(("jax_kernels", BASE), prepared, strict=True):
+        contender = Contender(name, "jax")
+        with contender.attempt():
+            outputs.append(jax.tree.leaves(contender.start(future.result()())))
+        contenders.append(contender)
+    ours, other = contenders
+    if len(outputs) == 2:
+        numbers = [[x for x in found if jnp.issubdtype(x.dtype, jnp.floating)] for found in outputs]
+        ours.judge(relative_error(*numbers), "the other version")
+    del outputs[:]
+    if ours.status == other.status == "ok":
+        for number in range(args.rounds):
+            for contender in (other, ours) if number % 2 else (ours, other):
+                take_turn(contender, timer, args.seconds)
+    row = {"case": case.name, "mode": mode, "ours": ours.findings, "base": other.findings}
+    told = f"{mode} {case.name:24}"
+    if ours.times and other.times:
+        row["ratio"] = statistics.median(a / b for a, b in zip(ours.times, other.times, strict=True))
+        medians = [statistics.median(x.times) for x in (ours, other)]
+        say(f"{told} {medians[0]:8.4f} ms, was {medians[1]:8.4f} ms, ratio {row['ratio']:.3f}, error {ours.error:.2g}")
+    else:
+        say(f"{told} {ours.status} {ours.reason} | {other.status} {other.reason}")
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line.timing_parser(__doc__, rounds=6, seconds=0.05, budget=540)
+    parser.add_argument("--base", type=pathlib.Path, required=True, help="the folder of the other version")
+    parser.add_argument("--export", help="write this commit's package there, and end")
+    parser.add_argument("--mode", default=",".join(MODES))
+    parser.add_argument("--cases", default=",".join(CASES), help="comma list of names; default all")
+    parser.add_argument("--seq", type=command_line.positive(int), help="of every case; default its own")
+    parser.add_argument("--threads", type=command_line.positive(int), default=12, help="that compile at once")
+    args = parser.parse_args(argv)
+    if args.export is not None:
+        export(args.export, args.base)
+        return 0
+    prepare_process()
+    try:
+        modes = command_line.names("mode", args.mode, MODES)
+        cases = [CASES[name] for name in command_line.names("cases", args.cases, list(CASES))]
+    except ValueError as error:
+        parser.error(str(error))
+    if args.seq is not None:
+        cases = [dataclasses.replace(case, seq=args.seq) for case in cases]
+    deadline = time.monotonic() + args.budget
+    sys.path.insert(0, str(args.base))
+    libraries = [importlib.import_module(name) for name in ("jax_kernels", BASE)]
+    name, timer = choose_timer(args.timer, ["jax"])
+    results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(args.commit), "timer": name}
+    results["rows"] = rows = []
+    chosen = [(case, mode) for mode in modes for case in cases]
+    with ThreadPoolExecutor(args.threads) as pool:
+        prepared = {x: [pool.submit(prepare, *x, library) for library in libraries] for x in chosen}
+        for case, mode in chosen:
+            if time.monotonic() > deadline:
+                say(f"{mode} {case.name}: skipped: the time budget was spent")
+                rows.append({"case": case.name, "mode": mode, "ours": {"status": "skipped"}, "base": {}})
+                continue
+            rows.append(compare(case, mode, prepared.pop((case, mode)), timer, args))
+            if args.output is not None:
+                report.write_json(args.output, results)
+        pool.shutdown(cancel_futures=True)
+    close(timer)
+    return report.exit_status(row[which]["status"] for row in rows for which in ("ours", "base") if row[which])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
