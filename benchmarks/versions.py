@@ -47,7 +47,7 @@ class Case:
     heads: int = 16
     head_dim: int = 128
     kv_heads: int = 16
-    arguments: Callable[["Case"], dict[str, Any]] = lambda case: {}
+    arguments: Callable[["Case", Any], dict[str, Any]] = lambda case, library: {}
     implementation: str | None = None
     frozen: bool = False  # no gradients but those of query, key and value
 
@@ -59,13 +59,22 @@ class Case:
         return tuple(jax.random.normal(k, shape(n), jnp.bfloat16) for k, n in zip(keys, heads, strict=True))
 
 
-def bias(*dimensions: str, **more: Any) -> Callable[[Case], dict[str, Any]]:
-    """A normal bias over those of "b", "h", "t" and "s"; its other dimensions are 1."""
+def bias(*dimensions: str, **more: Any) -> Callable[[Case, Any], dict[str, Any]]:
+    """A normal bias over those of "b", "h", "t" and "s"; its other dimensions are 1.
 
-    def arguments(case: Case) -> dict[str, Any]:
+    mask: "dense" for a bool array that keeps 0.9 of the pairs, "blocks" for a Mask that keeps 0.2. segment_ids: True
+    for eight documents.
+    """
+
+    def arguments(case: Case, library: Any) -> dict[str, Any]:
         sizes = {"b": case.batch, "h": case.heads, "t": case.seq, "s": case.seq}
         shape = [sizes[name] if name in dimensions else 1 for name in "bhts"]
         made = {"bias": jax.random.normal(jax.random.key(1), shape, jnp.float32)} | more
+        if more.get("mask") == "dense":
+            made["mask"] = jax.random.bernoulli(jax.random.key(2), 0.9, (1, 1, case.seq, case.seq))
+        if more.get("mask") == "blocks":
+            cells = jax.random.bernoulli(jax.random.key(2), 0.2, (case.seq // 128,) * 2)
+            made["mask"] = library.masks.block_sparse(cells, 128)
         if "segment_ids" in more:  # eight documents
             ids = jnp.arange(case.seq, dtype=jnp.int32) * 8 // case.seq
             made["segment_ids"] = jnp.broadcast_to(ids, (case.batch, case.seq))
@@ -74,13 +83,13 @@ def bias(*dimensions: str, **more: Any) -> Callable[[Case], dict[str, Any]]:
     return arguments
 
 
-def lengths(case: Case) -> dict[str, Any]:
+def lengths(case: Case, library: Any) -> dict[str, Any]:
     return {"kv_lengths": jnp.arange(case.batch, 0, -1, dtype=jnp.int32) * (case.seq // case.batch) - case.seq // 100}
 
 
 def _cases() -> list[Case]:
     wide, narrow = {"heads": 16, "kv_heads": 16}, {"head_dim": 64, "heads": 32, "kv_heads": 32}
-    always = lambda **given: lambda case: given
+    always = lambda **given: lambda *_: given
     short = {"batch": 2, "seq": 4096}
     return [
         Case("full", **wide),
@@ -96,8 +105,8 @@ def _cases() -> list[Case]:
         Case("softcap", arguments=always(softcap=30.0)),
         Case("deterministic", arguments=always(deterministic=True)),
         Case("lengths", arguments=lengths),
-        Case("lengths deterministic", arguments=lambda case: lengths(case) | {"deterministic": True}),
-        Case("sinks", arguments=lambda case: {"sinks": jnp.zeros(case.heads)}),
+        Case("lengths deterministic", arguments=lambda *given: lengths(*given) | {"deterministic": True}),
+        Case("sinks", arguments=lambda case, _: {"sinks": jnp.zeros(case.heads)}),
         Case("bias hts", **short, arguments=bias("h", "t", "s")),
         Case("bias ts causal", arguments=bias("t", "s", is_causal=True)),
         Case("bias ts 64", **narrow, arguments=bias("t", "s")),
@@ -106,6 +115,8 @@ def _cases() -> list[Case]:
         Case("bias ts deterministic", **short, arguments=bias("t", "s", deterministic=True)),
         Case("bias ts frozen", **short, arguments=bias("t", "s"), frozen=True),
         Case("bias ts frozen documents", **short, arguments=bias("t", "s", segment_ids=True), frozen=True),
+        Case("bias ts frozen dense mask", **short, arguments=bias("t", "s", mask="dense"), frozen=True),
+        Case("bias bs frozen blocks", arguments=bias("b", "s", mask="blocks"), frozen=True),
         Case("bias ts triton", **short, arguments=bias("t", "s"), implementation="triton"),
         Case("bias bs triton", **short, arguments=bias("b", "s"), implementation="triton"),
         Case("causal triton", **short, arguments=always(is_causal=True), implementation="triton"),
@@ -134,12 +145,14 @@ def export(commit: str, folder: pathlib.Path) -> None:
 
 def prepare(case: Case, mode: str, library: Any) -> Callable[[], Callable[[int], Any]]:
     """Compiles. What it returns puts the inputs on the GPU and returns what makes a call."""
-    arguments = jax.eval_shape(lambda: {k: x for k, x in case.arguments(case).items() if isinstance(x, jax.Array)})
-    plain = {name: x for name, x in case.arguments(case).items() if name not in arguments}
+    arguments = jax.eval_shape(
+        lambda: {k: x for k, x in case.arguments(case, library).items() if isinstance(x, jax.Array)}
+    )
+    plain = {name: x for name, x in case.arguments(case, library).items() if name not in arguments}
     run = functools.partial(library.flash_attention, **plain, implementation=case.implementation)
     attend = lambda query, key, value, arrays: run(query, key, value, **arrays)
     *qkv, dout = jax.eval_shape(case.inputs)
-    arrays = lambda: {name: x for name, x in case.arguments(case).items() if name in arguments}
+    arrays = lambda: {name: x for name, x in case.arguments(case, library).items() if name in arguments}
     if mode == "fwd":
         forward = jax.jit(attend).lower(*qkv, arguments).compile()
 

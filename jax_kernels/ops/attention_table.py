@@ -16,6 +16,7 @@ from jax_kernels.pallas.attention import (
     backward_sm90,
     backward_triton,
     bias_gradient_triton,
+    far_rows_triton,
     forward_sm90,
     forward_triton,
     lists_sm90,
@@ -296,7 +297,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
     gradients = _kernel(backward_sm90.attention_backward, "backward")(*arguments, dquery=dquery, **statics)
     if inputs.bias is not None:
         as_in_lse = with_bias_as_in_lse(inputs)
-        far_rows = _kernel(backward_triton.far_rows, "array_gradients")
+        far_rows = _kernel(far_rows_triton.far_rows, "array_gradients")
         gradients = far_rows(as_in_lse, options, gradients, *results, excess, **statics)
         if options.bias_gradient and gradients.bias is None:
             of_bias = _kernel(bias_gradient_triton.bias_gradient, "array_gradients")

@@ -17,7 +17,7 @@ from jax_kernels.pallas.attention import (
     tiles,
 )
 from jax_kernels.pallas.attention.backward_load_sm90 import KEYS_AT_ONCE
-from jax_kernels.pallas.attention.backward_triton import is_far
+from jax_kernels.pallas.attention.far_rows_triton import is_far
 from jax_kernels.pallas.attention.hopper import pad_for_tma, segments_of
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.varying import as_varying, varying_axes
@@ -37,7 +37,7 @@ def attention_backward(
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardSm90. 16-bit inputs only.
 
-    With a bias, far rows (backward_triton.is_far) pass nothing to dquery, dkey and dvalue here, nor to the gradient of
+    With a bias, far rows (far_rows_triton.is_far) pass nothing to dquery, dkey and dvalue here, nor to the gradient of
     a bias for each key: far_rows adds that.
 
     dquery: float32, shaped as query, but that it may have the heads alone that the call takes: query's gradient over

@@ -7,7 +7,6 @@ but no program adds to another's result: the same bits on every run.
 The gradient of a bias is a third pass (bias_gradient_triton.py).
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import tiles
-from jax_kernels.pallas.attention.bias_gradient_triton import Pairs, Tile, gradient_of_tiles, is_kept
+from jax_kernels.pallas.attention.bias_gradient_triton import gradient_of_tiles
 from jax_kernels.pallas.attention.score_mod_triton import array_gradients, operands_of, summed, tile_scores
 from jax_kernels.pallas.attention.shared_triton import (
     Call,
@@ -66,60 +65,7 @@ def attention_backward(
     return AttentionGradients(dquery, dkey, dvalue, dbias, score_mod=dmod)
 
 
-# An lse up to which its rounding, in base 2, is off by 2**-10 at most.
-NEAR = 2.0**13
-
-
-def is_far(lse: jax.Array) -> jax.Array:
-    """Which rows have an lse so large that its rounding counts, as where a bias of -1e9 masks all their keys."""
-    return jnp.isfinite(lse) & (jnp.abs(lse) > NEAR)
-
-
-def far_rows(
-    inputs, options, gradients: AttentionGradients, lse, delta, dout, excess, *, config, core_count, interpret
-) -> AttentionGradients:
-    """The gradients of query, key, value and, if that is there, bias with what far rows pass to them, beside a bias.
-
-    A kernel in base 2 leaves these rows out. Without such rows the launches end at once. Under a mask, too. config:
-    AttentionBackwardTriton.
-    """
-    bias = inputs.bias
-    del core_count
-    far = is_far(lse)
-    lse = jnp.where(far, lse, jnp.inf)
-    of_heads = far.reshape(len(lse), inputs.key.shape[2], -1).any(axis=-1).astype(jnp.int32)
-    inputs = inputs._replace(bias=aligned(inputs.bias), sinks=None)
-    limiting, rows = limiting_arrays(inputs, options), (dout.astype(inputs.query.dtype), lse, delta, excess)
-    call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
-    pairs = Pairs.of(inputs, options, call)  # made for the gradient of the bias, too
-    arguments: Any = (inputs, *limiting, *rows, [], call, config)
-    dkey, dvalue = _dkv(*arguments, sums=[gradients.key, gradients.value], far=of_heads, pairs=pairs)
-    (dquery,) = _dq(*arguments, sums=[gradients.query], far=of_heads, pairs=pairs)
-    gradients = gradients._replace(query=dquery, key=dkey, value=dvalue)
-    if gradients.bias is None:
-        return gradients
-    more = gradient_of_tiles(inputs, *limiting, *rows, pairs, call, config, far=of_heads)
-    return gradients._replace(bias=(gradients.bias + more[..., : bias.shape[3]]).astype(gradients.bias.dtype))
-
-
-def _for_far(refs: Refs, batch_index: Any, kv_head: Any, run: Callable[[], None]) -> None:
-    """run(), of a head of keys that has far rows, if only these are wanted."""
-    if refs.far is None:
-        run()
-    else:
-        pl.when(refs.far[batch_index, kv_head] != 0)(run)
-
-
-def _added(refs: Refs, nth: int, x: jax.Array, start: Any, length: int, head_dim: int) -> jax.Array:
-    """x and what stands in the result number `nth` already."""
-    if not refs.sums:
-        return x
-    return x + load(refs.sums[nth], start, length, head_dim).astype(jnp.float32)
-
-
-def _dkv(
-    inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config, *, sums=(), far=None, pairs=None
-):  # fmt: skip
+def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
     block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
     # All queries, of the heads that share this head of keys; without an axis of heads where it is one.
     heads = None if group == 1 else group
@@ -139,9 +85,6 @@ def _dkv(
         "excess": None if excess is None else (excess, row_spec),
         "bias": None if bias is None else (bias, tile(bias)),
         "operands": [(x, tile(x)) for x in operands],
-        "sums": [(x, kv_spec(d)) for x, d in zip(sums, (call.head_dim, call.v_head_dim), strict=False)],
-        "far": whole_array(far),
-        **({} if pairs is None else pairs.ins(call)),
     }
     by_key = jax.ShapeDtypeStruct((len(key), call.heads, call.kv_length), jnp.float32)
     by_key_spec = pl.BlockSpec((None, heads, block_kv), lambda i, h, b: (b, h, i))
@@ -153,7 +96,7 @@ def _dkv(
         _dkv_kernel,
         call,
         config,
-        name="attention_backward_dkv_triton" if far is None else "attention_far_dkv_triton",
+        name="attention_backward_dkv_triton",
         grid=(call.kv_blocks, key.shape[2], key.shape[0]),
         ins=ins,
         outs=[
@@ -166,10 +109,6 @@ def _dkv(
 
 def _dkv_kernel(refs: Refs, *, call: Call):
     kv_index, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
-    _for_far(refs, batch_index, kv_head, lambda: _dkv_program(refs, call, kv_index, kv_head, batch_index))
-
-
-def _dkv_program(refs: Refs, call: Call, kv_index: Any, kv_head: Any, batch_index: Any) -> None:
     block_q, block_kv, group = call.block_q, call.block_kv, call.group
     first_head = kv_head * group
     kv_start = kv_index * block_kv
@@ -212,9 +151,6 @@ def _dkv_program(refs: Refs, call: Call, kv_index: Any, kv_head: Any, batch_inde
             if kv_ids is not None:
                 ids = load_rows(refs.q_ids.at[rows], start, call.q_length, tiles.NO_QUERY)
             p = jnp.where(Queries.of(limits, start, block_q, ids).keep(keys, kv_ids, transposed=True), p, 0.0)
-        if refs.entries is not None:
-            tile = Tile(b=batch_index, h=own_head, q_index=blocks.at(index), kv_index=kv_index)
-            p = jnp.where(is_kept(refs, call, tile).T, p, 0.0)
         dout = load(of_head(refs.dout), start, call.q_length, call.v_head_dim)
         dv = dv + call.dot(p.astype(dout.dtype), dout, (1, 0))
         delta = load_rows(row_of_head(refs.delta), start, call.q_length, 0.0)
@@ -236,26 +172,21 @@ def _dkv_program(refs: Refs, call: Call, kv_index: Any, kv_head: Any, batch_inde
     if refs.bounds is not None:
         dk, dv = (jnp.where((keys < limits.kv_length)[:, None], x, 0.0) for x in (dk, dv))
     dk_ref, dv_ref = refs.outs[:2]
-    dk = _added(refs, 0, dk * call.options.scale, kv_start, call.kv_length, call.head_dim)
-    dv = _added(refs, 1, dv, kv_start, call.kv_length, call.v_head_dim)
-    store(dk_ref, dk.astype(dk_ref.dtype), kv_start, call.kv_length, call.head_dim)
+    store(dk_ref, (dk * call.options.scale).astype(dk_ref.dtype), kv_start, call.kv_length, call.head_dim)
     store(dv_ref, dv.astype(dv_ref.dtype), kv_start, call.kv_length, call.v_head_dim)
 
 
-def _dq(
-    inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config, *, sums=(), far=None, pairs=None
-):  # fmt: skip
+def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
     programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
     rows: dict[str, Any] = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}
     rows["excess"] = None if excess is None else (excess, programs.row_spec)
     query, spec = inputs.query, programs.q_spec(call.head_dim)
     by_query = jax.ShapeDtypeStruct((len(query), call.heads, call.q_length), jnp.float32)
-    rows |= {"sums": [(x, spec) for x in sums], "far": whole_array(far)} | ({} if pairs is None else pairs.ins(call))
     return run(
         _dq_kernel,
         call,
         config,
-        name="attention_backward_dq_triton" if far is None else "attention_far_dq_triton",
+        name="attention_backward_dq_triton",
         grid=programs.grid,
         ins=programs.ins | {"dout": (dout, programs.q_spec(call.v_head_dim))} | rows,
         outs=[(jax.ShapeDtypeStruct(query.shape, query.dtype), spec)]
@@ -266,11 +197,6 @@ def _dq(
 
 def _dq_kernel(refs: Refs, *, call: Call, q_block):
     q_index, head, batch_index = q_block(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
-    kv_head = lax.div(head, jnp.int32(call.group))
-    _for_far(refs, batch_index, kv_head, lambda: _dq_program(refs, call, q_index, head, batch_index))
-
-
-def _dq_program(refs: Refs, call: Call, q_index: Any, head: Any, batch_index: Any) -> None:
     block_q, block_kv = call.block_q, call.block_kv
     q_start = q_index * block_q
     by_query = summed(call, refs.operands, by_key=False)
@@ -301,9 +227,6 @@ def _dq_program(refs: Refs, call: Call, q_index: Any, head: Any, batch_index: An
             if q_ids is not None:
                 kv_ids = load_rows(refs.kv_ids.at[these], start, call.kv_length, tiles.NO_KEY)
             p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
-        if refs.entries is not None:
-            tile = Tile(b=batch_index, h=head, q_index=q_index, kv_index=blocks.at(index))
-            p = jnp.where(is_kept(refs, call, tile), p, 0.0)
         ds, doperands = pullback(p, p * (call.dot(dout, v, (1, 1)) - delta[:, None]))
         sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_query, sums, strict=True)]
         return (dq + call.dot(ds.astype(k.dtype), k, (1, 0)), *sums)
@@ -313,5 +236,4 @@ def _dq_program(refs: Refs, call: Call, q_index: Any, head: Any, batch_index: An
     dq_ref, *sum_refs = refs.outs
     for ref, x in zip(sum_refs, sums, strict=True):
         plgpu.store(ref, x, mask=rows)
-    dq = _added(refs, 0, dq * call.options.scale, q_start, call.q_length, call.head_dim)
-    store(dq_ref, dq.astype(dq_ref.dtype), q_start, call.q_length, call.head_dim)
+    store(dq_ref, (dq * call.options.scale).astype(dq_ref.dtype), q_start, call.q_length, call.head_dim)

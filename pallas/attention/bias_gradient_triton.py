@@ -205,13 +205,15 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
             masks = (rows, row_mask(start, block_kv, call.columns))
             load_this = lambda x: load_tile(x, slice(None), slice(None), masks)
             s, _ = tile_scores(call, refs, load_this, q, k, (b, h, q_start, start))
-            kv_ids = None
-            if q_ids is not None:
-                kv_ids = load_rows(refs.kv_ids.at[b, keys], start, call.kv_length, tiles.NO_KEY)
-            keep = queries.keep(start + iota(block_kv), kv_ids)
+            p = call.exp2(s, lse[:, None], excess)
+            if not (q_ids is None and limits.keep_all(block_kv)):
+                kv_ids = None
+                if q_ids is not None:
+                    kv_ids = load_rows(refs.kv_ids.at[b, keys], start, call.kv_length, tiles.NO_KEY)
+                p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
             if refs.entries is not None:
-                keep = keep & is_kept(refs, call, Tile(b=b, h=h, q_index=q_index, kv_index=blocks.at(index)))
-            p = jnp.where(keep, call.exp2(s, lse[:, None], excess), 0.0)
+                tile = Tile(b=b, h=h, q_index=q_index, kv_index=blocks.at(index))
+                p = jnp.where(is_kept(refs, call, tile), p, 0.0)
             return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
 
         return walk(blocks, step, acc)

@@ -39,7 +39,7 @@ class Refs(NamedTuple):
 
     mask, entries, words: of bias_gradient_triton.Pairs. bounds: tiles.bounds_array. ranges: tiles.segment_ranges of the
     blocks that the programs own. lse (Call.in_units), delta, excess: of the backward. operands: of a score_mod.
-    sums, far: of backward_triton.far_rows.
+    sums, far: of far_rows_triton.
     outs: what the kernel writes.
     """
 

@@ -110,7 +110,9 @@ def lifted(p, highest, total, largest):
     whole number, a P of 1 becomes a power of two, which bfloat16 holds without an error: where one key has nearly all
     the weight of a row, no other error is as large.
     """
-    highest_possible = highest + jnp.ceil(jnp.maximum(largest - highest, 0.0))
+    distance = jnp.maximum(largest - highest, 0.0)
+    whole = distance.astype(jnp.int32).astype(jnp.float32)
+    highest_possible = highest + jnp.where(whole < distance, whole + 1.0, whole)
     factor = jnp.exp2(highest - highest_possible)
     wide = lambda x: lax.broadcast_in_dim(factor, x.shape, [0])
     return p * wide(p), highest_possible, total * wide(total)

@@ -115,6 +115,11 @@ class Limits:
             parts.append(lax.broadcast_in_dim(ids[0], shape, [0]) == lax.broadcast_in_dim(ids[1], shape, [1]))
         return functools.reduce(lambda a, b: a & b, parts)
 
+    def keep_all(self, block_kv: int) -> bool:
+        """Whether it is known when tracing that every query attends to every key of whole blocks."""
+        length = self.kv_length
+        return self.left < 0 and self.right < 0 and isinstance(length, int) and length % block_kv == 0
+
     def key_blocks(
         self, q_start: Any, block_q: int, block_kv: int, among: "Among | None" = None, *, in_order=False
     ) -> Blocks:
