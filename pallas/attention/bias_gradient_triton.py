@@ -46,9 +46,10 @@ WORD = 32  # bits
 class Pairs(NamedTuple):
     """What a mask keeps.
 
-    entries: int32 [B or 1, H or 1, blocks of queries, of keys]: DEAD, WHOLE, or which of `words` a block's are.
+    entries: int32 [B or 1, H or 1, blocks of queries, of keys]: DEAD, WHOLE, or which of `words` a block's are. None
+    where an array tells of its pairs alone.
     words: int32 [entries, ceil(block_kv / WORD), block_q]: bit j % WORD of word j // WORD is key j of the block. None
-    of an array: `mask`, int8, has its pairs.
+    of an array: `mask`, bool, has its pairs.
     """
 
     entries: Any
@@ -56,14 +57,19 @@ class Pairs(NamedTuple):
     mask: Any = None
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, options: AttentionOptions, call: Call) -> "Pairs | None":
+    def of(
+        cls, inputs: AttentionInputs, options: AttentionOptions, call: Call, *, with_blocks: bool = True
+    ) -> "Pairs | None":
+        """None without a mask. with_blocks: of an array, too, which blocks are dead."""
         if inputs.mask is None:
             return None
         static_offset, offset = offset_of(first_position(inputs, options))
         sizes = {"lengths": (call.q_length, call.kv_length), "blocks": (call.block_q, call.block_kv)}
         if not isinstance(inputs.mask, Mask):
+            if not with_blocks:
+                return cls(None, mask=aligned(inputs.mask))
             alive, _ = block_status(dense(inputs.mask), offset, **sizes, static_offset=static_offset)
-            return cls(jnp.where(alive, WHOLE, DEAD), mask=aligned(inputs.mask.astype(jnp.int8)))
+            return cls(jnp.where(alive, WHOLE, DEAD), mask=aligned(inputs.mask))
         mask = inputs.mask.unprepared
         alive, full, entries, words = packed_status(mask, offset, **sizes, static_offset=static_offset)
         entries = jnp.where(full, WHOLE, jnp.where(alive, entries, DEAD))
@@ -92,16 +98,13 @@ class Tile(NamedTuple):
 def is_kept(refs: Refs, call: Call, tile: Tile) -> jax.Array:
     """Of a call with Pairs: bool, broadcastable to [block_q, block_kv], which pairs the mask keeps."""
     of_head = lambda ref: tuple(jnp.int32(0) if n == 1 else i for n, i in zip(ref.shape, tile[:2], strict=False))
-    entry = refs.entries[(*of_head(refs.entries), tile.q_index, tile.kv_index)]
     q_start, kv_start = tile.q_index * call.block_q, tile.kv_index * call.block_kv
-    keep = jnp.broadcast_to(entry != DEAD, (call.block_q, call.block_kv))
     if refs.mask is not None:
         masks = row_mask(q_start, call.block_q, call.q_length), row_mask(kv_start, call.block_kv, call.columns)
         places = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
-        keep = keep & (load_tile(refs.mask, *places, masks, *of_head(refs.mask)) != 0)
-    if refs.words is not None:
-        keep = keep & _kept(refs.words, entry, call)
-    return keep
+        return load_tile(refs.mask, *places, masks, *of_head(refs.mask))
+    entry = refs.entries[(*of_head(refs.entries), tile.q_index, tile.kv_index)]
+    return (entry != DEAD) & _kept(refs.words, entry, call)
 
 
 def bias_gradient(

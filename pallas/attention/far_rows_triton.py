@@ -74,7 +74,7 @@ def far_rows(
     of_heads = far.reshape(len(lse), inputs.key.shape[2], -1).any(axis=-1).astype(jnp.int32)
     inputs = inputs._replace(bias=aligned(bias), sinks=None)
     call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
-    pairs = Pairs.of(inputs, options, call)  # made for the gradient of the bias, too
+    pairs = Pairs.of(inputs, options, call, with_blocks=gradients.bias is not None)
     limiting, rows = limiting_arrays(inputs, options), (dout.astype(inputs.query.dtype), lse, delta, excess)
     gradients = _added(inputs, limiting, rows, pairs, of_heads, gradients, call, config, PROGRAMS * core_count)
     if gradients.bias is None:
@@ -175,7 +175,7 @@ def _tile(refs: Refs, call: Call, batch_index: Any, kv_head: Any, head: Any, q_i
         q_ids = load_rows(refs.q_ids.at[queries], q_start, call.q_length, tiles.NO_QUERY)
         kv_ids = load_rows(refs.kv_ids.at[keys], kv_start, call.kv_length, tiles.NO_KEY)
     keep = Queries.of(limits, q_start, call.block_q, q_ids).keep(kv_start + iota(call.block_kv), kv_ids)
-    if refs.entries is not None:
+    if refs.entries is not None or refs.mask is not None:
         keep = keep & is_kept(refs, call, Tile(b=batch_index, h=own_head, q_index=q_index, kv_index=kv_index))
     p = jnp.where(keep, p, 0.0)
     ds, _ = pullback(p, p * (call.dot(dout, value, (1, 1)) - of_rows(refs.delta, 0.0)[:, None]))

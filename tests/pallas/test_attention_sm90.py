@@ -133,6 +133,9 @@ CASES = {
     "bias_whole_keys_64": SMALL
     | {"bias": "bs", "bias_whole": LOWEST_BF16, "heads": 2, "kv_heads": 1, "q_length": 77, "kv_length": 150},
     "bias_whole_mask_64": SMALL | {"bias": "ts", "bias_whole": LOWEST_BF16, "pattern": "cells", "kv_length": 150},
+    "bias_whole_mask_of_arrays_128": SMALL
+    | WIDE
+    | {"bias": "hts", "bias_whole": LOWEST_BF16, "mask": "ts", "heads": 2, "kv_heads": 1, "kv_length": 150},
     "bias_low": LARGE | {"bias": "ts", "bias_low": -1e30},
     "bias_keys_deterministic": SMALL
     | {"bias": "bhs", "batch": 2, "heads": 2, "kv_heads": 1, "kv_lengths": [90, 150], "deterministic": True},

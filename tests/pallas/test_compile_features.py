@@ -91,8 +91,8 @@ def test_it_compiles(case):
     printed, _, others = aot.compile_script(__file__, gpu, json.dumps(options))
     names = json.loads(printed)
     kernels = {name: figures for name, figures in others.items() if name.startswith(tuple(names))}
-    # The bias's gradient, two for rows far from 0; an array's bits, for both directions, and its live blocks.
-    of_mosaic = 6 if "mask" in options else 3
+    # The bias's gradient, one for rows far from 0; an array's bits, for both directions, and its live blocks.
+    of_mosaic = 5 if "mask" in options else 2
     expected = of_mosaic if "implementation" in options else 4 if "bias" in options else 3
     assert len(names) == len(kernels) == expected, (names, kernels)
     for name, figures in kernels.items():
