@@ -127,7 +127,7 @@ CASES = {case.name: case for case in _cases()}
 
 
 def export(commit: str, folder: pathlib.Path) -> None:
-    """The package of a commit as BASE in the folder."""
+    """The package of a commit as BASE in the folder, beside a file COMMIT."""
     archive = subprocess.run(["git", "archive", commit, *FOLDERS], cwd=report.ROOT, capture_output=True, check=True)
     target = folder / BASE
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
@@ -141,6 +141,8 @@ def export(commit: str, folder: pathlib.Path) -> None:
             assert content is not None
             data = content.read()
             place.write_bytes(data.replace(b"jax_kernels", BASE.encode()) if place.suffix == ".py" else data)
+    found = subprocess.run(["git", "rev-parse", commit], cwd=report.ROOT, capture_output=True, check=True, text=True)
+    (folder / "COMMIT").write_text(found.stdout)
 
 
 def prepare(case: Case, mode: str, library: Any) -> Callable[[], Callable[[int], Any]]:
@@ -235,6 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     libraries = [importlib.import_module(name) for name in ("jax_kernels", BASE)]
     name, timer = choose_timer(args.timer, ["jax"])
     results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(args.commit), "timer": name}
+    commit = args.base / "COMMIT"
+    results["base_commit"] = commit.read_text().strip() if commit.exists() else None
     results["rows"] = rows = []
     chosen = [(case, mode) for mode in modes for case in cases]
     with ThreadPoolExecutor(args.threads) as pool:
