@@ -97,6 +97,7 @@ _GPUS = (
     _Gpu("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 48 * GIB, 960 * GB),
     _Gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, 24 * GIB, 1008 * GB),
     _Gpu("NVIDIA GeForce RTX 4080", (8, 9), 76, 16 * GIB, 717 * GB),
+    _Gpu("NVIDIA GeForce RTX 4070", (8, 9), 46, 12 * GIB, 504 * GB),
     _Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80 * GB, 2039 * GB, also=("a100",)),
     _Gpu("NVIDIA A100 80GB PCIe", (8, 0), 108, 80 * GB, 1935 * GB, also=("a100 pcie",)),
     _Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40 * GB, 1555 * GB, also=("a100 40gb pcie",)),
@@ -108,12 +109,16 @@ _GPUS = (
     _Gpu("NVIDIA RTX A6000", (8, 6), 84, 48 * GIB, 768 * GB),
     _Gpu("NVIDIA GeForce RTX 3090", (8, 6), 82, 24 * GIB, 936 * GB),
     _Gpu("NVIDIA GeForce RTX 3080", (8, 6), 68, 10 * GIB, 760 * GB),
+    _Gpu("NVIDIA GeForce RTX 3060", (8, 6), 28, 12 * GIB, 360 * GB),
     _Gpu("Tesla T4", (7, 5), 40, 16 * GB, 320 * GB),
     _Gpu("NVIDIA GeForce RTX 2080 Ti", (7, 5), 68, 11 * GIB, 616 * GB),
+    _Gpu("NVIDIA GeForce RTX 2080", (7, 5), 46, 8 * GIB, 448 * GB),
+    _Gpu("NVIDIA GeForce RTX 2060", (7, 5), 30, 6 * GIB, 336 * GB),
     _Gpu("Tesla V100-SXM2-16GB", (7, 0), 80, 16 * GB, 900 * GB, also=("v100", "v100 16gb pcie")),
     _Gpu("Tesla V100-SXM2-32GB", (7, 0), 80, 32 * GB, 900 * GB, also=("v100 32gb pcie",)),
     _Gpu("Tesla P100-PCIE-16GB", (6, 0), 56, 16 * GB, 732 * GB, also=("p100", "p100 16gb")),
     _Gpu("NVIDIA GeForce GTX 1080 Ti", (6, 1), 28, 11 * GIB, 484 * GB),
+    _Gpu("NVIDIA GeForce GTX 1080", (6, 1), 20, 8 * GIB, 320 * GB),
 )
 
 
@@ -157,6 +162,11 @@ class DeviceInfo:
     has_tensor_cores: bool
     optimal_dtype: str
     implementations: tuple[str, ...]
+
+    @property
+    def total_memory_gb(self) -> float | None:
+        """total_memory_bytes in units of 10**9 bytes."""
+        return None if self.total_memory_bytes is None else self.total_memory_bytes / GB
 
 
 CPU = DeviceInfo("CPU", "CPU", None, None, 1, 0, None, True, False, False, "float32", ("xla",))

@@ -20,6 +20,11 @@ GPUS = (
     ("NVIDIA RTX A6000", "a6000", "Ampere", (8, 6), 84, 48 * 2**30),
     ("NVIDIA GeForce RTX 3090", "rtx3090", "Ampere", (8, 6), 82, 24 * 2**30),
     ("NVIDIA GeForce RTX 4090", "4090", "Ada", (8, 9), 128, 24 * 2**30),
+    ("NVIDIA GeForce RTX 4070", "rtx 4070", "Ada", (8, 9), 46, 12 * 2**30),
+    ("NVIDIA GeForce RTX 3060", "rtx 3060", "Ampere", (8, 6), 28, 12 * 2**30),
+    ("NVIDIA GeForce RTX 2080", "rtx 2080", "Turing", (7, 5), 46, 8 * 2**30),
+    ("NVIDIA GeForce RTX 2060", "rtx 2060", "Turing", (7, 5), 30, 6 * 2**30),
+    ("NVIDIA GeForce GTX 1080", "gtx 1080", "Pascal", (6, 1), 20, 8 * 2**30),
     ("NVIDIA L4", "l4", "Ada", (8, 9), 58, 24e9),
     ("NVIDIA L40S", "L40S", "Ada", (8, 9), 142, 48e9),
     ("NVIDIA RTX 6000 Ada Generation", "rtx 6000 ada", "Ada", (8, 9), 142, 48 * 2**30),
@@ -113,6 +118,12 @@ def test_no_backend_is_a_cpu(monkeypatch):
 def test_unknown_name(name):
     with pytest.raises(ValueError, match=r"device: got .*, want cpu or the name of a GPU: .*h200.* 4090,"):
         device_info(name)
+
+
+def test_memory_in_gigabytes():
+    assert device_info("h200").total_memory_gb == 141
+    assert device_info("rtx 4090").total_memory_gb == pytest.approx(24 * 1.073741824)
+    assert device_info("cpu").total_memory_gb is None
 
 
 def test_wrong_type():
