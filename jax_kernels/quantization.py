@@ -1,5 +1,6 @@
 """Numbers in 8 bits, with float32 scales."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.A
     """
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, want a float array")
-    axes = tuple(range(x.ndim)) if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
+    axes = tuple(range(x.ndim)) if axis is None else _axes(axis)
     shared = {a % x.ndim for a in axes if -x.ndim <= a < x.ndim}
     if len(shared) != len(axes):
         raise ValueError(f"axis: got {axis}, want different axes of an array of shape {x.shape}")
@@ -48,3 +49,11 @@ def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.A
     scales = jnp.where(largest == 0, 1, jnp.maximum(largest / top, tiny))
     values = jnp.where(jnp.isfinite(scales), x / scales, jnp.nan).astype(jnp.float8_e4m3fn)
     return values, jnp.squeeze(scales, tuple(shared))
+
+
+def _axes(axis: Any) -> tuple[int, ...]:
+    """The axes of an int of any kind, or of a sequence of such."""
+    try:
+        return (operator.index(axis),) if hasattr(axis, "__index__") else tuple(operator.index(x) for x in axis)
+    except TypeError:
+        raise TypeError(f"axis: got {axis!r}, want an int or a sequence of ints") from None

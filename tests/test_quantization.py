@@ -38,11 +38,21 @@ def test_zeros_subnormal_and_not_finite_numbers():
     np.testing.assert_array_equal(values[4], [448, -448])
 
 
+@pytest.mark.parametrize("axis", [1, (0, 2)])
+def test_axes_of_numpy(axis):
+    x = jnp.arange(24.0).reshape(2, 3, 4)
+    of_numpy = np.int64(axis) if isinstance(axis, int) else tuple(map(np.int64, axis))
+    for got, want in zip(quantize_fp8(x, of_numpy), quantize_fp8(x, axis), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
 @pytest.mark.parametrize(
     ("x", "axis", "error", "message"),
     [
         (jnp.ones(3, int), None, TypeError, "x: got int32, want a float array"),
         ([1.0], None, TypeError, "x: got list, want a float array"),
+        (jnp.ones((2, 3)), 1.0, TypeError, "axis: got 1.0, want an int or a sequence of ints"),
+        (jnp.ones((2, 3)), ("a",), TypeError, "axis: got ('a',), want an int or a sequence of ints"),
         (jnp.ones((2, 3)), 2, ValueError, "axis: got 2, want different axes of an array of shape (2, 3)"),
         (jnp.ones((2, 3)), (0, -2), ValueError, "axis: got (0, -2), want different axes"),
     ],
