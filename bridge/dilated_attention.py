@@ -109,7 +109,8 @@ class MultiheadDilatedAttention(torch.nn.Module):
       benchmark_backends: with attention_backend None, time forward and backward of each implementation that can
         serve, once, now, at `batch` 1 over the longest segment (at most 8192 tokens), and keep the fastest for as long
         as the parameters have this device and dtype.
-      heads, combine, layout, order: as in dilated_attention.
+      heads, combine, layout, order: as in dilated_attention. None for heads and combine: "groups" and "mean", as that
+        package has them, and with layout="partition" "all" and "lse", the only ones there.
 
     Attributes:
       attention_backend: the implementation that runs with the parameters' present device and dtype. gpu_info: the
@@ -140,12 +141,15 @@ class MultiheadDilatedAttention(torch.nn.Module):
         device: torch.device | str | None = None,
         *,
         benchmark_backends: bool = False,
-        heads: str = "groups",
-        combine: str = "mean",
+        heads: str | None = None,
+        combine: str | None = None,
         layout: str = "overlap",
         order: str | None = None,
     ) -> None:
         super().__init__()
+        overlaps = layout == "overlap"
+        heads = ("groups" if overlaps else "all") if heads is None else heads
+        combine = ("mean" if overlaps else "lse") if combine is None else combine
         for name, width in (("embed_dim", embed_dim), ("num_heads", num_heads)):
             if isinstance(width, bool) or not isinstance(width, numbers.Integral):
                 raise TypeError(f"{name}: got {width!r}, want an int")

@@ -170,6 +170,19 @@ def test_module_backends():
         make()(torch.zeros(2, 15, 8))
 
 
+def test_module_of_another_layout():
+    make = lambda **options: bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), **options)
+    module = make(layout="partition")
+    assert (module.pattern["heads"], module.pattern["combine"]) == ("all", "lse")
+    assert (make().pattern["heads"], make().pattern["combine"]) == ("groups", "mean")
+    x = torch.randn(2, 16, 32)
+    query, key, value = (layer(x).unflatten(-1, (4, 8)) for layer in (module.q_proj, module.k_proj, module.v_proj))
+    out = bridge.dilated_attention(query, key, value, **PATTERN, layout="partition").flatten(-2)
+    torch.testing.assert_close(module(x)[0], module.out_proj(module.norm(out)))
+    with pytest.raises(ValueError, match="layout: got 'partition' with heads='groups', combine='lse'"):
+        make(layout="partition", heads="groups")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
