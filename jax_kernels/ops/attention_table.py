@@ -125,7 +125,7 @@ class Blocks:
 
 
 def _supports_mosaic(request: AttentionRequest) -> str | None:
-    if reason := reasons.not_hopper(request):
+    if reason := reasons.no_gpu(request) or reasons.not_hopper(request):
         return reason
     if request.bits != 16:
         return "its wgmma products take bfloat16 and float16 here, not float32"

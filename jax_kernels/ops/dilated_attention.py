@@ -13,7 +13,7 @@ from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.ops import attention, dilated_launches, dilated_views, dilated_vjp
 from jax_kernels.ops.attention import AttentionCall, flash_attention
 from jax_kernels.ops.attention_checks import by_name, check, with_positive_scale
-from jax_kernels.ops.attention_table import AttentionRequest
+from jax_kernels.ops.attention_table import IMPLEMENTATIONS, AttentionRequest
 from jax_kernels.ops.dilated_shards import Shards
 from jax_kernels.ops.dilated_views import Call, Piece
 from jax_kernels.ops.dilated_vjp import DilatedCall
@@ -177,6 +177,9 @@ def _check(
         raise TypeError(f"dilated_attention got an unexpected keyword argument {name!r}")
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 array [B, T]: queries and keys are the same tokens")
+    if isinstance(implementation, str) and implementation not in IMPLEMENTATIONS:
+        known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name != "cudnn")
+        raise ValueError(f"implementation={implementation!r} is not known for dilated_attention; want one of {known}")
     request, inputs = check(
         query, key, value, is_causal=is_causal, return_lse=return_lse, scale=scale, deterministic=deterministic,
         precision=precision, implementation=implementation,

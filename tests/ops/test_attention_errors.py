@@ -325,6 +325,14 @@ def test_gpu_implementation_on_a_cpu(name, compiled):
     assert not compiled
 
 
+@pytest.mark.parametrize("name", ["mosaic_gpu", "triton", "cudnn"])
+def test_float32_on_a_cpu_lacks_a_gpu_first(name):
+    with pytest.raises(
+        NotImplementedError, match=f"'{name}' cannot serve this flash_attention: it needs an NVIDIA GPU"
+    ):
+        flash_attention(**GOOD, implementation=name)
+
+
 def test_unknown_implementation_lists_the_known_ones():
     with pytest.raises(ValueError, match=", ".join(f"'{name}'" for name in IMPLEMENTATIONS)):
         flash_attention(**GOOD, implementation="flash")

@@ -472,6 +472,11 @@ def test_explain():
         ({"segment_ids": (np.zeros((2, 20), np.int32),) * 2}, TypeError, "segment_ids: got a pair, want one"),
         ({"segment_ids": np.zeros((2, 9), np.int32)}, ValueError, "segment_ids: got shape (2, 9)"),
         ({"implementation": "cudnn"}, NotImplementedError, "implementation='cudnn' cannot serve this"),
+        (
+            {"implementation": "nope"},
+            ValueError,
+            "implementation='nope' is not known for dilated_attention; want one of 'mosaic_gpu', 'triton', 'xla'",
+        ),
         ({"window": 3}, TypeError, "unexpected keyword argument 'window'"),
         ({"key": np.zeros((2, 21, 4, 8), np.float32)}, ValueError, "value: got (length, heads)"),
     ],
