@@ -148,8 +148,7 @@ class AttentionRow:
     head_dim: the largest head_dim (of key or value) it serves. bits: 16 for bf16 and fp16, 32 for float32.
     is_causal, is_limited (whether there is a window or segment ids), has_segments: None serves both. dense_bits: None
     serves all; else it serves biases and dense masks alone, of at most so many bits for every query and key. has_lists:
-    it serves Masks as lists of blocks alone. up_to: it serves no more keys; None for any number. note: the measurement,
-    or the reason, behind the numbers.
+    it serves Masks as lists of blocks alone. up_to: it serves no more keys; None for any number.
     """
 
     implementation: str
@@ -163,7 +162,6 @@ class AttentionRow:
     dense_bits: int | None = None
     has_lists: bool = False
     up_to: int | None = None
-    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +196,6 @@ class AttentionDecodeRow:
     implementation: str
     head_dim: int
     config: Any
-    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,4 +206,3 @@ class AttentionFp8Row:
     head_dim: int
     config: Any
     is_causal: bool | None = None
-    note: str = ""
