@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import report
 from attention import choose_timer, close, prepare_process, say
 from cases import relative_error
+from features import alibi_mod, softcap_mod
 from timing import Contender, Timer, take_turn
 
 BASE = "jax_kernels_base"
@@ -87,6 +88,10 @@ def lengths(case: Case, library: Any) -> dict[str, Any]:
     return {"kv_lengths": jnp.arange(case.batch, 0, -1, dtype=jnp.int32) * (case.seq // case.batch) - case.seq // 100}
 
 
+def masking_mod(score, b, h, q_idx, kv_idx):
+    return jnp.where(kv_idx - q_idx > 512, -1e9, score)
+
+
 def _cases() -> list[Case]:
     wide, narrow = {"heads": 16, "kv_heads": 16}, {"head_dim": 64, "heads": 32, "kv_heads": 32}
     always = lambda **given: lambda *_: given
@@ -107,6 +112,9 @@ def _cases() -> list[Case]:
         Case("lengths", arguments=lengths),
         Case("lengths deterministic", arguments=lambda *given: lengths(*given) | {"deterministic": True}),
         Case("sinks", arguments=lambda case, _: {"sinks": jnp.zeros(case.heads)}),
+        Case("softcap score_mod", arguments=always(score_mod=softcap_mod)),
+        Case("ALiBi score_mod", arguments=always(score_mod=alibi_mod(16), is_causal=True)),
+        Case("masking score_mod", arguments=always(score_mod=masking_mod)),
         Case("bias hts", **short, arguments=bias("h", "t", "s")),
         Case("bias ts causal", arguments=bias("t", "s", is_causal=True)),
         Case("bias ts 64", **narrow, arguments=bias("t", "s")),

@@ -82,6 +82,20 @@ def over(score, b, h, q, k, rows, columns):
     return score / rows[b, q] - 1 / columns[b, k]
 
 
+def lowest(score, b, h, q, k):
+    """Masks all keys of some rows as finfo.min does, and as -1e9 does."""
+    return jnp.where(q % 5 == 1, -3.4028235e38, jnp.where((q % 5 == 2) | (k > q + 20), -1e9, score))
+
+
+def lowest_of_key(score, b, h, q, k, padding):
+    return jnp.minimum(score, 0.0) + padding[b, k]
+
+
+def lowest_tables(score, b, h, q, k, table):
+    """Beside numbers of differences, which Triton does not take."""
+    return jnp.where(q % 3 == 1, -1e9, score * table[h, jnp.clip(q - k + 40, 0, 80)])
+
+
 _ALL = (
     alibi,
     alibi_of_heads,
@@ -96,6 +110,9 @@ _ALL = (
     times_relative,
     singular,
     over,
+    lowest,
+    lowest_of_key,
+    lowest_tables,
 )
 MODS = {x.__name__: x for x in _ALL}
 SMALL = {"batch": 1, "q_length": 128, "kv_length": 128, "heads": 1, "kv_heads": 1, "head_dim": 64}
@@ -129,6 +146,10 @@ CASES: dict[str, dict[str, Any]] = {
     "over": ODD | {"mod": "over"},
     "singular": PAIR | {"mod": "singular", "head_dim": 128},
     "softcap_window": SMALL | {"mod": "softcap", "q_length": 200, "kv_length": 300, "window": 70, "kv_lengths": [140]},
+    "lowest_64": SMALL | {"mod": "lowest", "q_length": 77, "kv_length": 203},
+    "lowest_128": PAIR | {"mod": "lowest", "head_dim": 128, "deterministic": True},
+    "lowest_of_key": SMALL | {"mod": "lowest_of_key", "batch": 2, "kv_length": 203, "window": 90, "heads": 2},
+    "lowest_tables": SMALL | {"mod": "lowest_tables", "heads": 2, "kv_length": 203},
     "dense_mask": SMALL | {"mod": "tanh", "dense": True, "q_length": 150, "kv_length": 270, "heads": 2},
 }
 
@@ -180,6 +201,7 @@ def closed_over(case: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
     sizes |= {"columns": (case["batch"], case["kv_length"]), "rows": (case["batch"], case["q_length"])}
     sizes |= {"table": (case["heads"], 81), "embedding": (32, case["heads"])}
     sizes |= {"diagonals": (case["batch"], 2 * max(case["q_length"], case["kv_length"]) + 11)}
+    sizes["padding"] = sizes["columns"]
     code = MODS[case["mod"]].__code__
     return {name: jax.ShapeDtypeStruct(sizes[name], jnp.float32) for name in code.co_varnames[5 : code.co_argcount]}
 
@@ -194,6 +216,8 @@ def inputs_of(case: dict[str, Any], dtype: Any):
     shapes = [(batch, q_length, heads, d), *[(batch, kv_length, kv_heads, d)] * 2, (batch, q_length, heads, d)]
     query, key, value, dout = (jnp.asarray(normal(*shape), dtype) for shape in shapes)
     closed = jax.tree.map(lambda x: jnp.asarray(normal(*x.shape)) / 4 + 1, closed_over(case))
+    if "padding" in closed:  # of the first entry, all that the first queries see
+        closed["padding"] = closed["padding"].at[0, : 2 * kv_length // 3].set(jnp.finfo(jnp.float32).min)
     sinks = jnp.asarray(normal(heads)) if case.get("sinks") else None
     return (query, key, value, closed, sinks), (dout, jnp.asarray(normal(batch, heads, q_length)))
 

@@ -128,7 +128,8 @@ def flash_attention(
         call: q_offset does not shift it) and the key. The bias is added, and masks apply, to what it returns;
         softcap is not taken beside it. The gradients are exact, also of the arrays that it closes over, summed in
         float32 over the pairs of a chunk of queries and over the chunks; where a pair is masked out, its score
-        passes none, but those arrays may get a NaN from it, as through jnp.where. It is traced in each call that is
+        passes none, but those arrays may get a NaN from it, as through jnp.where. A query all of whose scores it makes
+        one finite number, such as finfo(float32).min, attends to its keys alike. It is traced in each call that is
         not under jax.jit, and vmap is a loop over calls. "mosaic_gpu" and "triton" inline it in their kernels where it
         looks arrays up by the query or by the key, with b and h or without (slopes[h], ids[b, q] == ids[b, k]), and
         without a bias. "mosaic_gpu" also inlines what it looks up, or computes at some cost, by q_idx - kv_idx
@@ -246,7 +247,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
 def attention_forward(call: AttentionCall, inputs: AttentionInputs):
-    """(out, lse) by the call's implementation, with a bias (out, lse, excess), as kernels give them.
+    """(out, lse), or (out, lse, excess), by the call's implementation, as kernels give them.
 
     vmap adds to the batch. lse is None from "cudnn".
     """

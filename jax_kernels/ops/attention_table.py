@@ -294,7 +294,8 @@ def _kernel(kernel, direction):
 
 def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, excess=None):
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
-    gradients = _kernel(backward_sm90.attention_backward, "backward")(*arguments, dquery=dquery, **statics)
+    of_kernel = _kernel(backward_sm90.attention_backward, "backward")
+    gradients = of_kernel(*arguments, dquery=dquery, excess=excess, **statics)
     if inputs.bias is not None:
         as_in_lse = with_bias_as_in_lse(inputs)
         far_rows = _kernel(far_rows_triton.far_rows, "array_gradients")
@@ -307,9 +308,10 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
         # Passes more: by Triton two, one of which the arrays may not need, and XLA leaves it out then. What Triton does
         # not take, masks among it, is summed over the live blocks.
         if inputs.mask is None and why_not(inputs.score_mod) is None:
-            of_arrays = _kernel(backward_triton.attention_backward, "array_gradients")(*arguments, **statics).score_mod
+            by_triton = _kernel(backward_triton.attention_backward, "array_gradients")
+            of_arrays = by_triton(*arguments, excess=excess, **statics).score_mod
         else:
-            of_arrays = array_gradients(*arguments)
+            of_arrays = array_gradients(*arguments, excess)
         gradients = gradients._replace(score_mod=of_arrays)
     return gradients
 

@@ -202,9 +202,9 @@ def _masked_scores(inputs, options, rows):
 
 
 def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
-    """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), with a bias also excess.
+    """Returns (out [B, T, H, Dv] in out_dtype, lse [B, H, T] float32), with a bias or score_mod also excess.
 
-    excess, like lse, is what the exact log-sum-exp is more than lse: beside a bias of -1e9 the log is lost in float32.
+    excess, like lse, is what the exact log-sum-exp is more than lse: beside scores of -1e9 the log is lost in float32.
     """
     kv_heads, inputs = inputs.key.shape[2], without_ignored(inputs)
     _, split, inputs_of = _in_chunks(inputs, options)
@@ -219,8 +219,9 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
         out = jnp.einsum("bkgqs,bskd->bqkgd", p, part.value.astype(jnp.float32), precision=_precision(options))
         log, highest = jnp.log(total), highest[..., 0]
         lse = log + highest
-        excess = () if part.bias is None else (jnp.where(total == 0, 0, log + (highest - lse)),)
-        return out.reshape(*part.query.shape[:3], -1).astype(out_dtype), lse, *excess
+        excess = jnp.where(total == 0, 0, log + (highest - lse))
+        may_be_far = part.bias is not None or part.score_mod is not None
+        return out.reshape(*part.query.shape[:3], -1).astype(out_dtype), lse, *([excess] if may_be_far else [])
 
     out, *rows = lax.map(one, split)
     length = inputs.query.shape[1]
@@ -242,7 +243,7 @@ def row_terms(out, lse, dout, dlse):
 def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None) -> AttentionGradients:
     """The gradients but that of the sinks, in the inputs' dtypes; what is summed is summed in float32.
 
-    lse, delta: row_terms. excess: of the forward, with a bias.
+    lse, delta: row_terms. excess: of the forward, with a bias or score_mod.
     """
     excess = jnp.zeros_like(lse) if excess is None else excess
     inputs = without_ignored(inputs)

@@ -28,11 +28,12 @@ from jax_kernels.score_mod_tiles import split
 BLOCK = 128
 
 
-def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout) -> ScoreMod:
+def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None) -> ScoreMod:
     """The score_mod with the gradients of its arrays in their place; they are summed in float32 over the chunks.
 
-    lse, delta: reference.row_terms.
+    lse, delta: reference.row_terms. excess: of the forward.
     """
+    excess = jnp.zeros_like(lse) if excess is None else excess
     inputs = reference.without_ignored(inputs)
     mod, lengths = inputs.score_mod, (inputs.query.shape[1], inputs.key.shape[1])
     sums = mod.zeros(of_arrays=True)
@@ -52,7 +53,7 @@ def array_gradients(inputs: AttentionInputs, options: AttentionOptions, lse, del
     def one(index, sums):
         place = lax.dynamic_slice(places, (index * chunk,), (chunk,))
         found = _blocks_at(place, mask, offset, alive.shape, lengths, blocks)
-        return reader.added(sums, _of_chunk(found, reader, inputs, options, lse, delta, dout), found)
+        return reader.added(sums, _of_chunk(found, reader, inputs, options, (lse, delta, excess), dout), found)
 
     count = jnp.sum(alive, dtype=jnp.int32)
     return reader.gradients(lax.fori_loop(0, (count + chunk - 1) // chunk, one, reader.zeros()))
@@ -82,14 +83,17 @@ def _blocks_at(place, mask: Mask, offset, shape: tuple[int, ...], lengths, block
 
 
 def _of_chunk(
-    found: Blocks, reader: Arrays | Operands, inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout
+    found: Blocks, reader: Arrays | Operands, inputs: AttentionInputs, options: AttentionOptions, rows, dout
 ) -> tuple[Any, ...]:
-    """The gradients of what the reader gives, from these blocks. Scores: [chunk, batch, heads, block_q, block_kv]."""
+    """The gradients of what the reader gives, from these blocks. Scores: [chunk, batch, heads, block_q, block_kv].
+
+    rows: lse, delta and excess, [B, H, T] each.
+    """
     heads = inputs.query.shape[2]
     of_query, of_key = (functools.partial(_rows, found, heads=heads, index=index) for index in (found.q, found.k))
     pairs = ((inputs.query, inputs.key), (dout, inputs.value))
     products, dp = (_products(of_query(x), of_key(y), options) for x, y in pairs)
-    lse, delta = (of_query(x.swapaxes(1, 2)[..., None]).swapaxes(2, 3) for x in (lse, delta))
+    lse, delta, excess = (of_query(x.swapaxes(1, 2)[..., None]).swapaxes(2, 3) for x in rows)
 
     def scores_of(given):
         modified = lambda scores: reader.modified(given, found, scores.astype(jnp.float32)).astype(scores.dtype)
@@ -100,7 +104,7 @@ def _of_chunk(
         return reference.scores_of(products, bias, options, modified)
 
     scores, pull = jax.vjp(scores_of, reader.given(found))
-    p = jnp.exp(jnp.where(found.keep[:, None, None], scores, -jnp.inf) - lse)
+    p = jnp.exp(jnp.where(found.keep[:, None, None], scores, -jnp.inf) - lse - excess)
     return pull(p * (dp - delta))[0]
 
 

@@ -52,7 +52,8 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
     has_mod = arrays["mod"] is not None
     has_slope = has_mod and not arrays["mod"].adds_only  # as in backward_dqkv_sm90
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
-    # To base 2, in which the biased scores are, and those of a score_mod.
+    natural = has_mod and arrays["mod"].may_mask
+    # To base 2, in which the biased scores are, and those of another score_mod.
     factor = 1.0 if has_bias or has_mod else (cap or scale) * LOG2E
     predicate = is_causal or may_end or options.window is not None or has_segments or has_lists
 
@@ -206,7 +207,8 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                         if has_bias:
                             plgpu.commit_smem()  # behind what was read, which the next copy overwrites
                             plgpu.barrier_arrive(bias.free)
-                        p = jnp.exp2(logits * factor - lax.broadcast_in_dim(lse, scores.shape, [0]))
+                        less = logits * factor - lax.broadcast_in_dim(lse, scores.shape, [0])
+                        p = jnp.exp2(less * LOG2E if natural else less)
                         if has_bias or has_mod:
                             # Of a row that -1e30 masks, lse is too coarse to give P: keep it finite.
                             p = jnp.minimum(p, 1)

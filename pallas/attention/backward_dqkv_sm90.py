@@ -96,7 +96,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     has_words = has_lists and arrays["lists"].has_all_words
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias = dense.has_bias
-    # To base 2, in which the biased scores are, and those of a score_mod.
+    natural = has_mod and arrays["mod"].may_mask
+    # To base 2, in which the biased scores are, and those of another score_mod.
     factor = 1.0 if has_bias or has_mod else (cap or scale) * LOG2E
     may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
     predicate = may_end or has_segments or has_lists or not walks.visits_all
@@ -252,7 +253,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         wide = lambda x: lax.broadcast_in_dim(x, scores.shape, [1])
                         lse = plgpu.load(lse_smem.at[slot], layout=COLUMN, optimized=False)
                         logits = of_step.biased(scores) if has_bias and cap else scores
-                        p = jnp.exp2(logits * factor - wide(lse))
+                        less = logits * factor - wide(lse)
+                        p = jnp.exp2(less * LOG2E if natural else less)
                         if has_bias or has_mod:
                             # Of a row that a bias of -1e30 masks, lse is too coarse to give P: keep it finite.
                             p = jnp.minimum(p, 1)

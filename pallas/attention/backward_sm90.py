@@ -30,12 +30,15 @@ def attention_backward(
     delta,
     dout,
     dquery=None,
+    excess=None,
     *,
     config,
     core_count,
     interpret,
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardSm90. 16-bit inputs only.
+
+    excess: of the forward, under a score_mod that may mask.
 
     With a bias, far rows (far_rows_triton.is_far) pass nothing to dquery, dkey and dvalue here, nor to the gradient of
     a bias for each key: far_rows adds that.
@@ -55,6 +58,12 @@ def attention_backward(
         lists_sm90.lists_of(inputs, options, **blocks, interpret=interpret)
         for blocks in listed_blocks(config, width, options)
     )
+    mod = score_mod_sm90.mod_of(inputs, options, *map(max, dq_blocks, (config.block_q, block_kv)))
+    natural = mod is not None and mod.may_mask
+    if natural:
+        # P comes out exp(excess) times too large, and P passes on dout and delta alone.
+        factor = jnp.where(is_far(lse), jnp.exp(-excess), 1.0)
+        dout, delta = (dout * factor.swapaxes(1, 2)[..., None]).astype(query.dtype), delta * factor
     any_rows = not options.deterministic
     q, k, v, do = (pad_for_tma(x, width, any_rows=any_rows) for x in (query, key, value, dout))
     end_of = functools.partial(clean_end_sm90.clean_end, inputs, k, v)
@@ -65,7 +74,7 @@ def attention_backward(
     short = -q_length % (backward_dq_sm90.BLOCK_Q if options.deterministic else config.block_q)
     rows = [(0, 0), (0, 0), (0, short)]
     # With a bias, far_rows adds what far rows pass.
-    lse = jnp.where(is_far(lse), jnp.inf, lse * LOG2E) if inputs.bias is not None else lse * LOG2E
+    lse = jnp.where(is_far(lse), jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
     lse = jnp.pad(lse, rows, constant_values=jnp.inf)
 
     arrays = {
@@ -73,7 +82,7 @@ def attention_backward(
         "segments": segments_of(inputs, config.block_q, block_kv, of_keys=True),
         "dense": dense,
         "lists": lists,
-        "mod": score_mod_sm90.mod_of(inputs, options, *map(max, dq_blocks, (config.block_q, block_kv))),
+        "mod": mod,
         "query": q,
         "key": k,
         "value": v,

@@ -40,7 +40,6 @@ from jax_kernels.pallas.attention.shared_triton import (
     whole,
     whole_array,
 )
-from jax_kernels.pallas.attention.softmax import LOG2E
 
 
 def attention_backward(
@@ -48,11 +47,11 @@ def attention_backward(
 ) -> AttentionGradients:
     """See the package's docstring. config: AttentionBackwardTriton."""
     del core_count  # one program per tile: nothing is persistent
-    rows = dout.astype(inputs.query.dtype), lse if inputs.bias is not None else lse * LOG2E, delta, excess
     bias, inputs = inputs.bias, inputs._replace(bias=aligned(inputs.bias))
     limiting = limiting_arrays(inputs, options)
     dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
     dquery_blocks = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    rows = dout.astype(inputs.query.dtype), dquery_blocks.in_units(lse), delta, excess
     operands = operands_of(dquery_blocks, inputs)
     dkey, dvalue, *by_key = _dkv(inputs, *limiting, *rows, operands, dkey_blocks, config)
     dquery, *by_query = _dq(inputs, *limiting, *rows, operands, dquery_blocks, config)

@@ -28,7 +28,7 @@ from jax_kernels.pallas.attention.hopper import WGMMA, all_of_warp, launch, soft
 def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, interpret):
     """The kernel, of the leaves of `arrays`, whose tree is `tree`: outs, then lses, with rows up to whole blocks.
 
-    With a bias it also gives what each lse lacks of the exact log-sum-exp.
+    With a bias, or a score_mod that may mask, it also gives what each lse lacks of the exact log-sum-exp.
 
     calls: views_sm90.Calls. query, key and value are lists, with an array for each call; where there is more than one
     call, there is nothing beside them but a counter.
@@ -39,9 +39,10 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
     cap = options.softcap
     dense = arrays["dense"] or dense_sm90.Dense()
     has_bias, has_mod = dense.has_bias, arrays["mod"] is not None
-    # With a bias for each query scores are in natural units.
-    natural = dense.tiles is not None
-    # Of what the softmax sees: with a bias for each key, and under a score_mod, that is in base 2 already.
+    # With a bias for each query scores are in natural units, and under a score_mod that may mask.
+    natural = dense.tiles is not None or (has_mod and arrays["mod"].may_mask)
+    has_excess = has_bias or natural
+    # Of what the softmax sees: with a bias for each key, and under another score_mod, that is in base 2 already.
     scale = softmax.LN2 if has_bias or has_mod else cap or options.scale
     softmax_step = softmax.natural_step if natural else functools.partial(softmax.step, scale=scale)
     compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
@@ -115,7 +116,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
             scheduler.for_each(walk.first_tile(), load_tile)
 
         def compute(w):
-            lse_smem, *excess_smem = (rows_smem.at[i, w] for i in range(1 + has_bias))
+            lse_smem, *excess_smem = (rows_smem.at[i, w] for i in range(1 + has_excess))
 
             def place(turn):
                 """In shared memory, of the warpgroup's queries and of its output, of the CTA's tile number `turn`."""
@@ -323,7 +324,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                 factor = 1.0
                 if has_sinks:
                     highest, total, factor = softmax.with_sink(highest, total, given["sinks"][b, h], natural=natural)
-                if has_bias:
+                if has_excess:
                     inverse, lse, excess = softmax.finish_exactly(highest, total, natural=natural)
                 else:
                     inverse, lse = softmax.finish(highest, total, may_be_dead=walk.may_be_dead)
@@ -333,14 +334,14 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
                 for c, part in enumerate(out_tiles.chunks(acc.astype(out_dtype))):
                     out_smem.at[place(turn), c][...] = part
                 lse_smem[...] = lse
-                if has_bias:
+                if has_excess:
                     excess_smem[0][...] = excess
                 plgpu.commit_smem()
 
                 def store(i):
                     out_tiles.store(out_copied.at[place(turn)], outs_gmem[i].at[b, pl.ds(q_start, 64), h])
                     plgpu.copy_smem_to_gmem(lse_smem, lses_gmem[i].at[b, h, pl.ds(q_start, 64)])
-                    if has_bias:
+                    if has_excess:
                         plgpu.copy_smem_to_gmem(excess_smem[0], excess_gmem[i].at[b, h, pl.ds(q_start, 64)])
 
                 of_call(here.call, run=store)
@@ -355,7 +356,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
 
         walk.run(compute, memory)
 
-    ends = [0, *itertools.accumulate((tree.num_leaves, len(calls), len(calls), len(calls) if has_bias else 0))]
+    ends = [0, *itertools.accumulate((tree.num_leaves, len(calls), len(calls), len(calls) if has_excess else 0))]
 
     def entry(*refs):
         leaves, *results = (refs[start:end] for start, end in itertools.pairwise(ends))
@@ -366,7 +367,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
             None if share_q_out or early_q else out_tiles.scratch(compute_wgs, 64, dtype=out_dtype),
             qk_tiles.scratch(stages, block_kv, dtype=dtype),
             v_tiles.scratch(stages, block_kv, dtype=dtype),
-            plgpu.SMEM((1 + has_bias, compute_wgs, 64), jnp.float32),
+            plgpu.SMEM((1 + has_excess, compute_wgs, 64), jnp.float32),
             plgpu.SMEM(((1 + early_q) * compute_wgs, 64), jnp.int32) if has_segments else None,
             plgpu.SMEM((stages, block_kv), jnp.int32) if has_segments else None,
             plgpu.Barrier(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),
@@ -382,7 +383,7 @@ def kernel_of(arrays, tree, scheduler, options, calls, *, out_dtype, config, int
     return launch(
         entry,
         "attention_forward_sm90",
-        out_type=(*outs, *lses, *(lses if has_bias else ())),
+        out_type=(*outs, *lses, *(lses if has_excess else ())),
         ctas=scheduler.ctas,
         warpgroups=compute_wgs + 1,
         semantics=plgpu.LoweringSemantics.Lane,

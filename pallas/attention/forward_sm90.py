@@ -87,9 +87,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
     (out, lse, *excess), *_ = _launch([(query, key, value)], [call], arrays, options, **named)
     out = out[..., : inputs.value.shape[-1]]
-    if inputs.bias is None:
-        return out, lse
-    if inputs.bias.shape[2] == 1:
+    if inputs.bias is not None and inputs.bias.shape[2] == 1:
         lse = dense_sm90.ByKey.of(inputs.bias).in_lse(lse)
     return out, lse, *excess
 
@@ -126,7 +124,7 @@ def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
 
 
 def _launch(padded, calls, arrays, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, ...]]:
-    """(out, lse) of each call, with a bias (out, lse, excess).
+    """(out, lse) of each call, with a bias or a score_mod that may mask (out, lse, excess).
 
     padded: (query, key, value) of each. arrays: what else the kernel is given.
     """
@@ -188,7 +186,7 @@ def _bounds(
         if highest is None or (isinstance(highest, float) and highest * softmax.LOG2E > room):
             of_any_size = mod.highest(jnp.zeros((1, 1)), **far)
             highest = None if of_any_size is None else mod.highest(scores(), **far)
-        if highest is None:
+        if highest is None or mod.may_mask:
             return None, None
     return jnp.broadcast_to(jnp.asarray(highest * softmax.LOG2E, jnp.float32), (query.shape[0], query.shape[2])), small
 

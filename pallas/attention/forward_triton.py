@@ -51,7 +51,7 @@ def attention_forward(
         name="attention_forward_triton",
         grid=programs.grid,
         ins=programs.ins | {"sinks": whole_array(inputs.sinks)},
-        outs=[(out, programs.q_spec(call.v_head_dim)), *[(lse, programs.row_spec)] * (1 + call.has_bias)],
+        outs=[(out, programs.q_spec(call.v_head_dim)), *[(lse, programs.row_spec)] * (1 + call.may_mask)],
         q_block=programs.q_block,
     )
 
@@ -99,11 +99,11 @@ def _kernel(refs: Refs, *, call: Call, q_block):
     state = (jnp.zeros((block_q, padded(call.v_head_dim)), jnp.float32), highest, total)
     acc, highest, total = walk(blocks, step, state)
     dead = total == 0.0
-    if call.has_bias:  # whose excess would be a NaN where a sink of -inf has counted itself
+    if call.may_mask:  # whose excess would be a NaN where a sink of -inf has counted itself
         dead = dead | (highest == -jnp.inf)
     total = jnp.where(dead, 1.0, total)
     out_ref, lse_ref, *excess_ref = refs.outs
-    if call.has_bias:
+    if call.may_mask:
         log = jnp.log2(total) / LOG2E
         lse = jnp.where(dead, -jnp.inf, highest + log)
         excess = jnp.where(dead, 0.0, log + (highest - lse))

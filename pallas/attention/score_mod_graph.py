@@ -92,6 +92,23 @@ def _traced(jaxpr: Jaxpr, consts: Any, inputs: list[Node]) -> list[Node]:
     return [node(x) for x in jaxpr.outvars]
 
 
+LARGE = 2.0**13  # up to which a score in base 2 is rounded by 2**-10 at most
+
+
+def reads_large(result: Node) -> bool:
+    """Whether a finite constant in the program is far from 0, as one that means to mask is."""
+    seen, rest = set(), [result]
+    while rest:
+        node = rest.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        rest += node.inputs
+        if node.kind == "literal" and node.is_float and LARGE < abs(float(node.value)) < float("inf"):
+            return True
+    return False
+
+
 def tanh_factor(result: Node) -> float | None:
     """Of a program with one tanh, of the score times a number alone: that number, which is not 0."""
     found, seen, rest = [], set(), [result]

@@ -40,6 +40,7 @@ from jax_kernels.pallas.attention.score_mod_graph import (
     is_difference,
     is_one,
     nodes,
+    reads_large,
     tanh_factor,
 )
 from jax_kernels.pallas.attention.softmax import LOG2E
@@ -70,6 +71,24 @@ class Mod:
     def adds_only(self) -> bool:
         """Whether its derivative by the score is 1."""
         return is_one(self.slope)
+
+    @property
+    def may_mask(self) -> bool:
+        """Whether it may give every key of a row a score far from 0, as -1e9 that means to mask.
+
+        Then scores stay in natural units: times log2(e) they would be rounded by more than they differ, or overflow.
+        Its constants tell, or that it reads numbers of queries or keys.
+        """
+        return reads_large(self.result) or any(axis in ("q", "k") for axis in self._float_axes)
+
+    @property
+    def _float_axes(self) -> list[str]:
+        return [axis for leaf, axis in zip(self.leaves, self.axes, strict=True) if leaf.is_float]
+
+    @property
+    def units(self) -> float:
+        """What the results of the program are multiplied by."""
+        return 1.0 if self.may_mask else LOG2E
 
     @property
     def tanh_factor(self) -> float | None:
@@ -138,7 +157,7 @@ class Tile:
     """The program on a tile of scores, eight columns at a time, for which what it takes in between fits registers."""
 
     def __init__(self, mod: Mod, scores: Any, numbers: list[Any], head: tuple[Any, Any], starts, first: int):
-        self.result, self.slope = mod.result, mod.slope
+        self.result, self.slope, self.units = mod.result, mod.slope, mod.units
         self.raw, self.scale, self.head, self.starts = scores, mod.scale, head, starts
         self.leaves = dict(zip(mod.leaves, zip(mod.operands, numbers, strict=True), strict=True))
         self.no_difference = mod.no_difference
@@ -152,12 +171,12 @@ class Tile:
         return [Part(self, x, PART * i, of_rows, tanh_factor) for i, x in enumerate(columns)]
 
     def scores(self, *, by_warp: bool = False, small: bool = False) -> Any:
-        """What the program gives, times log2(e).
+        """What the program gives, in Mod.units.
 
         by_warp: a warp may take a branch of its own. small: all scores are within tanh_limits.
         """
         factor = tanh_factor(self.result) if by_warp or small else None
-        joined = lambda parts: jnp.concatenate([part.whole(self.result, LOG2E) for part in parts], axis=1)
+        joined = lambda parts: jnp.concatenate([part.whole(self.result, self.units) for part in parts], axis=1)
         # Below, powers of the factor leave float32.
         if factor is None or abs(factor * self.scale) < 3e-4:
             return joined(self.parts)

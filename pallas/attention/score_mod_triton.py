@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.pallas.attention.shared_triton import Call, Refs, aligned, iota
-from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.score_mod import ScoreMod, moving, with_moving
 
 
@@ -49,7 +48,7 @@ def _shape(call: Call, inputs: AttentionInputs) -> tuple[int, int, int, int]:
 
 
 def tile_scores(call: Call, refs: Refs, load: Any, q: jax.Array, k: jax.Array, at: Any, *, transposed: bool = False):
-    """(the scores of a tile over call.factor * ln 2, their pullback).
+    """(the scores of a tile as Call.scores gives them, their pullback).
 
     load: what a kernel's program has of an array of Refs for this tile, [queries or 1, keys or 1]. at: the batch entry,
     the head, the first query and the first key. transposed: scores, and what is of their shape, are [keys, queries].
@@ -71,4 +70,4 @@ def tile_scores(call: Call, refs: Refs, load: Any, q: jax.Array, k: jax.Array, a
     floats = moving(operands, call.options.score_mod_gradient)
     scores, pullback = jax.vjp(function, products * call.options.scale, floats)
     # Where a pair has no weight, the derivative may be anything.
-    return scores * LOG2E, lambda p, ds: jax.tree.map(lambda x: jnp.where(p > 0.0, x, 0.0), pullback(ds))
+    return scores, lambda p, ds: jax.tree.map(lambda x: jnp.where(p > 0.0, x, 0.0), pullback(ds))

@@ -102,7 +102,7 @@ class Call:
 
     @property
     def may_mask(self) -> bool:
-        """Whether scores may be -inf, or -1e30, where no mask says so."""
+        """Whether scores may be -inf, or -1e30, where no mask says so. They stay in natural units then."""
         return self.has_bias or self.mod is not None
 
     @property
@@ -125,7 +125,7 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """Of the scores that `scores` gives, to base 2, but with a bias, where they stay in natural units."""
+        """Of the scores that `scores` gives, to base 2, unless they stay in natural units."""
         if self.may_mask:
             return 1.0
         return LOG2E * (self.options.scale if self.options.softcap is None else self.options.softcap)
@@ -186,34 +186,33 @@ class Call:
         return result
 
     def in_units(self, x: jax.Array) -> jax.Array:
-        """A number in natural units, such as lse, in those that exp2 subtracts: base 2, but with a bias."""
-        return x if self.has_bias else x * LOG2E
+        """A number in natural units, such as lse, in those that exp2 subtracts: base 2, unless may_mask."""
+        return x if self.may_mask else x * LOG2E
 
     def shrinking(self, highest: jax.Array, new: jax.Array) -> jax.Array:
         """What to multiply sums by where the maximum becomes `new`."""
-        return jnp.exp2((highest - new) * LOG2E if self.has_bias else highest - new)
+        return jnp.exp2((highest - new) * LOG2E if self.may_mask else highest - new)
 
     def exp2(self, x: jax.Array, shift: jax.Array, excess: jax.Array | None = None) -> jax.Array:
-        """exp2(x * factor - shift), with a bias exp(x - shift - excess), float32; with a bias or score_mod at most 1.
+        """exp2(x * factor - shift), but if may_mask exp(x - shift - excess), and at most 1; float32.
 
         Of a row that a bias of -1e30 masks, lse is too coarse to give P, which then stays finite. Triton as XLA runs it
         rounds the product, and its exp2 scales around denormal results: six instructions. This one fuses the product,
         and gives 0 below 2**-126. The interpreter knows no assembly, and gets the formula.
         """
-        at_most = self.may_mask
         if self.interpret:
-            x = x - shift if self.has_bias else x * self.factor - shift
-            x = x if excess is None else x - excess
-            x = x * LOG2E if self.has_bias else x
-            return jnp.exp2(jnp.minimum(x, 0.0) if at_most else x)
+            if not self.may_mask:
+                return jnp.exp2(x * self.factor - shift)
+            x = x - shift if excess is None else x - shift - excess
+            return jnp.exp2(jnp.minimum(x * LOG2E, 0.0))
         args = [x, jnp.broadcast_to(-shift, x.shape)]
         subtract = f"fma.rn.f32 t, $1, 0f{_bits(self.factor)}, $2; "
-        if self.has_bias:
+        if self.may_mask:
             less = "0f00000000" if excess is None else "$3"
             subtract = f"add.rn.f32 t, $1, $2; fma.rn.f32 t, t, 0f{_bits(LOG2E)}, {less}; "
         if excess is not None:
             args.append(jnp.broadcast_to(excess * -LOG2E, x.shape))
-        clamp = "min.f32 t, t, 0f00000000; " if at_most else ""
+        clamp = "min.f32 t, t, 0f00000000; " if self.may_mask else ""
         (result,) = plgpu.elementwise_inline_asm(
             f"{{ .reg .f32 t; {subtract}{clamp}ex2.approx.ftz.f32 $0, t; }}",
             args=args,
