@@ -311,7 +311,8 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
             by_triton = _kernel(backward_triton.attention_backward, "array_gradients")
             of_arrays = by_triton(*arguments, excess=excess, **statics).score_mod
         else:
-            of_arrays = array_gradients(*arguments, excess=excess)
+            lse, delta, dout = results
+            of_arrays = array_gradients(inputs, options, lse, delta, dout, excess)
         gradients = gradients._replace(score_mod=of_arrays)
     return gradients
 
