@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import score_mod_cases
 
 from jax_kernels import explain, flash_attention, masks
 from jax_kernels.dispatch import on_device
@@ -399,6 +400,30 @@ def test_bad_input(name):
 def test_not_beside_a_softcap():
     with pytest.raises(ValueError, match=r"^softcap: got 2\.0 with a score_mod, want None: score_mod\(score, \.\.\.\)"):
         flash_attention(*arrays(), score_mod=out_of(lambda s: s), softcap=2.0)
+
+
+# In the Hopper kernels, interpreted, they are in tests/pallas/test_score_mod_sm90.py.
+MASKING = [("xla", name) for name in ("lowest_64", "lowest_of_key", "lowest_tables")]
+MASKING += [("triton", name) for name in ("lowest_128", "lowest_of_key")]
+
+
+@pytest.mark.parametrize(("implementation", "name"), MASKING)
+def test_rows_that_it_masks_whole(implementation, name, monkeypatch):
+    if implementation == "triton":
+        monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    errors = score_mod_cases.errors_by(score_mod_cases.CASES[name], implementation)
+    assert {name: found for name, found in errors.items() if not found[0] <= found[1]} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["lowest_64", "lowest_128", "lowest_of_key", "lowest_tables", "of_query", "packed"])
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+def test_masking_on_a_gpu(implementation, name):
+    try:
+        errors = score_mod_cases.errors_by(score_mod_cases.CASES[name], implementation)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+    assert {name: found for name, found in errors.items() if not found[0] <= found[1]} == {}
 
 
 @pytest.mark.gpu
