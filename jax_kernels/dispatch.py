@@ -61,7 +61,8 @@ class Plan:
     passed_over: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.implementation} ({self.why})", f"  blocks: {self.config} from {self.source}"]
+        lines = [f"{self.op}: {self.implementation} ({self.why})"]
+        lines += [] if self.config is None else [f"  blocks: {self.config} from {self.source}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.passed_over]
         return "\n".join(lines)
 
@@ -101,8 +102,11 @@ def choose(
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     """The Plan of `op(*args, **kwargs)`, without running it. Arrays may be `jax.ShapeDtypeStruct`s.
 
-    Raises what the call itself would raise for these arguments; TypeError where `op` has no plan.
+    op may be a functools.partial of an op. Raises what the call itself would raise for these arguments; TypeError where
+    `op` has no plan.
     """
+    if isinstance(op, functools.partial):
+        return explain(op.func, *op.args, *args, **op.keywords | kwargs)
     plan = getattr(op, "plan", None)
     if plan is None:
         raise TypeError(f"op: got {op!r}, want an op of this library (flash_attention, ...)")

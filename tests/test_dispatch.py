@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -142,6 +143,18 @@ def test_explain_is_what_the_call_does():
         explain(flash_attention, query, query, query, causal=True)
     with pytest.raises(TypeError, match="3 positional arguments"):
         explain(flash_attention, query, query, query, query)
+
+
+def test_explain_of_a_partial():
+    arrays = [jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)] * 3
+    wanted = explain(flash_attention, *arrays, is_causal=True, implementation="xla")
+    attend = functools.partial(flash_attention, arrays[0], is_causal=True, implementation="triton")
+    assert explain(functools.partial(attend, implementation="xla"), *arrays[1:]) == wanted
+
+
+def test_a_plan_without_blocks_names_none():
+    assert "blocks" not in str(attention_on("cpu"))
+    assert "  blocks: " in str(attention_on("h200"))
 
 
 def test_explain_of_something_else():
