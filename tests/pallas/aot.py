@@ -154,8 +154,8 @@ def target_config(info) -> str:
     """
 
 
-def lower_and_compile(gpu: str, function, *shapes):
-    """Compiles `function` of ShapeDtypeStructs, planned for and compiled to `gpu`, in this process."""
+def lower(gpu: str, function, *shapes):
+    """Lowers `function` of ShapeDtypeStructs, planned for `gpu`, in this process."""
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -179,12 +179,16 @@ def lower_and_compile(gpu: str, function, *shapes):
         replicated = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), shapes)
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            lowered = jax.jit(function).lower(*shapes)
-        text = lowered.as_text()
-        return lowered.compile(), re.findall(r'@__gpu\$xla\.gpu\.triton.*?name = "([^"]+)"', text)
+            return jax.jit(function).lower(*shapes)
 
 
-def _compile(gpu: str, spec: Spec) -> list[str]:
+def lower_and_compile(gpu: str, function, *shapes):
+    """(what `lower` gives, compiled to `gpu`, the names of its Triton kernels)."""
+    lowered = lower(gpu, function, *shapes)
+    return lowered.compile(), re.findall(r'@__gpu\$xla\.gpu\.triton.*?name = "([^"]+)"', lowered.as_text())
+
+
+def compile_here(gpu: str, spec: Spec) -> list[str]:
     """Compiles one spec in this process; the names of its Triton kernels."""
     import jax
     import jax.numpy as jnp
@@ -385,7 +389,7 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         raise SystemExit(__doc__)
     if arguments[0] == "--here":
-        print(json.dumps(_compile(arguments[1], Spec.parse(arguments[2:]))))
+        print(json.dumps(compile_here(arguments[1], Spec.parse(arguments[2:]))))
         return
     report = compile_spec(arguments[0], Spec.parse(arguments[1:]))
     print(json.dumps(report, indent=2))
