@@ -39,7 +39,8 @@ forward = jax.jit(attention.attention_forward, static_argnums=0)
 
 @jax.jit(static_argnums=0)
 def backward(call, inputs, results, dout):
-    return attention.attention_backward(call, inputs, *results, dout, None)
+    out, lse, *excess = results
+    return attention.attention_backward(call, inputs, out, lse, dout, None, *excess)
 
 
 @dataclasses.dataclass(frozen=True)
