@@ -117,7 +117,7 @@ MOSAIC = {
     "times_relative_64": ({"head_dim": 64, "score_mod": "times_relative", "kv_heads": 2}, 0, 300),
     "lowest_64_causal": ({"head_dim": 64, "score_mod": "lowest", "is_causal": True}, 0, 930),
     "lowest_128": ({"score_mod": "lowest"}, 0, 40),
-    "of_key_128": ({"score_mod": "of_key", "window": "300,0"}, 0, 30),
+    "of_key_128": ({"score_mod": "of_key", "window": "300,0"}, 0, 40),
     "bias_keys_64_mask": ({"head_dim": 64, "bias": "bhs", "mask": "bhts", "bias_gradient": True}, 0, 80),
     "bias_keys_128": ({"bias": "bhs", "bias_gradient": True}, 0, 10),
     "bias_keys_256": ({"head_dim": 256, "bias": "hs", "bias_gradient": True}, 0, 60),

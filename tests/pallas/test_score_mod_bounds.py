@@ -41,14 +41,19 @@ def after(score, b, h, q, k, table):
 
 MODS = score_mod_cases.MODS | {"choice": choice, "gate": gate, "near": near, "after": after}
 # Where nothing tells: sums with what has an axis of keys, a key's index, powers.
-UNKNOWN = {"of_key", "of_query", "packed", "many", "singular", "over"}
+UNKNOWN = {"lowest_of_key", "of_key", "of_query", "packed", "many", "singular", "over"}
 CAUSAL_ONLY = {"alibi", "alibi_of_heads", "choice", "near"}
 
 
 def arrays_of(mod):
     random = np.random.default_rng(1)
     sizes = {"slopes": (HEADS,), "temperature": (HEADS,), "columns": (BATCH, LENGTH), "rows": (BATCH, LENGTH)}
-    sizes |= {"table": (HEADS, 81), "embedding": (32, HEADS), "diagonals": (BATCH, 2 * LENGTH)}
+    sizes |= {
+        "padding": (BATCH, LENGTH),
+        "table": (HEADS, 81),
+        "embedding": (32, HEADS),
+        "diagonals": (BATCH, 2 * LENGTH),
+    }
     names = mod.__code__.co_varnames[5 : mod.__code__.co_argcount]
     return {name: jnp.asarray(random.standard_normal(sizes[name]), jnp.float32) for name in names}
 
