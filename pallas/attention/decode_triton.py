@@ -167,7 +167,7 @@ def merge(out, lse, query, *, interpret) -> tuple[jax.Array, jax.Array]:
         jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32),
     ]
     return pl.pallas_call(
-        lambda *refs: _merge_kernel(*refs, parts=parts),
+        lambda *refs: _merge_kernel(*refs, parts=parts, v_head_dim=v_head_dim),
         grid=(group * q_length, kv_heads, batch),
         in_specs=[
             pl.BlockSpec((None, None, whole_parts, None, padded(v_head_dim)), lambda row, h, b: (b, h, 0, row, 0)),
@@ -186,9 +186,11 @@ def merge(out, lse, query, *, interpret) -> tuple[jax.Array, jax.Array]:
     )(out, lse)
 
 
-def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts):
-    """The parts of one row: their weights are their shares of the sum of exponentials."""
-    width, v_head_dim = out_ref.shape[1], merged_ref.shape[1]
+def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts, v_head_dim):
+    """Merges the parts of one row. The weight of a part is its share of the sum of exponentials.
+
+    The views of out and merged have padded(v_head_dim) columns: past v_head_dim they hold the next row.
+    """
 
     def step(index, state):
         acc, highest, total = state
@@ -203,7 +205,7 @@ def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts):
         out = load(out_ref.at[these, :], start, parts, v_head_dim)
         return acc * alpha + (out * weights[:, None]).sum(axis=0), new, total * alpha + weights.sum()
 
-    state = jnp.zeros((width,), jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0)
+    state = jnp.zeros((padded(v_head_dim),), jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0)
     acc, highest, total = lax.fori_loop(0, pl.cdiv(parts, MERGED_AT_ONCE), step, state)
     safe = jnp.where(total == 0.0, 1.0, total)
     store(merged_ref, (acc / safe)[None].astype(merged_ref.dtype), 0, 1, v_head_dim)

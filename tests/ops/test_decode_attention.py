@@ -63,6 +63,9 @@ LONG = (
                kv_lengths=(8192, 4000, 1)),
     DecodeCase("long_64_pages", batch=2, q_length=4, kv_length=4096, heads=16, kv_heads=2, kv_lengths=(4001, 900),
                page_size=16, dtype="float16"),
+    # Its merged rows are 192 columns of views of 256: a store without a mask would reach the next row.
+    DecodeCase("long_192", batch=8, q_length=4, kv_length=2048, heads=16, kv_heads=4, head_dim=192, v_head_dim=192,
+               kv_lengths=(2048, 1999, 77, 1024, 5, 1500, 1700, 2000)),
     DecodeCase("many", batch=40, kv_length=1024, heads=16, kv_heads=8, head_dim=128, v_head_dim=128,
                kv_lengths=tuple(range(5, 1005, 25)), page_size=64, q_length=2),
 )  # fmt: skip
