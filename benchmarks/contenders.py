@@ -18,8 +18,8 @@ from side_by_side import gpu_alone, gpu_among_others
 from timing import Call, Contender, first_line, host_timer
 
 import jax_kernels
-from jax_kernels.ops import attention
-from jax_kernels.ops.attention_table import IMPLEMENTATIONS
+from jax_kernels.ops.attention import flash_attention as attention
+from jax_kernels.ops.attention.table import IMPLEMENTATIONS
 
 PEERS = ("torch-cudnn", "torch-fa2", "torch-flex", "jax-cudnn", "jax-triton", "tokamax", "fa4")
 OURS = tuple(IMPLEMENTATIONS)

@@ -29,7 +29,7 @@ from side_by_side import gpu_alone
 from timing import Contender, alternate, skipped, spread
 
 from jax_kernels import flash_attention
-from jax_kernels.ops import attention
+from jax_kernels.ops.attention import flash_attention as attention
 
 MODES = ("fwd", "bwd")
 CAP = 30.0

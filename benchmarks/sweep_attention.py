@@ -33,7 +33,10 @@ from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio,
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import interpreting
-from jax_kernels.pallas.attention import backward_sm90, backward_triton, forward_sm90, forward_triton
+from jax_kernels.pallas.attention.sm90 import backward as backward_sm90
+from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
+from jax_kernels.pallas.attention.triton import backward as backward_triton
+from jax_kernels.pallas.attention.triton import forward as forward_triton
 from jax_kernels.pallas.block_specs import attention_row
 from jax_kernels.pallas.block_specs.specs import (
     AttentionBackwardSm90,

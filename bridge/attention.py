@@ -12,7 +12,7 @@ from jax_kernels.bridge import dlpack, library, sparse_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
 from jax_kernels.bridge.once import once
 from jax_kernels.masks import Mask
-from jax_kernels.ops import attention
+from jax_kernels.ops.attention import flash_attention as attention
 
 __all__ = ["flash_attention"]
 

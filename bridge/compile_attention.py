@@ -12,7 +12,7 @@ from jax_kernels.bridge.attention_checks import check_tensor
 from jax_kernels.bridge.operands import on_device
 from jax_kernels.bridge.prepare_mask import here
 from jax_kernels.masks import Mask
-from jax_kernels.ops import compile_attention as ops
+from jax_kernels.ops.attention import compile_attention as ops
 
 __all__ = ["CompiledAttention", "compile_attention"]
 

@@ -15,7 +15,7 @@ from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.dispatch import explain
-from jax_kernels.ops import dilated_attention as ops
+from jax_kernels.ops.dilated import dilated_attention as ops
 
 __all__ = ["MultiheadDilatedAttention", "dilated_attention"]
 

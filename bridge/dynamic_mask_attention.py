@@ -12,7 +12,7 @@ from jax_kernels.bridge.attention_checks import as_torch_is_set, check_tensor
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.bridge.layers import Linear, rotary_embedding
 from jax_kernels.masks import Mask
-from jax_kernels.ops import dynamic_mask_attention as ops
+from jax_kernels.ops.attention import dynamic_mask_attention as ops
 
 __all__ = ["DynamicMaskAttention"]
 

@@ -10,7 +10,7 @@ import torch
 from jax_kernels.bridge import dlpack, library
 from jax_kernels.bridge.operands import on_device
 from jax_kernels.masks import Mask, PreparedMask
-from jax_kernels.ops import prepare_mask as ops
+from jax_kernels.ops.attention import prepare_mask as ops
 
 __all__ = ["here", "prepare_mask"]
 

@@ -7,9 +7,9 @@ import torch
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.masks import Mask
-from jax_kernels.ops import attention
-from jax_kernels.ops import block_sparse_attention as block_sparse
-from jax_kernels.ops import dynamic_mask_attention as dynamic_mask
+from jax_kernels.ops.attention import block_sparse_attention as block_sparse
+from jax_kernels.ops.attention import dynamic_mask_attention as dynamic_mask
+from jax_kernels.ops.attention import flash_attention as attention
 
 __all__ = ["attend", "block_sparse_attention", "dynamic_mask_attention"]
 

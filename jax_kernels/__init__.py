@@ -7,15 +7,17 @@ from jax_kernels.dispatch import Plan as Plan
 from jax_kernels.dispatch import explain as explain
 from jax_kernels.hilbert import hilbert_order as hilbert_order
 from jax_kernels.hilbert import invert_order as invert_order
-from jax_kernels.ops.attention import flash_attention as flash_attention
-from jax_kernels.ops.attention_fp8 import flash_attention_fp8 as flash_attention_fp8
-from jax_kernels.ops.block_sparse_attention import block_sparse_attention as block_sparse_attention
-from jax_kernels.ops.compile_attention import compile_attention as compile_attention
+from jax_kernels.ops.attention.block_sparse_attention import block_sparse_attention as block_sparse_attention
+from jax_kernels.ops.attention.compile_attention import compile_attention as compile_attention
+from jax_kernels.ops.attention.dynamic_mask_attention import dynamic_mask_attention as dynamic_mask_attention
+from jax_kernels.ops.attention.flash_attention import flash_attention as flash_attention
+from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8 as flash_attention_fp8
+from jax_kernels.ops.attention.prepare_mask import prepare_mask as prepare_mask
 from jax_kernels.ops.decode_attention import decode_attention as decode_attention
-from jax_kernels.ops.dilated_attention import dilated_attention as dilated_attention
-from jax_kernels.ops.dilated_parallel import sequence_parallel_dilated_attention as sequence_parallel_dilated_attention
-from jax_kernels.ops.dynamic_mask_attention import dynamic_mask_attention as dynamic_mask_attention
-from jax_kernels.ops.prepare_mask import prepare_mask as prepare_mask
+from jax_kernels.ops.dilated.dilated_attention import dilated_attention as dilated_attention
+from jax_kernels.ops.dilated.sequence_parallel import (
+    sequence_parallel_dilated_attention as sequence_parallel_dilated_attention,
+)
 from jax_kernels.quantization import quantize_fp8 as quantize_fp8
 
 __version__ = "0.1.0"

@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.dispatch import explain
-from jax_kernels.ops.attention import flash_attention
+from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing_cases import ATTENTION_CASES, GPU_ATTENTION_CASES, AttentionCase
 

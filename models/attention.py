@@ -9,7 +9,7 @@ from flax import nnx
 
 from jax_kernels import masks
 from jax_kernels.models.config import check_heads
-from jax_kernels.ops.attention import flash_attention
+from jax_kernels.ops.attention.flash_attention import flash_attention
 
 __all__ = ["KVCache", "MultiHeadAttention", "rotary_embedding"]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels.ops.attention import flash_attention
+from jax_kernels.ops.attention.flash_attention import flash_attention
 
 __all__ = ["attention_fn"]
 

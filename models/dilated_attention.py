@@ -13,7 +13,7 @@ from flax import nnx
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.transformer import Block, Transformer
-from jax_kernels.ops.dilated_attention import check_pattern, dilated_attention
+from jax_kernels.ops.dilated.dilated_attention import check_pattern, dilated_attention
 
 __all__ = ["DilatedAttention", "LongNet", "LongNetConfig", "MultiHeadDilatedAttention"]
 

@@ -9,7 +9,7 @@ from flax import nnx
 from jax_kernels import masks
 from jax_kernels.models.attention import MultiHeadAttention, as_mask
 from jax_kernels.models.config import positive
-from jax_kernels.ops.dynamic_mask_attention import dynamic_mask_attention, keys_of_largest_bias
+from jax_kernels.ops.attention.dynamic_mask_attention import dynamic_mask_attention, keys_of_largest_bias
 
 __all__ = ["DynamicMaskAttention"]
 

@@ -11,8 +11,8 @@ import pytest
 from jax_kernels import Plan, dispatch, explain, flash_attention
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import Implementation, Request, choose
-from jax_kernels.ops.attention_table import IMPLEMENTATIONS
-from jax_kernels.pallas.attention import hopper
+from jax_kernels.ops.attention.table import IMPLEMENTATIONS
+from jax_kernels.pallas.mosaic import interpreter
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 
@@ -126,7 +126,7 @@ def test_interpret_lets_kernels_serve_without_a_gpu(monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     with pytest.raises(NotImplementedError, match="JAX's interpreter of Mosaic lacks wgmma"):
         attention_on("cpu", implementation="mosaic_gpu")
-    monkeypatch.setattr(hopper, "INTERPRETED", True)
+    monkeypatch.setattr(interpreter, "INTERPRETED", True)
     for name in ("mosaic_gpu", "triton"):
         assert attention_on("cpu", implementation=name).implementation == name
     assert attention_on("cpu").implementation == "xla"

@@ -6,11 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import dilated_oracle
+import numpy as np
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs" / "pictures.py"

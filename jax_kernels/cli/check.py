@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device, versions
-from jax_kernels.ops.attention_table import IMPLEMENTATIONS
+from jax_kernels.ops.attention.table import IMPLEMENTATIONS
 from jax_kernels.testing import (
     ATTENTION_CASES,
     GPU_ATTENTION_CASES,

@@ -11,7 +11,7 @@ import typer
 from jax_kernels import dispatch
 from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device
-from jax_kernels.ops.attention import flash_attention
+from jax_kernels.ops.attention.flash_attention import flash_attention
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

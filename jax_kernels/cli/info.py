@@ -15,8 +15,8 @@ from rich.table import Table
 from jax_kernels import dispatch
 from jax_kernels.cli import UserError
 from jax_kernels.device import DeviceInfo, device_info
-from jax_kernels.ops import attention_table
-from jax_kernels.ops.attention import flash_attention
+from jax_kernels.ops.attention import table as attention_table
+from jax_kernels.ops.attention.flash_attention import flash_attention
 
 PACKAGES = ("jax-kernels", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "flax", "torch", "transformers")
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request, interpreting
-from jax_kernels.ops import attention_checks as checks
 from jax_kernels.ops import reasons
+from jax_kernels.ops.attention import checks
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.attention import decode_sm90, decode_triton
+from jax_kernels.pallas.attention.sm90 import decode as decode_sm90
+from jax_kernels.pallas.attention.triton import decode as decode_triton
 from jax_kernels.reference import decode_attention as reference
 
 __all__ = ["IMPLEMENTATIONS", "DecodeRequest", "decode_attention"]

@@ -1,7 +1,7 @@
 """Why an implementation cannot serve a request on its device: what the ops' implementation tables share."""
 
 from jax_kernels.dispatch import Request, interpreting
-from jax_kernels.pallas.attention import hopper
+from jax_kernels.pallas.mosaic import interpreter
 
 
 def no_gpu(request: Request) -> str | None:
@@ -29,6 +29,6 @@ def below(request: Request, capability: tuple[int, int]) -> str | None:
 
 def no_mosaic(request: Request) -> str | None:
     """For a Mosaic kernel: no_gpu, and that JAX's interpreter as it comes cannot run it."""
-    if request.device.compute_capability is None and interpreting() and not hopper.INTERPRETED:
+    if request.device.compute_capability is None and interpreting() and not interpreter.INTERPRETED:
         return "JAX's interpreter of Mosaic lacks wgmma with register operands (the tests add it)"
     return no_gpu(request)

@@ -21,8 +21,8 @@ from jax_kernels.masks.limits import whole_mask
 from jax_kernels.masks.lists import block_status
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference.score_mod_reads import Arrays, Blocks, Operands, at, mapped
-from jax_kernels.score_mod import ScoreMod
-from jax_kernels.score_mod_tiles import split
+from jax_kernels.score_mod.tiles import split
+from jax_kernels.score_mod.trace import ScoreMod
 
 # Queries, and keys, of a block.
 BLOCK = 128

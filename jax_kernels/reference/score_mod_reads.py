@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from jax_kernels.score_mod import ScoreMod, moving, with_moving
-from jax_kernels.score_mod_tiles import TileMod
+from jax_kernels.score_mod.tiles import TileMod
+from jax_kernels.score_mod.trace import ScoreMod, moving, with_moving
 
 __all__ = ["Arrays", "Blocks", "Operands", "at", "mapped"]
 

@@ -14,5 +14,5 @@ given, beside dout, which is like out, what reference.attention.row_terms makes 
 excess. The gradients have their inputs' shapes and dtypes; bias has one only with options.bias_gradient, and sinks has
 None: the op computes it, from lse alone. A query that may attend to no key has out = 0 and lse = -inf (with sinks, its
 head's), and passes no gradient. Any T, S, D and Dv: padding is done in here. What the decoding kernels take and give
-stands in decode.py, what the 8-bit forward does in forward_fp8_sm90.py.
+stands in decode.py, what the 8-bit forward does in forward_fp8.py.
 """

@@ -1,6 +1,6 @@
 """Ampere, the data-centre parts (A100, A30). Hopper and the data-centre Blackwells take these Triton rows too.
 
-What ptxas makes of each row stands in tests/pallas/compile_budget.json.
+What ptxas makes of each row stands in tests/pallas/attention/compile_budget.json.
 """
 
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward

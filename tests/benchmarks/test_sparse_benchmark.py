@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import sparse
 
-from jax_kernels.ops import mask_arguments
+from jax_kernels.ops.attention import mask_arguments
 
 
 @pytest.mark.parametrize("pattern", sparse.OF_SPARSITY)

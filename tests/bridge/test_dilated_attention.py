@@ -2,16 +2,11 @@
 
 import importlib
 import inspect
-import sys
-from pathlib import Path
 
+import dilated_oracle
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import dilated_oracle
 
 from jax_kernels import bridge
 from jax_kernels.dispatch import on_device

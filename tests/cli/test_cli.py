@@ -10,7 +10,7 @@ import pytest
 
 from jax_kernels import cli
 from jax_kernels.cli import check, info
-from jax_kernels.ops.attention_table import IMPLEMENTATIONS
+from jax_kernels.ops.attention.table import IMPLEMENTATIONS
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
 

@@ -2,19 +2,14 @@
 
 import functools
 import operator
-import sys
-from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import mask_cases as cases
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import mask_cases as cases
 from mask_cases import BLOCKS, CASES, B, H, S, T, block_status, unlist
 
 from jax_kernels import masks

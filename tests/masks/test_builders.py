@@ -1,17 +1,12 @@
 """Masks from scores and by name, against NumPy."""
 
 import re
-import sys
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from mask_cases import block_status
 
 from jax_kernels import masks

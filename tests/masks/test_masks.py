@@ -5,16 +5,12 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from mask_cases import CASES, B, H, S, T
 
 from jax_kernels import masks

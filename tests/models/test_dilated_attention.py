@@ -1,18 +1,13 @@
 """Dilated attention as modules: what they compute, MAGNETO's options, and LongNet."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
+import dilated_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import dilated_oracle
 
 from jax_kernels import models
 from jax_kernels.models import LongNet, LongNetConfig, MultiHeadDilatedAttention, flat_parameters

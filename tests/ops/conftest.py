@@ -1,13 +1,7 @@
 """What attention's tests share."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from attention_oracle import live
 
 

@@ -7,22 +7,17 @@ The suite draws a few calls. JAX_KERNELS_EXAMPLES=2000 draws that many for each 
 
 import dataclasses
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
+import attention_oracle
+import decode_cases
+import fp8_cases
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import attention_oracle
-import decode_cases
-import fp8_cases
 
 from jax_kernels import flash_attention, masks
 

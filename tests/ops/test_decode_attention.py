@@ -2,16 +2,11 @@
 
 import dataclasses
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from decode_cases import CASES, DecodeCase, arrays_of, definition, errors, run
 
 from jax_kernels import decode_attention, explain
@@ -19,7 +14,7 @@ from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.decode_attention import IMPLEMENTATIONS
 from jax_kernels.pallas.attention import decode
-from jax_kernels.pallas.attention.decode_triton import merge
+from jax_kernels.pallas.attention.triton.decode import merge
 from jax_kernels.testing import rms_error
 
 pytestmark = pytest.mark.timeout(120)

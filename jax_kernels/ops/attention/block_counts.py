@@ -1,0 +1,23 @@
+"""By what the blocks of a mask's bool array are counted."""
+
+import functools
+
+import jax
+from jax import lax
+
+from jax_kernels.dispatch import interpreting, target_device
+from jax_kernels.masks.lists import block_sums
+from jax_kernels.pallas.attention.passes import block_counts as block_counts_pass
+
+
+def counts(keep: jax.Array, block_q: int, block_kv: int) -> jax.Array:
+    """masks.lists.block_sums, by a kernel where it is planned and compiled for a GPU that has Triton."""
+    capability = target_device().compute_capability
+    has_triton = capability is not None and capability >= (8, 0) and not interpreting()
+    if not has_triton or not block_counts_pass.takes(keep.shape, block_q, block_kv):
+        return block_sums(keep, block_q, block_kv)
+    # A machine with a GPU may run this on its CPU.
+    kernel = functools.partial(block_counts_pass.counts, block_q=block_q, block_kv=block_kv, interpret=False)
+    otherwise = functools.partial(block_sums, block_q=block_q, block_kv=block_kv)
+    with jax.enable_x64(False):
+        return lax.platform_dependent(keep, cuda=kernel, default=otherwise)

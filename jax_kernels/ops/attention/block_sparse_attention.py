@@ -1,0 +1,65 @@
+"""block_sparse_attention: flash_attention under a mask of blocks."""
+
+from typing import Any
+
+import jax
+
+from jax_kernels import dispatch, masks
+from jax_kernels.ops.attention.flash_attention import flash_attention
+
+__all__ = ["block_sparse_attention"]
+
+
+def block_sparse_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    block_mask: jax.Array | masks.Mask,
+    *,
+    block_size: int | tuple[int, int] | None = None,
+    **arguments: Any,
+) -> Any:
+    """Attention within the blocks of queries and keys that a mask keeps.
+
+    Equivalent to the following JAX code::
+
+        mask = masks.block_sparse(block_mask, block_size)
+        flash_attention(query, key, value, mask=mask, **arguments)
+
+    Args:
+      query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv]. As flash_attention takes them.
+      block_mask: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns], True for a block
+        that is attended to; rows = ceil(T / block_size), columns = ceil(S / block_size). Floats are taken, and refused,
+        as flash_attention's mask is. Or a masks.Mask, such as masks.top_k_blocks gives, which has its own block size.
+      block_size: an int, or (queries, keys); None is 128. On Hopper, multiples of 128 are visited as they are; of
+        smaller ones, those that share a block of 128 are visited together.
+      arguments: all others of flash_attention, such as is_causal, which masks out what a block holds of later keys.
+
+    Returns and raises: as flash_attention. A query without any key has out = 0 and lse = -inf.
+
+    Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019), arXiv:1904.10509; Zaheer et
+    al., "Big Bird" (2020), arXiv:2007.14062.
+    """
+    return flash_attention(query, key, value, mask=_mask(block_mask, block_size, arguments), **arguments)
+
+
+def _plan(
+    query: Any, key: Any, value: Any, block_mask: Any, *, block_size: Any = None, **arguments: Any
+) -> dispatch.Plan:
+    mask = _mask(block_mask, block_size, arguments)
+    return dispatch.explain(flash_attention, query, key, value, mask=mask, **arguments)
+
+
+block_sparse_attention.plan = _plan  # type: ignore[attr-defined]
+
+
+def _mask(block_mask: Any, block_size: Any, arguments: dict[str, Any]) -> masks.Mask:
+    if "mask" in arguments:
+        raise TypeError(
+            "mask: block_sparse_attention has block_mask in its place; compose masks, and pass a Mask there"
+        )
+    if not isinstance(block_mask, masks.Mask):
+        return masks.block_sparse(block_mask, 128 if block_size is None else block_size)
+    if block_size is not None:
+        raise ValueError(f"block_size: got {block_size} with a Mask, want None: a Mask has its own")
+    return block_mask

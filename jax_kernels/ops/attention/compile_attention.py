@@ -1,0 +1,223 @@
+"""compile_attention: attention of one shape under one pattern, with its plan, its density and its measured speed."""
+
+import dataclasses
+import functools
+import inspect
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels import dispatch, masks
+from jax_kernels.device import DeviceInfo
+from jax_kernels.masks import checks
+from jax_kernels.masks.presets import PRESETS
+from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.attention.prepare_mask import prepare_mask
+
+__all__ = ["CompiledAttention", "Speedup", "compile_attention"]
+
+CACHED = 64
+# The queries, and the keys, of the blocks that `density` counts.
+BLOCK = 128
+# Of work that is queued for one reading of a clock.
+SECONDS = 0.02
+
+
+class Speedup(NamedTuple):
+    """speedup: dense_milliseconds / milliseconds, medians of one call. device: the name of what ran them."""
+
+    speedup: float
+    milliseconds: float
+    dense_milliseconds: float
+    device: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    batch: int
+    seq_len: int
+    kv_len: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: Any
+
+    @functools.cached_property
+    def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        queries = (self.batch, self.seq_len, self.num_heads, self.head_dim)
+        keys = (self.batch, self.kv_len, self.num_kv_heads, self.head_dim)
+        shapes = {"query": queries, "key": keys, "value": keys}
+        return {name: jax.ShapeDtypeStruct(shape, self.dtype) for name, shape in shapes.items()}
+
+
+class CompiledAttention:
+    """What compile_attention gives: out = attention(query, key, value), jitted, with gradients.
+
+    query [B, seq_len, num_heads, head_dim], key and value [B, kv_len, num_kv_heads, head_dim], in dtype; any B.
+    Raises ValueError or TypeError for arrays of another shape or dtype.
+
+    mask: the masks.Mask. prepared_mask: the same with its lists, made for the batch that it was planned for, and
+    multiples of that. specs: jax.ShapeDtypeStructs of query, key and value, by name. plan: the Plan that it runs by.
+    density: the share of blocks of 128 queries and 128 keys that hold a pair which the mask keeps.
+    """
+
+    def __init__(self, mask: masks.Mask, shape: _Shape, plan: dispatch.Plan):
+        self.mask = mask
+        self.plan = plan
+        self.density = float(mask.density(shape.seq_len, shape.kv_len, BLOCK))
+        self.specs = shape.specs
+        self.prepared_mask = prepare_mask(mask, **self.specs, implementation=plan.implementation)
+        attend = functools.partial(flash_attention, implementation=plan.implementation)
+        self._attend = jax.jit(lambda mask, query, key, value: attend(query, key, value, mask=mask))
+
+    def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        for (name, spec), x in zip(self.specs.items(), (query, key, value), strict=True):
+            if tuple(x.shape[1:]) != spec.shape[1:]:
+                sizes = ", ".join(map(str, spec.shape[1:]))
+                raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, {sizes}]")
+            if x.dtype != spec.dtype:
+                raise TypeError(f"{name}: got dtype {x.dtype}, want {spec.dtype}")
+        return self._attend(self.prepared_mask, query, key, value)
+
+    def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> Speedup:
+        """How many times faster it is than flash_attention without a mask, both run now, in turns, on JAX's device.
+
+        The inputs are normal random numbers of the batch that compile_attention was given. Time is that of a host
+        clock around a queue of calls, whose results are waited for; compiling is not in it. backward: with the
+        gradients of query, key and value.
+        """
+        rounds = checks.integer("rounds", rounds, 1)
+        keys = jax.random.split(jax.random.key(0), 4)
+        *given, dout = (
+            jax.random.normal(k, x.shape, x.dtype)
+            for k, x in zip(keys, (*self.specs.values(), self.specs["query"]), strict=True)
+        )
+
+        def run_of(attend: Callable[..., Any]) -> Callable[[], Any]:
+            if not backward:
+                jitted = jax.jit(attend)
+                return lambda: jitted(*given)
+            with_gradients = jax.jit(lambda dout, *qkv: jax.vjp(attend, *qkv)[1](dout))
+            return lambda: with_gradients(dout, *given)
+
+        ours, dense = run_of(self), run_of(flash_attention)
+        times: tuple[list[float], list[float]] = ([], [])
+        calls = [max(1, min(100, round(SECONDS / _seconds(run, 1, warm=2)))) for run in (ours, dense)]
+        for _ in range(rounds):
+            for run, count, found in zip((ours, dense), calls, times, strict=True):
+                found.append(_seconds(run, count))
+        ms, dense_ms = (statistics.median(found) * 1e3 for found in times)
+        return Speedup(dense_ms / ms, ms, dense_ms, dispatch.target_device(given[0]).name)
+
+    def __repr__(self) -> str:
+        return f"CompiledAttention({self.mask!r}, density {self.density:.3f}, {self.plan.implementation})"
+
+
+def _seconds(run: Callable[[], Any], calls: int, *, warm: int = 1) -> float:
+    """Of one call. warm: calls before the clock starts."""
+    for _ in range(warm):
+        jax.block_until_ready(run())
+    start = time.perf_counter()
+    for _ in range(calls):
+        out = run()
+    jax.block_until_ready(out)
+    return (time.perf_counter() - start) / calls
+
+
+def compile_attention(
+    pattern: str | masks.Mask,
+    seq_len: int,
+    head_dim: int,
+    *,
+    kv_len: int | None = None,
+    batch: int = 1,
+    num_heads: int = 8,
+    num_kv_heads: int | None = None,
+    dtype: Any = jnp.bfloat16,
+    implementation: str | None = None,
+    **options: Any,
+) -> CompiledAttention:
+    """Attention under a pattern, planned once and kept: the same arguments on the same device give the same object.
+
+    Its mask is prepared here, so that calls of this batch, or a multiple of it, make no lists of blocks, forward or
+    backward. Equivalent to the following JAX code::
+
+        mask = masks.preset(pattern, **options)  # or the Mask itself
+        mask = prepare_mask(mask, query, key, value)
+        attention = jax.jit(lambda query, key, value: flash_attention(query, key, value, mask=mask))
+
+    Args:
+      pattern: the name of a preset ("causal", "sliding_window", "longformer", "bigbird", ...: see masks.preset), or a
+        masks.Mask. One that is made of an array is given as a Mask: "block_sparse" as masks.block_sparse(...).
+      seq_len, kv_len: how many queries, and keys (None: as many).
+      head_dim: of query, key and value, up to 256.
+      batch: what plan, lists of blocks and measured_speedup are for; a call may have another, whose lists are made in
+        the call where it is no multiple, or the mask tells batch entries apart.
+      num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
+      dtype: bfloat16, float16 or float32.
+      implementation: as in flash_attention.
+      options: those of the preset, no arrays; q_length and kv_length are seq_len and kv_len where a preset has them.
+
+    The last 64 are kept; compile_attention.cache_info() and cache_clear() are those of functools.lru_cache. A Mask
+    with arrays is the same only if these are.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: an argument, an option or a shape that is not taken, naming it.
+    """
+    seq_len = checks.integer("seq_len", seq_len, 1)
+    shape = _Shape(
+        batch=checks.integer("batch", batch, 1),
+        seq_len=seq_len,
+        kv_len=seq_len if kv_len is None else checks.integer("kv_len", kv_len, 1),
+        num_heads=checks.integer("num_heads", num_heads, 1),
+        num_kv_heads=checks.integer("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 1),
+        head_dim=checks.integer("head_dim", head_dim, 1),
+        dtype=_dtype(dtype),
+    )
+    if not isinstance(pattern, str | masks.Mask):
+        raise TypeError(f"pattern: got {type(pattern).__name__}, want the name of a preset or a masks.Mask")
+    if isinstance(pattern, masks.Mask) and options:
+        raise TypeError(f"options: got {', '.join(options)} with a Mask, want none: they are a preset's")
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(pattern)):
+        raise TypeError("pattern: got a Mask of traced arrays, want known ones; flash_attention takes these as mask")
+    for name, option in options.items():
+        if getattr(option, "__hash__", None) is None or isinstance(option, jax.Array):
+            raise TypeError(f"{name}: got {type(option).__name__}, want a constant; of an array, pass a masks.Mask")
+    device = dispatch.target_device()
+    with jax.ensure_compile_time_eval():  # what is kept must not belong to a trace
+        return _compiled(
+            pattern, tuple(sorted(options.items())), shape, implementation, device, dispatch.interpreting()
+        )
+
+
+def _dtype(x: Any) -> Any:
+    try:
+        dtype = None if x is None else jnp.dtype(x)  # of None, NumPy makes float64
+    except TypeError:
+        dtype = None
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise TypeError(f"dtype: got {repr(x) if dtype is None else dtype}, want bfloat16, float16 or float32")
+    return dtype
+
+
+@functools.lru_cache(CACHED)
+def _compiled(
+    pattern: Any, options: Any, shape: _Shape, implementation: str | None, device: DeviceInfo, interpreting: bool
+) -> CompiledAttention:
+    """device and interpreting: what the plan depends on besides."""
+    if isinstance(pattern, masks.Mask):
+        mask = pattern.unprepared
+    else:
+        of_preset = inspect.signature(PRESETS[pattern]).parameters if pattern in PRESETS else ()
+        lengths = {"q_length": shape.seq_len, "kv_length": shape.kv_len}
+        mask = masks.preset(pattern, **{k: v for k, v in lengths.items() if k in of_preset} | dict(options))
+    plan = dispatch.explain(flash_attention, **shape.specs, mask=mask, implementation=implementation)
+    return CompiledAttention(mask, shape, plan)
+
+
+compile_attention.cache_info = _compiled.cache_info  # type: ignore[attr-defined]
+compile_attention.cache_clear = _compiled.cache_clear  # type: ignore[attr-defined]

@@ -1,0 +1,178 @@
+"""dynamic_mask_attention: flash_attention under a mask and a bias that may have the heads of keys."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import dispatch, masks
+from jax_kernels.masks import Mask, checks
+from jax_kernels.masks.arrays import DenseMask
+from jax_kernels.ops.attention.checks import check_shapes, checked_array, checked_sinks, reshaped
+from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.attention.mask_arguments import mask_or_nan, with_validity
+
+__all__ = ["dynamic_mask_attention", "keys_of_largest_bias"]
+
+
+def dynamic_mask_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | Mask,
+    bias: jax.Array | None = None,
+    **arguments: Any,
+) -> Any:
+    """Attention to the keys that a mask keeps, with a bias that is added to the scores and differentiated.
+
+    Equivalent to the following JAX code::
+
+        of_heads = lambda x: repeat(x, H // Hkv, axis=1) if x.shape[1] == Hkv else x
+        flash_attention(query, key, value, mask=of_heads(mask), bias=of_heads(bias), **arguments)
+
+    An array [B, Hkv, T, S] is not repeated in memory: each head of keys becomes a batch entry of its own, for which
+    query, key and value are copied. On Hopper, blocks of which the mask keeps nothing are neither loaded nor scheduled,
+    nor is their part of the bias, and forward those of which it keeps all are not masked.
+
+    Args:
+      query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv]. As flash_attention takes them.
+      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend.
+        Floats are taken, and refused, as flash_attention's mask is. Or a masks.Mask, such as masks.top_k gives; one
+        that has Hkv heads is a dense one. What the mask was made from gets no gradient through it.
+      bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32; -inf masks out. Its gradient
+        has its shape and dtype, and is summed in float32 over the axes that it is broadcast over.
+      arguments: all others of flash_attention. is_causal is aligned top-left; q_offset=S - T aligns it bottom-right,
+        as flash-dmattn does.
+
+    Returns and raises: as flash_attention. A query that may attend to no key has out = 0 and passes no gradient.
+
+    Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
+    """
+    mask, is_valid = with_validity("mask", mask)
+    return mask_or_nan(_attention(query, key, value, mask, bias, **arguments), is_valid)
+
+
+def _attention(query: Any, key: Any, value: Any, mask: Any, bias: Any, **arguments: Any) -> Any:
+    query, key, value, mask, bias = _checked(query, key, value, mask, bias)
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if not _is_mapped(query, key, mask, bias):
+        mask, bias = (_repeated(x, heads) for x in (mask, bias))
+        return flash_attention(query, key, value, mask=mask, bias=bias, **arguments)
+
+    score_mod = arguments.pop("score_mod", None)
+    sinks = checked_sinks(arguments.pop("sinks", None), heads)
+
+    def of_kv_head(index, query, key, value, mask, bias, sinks):
+        named = arguments
+        if score_mod is not None:
+            first = index * (heads // kv_heads)
+            named = arguments | {"score_mod": lambda score, b, h, *pair: score_mod(score, b, first + h, *pair)}
+        return flash_attention(query, key, value, mask=mask, bias=bias, sinks=sinks, **named)
+
+    arrays = [_by_kv_head(x, kv_heads, axis) for x, axis in ((query, 2), (key, 2), (value, 2), (mask, 1), (bias, 1))]
+    arrays.append((None, None) if sinks is None else (sinks.reshape(kv_heads, -1), 0))
+    given, axes = zip((jnp.arange(kv_heads, dtype=jnp.int32), 0), *arrays, strict=True)
+    if not arguments.get("return_lse"):
+        return jax.vmap(of_kv_head, axes, 2)(*given).reshape(*query.shape[:3], -1)
+    out, lse = jax.vmap(of_kv_head, axes, (2, 1))(*given)
+    return out.reshape(*query.shape[:3], -1), lse.reshape(lse.shape[0], heads, -1)
+
+
+def keys_of_largest_bias(
+    bias: jax.Array, keys_to_keep: int, among: Mask, *, num_heads: int, q_length: int, q_offset: Any = 0
+) -> Mask:
+    """For dynamic_mask_attention: of the keys that `among` leaves a query, the keys_to_keep with the largest bias.
+
+    bias: [B, Hkv, 1 or T, S]. among: of one head or Hkv. num_heads: query's. q_offset: as in flash_attention.
+    """
+    kv_length = bias.shape[3]
+    if kv_length > keys_to_keep:
+        return masks.top_k(bias, keys_to_keep, among=among, q_length=q_length, q_offset=q_offset)
+    if among.heads in (1, num_heads):
+        return among
+    # Only as an array may a mask have the heads of the keys.
+    return masks.dense(among.to_dense(q_length, kv_length, q_offset=q_offset))
+
+
+def _plan(query: Any, key: Any, value: Any, mask: Any, bias: Any = None, **arguments: Any) -> dispatch.Plan:
+    mask, _ = with_validity("mask", mask)
+    query, key, value, mask, bias = _checked(query, key, value, mask, bias)
+    if _is_mapped(query, key, mask, bias):
+        kv_heads, sinks = key.shape[2], checked_sinks(arguments.get("sinks"), query.shape[2])
+        query, key, value, mask, bias = (
+            _of_one(*_by_kv_head(x, kv_heads, axis))
+            for x, axis in zip((query, key, value, mask, bias), (2, 2, 2, 1, 1), strict=True)
+        )
+        if sinks is not None:
+            arguments["sinks"] = jax.ShapeDtypeStruct((query.shape[2],), sinks.dtype)
+    else:
+        mask, bias = (_repeated(x, query.shape[2]) for x in (mask, bias))
+    return dispatch.explain(flash_attention, query, key, value, mask=mask, bias=bias, **arguments)
+
+
+dynamic_mask_attention.plan = _plan  # type: ignore[attr-defined]
+
+
+def _checked(query: Any, key: Any, value: Any, mask: Any, bias: Any) -> tuple[Any, ...]:
+    """The same, mask and bias with four axes, of which the second is 1, H or Hkv; a Mask has 1 or H heads."""
+    query, key, value = (checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
+    check_shapes(query, key, value)
+    (batch, q_length, heads), (kv_length, kv_heads) = query.shape[:3], key.shape[1:3]
+    if isinstance(mask, Mask) and mask.heads not in (1, heads):
+        mask = mask.unprepared
+        if not isinstance(mask, DenseMask):
+            want = f"1 or query's {heads}, or a dense one of key's {kv_heads}"
+            raise ValueError(f"mask: got a Mask of {mask.heads} heads, want {want}")
+        mask = mask.array
+    elif not isinstance(mask, Mask | jax.ShapeDtypeStruct):
+        mask, _ = checks.boolean("mask", mask)
+    shape = (batch, heads, q_length, kv_length)
+    return query, key, value, *(_with_four_axes(*named, shape, kv_heads) for named in (("mask", mask), ("bias", bias)))
+
+
+def _with_four_axes(name: str, x: Any, shape: tuple[int, int, int, int], kv_heads: int) -> Any:
+    if x is None or isinstance(x, Mask):
+        return x
+    if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"{name}: got {type(x).__name__}, want an array")
+    full = (1,) * (4 - x.ndim) + tuple(x.shape)
+    batch, heads, q_length, kv_length = shape
+    sizes = ((1, batch), (1, kv_heads, heads), (1, q_length), (1, kv_length))
+    if x.ndim > 4 or any(got not in wanted for got, wanted in zip(full, sizes, strict=True)):
+        raise ValueError(
+            f"{name}: got shape {x.shape}, want a shape broadcastable to [B, H, T, S] = {shape} or to [B, Hkv, T, S] = "
+            f"{(batch, kv_heads, q_length, kv_length)}"
+        )
+    return reshaped(x, full, x.dtype)
+
+
+def _is_mapped(query: Any, key: Any, mask: Any, bias: Any) -> bool:
+    """Whether each head of keys is a call of its own: where a mask or a bias would be large if it were repeated."""
+    if key.shape[2] == query.shape[2] or (isinstance(mask, Mask) and mask.heads > 1):
+        return False
+    large = lambda x: x.shape[:2] == (query.shape[0], key.shape[2]) and x.shape[1] > 1 and x.shape[2] > 1
+    return any(large(x) for x in (mask, bias) if x is not None and not isinstance(x, Mask))
+
+
+def _repeated(x: Any, heads: int) -> Any:
+    """A mask or bias for each head of query."""
+    if x is None or isinstance(x, Mask) or x.shape[1] in (1, heads):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((x.shape[0], heads, *x.shape[2:]), x.dtype)
+    return jnp.repeat(x, heads // x.shape[1], axis=1)
+
+
+def _by_kv_head(x: Any, kv_heads: int, axis: int) -> tuple[Any, int | None]:
+    """(x with its axis of heads as one of key's heads and one of the heads that share it, where the first stands)."""
+    if x is None or isinstance(x, Mask) or x.shape[axis] == 1 < kv_heads:
+        return x, None
+    shape = (*x.shape[:axis], kv_heads, x.shape[axis] // kv_heads, *x.shape[axis + 1 :])
+    return reshaped(x, shape, x.dtype), axis
+
+
+def _of_one(x: Any, axis: int | None) -> Any:
+    if axis is None:
+        return x
+    return jax.ShapeDtypeStruct((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)

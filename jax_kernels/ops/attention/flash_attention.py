@@ -1,0 +1,406 @@
+"""flash_attention: its gradient and its vmap. What it takes is in attention_checks, what runs it in attention_table."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels import dispatch
+from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.masks import Mask
+from jax_kernels.ops.attention import table
+from jax_kernels.ops.attention.checks import by_name, check, with_positive_scale
+from jax_kernels.ops.attention.mask_arguments import mask_or_nan, with_validity
+from jax_kernels.ops.attention.table import AttentionRequest
+from jax_kernels.pallas.varying import as_varying, varying_axes
+from jax_kernels.reference.attention import row_terms
+
+__all__ = [
+    "AttentionCall",
+    "attention_backward",
+    "attention_forward",
+    "attention_forward_together",
+    "attention_gradients",
+    "flash_attention",
+    "prepare",
+    "vary_alike",
+]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class AttentionCall:
+    """The static half of a planned call: everything but the arrays. Hashable, so that it can key a jit cache."""
+
+    implementation: str
+    config: Any
+    options: AttentionOptions
+    out_dtype: str
+    interpret: bool
+
+
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    mask: jax.Array | Mask | None = None,
+    is_causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    kv_lengths: jax.Array | None = None,
+    q_offset: int | jax.Array = 0,
+    score_mod: Any = None,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """Exact attention in tiles, without an array of query length times key length, forward or backward.
+
+    Equivalent to the following JAX code (with key and value repeated for grouped heads)::
+
+        scores = jnp.einsum("bthd,bshd->bhts", query, key).astype(float32) * scale
+        scores = softcap * tanh(scores / softcap) if softcap else scores
+        scores = score_mod(scores, b, h, arange(T)[:, None], arange(S)) if score_mod else scores
+        scores = scores + bias
+        position = (q_offset + arange(T))[:, None]
+        keep = mask & (arange(S) < kv_lengths[:, None, None, None])
+        keep &= position >= arange(S) if is_causal else True
+        keep &= (position - left <= arange(S)) & (arange(S) <= position + right)  # window
+        keep &= (q_ids[:, None, :, None] == kv_ids[:, None, None, :]) & (q_ids >= 0)[:, None, :, None]
+        scores = where(keep, scores, -inf)
+        lse = logaddexp(logsumexp(scores, axis=-1), sinks[:, None])
+        out = jnp.einsum("bhts,bshd->bthd", exp(scores - lse[..., None]), value)
+
+    Every implementation skips what is_causal, window, segment_ids and kv_lengths rule out in whole blocks, but
+    "xla" and "cudnn"; the gradients are those of query, key, value, bias, sinks and what score_mod closes over.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. Its products with key must be numbers that
+        float32 holds.
+      key: [B, S, Hkv, D] in query's dtype; Hkv divides H (grouped-query and multi-query attention).
+      value: [B, S, Hkv, Dv] in query's dtype; Dv up to 256. A query's sum of weighted values, before it is divided by
+        the sum of the weights, which are 1 at most, must be a number that float32 holds.
+      bias: added to the scores after scale and softcap, broadcastable to [B, H, T, S], in query's dtype or
+        float32; -inf masks out. A query all of whose keys a finite number masks, such as finfo(float32).min, attends to
+        those that have its highest score in float32, as in the code above and in PyTorch: to all of them alike where
+        the number is the same. It is read in place, never broadcast in memory. Its gradient has its shape and
+        dtype, is summed in float32 over the axes that it is broadcast over, and is computed only where it is asked
+        for: by two more products, or in "mosaic_gpu", for a bias for each key that the heads which share keys share,
+        without a softcap, by the sums of what is there.
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Zeros and ones in float32, bfloat16 or
+        float16 are taken too. Other floats (an additive mask is a bias) are a ValueError where they are known, and
+        where they are traced they make out, lse and the gradients NaN. "triton" does not take a mask. "mosaic_gpu"
+        packs it into bits, skips the blocks that it keeps nothing of, and forward masks nothing in those that it keeps
+        all of. Or a masks.Mask, whose queries stand at q_offset + i. One of causal,
+        sliding_window, segments, prefix and dense masks joined by `&` is the same as is_causal, window, segment_ids,
+        kv_lengths and mask. Any other "mosaic_gpu" runs as lists of the blocks that it keeps a pair of: the others, and
+        their part of a bias, are neither loaded nor visited, in either direction. The lists are made anew in each call,
+        unless prepare_mask made them before, with a bit for each pair of the blocks that it may keep in part: in a mask
+        of segments or dilated, of all blocks that its windows and other limits leave, and in one that has dense or
+        from_function in it, of all blocks. "xla" evaluates it for a chunk of queries at a time.
+      is_causal: keep key j for query i where q_offset + i >= j.
+      window: (left, right), or an int for both: keep key j for query i where q_offset + i - left <= j and
+        j <= q_offset + i + right, as jax.nn's local_window_size and flash-attn's window_size count. -1 or None is
+        no limit on that side. With is_causal the right side is 0. At most 2**29.
+      segment_ids: int32 [B, T] where T == S, or a (query, key) pair [B, T], [B, S]: packed sequences. A query
+        attends to the keys that have its id; one with an id below 0 attends to nothing and is not attended
+        to. The ids need not be sorted, but where they are, blocks of other segments cost nothing. Of another integer
+        dtype they are taken where int32 holds it, or the values are known and fit. What key and value hold where an
+        id is below 0, and query too, must be finite.
+      kv_lengths: [B] int32, how many keys of each batch entry count; the others are never attended to, and what key and
+        value hold there is without effect, be it NaN. (What a mask, a window or is_causal leaves out must be finite.)
+        A number below 0 counts as 0, one above S as S. Traced integers of any dtype are taken.
+      q_offset: position of query 0: an int within 2**30 of 0, a scalar array, or [B] int32. 0 aligns the causal mask
+        top-left, as jax.nn and PyTorch do; S - T aligns it bottom-right, as flash-attn does. In an array, a number
+        further from 0 counts as 2**30 or -2**30, which is the same for is_causal and window.
+      score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any jnp code, called with scalars: float32
+        query @ key * scale, and the int32 indices of the batch entry, the query head, the query (its row in this
+        call: q_offset does not shift it) and the key. The bias is added, and masks apply, to what it returns;
+        softcap is not taken beside it. The gradients are exact, also of the arrays that it closes over, summed in
+        float32 over the pairs of a chunk of queries and over the chunks; where a pair is masked out, its score
+        passes none, but those arrays may get a NaN from it, as through jnp.where. A query all of whose scores it makes
+        one finite number, such as finfo(float32).min, attends to its keys alike. It is traced in each call that is
+        not under jax.jit, and vmap is a loop over calls. "mosaic_gpu" and "triton" inline it in their kernels where it
+        looks arrays up by the query or by the key, with b and h or without (slopes[h], ids[b, q] == ids[b, k]), and
+        without a bias. "mosaic_gpu" also inlines what it looks up, or computes at some cost, by q_idx - kv_idx
+        (table[h, clip(q - k, -n, n) + n], T5's buckets), of which it reads a number for each difference. "xla" serves
+        any. In "mosaic_gpu" the gradients of the arrays are passes more, by "triton" or, with a mask or a look-up by
+        the difference, by XLA over the blocks that may have a pair.
+      sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else. -inf is
+        no sink.
+      scale: a number, multiplies the scores; default 1 / sqrt(D).
+      softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
+      return_lse: also return the log-sum-exp of the scores, and of the sink. Gradients through it are exact.
+      deterministic: True for the same bits on every run; False lets the backward add in arrival order, which
+        is faster on some GPUs; None follows XLA's --xla_gpu_deterministic_ops. The forward always is.
+      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
+      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the fastest that can serve.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log.
+      A query that may attend to no key has out = 0 and lse = -inf (with sinks, the sink), and passes no gradient
+      but the sink's.
+
+    Raises:
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, or a value is out of range.
+      NotImplementedError: an argument, or a named implementation, that cannot serve this call, and why.
+
+    Source: Dao, "FlashAttention-2" (2023), arXiv:2307.08691; Shah et al., "FlashAttention-3" (2024),
+    arXiv:2407.08608. score_mod: Dong et al., "Flex Attention" (2024), arXiv:2412.05496. Sinks: Xiao
+    et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453.
+    """
+    arguments = locals()
+    arguments["mask"], is_valid = with_validity("mask", mask)
+    call, inputs = prepare(**arguments)
+    out, lse = mask_or_nan(run(call, inputs), is_valid)
+    return (out, lse) if return_lse else out
+
+
+def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
+    mask, _ = with_validity("mask", kwargs.pop("mask", None))
+    request, _ = check(**by_name("flash_attention", args), mask=mask, **kwargs)
+    return _choose(request, kwargs.get("implementation"))
+
+
+flash_attention.plan = _plan  # type: ignore[attr-defined]
+
+
+def _choose(request: AttentionRequest, implementation: str | None) -> dispatch.Plan:
+    return dispatch.choose(request, table.IMPLEMENTATIONS, table.order(request), implementation)
+
+
+def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionCall, AttentionInputs]:
+    """Checks a call and plans it: what attention_forward takes."""
+    request, inputs = check(implementation=implementation, scale=scale, **arguments)
+    plan = _choose(request, implementation)
+    inputs = vary_alike(inputs)
+    query, scale = with_positive_scale(inputs.query, scale)
+    inputs = inputs._replace(query=query)
+    options = AttentionOptions(
+        scale=scale,
+        is_causal=request.is_causal,
+        window=request.window,
+        softcap=request.softcap,
+        q_offset=request.q_offset,
+        precision=request.precision,
+        deterministic=request.deterministic,
+    )
+    interpret = dispatch.interpreting()
+    return AttentionCall(plan.implementation, plan.config, options, str(inputs.query.dtype), interpret), inputs
+
+
+def vary_alike(inputs):
+    """Inside shard_map, every array as varying over the mesh axes that any of them varies over.
+
+    Its transpose sums the gradient of an array that was the same on all devices.
+    """
+    return as_varying(inputs, varying_axes(inputs))
+
+
+def run(call: AttentionCall, inputs: AttentionInputs):
+    """(out, lse) of a prepared call, differentiable."""
+    if table.IMPLEMENTATIONS[call.implementation].backward is None:
+        return attention_forward(call, inputs)
+    return _attention(call, inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call, inputs):
+    out, lse, *_ = attention_forward(call, inputs)
+    return out, lse
+
+
+def _attention_fwd(call, primals):
+    inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+    perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
+    wanted = {f"{name}_gradient": perturbed(getattr(primals, name)) for name in ("bias", "score_mod")}
+    call = dataclasses.replace(call, options=dataclasses.replace(call.options, **wanted))
+    out, lse, *excess = attention_forward(call, inputs)
+    return (out, lse), (call, inputs, out, lse, *excess)
+
+
+def _is_primal(x):
+    return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def _attention_bwd(_, residuals, cotangents):
+    call, inputs, out, lse, *excess = residuals
+    is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
+    dout, dlse = cotangents
+    dout = jnp.zeros_like(out) if is_zero(dout) else dout
+    gradients = attention_backward(call, inputs, out, lse, dout, None if is_zero(dlse) else dlse, *excess)
+    return (AttentionInputs(**dict.fromkeys(AttentionInputs._fields) | gradients._asdict()),)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+
+
+def attention_forward(call: AttentionCall, inputs: AttentionInputs):
+    """(out, lse), or (out, lse, excess), by the call's implementation, as kernels give them.
+
+    vmap adds to the batch. lse is None from "cudnn".
+    """
+    return _batched(_forward, call)(inputs)
+
+
+def attention_forward_together(
+    calls: Sequence[AttentionCall], inputs: Sequence[AttentionInputs]
+) -> list[tuple[jax.Array, jax.Array]]:
+    """attention_forward of several calls, of which those that can share a launch do."""
+    groups: dict[Any, list[int]] = {}  # by what a launch has once
+    for i, (call, of_call) in enumerate(zip(calls, inputs, strict=True)):
+        alike: Any = i
+        if call.implementation in table.FORWARD_TOGETHER and all(x is None for x in of_call[3:]):
+            options = dataclasses.replace(call.options, query_heads=None, kv_heads=None)
+            alike = call.implementation, call.config.forward, options, call.out_dtype, call.interpret
+        groups.setdefault(alike, []).append(i)
+    results: dict[int, tuple[jax.Array, jax.Array]] = {}
+    for members in groups.values():
+        of_group = tuple(calls[i] for i in members)
+        if len(members) == 1:
+            results[members[0]] = attention_forward(of_group[0], inputs[members[0]])
+        else:
+            results |= zip(members, _batched_together(of_group)([inputs[i] for i in members]), strict=True)
+    return [results[i] for i in range(len(calls))]
+
+
+@functools.cache
+def _batched_together(calls: tuple[AttentionCall, ...]):
+    """attention_forward_together of calls that share a launch, with a vmap that joins its axis to each one's batch."""
+
+    @jax.custom_batching.custom_vmap
+    def forward(inputs):
+        first = calls[0]
+        statics = {"out_dtype": jnp.dtype(first.out_dtype), "config": first.config, "interpret": first.interpret}
+        return table.FORWARD_TOGETHER[first.implementation](inputs, [call.options for call in calls], **statics)
+
+    @forward.def_vmap
+    def _(size, batched, inputs):
+        outs = forward(jax.tree.map(functools.partial(_joined, size), inputs, batched[0]))
+        return jax.tree.map(functools.partial(_split, size), outs), jax.tree.map(lambda _: True, outs)
+
+    return forward
+
+
+def attention_backward(
+    call: AttentionCall, inputs: AttentionInputs, out, lse, dout, dlse, excess=None
+) -> AttentionGradients:
+    """The gradients, from the results of attention_forward and their cotangents (dlse may be None)."""
+    if lse is None:  # of "cudnn", which JAX differentiates
+        return _batched(_backward, call)(inputs, None, None, dout)
+    lse, delta = row_terms(out, lse, dout, dlse)
+    gradients = attention_gradients(call, inputs, lse, delta, dout, excess=excess)
+    if inputs.sinks is None:
+        return gradients
+    share = jnp.exp(inputs.sinks[..., None] - lse - (0 if excess is None else excess))  # the sink's, of a softmax
+    return gradients._replace(sinks=-jnp.sum(share * delta, axis=(0, 2))[None])
+
+
+def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta, dout, dquery=None, excess=None):
+    """The gradients but that of the sinks, from what row_terms gives, and with a bias the forward's excess.
+
+    dquery: to add to, for "mosaic_gpu" alone.
+    """
+    return _batched(_backward, call)(inputs, lse, delta, dout, dquery, excess)
+
+
+def _forward(call, inputs):
+    implementation = table.IMPLEMENTATIONS[call.implementation]
+    statics = {"out_dtype": jnp.dtype(call.out_dtype), "config": call.config, "interpret": call.interpret}
+    return implementation.forward(inputs, call.options, **statics)
+
+
+def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None):
+    backward = table.IMPLEMENTATIONS[call.implementation].backward
+    if backward is not None:
+        given = {name: x for name, x in (("dquery", dquery), ("excess", excess)) if x is not None}
+        statics = {"config": call.config, "interpret": call.interpret}
+        return backward(inputs, call.options, lse, delta, dout, **given, **statics)
+    # Differentiated by JAX: the forward runs once more.
+    wanted = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
+    if not call.options.bias_gradient:
+        del wanted["bias"]
+    forward = lambda wanted: _forward(call, inputs._replace(**wanted))[0]
+    return AttentionGradients(**jax.vjp(forward, wanted)[1](dout)[0])
+
+
+def _joined(size, x, has_axis, length=None):
+    """The axis of a vmap, of so many, and a batch as one batch. length: the batch's, of which x may have 1."""
+    x = x if has_axis else x[None]
+    length = x.shape[1] if length is None else length
+    return jnp.broadcast_to(x, (size, length, *x.shape[2:])).reshape(size * length, *x.shape[2:])
+
+
+def _split(size, x):
+    return x.reshape(size, -1, *x.shape[1:])
+
+
+# The arrays whose batch may be 1 where query's is not.
+_SHARED = ("mask", "bias", "sinks")
+
+
+@functools.cache
+def _batched(function, call):
+    """`function(call, ...)`, whose arrays' first axis is the batch, with a vmap that joins its axis to that batch."""
+    plain = functools.partial(function, call)
+    if table.IMPLEMENTATIONS[call.implementation].backward is None:
+        return plain  # JAX differentiates it, which a custom vmap would not let through
+    wrapped = jax.custom_batching.custom_vmap(plain)
+
+    @wrapped.def_vmap
+    def _(size, batched, inputs, *results):
+        length = inputs.query.shape[1 if batched[0].query else 0]
+        own_mask = isinstance(inputs.mask, Mask) and (any(jax.tree.leaves(batched[0].mask)) or inputs.mask.batch > 1)
+        if own_mask or inputs.score_mod is not None:
+            return _one_by_one(wrapped, batched, (inputs, *results))
+
+        def join(x, has_axis):
+            return None if x is None else _joined(size, x, has_axis, length)
+
+        bias, with_gradient = inputs.bias, function is _backward and call.options.bias_gradient
+        # Each of the mapped calls has a gradient of its own, of a bias that its batch entries may share.
+        sum_bias = with_gradient and bias is not None and length > 1 and bias.shape[int(batched[0].bias)] == 1
+        if sum_bias:
+            inputs = inputs._replace(bias=bias.astype(jnp.float32))
+
+        def join_input(name, x, has_axis):
+            if isinstance(x, Mask):
+                return x
+            is_shared = x is not None and not has_axis and x.shape[0] == 1 and name in _SHARED
+            return x if is_shared and not (name == "bias" and with_gradient) else join(x, has_axis)
+
+        joined = AttentionInputs(*map(join_input, AttentionInputs._fields, inputs, batched[0]))
+        outs = jax.tree.map(functools.partial(_split, size), wrapped(joined, *map(join, results, batched[1:])))
+        if sum_bias:
+            outs = outs._replace(bias=outs.bias.sum(axis=1, keepdims=True).astype(bias.dtype))
+        return outs, jax.tree.map(lambda _: True, outs)
+
+    return wrapped
+
+
+def _one_by_one(function, batched, arguments):
+    """A vmap by a loop, for what tells batch entries apart: a Mask, or a score_mod."""
+    leaves, structure = jax.tree.leaves(arguments), jax.tree.structure(arguments)
+    has_axis = jax.tree.leaves(batched)
+
+    def one(mapped):
+        mapped = iter(mapped)
+        return function(
+            *jax.tree.unflatten(
+                structure, [next(mapped) if has else x for x, has in zip(leaves, has_axis, strict=True)]
+            )
+        )
+
+    outs = lax.map(one, [x for x, has in zip(leaves, has_axis, strict=True) if has])
+    return outs, jax.tree.map(lambda _: True, outs)

@@ -1,0 +1,340 @@
+"""dilated_attention: what it takes, and its plan. Its views are in dilated_views, what it computes in dilated_vjp."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import dispatch
+from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.ops.attention import flash_attention as attention
+from jax_kernels.ops.attention.checks import by_name, check, with_positive_scale
+from jax_kernels.ops.attention.flash_attention import AttentionCall, flash_attention
+from jax_kernels.ops.attention.table import IMPLEMENTATIONS, AttentionRequest
+from jax_kernels.ops.dilated import launches as dilated_launches
+from jax_kernels.ops.dilated import views as dilated_views
+from jax_kernels.ops.dilated import vjp as dilated_vjp
+from jax_kernels.ops.dilated.shards import Shards
+from jax_kernels.ops.dilated.views import Call, Piece
+from jax_kernels.ops.dilated.vjp import DilatedCall
+
+__all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "prepare"]
+
+
+def dilated_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = False,
+    heads: str = "all",
+    combine: str = "lse",
+    layout: str = "overlap",
+    order: str | None = None,
+    stop_gradient_weights: bool = False,
+    return_lse: bool = False,
+    segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """Self-attention within segments, of every rate-th token, by several branches of (segment length, rate).
+
+    Equivalent to the following JAX code, where branch i gives head h the tokens whose place in their segment is
+    offset(i, h) modulo its rate::
+
+        def branch(i):
+            tokens, length, rate = arange(T), segment_lengths[i], dilation_rates[i]
+            # heads="all"; with heads="groups", i % rate for the heads of group i, and no token for the others
+            offset = arange(H) // ceil(H / rate)
+            takes = tokens % length % rate == offset[:, None]
+            keep = (tokens[:, None] // length == tokens // length) & takes[:, :, None] & takes[:, None, :]
+            return flash_attention(query, key, value, mask=keep, is_causal=is_causal, return_lse=True)
+
+        outs, lses = map(stack, zip(*(branch(i) for i in range(branches))))
+        weights = softmax(lses, axis=0) if combine == "lse" else full_like(lses, 1 / branches)
+        out = (weights.swapaxes(2, 3)[..., None] * outs).sum(0)
+        lse = logsumexp(lses, axis=0)
+
+    It takes memory for one attention over the tokens that the branches take: no mask, nothing of T x T. What the
+    backward keeps are query, key, value, out and lse.
+
+    "mosaic_gpu" (Hopper) can read a branch in place where
+
+    - D and Dv are equal, 64, 128 or 256, there are no segment_ids, and deterministic is not asked for;
+    - its segments divide T or are no shorter, and its rate divides them into classes of a multiple of 8 tokens;
+    - order is None, or its rate 1;
+    - with heads="groups", its first query head is the first of a key head;
+    - with layout="partition", segments cover the sequence in equal lengths at one rate.
+
+    It does, short ones in one launch; but where gradients are taken not with branches so short that one launch of their
+    backward is faster by more than their copies cost. All other branches, and all of other implementations, are
+    gathered first, which copies what they take. Gathered branches whose segments hold equally many tokens, as in
+    LongNet, run as one attention, if they serve equally many heads and their classes part the query heads of a key head
+    alike. With segment_ids, or where without is_causal the rate does not divide the segments, their classes must have
+    equally many heads, too.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T.
+      key: [B, T, Hkv, D] in query's dtype; Hkv divides H. A query head's tokens count for its key head too.
+      value: [B, T, Hkv, Dv] in query's dtype; Dv up to 256.
+      segment_lengths: of each branch, from 1 on. Neither need they divide T nor be below it.
+      dilation_rates: of each branch, from 1 to its segment length.
+      is_causal: a token attends to itself and to earlier tokens only, whatever the order.
+      heads: "all": every head runs every branch, with the offset h // ceil(H / rate) for head h. "groups": branch i
+        serves the i-th group of heads alone, with the offset i % rate; where the branches do not divide the heads,
+        the first groups have one head more.
+      combine: "lse": a token's outputs are weighted by the softmax of the branches' log-sum-exps, a branch that does
+        not have the token weighing nothing. "mean": they are added, and divided by the number of branches. A token
+        of a head that no branch has gets out = 0 and lse = -inf.
+      layout: "overlap": each branch cuts the whole sequence into segments of its length. "partition":
+        segment_lengths cut the sequence one after another, and in segment i every residue class modulo
+        dilation_rates[i] attends within itself, for all heads, so that each token is in one class; tokens past the
+        sum of the lengths form a last segment at rate 1. Then heads, combine and stop_gradient_weights have nothing
+        to choose and must be left alone.
+      order: None, or "hilbert": a token's place in its segment is the one that hilbert_order visits it at. At rate 1
+        that changes nothing.
+      stop_gradient_weights: pass no gradient through the weights of "lse".
+      return_lse: also return the log-sum-exp over all branches. Gradients through it are exact.
+      segment_ids: int32 [B, T]: packed sequences. A token attends to those with its id; one below 0 to nothing; what
+        the arrays hold there must be finite.
+      scale, deterministic, precision, implementation: as in flash_attention; "cudnn" serves no branch.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log.
+
+    Raises:
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, or a value is out of range.
+      NotImplementedError: a named implementation cannot serve this call, and why.
+
+    Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486.
+    """
+    call, arrays = prepare(**locals())
+    results = dilated_vjp.run(call, arrays)
+    return results if return_lse else results[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class DilatedPlan(dispatch.Plan):
+    """The plan of the attention with most work, and all of them in `branches`.
+
+    branches: (segment length, rate, plan) of each run of equal segments; a shorter last segment is a run of its own.
+    in_place, in_place_differentiated: of each of them, whether it is read where it is, or its rows are gathered:
+    without gradients, and where these are taken.
+    """
+
+    branches: tuple[tuple[int, int, dispatch.Plan], ...] = ()
+    in_place: tuple[bool, ...] = ()
+    in_place_differentiated: tuple[bool, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.implementation} ({self.why})"]
+        of_branches = zip(self.branches, self.in_place, self.in_place_differentiated, strict=True)
+        for (length, rate, plan), in_place, in_place_differentiated in of_branches:
+            how = f"{plan.implementation} {'in place' if in_place else 'of gathered rows'}"
+            how += "" if in_place == in_place_differentiated else ", with gradients of gathered rows"
+            lines.append(f"  segments of {length} at rate {rate}: {how}, {plan.config} from {plan.source}")
+        return "\n".join(lines + [f"  not {name}: {reason}" for name, reason in self.passed_over])
+
+
+def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
+    request, _, calls, _, arguments = _check(**by_name("dilated_attention", args), **kwargs)
+    plans: dict[Piece, dispatch.Plan] = {}
+    in_place: tuple[set[Piece], ...] = set(), set()
+    for views in calls:
+        with dispatch.on_device(request.device):
+            plan = flash_attention.plan(**_specs(request, views), **arguments)  # type: ignore[attr-defined]
+        plans |= dict.fromkeys(views.pieces, plan)
+        for found, parts in zip(in_place, _parts(views, plan, request), strict=True):
+            found |= {piece for part in parts if part.is_strided for piece in part.pieces}
+    pieces = sorted(plans, key=lambda piece: (piece.branch, piece.start))
+    most = plans[max(pieces, key=lambda piece: piece.segments * piece.rows**2)]
+    fields = {field.name: getattr(most, field.name) for field in dataclasses.fields(most)}
+    branches = tuple((piece.length, piece.rate, plans[piece]) for piece in pieces)
+    of_pieces = [tuple(piece in found for piece in pieces) for found in in_place]
+    return DilatedPlan(
+        **fields | {"op": "dilated_attention"},
+        branches=branches,
+        in_place=of_pieces[0],
+        in_place_differentiated=of_pieces[1],
+    )
+
+
+dilated_attention.plan = _plan  # type: ignore[attr-defined]
+
+
+def _check(
+    query, key, value, *, segment_lengths, dilation_rates, is_causal=False, heads="all", combine="lse",
+    layout="overlap", order=None, stop_gradient_weights=False, return_lse=False, segment_ids=None, scale=None,
+    deterministic=None, precision=None, implementation=None, shards: Shards | None = None, **unknown,
+) -> tuple[AttentionRequest, AttentionInputs, tuple[Call, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
+    """(the request of the whole, its arrays, the calls, how they are merged, what each call is given)."""
+    for name in unknown:
+        raise TypeError(f"dilated_attention got an unexpected keyword argument {name!r}")
+    if isinstance(segment_ids, tuple | list):
+        raise TypeError("segment_ids: got a pair, want one int32 array [B, T]: queries and keys are the same tokens")
+    if isinstance(implementation, str) and implementation not in IMPLEMENTATIONS:
+        known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name != "cudnn")
+        raise ValueError(f"implementation={implementation!r} is not known for dilated_attention; want one of {known}")
+    request, inputs = check(
+        query, key, value, is_causal=is_causal, return_lse=return_lse, scale=scale, deterministic=deterministic,
+        precision=precision, implementation=implementation,
+    )  # fmt: skip
+    if request.kv_length != request.q_length:
+        raise ValueError(f"key: got length {request.kv_length}, want query's length {request.q_length}")
+    if segment_ids is not None:
+        inputs = check(query, key, value, segment_ids=segment_ids)[1]
+    branches = check_pattern(
+        segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights
+    )
+    if shards is not None:
+        branches = shards.fitted(branches, request.q_length)
+    if heads == "groups" and len(branches) > request.heads:
+        raise ValueError(
+            f"heads: got 'groups' with {len(branches)} segment_lengths for {request.heads} heads, want a head at least "
+            "for each of them"
+        )
+    pieces = dilated_views.pieces_of(
+        request.q_length, request.heads, branches, heads=heads, layout=layout, order=order, shards=shards
+    )
+    calls = dilated_views.calls_of(
+        pieces,
+        request.heads,
+        request.kv_heads,
+        is_causal=request.is_causal,
+        has_segment_ids=segment_ids is not None,
+    )
+    merge = {
+        "branches": len(branches) if layout == "overlap" else 1,
+        "is_mean": combine == "mean",
+        "is_alone": heads == "groups" or layout == "partition" or len(branches) == 1,
+        "stop_gradient_weights": bool(stop_gradient_weights),
+        "return_lse": request.return_lse,
+    }
+    arguments = {
+        "is_causal": request.is_causal,
+        "scale": scale,
+        "return_lse": True,
+        "deterministic": request.deterministic,
+        "precision": precision,
+        "implementation": implementation,
+    }
+    return request, inputs, calls, merge, arguments
+
+
+def check_pattern(
+    segment_lengths: Any,
+    dilation_rates: Any,
+    heads: Any,
+    combine: Any,
+    layout: Any,
+    order: Any,
+    *,
+    stop_gradient_weights: Any = False,
+) -> tuple[tuple[int, int], ...]:
+    """The branches, (segment length, rate); raises what dilated_attention documents for what its arrays do not tell."""
+    for name, numbers in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+        has_items = isinstance(numbers, Sequence) or (isinstance(numbers, np.ndarray) and numbers.ndim > 0)
+        if isinstance(numbers, str | bytes) or not has_items:
+            raise TypeError(f"{name}: got {type(numbers).__name__}, want a sequence of ints")
+        if any(isinstance(x, bool) or not isinstance(x, int | np.integer) for x in numbers):
+            raise TypeError(f"{name}: got {numbers!r}, want a sequence of ints")
+        if len(numbers) == 0 or any(x < 1 for x in numbers):
+            raise ValueError(f"{name}: got {numbers!r}, want one number or more, all positive")
+    if len(segment_lengths) != len(dilation_rates):
+        raise ValueError(
+            f"dilation_rates: got {len(dilation_rates)} of them for {len(segment_lengths)} segment_lengths, want one "
+            "for each"
+        )
+    for index, (length, rate) in enumerate(zip(segment_lengths, dilation_rates, strict=True)):
+        if rate > length:
+            raise ValueError(f"dilation_rates[{index}]: got {rate}, want at most segment_lengths[{index}] = {length}")
+    for name, got, *choices in (
+        ("heads", heads, "all", "groups"),
+        ("combine", combine, "lse", "mean"),
+        ("layout", layout, "overlap", "partition"),
+        ("order", order, None, "hilbert"),
+    ):
+        if not isinstance(got, str | None) or got not in choices:
+            raise ValueError(f"{name}: got {got!r}, want {choices[0]!r} or {choices[1]!r}")
+    if not isinstance(stop_gradient_weights, bool | np.bool_):
+        raise TypeError(f"stop_gradient_weights: got {type(stop_gradient_weights).__name__}, want a bool")
+    if stop_gradient_weights and combine == "mean":
+        raise ValueError("stop_gradient_weights: got True with combine='mean', want False: its weights are constants")
+    if layout == "partition" and (heads, combine, bool(stop_gradient_weights)) != ("all", "lse", False):
+        raise ValueError(
+            f"layout: got 'partition' with heads={heads!r}, combine={combine!r} and stop_gradient_weights="
+            f"{stop_gradient_weights}, want heads='all', combine='lse' and False: each token is in one class"
+        )
+    return tuple((int(length), int(rate)) for length, rate in zip(segment_lengths, dilation_rates, strict=True))
+
+
+def _specs(request: AttentionRequest, views: Call) -> dict[str, Any]:
+    """The arrays of one attention, without their values."""
+    entries = views.entries(request.batch, request.heads)
+    spec = lambda *shape, dtype=request.dtype: jax.ShapeDtypeStruct((entries, *shape), jnp.dtype(dtype))
+    specs: dict[str, Any] = {
+        "query": spec(views.rows, views.heads, request.head_dim),
+        "key": spec(views.kv_rows, views.kv_heads, request.head_dim),
+        "value": spec(views.kv_rows, views.kv_heads, request.v_head_dim),
+    }
+    if views.is_masked:
+        specs["segment_ids"] = tuple(spec(rows, dtype="int32") for rows in (views.rows, views.kv_rows))
+    if views.span is not None and request.is_causal:
+        specs["q_offset"] = spec(dtype="int32")
+    return specs
+
+
+def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
+    """Checks a call of dilated_attention and plans it: what dilated_vjp.run takes.
+
+    shards: of a sequence that devices share, whose tokens on this one the arrays have.
+    """
+    request, inputs, calls, merge, arguments = _check(**keywords)
+    query, scale = with_positive_scale(inputs.query, arguments["scale"])  # before what has a gradient of its own
+    is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
+    plan = lambda arrays: attention.prepare(**arrays, **arguments | {"scale": scale})[0]
+    attentions: list[tuple[Call, AttentionCall]] = []
+    differentiated: list[tuple[Call, AttentionCall]] = []
+    for views in calls:
+        with dispatch.on_device(request.device):
+            planned = jax.eval_shape(plan, _specs(request, views))
+        # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
+        if is_merged and planned.implementation != "mosaic_gpu":
+            planned = dataclasses.replace(planned, out_dtype="float32")
+        for found, parts in zip((attentions, differentiated), _parts(views, planned, request), strict=True):
+            found += [(part, _of_views(planned, part, request)) for part in parts]
+    arrays = attention.vary_alike((query, inputs.key, inputs.value, inputs.q_segment_ids))
+    sums_dquery = _reads_views(attentions[0][1], request)
+    return DilatedCall(tuple(attentions), tuple(differentiated), **merge, sums_dquery=sums_dquery), arrays
+
+
+def _parts(
+    views: Call, planned: AttentionCall | dispatch.Plan, request: AttentionRequest
+) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """The calls that a call runs as, without gradients, where those that are read in place share a launch, and with."""
+    if not _reads_views(planned, request):
+        return (views,), (views,)
+    in_place = dilated_views.split_strided(views, request.q_length, request.heads // request.kv_heads)
+    return in_place, dilated_launches.launches_of(views, request, planned.config.forward.block_q)
+
+
+def _reads_views(planned: AttentionCall | dispatch.Plan, request: AttentionRequest) -> bool:
+    """Whether an attention can take heads of an array, which its kernels then read as they stand, unpadded."""
+    whole = request.head_dim == request.v_head_dim and request.head_dim in (64, 128, 256)
+    return planned.implementation == "mosaic_gpu" and whole and not request.deterministic
+
+
+def _of_views(planned: AttentionCall, views: Call, request: AttentionRequest) -> AttentionCall:
+    if not views.is_strided:
+        return planned
+    of_query, of_key = (views.head_view(request.heads, heads) for heads in (request.heads, request.kv_heads))
+    options = dataclasses.replace(planned.options, query_heads=of_query, kv_heads=of_key)
+    return dataclasses.replace(planned, options=options)

@@ -1,0 +1,70 @@
+"""Which pieces of a dilated attention with gradients are read in place, and which are gathered for one launch.
+
+A view saves the copy of a piece, but backward takes a launch of its own, which has a start, and an end at which few
+tiles are left: what one adds to dquery is what the next one adds to. Small pieces are therefore gathered into one
+launch, if that is estimated to take less. Forward, pieces that are read in place share a launch.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax_kernels.ops.attention.table import AttentionRequest
+from jax_kernels.ops.dilated import views as dilated_views
+from jax_kernels.ops.dilated.views import Call
+
+__all__ = ["launches_of"]
+
+# H200, forward, causal segments of 1024 rows, 480 tiles of 128 queries and 16 heads of 128 in all: one launch takes
+# 0.043 ms, two 0.057, four 0.082. Of 360 tiles of 12 heads of 64 one takes 0.028.
+LAUNCH_SECONDS = 14e-6
+CORE_FLOPS = 4.5e12  # per second
+# Of a gather: its start, and how much of the data sheet's bandwidth it reaches (4.0 of 4.8 TB/s).
+GATHER_SECONDS = 3e-6
+GATHER_BANDWIDTH = 5 / 6
+
+
+def launches_of(call: Call, request: AttentionRequest, block_q: int) -> tuple[Call, ...]:
+    """The call as the calls that take the least time, as if a forward's, which scales as a backward's does.
+
+    request: of the whole. block_q: the queries of a tile.
+    """
+    parts = dilated_views.split_strided(call, request.q_length, request.heads // request.kv_heads)
+    if request.device.memory_bandwidth is None:
+        return parts
+    strided = sorted((part for part in parts if part.is_strided), key=lambda part: _entries(part, request))
+    ways = [_joined(call, parts, strided[:count]) for count in range(len(strided) + 1)]
+    return min(ways, key=lambda way: _seconds(way, request, block_q))
+
+
+def _joined(call: Call, parts: Sequence[Call], joined: Sequence[Call]) -> tuple[Call, ...]:
+    """The parts, but with `joined` gathered, beside what is gathered anyway."""
+    strided = [part for part in parts if part.is_strided and part not in joined]
+    in_place = [piece for part in strided for piece in part.pieces]
+    others = tuple(piece for piece in call.pieces if piece not in in_place)
+    return *strided, *([dataclasses.replace(call, pieces=others)] if others else [])
+
+
+def _seconds(calls: Sequence[Call], request: AttentionRequest, block_q: int) -> float:
+    gathered = [call for call in calls if not call.is_strided]
+    copied = sum(_gathered_bytes(call, request) for call in gathered)
+    assert request.device.memory_bandwidth is not None
+    gathering = copied / (GATHER_BANDWIDTH * request.device.memory_bandwidth) + GATHER_SECONDS * len(gathered)
+    return gathering + sum(_launch_seconds(call, request, block_q) for call in calls)
+
+
+def _gathered_bytes(call: Call, request: AttentionRequest) -> int:
+    """Query, key and value, read and written."""
+    rows = call.rows * call.heads + 2 * call.kv_rows * call.kv_heads
+    return 2 * _entries(call, request) * rows * request.head_dim * request.bits // 8
+
+
+def _launch_seconds(call: Call, request: AttentionRequest, block_q: int) -> float:
+    cores, q_blocks = request.device.core_count, -(-call.rows // block_q)
+    tiles = _entries(call, request) * call.heads * q_blocks
+    share = (q_blocks + 1) / (2 * q_blocks) if request.is_causal else 1  # of the keys, that a tile has on average
+    flops = 4 * tiles * block_q * share * call.kv_rows * request.head_dim
+    return LAUNCH_SECONDS + flops / (cores * CORE_FLOPS)
+
+
+def _entries(call: Call, request: AttentionRequest) -> int:
+    return call.entries(request.batch, request.heads)

@@ -1,0 +1,87 @@
+"""sequence_parallel_dilated_attention: dilated attention of a sequence whose tokens are shared out among devices."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jax_kernels.ops.dilated import vjp as dilated_vjp
+from jax_kernels.ops.dilated.dilated_attention import prepare
+from jax_kernels.ops.dilated.shards import Shards
+
+__all__ = ["sequence_parallel_dilated_attention"]
+
+
+def sequence_parallel_dilated_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    axis_name: str,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    is_causal: bool = False,
+    heads: str = "all",
+    combine: str = "lse",
+    order: str | None = None,
+    stop_gradient_weights: bool = False,
+    return_lse: bool = False,
+    segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """dilated_attention inside jax.shard_map, where device i of an axis has the tokens i * T ... (i + 1) * T - 1.
+
+    Equivalent to the following JAX code, without the gathered arrays::
+
+        gather = lambda x: all_gather(x, axis_name, axis=1, tiled=True)
+        out = dilated_attention(*map(gather, (query, key, value)), segment_ids=gather(segment_ids), ...)
+        out = out[:, i * T : (i + 1) * T]
+
+    Segments that fit a device's tokens need no communication. Of longer ones the keys and values that take part, one
+    in `rate`, are gathered from the devices of the segment, with their segment_ids where these are given; nothing else
+    travels, but in the backward, where they are gathered again, their gradients: each device rounds its own to
+    query's dtype, and they are added up in float32. It takes memory for the longest segment divided by its rate. What
+    the backward keeps are a device's query, key, value, segment_ids, out and lse.
+
+    Pallas kernels ("mosaic_gpu", "triton") run in a jax.shard_map with check_vma=False alone.
+
+    With order="hilbert" devices of a longer segment may have different numbers of its tokens that take part: then each
+    sends as many rows as the one with most of them, up to a multiple of 8.
+
+    Args:
+      query: [B, T, H, D]. key: [B, T, Hkv, D]. value: [B, T, Hkv, Dv]: a device's tokens; else as in dilated_attention.
+      axis_name: of the mesh axis over which the sequence is sharded, in the order of its tokens.
+      segment_lengths: of each branch: a divisor of T, or T times a divisor of the number of devices, or no less than
+        the whole sequence.
+      dilation_rates: of each branch. Of segments longer than T they divide T.
+      segment_ids: int32 [B, T], of a device's tokens: packed sequences, whose ids are those of the whole sequence.
+      is_causal, heads, combine, order, stop_gradient_weights, return_lse, scale, deterministic, precision,
+        implementation: as in dilated_attention, whose layout is "overlap" here.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as dilated_attention; ValueError where axis_name is not an axis of a
+        jax.shard_map around the call, or segment_lengths, or dilation_rates, do not fit the devices as said above.
+
+    Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486, section 3.
+    """
+    arguments = locals()
+    del arguments["axis_name"]
+    call, arrays = prepare(**arguments, shards=Shards(axis_name, _axis_size(axis_name)))
+    results = dilated_vjp.run(call, arrays)
+    return results if return_lse else results[0]
+
+
+def _axis_size(axis_name: str) -> int:
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name: got {type(axis_name).__name__}, want the name of a mesh axis")
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(f"axis_name: got {axis_name!r}, want an axis of the jax.shard_map around this call") from None

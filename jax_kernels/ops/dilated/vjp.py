@@ -1,0 +1,238 @@
+"""What a planned dilated attention computes, forward and backward: its attentions, and their results as one."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.ops.attention import flash_attention as attention
+from jax_kernels.ops.attention.flash_attention import AttentionCall
+from jax_kernels.ops.dilated import views as dilated_views
+from jax_kernels.ops.dilated.views import Call, Piece
+from jax_kernels.pallas.attention.passes import dilated_rows
+from jax_kernels.reference.attention import row_terms
+
+__all__ = ["DilatedCall", "run"]
+
+Parts = list[tuple[Piece, jax.Array]]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class DilatedCall:
+    """A planned call without its arrays: its attentions, and how what they give becomes one.
+
+    All attentions have one implementation. differentiated: what the same is where there are gradients, for which views
+    share a launch by copies alone, which the forward then has as well. is_alone: no token of a head is in two branches.
+    merged_backward: the gradient of every branch follows from out and lse of the whole. sums_dquery: each attention
+    adds query's gradient to float32 numbers, without the scale.
+    """
+
+    attentions: tuple[tuple[Call, AttentionCall], ...]
+    differentiated: tuple[tuple[Call, AttentionCall], ...]
+    branches: int
+    is_mean: bool
+    is_alone: bool
+    stop_gradient_weights: bool
+    return_lse: bool
+    sums_dquery: bool = False
+
+    @property
+    def merged_backward(self) -> bool:
+        return self.is_alone or not (self.is_mean or self.stop_gradient_weights)
+
+    @property
+    def share(self) -> float:
+        """What "mean" multiplies a branch by."""
+        return 1 / self.branches if self.is_mean else 1.0
+
+    @property
+    def interpret(self) -> bool:
+        return self.attentions[0][1].interpret
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether dilated_rows gathers rows, and puts together what the attentions give."""
+        return all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions)
+
+
+def _inputs(call: DilatedCall, views: Call, planned: AttentionCall, query, key, value, ids) -> AttentionInputs:
+    if views.is_masked:
+        ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
+        ids = dilated_views.gather_ids(ids, views)
+    query, key, value = _read(call, views, query.shape[2], query, key, value)
+    if views.span is None:
+        return AttentionInputs(query, key, value, q_segment_ids=ids, kv_segment_ids=ids)
+    key, value, kv_ids = jax.tree.map(views.span.gather, (key, value, ids))
+    is_causal = planned.options.is_causal
+    first = jnp.full(query.shape[0], views.span.index * views.rows, jnp.int32) if is_causal else None
+    return attention.vary_alike(
+        AttentionInputs(query, key, value, q_segment_ids=ids, kv_segment_ids=kv_ids, q_offset=first)
+    )
+
+
+def _read(call: DilatedCall, views: Call, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
+    """Arrays [B, T, heads, D] as an attention reads them."""
+    if views.is_strided or not call.by_kernels:
+        return [dilated_views.arrays_of(x, views, num_heads) for x in arrays]
+    read: dict[int, jax.Array] = {}
+    for shape in dict.fromkeys(x.shape for x in arrays):
+        compact = dilated_views.compact_rows([views], shape[0], num_heads, shape[2])
+        gather = lambda tables, *alike, compact=compact: tuple(
+            dilated_rows.gather(compact._replace(tables=tables), alike, views.rows, interpret=call.interpret)
+        )
+        alike = [index for index, x in enumerate(arrays) if x.shape == shape]
+        with jax.enable_x64(False):  # as for flash_attention's kernels
+            gathered = sequential_vmap(gather)(compact.tables, *(arrays[index] for index in alike))
+        read |= zip(alike, gathered, strict=True)
+    return [read[index] for index in range(len(arrays))]
+
+
+def _forward(call: DilatedCall, attentions, arrays):
+    """(out, lse). attentions: those of the call, or those of it differentiated."""
+    query = arrays[0]
+    batch, _, heads, _ = query.shape
+    planned = [planned for _, planned in attentions]
+    inputs = [_inputs(call, *of_one, *arrays) for of_one in attentions]
+    outs, lses = zip(*attention.attention_forward_together(planned, inputs), strict=True)
+    like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
+    if call.by_kernels:
+        compact = dilated_views.compact_rows([views for views, _ in attentions], batch, heads, heads)
+        share = call.share if call.is_mean else None
+        merge = lambda tables, outs, lses: dilated_rows.merge(
+            compact._replace(tables=tables), outs, lses, like=like, share=share, interpret=call.interpret
+        )
+        with jax.enable_x64(False):  # as for flash_attention's kernels
+            return sequential_vmap(merge)(compact.tables, outs, lses)
+    out_parts: Parts = []
+    lse_parts: Parts = []
+    for (views, _), out, lse in zip(attentions, outs, lses, strict=True):
+        out_parts += dilated_views.scatter(out, views, batch, heads, heads)
+        lse_parts += dilated_views.scatter(lse.swapaxes(1, 2), views, batch, heads, heads, fill=-jnp.inf)
+    return _merge(call, out_parts, lse_parts, like)
+
+
+def _merge(call: DilatedCall, out_parts: Parts, lse_parts: Parts, like):
+    """What dilated_rows.merge gives, in jnp."""
+    outs = dilated_views.merge_rows(out_parts, like.shape[1])
+    lses = dilated_views.merge_rows(lse_parts, like.shape[1], fill=-jnp.inf)
+    lse = functools.reduce(jnp.maximum, lses)
+    if not call.is_alone:
+        highest = jnp.where(jnp.isneginf(lse), 0, lse)
+        lse = jnp.log(_sum([jnp.exp(x - highest) for x in lses])) + highest
+        if not call.is_mean:
+            finite = jnp.where(jnp.isneginf(lse), 0, lse)
+            outs = [jnp.exp(x - finite)[..., None] * out for x, out in zip(lses, outs, strict=True)]
+    return (_sum(outs) * call.share).astype(like.dtype), lse.swapaxes(1, 2)
+
+
+def _sum(arrays: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.add, arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dilated(call, arrays):
+    return _forward(call, call.attentions, arrays)[: 1 + call.return_lse]
+
+
+def _dilated_fwd(call, arrays):
+    out, lse = _forward(call, call.differentiated, arrays)
+    return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
+
+
+def _dilated_bwd(call: DilatedCall, residuals, cotangents):
+    query, key, value, ids, out, lse = residuals
+    heads = out.shape[2]
+    dout, dlse = cotangents if call.return_lse else (*cotangents, None)
+    terms = _row_terms(call, out, lse, dout, dlse) if call.merged_backward else None
+    # What calls that read views add to, one after the other.
+    dquery = jnp.zeros(query.shape, jnp.float32) if _sums_whole(call, query) else None
+    parts: dict[str, list[Any]] = {"query": [], "key": [], "value": []}
+    for views, planned in call.differentiated:
+        inputs = _inputs(call, views, planned, query, key, value, ids)
+        if terms is None:
+            lse_of_rows, delta = _branch_terms(call, views, planned, inputs, lse, dout, dlse)
+        else:
+            lse_of_rows, delta = (dilated_views.gather_rows(x, views, heads).swapaxes(1, 2) for x in terms)
+        so_far = None
+        if views.is_strided and dquery is not None:
+            so_far = dquery.reshape(inputs.query.shape)
+        elif call.sums_dquery:
+            so_far = jnp.zeros((*inputs.query.shape[:2], views.heads, query.shape[3]), jnp.float32)
+        (dout_of_rows,) = _read(call, views, heads, dout)
+        gradients = attention.attention_gradients(planned, inputs, lse_of_rows, delta, dout_of_rows, so_far)
+        if views.is_strided and dquery is not None:
+            dquery, gradients = gradients.query.reshape(query.shape), gradients._replace(query=None)
+        if views.span is not None:
+            dkey, dvalue = (views.span.add_up(x) for x in (gradients.key, gradients.value))
+            gradients = gradients._replace(key=dkey, value=dvalue)
+        for name, part in parts.items():
+            part.append(getattr(gradients, name))
+    scale = call.attentions[0][1].options.scale if call.sums_dquery else 1.0
+    dq = _total(call, parts["query"], query, heads, dquery, scale)
+    dk, dv = (_total(call, parts[name], x, heads) for name, x in (("key", key), ("value", value)))
+    return ((dq, dk, dv, None),)
+
+
+def _sums_whole(call: DilatedCall, query: jax.Array) -> bool:
+    """Whether calls that read views add to one array shaped as query: where own ones would take no less memory."""
+    batch, _, heads, head_dim = query.shape
+    strided = [views for views, _ in call.differentiated if views.is_strided]
+    taken = sum(views.entries(batch, heads) * views.rows * views.heads for views in strided)
+    return 0 < query.size <= taken * head_dim
+
+
+def _total(call: DilatedCall, parts, like, heads: int, whole=None, factor: float = 1.0):
+    """factor times the sum of what each attention gave for an array (or None), and of `whole`: the array's gradient."""
+    batch, length, array_heads, _ = like.shape
+    calls = [views for (views, _), part in zip(call.differentiated, parts, strict=True) if part is not None]
+    parts = [part for part in parts if part is not None]
+    if call.by_kernels:
+        compact = dilated_views.compact_rows(calls, batch, heads, array_heads)
+        total = lambda tables, parts, whole: dilated_rows.total(
+            compact._replace(tables=tables), parts, whole, factor, like=like, interpret=call.interpret
+        )
+        with jax.enable_x64(False):
+            return sequential_vmap(total)(compact.tables, parts, whole)
+    scattered: Parts = []
+    for views, part in zip(calls, parts, strict=True):
+        scattered += dilated_views.scatter(part, views, batch, heads, array_heads)
+    sums = dilated_views.merge_rows(scattered, length) + ([] if whole is None else [whole])
+    return (factor * _sum(sums)).astype(like.dtype)
+
+
+def _row_terms(call: DilatedCall, out, lse, dout, dlse):
+    """(lse, delta) [B, T, H] of one softmax over all that the branches see.
+
+    With them every branch has P = exp(score - lse) and dS = P * (dP - delta), where P has the branch's share in it.
+    """
+    lse, delta = row_terms(out, lse, dout, dlse)
+    lse, delta = lse.swapaxes(1, 2), delta.swapaxes(1, 2)
+    return lse - math.log(call.share), delta / call.share
+
+
+def _branch_terms(call: DilatedCall, views: Call, planned: AttentionCall, inputs: AttentionInputs, lse, dout, dlse):
+    """(lse, delta) [entries, heads, rows] of one attention, which runs once more, as _row_terms gives them.
+
+    P has the branch's weight in it, so that lse is that of the whole, or with "mean" its own one and the share.
+    """
+    rows = lambda x: dilated_views.gather_rows(x, views, dout.shape[2])
+    lse_of_rows = rows(lse.swapaxes(1, 2)).swapaxes(1, 2)
+    branch_out, branch_lse = attention.attention_forward(planned, inputs)
+    dlse = None if dlse is None else rows(dlse.swapaxes(1, 2)).swapaxes(1, 2)
+    if call.is_mean and dlse is not None:
+        dlse = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse_of_rows)) * dlse / call.share
+    branch_lse, delta = row_terms(branch_out, branch_lse, rows(dout), dlse)
+    lse_of_rows = branch_lse - math.log(call.share) if call.is_mean else lse_of_rows
+    return jnp.where(jnp.isposinf(branch_lse), jnp.inf, lse_of_rows), delta
+
+
+_dilated.defvjp(_dilated_fwd, _dilated_bwd)
+
+# One compilation where the caller has none: the views and the merge are many small operations.
+run = jax.jit(_dilated, static_argnums=0)

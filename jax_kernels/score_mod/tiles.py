@@ -1,0 +1,159 @@
+"""A score_mod in two parts: what it reads of arrays, before a kernel, and what a kernel does to a tile of scores."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from jax_kernels.score_mod.axes import axes_of, flat
+from jax_kernels.score_mod.trace import ScoreMod
+
+__all__ = ["TileMod", "split", "why_not"]
+
+# What Pallas lowers through Triton for a tile, it and its derivative.
+ELEMENTWISE = {
+    "abs", "add", "and", "atan", "convert_element_type", "cos", "custom_jvp_call", "div", "eq", "exp", "exp2", "expm1",
+    "floor", "ge", "gt", "integer_pow", "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "not", "or", "pow", "rem", "rsqrt", "select_n", "shift_right_arithmetic", "sign", "sin", "sqrt", "square",
+    "stop_gradient", "sub", "tanh", "xor",
+}  # fmt: skip
+# What pallas.attention.sm90.score_mod computes on a tile, it and its derivative. sin and cos are coarse there, as its
+# kernels' mathematics is approximate.
+MOSAIC_ELEMENTWISE = ELEMENTWISE - {"atan", "cos", "floor", "pow", "shift_right_arithmetic", "sin"}
+# What its kernels had better compute for a row or a column of a tile than read.
+MOSAIC_CHEAP = {
+    "abs", "add", "convert_element_type", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "neg", "sub",
+}  # fmt: skip
+# And for each pair of it, of what depends on q - k alone.
+CHEAP_OF_PAIRS = MOSAIC_CHEAP | {"and", "not", "or", "select_n", "sign", "square", "stop_gradient", "xor"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TileMod:
+    """reads: a program of (*arrays, b, h, q, k) for each operand, a scalar, and what of "bhqkd" it depends on.
+
+    "d" is the difference q - k, where it depends on q and k by that alone.
+
+    program: of (score, b, h, q, k, *operands).
+    """
+
+    reads: tuple[tuple[Any, frozenset[str]], ...]
+    program: Any
+
+    def operands(self, arrays: tuple[Any, ...], shape: tuple[int, int, int, int]) -> list[jax.Array]:
+        """For scores of this shape: [B or 1, H or 1, T or 1, S or 1] each, float32 or int32.
+
+        Of "d" [B or 1, H or 1, T + S - 1]: of the differences from 1 - S on.
+        """
+        return [self._operand(arrays, shape, *read) for read in self.reads]
+
+    def _operand(self, arrays, shape, program, axes):
+        function: Any = lambda *indices: jaxpr_as_fun(ClosedJaxpr(program, []))(*arrays, *indices)[0]
+        sizes = (n if name in axes else 1 for name, n in zip("bhqk", shape, strict=True))
+        indices = [jnp.arange(n, dtype=jnp.int32) for n in sizes]
+        if "d" in axes:  # of all pairs with a difference, the one with key 0
+            of_pair, indices = function, [*indices[:2], jnp.arange(1 - shape[3], shape[2], dtype=jnp.int32)]
+            function = lambda b, h, difference: of_pair(b, h, difference, jnp.int32(0))
+        for axis in reversed(range(len(indices))):
+            function = jax.vmap(function, tuple(0 if axis == other else None for other in range(len(indices))))
+        whole = function(*indices)
+        return whole.astype(jnp.float32 if jnp.issubdtype(whole.dtype, jnp.inexact) else jnp.int32)
+
+    def __call__(self, scores: Any, b: Any, h: Any, q: Any, k: Any, operands: Any) -> jax.Array:
+        """A tile of scores, float32. b, h: int32 scalars. q, k, int32, and operands: shaped as scores."""
+        function = lambda score, q, k, *operands: self.of_pair(score, b, h, q, k, operands)
+        return jax.vmap(jax.vmap(function))(scores, q, k, *operands)
+
+    def of_pair(self, score: Any, b: Any, h: Any, q: Any, k: Any, operands: Any) -> jax.Array:
+        """A score. All are scalars."""
+        of_dtype = lambda x, dtype: x != 0 if dtype == jnp.dtype(bool) else x.astype(dtype)
+        given = [of_dtype(x, of.aval.dtype) for x, of in zip(operands, self.program.invars[5:], strict=True)]
+        return jaxpr_as_fun(ClosedJaxpr(self.program, []))(score, b, h, q, k, *given)[0]
+
+
+def why_not(mod: ScoreMod, *, mosaic: bool = False) -> str | None:
+    """Why it has no two parts."""
+    try:
+        split(mod, mosaic=mosaic)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def split(mod: ScoreMod, *, mosaic: bool = False) -> TileMod:
+    """The two parts. Raises NotImplementedError where there are none.
+
+    mosaic: for the kernels that read, not compute, what is of b and h alone, and what is of one more index and not
+    cheap; the difference q - k is such an index.
+    """
+    program = flat(mod.program)
+    arrays, (score, *indices) = program.invars[:-5], program.invars[-5:]
+    axes = axes_of(program, dict(zip((score, *indices), "sbhqk", strict=True)))
+    if not mosaic:
+        axes = {x: of_x - {"d"} | {"q", "k"} if "d" in of_x else of_x for x, of_x in axes.items()}
+    worth_reading = {*arrays, *(indices[:2] if mosaic else ())}
+    constants: set[Any] = set()
+    equation: Any
+    for equation in program.eqns:
+        inputs, of_outputs = _variables(equation.invars), frozenset().union(*(axes[x] for x in equation.outvars))
+        is_scalar = all(x.aval.shape == () for x in equation.outvars)
+        if mosaic and is_scalar and constants.issuperset(inputs) and str(equation.primitive) in MOSAIC_ELEMENTWISE:
+            constants.update(equation.outvars)
+            continue
+        if "d" in of_outputs:  # a number of a head, times the difference, is not
+            is_worth = any(x in worth_reading and "d" in axes[x] for x in inputs)
+            is_worth |= not (is_scalar and _is_cheap_of_pairs(equation))
+        else:
+            is_worth = any(x in worth_reading for x in inputs)
+            is_worth |= mosaic and (of_outputs <= {"b", "h"} or str(equation.primitive) not in MOSAIC_CHEAP)
+        if is_worth:
+            worth_reading.update(equation.outvars)
+    is_read = lambda x: x in worth_reading and "s" not in axes[x] and len(axes[x] & {"q", "k", "d"}) <= 1
+    known = {x for x in axes if is_read(x)}
+    equations = _leading_to(program.outvars, program.eqns, known)
+    used = [*(x for equation in equations for x in equation.invars), *program.outvars]
+    operands = [x for x in dict.fromkeys(_variables(used)) if x in known]
+    results = [x for equation in equations for x in equation.outvars]
+    if any(x.aval.shape != () for x in (*operands, *results)):
+        by = "query, by key or by their difference, not by both otherwise" if mosaic else "query or by key, not by both"
+        raise NotImplementedError(f"of a score_mod it takes look-ups by {by} or by the score")
+    unknown = sorted(set(_primitives(equations)) - (MOSAIC_ELEMENTWISE if mosaic else ELEMENTWISE))
+    if unknown:
+        raise NotImplementedError(f"of a score_mod its kernels cannot compute {', '.join(unknown)}")
+    before = {x: _leading_to([x], program.eqns, set()) for x in operands}
+    whole = lambda x: program.replace(invars=[*arrays, *indices], eqns=before[x], outvars=[x])
+    reads = tuple((whole(x), axes[x]) for x in operands)
+    return TileMod(reads, program.replace(invars=[score, *indices, *operands], eqns=equations))
+
+
+def _is_cheap_of_pairs(equation: Any) -> bool:
+    kind = str(equation.primitive)
+    if kind == "div":
+        is_float = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating)
+        return is_float and isinstance(equation.invars[1], Literal)
+    return kind in CHEAP_OF_PAIRS or (kind == "integer_pow" and equation.params["y"] in range(1, 5))
+
+
+def _variables(atoms: Any) -> list[Any]:
+    return [x for x in atoms if not isinstance(x, Literal)]
+
+
+def _primitives(equations: Any) -> Iterator[str]:
+    for equation in equations:
+        yield str(equation.primitive)
+        for parameter in equation.params.values():
+            if isinstance(parameter, Jaxpr | ClosedJaxpr):
+                yield from _primitives(parameter.eqns)
+
+
+def _leading_to(variables: Any, equations: Any, known: set[Any]) -> list[Any]:
+    """The equations that give these variables, from what is known."""
+    needed, found = set(_variables(variables)) - known, []
+    for equation in reversed(equations):
+        if any(x in needed for x in equation.outvars):
+            found.append(equation)
+            needed |= set(_variables(equation.invars)) - known
+    return found[::-1]

@@ -1,0 +1,1 @@
+"""Small Triton kernels before and behind attention, bound by memory."""

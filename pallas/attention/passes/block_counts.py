@@ -1,0 +1,76 @@
+"""How many pairs each block of a bool array keeps: bound by reading each bool once.
+
+XLA reads at a third of the bandwidth of a copy.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.pallas.attention.triton.common import MOST_PROGRAMS, iota, reaches
+
+ELEMENTS = 16384  # of a program's pairs: a thread has some eight loads of 16 bytes on their way
+WARPS = 4
+LEAST_ROWS = 16
+
+
+def takes(shape: tuple[int, ...], block_q: int, block_kv: int) -> bool:
+    """Whether parts of blocks are tensors of Triton's, and it reaches so many bools."""
+    batch, heads, q_length, kv_length = shape
+    rows, columns = _tile(kv_length, block_q, block_kv)
+    return (
+        block_kv & (block_kv - 1) == 0
+        and LEAST_ROWS <= rows <= q_length
+        and block_kv <= kv_length
+        and rows * columns <= ELEMENTS
+        and max(batch * heads, pl.cdiv(q_length, rows)) <= MOST_PROGRAMS
+        and reaches(batch * heads * q_length * kv_length)
+    )
+
+
+def _tile(kv_length: int, block_q: int, block_kv: int) -> tuple[int, int]:
+    """(rows, columns) of a program: a part of the rows of a block, and blocks of columns side by side."""
+    rows = min(block_q & -block_q, max(LEAST_ROWS, ELEMENTS // block_kv))
+    columns = block_kv
+    while 2 * columns * rows <= ELEMENTS and columns < kv_length:
+        columns *= 2
+    return rows, columns
+
+
+def counts(keep: jax.Array, block_q: int, block_kv: int, *, interpret: bool) -> jax.Array:
+    """int32 [B, H, ceil(T / block_q), ceil(S / block_kv)] from bool [B, H, T, S]."""
+    batch, heads, q_length, kv_length = keep.shape
+    rows, columns = _tile(kv_length, block_q, block_kv)
+    blocks, parts = pl.cdiv(q_length, block_q), block_q // rows
+    side_by_side = columns // block_kv
+    grid = (pl.cdiv(kv_length, columns), pl.cdiv(q_length, rows), batch * heads)
+    is_whole = q_length % rows == 0 and kv_length % columns == 0
+    # Of whole programs, past the last block too; in shard_map varying as the array does.
+    shape = (batch, heads, grid[1], grid[0] * side_by_side)
+    of_parts = jax.typeof(keep).update(shape=shape, dtype=jnp.dtype(jnp.int32))
+
+    def kernel(keep_ref, out_ref):
+        inside = None
+        if not is_whole:
+            q, k = pl.program_id(1) * rows + iota(rows), pl.program_id(0) * columns + iota(columns)
+            inside = (q < q_length)[:, None] & (k < kv_length)[None, :]
+        x = plgpu.load(keep_ref, mask=inside, other=None if is_whole else False).astype(jnp.int32)
+        # Along rows first: what a thread has loaded is then added up in its registers.
+        x = x.reshape(rows, side_by_side, block_kv).sum(axis=2) if side_by_side > 1 else x.sum(axis=1)[:, None]
+        plgpu.store(out_ref, x.sum(axis=0))
+
+    sums = pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[pl.BlockSpec((None, None, rows, columns), lambda x, y, n: (n // heads, n % heads, y, x))],
+        out_specs=pl.BlockSpec((None, None, None, side_by_side), lambda x, y, n: (n // heads, n % heads, y, x)),
+        out_shape=of_parts,
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+        name="attention_dense_blocks",
+    )(keep)[..., : pl.cdiv(kv_length, block_kv)]
+    if parts == 1:
+        return sums
+    pad = ((0, 0), (0, 0), (0, blocks * parts - grid[1]), (0, 0))
+    return jnp.pad(sums, pad).reshape(batch, heads, blocks, parts, -1).sum(axis=3, dtype=jnp.int32)

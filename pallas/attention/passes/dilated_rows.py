@@ -1,0 +1,276 @@
+"""The branches of dilated attention put together, each read once and the result written once: bound by memory.
+
+A branch's results are compact: they hold the tokens that its heads take, and no others. A program owns a block of
+tokens of one head, finds where each branch has them, and loads only those: written as a selection, XLA would load every
+row as many times as the branch's rate.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.pallas.attention.triton.common import head_mask, iota, padded
+from jax_kernels.pallas.varying import result_types
+
+
+class Shape(NamedTuple):
+    """Of a program: the numbers of its block of tokens, and its warps.
+
+    heads_first: whether programs that run side by side have heads side by side, not tokens.
+    """
+
+    elements: int
+    warps: int
+    heads_first: bool = True
+
+    def block(self, head_dim: int) -> int:
+        return self.elements // padded(head_dim)
+
+    def axes(self, of_heads: Any, of_tokens: Any) -> tuple[Any, Any]:
+        """The first two axes of the grid."""
+        return (of_heads, of_tokens) if self.heads_first else (of_tokens, of_heads)
+
+    def program(self, head_dim: int):
+        """(its tokens or rows, its head, its entry)."""
+        head, nth = self.axes(pl.program_id(0), pl.program_id(1))
+        block = self.block(head_dim)
+        return nth * block + iota(block), head, pl.program_id(2)
+
+    def spec(self, shape: tuple[int | None, ...], index: Any) -> pl.BlockSpec:
+        """index(head, block of tokens, batch entry)."""
+        return pl.BlockSpec(shape, lambda x, y, b: index(*self.axes(x, y), b))
+
+    def tile(self, head_dim: int) -> pl.BlockSpec:
+        return self.spec((None, self.block(head_dim), None, padded(head_dim)), lambda h, i, b: (b, i, h, 0))
+
+
+# H200, five branches of 32,768 tokens, 16 x 128 and 12 x 64: merging takes 0.128 and 0.050 ms with heads first, and
+# 16 x 128 0.121 with tokens first (3.4 TB/s); of 8192 elements and 4 warps, weights first, 0.188 and 0.056. Sums 0.096
+# and 0.039 (0.102, 0.051), gathers 0.051 and 0.021.
+MERGE = Shape(1024, 1, heads_first=False)
+MOVE = Shape(2048, 4)
+
+
+class Rows(NamedTuple):
+    """Which tokens a compact array [entries, rows, in_entry, ...] has of an array [B, T, heads, ...].
+
+    Of the compact arrays it is number `array`, of which it is entries base ... base + B * segments * folds - 1. These
+    are those of an array [B * segments, folds, rows, in_entry, ...] where fold f has heads f * in_entry ... of heads
+    0 ... folds * in_entry - 1. Head h of the array is number part * h + nth among `part` times as many, and that is
+    first + c of one of these heads, c. Row r of segment s and head c is place r * rate + offset + c // run in the
+    segment of the tokens start + s * length ... + length - 1.
+
+    classes: 0; or of heads that have all classes of a segment, each in a head of its own, how many there are: head c is
+    head c % classes of the array and class c // classes. table: number of the Table that tells which token is at which
+    place; -1 where they are in order.
+    """
+
+    array: int
+    base: int
+    start: int
+    segments: int
+    length: int
+    rate: int
+    first: int
+    folds: int
+    in_entry: int
+    offset: int
+    run: int
+    part: int = 1
+    nth: int = 0
+    classes: int = 0
+    table: int = -1
+
+    def find(self, tokens, head, batch_index, tables):
+        """(whether there is a place for each token, its entry, its row, its head in the entry)."""
+        from_start = tokens - self.start
+        segment, place = lax.div(from_start, self.length), lax.rem(from_start, self.length)
+        taken = (from_start >= 0) & (segment < self.segments)
+        if self.table >= 0:
+            place = plgpu.load(tables[self.table].at[place], mask=taken, other=0)
+        row, phase = lax.div(place, self.rate), lax.rem(place, self.rate)
+        if self.classes:
+            compact = phase * self.classes + head
+        else:
+            compact = head * self.part + (self.nth - self.first)
+            taken = taken & (phase == self.offset + lax.div(compact, self.run))
+            taken = taken & (compact >= 0) & (compact < self.folds * self.in_entry)
+        entry = (batch_index * self.segments + segment) * self.folds + lax.div(compact, self.in_entry)
+        return taken, self.base + entry, row, lax.rem(compact, self.in_entry)
+
+    def head_of(self, compact):
+        """(the array's head that one of an entry's heads is of, counted over all folds, and its class)."""
+        if self.classes:
+            return lax.rem(compact, self.classes), lax.div(compact, self.classes)
+        return lax.div(self.first + compact, self.part), self.offset + lax.div(compact, self.run)
+
+
+class Table(NamedTuple):
+    """An order of a segment's tokens, int32. tokens: [places], the token at each, or no token of the segment where none
+    is. places: [length], the place of each token."""
+
+    tokens: jax.Array
+    places: jax.Array
+
+
+class Compact(NamedTuple):
+    """What compact arrays have, and the tables that it names."""
+
+    rows: tuple[Rows, ...]
+    tables: tuple[Table, ...]
+
+
+def merge(
+    compact: Compact, outs: Sequence[jax.Array], lses: Sequence[jax.Array], *, like, share, interpret
+) -> tuple[jax.Array, jax.Array]:
+    """(out, in the shape and dtype of `like`, [B, T, H, D]; lse [B, H, T]) of compact ones [entries, heads, rows].
+
+    share: what each out counts; None for the softmax of the lses. A token that no branch has gets 0 and -inf.
+    """
+    batch, length, heads, head_dim = like.shape
+    rows = compact.rows
+
+    def kernel(*refs):
+        *given, out_ref, lse_ref = refs
+        out_refs, lse_refs, tables = given[: len(outs)], given[len(outs) : 2 * len(outs)], given[2 * len(outs) :]
+        tokens, head, b = MERGE.program(head_dim)
+        exists = tokens < length
+        places = [x.find(tokens, head, b, tables) for x in rows]
+        # Before the weights: neither waits for the other.
+        loaded = [_load(out_refs[x.array], place, exists, head_dim) for x, place in zip(rows, places, strict=True)]
+        parts = []
+        for x, (taken, entry, row, in_entry) in zip(rows, places, strict=True):
+            view = lse_refs[x.array].at[entry * x.in_entry + in_entry, row]
+            parts.append(plgpu.load(view, mask=taken & exists, other=-jnp.inf))
+        highest = functools.reduce(jnp.maximum, parts)
+        highest = jnp.where(highest == -jnp.inf, 0.0, highest)
+        weights = [jnp.exp(x - highest) for x in parts]
+        total = functools.reduce(jnp.add, weights)
+        safe = jnp.where(total == 0, 1.0, total)
+        plgpu.store(lse_ref, jnp.where(total == 0, -jnp.inf, highest + jnp.log(safe)), mask=exists)
+        acc = jnp.zeros((len(tokens), padded(head_dim)), jnp.float32)
+        for out, weight in zip(loaded, weights, strict=True):
+            acc += ((weight / safe)[:, None] if share is None else share) * out
+        _store(out_ref, acc, exists, head_dim)
+
+    results = [like, jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)]
+    arrays = [_lines(x) for x in outs] + [x.reshape(-1, x.shape[2]) for x in lses]
+    arrays += [x.places for x in compact.tables]
+    return tuple(_run(kernel, "dilated_merge", MERGE, [(x, _whole(x)) for x in arrays], results, interpret))
+
+
+def total(
+    compact: Compact, parts: Sequence[jax.Array], whole: jax.Array | None, factor: float, *, like, interpret
+) -> jax.Array:
+    """factor times the sum of the compact parts, and of `whole` (float32) where there is that: typed as `like`."""
+    _, length, _, head_dim = like.shape
+    block = MOVE.block(head_dim)
+
+    def kernel(*refs):
+        *given, out_ref = refs
+        tokens, head, b = MOVE.program(head_dim)
+        exists = tokens < length
+        acc = jnp.zeros((block, padded(head_dim)), jnp.float32)
+        if whole is not None:
+            acc += plgpu.load(given[-1], mask=head_mask(exists, block, head_dim), other=0.0)
+        tables = given[len(parts) : len(parts) + len(compact.tables)]
+        for x in compact.rows:
+            acc += _load(given[x.array], x.find(tokens, head, b, tables), exists, head_dim)
+        _store(out_ref, acc * factor, exists, head_dim)
+
+    lines = [_lines(x) for x in parts] + [x.places for x in compact.tables]
+    arrays: list[Any] = [(x, _whole(x)) for x in lines]
+    if whole is not None:
+        arrays.append((whole, MOVE.tile(head_dim)))
+    return _run(kernel, "dilated_total", MOVE, arrays, [like], interpret)[0]
+
+
+def gather(compact: Compact, arrays: Sequence[jax.Array], count: int, *, interpret) -> list[jax.Array]:
+    """Of arrays [B, T, heads, D], all of one shape, the compact ones [entries, count, in_entry, D].
+
+    compact: of one compact array. A row without a token is zeros. By XLA it takes three times as long.
+    """
+    pieces = [x for x in compact.rows if x.nth == 0]
+    batch, head_dim, in_entry = len(arrays[0]), arrays[0].shape[3], pieces[0].in_entry
+    entries = sum(batch * x.segments * x.folds for x in pieces)
+    block = MOVE.block(head_dim)
+
+    def kernel(*refs):
+        row, head, entry = MOVE.program(head_dim)
+        tables = refs[len(arrays) : len(arrays) + len(compact.tables)]
+        b = of_array = jnp.int32(0)
+        token, taken = row, row < 0
+        for piece in pieces:
+            nth = entry - piece.base
+            fold, segment = lax.rem(nth, piece.folds), lax.div(nth, piece.folds)
+            here = (nth >= 0) & (nth < batch * piece.segments * piece.folds)
+            head_here, phase = piece.head_of(fold * piece.in_entry + head)
+            within = row * piece.rate + phase
+            if piece.table >= 0:
+                tokens = compact.tables[piece.table].tokens
+                there = here & (within < tokens.shape[0])
+                within = plgpu.load(tables[piece.table].at[within], mask=there, other=piece.length)
+            start = piece.start + lax.rem(segment, piece.segments) * piece.length
+            b = jnp.where(here, lax.div(segment, piece.segments), b)
+            of_array = jnp.where(here, head_here, of_array)
+            token = jnp.where(here, start + within, token)
+            taken = taken | (here & (within < piece.length))
+        exists = row < count
+        mask = head_mask(exists & taken, block, head_dim)
+        token = jnp.broadcast_to(token[:, None], (block, padded(head_dim)))
+        column = of_array * head_dim + lax.broadcasted_iota(jnp.int32, token.shape, 1)
+        for ref, out_ref in zip(refs[: len(arrays)], refs[len(refs) - len(arrays) :], strict=True):
+            _store(out_ref, plgpu.load(ref.at[b, token, column], mask=mask, other=0), exists, head_dim)
+
+    given = [_lines(x) for x in arrays] + [x.tokens for x in compact.tables]
+    results = [jax.ShapeDtypeStruct((entries, count, in_entry, head_dim), x.dtype) for x in arrays]
+    tiles = [MOVE.tile(head_dim)] * len(arrays)
+    return _run(kernel, "dilated_gather", MOVE, [(x, _whole(x)) for x in given], results, interpret, tiles)
+
+
+def _run(kernel, name: str, shape: Shape, arrays: Sequence[Any], results: Sequence[Any], interpret: bool, tiles=None):
+    """pallas_call of (array, spec)s. results: out and, if there is that, lse, or as `tiles` says."""
+    batch, length, heads, head_dim = results[0].shape
+    block, given = shape.block(head_dim), [array for array, _ in arrays]
+    out_specs = tiles or [shape.tile(head_dim), shape.spec((None, None, block), lambda h, i, b: (b, h, i))]
+    return pl.pallas_call(
+        kernel,
+        grid=(*shape.axes(heads, pl.cdiv(length, block)), batch),
+        in_specs=[spec for _, spec in arrays],
+        out_specs=out_specs[: len(results)],
+        out_shape=result_types([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results], *given),
+        compiler_params=plgpu.CompilerParams(num_warps=shape.warps, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*given)
+
+
+def _whole(x: jax.Array) -> pl.BlockSpec:
+    """Every program has all of the array, to load what it looks up."""
+    return pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim)
+
+
+def _lines(x: jax.Array) -> jax.Array:
+    """[entries, rows, heads, D] -> [entries, rows, heads * D]."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+def _load(ref: Any, place: Any, exists: Any, head_dim: int) -> jax.Array:
+    """The tokens of a block that a compact array has, zeros for others: float32 [block, padded head_dim]."""
+    taken, entry, row, head = place
+    shape = (len(row), padded(head_dim))
+    wide = lambda x: jnp.broadcast_to(x[:, None], shape)
+    head = head if jnp.ndim(head) == 0 else wide(head)  # one for all, or each token's
+    column = head * head_dim + lax.broadcasted_iota(jnp.int32, shape, 1)
+    mask = head_mask(taken & exists, len(row), head_dim)
+    return plgpu.load(ref.at[wide(entry), wide(row), column], mask=mask, other=0.0).astype(jnp.float32)
+
+
+def _store(ref: Any, x: jax.Array, exists: Any, head_dim: int) -> None:
+    plgpu.store(ref, x.astype(ref.dtype), mask=head_mask(exists, len(exists), head_dim))

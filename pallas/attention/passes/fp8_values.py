@@ -1,0 +1,56 @@
+"""Values as the 8-bit wgmma takes them: transposed, and with the keys in the order in which P comes out of Q K^T.
+
+Through Triton, whose layout conversions are a transposition; bound by reading and writing each value once.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.pallas.attention.triton.common import iota
+from jax_kernels.pallas.varying import result_types
+
+# Of 16 keys, which one stands where. A thread of wgmma holds the scores of keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 of
+# every 16, and as its part of an 8-bit operand those at places 4t ... 4t + 3.
+KEY_ORDER = tuple(8 * half + 2 * thread + i for thread in range(4) for half in range(2) for i in range(2))
+BLOCK = 128  # keys of a program, and the most that stand in one row of a swizzled tile
+
+
+def transposed(value: jax.Array, kv_lengths: jax.Array | None, *, interpret: bool) -> jax.Array:
+    """[B, S, Hkv, Dv] of an 8-bit type -> [B, Hkv, Dv rounded up to 64, S rounded up to BLOCK], in KEY_ORDER.
+
+    kv_lengths: [B] int32: the values of keys from there on become zeros, and so does what is added to the axes.
+    """
+    batch, kv_length, kv_heads, head_dim = value.shape
+    columns, rows = pl.cdiv(kv_length, BLOCK) * BLOCK, pl.cdiv(head_dim, 64) * 64
+    width = max(64, pl.next_power_of_2(head_dim))
+    lengths = jnp.full((batch,), kv_length) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_length)
+
+    def kernel(value_ref, length_ref, out_ref):
+        start = pl.program_id(0) * BLOCK
+        place = start + iota(BLOCK)
+        # KEY_ORDER: bits 2 and 1 of a place are bits 1 and 3 of the key.
+        key = (place & ~15) | ((place & 2) << 2) | ((place & 12) >> 1) | (place & 1)
+        wide = lambda x: jnp.broadcast_to(x[:, None], (BLOCK, width))
+        column = lax.broadcasted_iota(jnp.int32, (BLOCK, width), 1)
+        exists = wide(key < length_ref[0]) & (column < head_dim)
+        x = plgpu.load(value_ref.at[wide(key), column], mask=exists, other=0)
+        fits = None if rows == width else jnp.broadcast_to(iota(width)[:, None] < rows, (width, BLOCK))
+        plgpu.store(out_ref, x.T, mask=fits)
+
+    out = pl.pallas_call(
+        kernel,
+        grid=(columns // BLOCK, kv_heads, batch),
+        in_specs=[
+            pl.BlockSpec((None, kv_length, None, width), lambda i, h, b: (b, 0, h, 0)),
+            pl.BlockSpec((1,), lambda i, h, b: (b,)),
+        ],
+        out_specs=pl.BlockSpec((None, None, width, BLOCK), lambda i, h, b: (b, h, 0, i)),
+        out_shape=result_types(jax.ShapeDtypeStruct((batch, kv_heads, rows, columns), jnp.int8), value, lengths),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="attention_fp8_values_triton",
+    )(lax.bitcast_convert_type(value, jnp.int8), lengths.astype(jnp.int32))
+    return lax.bitcast_convert_type(out, value.dtype)

@@ -1,0 +1,85 @@
+"""The words of a masks.ranked.Ranked mask, made of its ranks: bound by writing them, without a bool for each pair.
+
+XLA takes some fifteen instructions for a bit. Here it is four, and none in what lies past all intervals, which is half
+of a causal mask.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.masks.ranked import Ranked, is_kept
+from jax_kernels.pallas.attention.triton.common import MOST_PROGRAMS, iota, padded
+from jax_kernels.pallas.mosaic.layouts import PART
+from jax_kernels.pallas.varying import result_types
+
+ROWS = 128  # of a program: a thread has words of eight
+WARPS = 4
+
+
+def takes(mask: Ranked, columns: int) -> bool:
+    """Whether a word has the bits of whole columns, and CUDA's grid has the programs."""
+    longest = max(mask.last.shape[2], mask.rank.shape[2])
+    return columns % PART == 0 and max(mask.batch * mask.heads, pl.cdiv(longest, columns)) <= MOST_PROGRAMS
+
+
+def packed(mask: Ranked, rows: int, columns: int, *, transposed: bool, interpret: bool) -> jax.Array:
+    """sm90.mask_bits.packed of mask.array, but that the rows of all blocks are one axis, as passes.mask_bits.packed."""
+    batch, heads, q_length, kv_length = mask.batch, mask.heads, mask.last.shape[2], mask.rank.shape[2]
+    row_count, column_count = (kv_length, q_length) if transposed else (q_length, kv_length)
+    row_count = pl.cdiv(row_count, rows) * rows
+    count = pl.cdiv(column_count, columns)
+
+    def kernel(rank_ref, last_ref, start_ref, end_ref, out_ref):
+        row_start, column_start = pl.program_id(0) * ROWS, pl.program_id(1) * columns
+        q_start, q_size = (column_start, padded(columns)) if transposed else (row_start, ROWS)
+        k_start, k_size = (row_start, ROWS) if transposed else (column_start, columns)
+
+        def of_queries(first, size):
+            q = first + iota(size)
+            refs = (last_ref, start_ref, end_ref)  # past the last query an empty interval
+            return [plgpu.load(ref.at[pl.ds(first, size)], mask=q < q_length, other=0) for ref in refs]
+
+        def of_keys(first, size):
+            k = first + iota(size)  # past the last a rank that no query reaches
+            return k, plgpu.load(rank_ref.at[pl.ds(first, size)], mask=k < kv_length, other=kv_length)
+
+        _, start, end = of_queries(q_start, q_size)
+        is_some = (start.min(axis=0) < k_start + k_size) & (end.max(axis=0) > k_start)
+
+        def words():
+            along = of_keys(row_start, ROWS) if transposed else of_queries(row_start, ROWS)
+            along = [x[:, None] for x in along]
+            found = jnp.zeros((ROWS, PART), jnp.int32)
+            for bit in range(columns // PART):
+                across = (of_queries if transposed else of_keys)(column_start + bit * PART, PART)
+                across = [x[None, :] for x in across]
+                (k, rank), (last, start, end) = (along, across) if transposed else (across, along)
+                keep = is_kept(k, rank, last, start, end)
+                found |= jnp.where(keep, jnp.int32(np.uint32(1 << bit).astype(np.int32)), 0)
+            return found
+
+        exists = jnp.broadcast_to((row_start + iota(ROWS) < row_count)[:, None], (ROWS, PART))
+
+        @pl.when(is_some)
+        def _store_words():
+            plgpu.store(out_ref, words(), mask=exists)
+
+        @pl.when(jnp.logical_not(is_some))
+        def _store_zeros():
+            plgpu.store(out_ref, jnp.zeros((ROWS, PART), jnp.int32), mask=exists)
+
+    vector = lambda length: pl.BlockSpec((None, None, length), lambda x, y, n: (n // heads, n % heads, 0))
+    of_batch = pl.BlockSpec((None, q_length), lambda x, y, n: (n // heads, 0))
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(row_count, ROWS), count, batch * heads),
+        in_specs=[vector(kv_length), vector(q_length), of_batch, of_batch],
+        out_specs=pl.BlockSpec((None, None, None, ROWS, PART), lambda x, y, n: (n // heads, n % heads, y, x, 0)),
+        out_shape=result_types(jax.ShapeDtypeStruct((batch, heads, count, row_count, PART), jnp.int32), mask),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+        name="attention_ranked_bits",
+    )(mask.rank, mask.last, mask.start, mask.end)

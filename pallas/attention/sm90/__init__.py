@@ -1,0 +1,1 @@
+"""Attention on Hopper: the Mosaic kernels, and what XLA makes before and behind them."""

@@ -1,0 +1,66 @@
+"""Numbers of q - k in the Hopper kernels: a thread loads those of its own pairs from device memory, into registers.
+
+Along a diagonal of a tile there is one number. A thread has two rows, 8 apart, of every 8 columns: what the second has
+of some columns is what the first has of those 8 before, so that half of the numbers are loaded.
+
+Loads that are marked as of memory which does not change are issued before the wait for the products, and run beside
+them. Those of half of a tile are: all of them do not fit the registers of the forward at head_dim 64.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.mosaic import interpreter
+from jax_kernels.pallas.mosaic.layouts import PART, WGMMA
+
+
+def load(ref: Any, start: Any, shape: tuple[int, int], first: int, before: Any | None, *, transposed: bool) -> Any:
+    """Numbers [rows, PART] of columns from `first` on, of a tile of this shape [rows, columns].
+
+    ref: numbers of rising differences, in device memory. start: where it has the first pair's. before: what this gave
+    of the PART columns before, None if that is not at hand. transposed: rows are keys.
+    """
+    rows, columns = shape
+    # Of the pair at (row, column): its number in the window of those that the tile has.
+    sign, last = (-1, rows - 1) if transposed else (1, columns - 1)
+    window = ref.at[pl.ds(start - last, rows + columns - 1)]
+    if interpreter.INTERPRETED:
+        iota = lambda axis: lax.broadcasted_iota(jnp.int32, (rows, PART), axis)
+        return window[...][sign * (iota(0) - iota(1) - first) + last]
+    is_early = 2 * first < columns
+    given = (window,) if before is None else (window, before)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), WGMMA)[: len(given)],
+        return_type=plgpu.ShapeDtypeStruct((rows, PART), ref.dtype, layout=WGMMA),
+    )
+    def read(_, window, *before):
+        import numpy as np
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32, number = ir.IntegerType.get_signless(32), ir.MemRefType(window.type).element_type
+        layout = WGMMA.to_mgpu()
+        row, column = (arith.index_cast(i32, x) for x in next(iter(layout.thread_idxs((rows, PART)))))
+        mine = arith.subi(*((column, row) if transposed else (row, column)))
+        # One address for all of a tile, and a constant for each number.
+        pointer = llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), utils.memref_ptr(window))
+        pointer = utils.getelementptr(pointer, [mine], number)
+
+        def at(row, column):
+            place = utils.getelementptr(pointer, [sign * (row - column - first) + last], number)
+            return llvm.load(number, place, invariant=is_early)
+
+        pair = lambda row: vector.from_elements(ir.VectorType.get((2,), number), [at(row, 0), at(row, 1)])
+        upper = pair(0)
+        lower = before[0].registers.reshape(-1)[0] if before else pair(8)
+        registers = np.array([upper, lower], dtype=object).reshape(layout.registers_shape((rows, PART)))
+        is_signed = utils.is_signed(ref.dtype)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=layout, _is_signed=is_signed)
+
+    return read(*given)

@@ -1,0 +1,195 @@
+"""Attention forward on Hopper: what its kernel reads, made by XLA, and whether lengths bound the scores.
+
+The walk over keys keeps a running maximum per row, as usual, only where it has to. Lengths bound scores: |q . k| <=
+|q| |k|, and the longest query and key of a head are known beforehand. Where nothing can rise far above the maximum of a
+row's first block, a maximum that no score exceeds serves to the end: bfloat16 and float32 have the exponents for it.
+That leaves out the search for the maximum, the rescaling, and the wait for both, which are a third of the instructions.
+The first block is the diagonal of causal work, so that rows with few keys never see this.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention import block_ranges, softmax
+from jax_kernels.pallas.attention.passes import row_norms
+from jax_kernels.pallas.attention.sm90 import bias as bias_sm90
+from jax_kernels.pallas.attention.sm90 import block_lists, clean_end, forward_kernel, head_views
+from jax_kernels.pallas.attention.sm90 import score_mod as score_mod_sm90
+from jax_kernels.pallas.attention.sm90.segments import segments_of
+from jax_kernels.pallas.attention.sm90.softcap import TANH_UP_TO
+from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length, pad_for_tma
+from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
+
+# Keys per query from which a look at all queries and keys beforehand pays: it reads them once, and saves a tenth of
+# the walk. At 2048 it gains 2 %, at 1024 (causal, 2048 long) it loses 10.
+BOUNDED_FROM = 2048
+# The same with a window or segments, of which the latter's keys are not known: at 2048 keys of a window it loses 4 %,
+# with 8 causal documents in 8192 tokens 15, and 3 where it is a look at keys alone.
+BOUNDED_FROM_LIMITED = 8192
+# And of a mask's lists: of 8192 keys, the look costs 28 % of a call at a tenth of the blocks, 5 at three tenths, and
+# gains 7 at a half.
+BOUNDED_FROM_LISTS = 3072
+
+
+# Tiles for each core up to which calls share a launch: four calls of 0.2 to 1.9 take 0.045 ms, one launch each 0.080.
+# Of 8 to 31 they take 2 % more than apart: a tile has to find its call, and the arrays of it.
+TOGETHER_UP_TO = 4
+# What the kernel may be given beside query, key, value and a counter.
+OTHERS = ("bounds", "segments", "dense", "lists", "mod", "sinks", "largest", "small", "end")
+
+
+def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
+    """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
+    call = head_views.Call.of(inputs, options)
+    lists = block_lists.lists_of(inputs, options, **listed_blocks(config), interpret=interpret)
+    no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
+    keys = _keys_per_query(options, call.kv_length)
+    keys = keys if lists is None else min(keys, lists.keys)
+    query, key, value = _padded([inputs])[0]
+    end = clean_end.clean_end(inputs, key, value, config.block_kv)
+    inputs, options = block_lists.without_limits(inputs, options)
+    segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
+    dense = bias_sm90.dense_of(inputs, transposed=False)
+    mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
+    largest = small = None
+    is_limited = options.window is not None or segments is not None
+    bounded_from = BOUNDED_FROM_LISTS if lists is not None else BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM
+    # A score_mod's bound, and whether its scores are small, are of a head as a whole.
+    measures_q = config.measures_q and mod is None and not options.softcap
+    of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
+    if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and dense is None:
+        named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
+        largest, small = _bounds(query, key, mod, options, **named)
+    sinks = inputs.sinks
+    arrays = {
+        "bounds": block_ranges.bounds_array(inputs, options),
+        "segments": segments,
+        "dense": dense,
+        "lists": lists,
+        "mod": mod,
+        "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
+        "largest": largest,
+        "small": small,
+        "end": None if end is None else end._replace(key=None),  # a score of such a key is masked, whatever it is
+    }
+    config = dataclasses.replace(config, measures_q=measures_q)
+    named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
+    (out, lse, *excess), *_ = _launch([(query, key, value)], [call], arrays, options, **named)
+    out = out[..., : inputs.value.shape[-1]]
+    if inputs.bias is not None and inputs.bias.shape[2] == 1:
+        lse = bias_sm90.ByKey.of(inputs.bias).in_lse(lse)
+    return out, lse, *excess
+
+
+def attention_forward_together(inputs, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
+    """attention_forward's results of several calls, those of few tiles in one launch.
+
+    The calls have query, key and value alone. Of their options, which heads they take may differ.
+    """
+    named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
+    calls = [head_views.Call.of(*call) for call in zip(inputs, options, strict=True)]
+    keys = [_keys_per_query(of, call.kv_length) for of, call in zip(options, calls, strict=True)]
+
+    def is_small(i: int) -> bool:
+        looks = config.bounded and _look_pays(keys[i], BOUNDED_FROM, inputs[i].query, calls[i].heads)
+        return not looks and _shape_of(calls[i], config).tiles <= TOGETHER_UP_TO * core_count
+
+    # The longest walks first, as within a call.
+    together = sorted(filter(is_small, range(len(calls))), key=lambda i: -keys[i])
+    others = (i for i in range(len(calls)) if i not in together)
+    results = {i: attention_forward(inputs[i], options[i], **named) for i in others}
+    if together:
+        padded = _padded([inputs[i] for i in together])
+        of_launch = _launch(padded, [calls[i] for i in together], dict.fromkeys(OTHERS), options[together[0]], **named)
+        results |= zip(together, of_launch, strict=True)
+    widths = [of.value.shape[-1] for of in inputs]
+    return [(results[i][0][..., :width], *results[i][1:]) for i, width in enumerate(widths)]
+
+
+def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
+    """(query, key, value) of calls of one launch."""
+    any_rows = has_odd_length(*(x for of in inputs for x in (of.query, of.key)))
+    return [tuple(pad_for_tma(x, any_rows=any_rows) for x in of[:3]) for of in inputs]
+
+
+def _launch(padded, calls, arrays, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, ...]]:
+    """(out, lse) of each call, with a bias or a score_mod that may mask (out, lse, excess).
+
+    padded: (query, key, value) of each. arrays: what else the kernel is given.
+    """
+    scheduler = TileScheduler(
+        shapes=tuple(_shape_of(call, config) for call in calls),
+        is_causal=options.is_causal,
+        heads_together=config.heads_together,
+        dynamic=config.dynamic and not interpret,
+        core_count=core_count,
+    )
+    arrays |= {name: [of[i] for of in padded] for i, name in enumerate(("query", "key", "value"))}
+    arrays["counter"] = scheduler.counter()
+    leaves, tree = jax.tree.flatten(arrays)
+    kernel = forward_kernel.kernel_of(
+        arrays, tree, scheduler, options, tuple(calls), out_dtype=out_dtype, config=config, interpret=interpret
+    )
+    outs, *rows = itertools.batched(kernel(*leaves), len(calls))
+    return [(outs[i][:, : call.q_length], *(x[i][..., : call.q_length] for x in rows)) for i, call in enumerate(calls)]
+
+
+def _shape_of(call: head_views.Call, config) -> Shape:
+    return Shape.of(call.batch, call.heads, call.q_length, config.block_q)
+
+
+def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> bool:
+    """Whether a bound of the scores is worth a look at all heads of an array, where a call takes so many of them."""
+    return keys >= bounded_from * query.shape[2] / heads
+
+
+def listed_blocks(config) -> dict[str, Any]:
+    """Of which blocks lists_of makes the lists of a mask."""
+    blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
+    return {**blocks, "by": "query", "heads_together": config.heads_together}
+
+
+def _bounds(
+    query, key, mod, options: AttentionOptions, *, no_later_keys: bool, interpret: bool, measures_q: bool = False
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """(largest, small), [B, H] each: what no score of a head, in base 2, exceeds; None where that is not known.
+
+    small: int32, whether its scores are all so small that a softcap's tanh is a polynomial; None without one.
+    measures_q: largest is for queries of length 1.
+    """
+    cap, room = options.softcap, softmax.room(query.dtype)
+
+    @functools.cache
+    def scores():
+        longest = functools.partial(row_norms.longest, interpret=interpret)
+        of_queries = jnp.ones((query.shape[0], query.shape[2]), jnp.float32) if measures_q else longest(query)
+        return softmax.largest_scores(of_queries, longest(key), options.scale / softmax.LOG2E)
+
+    factor = 1 / cap if cap else mod.tanh_factor if mod is not None else None
+    small = None if factor is None else (scores() * abs(factor) <= TANH_UP_TO).astype(jnp.int32)
+    if mod is None:
+        highest = jnp.minimum(scores(), cap) if cap else scores()
+    else:
+        far = {"farthest": max(query.shape[1], key.shape[1]), "no_later_keys": no_later_keys}
+        highest = mod.highest(None, **far)
+        if highest is None or (isinstance(highest, float) and highest * softmax.LOG2E > room):
+            of_any_size = mod.highest(jnp.zeros((1, 1)), **far)
+            highest = None if of_any_size is None else mod.highest(scores(), **far)
+        if highest is None or mod.may_mask:
+            return None, None
+    return jnp.broadcast_to(jnp.asarray(highest * softmax.LOG2E, jnp.float32), (query.shape[0], query.shape[2])), small
+
+
+def _keys_per_query(options: AttentionOptions, kv_length: int) -> int:
+    """How many keys a query attends to, about: what limits them beside causality and the window is not known."""
+    keys = kv_length // 2 if options.is_causal else kv_length
+    if options.window is None or options.window[0] < 0:
+        return keys
+    return min(keys, options.window[0] + (0 if options.is_causal else max(options.window[1], 0)))

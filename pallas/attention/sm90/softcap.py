@@ -1,0 +1,44 @@
+"""The soft cap of scores in the Hopper kernels: tanh by a reciprocal, or by a polynomial where scores are small."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.mosaic.layouts import ROW
+from jax_kernels.pallas.mosaic.registers import any_of_warp_above, reciprocal
+
+# tanh(x) / x in powers of x^2, for |x| <= 0.75: within 1.2e-5 of it, which bfloat16's P does not see.
+TANH_UP_TO = 0.75
+TANH = (0.99998898, -0.33269671, 0.12742697, -0.03545278)
+
+
+def softcapped(scores, cap: float, scale: float):
+    """tanh(scores * scale / cap). What it misses of the exact one, times cap, is far below what P is rounded by."""
+    return 1 - 2 * reciprocal(1 + jnp.exp2(scores * (2 * LOG2E * scale / cap)))
+
+
+def tanh_polynomial(x, factor: float, times: float = 1.0):
+    """tanh(x * factor) * times, where |x * factor| is TANH_UP_TO at most."""
+    powers = [coefficient * factor ** (2 * i + 1) * times for i, coefficient in enumerate(TANH)]
+    square = x * x
+    return x * functools.reduce(lambda total, power: total * square + power, powers[-2::-1], powers[-1])
+
+
+def tanh_limits(factor: float):
+    """Up to which |x| tanh_polynomial serves, of 64 rows: for any_of_warp_above."""
+    return plgpu.layout_cast(jnp.full((64,), TANH_UP_TO / abs(factor), jnp.float32), ROW)
+
+
+def softcapped_tile(scores, cap: float, scale: float):
+    """softcapped, of [64, n] in the layout of wgmma's results: by a polynomial where a warp has small scores alone.
+
+    Two of three special functions an element are saved so.
+    """
+    factor = scale / cap
+    limits = tanh_limits(factor)
+    exact = functools.partial(softcapped, cap=cap, scale=scale)
+    polynomial = functools.partial(tanh_polynomial, factor=factor)
+    return lax.cond(any_of_warp_above(jnp.abs(scores), limits), exact, polynomial, scores)

@@ -1,0 +1,1 @@
+"""Attention through Triton, for Ampere and later."""

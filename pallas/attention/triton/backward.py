@@ -1,0 +1,238 @@
+"""Attention backward through Triton, in two passes: one owns blocks of keys and walks the queries, one the reverse.
+
+Both recompute the probabilities from the log-sum-exp, P = exp2(S * scale * log2(e) - lse), and have
+dS = P * (dO V^T - delta), with a delta per query. Seven products where one pass needs five,
+but no program adds to another's result: the same bits on every run.
+
+The gradient of a bias is a third pass (triton/bias_gradient.py).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.triton.bias_gradient import gradient_of_tiles
+from jax_kernels.pallas.attention.triton.common import (
+    Call,
+    Queries,
+    QueryPrograms,
+    Refs,
+    aligned,
+    all_rows,
+    bias_spec,
+    iota,
+    limiting_arrays,
+    load,
+    load_rows,
+    load_tile,
+    padded,
+    row_mask,
+    run,
+    store,
+    walk,
+    whole,
+    whole_array,
+)
+from jax_kernels.pallas.attention.triton.score_mod import array_gradients, operands_of, summed, tile_scores
+
+
+def attention_backward(
+    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None, *, config, core_count, interpret
+) -> AttentionGradients:
+    """See the package's docstring. config: AttentionBackwardTriton."""
+    del core_count  # one program per tile: nothing is persistent
+    bias, inputs = inputs.bias, inputs._replace(bias=aligned(inputs.bias))
+    limiting = limiting_arrays(inputs, options)
+    dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
+    dquery_blocks = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    rows = dout.astype(inputs.query.dtype), dquery_blocks.in_units(lse), delta, excess
+    operands = operands_of(dquery_blocks, inputs)
+    dkey, dvalue, *by_key = _dkv(inputs, *limiting, *rows, operands, dkey_blocks, config)
+    dquery, *by_query = _dq(inputs, *limiting, *rows, operands, dquery_blocks, config)
+    dbias = None
+    if bias is not None and options.bias_gradient:
+        dbias = gradient_of_tiles(inputs, *limiting, *rows, None, dquery_blocks, config)[..., : bias.shape[3]]
+    dmod = None
+    if inputs.score_mod is not None and options.score_mod_gradient:
+        dmod = array_gradients(dquery_blocks, inputs, operands, by_query, by_key)
+    return AttentionGradients(dquery, dkey, dvalue, dbias, score_mod=dmod)
+
+
+def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
+    block_kv, q_rows, group = call.block_kv, all_rows(call.q_length, call.block_q), call.group
+    # All queries, of the heads that share this head of keys; without an axis of heads where it is one.
+    heads = None if group == 1 else group
+    q_spec = lambda d: whole(call.q_length, call.block_q, heads, d, lambda i, h, b: (b, h))
+    row_spec = pl.BlockSpec((None, heads, q_rows), lambda i, h, b: (b, h, 0))
+    kv_spec = lambda d: pl.BlockSpec((None, block_kv, None, padded(d)), lambda i, h, b: (b, i, h, 0))
+    tile = lambda x: bias_spec(x, (None, heads, q_rows, block_kv), lambda i, h, b: (b, h, 0, i))
+    key, value, bias = inputs.key, inputs.value, inputs.bias
+    ins = {
+        "bounds": whole_array(bounds),
+        "query": (inputs.query, q_spec(call.head_dim)),
+        "key": (key, kv_spec(call.head_dim)),
+        "value": (value, kv_spec(call.v_head_dim)),
+        "dout": (dout, q_spec(call.v_head_dim)),
+        "lse": (lse, row_spec),
+        "delta": (delta, row_spec),
+        "excess": None if excess is None else (excess, row_spec),
+        "bias": None if bias is None else (bias, tile(bias)),
+        "operands": [(x, tile(x)) for x in operands],
+    }
+    by_key = jax.ShapeDtypeStruct((len(key), call.heads, call.kv_length), jnp.float32)
+    by_key_spec = pl.BlockSpec((None, heads, block_kv), lambda i, h, b: (b, h, i))
+    if q_ids is not None:
+        ins["q_ids"] = q_ids, pl.BlockSpec((None, q_rows), lambda i, h, b: (b, 0))
+        ins["kv_ids"] = kv_ids, pl.BlockSpec((None, block_kv), lambda i, h, b: (b, i))
+        ins["ranges"] = whole_array(block_ranges.segment_ranges(kv_ids, block_kv, q_ids, call.block_q))
+    return run(
+        _dkv_kernel,
+        call,
+        config,
+        name="attention_backward_dkv_triton",
+        grid=(call.kv_blocks, key.shape[2], key.shape[0]),
+        ins=ins,
+        outs=[
+            (jax.ShapeDtypeStruct(x.shape, x.dtype), kv_spec(d))
+            for x, d in ((key, call.head_dim), (value, call.v_head_dim))
+        ]
+        + [(by_key, by_key_spec)] * len(summed(call, operands, by_key=True)),
+    )
+
+
+def _dkv_kernel(refs: Refs, *, call: Call):
+    kv_index, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
+    block_q, block_kv, group = call.block_q, call.block_kv, call.group
+    first_head = kv_head * group
+    kv_start = kv_index * block_kv
+    limits = call.limits(refs, batch_index)
+    keys = kv_start + iota(block_kv)
+    among = None if refs.ranges is None else block_ranges.among(refs.ranges, batch_index, kv_index)
+    # Keys past the length need no predicate: what they gather is dropped at the end. But where there are partial blocks
+    # anyway, they get it: ptxas serialises a causal kernel's wgmma (C7515) if the partial blocks' number is constant.
+    has_partial = limits.left >= 0 or limits.right >= 0
+    blocks = limits.query_blocks(kv_start, block_kv, block_q, call.q_length, among, predicate_at_end=has_partial)
+    k = load(refs.key, kv_start, limits.kv_length, call.head_dim)
+    v = load(refs.value, kv_start, limits.kv_length, call.v_head_dim)
+    columns = row_mask(kv_start, block_kv, call.columns)
+    kv_ids = None if refs.kv_ids is None else load_rows(refs.kv_ids, kv_start, call.kv_length, block_ranges.NO_KEY)
+
+    by_key = summed(call, refs.operands, by_key=True)
+
+    # Everything is transposed, [keys, queries], so that P^T and dS^T are first operands as they stand.
+    def step(index, state, *, head, partial):
+        dk, dv, *sums = state
+        start = blocks.at(index) * block_q
+        rows = pl.ds(start, block_q)
+        of_head = lambda ref: ref.at[rows, :] if head is None else ref.at[rows, head, :]
+        row_of_head = lambda ref: ref.at[rows] if head is None else ref.at[head, rows]
+        q = load(of_head(refs.query), start, call.q_length, call.head_dim)
+        lse = load_rows(row_of_head(refs.lse), start, call.q_length, jnp.inf)
+        masks = row_mask(start, block_q, call.q_length), columns
+        load_this = lambda x: load_tile(x, rows, slice(None), masks, head)
+        own_head = first_head if head is None else first_head + head
+        at = batch_index, own_head, start, kv_start
+        s, pullback = tile_scores(call, refs, load_this, q, k, at, transposed=True)
+        excess = None
+        if refs.excess is not None:
+            excess = load_rows(row_of_head(refs.excess), start, call.q_length, 0.0)[None, :]
+        p = call.exp2(s, lse[None, :], excess)
+        if call.mod is not None and masks[0] is not None:  # what it reads past the queries are zeros: it may divide
+            p = jnp.where(masks[0][None, :], p, 0.0)
+        if partial:
+            ids = None
+            if kv_ids is not None:
+                ids = load_rows(refs.q_ids.at[rows], start, call.q_length, block_ranges.NO_QUERY)
+            p = jnp.where(Queries.of(limits, start, block_q, ids).keep(keys, kv_ids, transposed=True), p, 0.0)
+        dout = load(of_head(refs.dout), start, call.q_length, call.v_head_dim)
+        dv = dv + call.dot(p.astype(dout.dtype), dout, (1, 0))
+        delta = load_rows(row_of_head(refs.delta), start, call.q_length, 0.0)
+        ds, doperands = pullback(p, p * (call.dot(v, dout, (1, 1)) - delta[None, :]))
+        sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_key, sums, strict=True)]
+        dk = dk + call.dot(ds.astype(q.dtype), q, (1, 0))
+        return (dk, dv, *sums)
+
+    def one_head(head, state):
+        state = (*state, *(jnp.zeros((block_kv,), jnp.float32) for _ in by_key))
+        dk, dv, *sums = walk(blocks, lambda *args, **options: step(*args, head=head, **options), state)
+        for ref, x in zip(refs.outs[2:], sums, strict=True):
+            x = jnp.where(keys < limits.kv_length, x, 0.0)
+            plgpu.store(ref if head is None else ref.at[head], x, mask=row_mask(kv_start, block_kv, call.kv_length))
+        return dk, dv
+
+    state = tuple(jnp.zeros((block_kv, padded(d)), jnp.float32) for d in (call.head_dim, call.v_head_dim))
+    dk, dv = one_head(None, state) if group == 1 else lax.fori_loop(0, group, one_head, state)
+    if refs.bounds is not None:
+        dk, dv = (jnp.where((keys < limits.kv_length)[:, None], x, 0.0) for x in (dk, dv))
+    dk_ref, dv_ref = refs.outs[:2]
+    store(dk_ref, (dk * call.options.scale).astype(dk_ref.dtype), kv_start, call.kv_length, call.head_dim)
+    store(dv_ref, dv.astype(dv_ref.dtype), kv_start, call.kv_length, call.v_head_dim)
+
+
+def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call, config):
+    programs = QueryPrograms(call, inputs, (bounds, q_ids, kv_ids), operands)
+    rows: dict[str, Any] = {"lse": (lse, programs.row_spec), "delta": (delta, programs.row_spec)}
+    rows["excess"] = None if excess is None else (excess, programs.row_spec)
+    query, spec = inputs.query, programs.q_spec(call.head_dim)
+    by_query = jax.ShapeDtypeStruct((len(query), call.heads, call.q_length), jnp.float32)
+    return run(
+        _dq_kernel,
+        call,
+        config,
+        name="attention_backward_dq_triton",
+        grid=programs.grid,
+        ins=programs.ins | {"dout": (dout, programs.q_spec(call.v_head_dim))} | rows,
+        outs=[(jax.ShapeDtypeStruct(query.shape, query.dtype), spec)]
+        + [(by_query, programs.row_spec)] * len(summed(call, operands, by_key=False)),
+        q_block=programs.q_block,
+    )
+
+
+def _dq_kernel(refs: Refs, *, call: Call, q_block):
+    q_index, head, batch_index = q_block(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
+    block_q, block_kv = call.block_q, call.block_kv
+    q_start = q_index * block_q
+    by_query = summed(call, refs.operands, by_key=False)
+    limits = call.limits(refs, batch_index)
+    blocks = call.key_blocks(refs, limits, batch_index, q_index)
+    rows = row_mask(q_start, block_q, call.q_length)
+    q = load(refs.query, q_start, call.q_length, call.head_dim)
+    dout = load(refs.dout, q_start, call.q_length, call.v_head_dim)
+    lse = load_rows(refs.lse, q_start, call.q_length, jnp.inf)
+    delta = load_rows(refs.delta, q_start, call.q_length, 0.0)
+    excess = None if refs.excess is None else load_rows(refs.excess, q_start, call.q_length, 0.0)[:, None]
+    q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, block_ranges.NO_QUERY)
+    queries = Queries.of(limits, q_start, block_q, q_ids)
+
+    def step(index, state, *, partial):
+        dq, *sums = state
+        start = blocks.at(index) * block_kv
+        these = pl.ds(start, block_kv)
+        length = limits.kv_length if partial else None
+        k = load(refs.key.at[these, :], start, length, call.head_dim)
+        v = load(refs.value.at[these, :], start, length, call.v_head_dim)
+        columns = row_mask(start, block_kv, call.columns if partial else None)
+        load_this = lambda x: load_tile(x, slice(None), these, (rows, columns))
+        s, pullback = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
+        p = call.exp2(s, lse[:, None], excess)
+        if partial:
+            kv_ids = None
+            if q_ids is not None:
+                kv_ids = load_rows(refs.kv_ids.at[these], start, call.kv_length, block_ranges.NO_KEY)
+            p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
+        ds, doperands = pullback(p, p * (call.dot(dout, v, (1, 1)) - delta[:, None]))
+        sums = [x + doperands[i].sum(axis=1) for i, x in zip(by_query, sums, strict=True)]
+        return (dq + call.dot(ds.astype(k.dtype), k, (1, 0)), *sums)
+
+    zeros = [jnp.zeros((block_q, padded(call.head_dim)), jnp.float32)]
+    dq, *sums = walk(blocks, step, (*zeros, *(jnp.zeros((block_q,), jnp.float32) for _ in by_query)))
+    dq_ref, *sum_refs = refs.outs
+    for ref, x in zip(sum_refs, sums, strict=True):
+        plgpu.store(ref, x, mask=rows)
+    store(dq_ref, (dq * call.options.scale).astype(dq_ref.dtype), q_start, call.q_length, call.head_dim)

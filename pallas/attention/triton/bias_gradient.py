@@ -1,0 +1,259 @@
+"""The gradient of a bias through Triton: two products for a tile of P and of dS.
+
+A program owns a tile of the bias and walks what it is broadcast over: it needs no memory but the gradient's own, and
+few programs run where the bias is small. Under a mask, blocks of which nothing is kept are skipped.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
+from jax_kernels.masks import Mask
+from jax_kernels.masks.arrays import dense
+from jax_kernels.masks.checks import offset as offset_of
+from jax_kernels.masks.lists import block_status, packed_status
+from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.triton.common import (
+    Call,
+    Queries,
+    Refs,
+    aligned,
+    all_rows,
+    bias_spec,
+    both,
+    iota,
+    limiting_arrays,
+    load,
+    load_rows,
+    load_tile,
+    padded,
+    row_mask,
+    run,
+    walk,
+    whole_array,
+)
+from jax_kernels.pallas.attention.triton.score_mod import tile_scores
+
+DEAD, WHOLE = -2, -1  # of Pairs.entries
+WORD = 32  # bits
+
+
+class Pairs(NamedTuple):
+    """What a mask keeps.
+
+    entries: int32 [B or 1, H or 1, blocks of queries, of keys]: DEAD, WHOLE, or which of `words` a block's are. None
+    where an array tells of its pairs alone.
+    words: int32 [entries, ceil(block_kv / WORD), block_q]: bit j % WORD of word j // WORD is key j of the block. None
+    of an array: `mask`, bool, has its pairs.
+    """
+
+    entries: Any
+    words: Any = None
+    mask: Any = None
+
+    @classmethod
+    def of(
+        cls, inputs: AttentionInputs, options: AttentionOptions, call: Call, *, with_blocks: bool = True
+    ) -> "Pairs | None":
+        """None without a mask. with_blocks: of an array, too, which blocks are dead."""
+        if inputs.mask is None:
+            return None
+        static_offset, offset = offset_of(first_position(inputs, options))
+        sizes = {"lengths": (call.q_length, call.kv_length), "blocks": (call.block_q, call.block_kv)}
+        if not isinstance(inputs.mask, Mask):
+            if not with_blocks:
+                return cls(None, mask=aligned(inputs.mask))
+            alive, _ = block_status(dense(inputs.mask), offset, **sizes, static_offset=static_offset)
+            return cls(jnp.where(alive, WHOLE, DEAD), mask=aligned(inputs.mask))
+        mask = inputs.mask.unprepared
+        alive, full, entries, words = packed_status(mask, offset, **sizes, static_offset=static_offset)
+        entries = jnp.where(full, WHOLE, jnp.where(alive, entries, DEAD))
+        return cls(entries, lax.bitcast_convert_type(words, jnp.int32))
+
+    def ins(self, call: Call) -> dict[str, Any]:
+        """For common.run: every program has all of them."""
+        found: dict[str, Any] = {"entries": whole_array(self.entries), "words": whole_array(self.words)}
+        if self.mask is not None:
+            rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
+            sides = (1 if n == 1 else of_all for n, of_all in zip(self.mask.shape[2:], rows, strict=True))
+            shape = *self.mask.shape[:2], *sides
+            found["mask"] = self.mask, pl.BlockSpec(shape, lambda *grid: (0,) * len(shape))
+        return found
+
+
+class Tile(NamedTuple):
+    """A block of queries and one of keys, of a batch entry and a head, by number."""
+
+    b: Any
+    h: Any
+    q_index: Any
+    kv_index: Any
+
+
+def is_kept(refs: Refs, call: Call, tile: Tile) -> jax.Array:
+    """Of a call with Pairs: bool, broadcastable to [block_q, block_kv], which pairs the mask keeps."""
+    of_head = lambda ref: tuple(jnp.int32(0) if n == 1 else i for n, i in zip(ref.shape, tile[:2], strict=False))
+    q_start, kv_start = tile.q_index * call.block_q, tile.kv_index * call.block_kv
+    if refs.mask is not None:
+        masks = row_mask(q_start, call.block_q, call.q_length), row_mask(kv_start, call.block_kv, call.columns)
+        places = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
+        return load_tile(refs.mask, *places, masks, *of_head(refs.mask))
+    entry = refs.entries[(*of_head(refs.entries), tile.q_index, tile.kv_index)]
+    return (entry != DEAD) & _kept(refs.words, entry, call)
+
+
+def bias_gradient(
+    inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None, *, config, core_count, interpret
+) -> jax.Array:
+    """Under a mask, too. config: AttentionBackwardTriton. Arguments: as attention_backward's in triton/backward.py."""
+    del core_count
+    keys, inputs = inputs.bias.shape[3], inputs._replace(bias=aligned(inputs.bias))
+    call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    limiting = limiting_arrays(inputs, options)
+    pairs = Pairs.of(inputs, options, call)
+    return gradient_of_tiles(inputs, *limiting, dout, lse, delta, excess, pairs, call, config)[..., :keys]
+
+
+def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, pairs, call, config, *, far=None):
+    """Of inputs.bias, `aligned`, as it is. lse: in natural units. pairs: a mask's Pairs, or None.
+
+    far: [B, Hkv] int32, the heads of keys that have rows with a gradient; None: all.
+    """
+    bias, batch = inputs.bias, inputs.query.shape[0]
+    q_rows, kv_rows = all_rows(call.q_length, call.block_q), all_rows(call.kv_length, call.block_kv)
+    whole_spec = lambda *shape: pl.BlockSpec(shape, lambda i, j, n: (0,) * len(shape))
+    heads_of = lambda x, rows: (x, whole_spec(batch, rows, x.shape[2], padded(x.shape[3])))
+    rows_of = lambda x: (x, whole_spec(batch, call.heads, q_rows))
+    tile = (None, None, call.block_q, call.block_kv)
+    tile_spec = bias_spec(bias, tile, lambda i, j, n: (n // bias.shape[1], lax.rem(n, bias.shape[1]), i, j))
+    ins = {
+        "bounds": whole_array(bounds),
+        "query": heads_of(inputs.query, q_rows),
+        "key": heads_of(inputs.key, kv_rows),
+        "value": heads_of(inputs.value, kv_rows),
+        "bias": (bias, tile_spec),
+        "dout": heads_of(dout, q_rows),
+        "lse": rows_of(lse),
+        "delta": rows_of(delta),
+        "excess": None if excess is None else rows_of(excess),
+        "far": whole_array(far),
+    }
+    if pairs is not None:
+        ins |= pairs.ins(call)
+    if q_ids is not None:
+        ins["q_ids"] = q_ids, whole_spec(batch, q_rows)
+        ins["kv_ids"] = kv_ids, whole_spec(batch, kv_rows)
+        ins["ranges"] = whole_array(block_ranges.segment_ranges(q_ids, call.block_q, kv_ids, call.block_kv))
+    grid = (
+        call.q_blocks if bias.shape[2] > 1 else 1,
+        call.kv_blocks if bias.shape[3] > 1 else 1,
+        bias.shape[0] * bias.shape[1],
+    )
+    (dbias,) = run(
+        _dbias_kernel,
+        call,
+        config,
+        name="attention_backward_dbias_triton" if far is None else "attention_far_dbias_triton",
+        grid=grid,
+        ins=ins,
+        outs=[(jax.ShapeDtypeStruct(bias.shape, bias.dtype), tile_spec)],
+        batch=batch,
+        bias_shape=bias.shape,
+    )
+    return dbias
+
+
+def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
+    block_q, block_kv = call.block_q, call.block_kv
+    # The batch entries and heads that share this tile, and what there is of the other two axes.
+    batches, heads = (count if size == 1 else 1 for count, size in zip((batch, call.heads), bias_shape, strict=False))
+    own_q, own_kv, own = (pl.program_id(axis) for axis in range(3))
+    own_batch, own_head = lax.div(own, jnp.int32(bias_shape[1])), lax.rem(own, jnp.int32(bias_shape[1]))
+
+    def one_query_block(q_index, acc, *, b, h):
+        q_start = q_index * block_q
+        limits = call.limits(refs, b)
+        of_head = lambda ref: tuple(jnp.int32(0) if n == 1 else i for n, i in zip(ref.shape, (b, h), strict=False))
+        entry = lambda block: refs.entries[(*of_head(refs.entries), q_index, block)]
+        first, end = (0, call.kv_blocks) if bias_shape[3] == 1 else (own_kv, own_kv + 1)
+        if refs.entries is not None and bias_shape[3] > 1:
+            end = jnp.where(entry(own_kv) == DEAD, own_kv, end)
+        among = block_ranges.Among(first, end)
+        q_ids = None
+        if refs.q_ids is not None:
+            meets = block_ranges.among(refs.ranges, b, q_index)
+            among = block_ranges.Among(
+                block_ranges.maximum(among.first, meets.first), block_ranges.minimum(among.end, meets.end)
+            )
+            q_ids = load_rows(refs.q_ids.at[b, pl.ds(q_start, block_q)], q_start, call.q_length, block_ranges.NO_QUERY)
+        blocks = limits.key_blocks(q_start, block_q, block_kv, among)
+        these = pl.ds(q_start, block_q)
+        q = load(refs.query.at[b, these, h, :], q_start, call.q_length, call.head_dim)
+        dout = load(refs.dout.at[b, these, h, :], q_start, call.q_length, call.v_head_dim)
+        lse = load_rows(refs.lse.at[b, h, these], q_start, call.q_length, jnp.inf)
+        delta = load_rows(refs.delta.at[b, h, these], q_start, call.q_length, 0.0)
+        excess = None
+        if refs.excess is not None:
+            excess = load_rows(refs.excess.at[b, h, these], q_start, call.q_length, 0.0)[:, None]
+        rows, queries = row_mask(q_start, block_q, call.q_length), Queries.of(limits, q_start, block_q, q_ids)
+
+        def step(index, acc, *, partial):
+            start = blocks.at(index) * block_kv
+            keys, of_keys = pl.ds(start, block_kv), lax.div(h, jnp.int32(call.group))
+            k = load(refs.key.at[b, keys, of_keys, :], start, limits.kv_length, call.head_dim)
+            v = load(refs.value.at[b, keys, of_keys, :], start, limits.kv_length, call.v_head_dim)
+            masks = (rows, row_mask(start, block_kv, call.columns))
+            load_this = lambda x: load_tile(x, slice(None), slice(None), masks)
+            s, _ = tile_scores(call, refs, load_this, q, k, (b, h, q_start, start))
+            p = call.exp2(s, lse[:, None], excess)
+            if not (q_ids is None and limits.keep_all(block_kv)):
+                kv_ids = None
+                if q_ids is not None:
+                    kv_ids = load_rows(refs.kv_ids.at[b, keys], start, call.kv_length, block_ranges.NO_KEY)
+                p = jnp.where(queries.keep(start + iota(block_kv), kv_ids), p, 0.0)
+            if refs.entries is not None:
+                tile = Tile(b=b, h=h, q_index=q_index, kv_index=blocks.at(index))
+                p = jnp.where(is_kept(refs, call, tile), p, 0.0)
+            return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
+
+        return walk(blocks, step, acc)
+
+    def one_head(n, acc):
+        b = own_batch if batches == 1 else lax.div(n, jnp.int32(heads))
+        h = own_head if heads == 1 else lax.rem(n, jnp.int32(heads))
+        of_head = lambda q_index, acc: one_query_block(q_index, acc, b=b, h=h)
+        if bias_shape[2] > 1:
+            return of_head(own_q, acc)
+        count: Any = call.q_blocks
+        if refs.far is not None:
+            is_far = refs.far[b, lax.div(h, jnp.int32(call.group))] != 0
+            count = jnp.where(is_far, jnp.int32(count), jnp.int32(0))
+        return lax.fori_loop(0, count, of_head, acc)
+
+    acc = lax.fori_loop(0, batches * heads, one_head, jnp.zeros((block_q, block_kv), jnp.float32))
+    rows = columns = None
+    if bias_shape[2] > 1:
+        rows = row_mask(own_q * block_q, block_q, call.q_length)
+    else:
+        acc = acc.sum(axis=0)[None, :]
+    if bias_shape[3] > 1:
+        columns = row_mask(own_kv * block_kv, block_kv, call.columns)
+    else:
+        acc = acc.sum(axis=1)[:, None]
+    (dbias_ref,) = refs.outs
+    plgpu.store(dbias_ref, acc.astype(dbias_ref.dtype), mask=both(rows, columns, acc.shape))
+
+
+def _kept(words: Any, entry: Any, call: Call) -> jax.Array:
+    """bool [block_q, block_kv], of the pairs of a block that is not dead."""
+    keys, of_block = iota(call.block_kv)[None, :], jnp.maximum(entry, 0)
+    load_word = lambda i: plgpu.load(words.at[of_block, jnp.int32(i), :])[:, None]
+    word = load_word(0)
+    for i in range(1, words.shape[1]):
+        word = jnp.where(keys // WORD == i, load_word(i), word)
+    return ((word >> keys % WORD) & 1 != 0) | (entry == WHOLE)

@@ -1,0 +1,455 @@
+"""What the Triton attention kernels share: how a tile is loaded, which scores it has, and the walk over blocks.
+
+A kernel is a function of `Refs`, the call's arrays by name, and of a `Call`, what is known when tracing.
+"""
+
+import dataclasses
+import functools
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.varying import result_types
+from jax_kernels.score_mod.tiles import TileMod, split
+
+SMALLEST = 16  # the least size of a tensor core operand
+ALIGNED = 8  # numbers of 16 bits in 16 bytes
+MOST_PROGRAMS = 65535  # along the second and the third axis of CUDA's grid
+
+
+def reaches(size: int) -> bool:
+    """Whether a kernel reaches all of an array of so many bytes.
+
+    Pallas gives Triton offsets of 32 bits up to 2^32 bytes, which it takes for signed ones.
+    """
+    return not (1 << 31) <= size <= (1 << 32)
+
+
+class Refs(NamedTuple):
+    """The arrays of a kernel; None where the call lacks one.
+
+    mask, entries, words: of bias_gradient.Pairs. bounds: block_ranges.bounds_array. ranges: block_ranges.segment_ranges
+    of the blocks that the programs own. lse (Call.in_units), delta, excess: of the backward. operands: of a score_mod.
+    sums, far: of far_rows.
+    outs: what the kernel writes.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    mask: Any = None
+    entries: Any = None
+    words: Any = None
+    sinks: Any = None
+    q_ids: Any = None
+    kv_ids: Any = None
+    ranges: Any = None
+    bounds: Any = None
+    dout: Any = None
+    lse: Any = None
+    delta: Any = None
+    excess: Any = None
+    sums: Any = ()
+    far: Any = None
+    operands: Any = ()
+    outs: Any = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a kernel knows of a call when it is traced."""
+
+    options: AttentionOptions
+    q_length: int
+    kv_length: int
+    heads: int
+    group: int  # heads of query to a head of key
+    head_dim: int
+    v_head_dim: int
+    block_q: int
+    block_kv: int
+    has_bias: bool
+    interpret: bool
+    mod: TileMod | None = None
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, options: AttentionOptions, block_q: int, block_kv: int, interpret: bool):
+        _, q_length, heads, head_dim = inputs.query.shape
+        return cls(
+            options=options,
+            q_length=q_length,
+            kv_length=inputs.key.shape[1],
+            heads=heads,
+            group=heads // inputs.key.shape[2],
+            head_dim=head_dim,
+            v_head_dim=inputs.value.shape[3],
+            block_q=fit(block_q, q_length),
+            block_kv=fit(block_kv, inputs.key.shape[1]),
+            has_bias=inputs.bias is not None,
+            interpret=interpret,
+            mod=None if inputs.score_mod is None else split(inputs.score_mod),
+        )
+
+    @property
+    def may_mask(self) -> bool:
+        """Whether scores may be -inf, or -1e30, where no mask says so. They stay in natural units then."""
+        return self.has_bias or self.mod is not None
+
+    @property
+    def columns(self) -> int | None:
+        """Of what is `aligned` and has an axis of keys; None without a bias and score_mod."""
+        return pl.cdiv(self.kv_length, ALIGNED) * ALIGNED if self.may_mask else None
+
+    @property
+    def q_blocks(self) -> int:
+        return pl.cdiv(self.q_length, self.block_q)
+
+    @property
+    def kv_blocks(self) -> int:
+        return pl.cdiv(self.kv_length, self.block_kv)
+
+    @property
+    def precision(self) -> lax.Precision:
+        """HIGHEST is exact float32 products; DEFAULT is tf32 for float32 operands."""
+        return lax.Precision.HIGHEST if self.options.precision == "fp32" else lax.Precision.DEFAULT
+
+    @property
+    def factor(self) -> float:
+        """Of the scores that `scores` gives, to base 2, unless they stay in natural units."""
+        if self.may_mask:
+            return 1.0
+        return LOG2E * (self.options.scale if self.options.softcap is None else self.options.softcap)
+
+    def limits(self, refs: Refs, batch_index: Any) -> block_ranges.Limits:
+        return block_ranges.limits(
+            refs.bounds,
+            batch_index,
+            self.options.q_offset,
+            self.kv_length,
+            is_causal=self.options.is_causal,
+            window=self.options.window,
+        )
+
+    def key_blocks(
+        self, refs: Refs, limits: block_ranges.Limits, batch_index: Any, q_index: Any
+    ) -> block_ranges.Blocks:
+        """The blocks of keys that a block of queries visits."""
+        among = None
+        if refs.ranges is not None:
+            among = block_ranges.among(refs.ranges, batch_index, q_index)
+        blocks = limits.key_blocks(q_index * self.block_q, self.block_q, self.block_kv, among)
+        if refs.bias is not None and isinstance(blocks.partial, int) and blocks.partial:
+            # A loop of one turn is unrolled into the other loop's start: both tiles of the bias, and what goes with
+            # them, overflow Hopper's shared memory.
+            return dataclasses.replace(blocks, partial=blocks.count)
+        return blocks
+
+    def dot(self, a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
+        """The float32 product of two matrices, summed over axis axes[0] of a and axes[1] of b."""
+        dimensions = (((axes[0],), (axes[1],)), ((), ()))
+        return lax.dot_general(a, b, dimensions, precision=self.precision, preferred_element_type=jnp.float32)
+
+    def scores(self, products: jax.Array, bias: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+        """(the scores over factor * ln 2, the tanh in them), from query @ key^T and the bias of its tile.
+
+        With a bias they are in natural units, and a maximum or lse comes off them as it is: of a product with log2(e)
+        it would miss the rounding, which under a bias of -1e10 is hundreds, and under one of finfo.min an infinity.
+        """
+        scale, softcap = self.options.scale, self.options.softcap
+        if softcap is None:
+            return (products if bias is None else self.multiply_add(products, scale, bias)), None
+        if self.options.precision is None:  # exact to 1e-7 of softcap: 16-bit products are not
+            tanh = 1.0 - 2.0 / (1.0 + jnp.exp2(products * (2 * LOG2E * scale / softcap)))
+        else:
+            tanh = jnp.tanh(products * (scale / softcap))
+        return (tanh if bias is None else self.multiply_add(tanh, softcap, bias)), tanh
+
+    def multiply_add(self, x: jax.Array, factor: float, y: jax.Array) -> jax.Array:
+        """x * factor + y, in one instruction: Triton as XLA runs it makes two. y: broadcastable to x."""
+        if self.interpret:
+            return x * factor + y
+        (result,) = plgpu.elementwise_inline_asm(
+            f"fma.rn.f32 $0, $1, 0f{_bits(factor)}, $2;",
+            args=[x, jnp.broadcast_to(y, x.shape)],
+            constraints="=f,f,f",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        )
+        return result
+
+    def in_units(self, x: jax.Array) -> jax.Array:
+        """A number in natural units, such as lse, in those that exp2 subtracts: base 2, unless may_mask."""
+        return x if self.may_mask else x * LOG2E
+
+    def shrinking(self, highest: jax.Array, new: jax.Array) -> jax.Array:
+        """What to multiply sums by where the maximum becomes `new`."""
+        return jnp.exp2((highest - new) * LOG2E if self.may_mask else highest - new)
+
+    def exp2(self, x: jax.Array, shift: jax.Array, excess: jax.Array | None = None) -> jax.Array:
+        """exp2(x * factor - shift), but if may_mask exp(x - shift - excess), and at most 1; float32.
+
+        Of a row that a bias of -1e30 masks, lse is too coarse to give P, which then stays finite. Triton as XLA runs it
+        rounds the product, and its exp2 scales around denormal results: six instructions. This one fuses the product,
+        and gives 0 below 2**-126. The interpreter knows no assembly, and gets the formula.
+        """
+        if self.interpret:
+            if not self.may_mask:
+                return jnp.exp2(x * self.factor - shift)
+            x = x - shift if excess is None else x - shift - excess
+            return jnp.exp2(jnp.minimum(x * LOG2E, 0.0))
+        args = [x, jnp.broadcast_to(-shift, x.shape)]
+        subtract = f"fma.rn.f32 t, $1, 0f{_bits(self.factor)}, $2; "
+        if self.may_mask:
+            less = "0f00000000" if excess is None else "$3"
+            subtract = f"add.rn.f32 t, $1, $2; fma.rn.f32 t, t, 0f{_bits(LOG2E)}, {less}; "
+        if excess is not None:
+            args.append(jnp.broadcast_to(excess * -LOG2E, x.shape))
+        clamp = "min.f32 t, t, 0f00000000; " if self.may_mask else ""
+        (result,) = plgpu.elementwise_inline_asm(
+            f"{{ .reg .f32 t; {subtract}{clamp}ex2.approx.ftz.f32 $0, t; }}",
+            args=args,
+            constraints=",".join(["=f", *["f"] * len(args)]),
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+        )
+        return result
+
+
+def _bits(x: float) -> str:
+    """A float32 as PTX writes it, behind 0f."""
+    return struct.pack(">f", x).hex()
+
+
+def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
+    """pallas_call of kernel(refs, call=call, **rest). outs: (shape, spec) each.
+
+    ins: of Refs by name, (array, spec), a list of such, or None. The outs stand in the memory of its "sums", if it has
+    such: what a program leaves alone stays.
+    """
+    before = jax.tree.leaves([x for key, x in ins.items() if key != "sums"], is_leaf=lambda x: isinstance(x, tuple))
+    ins = {key: x for key, x in ins.items() if key != "sums"} | {"sums": ins.get("sums", [])}
+    aliases = {len(before) + i: i for i in range(len(ins["sums"]))}
+    pairs, tree = jax.tree.flatten(list(ins.values()), is_leaf=lambda x: isinstance(x, tuple))
+
+    arrays = [array for array, _ in pairs]
+
+    def body(*refs):
+        given = jax.tree.unflatten(tree, refs[: len(pairs)])
+        kernel(Refs(**dict(zip(ins, given, strict=True)), outs=refs[len(pairs) :]), call=call, **rest)
+
+    return pl.pallas_call(
+        body,
+        grid=grid,
+        in_specs=[spec for _, spec in pairs],
+        out_specs=[spec for _, spec in outs],
+        out_shape=result_types([shape for shape, _ in outs], *arrays),
+        input_output_aliases=aliases,
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=call.interpret,
+        name=name,
+    )(*arrays)
+
+
+def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, Any, Any]:
+    """(bounds, segment ids of queries, of keys) in the kernels' form; None where the call lacks them."""
+    bounds = block_ranges.bounds_array(inputs, options)
+    if inputs.q_segment_ids is None:
+        return bounds, None, None
+    return bounds, *block_ranges.segment_arrays(inputs.q_segment_ids, inputs.kv_segment_ids)
+
+
+def padded(head_dim: int) -> int:
+    """The columns of a tensor that holds head_dim of them."""
+    return max(SMALLEST, pl.next_power_of_2(head_dim))
+
+
+def fit(block: int, length: int) -> int:
+    """A block's rows, not many more than there are."""
+    return min(block, max(SMALLEST, pl.next_power_of_2(length)))
+
+
+def all_rows(length: int, block: int) -> int:
+    """Rows of a view that holds whole blocks."""
+    return pl.cdiv(length, block) * block
+
+
+def whole(length: int, block: int, heads: int | None, head_dim: int, index_map: Any) -> pl.BlockSpec:
+    """All rows of one head of [B, T, H, D], or of `heads` of them; index_map gives (batch entry, block of heads).
+
+    Only a view: a program loads the blocks of rows that it walks.
+    """
+
+    def full_index_map(*grid):
+        b, h = index_map(*grid)
+        return b, 0, h, 0
+
+    return pl.BlockSpec((None, all_rows(length, block), heads, padded(head_dim)), full_index_map)
+
+
+def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
+    """An array that every program has all of, to load what it looks up; None without one."""
+    return None if x is None else (x, pl.BlockSpec(x.shape, lambda *grid: (0,) * x.ndim))
+
+
+class QueryPrograms:
+    """What a kernel gets whose programs (i, h, b) own a block of queries each, and walk the keys.
+
+    limiting: limiting_arrays. operands: operands_of. q_block: the block of queries of program i. ins: of `run`.
+    """
+
+    def __init__(self, call: Call, inputs: AttentionInputs, limiting: tuple[Any, Any, Any], operands: Any = ()):
+        bounds, q_ids, kv_ids = limiting
+        block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
+        # Under a causal mask the last queries have the most keys: they go first, so that short programs fill the end.
+        q_block = self.q_block = (lambda i: call.q_blocks - 1 - i) if call.options.is_causal else lambda i: i
+        self.row_spec = pl.BlockSpec((None, None, block_q), lambda i, h, b: (b, h, q_block(i)))
+        self.grid = (call.q_blocks, call.heads, inputs.query.shape[0])
+        self._block_q = block_q
+        kv_spec = lambda d: whole(call.kv_length, call.block_kv, None, d, lambda i, h, b: (b, h // call.group))
+        tile = lambda x: bias_spec(x, (None, None, block_q, kv_rows), lambda i, h, b: (b, h, q_block(i), 0))
+        self.ins = {
+            "bounds": whole_array(bounds),
+            "query": (inputs.query, self.q_spec(call.head_dim)),
+            "key": (inputs.key, kv_spec(call.head_dim)),
+            "value": (inputs.value, kv_spec(call.v_head_dim)),
+            "bias": None if inputs.bias is None else (inputs.bias, tile(inputs.bias)),
+            "operands": [(x, tile(x)) for x in operands],
+        }
+        if q_ids is not None:
+            self.ins["q_ids"] = q_ids, pl.BlockSpec((None, block_q), lambda i, h, b: (b, q_block(i)))
+            self.ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
+            self.ins["ranges"] = whole_array(block_ranges.segment_ranges(q_ids, block_q, kv_ids, call.block_kv))
+
+    def q_spec(self, head_dim: int) -> pl.BlockSpec:
+        """Of an array [B, T, H, head_dim]."""
+        block = (None, self._block_q, None, padded(head_dim))
+        return pl.BlockSpec(block, lambda i, h, b: (b, self.q_block(i), h, 0))
+
+
+def aligned(x: Any) -> Any:
+    """A bias, with rows of whole 16 bytes: read one by one, its numbers would take thousands of registers.
+
+    So too a mask, and an operand of score_mod.
+    """
+    if x is None or x.shape[3] == 1:
+        return x
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, -x.shape[3] % ALIGNED)])
+
+
+def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) -> pl.BlockSpec:
+    """Of a bias [B or 1, H or 1, T or 1, S or 1], whose axes of length 1 are broadcast. block, index_map: of full axes.
+
+    An axis of heads that is one stays out of the view, as None in block does.
+    """
+    one = bias.shape
+    block = tuple((None if axis < 2 else 1) if one[axis] == 1 else size for axis, size in enumerate(block))
+
+    def full_index_map(*grid):
+        return tuple(0 if n == 1 else i for n, i in zip(one, index_map(*grid), strict=True))
+
+    return pl.BlockSpec(block, full_index_map)
+
+
+def iota(size: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, (size,), 0)
+
+
+def row_mask(start: Any, rows: int, length: Any) -> jax.Array | None:
+    """Which rows from `start` exist; None where all do: length is None, or whole blocks of them."""
+    if length is None or (isinstance(length, int) and length % rows == 0):
+        return None
+    return start + iota(rows) < length
+
+
+def both(rows: jax.Array | None, columns: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
+    """The mask of a matrix whose rows and columns have masks."""
+    mask = None if rows is None else jnp.broadcast_to(rows[:, None], shape)
+    if columns is not None:
+        columns = jnp.broadcast_to(columns[None, :], shape)
+        mask = columns if mask is None else mask & columns
+    return mask
+
+
+def head_mask(rows: jax.Array | None, count: int, head_dim: int) -> jax.Array | None:
+    """The mask of a matrix [count, padded head_dim] whose rows have a mask."""
+    width = padded(head_dim)
+    columns = None if head_dim == width else iota(width) < head_dim
+    return both(rows, columns, (count, width))
+
+
+def load(view: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
+    """Rows of a head, from row `start` on: [rows, padded head_dim], zeros where there is nothing.
+
+    length: how many rows count, so that what stands behind them is never read; None where all of these do.
+    """
+    rows = view.shape[0]
+    mask = head_mask(row_mask(start, rows, length), rows, head_dim)
+    return plgpu.load(view, mask=mask, other=None if mask is None else 0.0)
+
+
+def load_rows(view: Any, start: Any, length: Any, other: Any) -> jax.Array:
+    """A number for each row from `start` on, `other` where there is no row."""
+    mask = row_mask(start, view.shape[0], length)
+    return plgpu.load(view, mask=mask, other=None if mask is None else other)
+
+
+def load_tile(ref: Any, rows: Any, columns: Any, masks: tuple[Any, Any], *leading: Any) -> jax.Array:
+    """A tile of an array whose axes may be 1: [rows or 1, columns or 1].
+
+    rows, columns: what to take of the view's axes, where they are not 1. masks: which of these exist. leading: where
+    in the view's axes before them, as far as it has such.
+    """
+    axes = [slice(None) if n == 1 else part for n, part in zip(ref.shape[-2:], (rows, columns), strict=True)]
+    view = ref.at[(*leading[: len(ref.shape) - 2], *axes)]
+    row_mask, column_mask = (None if n == 1 else mask for n, mask in zip(view.shape[-2:], masks, strict=True))
+    mask = both(row_mask, column_mask, view.shape[-2:])
+    return plgpu.load(view, mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+
+
+def store(ref: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> None:
+    """Stores what exists of a block of rows."""
+    plgpu.store(ref, x, mask=head_mask(row_mask(start, len(x), length), len(x), head_dim))
+
+
+class Queries(NamedTuple):
+    """What each query of a block may attend to: keys from `start` (None: from the first) up to `limit`, of its id."""
+
+    start: jax.Array | None
+    limit: jax.Array
+    ids: jax.Array | None
+
+    @classmethod
+    def of(cls, limits: block_ranges.Limits, q_start: Any, block_q: int, ids: jax.Array | None) -> "Queries":
+        queries = q_start + iota(block_q)
+        start = limits.key_start(queries) if limits.left >= 0 else None
+        return cls(start, jnp.broadcast_to(limits.key_limit(queries), (block_q,)), ids)
+
+    def keep(self, keys: jax.Array, kv_ids: jax.Array | None, *, transposed: bool = False) -> jax.Array:
+        """The predicate of a tile [queries, keys], or if transposed [keys, queries]: bool."""
+        by_query = lambda x: x[None, :] if transposed else x[:, None]
+        by_key = lambda x: x[:, None] if transposed else x[None, :]
+        live = by_key(keys) < by_query(self.limit)
+        if self.start is not None:
+            live = live & (by_key(keys) >= by_query(self.start))
+        if self.ids is not None:
+            live = live & (by_query(self.ids) == by_key(kv_ids))
+        return live
+
+
+def walk(blocks: block_ranges.Blocks, step: Any, state: Any) -> Any:
+    """Runs step(index, state, partial=...) over the blocks: those that need the predicate, then the others."""
+    nothing = lambda first, last: first is last or (isinstance(first, int) and isinstance(last, int) and first >= last)
+    for first, last, partial in ((0, blocks.partial, True), (blocks.partial, blocks.count, False)):
+        if not nothing(first, last):
+            state = lax.fori_loop(first, last, functools.partial(step, partial=partial), state)
+    return state

@@ -1,0 +1,114 @@
+"""Attention forward through Triton: a program owns a block of queries and walks the keys that these attend to.
+
+Arrays keep their layout: a program reads its head of [B, T, H, D] in place. Tensors in a program have power-of-two
+sizes, so that loads beyond a length or a head_dim are masked, and give zeros. The walk is two loops: over the
+blocks that need the predicate and over those that don't (see block_ranges.py).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.attention.triton.common import (
+    Call,
+    Queries,
+    QueryPrograms,
+    Refs,
+    aligned,
+    iota,
+    limiting_arrays,
+    load,
+    load_rows,
+    load_tile,
+    padded,
+    row_mask,
+    run,
+    store,
+    walk,
+    whole_array,
+)
+from jax_kernels.pallas.attention.triton.score_mod import operands_of, tile_scores
+
+
+def attention_forward(
+    inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret
+):  # fmt: skip
+    """See the package's docstring. config: AttentionForwardTriton."""
+    del core_count  # one program per tile: nothing is persistent
+    inputs = inputs._replace(bias=aligned(inputs.bias))
+    call = Call.of(inputs, options, config.block_q, config.block_kv, interpret)
+    programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options), operands_of(call, inputs))
+    out = jax.ShapeDtypeStruct((*inputs.query.shape[:3], call.v_head_dim), out_dtype)
+    lse = jax.ShapeDtypeStruct((len(inputs.query), call.heads, call.q_length), jnp.float32)
+    return run(
+        _kernel,
+        call,
+        config,
+        name="attention_forward_triton",
+        grid=programs.grid,
+        ins=programs.ins | {"sinks": whole_array(inputs.sinks)},
+        outs=[(out, programs.q_spec(call.v_head_dim)), *[(lse, programs.row_spec)] * (1 + call.may_mask)],
+        q_block=programs.q_block,
+    )
+
+
+def _kernel(refs: Refs, *, call: Call, q_block):
+    block_q, block_kv = call.block_q, call.block_kv
+    q_index, head, batch_index = q_block(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
+    q_start = q_index * block_q
+    limits = call.limits(refs, batch_index)
+    blocks = call.key_blocks(refs, limits, batch_index, q_index)
+    rows = row_mask(q_start, block_q, call.q_length)
+    q = load(refs.query, q_start, call.q_length, call.head_dim)
+    q_ids = None if refs.q_ids is None else load_rows(refs.q_ids, q_start, call.q_length, block_ranges.NO_QUERY)
+    queries = Queries.of(limits, q_start, block_q, q_ids)
+
+    def step(index, state, *, partial):
+        acc, highest, total = state
+        start = blocks.at(index) * block_kv
+        these = pl.ds(start, block_kv)
+        length = limits.kv_length if partial else None
+        k = load(refs.key.at[these, :], start, length, call.head_dim)
+        columns = row_mask(start, block_kv, call.columns if partial else None)
+        load_this = lambda x: load_tile(x, slice(None), these, (rows, columns))
+        s, _ = tile_scores(call, refs, load_this, q, k, (batch_index, head, q_start, start))
+        if partial:
+            kv_ids = None
+            if q_ids is not None:
+                kv_ids = load_rows(refs.kv_ids.at[these], start, call.kv_length, block_ranges.NO_KEY)
+            s = jnp.where(queries.keep(start + iota(block_kv), kv_ids), s, -jnp.inf)
+        new = jnp.maximum(highest, s.max(axis=1) * call.factor)
+        # A row may have met no key so far: -inf - -inf would be NaN.
+        shift = jnp.where(new == -jnp.inf, 0.0, new) if partial or call.may_mask else new
+        alpha = call.shrinking(highest, shift)
+        p = call.exp2(s, shift[:, None])
+        total = total * alpha + p.sum(axis=1)
+        v = load(refs.value.at[these, :], start, length, call.v_head_dim)
+        acc = acc * alpha[:, None] + call.dot(p.astype(v.dtype), v, (1, 0))
+        return acc, new, total
+
+    highest, total = jnp.full((block_q,), -jnp.inf, jnp.float32), jnp.zeros((block_q,), jnp.float32)
+    if refs.sinks is not None:  # a key before all others, with no value
+        of_batch = batch_index if refs.sinks.shape[0] > 1 else 0
+        highest = jnp.broadcast_to(call.in_units(refs.sinks[of_batch, head]), (block_q,))
+        total = total + 1.0
+    state = (jnp.zeros((block_q, padded(call.v_head_dim)), jnp.float32), highest, total)
+    acc, highest, total = walk(blocks, step, state)
+    dead = total == 0.0
+    if call.may_mask:  # whose excess would be a NaN where a sink of -inf has counted itself
+        dead = dead | (highest == -jnp.inf)
+    total = jnp.where(dead, 1.0, total)
+    out_ref, lse_ref, *excess_ref = refs.outs
+    if call.may_mask:
+        log = jnp.log2(total) / LOG2E
+        lse = jnp.where(dead, -jnp.inf, highest + log)
+        excess = jnp.where(dead, 0.0, log + (highest - lse))
+        plgpu.store(excess_ref[0], excess, mask=rows)
+    else:
+        lse = jnp.where(dead, -jnp.inf, (highest + jnp.log2(total)) / LOG2E)
+    store(out_ref, (acc / total[:, None]).astype(out_ref.dtype), q_start, call.q_length, call.v_head_dim)
+    plgpu.store(lse_ref, lse, mask=rows)

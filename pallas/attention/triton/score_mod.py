@@ -1,0 +1,73 @@
+"""The scores of a tile in the Triton attention kernels, and a score_mod's operands and gradients.
+
+An operand is what score_mod reads of arrays, [B or 1, H or 1, T or 1, S or 1], T and S not both. A kernel loads a tile
+of each. The backward gives the gradient of each as sums over the keys, or over the queries where the operand has an
+axis of keys, which are added up outside.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.pallas.attention.triton.common import Call, Refs, aligned, iota
+from jax_kernels.score_mod.trace import ScoreMod, moving, with_moving
+
+
+def operands_of(call: Call, inputs: AttentionInputs) -> list[jax.Array]:
+    """The operands of score_mod, aligned."""
+    if call.mod is None:
+        return []
+    return [aligned(x) for x in call.mod.operands(inputs.score_mod.arrays, _shape(call, inputs))]
+
+
+def summed(call: Call, operands: Any, *, by_key: bool) -> list[int]:
+    """Which of the operands have a gradient that is summed over queries (by_key), or over keys."""
+    floats = moving(operands, call.options.score_mod_gradient)
+    return [i for i, x in enumerate(floats) if x is not None and (x.shape[-1] > 1) == by_key]
+
+
+def array_gradients(call: Call, inputs: AttentionInputs, operands: Any, by_query: Any, by_key: Any) -> ScoreMod:
+    """Of score_mod, from the sums of its operands' for each query [B, H, T], or key [B, H, S], in their order."""
+    assert call.mod is not None
+    mod, tiles, of_query, of_key = inputs.score_mod, call.mod, iter(by_query), iter(by_key)
+
+    def of_operand(x):
+        whole = next(of_key)[:, :, None] if x.shape[3] > 1 else next(of_query)[..., None]
+        return whole.sum(tuple(axis for axis in range(4) if x.shape[axis] == 1), keepdims=True)
+
+    gradients = jax.tree.map(of_operand, moving(operands))
+    floats = lambda given: moving(tiles.operands(with_moving(mod.arrays, given), _shape(call, inputs)))
+    (given,) = jax.vjp(floats, moving(mod.arrays))[1](gradients)
+    return ScoreMod(given, mod.program)
+
+
+def _shape(call: Call, inputs: AttentionInputs) -> tuple[int, int, int, int]:
+    return len(inputs.query), call.heads, call.q_length, call.kv_length
+
+
+def tile_scores(call: Call, refs: Refs, load: Any, q: jax.Array, k: jax.Array, at: Any, *, transposed: bool = False):
+    """(the scores of a tile as Call.scores gives them, their pullback).
+
+    load: what a kernel's program has of an array of Refs for this tile, [queries or 1, keys or 1]. at: the batch entry,
+    the head, the first query and the first key. transposed: scores, and what is of their shape, are [keys, queries].
+    pullback: from P and the gradient of the scores, (that of query @ key^T * scale, those of the operands in the form
+    of `moving`, of the scores' shape).
+    """
+    turned = lambda x: x.T if transposed else x
+    product = lambda: call.dot(*((k, q) if transposed else (q, k)), (1, 1))
+    if call.mod is None:
+        bias = None if refs.bias is None else load(refs.bias).astype(jnp.float32)
+        scores, tanh = call.scores(product(), None if bias is None else turned(bias))
+        return scores, lambda p, ds: (ds if tanh is None else ds * (1.0 - tanh * tanh), ())
+    batch_index, head, first_query, first_key = at
+    operands = [turned(load(x)) for x in refs.operands]
+    indices = turned((first_query + iota(call.block_q))[:, None]), turned((first_key + iota(call.block_kv))[None, :])
+    products = product()
+    queries, keys, *operands = (jnp.broadcast_to(x, products.shape) for x in (*indices, *operands))
+    function = lambda scores, given: call.mod(scores, batch_index, head, queries, keys, with_moving(operands, given))
+    floats = moving(operands, call.options.score_mod_gradient)
+    scores, pullback = jax.vjp(function, products * call.options.scale, floats)
+    # Where a pair has no weight, the derivative may be anything.
+    return scores, lambda p, ds: jax.tree.map(lambda x: jnp.where(p > 0.0, x, 0.0), pullback(ds))

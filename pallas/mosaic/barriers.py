@@ -1,0 +1,89 @@
+"""How warpgroups wait for one another, and how CTAs count in device memory."""
+
+from typing import Any, NamedTuple
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.mosaic import interpreter
+
+
+class Barriers:
+    """A kernel's barriers by name, each with how many there are and how many arrivals each counts.
+
+    merged: those that count as many stand in one array. A thread keeps the phases of an array in one register.
+    """
+
+    def __init__(self, wanted: dict[str, tuple[int, int]], *, merged: bool):
+        self._places: dict[str, tuple[Any, int]] = {}
+        self._arrays: dict[Any, tuple[int, int]] = {}
+        for name, (count, arrivals) in wanted.items():
+            array = arrivals if merged else name
+            first, _ = self._arrays.get(array, (0, 0))
+            self._places[name] = array, first
+            self._arrays[array] = first + count, arrivals
+
+    def scratch(self) -> list[Any]:
+        """For pl.run_scoped."""
+        return [plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n, arrivals in self._arrays.values()]
+
+    def of(self, scratch: list[Any], name: str) -> Any:
+        """What `.at[i]` of is its barrier number i; None where none was wanted."""
+        if name not in self._places:
+            return None
+        array, first = self._places[name]
+        return _From(scratch[list(self._arrays).index(array)], first)
+
+
+class _From(NamedTuple):
+    """The barriers of an array from one on."""
+
+    array: Any
+    first: int
+
+    @property
+    def at(self) -> "_From":
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        is_only = isinstance(index, int) and self.array.shape == (1,)
+        return self.array if is_only else self.array.at[self.first + index]
+
+
+def named_barrier(kind: str, index: int, threads: int) -> None:
+    """bar.sync or bar.arrive on a hardware barrier. It is cheaper than an mbarrier, which would be polled."""
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=None)
+    def barrier(_):
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm
+
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [], f"bar.{kind} {index}, {threads};", "", has_side_effects=True)
+
+    barrier()
+
+
+def count_up(counter_ref, out_ref, first: int = 0, *, release: bool = False) -> None:
+    """out_ref[0] = first + how often the counter in device memory, [1], was counted up before.
+
+    release: what the calling thread has in device memory before is seen by those who count later.
+    """
+    if interpreter.INTERPRETED:
+        count = counter_ref[0]
+        counter_ref[0] = count + 1
+        out_ref[0] = count + first
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=None)
+    def fetch(_, counter, out):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, memref
+
+        i32 = ir.IntegerType.get_signless(32)
+        ordering = llvm.AtomicOrdering.acq_rel if release else llvm.AtomicOrdering.monotonic
+        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+            count = llvm.atomicrmw(llvm.AtomicBinOp.add, utils.memref_ptr(counter), utils.c(1, i32), ordering)
+            memref.store(arith.addi(count, utils.c(first, i32)), out, [utils.c(0, ir.IndexType.get())])
+
+    fetch(counter_ref, out_ref)

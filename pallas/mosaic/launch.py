@@ -1,0 +1,41 @@
+"""How a Mosaic kernel is launched."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.varying import as_varying, varying_axes
+
+
+def launch(
+    entry: Callable[..., None],
+    name: str,
+    *,
+    out_type: Any,
+    ctas: int,
+    warpgroups: int,
+    semantics: plgpu.LoweringSemantics,
+    interpret: bool,
+    **params: Any,
+) -> Callable[..., Any]:
+    """plgpu.kernel over axes "cta" and "wg". With Warpgroup semantics the kernel places all barriers itself.
+
+    Inside jax.shard_map the results vary over the mesh axes that the arguments vary over. params: more of
+    plgpu.CompilerParams.
+    """
+    is_lane = semantics == plgpu.LoweringSemantics.Lane
+    kernel = plgpu.kernel(
+        entry,
+        out_type=out_type,
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=warpgroups,
+        thread_name="wg",
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=semantics, unsafe_no_auto_barriers=not is_lane, **params
+        ),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )
+    return lambda *arguments: as_varying(kernel(*arguments), varying_axes(arguments))

@@ -1,0 +1,123 @@
+"""Operations on numbers in registers that Pallas does not have."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.mosaic import interpreter
+from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
+
+
+def as_int32(x):
+    return jnp.int32(x) if isinstance(x, int) else x
+
+
+def recomputed(index):
+    """Keeps the arithmetic on an index where it is written: hoisted out of a loop, its results spill."""
+    return lax.optimization_barrier(as_int32(index))
+
+
+def zeros_stay() -> None:
+    """Behind a product: keeps the number that its accumulators are zeroed by apart from them.
+
+    Where nothing uses the zero later, LLVM makes it one of the accumulators, and ptxas then no longer sees that the
+    product starts from zeros: it writes them to each register.
+    """
+    if interpreter.INTERPRETED:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=None)
+    def use(_):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm
+
+        zero = utils.c(0, ir.IntegerType.get_signless(32))
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [zero], "// $0", "r", has_side_effects=True)
+
+    use()
+
+
+def all_of_warp(rows) -> jax.Array:
+    """Whether a bool [64] is True in all 16 rows of a warp: a scalar bool, the same in a warp, not in a warpgroup.
+
+    A branch on it may hold no operation of a whole warpgroup.
+    """
+    if interpreter.INTERPRETED:
+        return jnp.all(rows)
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+    )
+    def vote(_, numbers):
+        from jax.experimental.mosaic.gpu import fragmented_array
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        mine = [vector.extract(x, dynamic_position=[], static_position=[0]) for x in numbers.registers.reshape(-1)]
+        both = functools.reduce(arith.andi, mine)
+        assembly = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.all.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+        result = llvm.inline_asm(i32, [both], assembly, "=r,r", has_side_effects=True)
+        return fragmented_array.FragmentedArray.splat(result, (), is_signed=True)
+
+    return vote(jnp.where(rows, 1, 0).astype(jnp.int32)) != 0
+
+
+def any_of_warp_above(numbers, rows) -> jax.Array:
+    """Whether any of numbers [64, n] is above its row's of rows [64], or NaN, in a warp: a bool as all_of_warp's."""
+    if interpreter.INTERPRETED:
+        return jnp.any(~(numbers <= rows[:, None]))
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, ROW), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+    )
+    def vote(_, numbers, rows):
+        from jax.experimental.mosaic.gpu import fragmented_array
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        element = lambda x, i: vector.extract(x, dynamic_position=[], static_position=[i])
+        limits = [element(x, 0) for x in rows.registers.reshape(-1)]
+        above = [
+            arith.cmpf(arith.CmpFPredicate.UGT, element(x, i), limit)
+            for of_row in numbers.registers.reshape(-1, len(limits))
+            for x, limit in zip(of_row, limits, strict=True)
+            for i in range(2)
+        ]
+        mine = arith.extui(i32, functools.reduce(arith.ori, above))
+        assembly = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.s32 $0, 1, 0, p; }"
+        result = llvm.inline_asm(i32, [mine], assembly, "=r,r", has_side_effects=True)
+        return fragmented_array.FragmentedArray.splat(result, (), is_signed=True)
+
+    return vote(numbers, rows) != 0
+
+
+def reciprocal(x):
+    """1 / x of [64, n] in the layout of wgmma's results, for x of at least 2^-126; of more than 2^126 it is 0.
+
+    An instruction, where a division is five: four are for the smallest numbers.
+    """
+    if interpreter.INTERPRETED:
+        return 1 / x
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=WGMMA))
+    def approximate(_, x):
+        import numpy as np
+        from jax.experimental.mosaic.gpu import fragmented_array
+        from jaxlib.mlir.dialects import nvvm, vector
+
+        def of_pair(pair):
+            elements = (vector.extract(pair, dynamic_position=[], static_position=[i]) for i in range(2))
+            return vector.from_elements(pair.type, [nvvm.rcp_approx_ftz_f(element) for element in elements])
+
+        registers = np.empty(x.registers.shape, dtype=object)
+        for place, pair in np.ndenumerate(x.registers):
+            registers[place] = of_pair(pair)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return approximate(x)

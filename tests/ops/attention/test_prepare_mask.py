@@ -1,0 +1,278 @@
+"""prepare_mask: what it carries, where it is read, and that elsewhere it is the mask that it was made from."""
+
+import dataclasses
+import re
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kernels import (
+    block_sparse_attention,
+    compile_attention,
+    dynamic_mask_attention,
+    flash_attention,
+    masks,
+    prepare_mask,
+)
+from jax_kernels.dispatch import on_device
+from jax_kernels.masks import PreparedMask
+from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
+from jax_kernels.testing import rms_error
+
+pytestmark = pytest.mark.usefixtures("no_interpret")
+
+B, T, H, KV_HEADS = 2, 512, 4, 2
+CELLS = np.random.default_rng(0).random((4, 4)) < 0.5
+MASK = masks.block_sparse(CELLS, 128) & masks.causal()
+QUERY, KEY = (jax.ShapeDtypeStruct((B, T, heads, 64), jnp.bfloat16) for heads in (H, KV_HEADS))
+
+
+def prepared_on_hopper(mask=MASK, query=QUERY, key=KEY, **arguments):
+    with on_device("H200"):
+        return prepare_mask(mask, query, key, **arguments)
+
+
+def primitives(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from primitives(inner)
+
+
+def sorts(mask, query=QUERY, key=KEY, wrap=lambda attend: attend, **arguments):
+    """Of flash_attention and its gradients: each list that is made sorts blocks, and its tiles."""
+
+    def loss(query, key, value, mask):
+        attend = wrap(lambda *qkv: flash_attention(*qkv, mask=mask, **arguments))
+        return attend(query, key, value).astype(jnp.float32).sum()
+
+    with on_device("H200"):
+        program = jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(query, key, key, mask)
+    names = list(primitives(program.jaxpr))
+    assert "wgmma_ref" in names, set(names)
+    return names.count("sort")
+
+
+def test_calls_make_no_lists():
+    prepared = prepared_on_hopper()
+    assert sorts(MASK) == 4
+    assert sorts(prepared) == 0
+    jitted = lambda attend: jax.jit(jax.checkpoint(attend))
+    assert sorts(prepared, wrap=jitted) == 0
+    assert sorts(prepared_on_hopper(is_causal=True, window=(300, -1)), is_causal=True, window=300) == 0
+    larger, larger_key = (jax.ShapeDtypeStruct((3 * B, *x.shape[1:]), x.dtype) for x in (QUERY, KEY))
+    assert sorts(prepared, larger, larger_key) == 0
+    assert sorts(prepared, deterministic=True) == 2
+    assert sorts(prepared_on_hopper(deterministic=True), deterministic=True) == 0
+    with on_device("H200"):
+        assert sorts(compile_attention(MASK, T, 64, num_heads=H, num_kv_heads=KV_HEADS).prepared_mask) == 0
+
+
+def test_a_larger_batch_has_each_tile_of_each_entry():
+    """A multiple of the two entries that the lists were made for: their tiles again, of the next two."""
+    for lists in prepared_on_hopper().lists:
+        tiles = np.asarray(lists.lists.tiles)
+        larger = np.asarray(lists.of(dataclasses.replace(lists.call, batch=3 * B)).tiles).reshape(3, *tiles.shape)
+        for nth, of_pair in enumerate(larger):
+            np.testing.assert_array_equal(of_pair[:, 0], tiles[:, 0] + nth * B)
+            np.testing.assert_array_equal(of_pair[:, 1:], tiles[:, 1:])
+
+
+def test_tiles_count_the_steps_of_full_blocks():
+    """By key these are so many for each block as heads share it: after the full ones a kernel looks bits up."""
+    for made in prepared_on_hopper().lists:
+        blocks = MASK.block_lists(T, T, *made.call.blocks, by=made.call.by)
+        heads_of_step = {"query": 1, "key": H // KV_HEADS}[made.call.by]
+        full, partial = (np.asarray(x)[0, 0] * heads_of_step for x in (blocks.full_count, blocks.partial_count))
+        assert full.any()
+        tiles = np.asarray(made.lists.tiles)
+        np.testing.assert_array_equal(tiles[:, 3], np.maximum(full + partial, heads_of_step)[tiles[:, 2]])
+        np.testing.assert_array_equal(tiles[:, 4], full[tiles[:, 2]])
+
+
+def test_an_array():
+    """Alone, or with what arguments say, or prepared beside a bias, it has lists as well; in "cudnn" it is an array."""
+    array = jnp.asarray(np.random.default_rng(2).random((1, H, T, T)) < 0.5)
+    for mask, arguments in (
+        (masks.dense(array), {}),
+        (masks.dense(array), {"is_causal": True}),
+        (masks.dense(array) & masks.causal(), {}),
+        (masks.dense(array), {"deterministic": True}),
+    ):
+        prepared = prepared_on_hopper(mask, **arguments)
+        assert len(prepared.lists) == 2 + len({"deterministic"} & set(arguments))
+        assert sorts(mask, **arguments) > 0
+        assert sorts(prepared, **arguments) == 0
+        np.testing.assert_array_equal(prepared.to_dense(T, T), mask.to_dense(T, T))
+    prepared, bias = prepared_on_hopper(masks.dense(array)), jnp.zeros((1, 1, 1, T), jnp.bfloat16)
+    with on_device("H200"):
+        arrays = QUERY, KEY, KEY
+        assert flash_attention.plan(*arrays, mask=prepared, bias=bias).implementation == "mosaic_gpu"
+        assert flash_attention.plan(*arrays, mask=prepared, implementation="cudnn").implementation == "cudnn"
+    for shape in ((1, 1, 1, T), (1, H, T, T)):
+        bias = jnp.zeros(shape, jnp.bfloat16)
+        assert sorts(masks.dense(array), bias=bias) == 4
+        assert sorts(prepared_on_hopper(masks.dense(array), bias=bias), bias=bias) == 0
+
+
+@pytest.mark.parametrize("arguments", [{"is_causal": True}, {"window": 200}, {"q_offset": 8}, {"kv_lengths": True}])
+def test_other_calls_make_theirs(arguments):
+    if "kv_lengths" in arguments:
+        arguments = {"kv_lengths": jnp.array([T, 100])}
+    assert sorts(prepared_on_hopper(), **arguments) == 4
+
+
+def test_it_crosses_scan_shard_map_and_vmap():
+    prepared = prepared_on_hopper()
+    sequence = lambda attend: lambda q, *kv: jax.lax.scan(lambda q, _: (attend(q, *kv), None), q, length=3)[0]
+    assert sorts(prepared, wrap=sequence) == 0
+    # vmap's axis joins the batch, of which the prepared one is a part.
+    assert sorts(prepared, wrap=lambda attend: lambda *x: jax.vmap(attend)(*(jnp.stack([y] * 3) for y in x))) == 0
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    statics = {"mesh": mesh, "in_specs": jax.P("data"), "out_specs": jax.P("data"), "check_vma": False}
+    sharded = lambda attend: jax.shard_map(attend, **statics)
+    assert sorts(prepared, wrap=sharded) == 0
+    # Layers with masks of their own, prepared under jit: one structure, whatever their blocks.
+    cells = jnp.asarray(np.random.default_rng(1).random((3, 1, 1, 4, 4)) < 0.5)
+    with on_device("H200"):
+        each = jax.jit(jax.vmap(lambda x: prepare_mask(masks.block_sparse(x, 128), QUERY, KEY)))(cells)
+
+        def layers(query, key, masks):
+            return jax.lax.scan(lambda q, mask: (flash_attention(q, key, key, mask=mask), None), query, masks)[0]
+
+        program = jax.make_jaxpr(layers)(QUERY, KEY, each)
+    assert "sort" not in set(primitives(program.jaxpr))
+
+
+def test_it_is_a_mask():
+    prepared = prepared_on_hopper()
+    assert isinstance(prepared, masks.Mask)
+    assert len(prepared.lists) == 2
+    assert prepared == jax.tree.unflatten(*reversed(jax.tree.flatten(prepared)))
+    assert hash(prepared) == hash(jax.tree.unflatten(*reversed(jax.tree.flatten(prepared))))
+    assert repr(prepared) == "prepared(block_sparse(bool[1, 1, 4, 4], 128) & causal())"
+    np.testing.assert_array_equal(prepared.to_dense(T, T), MASK.to_dense(T, T))
+    assert prepared.density(T, T, 64) == MASK.density(T, T, 64)
+    for composed, plain in (
+        (prepared & masks.prefix(3), MASK & masks.prefix(3)),
+        (masks.prefix(3) | prepared, masks.prefix(3) | MASK),
+        (~prepared, ~MASK),
+        (prepared & prepared, MASK & MASK),
+    ):
+        assert composed == plain
+    assert (~prepared_on_hopper(~MASK)) == MASK
+    assert prepared_on_hopper(prepared).mask is MASK
+    again = prepared_on_hopper(jax.tree.map(jnp.copy, prepared))
+    assert jax.tree.structure(again) == jax.tree.structure(prepared)
+
+
+def test_without_lists():
+    """Elsewhere, and for a mask that arguments say, there are none."""
+    assert prepare_mask(MASK, QUERY, KEY, implementation="xla").lists == ()
+    band = prepared_on_hopper(masks.causal() & masks.sliding_window(100, 0))
+    assert band.lists == ()
+    assert sorts(band) == 0
+    with on_device("A100"):
+        assert prepare_mask(MASK, QUERY, KEY).lists == ()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"is_causal": True, "window": 20}, {"q_offset": jnp.array([3, -5])}], ids=str
+)
+def test_results(arguments):
+    """As an argument of jit, through three ops, with gradients: those of the mask. One that tells heads apart."""
+    cells = np.random.default_rng(2).random((B, H, 4, 4)) < 0.6
+    mask = masks.block_sparse(cells, 16) | masks.global_tokens(2)
+    random = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(random.standard_normal((B, 64, heads, 64)), jnp.float32) for heads in (H, KV_HEADS, KV_HEADS)
+    )
+    prepared = prepared_on_hopper(mask, query.astype(jnp.bfloat16), key.astype(jnp.bfloat16))
+    assert len(prepared.lists) == 2
+    for attend in (
+        lambda *qkv, mask: flash_attention(*qkv, mask=mask, **arguments),
+        lambda *qkv, mask: block_sparse_attention(*qkv, mask, **arguments),
+        lambda *qkv, mask: dynamic_mask_attention(*qkv, mask, **arguments),
+    ):
+
+        def loss(query, key, value, mask, attend=attend):
+            return jnp.sin(attend(query, key, value, mask=mask)).sum()
+
+        both = jax.jit(jax.value_and_grad(loss, (0, 1, 2)), compiler_options={"xla_backend_optimization_level": 0})
+        got, want = both(query, key, value, prepared), both(query, key, value, mask)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert rms_error(x, y) == 0
+
+
+def test_the_forward_knows_how_many_keys_a_query_has(monkeypatch):
+    """So few that a look at all lengths beforehand would not pay, which a list's width does not tell."""
+    looks = []
+    monkeypatch.setattr(forward_sm90, "_bounds", lambda *args, **kwargs: looks.append(args) or (None, None))
+    cells = np.random.default_rng(0).random((128, 128)) < 0.1
+    cells[3] = True
+    mask, query = masks.block_sparse(cells, 128), jax.ShapeDtypeStruct((1, 16384, 1, 64), jnp.bfloat16)
+    prepared = prepared_on_hopper(mask, query, query)
+    assert prepared.lists[0].lists.indices.shape[-1] == 128
+    with on_device("H200"):
+        for given, count in ((mask, 1), (prepared, 1), (prepared_on_hopper(~mask, query, query), 2)):
+            jax.eval_shape(lambda q, given=given: flash_attention(q, q, q, mask=given), query)
+            assert len(looks) == count
+
+
+BAD = {
+    "mask": (
+        lambda: prepare_mask(np.ones((T, T), bool), QUERY, KEY),
+        TypeError,
+        "mask: got ndarray, want a masks.Mask; masks.dense makes one of an array",
+    ),
+    "segment_ids": (
+        lambda: prepare_mask(MASK, QUERY, KEY, segment_ids=jnp.zeros((B, T), jnp.int32)),
+        ValueError,
+        "segment_ids: got ArrayImpl, want None: compose masks.segments(...) into the mask",
+    ),
+    "kv_lengths": (
+        lambda: prepare_mask(MASK, QUERY, KEY, kv_lengths=[T, T]),
+        ValueError,
+        "kv_lengths: got list, want None: compose masks.prefix(...) into the mask",
+    ),
+    "q_offset": (
+        lambda: prepare_mask(MASK, QUERY, KEY, q_offset=np.zeros(2, np.int32)),
+        TypeError,
+        "q_offset: got ndarray, want an int that is known when tracing",
+    ),
+    "lengths": (
+        lambda: prepare_mask(masks.block_sparse(CELLS, 64), QUERY, KEY),
+        ValueError,
+        "block_sparse: got blocks of shape (1, 1, 4, 4) for 512 queries and 512 keys, want [batch, heads, 8, 8]",
+    ),
+    "shape": (
+        lambda: prepare_mask(MASK, QUERY, jax.ShapeDtypeStruct((B, T, 3, 64), jnp.bfloat16)),
+        ValueError,
+        "key: got 3 heads, want a divisor of query's 4 heads",
+    ),
+    "value": (
+        lambda: prepare_mask(MASK, QUERY, KEY, jax.ShapeDtypeStruct((B, 9, KV_HEADS, 64), jnp.bfloat16)),
+        ValueError,
+        "value: got (length, heads) (9, 2), want key's (512, 2)",
+    ),
+    "unknown": (lambda: prepare_mask(MASK, QUERY, KEY, causal=True), TypeError, "unexpected keyword argument 'causal'"),
+    "implementation": (
+        lambda: prepared_on_hopper(implementation="triton"),
+        NotImplementedError,
+        "'triton' cannot serve this flash_attention: of Mask objects",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+def test_it_is_exported():
+    assert type(prepared_on_hopper(masks.causal())) is PreparedMask

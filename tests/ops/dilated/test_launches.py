@@ -1,0 +1,92 @@
+"""Which pieces of a dilated attention are read in place, and which are gathered for one launch with gradients."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_kernels import dilated_attention, explain
+from jax_kernels.device import device_info
+from jax_kernels.dispatch import on_device
+from jax_kernels.ops.dilated import dilated_attention as ops
+
+SHORT = {"segment_lengths": (1024, 2048, 4096, 8192), "dilation_rates": (1, 2, 4, 8)}
+GROUPS = SHORT | {"heads": "groups", "is_causal": True}
+LONG = GROUPS | {"segment_lengths": (2048, 4096, 8192, 16384)}
+EVERY_VIEW = [("view", branch) for branch in range(4)]
+
+
+def launches(shape, kv_heads=None, device="h200", **pattern):
+    """With gradients, for each attention "view" and its branch, or the branches of what is gathered for it."""
+    batch, length, heads, head_dim = shape
+    spec = lambda heads: jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.bfloat16)
+    calls = []
+
+    def prepare(query, key, value):
+        call, _ = ops.prepare(query=query, key=key, value=value, **pattern)
+        calls.extend(views for views, _ in call.differentiated)
+
+    with on_device(device):
+        jax.eval_shape(prepare, spec(heads), *[spec(kv_heads or heads)] * 2)
+    branches = [[piece.branch for piece in views.pieces] for views in calls]
+    return [*(("view", *of) if views.is_strided else of for views, of in zip(calls, branches, strict=True))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "arguments", "expected"),
+    [
+        ((1, 8192, 16, 128), GROUPS, [[0, 1, 2, 3]]),
+        ((2, 8192, 16, 128), GROUPS, [("view", 0), [1, 2, 3]]),
+        ((1, 8192, 12, 64), GROUPS, [[0, 1, 2, 3]]),
+        ((1, 8192, 16, 128), GROUPS | {"kv_heads": 4}, [[0, 1, 2, 3]]),  # which has less to gather
+        ((1, 8192, 16, 128), GROUPS | {"is_causal": False}, [[0, 1, 2, 3]]),
+        ((1, 16384, 16, 128), LONG, [("view", 0), [1, 2, 3]]),
+        ((1, 2048, 16, 128), GROUPS | {"segment_lengths": (256, 512, 1024, 2048)}, [[0, 1, 2, 3]]),
+        # Each fills the device.
+        ((1, 32768, 16, 128), LONG, EVERY_VIEW),
+        ((4, 8192, 16, 128), GROUPS, EVERY_VIEW),
+        ((1, 8192, 16, 128), GROUPS | {"heads": "all"}, EVERY_VIEW),
+        # Keys of other numbers are no one launch's.
+        ((1, 1024, 16, 128), {"segment_lengths": (1024,) * 2, "dilation_rates": (1, 2)}, [("view", 0), ("view", 1)]),
+    ],
+    ids=str,
+)
+def test_what_is_joined(shape, arguments, expected):
+    assert launches(shape, **arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "expected"),
+    [
+        (1.2e12, EVERY_VIEW),
+        (2.4e12, [("view", 0), [1, 2, 3]]),
+        (4.8e12, [[0, 1, 2, 3]]),
+        (None, EVERY_VIEW),  # of a device that is not known
+    ],
+)
+def test_the_device_decides(bandwidth, expected):
+    device = dataclasses.replace(device_info("h200"), memory_bandwidth=bandwidth)
+    assert launches((1, 8192, 16, 128), device=device, **GROUPS) == expected
+
+
+def test_a_piece_joins_what_is_gathered_anyway():
+    """The last branch, whose segments do not divide the sequence, and the one before it."""
+    pattern = {"segment_lengths": (512, 1024, 2048), "dilation_rates": (1, 2, 4)}
+    assert launches((1, 3072, 16, 128), **pattern) == [("view", 0), [1, 2], [2]]
+    dear = dataclasses.replace(device_info("h200"), memory_bandwidth=1)
+    assert launches((1, 3072, 16, 128), device=dear, **pattern) == [("view", 0), ("view", 1), [2], [2]]
+
+
+def test_explain_tells_what_is_joined():
+    arrays = [jax.ShapeDtypeStruct((2, 8192, 16, 128), jnp.bfloat16)] * 3
+    with on_device("h200"):
+        plan = explain(dilated_attention, *arrays, **GROUPS)
+    assert plan.in_place == (True,) * 4
+    assert plan.in_place_differentiated == (True, False, False, False)
+    assert "segments of 1024 at rate 1: mosaic_gpu in place, Blocks(" in str(plan)
+    assert "segments of 8192 at rate 8: mosaic_gpu in place, with gradients of gathered rows, " in str(plan)
+    with on_device("a100"):
+        plan = explain(dilated_attention, *arrays, **GROUPS)
+    assert plan.in_place == plan.in_place_differentiated == (False,) * 4
+    assert "segments of 1024 at rate 1: triton of gathered rows, " in str(plan)

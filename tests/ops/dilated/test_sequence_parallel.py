@@ -1,0 +1,251 @@
+"""sequence_parallel_dilated_attention on four CPU devices, in a process of its own: as dilated_attention on one.
+
+As a script it prints, for each case, the errors of out, lse, dq, dk and dv against float64, what the backward keeps,
+and what travels.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+import dilated_oracle
+
+from jax_kernels import hilbert_order, sequence_parallel_dilated_attention
+from jax_kernels.ops.dilated.shards import dealt_out
+from jax_kernels.testing import rms_error
+
+DEVICES = 4
+BATCH, HEAD_DIM, V_HEAD_DIM = 2, 8, 6
+MIXED = ((4, 8, 16, 100), (1, 2, 4, 8))
+# segment_lengths, dilation_rates, is_causal, heads, key heads, others of 32 tokens: 8 on each device.
+CASES = {
+    "all_lengths": (*MIXED, True, 4, 4, {}),
+    "not_causal": ((8, 16, 32), (3, 2, 4), False, 8, 2, {}),
+    "across_alone": ((32,), (2,), True, 4, 1, {}),
+    "local_alone": ((8,), (3,), True, 3, 3, {}),
+    "packed": ((8, 16, 32), (3, 2, 4), True, 8, 2, {"segment_ids": True}),
+    "packed_not_causal": ((8, 32), (2, 4), False, 4, 4, {"segment_ids": True, "order": "hilbert"}),
+    "groups": (*MIXED, True, 8, 2, {"heads": "groups"}),
+    "groups_mean": ((32, 4, 32), (2, 3, 4), False, 7, 7, {"heads": "groups", "combine": "mean", "segment_ids": True}),
+    "mean": ((4, 16, 32), (1, 2, 4), True, 4, 2, {"combine": "mean"}),
+    "mean_not_causal": ((8, 16, 32), (1, 8, 4), False, 4, 4, {"combine": "mean", "order": "hilbert"}),
+    "stopped": ((4, 16, 32), (1, 2, 4), True, 4, 2, {"stop_gradient_weights": True}),
+    "stopped_not_causal": ((8, 32), (1, 4), False, 4, 4, {"stop_gradient_weights": True, "segment_ids": True}),
+    "hilbert": ((8, 16, 32), (3, 2, 4), True, 8, 2, {"order": "hilbert"}),
+    "hilbert_by_eight": ((16, 32), (8, 8), True, 8, 8, {"order": "hilbert"}),
+    "interpreted": ((8, 32), (2, 4), True, 4, 2, {"implementation": "triton", "order": "hilbert"}),
+    "hilbert_at_rate_1": ((32,), (1,), False, 2, 2, {"order": "hilbert"}),
+}
+
+
+def ids_of(length):
+    """Packed sequences that begin and end within a device, and tokens of none."""
+    ids = np.repeat(np.arange(length), 11)[:length].astype(np.int32)
+    return np.stack([np.where(np.arange(length) % 13 == 7, -1, ids), np.random.default_rng(1).integers(-1, 2, length)])
+
+
+def arrangement(length, rate):
+    """The tokens of a segment in an order in which each of the curve's classes is ascending, at every rate-th place."""
+    visited = hilbert_order(length)
+    tokens = np.empty(length, np.int32)
+    for phase in range(rate):
+        tokens[phase::rate] = np.sort(visited[phase::rate])
+    return tokens
+
+
+def travels(jaxpr, found=None):
+    """(primitive, dtype, rows that it has or gives on one device) of each collective, in all that a jaxpr holds."""
+    found = [] if found is None else found
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("all_gather", "reduce_scatter", "psum", "all_to_all", "ppermute"):
+            gathered = equation.outvars if equation.primitive.name == "all_gather" else equation.invars
+            found += [(equation.primitive.name, x.aval.dtype.name, x.aval.shape[1]) for x in gathered]
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                travels(getattr(inner, "jaxpr", inner), found)
+    return found
+
+
+def run_case(mesh, lengths, rates, is_causal, heads, kv_heads, others):
+    P = jax.sharding.PartitionSpec
+    tokens, of_lse = P(None, "sequence"), P(None, None, "sequence")
+    random = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
+    query, dout = normal(BATCH, 32, heads, HEAD_DIM), normal(BATCH, 32, heads, V_HEAD_DIM)
+    key, value = normal(BATCH, 32, kv_heads, HEAD_DIM), normal(BATCH, 32, kv_heads, V_HEAD_DIM)
+    dlse = normal(BATCH, heads, 32)
+    pattern = {"segment_lengths": lengths, "dilation_rates": rates, "is_causal": is_causal} | others
+    ids = ids_of(32).astype(np.int32) if pattern.pop("segment_ids", False) else None
+    implementation = pattern.pop("implementation", "xla")
+    kept = []
+
+    def attend(query, key, value, ids):
+        op = functools.partial(sequence_parallel_dilated_attention, axis_name="sequence", return_lse=True, **pattern)
+        return op(query, key, value, segment_ids=ids, implementation=implementation)
+
+    def with_gradients(query, key, value, ids, dout, dlse):
+        results, vjp = jax.vjp(lambda *qkv: attend(*qkv, ids), query, key, value)
+        kept[:] = sorted(x.shape for x in jax.tree.leaves(vjp))
+        return *results, *vjp((dout, dlse))
+
+    shared = jax.shard_map(
+        with_gradients,
+        mesh=mesh,
+        in_specs=(*[tokens] * 5, of_lse),
+        out_specs=(tokens, of_lse, *[tokens] * 3),
+        check_vma=implementation == "xla",
+    )
+    got = jax.jit(shared)(query, key, value, ids, dout, dlse)
+    want = dilated_oracle.dilated_attention(query, key, value, dout, dlse, segment_ids=ids, **pattern)
+    halves = [x.astype(jnp.bfloat16) for x in (query, key, value)]
+    traced = jax.make_jaxpr(shared)(*halves, ids, dout.astype(jnp.bfloat16), dlse)
+    return {
+        "errors": [rms_error(g, w) for g, w in zip(got, want, strict=True)],
+        "dead": bool(np.isneginf(want[1]).any()),
+        "dtypes": [x.dtype.name for x in traced.out_avals],
+        "travels": travels(traced.jaxpr),
+        "kept": kept,
+    }
+
+
+def main() -> dict:
+    mesh = jax.make_mesh((DEVICES,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    return {name: run_case(mesh, *case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def results():
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_KERNELS_INTERPRET": "1",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0",
+    }
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", CASES)
+def test_is_dilated_attention(name, results):
+    for what, error in zip(("out", "lse", "dq", "dk", "dv"), results[name]["errors"], strict=True):
+        assert error < 1e-6, what
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_backward_keeps(name, results):
+    """A device's query, key, value, out and lse, and its ids: nothing that was gathered, and nothing of a branch."""
+    *_, heads, kv_heads, others = CASES[name]
+    local = (BATCH, 32 // DEVICES)
+    of_heads = [(heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, V_HEAD_DIM), (heads, V_HEAD_DIM)]
+    want = [[*local, *x] for x in of_heads] + [[BATCH, heads, 32 // DEVICES]]
+    assert results[name]["kept"] == sorted(want + ([list(local)] if "segment_ids" in others else []))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", CASES)
+def test_what_travels(name, results):
+    """Keys and values of the long segments alone, of each the rows that take part, and back their gradients.
+
+    Two gathers forward, two backward, and two sums in float32; and the ids of these rows, with each pair of gathers.
+    """
+    lengths, rates, *_, others = CASES[name]
+    want = []
+    for size, rate in zip(lengths, rates, strict=True):
+        devices = min(size // 8, DEVICES)
+        if devices < 2:
+            continue
+        rows = 8 // rate
+        if "order" in others and rate > 1:
+            rows = dealt_out(arrangement(8 * devices, rate), rate, devices, 8)[0].shape[1] // rate
+        want += [("all_gather", "bfloat16", devices * rows)] * 4 + [("reduce_scatter", "float32", devices * rows)] * 2
+        if "segment_ids" in others or rows != 8 // rate:
+            want += [("all_gather", "int32", devices * rows)] * 2
+    assert sorted(map(tuple, results[name]["travels"])) == sorted(want)
+
+
+@pytest.mark.timeout(240)
+def test_dtypes(results):
+    """Also of one branch alone, which nothing is merged with."""
+    assert {tuple(result["dtypes"]) for result in results.values()} == {("bfloat16", "float32", *["bfloat16"] * 3)}
+
+
+@pytest.mark.timeout(240)
+def test_some_tokens_attend_to_nothing(results):
+    assert all(results[name]["dead"] for name in ("across_alone", "packed", "groups_mean"))
+
+
+@pytest.mark.parametrize(("length", "rate", "devices"), [(64, 4, 4), (64, 8, 8), (48, 3, 4), (60, 5, 2)])
+def test_how_an_order_is_dealt_out(length, rate, devices):
+    """Each device's rows of a class, one device after the other, are the class in the order of the sequence."""
+    tokens = arrangement(length, rate)
+    at, places = dealt_out(tokens, rate, devices, 8)
+    local = length // devices
+    assert at.shape[1] // rate % 8 == 0 or at.shape[1] == local
+    for device in range(devices):
+        assert (at[device, places[device]] == np.arange(local)).all()
+        assert (at[device] < local).sum() == local
+    for phase in range(rate):
+        taken = np.concatenate([device * local + row[row < local] for device, row in enumerate(at[:, phase::rate])])
+        assert taken.tolist() == tokens[phase::rate].tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"segment_lengths": (8, 3)},
+            ValueError,
+            "segment_lengths[1]: got 3 with 8 tokens on each of 4 devices, want a divisor of 8, or 8",
+        ),
+        ({"segment_lengths": (8, 24)}, ValueError, "segment_lengths[1]: got 24 with 8 tokens"),
+        ({"segment_lengths": (12, 8)}, ValueError, "segment_lengths[0]: got 12 with 8 tokens"),
+        (
+            {"segment_lengths": (16, 8), "dilation_rates": (3, 1)},
+            ValueError,
+            "dilation_rates[0]: got 3 for segments longer than the 8 tokens of a device, want a divisor",
+        ),
+        ({"segment_lengths": (8, 0)}, ValueError, "segment_lengths: got (8, 0), want one number or more, all positive"),
+        ({"axis_name": "j"}, ValueError, "axis_name: got 'j', want an axis of the jax.shard_map around this call"),
+        ({"axis_name": 0}, TypeError, "axis_name: got int, want the name of a mesh axis"),
+        ({"heads": "some"}, ValueError, "heads: got 'some', want 'all' or 'groups'"),
+        (
+            {"heads": "groups", "segment_lengths": (8,) * 3, "dilation_rates": (1,) * 3},
+            ValueError,
+            "heads: got 'groups'",
+        ),
+        ({"order": "snake"}, ValueError, "order: got 'snake', want None or 'hilbert'"),
+        (
+            {"combine": "mean", "stop_gradient_weights": True},
+            ValueError,
+            "stop_gradient_weights: got True with combine='mean'",
+        ),
+        ({"segment_ids": np.zeros((1, 32), np.int32)}, ValueError, "segment_ids: got shape (1, 32)"),
+        ({"segment_ids": np.zeros((1, 8), np.float32)}, TypeError, "segment_ids: got dtype float32"),
+        ({"layout": "partition"}, TypeError, "unexpected keyword argument 'layout'"),
+    ],
+)
+def test_errors(arguments, error, message):
+    x = jax.ShapeDtypeStruct((1, 8, 2, 8), jnp.float32)
+    given = {"axis_name": "i", "segment_lengths": (8, 16), "dilation_rates": (1, 1)} | arguments
+    attend = functools.partial(sequence_parallel_dilated_attention, **given)
+    with pytest.raises(error, match=re.escape(message)):
+        jax.make_jaxpr(attend, axis_env=[("i", 4)])(x, x, x)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))

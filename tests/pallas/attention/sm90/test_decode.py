@@ -1,0 +1,82 @@
+"""Decoding on Hopper: its kernel in the Mosaic interpreter; and the block specs of decoding, compiled without a GPU.
+
+As a script it compiles one call: `python tests/pallas/attention/sm90/test_decode.py GPU '{"head_dim": 128, ...}'`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
+
+import aot
+import cases_interpreter
+
+# Cores, whether races are looked for, and cases.
+INTERPRETED = {
+    "one_core": (1, True, ["plain", "short", "multi_query_two_tiles", "pages_16", "head_dim_256"]),
+    "splits": (3, False, ["no_lengths", "dead", "everything", "head_dim_128", "pages_128", "pages_32_everything"]),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("group", INTERPRETED)
+def test_interpreted(group):
+    cases_interpreter.check("decode_cases", *INTERPRETED[group])
+
+
+EVERYTHING = {"window": 1000, "softcap": 30.0, "sinks": True, "q_length": 4}
+PAGES = {"page_size": 16}
+COMPILED = {
+    "h200_64": ("h200", {"head_dim": 64}),
+    "h200_128": ("h200", {"head_dim": 128, "batch": 64}),
+    "h200_192_pages": ("h200", {"head_dim": 192} | PAGES),
+    "h200_256": ("h200", {"head_dim": 256} | EVERYTHING | PAGES),
+    "a100_128_pages": ("a100", {"head_dim": 128, "implementation": "triton"} | EVERYTHING | PAGES),
+    "a6000_64": ("a6000", {"head_dim": 64, "implementation": "triton"}),
+    "a6000_256": ("a6000", {"head_dim": 256, "implementation": "triton"}),
+}
+
+
+def _compile(gpu: str, options: dict) -> list[str]:
+    """Compiles in this process; the names of the Triton kernels."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_kernels import decode_attention
+
+    batch, q_length, head_dim = options.pop("batch", 2), options.pop("q_length", 1), options.pop("head_dim")
+    implementation, page_size = options.pop("implementation", "mosaic_gpu"), options.pop("page_size", None)
+    heads, kv_heads, capacity = 32, 8, 16384
+    array = lambda *shape, dtype="bfloat16": jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    arrays = {"query": array(batch, q_length, heads, head_dim), "kv_lengths": array(batch, dtype="int32")}
+    if page_size is None:
+        cache = array(batch, capacity, kv_heads, head_dim)
+    else:
+        cache = array(batch * capacity // page_size, page_size, kv_heads, head_dim)
+        arrays["block_tables"] = array(batch, capacity // page_size, dtype="int32")
+    if options.pop("sinks", False):
+        arrays["sinks"] = array(heads, dtype="float32")
+    call = lambda arrays: decode_attention(**arrays, **options, implementation=implementation)
+    return aot.lower_and_compile(gpu, call, arrays | {"key": cache, "value": cache})[1]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("case", COMPILED)
+def test_it_compiles(case):
+    gpu, options = COMPILED[case]
+    _, mosaic, others = aot.compile_script(__file__, gpu, json.dumps(options))
+    is_mosaic = options.get("implementation") != "triton"
+    kernels = {name: figures for name, figures in (mosaic | others).items() if name.startswith("attention_decode")}
+    # Only the full grid of the largest batch is not cut into splits.
+    assert len(kernels) == (1 if options.get("batch") == 64 else 2), list(kernels)
+    assert any(name.startswith("attention_decode_sm90") for name in kernels) is is_mosaic
+    for name, figures in kernels.items():
+        assert (figures["spill_stores"], figures["spill_loads"], figures["notes"]) == (0, 0, []), (name, figures)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(sys.argv[1], json.loads(sys.argv[2]))))

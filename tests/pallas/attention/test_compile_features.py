@@ -1,0 +1,149 @@
+"""The attention kernels with windows, segments, softcap, sinks, biases and a score_mod, compiled without a GPU.
+
+Each compiles in a process of its own. What is asked: that tiles fit the GPU's shared memory, and registers roughly.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+import aot
+from compile_specs import MOSAIC
+
+EVERYTHING = {"window": 512, "segment_ids": True, "softcap": 30.0, "sinks": True, "kv_lengths": True, "kv_heads": 2}
+# The lengths are odd: rows of the bias are then not aligned in the caller's array.
+CASES = {
+    "window": ("h200", {"window": [512, 128]}),
+    "segments": ("h200", {"segment_ids": True, "is_causal": True}),
+    "bias": ("h200", {"bias": [2, 8, 4001, 3999]}),
+    "bias_float32": ("a6000", {"bias": [2, 8, 4001, 3999], "bias_dtype": "float32", "is_causal": True}),
+    "bias_of_keys": ("a100", {"bias": [2, 1, 1, 3999]}),
+    # Of Hopper's own backward: the gradient of the bias is Triton's there too.
+    "bias_mask": ("h200", {"bias": [1, 8, 4001, 3999], "mask": [1, 1, 4001, 3999], "implementation": "mosaic_gpu"}),
+    "bias_lists": ("h200", {"bias": [1, 8, 4001, 3999], "longformer": 512, "implementation": "mosaic_gpu"}),
+    "score_mod": ("h200", {"score_mod": True, "is_causal": True, "kv_heads": 2}),
+    "score_mod_float32": ("a100", {"score_mod": True, "dtype": "float32"}),
+    "everything": ("a100", EVERYTHING | {"bias": [1, 8, 4001, 3999], "bias_dtype": "float32"}),
+}
+# Bytes that a kernel may spill. Of a bias read number by number, it would be 25,000.
+MOST_SPILLS = 1500
+
+
+def _compile(gpu: str, options: dict) -> list[str]:
+    """Compiles forward and gradients in this process; the names of the kernels."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_kernels import flash_attention, masks
+
+    batch, q_length, kv_length, heads, head_dim = 2, 4001, 3999, 8, 128
+    kv_heads = options.pop("kv_heads", heads)
+    dtype = options.pop("dtype", "bfloat16")
+    array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    arrays = {"query": array(batch, q_length, heads, head_dim)}
+    arrays |= {name: array(batch, kv_length, kv_heads, head_dim) for name in ("key", "value")}
+    if "bias" in options:
+        arrays["bias"] = array(*options.pop("bias"), dtype=options.pop("bias_dtype", "bfloat16"))
+    if options.pop("sinks", False):
+        arrays["sinks"] = array(heads, dtype="float32")
+    integers = {}
+    if "mask" in options:
+        integers["mask"] = array(*options.pop("mask"), dtype="bool")
+    if "longformer" in options:
+        integers["mask"] = masks.preset("longformer", window=options.pop("longformer"), n=64)
+    if options.pop("score_mod", False):
+        arrays |= {"slopes": array(heads, dtype="float32"), "rows": array(batch, q_length)}
+        arrays |= {"columns": array(kv_length, dtype="float32")}
+        integers |= {"ids": array(batch, kv_length + q_length, dtype="int32")}
+    implementation = options.pop("implementation", "triton")
+    if options.pop("segment_ids", False):
+        integers["segment_ids"] = array(batch, q_length, dtype="int32"), array(batch, kv_length, dtype="int32")
+    if options.pop("kv_lengths", False):
+        integers["kv_lengths"] = array(batch, dtype="int32")
+
+    def both(arrays, integers, cotangents):
+        def attend(arrays):
+            given = arrays | integers | options
+            if "slopes" in given:
+                slopes, rows, columns, ids = (given.pop(name) for name in ("slopes", "rows", "columns", "ids"))
+
+                def mod(score, b, h, q, k):
+                    score = score * columns[k] - slopes[h] * jnp.abs(q - k) + rows[b, q].astype(jnp.float32)
+                    return jnp.where(ids[b, q] == ids[b, k], score, -jnp.inf)
+
+                given["score_mod"] = mod
+            return flash_attention(**given, return_lse=True, implementation=implementation)
+
+        return jax.vjp(attend, arrays)[1](cotangents)
+
+    cotangents = arrays["query"], array(batch, heads, q_length, dtype="float32")
+    return aot.lower_and_compile(gpu, both, arrays, integers, cotangents)[1]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("case", CASES)
+def test_it_compiles(case):
+    gpu, options = CASES[case]
+    printed, _, others = aot.compile_script(__file__, gpu, json.dumps(options))
+    names = json.loads(printed)
+    kernels = {name: figures for name, figures in others.items() if name.startswith(tuple(names))}
+    # The bias's gradient, one for rows far from 0; an array's bits, for both directions, and its live blocks.
+    of_mosaic = 5 if "mask" in options else 2
+    expected = of_mosaic if "implementation" in options else 4 if "bias" in options else 3
+    assert len(names) == len(kernels) == expected, (names, kernels)
+    for name, figures in kernels.items():
+        assert figures["spill_stores"] + figures["spill_loads"] <= MOST_SPILLS, (name, figures)
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("case", MOSAIC)
+def test_features_in_mosaic(case):
+    options, *most = MOSAIC[case]
+    report = aot.compile_spec("h200", aot.Spec(implementation="mosaic_gpu", **options))
+    assert report["error"] is None
+    # Of dquery's own kernel none.
+    kernels = {"forward": most[0], "backward": most[1]} | ({"backward_dq": 0} if options.get("deterministic") else {})
+    for name, allowed in kernels.items():
+        figures = report["kernels"][f"attention_{name}_sm90_mosaic_gpu_kernel"]
+        assert not figures["notes"], (name, figures)
+        assert figures["spill_stores"] + figures["spill_loads"] <= allowed, (name, figures)
+
+
+# Persistent CTAs of the backward, and the bytes they may spill: with segments an address that a step reads again.
+FORWARD = "AttentionForwardSm90(2, 128, 2, share_q_out=True)"
+NARROW = "AttentionBackwardSm90(128, heads_together=4, persistent=True, v_stages=2)"
+BROAD = "AttentionBackwardSm90(64, heads_together=4, early_dv=True, persistent=True)"
+PERSISTENT = {
+    "lists_64": ({"head_dim": 64, "cells": "bhts", "kv_heads": 2}, 0),
+    "lists_128": ({"cells": "bhts", "kv_heads": 2}, 0),
+    "mask_128": ({"mask": "bts"}, 0),
+    "window_64": ({"head_dim": 64, "window": "1000,-1", "is_causal": True}, 0),
+    "window_128": ({"window": "1000,-1", "is_causal": True}, 0),
+    "window_128_gqa": ({"window": "1000,-1", "is_causal": True, "kv_heads": 2}, 0),
+    "segments_128": ({"segment_ids": True}, 0),
+    "segments_128_causal": ({"segment_ids": True, "is_causal": True}, 24),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("case", PERSISTENT)
+def test_persistent_backward_in_mosaic(case):
+    options, most = PERSISTENT[case]
+    blocks = f"{FORWARD}, {NARROW if options.get('head_dim') == 64 else BROAD}"
+    spec = aot.Spec(implementation="mosaic_gpu", blocks=blocks, q_length=8192, kv_length=8192, **options)
+    report = aot.compile_spec("h200", spec)
+    assert report["error"] is None
+    figures = report["kernels"]["attention_backward_sm90_mosaic_gpu_kernel"]
+    assert not figures["notes"], figures
+    assert figures["spill_stores"] + figures["spill_loads"] <= most, figures
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(sys.argv[1], json.loads(sys.argv[2]))))

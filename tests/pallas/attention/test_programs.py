@@ -1,0 +1,42 @@
+"""programs.py: lines that move change no digest, and a kernel that does another thing changes its own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+ROW = ("implementation=mosaic_gpu", "head_dim=64", "is_causal=1")
+
+
+def of_version(folder: Path, edits: dict[str, tuple[str, str]]) -> dict:
+    """What programs.py finds in a copy of the library. edits: by file, what to replace and what by."""
+    for name in ("jax_kernels", "pallas", "bridge", "models"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True)
+    for name, (old, new) in edits.items():
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new, 1))
+    words = [sys.executable, str(ROOT / "tests" / "support" / "programs.py"), "--here", "h200", *ROW]
+    env = os.environ | {"PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_digests(tmp_path):
+    softmax = "pallas/attention/softmax.py"
+    as_it_is = of_version(tmp_path / "as_it_is", {})
+    moved = of_version(tmp_path / "moved", {softmax: ("PARTIAL_COLUMNS = 8", "# A line more.\nPARTIAL_COLUMNS = 8")})
+    changed = of_version(tmp_path / "changed", {softmax: ("PARTIAL_COLUMNS = 8", "PARTIAL_COLUMNS = 16")})
+    assert as_it_is["kernels"]
+    assert moved == as_it_is
+    same = [a == b for a, b in zip(as_it_is["kernels"], changed["kernels"], strict=True)]
+    assert same.count(False) == 1  # the forward's
+    assert changed["xla"] == as_it_is["xla"]

@@ -1,0 +1,54 @@
+"""The Hopper kernels of decode_cases and fp8_cases in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
+
+    python tests/support/cases_interpreter.py MODULE CORES RACES NAME...
+
+MODULE: decode_cases or fp8_cases. CORES: the multiprocessors to plan for. RACES: 1 to look for races; the interpreter
+takes the registers of one CTA for those of another, so that only with one core it finds true ones alone. Prints a JSON
+object by name of the case.
+"""
+
+import dataclasses
+import functools
+import importlib
+import json
+import sys
+
+import forked
+
+
+def check(module: str, cores: int, races: bool, names: list[str]) -> None:
+    """Runs this script: no races, and no error above its bound."""
+    done = forked.run(__file__, module, str(cores), str(int(races)), *names, env=forked.UNOPTIMISED, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(results) == sorted(names)
+    for name, result in results.items():
+        assert not result["races"], name
+        for what, (error, bound) in result["errors"].items():
+            assert error <= bound, (name, what, error, bound)
+
+
+def main(module: str, cores: int, races: bool, names: list[str]) -> dict:
+    import mosaic_interpreter  # first: it sets the environment
+
+    # isort: split
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from jax_kernels.device import device_info
+    from jax_kernels.dispatch import on_device
+    from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
+
+    forward_sm90.BOUNDED_FROM = forward_sm90.BOUNDED_FROM_LIMITED = 0  # short walks, too, by a bound of scores
+    cases = importlib.import_module(module)
+    mosaic_interpreter.install()
+    plgpu.InterpretGPUParams = functools.partial(plgpu.InterpretGPUParams, detect_races=races)
+    found = {}
+    for name in names:
+        with on_device(dataclasses.replace(device_info("h200"), core_count=cores)):
+            errors = cases.errors_by(cases.CASES[name], "mosaic_gpu")
+        found[name] = {"errors": errors, "races": mosaic_interpreter.races_found()}
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", sys.argv[4:])))

@@ -1,0 +1,101 @@
+"""Scripts that run in processes of their own, which begin with JAX imported: most of what a process takes to begin.
+
+A process that has the modules, and nothing of a backend, forks for each script.
+"""
+
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+
+_MODULES = (
+    "jax", "jax.numpy", "jax.experimental.topologies", "jax.experimental.pallas.mosaic_gpu",
+    "jax.experimental.pallas.triton", "jax._src.pallas.mosaic_gpu.interpret.jaxpr_interpret", "numpy", "pytest",
+    "jax_kernels", "jax_kernels.testing", "jax_kernels.ops.attention.flash_attention", "jax_kernels.pallas.block_specs",
+)  # fmt: skip
+# Most of what an interpreted kernel takes is XLA's, for compiling.
+UNOPTIMISED = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+_OF_THREAD = threading.local()
+
+
+def run(script: str | Path, *words: str, env: dict[str, str | None], timeout: float) -> subprocess.CompletedProcess:
+    """As subprocess.run of this Python, with its output as text.
+
+    env: what is other than in this process, None for what is not there. XLA reads it when it begins; JAX, which runs on
+    the CPU and without a cache, has read its own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder, "stdout"), Path(folder, "stderr")
+        request = {"argv": [str(script), *words], "env": env, "timeout": timeout, "outputs": [str(out), str(log)]}
+        server = _server()
+        print(json.dumps(request), file=server.stdin, flush=True)
+        answer = server.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"what forks for {script} ended with {server.wait()}")
+        if (status := json.loads(answer)) is None:
+            raise subprocess.TimeoutExpired(request["argv"], timeout, out.read_text(), log.read_text())
+        return subprocess.CompletedProcess(
+            request["argv"], status, out.read_text(errors="replace"), log.read_text(errors="replace")
+        )
+
+
+def _server() -> subprocess.Popen:
+    """One for each thread, as each waits for its answers."""
+    if not hasattr(_OF_THREAD, "server"):
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        _OF_THREAD.server = subprocess.Popen([sys.executable, __file__], env=env, **pipes)
+    return _OF_THREAD.server
+
+
+def _serve() -> None:
+    """Reads requests, and answers each with the exit status, or None where its time was up."""
+    for name in _MODULES:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            _become(**request)
+        descriptor = os.pidfd_open(child)
+        in_time, _, _ = select.select([descriptor], [], [], request["timeout"])
+        os.close(descriptor)
+        if not in_time:
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(json.dumps(status if in_time else None), flush=True)
+
+
+def _become(argv: list[str], env: dict[str, str | None], outputs: list[str], timeout: float) -> None:
+    status = 1
+    try:
+        for name, value in env.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, path in enumerate(outputs, 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+        sys.argv = argv  # sys.path[0] is this file's folder, where scripts find what the suite shares
+        runpy.run_path(argv[0], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,230 @@
+"""JAX's Mosaic GPU interpreter, with what the Hopper attention kernels need and it lacks.
+
+The stock interpreter (jax 0.11) has no wgmma with its first operand in registers, and no adding stores.
+Run as a script it checks cases and prints a line of JSON for each: it is a script because a kernel that deadlocks
+hangs its process, and a process can be killed.
+
+    python tests/support/mosaic_interpreter.py '{"batch": 1, ..., "races": true, "deterministic": true}' ...
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+import threading
+
+os.environ.setdefault("NPROC", "32")  # the interpreter's thread pool: kernels with many waiting threads starve it
+os.environ["JAX_KERNELS_INTERPRET"] = "1"
+
+import attention_oracle
+import jax
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import primitives
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
+from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret, shared_memory
+from jax._src.state import types as state_types
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels import prepare_mask, testing
+from jax_kernels.pallas.attention.sm90 import backward_kernel, block_lists
+from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
+from jax_kernels.pallas.mosaic import split_tail
+
+_PARAMS, _SPLIT = plgpu.InterpretGPUParams, split_tail.SplitTail.of
+_BUILT = block_lists._built
+_KEY_GRADIENTS = backward_kernel.key_gradients
+_BOUNDED_FROM = {name: x for name, x in vars(forward_sm90).items() if name.startswith("BOUNDED_FROM")}
+_ADDING = threading.Lock()
+_RACES: list = []  # of every kernel: the interpreter keeps those of the last
+
+
+class AddingStore(callbacks.AsyncCopySmemToGmemTask):
+    """A TMA store with reduction_op="add". Two of them on one address are no race."""
+
+    def __call__(self, tma_thread_id):
+        memory = callbacks._get_shared_memory()
+        self.pre_read(tma_thread_id, memory)
+        read = lambda key, access: memory.get_buffer_content(
+            key, access, self.thread, increment_clock=False, logging_info=self.logging_info
+        )[0]
+        value = read(self.src_allocation_key, self.src_access)
+        if memory.detect_races:
+            self.clock.inc(tma_thread_id)
+            self.write_clock = self.clock.copy()
+        shape = tuple(memory.buffer_shape_and_dtype(self.dst_allocation_key).shape)
+        clipped = callbacks._clip_store_to_shape(self.dst_access, value, shape)
+        if clipped is not None:
+            access, value = clipped
+            with _ADDING:
+                total = read(self.dst_allocation_key, access) + value
+                memory.store_buffer_content(
+                    self.dst_allocation_key, access, total, self.thread, logging_info=self.logging_info
+                )
+        self.post_write(tma_thread_id, memory)
+
+
+def _copy_smem_to_gmem(original):
+    @callbacks.fail_on_exception
+    def copy(*, reduction_op, **kwargs):
+        if reduction_op is None:
+            return original(reduction_op=None, **kwargs)
+        assert reduction_op == "add", reduction_op
+        task = callbacks.AsyncCopySmemToGmemTask
+        callbacks.AsyncCopySmemToGmemTask = AddingStore
+        try:
+            return original(reduction_op=None, **kwargs)
+        finally:
+            callbacks.AsyncCopySmemToGmemTask = task
+
+    def locked(**kwargs):
+        with _PATCHING:
+            return copy(**kwargs)
+
+    return locked
+
+
+_PATCHING = threading.RLock()
+
+
+def _wgmma(original):
+    """Puts a register operand into a buffer of its own for the length of the product."""
+
+    def wgmma(self, eqn, token, get_invals):
+        if isinstance(eqn.invars[1].aval, state_types.AbstractRef):
+            return original(self, eqn, token, get_invals)
+        invals = list(get_invals())
+        token, request = callbacks.call_make_allocation_request_array(
+            token=token,
+            compute_unit=self.thread,
+            memory_space_id=shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS),
+            initial_ref_count=1,
+        )
+        token, invals[1] = callbacks.call_allocate_buffer(
+            token=token,
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            allocation_request_as_array=request,
+            value=invals[1],
+            source_info=eqn.source_info,
+        )
+        token, out = original(self, eqn, token, lambda: invals)
+        token = callbacks.call_deallocate_buffer(
+            token=token,
+            mesh_location=self.mesh_location,
+            thread=self.thread,
+            allocation_key_as_array=invals[1],
+            source_info=eqn.source_info,
+        )
+        return token, out
+
+    return wgmma
+
+
+class _Primitives:
+    """The primitives' module as the interpreter sees it: an accumulator's store where TMEM's store stood."""
+
+    def __getattr__(self, name):
+        return getattr(primitives, "wgmma_accumulator_store_p" if name == "async_store_tmem_p" else name)
+
+
+def _accumulator_store(self, eqn, token, accumulator, value, **_):
+    token, _ = callbacks.call_swap(
+        token=token,
+        result_shape_and_dtype=eqn.invars[1].aval,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        allocation_key_as_array=accumulator,
+        transforms=(),
+        val=value,
+        mask=None,
+        source_info=eqn.source_info,
+    )
+    return token, [value]
+
+
+def install() -> None:
+    from jax_kernels.pallas.mosaic import interpreter
+
+    interpreter.INTERPRETED = True
+    interpreter = jaxpr_interpret.JaxprInterpreter
+    jaxpr_interpret.gpu_primitives = _Primitives()
+    interpreter._interpret_async_store_tmem_p = _accumulator_store
+    interpreter._interpret_wgmma_ref_p = _wgmma(interpreter._interpret_wgmma_ref_p)
+    callbacks.copy_smem_to_gmem = _copy_smem_to_gmem(callbacks.copy_smem_to_gmem)
+    races_of_kernel = callbacks.GPURaceDetectionState
+
+    def recorded(**kwargs):
+        _RACES.append(races_of_kernel(**kwargs))
+        return _RACES[-1]
+
+    callbacks.GPURaceDetectionState = recorded
+    deallocate = shared_memory.Barrier.deallocate
+
+    def tolerant(self):  # kernels end without waiting for a barrier's last phase, which hardware allows
+        try:
+            deallocate(self)
+        except ValueError as error:
+            if "was deallocated, thread" not in str(error):
+                raise
+
+    shared_memory.Barrier.deallocate = tolerant
+
+
+def races_found() -> bool:
+    """Whether a kernel had races, of those that ran since this was last asked."""
+    found = any(of_kernel.races_found for of_kernel in _RACES)
+    _RACES.clear()
+    return found
+
+
+def _persistent(fields: dict, *arguments, config, core_count: int, **rest):
+    """The backward whose CTAs take one tile after another. fields: of its blocks, and how many CTAs ("ctas")."""
+    config = dataclasses.replace(config, persistent=True, **{name: x for name, x in fields.items() if name != "ctas"})
+    return _KEY_GRADIENTS(*arguments, config=config, core_count=fields["ctas"], **rest)
+
+
+def run(case: dict) -> dict:
+    """Errors of the forward and the backward of one case against float64, and the races that were seen."""
+    jax.clear_caches()  # what is set here is in no cache's key
+    races = case.pop("races", False)
+    deterministic = case.pop("deterministic", False)
+    bounded = case.pop("bounded", False)  # short walks do without it
+    vars(forward_sm90).update(dict.fromkeys(_BOUNDED_FROM, 0) if bounded else _BOUNDED_FROM)
+    cores = case.pop("cores", 1)  # of a GPU that has fewer tiles, the backward splits tiles
+    split_tail.SplitTail.of = lambda tiles, steps, core_count: _SPLIT(tiles, steps, cores)
+    persistent = case.pop("persistent", None)
+    backward_kernel.key_gradients = functools.partial(_persistent, persistent) if persistent else _KEY_GRADIENTS
+    rising, has_lists = case.pop("rising", False), "pattern" in case
+    out_only = case.pop("out_only", False)  # whose gradients overflow
+    block_lists._built, is_prepared = _BUILT, case.pop("prepared", False)
+    case = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
+    case = testing.AttentionCase(name="interpreted", **case)
+    # Not force_gpu_interpret_mode, which would take the Triton kernel of a bias's gradient too.
+    plgpu.InterpretGPUParams = functools.partial(_PARAMS, detect_races=races)
+    query, key, *others = testing.attention_inputs(case, seed=0)
+    if rising:  # the keys that are visited last have scores hundreds above those of the first block
+        factors = jax.numpy.linspace(*((0, 120) if has_lists else (40, 0)), case.kv_length)
+        key *= factors[:, None, None].astype(key.dtype)
+    arrays = query, key, *others
+    given = {}
+    if is_prepared:
+        limits = {name: case.arguments[name] for name in ("is_causal", "window", "q_offset", "bias")}
+        limits |= {"deterministic": deterministic, "implementation": "mosaic_gpu"}
+        given["mask"] = prepare_mask(case.arguments["mask"], *arrays[:3], **limits)
+        block_lists._built = None  # a call has no need of it
+    got = testing.run_attention(case, arrays, "mosaic_gpu", deterministic=deterministic, **given)
+    got = {name: jax.block_until_ready(x) for name, x in got.items()}
+    found = races_found()
+    want = attention_oracle.attention(case, *arrays)
+    errors = {name: testing.rms_error(got[name], x) for name, x in want._asdict().items()}
+    bounds = testing.tolerance(case) if rising else testing.tolerance_of(case, arrays, want)
+    if rising or out_only:  # only the forward has a running maximum; its bounds are those of unscaled keys, wider ones
+        errors = {name: errors[name] for name in ("out", "lse")}
+    return {"errors": errors, "bounds": bounds, "races": found}
+
+
+if __name__ == "__main__":
+    install()
+    for argument in sys.argv[1:]:
+        print(json.dumps(run(json.loads(argument))), flush=True)
