@@ -142,8 +142,8 @@ def _ours(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Bu
     saved = [forward(inputs) for _, inputs in calls]
 
     @jax.jit
-    def backward(inputs, results, do):
-        return attention.attention_backward(calls[0][0], inputs, *results, do, None)[:3]
+    def backward(inputs, result, do):
+        return attention.attention_backward(calls[0][0], inputs, result, do, None)[:3]
 
     return Built(lambda i: backward(calls[i % len(sets)][1], saved[i % len(sets)], sets[i % len(sets)].dout), words)
 

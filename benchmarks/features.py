@@ -38,9 +38,8 @@ forward = jax.jit(attention.attention_forward, static_argnums=0)
 
 
 @jax.jit(static_argnums=0)
-def backward(call, inputs, results, dout):
-    out, lse, *excess = results
-    return attention.attention_backward(call, inputs, out, lse, dout, None, *excess)
+def backward(call, inputs, result, dout):
+    return attention.attention_backward(call, inputs, result, dout, None)
 
 
 @dataclasses.dataclass(frozen=True)

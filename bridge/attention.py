@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from jax_kernels.attention_inputs import AttentionResult
 from jax_kernels.bridge import dlpack, library, sparse_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
 from jax_kernels.bridge.once import once
@@ -167,12 +168,12 @@ def _forward(device: torch.device, options: _Options):
 
     def forward(*arrays):
         call, inputs = _prepare(options, *arrays)
-        out, lse, *excess = attention.attention_forward(call, inputs)
+        out, lse, excess = attention.attention_forward(call, inputs)
         if lse is None:  # nothing reads it, but the operator's results must not depend on the plan
             batch, length, heads = out.shape[:3]
             lse = jnp.zeros((batch, heads, length), jnp.float32)
-            excess = [] if inputs.bias is None else [lse]
-        return out, jnp.stack([lse, *excess], axis=1) if excess else lse
+            excess = None if inputs.bias is None else lse
+        return out, lse if excess is None else jnp.stack([lse, excess], axis=1)
 
     return jax.jit(forward)
 
@@ -199,7 +200,8 @@ def _backward(device: torch.device, options: _Options, bias_gradient: bool):
         call, inputs = _prepare(options, *tensors)
         call = dataclasses.replace(call, options=dataclasses.replace(call.options, bias_gradient=bias_gradient))
         dout = jnp.zeros_like(out) if dout is None else dout
-        gradients = attention.attention_backward(call, inputs, out, lse, dout, dlse, excess)
+        result = AttentionResult(out, lse, excess)
+        gradients = attention.attention_backward(call, inputs, result, dout, dlse)
 
         # prepare changes the arrays: their shapes, and query's sign for a negative scale.
         def prepared(given):

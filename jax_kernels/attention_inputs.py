@@ -30,6 +30,19 @@ class AttentionInputs(NamedTuple):
     score_mod: Any = None
 
 
+class AttentionResult(NamedTuple):
+    """The result of a forward.
+
+    out: [B, T, H, Dv]. lse: [B, H, T] float32, natural log, None from "cudnn". excess: like lse, what the exact
+    log-sum-exp is more than lse; None where lse is exact, which it is but with a bias and under a score_mod that may
+    mask: beside scores of -1e9 the log of the sum is lost in float32.
+    """
+
+    out: Any
+    lse: Any
+    excess: Any = None
+
+
 class AttentionGradients(NamedTuple):
     """The gradients of AttentionInputs, each with its array's shape and dtype. None for what has none.
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,17 @@ import numpy as np
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.ops.attention import flash_attention as attention
-from jax_kernels.ops.attention.checks import by_name, check, with_positive_scale
+from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.flash_attention import AttentionCall, flash_attention
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS, AttentionRequest
+from jax_kernels.ops.checks import with_positive_scale
 from jax_kernels.ops.dilated import launches as dilated_launches
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.shards import Shards
 from jax_kernels.ops.dilated.views import Call, Piece
 from jax_kernels.ops.dilated.vjp import DilatedCall
+from jax_kernels.ops.planned_op import named_arguments
 
 __all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "prepare"]
 
@@ -116,7 +118,25 @@ def dilated_attention(
 
     Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486.
     """
-    call, arrays = prepare(**locals())
+    call, arrays = prepare(
+        query=query,
+        key=key,
+        value=value,
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        is_causal=is_causal,
+        heads=heads,
+        combine=combine,
+        layout=layout,
+        order=order,
+        stop_gradient_weights=stop_gradient_weights,
+        return_lse=return_lse,
+        segment_ids=segment_ids,
+        scale=scale,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+    )
     results = dilated_vjp.run(call, arrays)
     return results if return_lse else results[0]
 
@@ -145,10 +165,11 @@ class DilatedPlan(dispatch.Plan):
 
 
 def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
-    request, _, calls, _, arguments = _check(**by_name("dilated_attention", args), **kwargs)
+    checked = _check(**named_arguments("dilated_attention", dilated_attention, args, kwargs))
+    request, arguments = checked.request, checked.arguments
     plans: dict[Piece, dispatch.Plan] = {}
     in_place: tuple[set[Piece], ...] = set(), set()
-    for views in calls:
+    for views in checked.calls:
         with dispatch.on_device(request.device):
             plan = flash_attention.plan(**_specs(request, views), **arguments)  # type: ignore[attr-defined]
         plans |= dict.fromkeys(views.pieces, plan)
@@ -170,14 +191,25 @@ def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
 dilated_attention.plan = _plan  # type: ignore[attr-defined]
 
 
+class _Checked(NamedTuple):
+    """A checked call: the request of the whole and its arrays, its attention calls, and how they become one.
+
+    merge: fields of DilatedCall. arguments: of flash_attention, the same for every call.
+    """
+
+    request: AttentionRequest
+    inputs: AttentionInputs
+    calls: tuple[Call, ...]
+    merge: dict[str, Any]
+    arguments: dict[str, Any]
+
+
 def _check(
-    query, key, value, *, segment_lengths, dilation_rates, is_causal=False, heads="all", combine="lse",
+    *, query, key, value, segment_lengths, dilation_rates, is_causal=False, heads="all", combine="lse",
     layout="overlap", order=None, stop_gradient_weights=False, return_lse=False, segment_ids=None, scale=None,
-    deterministic=None, precision=None, implementation=None, shards: Shards | None = None, **unknown,
-) -> tuple[AttentionRequest, AttentionInputs, tuple[Call, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """(the request of the whole, its arrays, the calls, how they are merged, what each call is given)."""
-    for name in unknown:
-        raise TypeError(f"dilated_attention got an unexpected keyword argument {name!r}")
+    deterministic=None, precision=None, implementation=None, shards: Shards | None = None,
+) -> _Checked:  # fmt: skip
+    """Raises what dilated_attention documents for bad input."""
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 array [B, T]: queries and keys are the same tokens")
     if isinstance(implementation, str) and implementation not in IMPLEMENTATIONS:
@@ -226,7 +258,7 @@ def _check(
         "precision": precision,
         "implementation": implementation,
     }
-    return request, inputs, calls, merge, arguments
+    return _Checked(request, inputs, calls, merge, arguments)
 
 
 def check_pattern(

@@ -71,9 +71,25 @@ def sequence_parallel_dilated_attention(
 
     Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486, section 3.
     """
-    arguments = locals()
-    del arguments["axis_name"]
-    call, arrays = prepare(**arguments, shards=Shards(axis_name, _axis_size(axis_name)))
+    call, arrays = prepare(
+        query=query,
+        key=key,
+        value=value,
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        is_causal=is_causal,
+        heads=heads,
+        combine=combine,
+        order=order,
+        stop_gradient_weights=stop_gradient_weights,
+        return_lse=return_lse,
+        segment_ids=segment_ids,
+        scale=scale,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+        shards=Shards(axis_name, _axis_size(axis_name)),
+    )
     results = dilated_vjp.run(call, arrays)
     return results if return_lse else results[0]
 

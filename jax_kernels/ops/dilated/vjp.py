@@ -99,7 +99,8 @@ def _forward(call: DilatedCall, attentions, arrays):
     batch, _, heads, _ = query.shape
     planned = [planned for _, planned in attentions]
     inputs = [_inputs(call, *of_one, *arrays) for of_one in attentions]
-    outs, lses = zip(*attention.attention_forward_together(planned, inputs), strict=True)
+    results = attention.attention_forward_together(planned, inputs)
+    outs, lses = [result.out for result in results], [result.lse for result in results]
     like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
     if call.by_kernels:
         compact = dilated_views.compact_rows([views for views, _ in attentions], batch, heads, heads)
@@ -223,7 +224,7 @@ def _branch_terms(call: DilatedCall, views: Call, planned: AttentionCall, inputs
     """
     rows = lambda x: dilated_views.gather_rows(x, views, dout.shape[2])
     lse_of_rows = rows(lse.swapaxes(1, 2)).swapaxes(1, 2)
-    branch_out, branch_lse = attention.attention_forward(planned, inputs)
+    branch_out, branch_lse, _ = attention.attention_forward(planned, inputs)
     dlse = None if dlse is None else rows(dlse.swapaxes(1, 2)).swapaxes(1, 2)
     if call.is_mean and dlse is not None:
         dlse = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse_of_rows)) * dlse / call.share
