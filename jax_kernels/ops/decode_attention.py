@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.ops import checks, reasons
-from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, join_batch, kernel
+from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, join_batch, kernel, under_defaults
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import decode as decode_sm90
 from jax_kernels.pallas.attention.triton import decode as decode_triton
@@ -52,6 +52,7 @@ class DecodeOptions:
     left: int
 
 
+@under_defaults
 def decode_attention(
     query: jax.Array,
     key: jax.Array,

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,17 @@ import jax.numpy as jnp
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Plan, Request
 
-__all__ = ["Blocks", "PlannedCall", "PlannedOp", "batched", "join_batch", "kernel", "split_batch"]
+__all__ = [
+    "Blocks",
+    "PlannedCall",
+    "PlannedOp",
+    "batched",
+    "join_batch",
+    "kernel",
+    "named_arguments",
+    "split_batch",
+    "under_defaults",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +97,21 @@ class PlannedOp:
             return function
 
         return decorate
+
+
+def under_defaults[Function: Callable[..., Any]](function: Function) -> Function:
+    """A decorator: the function is traced under JAX's default promotion, whatever its caller has set.
+
+    jax_numpy_rank_promotion="raise" is for the caller's code. Both halves of a custom_vjp need the decorator, as JAX
+    traces them at another time.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return cast(Function, run)
 
 
 def named_arguments(op: str, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

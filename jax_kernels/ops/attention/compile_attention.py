@@ -185,13 +185,22 @@ def compile_attention(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(pattern)):
         raise TypeError("pattern: got a Mask of traced arrays, want known ones; flash_attention takes these as mask")
     for name, option in options.items():
-        if getattr(option, "__hash__", None) is None or isinstance(option, jax.Array):
-            raise TypeError(f"{name}: got {type(option).__name__}, want a constant; of an array, pass a masks.Mask")
+        if not _is_constant(option):
+            got = repr(option) if isinstance(option, tuple) else type(option).__name__
+            raise TypeError(f"{name}: got {got}, want a constant; of an array, pass a masks.Mask")
     device = dispatch.target_device()
     with jax.ensure_compile_time_eval():  # what is kept must not belong to a trace
         return _compiled(
             pattern, tuple(sorted(options.items())), shape, implementation, device, dispatch.interpreting()
         )
+
+
+def _is_constant(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return not isinstance(x, jax.Array)
 
 
 def _dtype(x: Any) -> Any:

@@ -16,7 +16,7 @@ from jax_kernels.ops.attention import table
 from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.mask_arguments import mask_or_nan, with_validity
 from jax_kernels.ops.checks import with_positive_scale
-from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, join_batch, split_batch
+from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, join_batch, split_batch, under_defaults
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference.attention import row_terms
 
@@ -40,6 +40,7 @@ class AttentionCall(PlannedCall):
     out_dtype: str
 
 
+@under_defaults
 def flash_attention(
     query: jax.Array,
     key: jax.Array,
@@ -183,8 +184,18 @@ def flash_attention(
 
 
 def _check(*, mask, **arguments):
-    mask, _ = with_validity("mask", mask)
-    return check(mask=mask, **arguments)
+    """check for a plan alone: a Mask may have jax.ShapeDtypeStructs for its arrays, as jax.eval_shape gives it."""
+
+    def checked(mask):
+        mask, _ = with_validity("mask", mask)
+        found.append(check(mask=mask, **arguments))
+
+    found: list[Any] = []
+    if isinstance(mask, Mask) and any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(mask)):
+        jax.eval_shape(checked, mask)
+    else:
+        checked(mask)
+    return found[0]
 
 
 OP = PlannedOp("flash_attention", table.IMPLEMENTATIONS, table.order)
@@ -237,6 +248,7 @@ def _attention(call, inputs):
     return attention_forward(call, inputs)[:2]
 
 
+@under_defaults
 def _attention_fwd(call, primals):
     inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
     perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
@@ -250,6 +262,7 @@ def _is_primal(x):
     return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
 
 
+@under_defaults
 def _attention_bwd(_, residuals, cotangents):
     call, inputs, result = residuals
     is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)

@@ -13,7 +13,7 @@ from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.ops import checks, reasons
-from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, kernel
+from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, kernel, under_defaults
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import forward_fp8
 from jax_kernels.reference import attention_fp8 as reference
@@ -39,6 +39,7 @@ class Fp8Request(Request):
     q_offset: int | None
 
 
+@under_defaults
 def flash_attention_fp8(
     query: jax.Array,
     key: jax.Array,

@@ -21,11 +21,12 @@ from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.shards import Shards
 from jax_kernels.ops.dilated.views import Call, Piece
 from jax_kernels.ops.dilated.vjp import DilatedCall
-from jax_kernels.ops.planned_op import named_arguments
+from jax_kernels.ops.planned_op import named_arguments, under_defaults
 
 __all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "prepare"]
 
 
+@under_defaults
 def dilated_attention(
     query: jax.Array,
     key: jax.Array,

@@ -9,10 +9,12 @@ from jax import lax
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.dilated_attention import prepare
 from jax_kernels.ops.dilated.shards import Shards
+from jax_kernels.ops.planned_op import under_defaults
 
 __all__ = ["sequence_parallel_dilated_attention"]
 
 
+@under_defaults
 def sequence_parallel_dilated_attention(
     query: jax.Array,
     key: jax.Array,

@@ -14,6 +14,7 @@ from jax_kernels.ops.attention import flash_attention as attention
 from jax_kernels.ops.attention.flash_attention import AttentionCall
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated.views import Call, Piece
+from jax_kernels.ops.planned_op import under_defaults
 from jax_kernels.pallas.attention.passes import dilated_rows
 from jax_kernels.reference.attention import row_terms
 
@@ -141,11 +142,13 @@ def _dilated(call, arrays):
     return _forward(call, call.attentions, arrays)[: 1 + call.return_lse]
 
 
+@under_defaults
 def _dilated_fwd(call, arrays):
     out, lse = _forward(call, call.differentiated, arrays)
     return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
 
 
+@under_defaults
 def _dilated_bwd(call: DilatedCall, residuals, cotangents):
     query, key, value, ids, out, lse = residuals
     heads = out.shape[2]
