@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,72 @@ class AttentionCall(PlannedCall):
     out_dtype: str
 
 
+@overload
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None = ...,
+    mask: jax.Array | Mask | None = ...,
+    is_causal: bool = ...,
+    window: int | tuple[int, int] | None = ...,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = ...,
+    kv_lengths: jax.Array | None = ...,
+    q_offset: int | jax.Array = ...,
+    score_mod: Any = ...,
+    sinks: jax.Array | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> jax.Array: ...
+@overload
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None = ...,
+    mask: jax.Array | Mask | None = ...,
+    is_causal: bool = ...,
+    window: int | tuple[int, int] | None = ...,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = ...,
+    kv_lengths: jax.Array | None = ...,
+    q_offset: int | jax.Array = ...,
+    score_mod: Any = ...,
+    sinks: jax.Array | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None = ...,
+    mask: jax.Array | Mask | None = ...,
+    is_causal: bool = ...,
+    window: int | tuple[int, int] | None = ...,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = ...,
+    kv_lengths: jax.Array | None = ...,
+    q_offset: int | jax.Array = ...,
+    score_mod: Any = ...,
+    sinks: jax.Array | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: bool = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> Any: ...
 @under_defaults
 def flash_attention(
     query: jax.Array,
