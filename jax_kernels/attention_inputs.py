@@ -1,4 +1,4 @@
-"""What an attention call is made of, for everything from the public op down to a kernel."""
+"""The arrays, options and results of an attention call, from the public op down to a kernel."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -43,7 +43,7 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What bounds the keys of a query: query i, at position q_offset + i, attends to keys below kv_length, if causal
+    """The limits of a query's keys: query i, at position q_offset + i, attends to keys below kv_length, if causal
     to those at or below its position, and with a window (left, right) to those from position - left to position +
     right, where -1 is no limit. The numbers are Python ints or traced scalars of one batch entry.
     """
@@ -310,7 +310,7 @@ def segment_ranges(ids: jax.Array, block: int, other_ids: jax.Array, other_block
 
 
 def among(ranges_ref: Any, batch_index: Any, block: Any) -> Among:
-    """Of a block, from segment_ranges."""
+    """The blocks that a block may meet, from segment_ranges."""
     return Among(*(ranges_ref[batch_index, block, i] for i in range(4)))
 
 

@@ -1,1 +1,1 @@
-"""What any Mosaic kernel needs: its launch, barriers, tiles in shared memory, registers, and who takes which tile."""
+"""The parts that any Mosaic kernel needs: launch, barriers, tiles in shared memory, registers, the tile scheduler."""

@@ -27,7 +27,7 @@ class Barriers:
         return [plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n, arrivals in self._arrays.values()]
 
     def of(self, scratch: list[Any], name: str) -> Any:
-        """What `.at[i]` of is its barrier number i; None where none was wanted."""
+        """The barriers of this name: `.at[i]` is number i; None where none was wanted."""
         if name not in self._places:
             return None
         array, first = self._places[name]
@@ -35,7 +35,7 @@ class Barriers:
 
 
 class _From(NamedTuple):
-    """The barriers of an array from one on."""
+    """A slice of a barrier array, starting at `first`."""
 
     array: Any
     first: int

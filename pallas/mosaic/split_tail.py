@@ -67,7 +67,7 @@ class SplitTail:
         return jnp.where(cta < self.whole, self.steps, end - self.first(cta))
 
     def shared(self, *shape: int, warpgroups: int) -> dict[str, Any]:
-        """What the parts of a tile share, in refs: sums of this shape, and for each warpgroup how many have arrived."""
+        """The refs that the parts of a tile share: sums of this shape, and for each warpgroup how many have arrived."""
         if self.parts == 1:
             return {"sums": None, "arrived": None}
         split = self.tiles - self.whole

@@ -23,7 +23,7 @@ from jax_kernels.pallas.mosaic.registers import as_int32
 
 
 class Fetched(NamedTuple):
-    """Where the numbers of the tiles stand that were fetched off the counter: the next one and the one after it."""
+    """The numbers of tiles that were fetched off the counter: the next one and the one after it."""
 
     smem: Any
     ready: Any
@@ -31,7 +31,7 @@ class Fetched(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of a call's tiles. blocks: of a head's rows, which are queries or keys."""
+    """The shape of a call's tiles. blocks: of a head's rows, which are queries or keys."""
 
     batch: int
     heads: int
@@ -77,7 +77,7 @@ class TileScheduler:
         return jax.new_ref(jnp.zeros((1,), jnp.int32)) if self.fetches else None
 
     def scratch(self, warpgroups: int) -> Fetched:
-        """What Fetched holds, for pl.run_scoped; Nones where nothing is fetched."""
+        """The scratch of Fetched, for pl.run_scoped; Nones where nothing is fetched."""
         if not self.fetches:
             return Fetched(None, None, None)
         barrier = functools.partial(plgpu.Barrier, num_barriers=2)

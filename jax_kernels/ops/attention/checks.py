@@ -1,4 +1,4 @@
-"""What flash_attention takes: bad input raises here, with the argument, what it got and what it wants."""
+"""The checks of flash_attention: an error names the argument, what it got and what it wants."""
 
 import os
 from typing import Any
@@ -165,7 +165,7 @@ def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int
 
 
 def _deterministic() -> bool:
-    """What XLA was told: --xla_gpu_deterministic_ops, in XLA_FLAGS."""
+    """Whether XLA_FLAGS has --xla_gpu_deterministic_ops."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     on = [
         f

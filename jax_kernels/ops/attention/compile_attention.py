@@ -55,7 +55,7 @@ class _Shape:
 
 
 class CompiledAttention:
-    """What compile_attention gives: out = attention(query, key, value), jitted, with gradients.
+    """The result of compile_attention: out = attention(query, key, value), jitted, with gradients.
 
     query [B, seq_len, num_heads, head_dim], key and value [B, kv_len, num_kv_heads, head_dim], in dtype; any B.
     Raises ValueError or TypeError for arrays of another shape or dtype.
@@ -118,7 +118,7 @@ class CompiledAttention:
 
 
 def _seconds(run: Callable[[], Any], calls: int, *, warm: int = 1) -> float:
-    """Of one call. warm: calls before the clock starts."""
+    """The seconds of one call. warm: calls before the clock starts."""
     for _ in range(warm):
         jax.block_until_ready(run())
     start = time.perf_counter()

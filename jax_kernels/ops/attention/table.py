@@ -1,4 +1,4 @@
-"""What can run flash_attention, and for which requests."""
+"""The implementations of flash_attention, and which requests each of them serves."""
 
 import dataclasses
 from typing import Any
@@ -69,7 +69,7 @@ class AttentionRequest(Request):
 
     @property
     def dense_bits(self) -> int:
-        """Of what a kernel reads for every query and key, 1 for a mask alone; 0 without a bias and a mask."""
+        """The bits that a kernel reads for every query and key: 1 for a mask alone, 0 without a bias and a mask."""
         has_tiles = self.bias_shape is not None and self.bias_shape[2] > 1
         if has_tiles and self.bias_dtype == "float32":
             return 32
@@ -299,7 +299,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
 
 
 def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:
-    """What a PreparedMask carries for calls of this plan: the lists that "mosaic_gpu" reads, if it reads any."""
+    """The lists that a PreparedMask carries for calls of this plan: those that "mosaic_gpu" reads."""
     if plan.implementation != "mosaic_gpu" or not isinstance(inputs.mask, Mask):
         return ()
     widest = max(inputs.query.shape[-1], inputs.value.shape[-1])

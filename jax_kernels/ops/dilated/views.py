@@ -104,7 +104,7 @@ class Piece:
 
     @property
     def table(self) -> Table:
-        """Of a piece that is ordered."""
+        """The table of a piece that is ordered."""
         if self.is_dealt_out:
             assert self.span is not None
             return Table(*(self.span.mine(numbers) for numbers in self._dealt_out))
@@ -210,7 +210,7 @@ class Call:
         return sum(_entries(piece, batch, num_heads, self.heads) for piece in self.pieces)
 
     def head_view(self, num_heads: int, array_heads: int) -> HeadView | None:
-        """Of a strided call: its heads among those of arrays_of, for query's or key's; None where it takes them all.
+        """The heads of a strided call among those of arrays_of, query's or key's; None where it takes them all.
 
         num_heads: of query. array_heads: of query or key.
         """
@@ -266,7 +266,7 @@ def _is_strided(piece: Piece, length: int, group: int) -> bool:
 
 
 def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads: int) -> Compact:
-    """Where what calls give for an array of so many heads, query's or key's, has its tokens.
+    """The places of tokens in the results of calls, for an array of so many heads, query's or key's.
 
     Of a head whose tokens are several of an entry's heads there are as many Rows.
     """

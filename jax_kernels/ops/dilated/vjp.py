@@ -1,4 +1,4 @@
-"""What a planned dilated attention computes, forward and backward: its attentions, and their results as one."""
+"""The forward and backward of a planned dilated attention: its attentions, and their results as one."""
 
 import dataclasses
 import functools
@@ -49,7 +49,7 @@ class DilatedCall:
 
     @property
     def share(self) -> float:
-        """What "mean" multiplies a branch by."""
+        """The number that "mean" multiplies a branch by."""
         return 1 / self.branches if self.is_mean else 1.0
 
     @property
@@ -120,7 +120,7 @@ def _forward(call: DilatedCall, attentions, arrays):
 
 
 def _merge(call: DilatedCall, out_parts: Parts, lse_parts: Parts, like):
-    """What dilated_rows.merge gives, in jnp."""
+    """The result of dilated_rows.merge, in jnp."""
     outs = dilated_views.merge_rows(out_parts, like.shape[1])
     lses = dilated_views.merge_rows(lse_parts, like.shape[1], fill=-jnp.inf)
     lse = functools.reduce(jnp.maximum, lses)

@@ -44,7 +44,7 @@ WORD = 32  # bits
 
 
 class Pairs(NamedTuple):
-    """What a mask keeps.
+    """The pairs that a mask keeps.
 
     entries: int32 [B or 1, H or 1, blocks of queries, of keys]: DEAD, WHOLE, or which of `words` a block's are. None
     where an array tells of its pairs alone.
@@ -96,7 +96,7 @@ class Tile(NamedTuple):
 
 
 def is_kept(refs: Refs, call: Call, tile: Tile) -> jax.Array:
-    """Of a call with Pairs: bool, broadcastable to [block_q, block_kv], which pairs the mask keeps."""
+    """The pairs that the mask of a call with Pairs keeps: bool, broadcastable to [block_q, block_kv]."""
     of_head = lambda ref: tuple(jnp.int32(0) if n == 1 else i for n, i in zip(ref.shape, tile[:2], strict=False))
     q_start, kv_start = tile.q_index * call.block_q, tile.kv_index * call.block_kv
     if refs.mask is not None:
@@ -120,7 +120,7 @@ def bias_gradient(
 
 
 def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, pairs, call, config, *, far=None):
-    """Of inputs.bias, `aligned`, as it is. lse: in natural units. pairs: a mask's Pairs, or None.
+    """The gradient of inputs.bias, which is `aligned`. lse: in natural units. pairs: a mask's Pairs, or None.
 
     far: [B, Hkv] int32, the heads of keys that have rows with a gradient; None: all.
     """

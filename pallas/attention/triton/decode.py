@@ -53,7 +53,10 @@ class Refs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What the kernel knows when it is traced. page_size: None where the keys of a sequence are contiguous."""
+    """The static part of a call: what the kernel is traced with.
+
+    page_size: None where the keys of a sequence are contiguous.
+    """
 
     scale: float
     softcap: float | None

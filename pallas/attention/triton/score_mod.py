@@ -29,7 +29,7 @@ def summed(call: Call, operands: Any, *, by_key: bool) -> list[int]:
 
 
 def array_gradients(call: Call, inputs: AttentionInputs, operands: Any, by_query: Any, by_key: Any) -> ScoreMod:
-    """Of score_mod, from the sums of its operands' for each query [B, H, T], or key [B, H, S], in their order."""
+    """The gradients of score_mod's arrays, from its operands' sums by query [B, H, T] or by key [B, H, S], in order."""
     assert call.mod is not None
     mod, tiles, of_query, of_key = inputs.score_mod, call.mod, iter(by_query), iter(by_key)
 
