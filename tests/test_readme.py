@@ -1,4 +1,4 @@
-"""The Python examples of the README and of the pages in docs/ run as they stand there."""
+"""The Python examples of the README and of docs/ run as they stand there; the files that pages name exist."""
 
 import re
 from pathlib import Path
@@ -31,3 +31,16 @@ def test_there_are_examples():
 def test_example(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(EXAMPLES[example], example, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_to_files(page):
+    links = re.findall(r'\]\(([^)#]+)[^)]*\)|src="([^"]+)"', page.read_text())
+    paths = [first or second for first, second in links]
+    assert not [path for path in paths if "://" not in path and not (page.parent / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_are_named_exist(page):
+    paths = re.findall(r"[\w.]+(?:/\w+)+\.(?:py|json|toml)\b", page.read_text())
+    assert not [path for path in paths if not any((folder / path).exists() for folder in (ROOT, page.parent))]
