@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 
 from jax_kernels import masks
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
@@ -196,7 +197,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+QUICK = [CASES[i] for i in (2, 6, 9, 12, 15, 20, 23, 24, 25, 28, 29, 31)]
+
+
+@pytest.mark.parametrize("case", tiers.cases(CASES, set(map(str, QUICK))))
 def test_matches_float64(case):
     check(case)
 
@@ -207,7 +211,13 @@ def is_special(case: AttentionCase) -> bool:
     return case.mask is None and case.pattern is None and (any(x is not None for x in extra) or case.sinks)
 
 
-@pytest.mark.parametrize("case", [case for case in ATTENTION_CASES if is_special(case)], ids=str)
+QUICK_SPECIAL = {
+    "window_offsets_lengths", "segments_mixed", "segments_window", "softcap_causal", "no_sink",
+    "sinks_fp32", "bias_full", "bias_queries", "bias_low", "bias_whole", "everything_else",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", tiers.cases([case for case in ATTENTION_CASES if is_special(case)], QUICK_SPECIAL))
 def test_windows_segments_softcap_sinks_and_biases(case):
     arrays = attention_inputs(case)
     want = attention_oracle.attention(case, *arrays)
