@@ -19,7 +19,7 @@ from jax_kernels.ops.dilated import launches as dilated_launches
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.shards import Shards
-from jax_kernels.ops.dilated.views import Call, Piece
+from jax_kernels.ops.dilated.views import BranchCall, Piece
 from jax_kernels.ops.dilated.vjp import DilatedCall
 from jax_kernels.ops.planned_op import named_arguments, under_defaults
 
@@ -200,7 +200,7 @@ class _Checked(NamedTuple):
 
     request: AttentionRequest
     inputs: AttentionInputs
-    calls: tuple[Call, ...]
+    calls: tuple[BranchCall, ...]
     merge: dict[str, Any]
     arguments: dict[str, Any]
 
@@ -309,7 +309,7 @@ def check_pattern(
     return tuple((int(length), int(rate)) for length, rate in zip(segment_lengths, dilation_rates, strict=True))
 
 
-def _specs(request: AttentionRequest, views: Call) -> dict[str, Any]:
+def _specs(request: AttentionRequest, views: BranchCall) -> dict[str, Any]:
     """The arrays of one attention, without their values."""
     entries = views.entries(request.batch, request.heads)
     spec = lambda *shape, dtype=request.dtype: jax.ShapeDtypeStruct((entries, *shape), jnp.dtype(dtype))
@@ -334,8 +334,8 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     query, scale = with_positive_scale(inputs.query, arguments["scale"])  # before what has a gradient of its own
     is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
     plan = lambda arrays: attention.prepare(**arrays, **arguments | {"scale": scale})[0]
-    attentions: list[tuple[Call, AttentionCall]] = []
-    differentiated: list[tuple[Call, AttentionCall]] = []
+    attentions: list[tuple[BranchCall, AttentionCall]] = []
+    differentiated: list[tuple[BranchCall, AttentionCall]] = []
     for views in calls:
         with dispatch.on_device(request.device):
             planned = jax.eval_shape(plan, _specs(request, views))
@@ -350,8 +350,8 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
 
 
 def _parts(
-    views: Call, planned: AttentionCall | dispatch.Plan, request: AttentionRequest
-) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    views: BranchCall, planned: AttentionCall | dispatch.Plan, request: AttentionRequest
+) -> tuple[tuple[BranchCall, ...], tuple[BranchCall, ...]]:
     """The calls that a call runs as, without gradients, where those that are read in place share a launch, and with."""
     if not _reads_views(planned, request):
         return (views,), (views,)
@@ -365,7 +365,7 @@ def _reads_views(planned: AttentionCall | dispatch.Plan, request: AttentionReque
     return planned.implementation == "mosaic_gpu" and whole and not request.deterministic
 
 
-def _of_views(planned: AttentionCall, views: Call, request: AttentionRequest) -> AttentionCall:
+def _of_views(planned: AttentionCall, views: BranchCall, request: AttentionRequest) -> AttentionCall:
     if not views.is_strided:
         return planned
     of_query, of_key = (views.head_view(request.heads, heads) for heads in (request.heads, request.kv_heads))

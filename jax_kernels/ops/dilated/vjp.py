@@ -13,7 +13,7 @@ from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.ops.attention import flash_attention as attention
 from jax_kernels.ops.attention.flash_attention import AttentionCall
 from jax_kernels.ops.dilated import views as dilated_views
-from jax_kernels.ops.dilated.views import Call, Piece
+from jax_kernels.ops.dilated.views import BranchCall, Piece
 from jax_kernels.ops.planned_op import under_defaults
 from jax_kernels.pallas.attention.passes import dilated_rows
 from jax_kernels.reference.attention import row_terms
@@ -34,8 +34,8 @@ class DilatedCall:
     adds query's gradient to float32 numbers, without the scale.
     """
 
-    attentions: tuple[tuple[Call, AttentionCall], ...]
-    differentiated: tuple[tuple[Call, AttentionCall], ...]
+    attentions: tuple[tuple[BranchCall, AttentionCall], ...]
+    differentiated: tuple[tuple[BranchCall, AttentionCall], ...]
     branches: int
     is_mean: bool
     is_alone: bool
@@ -62,7 +62,7 @@ class DilatedCall:
         return all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions)
 
 
-def _inputs(call: DilatedCall, views: Call, planned: AttentionCall, query, key, value, ids) -> AttentionInputs:
+def _inputs(call: DilatedCall, views: BranchCall, planned: AttentionCall, query, key, value, ids) -> AttentionInputs:
     if views.is_masked:
         ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
         ids = dilated_views.gather_ids(ids, views)
@@ -77,7 +77,7 @@ def _inputs(call: DilatedCall, views: Call, planned: AttentionCall, query, key, 
     )
 
 
-def _read(call: DilatedCall, views: Call, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
+def _read(call: DilatedCall, views: BranchCall, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
     """Arrays [B, T, heads, D] as an attention reads them."""
     if views.is_strided or not call.by_kernels:
         return [dilated_views.arrays_of(x, views, num_heads) for x in arrays]
@@ -220,7 +220,9 @@ def _row_terms(call: DilatedCall, out, lse, dout, dlse):
     return lse - math.log(call.share), delta / call.share
 
 
-def _branch_terms(call: DilatedCall, views: Call, planned: AttentionCall, inputs: AttentionInputs, lse, dout, dlse):
+def _branch_terms(
+    call: DilatedCall, views: BranchCall, planned: AttentionCall, inputs: AttentionInputs, lse, dout, dlse
+):
     """(lse, delta) [entries, heads, rows] of one attention, which runs once more, as _row_terms gives them.
 
     P has the branch's weight in it, so that lse is that of the whole, or with "mean" its own one and the share.

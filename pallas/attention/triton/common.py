@@ -1,6 +1,6 @@
 """Parts that the Triton attention kernels share: loads of tiles, their scores, and the loop over blocks.
 
-A kernel is a function of `Refs`, the call's arrays by name, and of a `Call`, what is known when tracing.
+A kernel is a function of `Refs`, the call's arrays by name, and of a `TracedCall`, what is known when tracing.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ class Refs(NamedTuple):
     """The arrays of a kernel; None where the call lacks one.
 
     mask, entries, words: of bias_gradient.Pairs. bounds: block_ranges.bounds_array. ranges: block_ranges.segment_ranges
-    of the blocks that the programs own. lse (Call.in_units), delta, excess: of the backward. operands: of a score_mod.
-    sums, far: of far_rows.
+    of the blocks that the programs own. lse (TracedCall.in_units), delta, excess: of the backward.
+    operands: of a score_mod. sums, far: of far_rows.
     outs: what the kernel writes.
     """
 
@@ -66,7 +66,7 @@ class Refs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class TracedCall:
     """The static part of a call: what a kernel is traced with."""
 
     options: AttentionOptions
@@ -142,7 +142,7 @@ class Call:
 
     def key_blocks(
         self, refs: Refs, limits: block_ranges.Limits, batch_index: Any, q_index: Any
-    ) -> block_ranges.Blocks:
+    ) -> block_ranges.BlockRange:
         """The blocks of keys that a block of queries visits."""
         among = None
         if refs.ranges is not None:
@@ -230,7 +230,7 @@ def _bits(x: float) -> str:
     return struct.pack(">f", x).hex()
 
 
-def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
+def run(kernel: Callable[..., None], call: TracedCall, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
     """pallas_call of kernel(refs, call=call, **rest). outs: (shape, spec) each.
 
     ins: of Refs by name, (array, spec), a list of such, or None. The outs stand in the memory of its "sums", if it has
@@ -286,7 +286,7 @@ def all_rows(length: int, block: int) -> int:
 def whole(length: int, block: int, heads: int | None, head_dim: int, index_map: Any) -> pl.BlockSpec:
     """All rows of one head of [B, T, H, D], or of `heads` of them; index_map gives (batch entry, block of heads).
 
-    Only a view: a program loads the blocks of rows that it walks.
+    It is only a view: a program loads the blocks of rows that it visits.
     """
 
     def full_index_map(*grid):
@@ -307,7 +307,7 @@ class QueryPrograms:
     limiting: limiting_arrays. operands: operands_of. q_block: the block of queries of program i. ins: of `run`.
     """
 
-    def __init__(self, call: Call, inputs: AttentionInputs, limiting: tuple[Any, Any, Any], operands: Any = ()):
+    def __init__(self, call: TracedCall, inputs: AttentionInputs, limiting: tuple[Any, Any, Any], operands: Any = ()):
         bounds, q_ids, kv_ids = limiting
         block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
         # Under a causal mask the last queries have the most keys: they go first, so that short programs fill the end.
@@ -446,7 +446,7 @@ class Queries(NamedTuple):
         return live
 
 
-def walk(blocks: block_ranges.Blocks, step: Any, state: Any) -> Any:
+def block_loop(blocks: block_ranges.BlockRange, step: Any, state: Any) -> Any:
     """Runs step(index, state, partial=...) over the blocks: those that need the predicate, then the others."""
     nothing = lambda first, last: first is last or (isinstance(first, int) and isinstance(last, int) and first >= last)
     for first, last, partial in ((0, blocks.partial, True), (blocks.partial, blocks.count, False)):

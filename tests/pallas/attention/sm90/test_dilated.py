@@ -92,7 +92,7 @@ def _compile(head_dim: int) -> None:
 def test_it_compiles(head_dim):
     """Kernels that divide a head's number, as classes end within groups of heads: no spills, no serialised products.
 
-    The walk is so long that the forward knows a bound of the scores.
+    The kv loop is so long that the forward knows a bound of the scores.
 
     Beside what comes in and goes out there is what is compact, of half of the tokens: dquery in float32, which has as
     many bytes as query, and of dkey and dvalue a quarter of it each: nothing else is as large as an array.

@@ -19,7 +19,7 @@ from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.triton.bias_gradient import bias_gradient
-from jax_kernels.pallas.attention.triton.common import walk
+from jax_kernels.pallas.attention.triton.common import block_loop
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import (
@@ -320,8 +320,8 @@ def test_queries_of_other_segments_are_not_read_by_the_key_pass(monkeypatch):
 def test_the_predicate_is_for_partial_blocks_only():
     step = lambda index, sums, *, partial: (sums[0] + index, sums[1]) if partial else (sums[0], sums[1] + index)
     for count, partial in ((5, 2), (5, 0), (5, 5), (0, 0)):
-        blocks = block_ranges.Blocks(jnp.int32(count), jnp.int32(partial), lambda index: index)
-        sums = walk(blocks, step, (jnp.int32(0), jnp.int32(0)))
+        blocks = block_ranges.BlockRange(jnp.int32(count), jnp.int32(partial), lambda index: index)
+        sums = block_loop(blocks, step, (jnp.int32(0), jnp.int32(0)))
         assert sums == (sum(range(partial)), sum(range(partial, count)))
 
 
