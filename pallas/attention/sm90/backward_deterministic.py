@@ -1,6 +1,6 @@
 """dquery of attention on Hopper with the same bits on every run, beside backward_kernel's dkey and dvalue.
 
-A CTA owns a block of queries of one head and walks the keys, so that dquery stays in registers, in float32, and
+A CTA owns a block of queries of one head and schedule the keys, so that dquery stays in registers, in float32, and
 is written once: nothing is added to device memory in order of arrival. Each of two compute warpgroups owns 64
 queries; a memory warpgroup loads keys and values. dS is an operand in registers and never leaves them.
 
@@ -8,6 +8,7 @@ Per tile of block_q x block_kv: 6 * block_q * block_kv * head_dim FLOPs. With th
 backward_kernel, the scores and dP are computed twice: seven products instead of five.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -38,13 +39,13 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
 
     All have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of BLOCK_Q] float32.
     """
-    query = arrays["query"]
+    query = arrays.query
     batch, q_length, heads, head_dim = query.shape
-    group = heads // arrays["key"].shape[2]
+    group = heads // arrays.key.shape[2]
     dtype = query.dtype
     scale, cap, is_causal = options.scale, options.softcap, options.is_causal
     block_kv, k_stages, v_stages = BLOCKS[head_dim]
-    dense = arrays["dense"] or bias_sm90.Dense()
+    dense = arrays.dense or bias_sm90.Dense()
     has_bias = dense.has_bias
     if dense.tiles is not None:
         k_stages, v_stages = STAGES_BESIDE[head_dim][dense.tiles.dtype.itemsize == 4]
@@ -52,11 +53,11 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
     ahead = head_dim <= 128
     q_blocks = pl.cdiv(q_length, BLOCK_Q)
     together = math.gcd(config.heads_together, batch * heads)
-    has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
-    has_mod = arrays["mod"] is not None
-    has_slope = has_mod and not arrays["mod"].adds_only  # as in backward_kernel
-    may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
-    natural = has_mod and arrays["mod"].may_mask
+    has_segments, has_lists = (getattr(arrays, name) is not None for name in ("segments", "lists"))
+    has_mod = arrays.mod is not None
+    has_slope = has_mod and not arrays.mod.adds_only  # as in backward_kernel
+    may_end = arrays.bounds is not None or kv_length % block_kv != 0
+    natural = has_mod and arrays.mod.may_mask
     # To base 2, in which the biased scores are, and those of another score_mod.
     factor = 1.0 if has_bias or has_mod else (cap or scale) * LOG2E
     predicate = is_causal or may_end or options.window is not None or has_segments or has_lists
@@ -64,7 +65,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
     def body(refs, scratch):
         given, dq_gmem = refs
         q_gmem, do_gmem, lse_gmem, delta_gmem, segments = (
-            given[name] for name in ("query", "dout", "lse", "delta", "segments")
+            getattr(given, name) for name in ("query", "dout", "lse", "delta", "segments")
         )
         (
             q_smem, do_smem, k_smem, v_smem, lse_smem, delta_smem, q_ready, k_ready, v_ready, k_free, v_free, bias
@@ -75,7 +76,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
         def tile(cta):
             """(batch entry, head, first query) of a CTA. Heads that run together alternate."""
             if has_lists:
-                walk = given["lists"].walk(cta)
+                walk = given.lists.walk(cta)
                 return walk.b, walk.head, walk.block * BLOCK_Q
             per_round = q_blocks * together
             round_, within = lax.div(cta, per_round), lax.rem(cta, per_round)
@@ -87,10 +88,10 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
 
         b, head, q_start = tile(cta)
         if has_lists:
-            blocks = given["lists"].walk(cta)
+            blocks = given.lists.walk(cta)
         else:
             limits = block_ranges.limits(
-                given["bounds"], b, options.q_offset, kv_length, is_causal=is_causal, window=options.window
+                given.bounds, b, options.q_offset, kv_length, is_causal=is_causal, window=options.window
             )  # fmt: skip
             among = segments.among(b, lax.div(q_start, jnp.int32(BLOCK_Q))) if has_segments else None
             blocks = limits.key_blocks(q_start, BLOCK_Q, block_kv, among, in_order=True).at_least_one()
@@ -118,8 +119,8 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                         plgpu.barrier_wait(free.at[slot])
 
                     copy = lambda source: plgpu.copy_gmem_to_smem(source, smem.at[slot], ready.at[slot])
-                    whole = lambda: copy(given[name].at[b, rows, kv_head])
-                    end = given["end"]
+                    whole = lambda: copy(getattr(given, name).at[b, rows, kv_head])
+                    end = given.end
                     if end is None:
                         whole()
                     else:
@@ -135,7 +136,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
                         plgpu.barrier_wait(bias.free)
 
                     kv_start = blocks.at(step) * block_kv
-                    bias.fill(given["dense"], b, head, q_start, kv_start, kv_start)
+                    bias.fill(given.dense, b, head, q_start, kv_start, kv_start)
 
             lax.fori_loop(0, blocks.count, load, None)
 
@@ -147,7 +148,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
             mine = pl.ds(64 * wg, 64)
             lse = plgpu.load(lse_smem.at[mine], layout=ROW, optimized=False)
             delta = plgpu.load(delta_smem.at[mine], layout=ROW, optimized=False)
-            numbers = given["mod"].of_head(b, head) if has_mod else None
+            numbers = given.mod.of_head(b, head) if has_mod else None
 
             def walk(dq_acc):
                 def step(i, s):
@@ -163,7 +164,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
 
                     def apply_predicate(s):
                         if has_lists:
-                            return given["lists"].walk(recomputed(cta)).masked(s, i, 64 * w, by_word=False)
+                            return given.lists.walk(recomputed(cta)).masked(s, i, 64 * w, by_word=False)
                         kv_start = blocks.at(i) * block_kv
                         ids = segments.load(b, my_queries, 64, kv_start, block_kv) if has_segments else None
                         if options.window is not None:
@@ -185,7 +186,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
 
                     def modified(s):
                         """The score_mod on a tile."""
-                        return given["mod"].on(s, numbers, b, head, my_queries, blocks.at(i) * block_kv)
+                        return given.mod.on(s, numbers, b, head, my_queries, blocks.at(i) * block_kv)
 
                     def biased(s):
                         return bias.added(s, cap or scale, 64 * w, transposed=False)
@@ -269,7 +270,7 @@ def query_gradient(arrays, options, kv_length, *, config, interpret):
             plgpu.copy_smem_to_gmem(q_smem.at[w], dq_gmem.at[entry, pl.ds(start + 64 * w, 64), my_head])
             plgpu.wait_smem_to_gmem(0)
 
-    leaves, tree = jax.tree.flatten({name: x for name, x in arrays.items() if name != "dquery"})
+    leaves, tree = jax.tree.flatten(dataclasses.replace(arrays, dquery=None))
 
     def entry(*refs):
         *given, dq_gmem = refs

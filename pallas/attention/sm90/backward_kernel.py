@@ -1,6 +1,6 @@
 """The kernel of the attention backward on Hopper: dquery, dkey and dvalue in one pass, five products per tile.
 
-A CTA owns a block of keys of one kv head and walks the queries of every head of its group, so that dkey and
+A CTA owns a block of keys of one kv head and schedule the queries of every head of its group, so that dkey and
 dvalue stay in registers, in float32, from the first query to the last. The scores are computed transposed:
 P^T and dS^T are then operands in registers. dS goes through shared memory once, transposed for dquery, which
 the tensor memory accelerator adds to a float32 array in device memory, in the order of arrival.
@@ -13,6 +13,7 @@ Per tile of block_q x block_kv: 10 * block_q * block_kv * head_dim FLOPs (14 wit
 float32 additions to device memory, which the L2 cache absorbs.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -25,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.pallas.attention.sm90 import bias as bias_sm90
 from jax_kernels.pallas.attention.sm90 import head_views
 from jax_kernels.pallas.attention.sm90.backward_load import Handover, Loads, Staged, Step
-from jax_kernels.pallas.attention.sm90.backward_schedule import Walks
+from jax_kernels.pallas.attention.sm90.backward_schedule import Schedule
 from jax_kernels.pallas.attention.sm90.backward_scores import Scores
 from jax_kernels.pallas.attention.sm90.backward_store import Store
 from jax_kernels.pallas.attention.softmax import LOG2E
@@ -53,9 +54,9 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
     All have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of block_q] float32.
     """
-    batch, _, _, head_dim = arrays["query"].shape
-    key = arrays["key"]
-    dq_head_of = head_views.dquery_head_map(arrays["query"], arrays["dquery"], options)
+    batch, _, _, head_dim = arrays.query.shape
+    key = arrays.key
+    dq_head_of = head_views.dquery_head_map(arrays.query, arrays.dquery, options)
     scale, cap = options.scale, options.softcap
     dtype = key.dtype
     block_q, q_stages, do_stages = config.block_q, config.q_stages, config.do_stages
@@ -66,17 +67,17 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     block_kv = block_kv_of(head_dim)
     # Whether the next step's scores are computed behind this step's gradients; "columns" lacks the registers.
     ahead = not columns
-    with_dq = arrays["dquery"] is not None
+    with_dq = arrays.dquery is not None
     # Whether the warpgroups give one another their dS.
     exchange = with_dq and not columns
     # Of a score_mod with a derivative the predicate masks what it gets: of what it gives, both would have to be kept.
-    has_mod = arrays["mod"] is not None
-    has_slope = has_mod and not arrays["mod"].adds_only
+    has_mod = arrays.mod is not None
+    has_slope = has_mod and not arrays.mod.adds_only
     # Whether the branch of the predicate stands before the issue of dP. Without the exchange, the products would be
     # serialised by it (C7511); softcap's exponentials, and a score_mod, had better run behind dP.
     mask_first = exchange and not cap and has_slope == has_mod
     chunks, q_chunks = head_dim // 64, block_q // 64
-    any_rows = smem_tiles.has_odd_length(arrays["query"], key)
+    any_rows = smem_tiles.has_odd_length(arrays.query, key)
     k_tiles, v_tiles = smem_tiles.SmemTiles(64, any_rows), smem_tiles.SmemTiles(width, any_rows)
     q_tiles = smem_tiles.SmemTiles(width, any_rows, whole=True)
     parts = q_tiles.count
@@ -85,20 +86,20 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     if chunks * q_chunks % COMPUTE_WGS or (not columns and dq_blocks != 1) or (columns and q_chunks != 1):
         raise ValueError(f"AttentionBackwardSm90.block_q={block_q} does not fit head_dim={head_dim}")
     how = {"bias_gradient": bias_gradient, "interpret": interpret}
-    walks = Walks.of(arrays, options, kv_length, block_kv, config, core_count, **how)
-    is_persistent = walks.is_persistent
-    arrays = arrays | walks.shared(2, head_dim, warpgroups=COMPUTE_WGS)
-    has_segments, has_lists = (arrays[name] is not None for name in ("segments", "lists"))
-    has_words = has_lists and arrays["lists"].has_all_words
-    dense = arrays["dense"] or bias_sm90.Dense()
+    schedule = Schedule.of(arrays, options, kv_length, block_kv, config, core_count, **how)
+    is_persistent = schedule.is_persistent
+    arrays = dataclasses.replace(arrays, **schedule.shared(2, head_dim, warpgroups=COMPUTE_WGS))
+    has_segments, has_lists = (getattr(arrays, name) is not None for name in ("segments", "lists"))
+    has_words = has_lists and arrays.lists.has_all_words
+    dense = arrays.dense or bias_sm90.Dense()
     has_bias = dense.has_bias
-    natural = has_mod and arrays["mod"].may_mask
+    natural = has_mod and arrays.mod.may_mask
     # To base 2, in which the biased scores are, and those of another score_mod.
     factor = 1.0 if has_bias or has_mod else (cap or scale) * LOG2E
-    may_end = arrays["bounds"] is not None or kv_length % block_kv != 0
-    predicate = may_end or has_segments or has_lists or not walks.visits_all
+    may_end = arrays.bounds is not None or kv_length % block_kv != 0
+    predicate = may_end or has_segments or has_lists or not schedule.visits_all
 
-    wanted = Handover.barriers(walks, row_groups * chunks, row_groups * halves * v_tiles.copies(64), COMPUTE_WGS) | {
+    wanted = Handover.barriers(schedule, row_groups * chunks, row_groups * halves * v_tiles.copies(64), COMPUTE_WGS) | {
         "q_ready": (q_stages, halves * q_tiles.copies(block_q) + 1 + has_segments + is_persistent),
         "do_ready": (do_stages, halves * q_tiles.copies(block_q) + 1),
         "q_free": (q_stages, COMPUTE_WGS),
@@ -113,7 +114,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
     def body(refs, scratch):
         given, dk_gmem, dv_gmem, dbias_gmem = refs
         q_gmem, do_gmem, lse_gmem, delta_gmem, segments = (
-            given[name] for name in ("query", "dout", "lse", "delta", "segments")
+            getattr(given, name) for name in ("query", "dout", "lse", "delta", "segments")
         )
         (
             k_smem, v_smem, q_smem, do_smem, ds_smem, dq_smem, lse_smem, delta_smem, ids_smem,
@@ -129,7 +130,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
 
-        block = functools.partial(walks.block, given)
+        block = functools.partial(schedule.block, given)
 
         @pl.when(wg == COMPUTE_WGS)
         def _memory():
@@ -139,8 +140,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                 queries = queries._replace(ids=segments.q_ids, ids_smem=ids_smem)
             dout = Staged(do_gmem, delta_gmem, do_copied, delta_smem, do_ready, do_free, do_stages)
             Loads(
-                walks, given, cta, k_tiles, v_tiles, q_tiles, k_copied, v_copied, handover, queries, dout, bias, chunks,
-                row_groups, halves, width,
+                schedule, given, cta, k_tiles, v_tiles, q_tiles, k_copied, v_copied, handover, queries, dout, bias,
+                chunks, row_groups, halves, width,
             ).run()  # fmt: skip
 
         def issue_scores(s_acc, k_stage, row_group, slot):
@@ -156,18 +157,18 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         def compute_tile(tile, turn, state):
             """The CTA's tile number `turn`; state: (how many steps came before, the scores of its first one)."""
             first, first_s = state
-            walk_over_queries = functools.partial(walks.over_queries, given, tile)
-            b, kv_head, kv_index = block(tile)
-            steps, place = walk_over_queries(b, kv_head, kv_index)
+            q_loop = functools.partial(schedule.q_loop, given, tile)
+            here = block(tile)
+            steps, place = q_loop(here)
             if is_persistent:
-                plgpu.barrier_wait(handover.v_ready.at[walks.stages_of(turn)[1]])
+                plgpu.barrier_wait(handover.v_ready.at[schedule.stages_of(turn)[1]])
             else:
                 plgpu.barrier_wait(handover.k_ready.at[0])
-            my_first_key = kv_index * block_kv + (0 if columns else 64 * wg)
+            my_first_key = here.kv_index * block_kv + (0 if columns else 64 * wg)
 
             # What would take registers through all steps of a tile.
             def step_count():
-                return walk_over_queries(b, kv_head, kv_index)[0] if has_lists else steps
+                return q_loop(here).steps if has_lists else steps
 
             def dq_parts(w):
                 """(chunk of columns, first row within the block of queries) of this warpgroup's dquery blocks."""
@@ -189,9 +190,9 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                     w = recomputed(wg)
                     row_group, my_half = (recomputed(0), w) if columns else (w, 0)
                     nth = i if is_persistent else first + i
-                    k_stage, v_stage = walks.stages_of(turn)
-                    slot = walks.slot_of(nth, q_stages)
-                    do_slot = walks.slot_of(nth, do_stages) if do_stages > 1 else recomputed(0)
+                    k_stage, v_stage = schedule.stages_of(turn)
+                    slot = schedule.slot_of(nth, q_stages)
+                    do_slot = schedule.slot_of(nth, do_stages) if do_stages > 1 else recomputed(0)
                     read = lambda: Step.read(steps_smem, slot)
                     if is_persistent:
                         i = read().index
@@ -200,7 +201,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         my_keys = lambda: read().kv_block * block_kv + 64 * recomputed(wg)
                     else:
                         # What segments and lists make it depend on is read again, not kept in registers.
-                        again = lambda: walk_over_queries(*block(recomputed(tile)))[1](i)
+                        again = lambda: q_loop(block(recomputed(tile))).place(i)
                         entry = lambda: block(recomputed(tile))[0]
                         my_keys = lambda: my_first_key
                     head, q_block, is_partial = again() if has_lists or is_persistent else place(i)
@@ -210,7 +211,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
                     words = None
                     if has_words:  # before the waits
-                        listed = given["lists"].walk(recomputed(tile))
+                        listed = given.lists.walk(recomputed(tile))
                         words = listed.words(head, q_block, 64 * row_group, 64)
                     # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
                     if not ahead:
@@ -221,7 +222,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         plgpu.barrier_wait(bias.ready)
 
                     of_step = Scores(
-                        walks, given, bias, ids_smem.at[slot] if has_segments else None, predicate, may_end, tile, i,
+                        schedule, given, bias, ids_smem.at[slot] if has_segments else None, predicate, may_end, tile, i,
                         64 * row_group, my_keys, entry, head, q_start, is_partial, words,
                     )  # fmt: skip
                     if mask_first:
@@ -308,7 +309,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         plgpu.barrier_arrive(bias.free)
                     if exchange:
                         plgpu.barrier_arrive(ds_ready.at[0])
-                    next_slot, next_k_stage = walks.slot_of(nth + 1, q_stages), k_stage
+                    next_slot, next_k_stage = schedule.slot_of(nth + 1, q_stages), k_stage
                     wait_q = lambda: plgpu.barrier_wait(q_ready.at[next_slot])
                     goes_on: Any = None
                     if ahead:
@@ -319,10 +320,10 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
 
                         @pl.when(~goes_on)
                         def _():
-                            if walks.v_stages == 1:
+                            if schedule.v_stages == 1:
                                 plgpu.barrier_arrive(handover.v_free.at[recomputed(0)])
                             plgpu.barrier_wait(handover.k_ready.at[next_k_stage])
-                            pl.when(handover.tile_smem[next_k_stage] < walks.scheduler.count)(wait_q)
+                            pl.when(handover.tile_smem[next_k_stage] < schedule.scheduler.count)(wait_q)
 
                     if exchange:
                         plgpu.barrier_wait(ds_ready.at[0])
@@ -335,7 +336,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                         if is_persistent or (has_lists and cap):  # read again: there are no registers to keep them
                             rows, q_block, _ = again()
                             rows, q_start = dq_head_of(rows), q_block * block_q
-                        target = given["dquery"].at[entry(), pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
+                        target = given.dquery.at[entry(), pl.ds(q_start + 64 * row, 64), rows, pl.ds(64 * chunk, 64)]
                         plgpu.copy_smem_to_gmem(dq_smem.at[w], target, reduction_op="add")
 
                     def next_scores(s_acc):
@@ -411,14 +412,14 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                 entry, head, of_keys = block(recomputed(tile))
                 rows = pl.ds(of_keys * block_kv + 64 * row_group, 64)
                 plgpu.copy_smem_to_gmem(dbias_smem.at[w], dbias_gmem.at[entry, head, rows])
-            k_stage, v_stage = walks.stages_of(turn)
+            k_stage, v_stage = schedule.stages_of(turn)
             keys = k_smem.at[k_stage], k_copied.at[k_stage]
-            values_stay = not is_persistent or walks.v_stages == 2
+            values_stay = not is_persistent or schedule.v_stages == 2
             values = (v_smem.at[v_stage], v_copied.at[v_stage]) if values_stay else None
             # With dS each has told the other that it has read K, too.
             all_read = (last_read or ds_free).at[0]
             Store(
-                walks, given, dk_gmem, dv_gmem, k_tiles, v_tiles, keys, values,
+                schedule, given, dk_gmem, dv_gmem, k_tiles, v_tiles, keys, values,
                 dq_smem.at[w], arrived_smem, all_read, tile, w, columns, row_group, half, my_chunks,
             ).finish(dk, dv)  # fmt: skip
             if is_persistent:
@@ -432,7 +433,7 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
                 plgpu.barrier_wait(handover.k_ready.at[0])
                 plgpu.barrier_wait(q_ready.at[0])
                 s = pl.run_scoped(first_scores, plgpu.ACC((64, block_q)))
-            walks.for_each(cta, compute_tile, (0, s))
+            schedule.for_each(cta, compute_tile, (0, s))
             plgpu.wait_smem_to_gmem(0, wait_read_only=config.leave_early)
 
     leaves, tree = jax.tree.flatten(arrays)
@@ -442,8 +443,8 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
         refs = jax.tree.unflatten(tree, given), *results, *[None] * (3 - len(results))
         pl.run_scoped(
             lambda *scratch: body(refs, scratch),
-            k_tiles.scratch(walks.k_stages, chunks, row_groups, 64, dtype=dtype),
-            v_tiles.scratch(walks.v_stages, row_groups, halves, 64, dtype=dtype),
+            k_tiles.scratch(schedule.k_stages, chunks, row_groups, 64, dtype=dtype),
+            v_tiles.scratch(schedule.v_stages, row_groups, halves, 64, dtype=dtype),
             q_tiles.scratch(q_stages, halves, block_q, dtype=dtype),
             q_tiles.scratch(do_stages, halves, block_q, dtype=dtype),
             plgpu.SMEM((COMPUTE_WGS, q_chunks, 64, 64), dtype, transforms=SWIZZLED),
@@ -453,21 +454,21 @@ def key_gradients(arrays, options, kv_length, *, bias_gradient, config, core_cou
             plgpu.SMEM((q_stages, block_q), jnp.int32) if has_segments else None,
             barriers.scratch(),
             dense.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
-            plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if walks.split.parts > 1 else None,
+            plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if schedule.split.parts > 1 else None,
             plgpu.SMEM((COMPUTE_WGS, 64), jnp.float32) if bias_gradient else None,
-            plgpu.SMEM((walks.k_stages,), jnp.int32) if is_persistent else None,
+            plgpu.SMEM((schedule.k_stages,), jnp.int32) if is_persistent else None,
             Step.scratch(q_stages) if is_persistent else None,
             collective_axes="wg",
         )
 
-    shape = jax.ShapeDtypeStruct((batch, key.shape[1], walks.kv_heads, head_dim), dtype)
+    shape = jax.ShapeDtypeStruct((batch, key.shape[1], schedule.kv_heads, head_dim), dtype)
     rows = pl.cdiv(kv_length, block_kv) * block_kv
-    dbias = [jax.ShapeDtypeStruct((batch, walks.kv_heads, rows), jnp.float32)] if bias_gradient else []
+    dbias = [jax.ShapeDtypeStruct((batch, schedule.kv_heads, rows), jnp.float32)] if bias_gradient else []
     results = launch(
         entry,
         "attention_backward_sm90",
         out_type=[shape, shape, *dbias],
-        ctas=walks.ctas,
+        ctas=schedule.ctas,
         warpgroups=COMPUTE_WGS + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
         interpret=interpret,

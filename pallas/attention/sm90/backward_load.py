@@ -1,4 +1,4 @@
-"""What the memory warpgroup of the Hopper backward loads: blocks of keys, and the queries of their walks."""
+"""What the memory warpgroup of the Hopper backward loads: blocks of keys, and the queries of their schedule."""
 
 import functools
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90 import head_views
-from jax_kernels.pallas.attention.sm90.backward_schedule import Walks
+from jax_kernels.pallas.attention.sm90.backward_schedule import Schedule
 from jax_kernels.pallas.mosaic.registers import recomputed
 from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles
 
@@ -84,11 +84,11 @@ class Handover(NamedTuple):
     tile_smem: Any
 
     @staticmethod
-    def barriers(walks: Walks, k_copies: int, v_copies: int, readers: int) -> dict[str, tuple[int, int]]:
+    def barriers(schedule: Schedule, k_copies: int, v_copies: int, readers: int) -> dict[str, tuple[int, int]]:
         """As Barriers has them. k_copies, v_copies: how many a block takes. readers: compute warpgroups."""
-        if not walks.is_persistent:
+        if not schedule.is_persistent:
             return {"k_ready": (1, k_copies + v_copies)}
-        ready = {"k_ready": (walks.k_stages, k_copies + 1), "v_ready": (walks.v_stages, v_copies)}
+        ready = {"k_ready": (schedule.k_stages, k_copies + 1), "v_ready": (schedule.v_stages, v_copies)}
         return ready | {"k_free": (1, readers), "v_free": (1, readers)}
 
 
@@ -98,7 +98,7 @@ class Loads(NamedTuple):
     halves: of the columns of values, queries and dout, of `width` each; columns, row_groups: see backward_kernel.
     """
 
-    walks: Walks
+    schedule: Schedule
     given: Any
     cta: Any
     k_tiles: SmemTiles
@@ -116,20 +116,20 @@ class Loads(NamedTuple):
     width: int
 
     def run(self) -> None:
-        self.walks.for_each(self.cta, self._load_tile)
+        self.schedule.for_each(self.cta, self._load_tile)
 
     def _load_block(self, tile: Any, turn: Any, *, keys: bool = True, values: bool = True) -> None:
         """Loads the keys, the values, or both, of the CTA's tile number `turn`."""
-        walks, width, handover = self.walks, self.width, self.handover
-        _, kv_head_of = head_views.head_maps(walks.options)
-        b, kv_head, kv_index = walks.block(self.given, recomputed(tile))
+        schedule, width, handover = self.schedule, self.width, self.handover
+        _, kv_head_of = head_views.head_maps(schedule.options)
+        b, kv_head, kv_index = schedule.block(self.given, recomputed(tile))
         kv_head = kv_head_of(kv_head)
-        k_stage, v_stage = walks.stages_of(turn)
+        k_stage, v_stage = schedule.stages_of(turn)
         k_ready = v_ready = handover.k_ready.at[k_stage]
-        if walks.is_persistent:
+        if schedule.is_persistent:
             v_ready = handover.v_ready.at[v_stage]
         for r in range(self.row_groups):
-            start = kv_index * walks.block_kv + KEYS_AT_ONCE * r
+            start = kv_index * schedule.block_kv + KEYS_AT_ONCE * r
 
             def load(k_gmem, v_gmem, start, r=r):
                 rows = pl.ds(start, KEYS_AT_ONCE)
@@ -140,8 +140,8 @@ class Loads(NamedTuple):
                     source = v_gmem.at[b, rows, kv_head, pl.ds(width * half, width)]
                     self.v_tiles.load(source, self.v_smem.at[v_stage, r, half], v_ready)
 
-            whole = functools.partial(load, self.given["key"], self.given["value"], start)
-            end = self.given["end"]
+            whole = functools.partial(load, self.given.key, self.given.value, start)
+            end = self.given.end
             if end is None:
                 whole()
             else:
@@ -149,35 +149,35 @@ class Loads(NamedTuple):
 
     def _load_tile(self, tile: Any, turn: Any, first: Any) -> tuple[Any, Any]:
         """Loads the CTA's tile number `turn`, after `first` steps of others: (the following tile, steps so far)."""
-        walks, given, width, handover = self.walks, self.given, self.width, self.handover
-        block, over_queries = functools.partial(walks.block, given), functools.partial(walks.over_queries, given, tile)
-        q_head_of, _ = head_views.head_maps(walks.options)
-        q_tiles, bias, is_persistent = self.q_tiles, self.bias, walks.is_persistent
-        late_values = is_persistent and walks.v_stages == 1
+        schedule, given, width, handover = self.schedule, self.given, self.width, self.handover
+        block, q_loop = functools.partial(schedule.block, given), functools.partial(schedule.q_loop, given, tile)
+        q_head_of, _ = head_views.head_maps(schedule.options)
+        q_tiles, bias, is_persistent = self.q_tiles, self.bias, schedule.is_persistent
+        late_values = is_persistent and schedule.v_stages == 1
         if is_persistent:
             pl.when(turn > 0)(lambda: plgpu.barrier_wait(handover.k_free.at[recomputed(0)]))
             plgpu.barrier_arrive(handover.k_ready.at[turn & 1])
         self._load_block(tile, turn, values=not late_values)
         # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
-        b, kv_head, kv_index = block(recomputed(tile))
-        steps, place = over_queries(b, kv_head, kv_index)
+        b, _, _ = here = block(recomputed(tile))
+        steps, place = q_loop(here)
 
         def load(step, _):
             head, q_block, _ = place(step)
-            rows = pl.ds(q_block * walks.block_q, walks.block_q)
+            rows = pl.ds(q_block * schedule.block_q, schedule.block_q)
             nth = first + step
 
             def place_again():
                 """(batch entry, head, queries): the loop of copies leaves no registers to keep them."""
                 if not q_tiles.whole:
                     return b, head, rows
-                b_, kv_head_, kv_index_ = block(recomputed(tile))
-                head_, q_block_, _ = over_queries(b_, kv_head_, kv_index_)[1](recomputed(step))
-                return b_, head_, pl.ds(q_block_ * walks.block_q, walks.block_q)
+                here = block(recomputed(tile))
+                head_, q_block_, _ = q_loop(here).place(recomputed(step))
+                return here.b, head_, pl.ds(q_block_ * schedule.block_q, schedule.block_q)
 
             def step_again() -> Step:
-                b_, kv_head_, kv_index_ = block(recomputed(tile))
-                steps_, place_ = over_queries(b_, kv_head_, kv_index_)
+                b_, _, kv_index_ = here = block(recomputed(tile))
+                steps_, place_ = q_loop(here)
                 index = recomputed(step)
                 head_, q_block_, is_partial = place_(index)
                 return Step(b_, head_, q_block_, kv_index_, index, is_partial, index + 1 < steps_)
@@ -217,17 +217,17 @@ class Loads(NamedTuple):
                     plgpu.barrier_wait(bias.free)
 
                 entry, _, of_keys = block(recomputed(tile))
-                kv_start = of_keys * walks.block_kv
-                bias.fill(given["dense"], entry, head, kv_start, q_block * walks.block_q, kv_start)
+                kv_start = of_keys * schedule.block_kv
+                bias.fill(given.dense, entry, head, kv_start, q_block * schedule.block_q, kv_start)
 
         # An opaque count: unrolled or peeled, the loop would not fit the registers either.
         lax.fori_loop(0, recomputed(steps), load, None)
         if not is_persistent:
             return tile, first
         stage = pl.ds((turn + 1) & 1, 1)
-        following = walks.scheduler.leave_following(given["counter"], tile, handover.tile_smem.at[stage])
+        following = schedule.scheduler.leave_following(given.counter, tile, handover.tile_smem.at[stage])
 
-        @pl.when(following >= walks.scheduler.count)
+        @pl.when(following >= schedule.scheduler.count)
         def _end():
             for _copy in range(self.row_groups * self.chunks + 1):  # as if there were keys
                 plgpu.barrier_arrive(handover.k_ready.at[(turn + 1) & 1])

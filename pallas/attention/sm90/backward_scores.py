@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90 import mask_bits
-from jax_kernels.pallas.attention.sm90.backward_schedule import Walks
+from jax_kernels.pallas.attention.sm90.backward_schedule import Schedule
 from jax_kernels.pallas.attention.sm90.softcap import softcapped
 from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import recomputed
@@ -24,7 +24,7 @@ class Scores(NamedTuple):
     them. words: of a mask, where they were read early.
     """
 
-    walks: Walks
+    schedule: Schedule
     given: Any
     bias: Any
     ids_smem: Any
@@ -41,27 +41,27 @@ class Scores(NamedTuple):
     words: Any
 
     def _under_predicate(self, s: Any) -> Any:
-        if self.given["lists"] is not None:
-            return self.given["lists"].walk(recomputed(self.tile)).masked(s, self.step, self.row, by_word=False)
-        b, segments = self.entry(), self.given["segments"]
+        if self.given.lists is not None:
+            return self.given.lists.walk(recomputed(self.tile)).masked(s, self.step, self.row, by_word=False)
+        b, segments = self.entry(), self.given.segments
         ids = None
         if segments is not None:
             ids = (
                 plgpu.load(segments.kv_ids.at[b, pl.ds(self.first_key(), 64)], layout=ROW, optimized=False),
                 plgpu.load(self.ids_smem, layout=COLUMN, optimized=False),
             )
-        keep = self.walks.limits(self.given, b).keep(
+        keep = self.schedule.limits(self.given, b).keep(
             s.shape, self.first_key(), self.q_start, layout=WGMMA, kv_axis=0, may_end=self.may_end, ids=ids
         )
         return jnp.where(keep, s, -jnp.inf)
 
     def biased(self, s: Any) -> Any:
-        options = self.walks.options
+        options = self.schedule.options
         return self.bias.added(s, options.softcap or options.scale, self.row, transposed=True)
 
     def masked(self, s: Any) -> Any:
         """Under the softcap, or else the bias, and -inf where the predicate is False."""
-        options = self.walks.options
+        options = self.schedule.options
         if options.softcap:
             s = softcapped(s, options.softcap, options.scale)
         elif self.bias is not None:  # softcap's derivative needs the scores without
@@ -75,6 +75,6 @@ class Scores(NamedTuple):
 
     def modified(self, s: Any) -> Any:
         """The score_mod on a tile."""
-        entry, mod = self.entry(), self.given["mod"]
+        entry, mod = self.entry(), self.given.mod
         numbers = mod.of_head(entry, self.head)
         return mod.on(s, numbers, entry, self.head, self.q_start, self.first_key(), transposed=True)

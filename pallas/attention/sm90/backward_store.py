@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention.sm90.backward_schedule import Walks
+from jax_kernels.pallas.attention.sm90.backward_schedule import Schedule
 from jax_kernels.pallas.mosaic.barriers import count_up
 from jax_kernels.pallas.mosaic.layouts import WGMMA
 from jax_kernels.pallas.mosaic.registers import recomputed
@@ -22,7 +22,7 @@ class Store(NamedTuple):
     keys are its, and which half; chunks: its chunks of 64 columns.
     """
 
-    walks: Walks
+    schedule: Schedule
     given: Any
     dk_gmem: Any
     dv_gmem: Any
@@ -61,9 +61,9 @@ class Store(NamedTuple):
 
     def store(self, dk: list[Any], dv: list[Any]) -> None:
         """dk: without the scale. Both: float32 [64, width], in one or more arrays of columns."""
-        b, kv_head, kv_index = self.walks.block(self.given, recomputed(self.cta))
+        b, kv_head, kv_index = self.schedule.block(self.given, recomputed(self.cta))
         row_group, half = self.row_group, self.half
-        place = b, pl.ds(kv_index * self.walks.block_kv + 64 * row_group, 64), kv_head
+        place = b, pl.ds(kv_index * self.schedule.block_kv + 64 * row_group, 64), kv_head
         dtype = self.dv_gmem.dtype
         if self.columns or self.v_smem is None:
             plgpu.barrier_wait(self.last_read)
@@ -78,14 +78,14 @@ class Store(NamedTuple):
             self.v_tiles.store(v_copied, target)
         if not self.columns and self.v_smem is not None:
             plgpu.barrier_wait(self.last_read)
-        dk = [(part * self.walks.options.scale).astype(dtype) for part in dk]
+        dk = [(part * self.schedule.options.scale).astype(dtype) for part in dk]
         if self.v_smem is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self._store_through_keys(dk, self.dk_gmem, *place)
 
     def store_part(self, dk: list[Any], dv: list[Any]) -> None:
         """Adds dk and dv to those of the tile's other parts; the last one to do so stores the sums."""
-        split, w = self.walks.split, self.wg
+        split, w = self.schedule.split, self.wg
         nth = split.tile(recomputed(self.cta)) - split.whole
         rows = pl.ds(64 * self.row_group, 64)
         for which, sums in enumerate((dk, dv)):
@@ -93,24 +93,24 @@ class Store(NamedTuple):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 self.sums_smem[...] = self._columns(sums, 64 * c, 64)
                 plgpu.commit_smem()
-                target = self.given["sums"].at[nth, which, rows, pl.ds(64 * chunk, 64)]
+                target = self.given.sums.at[nth, which, rows, pl.ds(64 * chunk, 64)]
                 plgpu.copy_smem_to_gmem(self.sums_smem, target, reduction_op="add")
         plgpu.wait_smem_to_gmem(0)
         plgpu.commit_smem()  # no thread counts before the one that waited
-        count_up(self.given["arrived"].at[nth, pl.ds(w, 1)], self.arrived_smem.at[pl.ds(w, 1)], release=True)
+        count_up(self.given.arrived.at[nth, pl.ds(w, 1)], self.arrived_smem.at[pl.ds(w, 1)], release=True)
         plgpu.commit_smem()
 
         @pl.when(self.arrived_smem[w] == split.parts - 1)
         def _():
             columns = pl.ds(self.half * self.width, self.width)
             load = lambda which: plgpu.load(
-                self.given["sums"].at[nth, which, rows, columns], layout=WGMMA, optimized=False
+                self.given.sums.at[nth, which, rows, columns], layout=WGMMA, optimized=False
             )
             self.store([load(0)], [load(1)])
 
     def finish(self, dk: list[Any], dv: list[Any]) -> None:
-        if self.walks.split.parts == 1:
+        if self.schedule.split.parts == 1:
             self.store(dk, dv)
             return
-        pl.when(self.cta < self.walks.split.whole)(lambda: self.store(dk, dv))
-        pl.when(self.cta >= self.walks.split.whole)(lambda: self.store_part(dk, dv))
+        pl.when(self.cta < self.schedule.split.whole)(lambda: self.store(dk, dv))
+        pl.when(self.cta >= self.schedule.split.whole)(lambda: self.store_part(dk, dv))
