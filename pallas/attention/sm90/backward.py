@@ -14,6 +14,7 @@ from jax_kernels.pallas.attention.sm90 import bias as bias_sm90
 from jax_kernels.pallas.attention.sm90 import score_mod as score_mod_sm90
 from jax_kernels.pallas.attention.sm90.backward_arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward_load import KEYS_AT_ONCE
+from jax_kernels.pallas.attention.sm90.backward_traits import block_kv_of
 from jax_kernels.pallas.attention.sm90.segments import segments_of
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.far_rows import is_far
@@ -50,7 +51,7 @@ def attention_backward(
     query, key, value = inputs[:3]
     q_length, kv_length = query.shape[1], key.shape[1]
     width = _width(max(query.shape[-1], value.shape[-1]))
-    block_kv = backward_kernel.block_kv_of(width)
+    block_kv = block_kv_of(width)
     dq_blocks = backward_deterministic.BLOCK_Q, backward_deterministic.BLOCKS[width][0]
     lists, *dq_lists = (
         block_lists.lists_of(inputs, options, **blocks, interpret=interpret)
@@ -139,7 +140,7 @@ def listed_blocks(config, widest: int, options: AttentionOptions) -> list[dict[s
     widest: the larger of the head dims.
     """
     width, together = _width(widest), {"heads_together": config.heads_together}
-    of_keys = {"block_q": config.block_q, "block_kv": backward_kernel.block_kv_of(width), "by": "key"}
+    of_keys = {"block_q": config.block_q, "block_kv": block_kv_of(width), "by": "key"}
     of_queries = {
         "block_q": backward_deterministic.BLOCK_Q,
         "block_kv": backward_deterministic.BLOCKS[width][0],
