@@ -9,7 +9,13 @@ import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
-from jax_kernels.pallas.attention.sm90 import backward_deterministic, backward_kernel, block_lists, clean_end
+from jax_kernels.pallas.attention.sm90 import (
+    backward_deterministic,
+    backward_kernel,
+    block_lists,
+    clean_end,
+    dquery_state,
+)
 from jax_kernels.pallas.attention.sm90 import bias as bias_sm90
 from jax_kernels.pallas.attention.sm90 import score_mod as score_mod_sm90
 from jax_kernels.pallas.attention.sm90.backward_arrays import Arrays
@@ -52,7 +58,7 @@ def attention_backward(
     q_length, kv_length = query.shape[1], key.shape[1]
     width = _width(max(query.shape[-1], value.shape[-1]))
     block_kv = block_kv_of(width)
-    dq_blocks = backward_deterministic.BLOCK_Q, backward_deterministic.BLOCKS[width][0]
+    dq_blocks = dquery_state.BLOCK_Q, dquery_state.SIZES[width].block_kv
     lists, *dq_lists = (
         block_lists.lists_of(inputs, options, **blocks, interpret=interpret)
         for blocks in listed_blocks(config, width, options)
@@ -70,7 +76,7 @@ def attention_backward(
     inputs, options = block_lists.without_limits(inputs, options)
     dense = bias_sm90.dense_of(inputs, transposed=True)
     # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
-    short = -q_length % (backward_deterministic.BLOCK_Q if options.deterministic else config.block_q)
+    short = -q_length % (dquery_state.BLOCK_Q if options.deterministic else config.block_q)
     rows = [(0, 0), (0, 0), (0, short)]
     # With a bias, far_rows adds what far rows pass.
     lse = jnp.where(is_far(lse), jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
@@ -142,8 +148,8 @@ def listed_blocks(config, widest: int, options: AttentionOptions) -> list[dict[s
     width, together = _width(widest), {"heads_together": config.heads_together}
     of_keys = {"block_q": config.block_q, "block_kv": block_kv_of(width), "by": "key"}
     of_queries = {
-        "block_q": backward_deterministic.BLOCK_Q,
-        "block_kv": backward_deterministic.BLOCKS[width][0],
+        "block_q": dquery_state.BLOCK_Q,
+        "block_kv": dquery_state.SIZES[width].block_kv,
         "by": "query",
     }
     return [blocks | together for blocks in ([of_keys, of_queries] if options.deterministic else [of_keys])]
