@@ -9,7 +9,6 @@ The first block is the diagonal of causal work, so that rows with few keys never
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from jax_kernels.pallas.attention.passes import row_norms
 from jax_kernels.pallas.attention.sm90 import bias as bias_sm90
 from jax_kernels.pallas.attention.sm90 import block_lists, clean_end, forward_kernel, head_views
 from jax_kernels.pallas.attention.sm90 import score_mod as score_mod_sm90
+from jax_kernels.pallas.attention.sm90.forward_state import Arrays
 from jax_kernels.pallas.attention.sm90.segments import segments_of
 from jax_kernels.pallas.attention.sm90.softcap import TANH_UP_TO
 from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length, pad_for_tma
@@ -41,8 +41,6 @@ BOUNDED_FROM_LISTS = 3072
 # Tiles for each core up to which calls share a launch: four calls of 0.2 to 1.9 take 0.045 ms, one launch each 0.080.
 # Of 8 to 31 they take 2 % more than apart: a tile has to find its call, and the arrays of it.
 TOGETHER_UP_TO = 4
-# What the kernel may be given beside query, key, value and a counter.
-OTHERS = ("bounds", "segments", "dense", "lists", "mod", "sinks", "largest", "small", "end")
 
 
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
@@ -68,20 +66,25 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
         largest, small = _bounds(query, key, mod, options, **named)
     sinks = inputs.sinks
-    arrays = {
-        "bounds": block_ranges.bounds_array(inputs, options),
-        "segments": segments,
-        "dense": dense,
-        "lists": lists,
-        "mod": mod,
-        "sinks": None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
-        "largest": largest,
-        "small": small,
-        "end": None if end is None else end._replace(key=None),  # a score of such a key is masked, whatever it is
-    }
     config = dataclasses.replace(config, measures_q=measures_q)
-    named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
-    (out, lse, *excess), *_ = _launch([(query, key, value)], [call], arrays, options, **named)
+    scheduler = _scheduler((call,), options, config, core_count, interpret=interpret)
+    arrays = Arrays(
+        query=[query],
+        key=[key],
+        value=[value],
+        bounds=block_ranges.bounds_array(inputs, options),
+        segments=segments,
+        dense=dense,
+        lists=lists,
+        mod=mod,
+        sinks=None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
+        score_bounds=largest,
+        small_scores=small,
+        end=None if end is None else end._replace(key=None),  # a score of such a key is masked, whatever it is
+        counter=scheduler.counter(),
+    )
+    named = {"out_dtype": out_dtype, "config": config, "interpret": interpret}
+    ((out, lse, *excess),) = _launch(arrays, scheduler, options, (call,), **named)
     out = out[..., : inputs.value.shape[-1]]
     if inputs.bias is not None and inputs.bias.shape[2] == 1:
         lse = bias_sm90.ByKey.of(inputs.bias).in_lse(lse)
@@ -106,9 +109,14 @@ def attention_forward_together(inputs, options, *, out_dtype, config, core_count
     others = (i for i in range(len(calls)) if i not in together)
     results = {i: attention_forward(inputs[i], options[i], **named) for i in others}
     if together:
-        padded = _padded([inputs[i] for i in together])
-        of_launch = _launch(padded, [calls[i] for i in together], dict.fromkeys(OTHERS), options[together[0]], **named)
-        results |= zip(together, of_launch, strict=True)
+        shared, of_launch = options[together[0]], tuple(calls[i] for i in together)
+        query, key, value = zip(*_padded([inputs[i] for i in together]), strict=True)
+        scheduler = _scheduler(of_launch, shared, config, core_count, interpret=interpret)
+        arrays = Arrays(query=list(query), key=list(key), value=list(value), counter=scheduler.counter())
+        launched = _launch(
+            arrays, scheduler, shared, of_launch, out_dtype=out_dtype, config=config, interpret=interpret
+        )
+        results |= zip(together, launched, strict=True)
     widths = [of.value.shape[-1] for of in inputs]
     return [(results[i][0][..., :width], *results[i][1:]) for i, width in enumerate(widths)]
 
@@ -119,26 +127,37 @@ def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
     return [tuple(pad_for_tma(x, any_rows=any_rows) for x in of[:3]) for of in inputs]
 
 
-def _launch(padded, calls, arrays, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, ...]]:
-    """(out, lse) of each call, with a bias or a score_mod that may mask (out, lse, excess).
+def _launch(
+    arrays: Arrays,
+    scheduler: TileScheduler,
+    options: AttentionOptions,
+    calls: tuple[head_views.Call, ...],
+    *,
+    out_dtype,
+    config,
+    interpret,
+) -> list[tuple[Any, ...]]:
+    """(out, lse) of each call, with a bias or a score_mod that may mask (out, lse, excess)."""
+    results = forward_kernel.run(
+        arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret
+    )
+    rows = [results.lses, results.excess] if results.excess else [results.lses]
+    return [
+        (results.outs[i][:, : call.q_length], *(x[i][..., : call.q_length] for x in rows))
+        for i, call in enumerate(calls)
+    ]
 
-    padded: (query, key, value) of each. arrays: what else the kernel is given.
-    """
-    scheduler = TileScheduler(
+
+def _scheduler(
+    calls: tuple[head_views.Call, ...], options: AttentionOptions, config, core_count: int, *, interpret: bool
+) -> TileScheduler:
+    return TileScheduler(
         shapes=tuple(_shape_of(call, config) for call in calls),
         is_causal=options.is_causal,
         heads_together=config.heads_together,
         dynamic=config.dynamic and not interpret,
         core_count=core_count,
     )
-    arrays |= {name: [of[i] for of in padded] for i, name in enumerate(("query", "key", "value"))}
-    arrays["counter"] = scheduler.counter()
-    leaves, tree = jax.tree.flatten(arrays)
-    kernel = forward_kernel.kernel_of(
-        arrays, tree, scheduler, options, tuple(calls), out_dtype=out_dtype, config=config, interpret=interpret
-    )
-    outs, *rows = itertools.batched(kernel(*leaves), len(calls))
-    return [(outs[i][:, : call.q_length], *(x[i][..., : call.q_length] for x in rows)) for i, call in enumerate(calls)]
 
 
 def _shape_of(call: head_views.Call, config) -> Shape:

@@ -1,4 +1,4 @@
-"""Attention forward on Hopper in 8 bits: forward_loop.py's walk with e4m3 query, key, value and probabilities.
+"""Attention forward on Hopper in 8 bits: forward_compute.py's loop with e4m3 query, key, value and P.
 
 Per tile of 64 x block_kv, 4 * 64 * block_kv * head_dim FLOPs take half the time of 16-bit ones, and 64 * block_kv exp2
 as long as there: at head_dim 128 both products of a tile and its exponentials take 512 cycles each.
@@ -8,7 +8,11 @@ come transposed, from fp8_values.py. P comes out of Q K^T spread over the thread
 P V in quadruples; it stays where it is, and the values' keys are permuted to match (KEY_ORDER).
 """
 
+import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +23,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges, softmax
 from jax_kernels.pallas.attention.passes import fp8_values
-from jax_kernels.pallas.attention.sm90.forward_loop import Ring, Walk
+from jax_kernels.pallas.attention.sm90.forward_compute import (
+    Accumulators,
+    ComputeWarpgroup,
+    Exponentials,
+    LoopState,
+    TileSums,
+)
+from jax_kernels.pallas.attention.sm90.forward_loop import KvLoop, PingPong, Ring, WorkTile, run_warpgroups
 from jax_kernels.pallas.attention.sm90.head_views import Call
 from jax_kernels.pallas.mosaic import interpreter, registers
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import SWIZZLED, WGMMA
 from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
-from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
+from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, Shape, TileScheduler
 
 E4M3 = jnp.float8_e4m3fn
 # Log2 of P at a row's maximum, and of the largest P for which that maximum is kept. e4m3 has normal numbers from 2**-6
@@ -84,11 +95,59 @@ def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
     return x.swapaxes(axis + 1, axis + 2).reshape(shape)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrays:
+    """The arrays that the kernel reads, in device memory.
+
+    bounds: None where they are known when tracing. counter: TileScheduler.counter's. factors: [B, H, 2] float32, of the
+    scores and of the output. value: transposed, see fp8_values.py.
+    """
+
+    bounds: Any
+    counter: Any
+    factors: Any
+    key: Any
+    query: Any
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scratch:
+    """A CTA's memory, as pl.run_scoped takes and gives it.
+
+    q_smem, out_smem: a tile for each compute warpgroup. k_smem, v_smem: a block for each slot of the ring.
+    """
+
+    q_smem: Any
+    out_smem: Any
+    k_smem: Any
+    v_smem: Any
+    q_ready: Any
+    ring: Ring
+    fetched: Fetched
+
+    @classmethod
+    def of(cls, config: Any, head_dim: int, v_head_dim: int, scheduler: TileScheduler) -> "Scratch":
+        compute_wgs, block_kv, stages = config.compute_warpgroups, config.block_kv, config.stages
+        tile_smem = lambda *shape: plgpu.SMEM(shape, E4M3, transforms=swizzled(shape[-1]))
+        return cls(
+            q_smem=tile_smem(compute_wgs, 64, head_dim),
+            out_smem=plgpu.SMEM((compute_wgs, 64, v_head_dim), jnp.bfloat16, transforms=SWIZZLED),
+            k_smem=tile_smem(stages, block_kv, head_dim),
+            v_smem=tile_smem(stages, v_head_dim, block_kv),
+            q_ready=plgpu.Barrier(num_barriers=compute_wgs),
+            ring=Ring.scratch(stages, compute_wgs),
+            fetched=scheduler.scratch(compute_wgs + 1),
+        )
+
+
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factors, *, config, core_count, interpret):
     """(out [B, T, H, Dv] bfloat16, lse [B, H, T] float32).
 
-    inputs: query, key and value e4m3, kv_lengths and q_offset. options: is_causal, q_offset; what to multiply scores
-    by, positive, and the output, are the factors [B, H, 2] float32. config: AttentionForwardFp8Sm90.
+    inputs: query, key and value e4m3, kv_lengths and q_offset. options: is_causal, q_offset. factors: [B, H, 2]
+    float32, the positive factor of the scores and the factor of the output. config: AttentionForwardFp8Sm90.
     """
     q_length, v_head_dim = inputs.query.shape[1], inputs.value.shape[-1]
     query, key = pad_for_tma(inputs.query), pad_for_tma(inputs.key)
@@ -100,183 +159,206 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factor
         dynamic=config.dynamic and not interpret,
         core_count=core_count,
     )
-    arrays = {
-        "bounds": block_ranges.bounds_array(inputs, options),
-        "factors": factors,
-        "query": query,
-        "key": key,
-        "value": value,
-        "counter": scheduler.counter(),
-    }
-    leaves, tree = jax.tree.flatten(arrays)
-    kernel = _kernel(arrays, tree, scheduler, options, Call.of(inputs, options), config=config, interpret=interpret)
-    out, lse = kernel(*leaves)
+    arrays = Arrays(
+        bounds=block_ranges.bounds_array(inputs, options),
+        factors=factors,
+        query=query,
+        key=key,
+        value=value,
+        counter=scheduler.counter(),
+    )
+    out, lse = _run(arrays, scheduler, options, Call.of(inputs, options), config=config, interpret=interpret)
     return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
 
 
-def _kernel(arrays, tree, scheduler, options, call, *, config, interpret):
-    batch, q_length, heads, head_dim = arrays["query"].shape
-    v_head_dim = arrays["value"].shape[2]
-    compute_wgs, block_q, block_kv, stages = config.compute_warpgroups, config.block_q, config.block_kv, config.stages
-
-    def body(refs, scratch):
-        given, out_gmem, lse_gmem = refs
-        q_gmem, k_gmem, v_gmem = (given[name] for name in ("query", "key", "value"))
-        q_smem, out_smem, k_smem, v_smem, q_ready, ring, fetched = scratch
-        walk = Walk.of(given, scheduler, options, (call,), config=config, interpret=interpret)
-        tile = walk.tile
-
-        def memory():
-            def load_tile(index, turn, slot):
-                scheduler.fetch(given["counter"], fetched, turn)
-                here = tile(index)
-                b, kv_head, blocks = here.b, here.kv_head, here.blocks
-
-                def load_k(step, slot):
-                    plgpu.barrier_wait(ring.k_free.at[slot])
-                    rows = pl.ds(blocks.at(step) * block_kv, block_kv)
-                    plgpu.copy_gmem_to_smem(k_gmem.at[b, rows, kv_head], k_smem.at[slot], ring.k_ready.at[slot])
-
-                def load_v(step, slot):
-                    plgpu.barrier_wait(ring.v_free.at[slot])
-                    columns = pl.ds(blocks.at(step) * block_kv, block_kv)
-                    plgpu.copy_gmem_to_smem(v_gmem.at[b, kv_head, :, columns], v_smem.at[slot], ring.v_ready.at[slot])
-
-                slot = ring.fill(slot, blocks.count, load_k, load_v)
-                return scheduler.following(fetched, index, turn), ring.following(slot)
-
-            scheduler.for_each(walk.first_tile(), load_tile)
-
-        def compute(w):
-            q_smem_wg, out_smem_wg = q_smem.at[w], out_smem.at[w]
-
-            def load_q(index):
-                here = tile(index)
-                rows = pl.ds(here.q_start + w * 64, 64)
-                plgpu.copy_gmem_to_smem(q_gmem.at[here.b, rows, here.q_head], q_smem_wg, q_ready.at[w])
-
-            ring.free()
-            walk.start_turns(w)
-            load_q(walk.first_tile())
-
-            def run_tile(index, turn, slot):
-                whole = tile(index)
-                own = walk.own(whole, w)
-                b, h, blocks = own.b, own.h, own.blocks
-                slot = walk.skip_others(whole, own, ring, slot, w)
-                masked = lambda s, step: walk.masked(s, index, step, w)
-
-                plgpu.barrier_wait(q_ready.at[w])
-                scale = given["factors"][b, h, 0]
-
-                def rescaled(acc, alpha, rises):
-                    full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
-                    return lax.cond(rises, full, lambda acc: acc, acc)
-
-                def products(acc_ref, s_ref):
-                    def issue_scores(slot):
-                        s_ref[...] = plgpu.layout_cast(jnp.zeros((64, block_kv), jnp.float32), WGMMA)
-                        plgpu.wgmma(s_ref, q_smem_wg, k_smem.at[slot].transpose((1, 0)))
-
-                    plgpu.barrier_wait(ring.k_ready.at[slot])
-                    walk.wait_turn(w)
-                    issue_scores(slot)
-                    walk.pass_turn(w)
-                    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=0)
-                    plgpu.barrier_arrive(ring.k_free.at[slot])
-                    s = lax.optimization_barrier(s)
-                    if walk.predicate:
-                        s = lax.cond(blocks.is_partial(0), lambda s: masked(s, jnp.int32(0)), lambda s: s, s)
-                    highest, total = softmax.start(64)
-                    p, highest, total, _ = softmax.step(s, highest, total, scale, LARGEST_P)
-                    p = as_operand(p)
-                    plgpu.barrier_wait(ring.v_ready.at[slot])
-
-                    def step(j, carry):
-                        p8, highest, total, last_slot = carry
-                        slot = ring.following(last_slot)
-                        plgpu.barrier_wait(ring.k_ready.at[slot])
-                        walk.wait_turn(w)
-                        issue_scores(slot)
-                        plgpu.wgmma(acc_ref, p8, v_smem.at[last_slot].transpose((1, 0)))
-                        walk.pass_turn(w)
-                        s = plgpu.wgmma_accumulator_load(s_ref, wait_n=1)
-                        plgpu.barrier_arrive(ring.k_free.at[slot])
-                        s = lax.optimization_barrier(s)
-                        if walk.predicate and not walk.only_first:  # one loop with a branch: two loops were slower
-                            s = lax.cond(blocks.is_partial(j), lambda s: masked(s, j), lambda s: s, s)
-                        *results, rises = softmax.lazy_step(
-                            s, highest, total, scale, LARGEST_P, LIMIT, registers.any_of_warp_above
-                        )
-                        p, highest, total, alpha = lax.optimization_barrier(tuple(results))
-                        # This wait is a branch: it keeps ptxas from hoisting the next one above the softmax.
-                        plgpu.barrier_wait(ring.v_ready.at[slot])
-                        acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                        plgpu.barrier_arrive(ring.v_free.at[last_slot])
-                        # P stays float32 until the product that read the last P has ended (ptxas C7513).
-                        acc, p = lax.optimization_barrier((acc, p))
-                        acc, p = lax.optimization_barrier((rescaled(acc, alpha, rises), p))
-                        p = as_operand(p)
-                        acc_ref[...] = acc
-                        return p, highest, total, slot
-
-                    p, highest, total, last_slot = lax.fori_loop(1, blocks.count, step, (p, highest, total, slot))
-                    plgpu.wgmma(acc_ref, p, v_smem.at[last_slot].transpose((1, 0)))
-                    acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                    plgpu.barrier_arrive(ring.v_free.at[last_slot])
-                    return acc, highest, total, last_slot
-
-                accumulators = plgpu.ACC((64, v_head_dim), jnp.float32), plgpu.ACC((64, block_kv), jnp.float32)
-                acc, highest, total, slot = pl.run_scoped(products, *accumulators)
-                following = scheduler.following(fetched, index, turn)
-
-                @pl.when(following < scheduler.count)
-                def _():
-                    load_q(following)
-
-                here = tile(lax.optimization_barrier(index))
-                b, h, q_start = here.b, here.h, here.q_start + w * 64
-                inverse, lse = softmax.finish(highest, total, may_be_dead=walk.may_be_dead)
-                acc = acc * lax.broadcast_in_dim(inverse * given["factors"][b, h, 1], acc.shape, [0])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
-                out_smem_wg[...] = acc.astype(jnp.bfloat16)
-                lse_gmem[b, h, pl.ds(q_start, 64)] = lse
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_smem_wg, out_gmem.at[b, pl.ds(q_start, 64), h])
-                return following, ring.following(slot)
-
-            scheduler.for_each(walk.first_tile(), run_tile)
-            walk.end_turns(w)
-            plgpu.wait_smem_to_gmem(0)
-
-        walk.run(compute, memory)
+def _run(arrays: Arrays, scheduler: TileScheduler, options: AttentionOptions, call: Call, *, config, interpret: bool):
+    """Launches the kernel: (out, lse), whose rows are whole blocks."""
+    batch, q_length, heads, head_dim = arrays.query.shape
+    v_head_dim = arrays.value.shape[2]
+    leaves, tree = jax.tree.flatten(arrays)
 
     def entry(*refs):
-        *leaves, out_gmem, lse_gmem = refs
-        refs = jax.tree.unflatten(tree, leaves), out_gmem, lse_gmem
-        tile_smem = lambda *shape: plgpu.SMEM(shape, E4M3, transforms=swizzled(shape[-1]))
-        pl.run_scoped(
-            lambda *scratch: body(refs, scratch),
-            tile_smem(compute_wgs, 64, head_dim),
-            plgpu.SMEM((compute_wgs, 64, v_head_dim), jnp.bfloat16, transforms=SWIZZLED),
-            tile_smem(stages, block_kv, head_dim),
-            tile_smem(stages, v_head_dim, block_kv),
-            plgpu.Barrier(num_barriers=compute_wgs),
-            Ring.scratch(stages, compute_wgs),
-            scheduler.scratch(compute_wgs + 1),
-            collective_axes="wg",
-        )
+        *given, out_gmem, lse_gmem = refs
+        given = jax.tree.unflatten(tree, given)
 
-    return launch(
+        def body(scratch: Scratch) -> None:
+            wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+            kv_loop = KvLoop(
+                cta=cta,
+                scheduler=scheduler,
+                options=options,
+                calls=(call,),
+                block_q=config.block_q,
+                block_kv=config.block_kv,
+                bounds=given.bounds,
+            )
+            pingpong = PingPong.of(config, interpret=interpret)
+
+            def compute(w: int) -> None:
+                Compute(
+                    kv_loop=kv_loop,
+                    pingpong=pingpong,
+                    ring=scratch.ring,
+                    fetched=scratch.fetched,
+                    w=w,
+                    arrays=given,
+                    scratch=scratch,
+                    out_gmem=out_gmem,
+                    lse_gmem=lse_gmem,
+                ).run()
+
+            run_warpgroups(wg, config, compute, Loader(arrays=given, scratch=scratch, kv_loop=kv_loop).run)
+
+        pl.run_scoped(body, Scratch.of(config, head_dim, v_head_dim, scheduler), collective_axes="wg")
+
+    kernel = launch(
         entry,
         "attention_forward_fp8_sm90",
         out_type=(
             jax.ShapeDtypeStruct((batch, q_length, heads, v_head_dim), jnp.bfloat16),
-            jax.ShapeDtypeStruct((batch, heads, scheduler.shapes[0].blocks * block_q), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, scheduler.shapes[0].blocks * config.block_q), jnp.float32),
         ),
         ctas=scheduler.ctas,
-        warpgroups=compute_wgs + 1,
+        warpgroups=config.compute_warpgroups + 1,
         semantics=plgpu.LoweringSemantics.Lane,
         interpret=interpret,
         reduction_scratch_bytes=0,  # no reduction leaves a warp
     )
+    return kernel(*leaves)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loader:
+    """The memory warpgroup of a CTA: it loads the blocks of keys and values that work tiles visit."""
+
+    arrays: Arrays
+    scratch: Scratch
+    kv_loop: KvLoop
+
+    def run(self) -> None:
+        self.kv_loop.for_each_tile(self._load_tile)
+
+    def _load_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+        """Loads the blocks of tile number `index` from `slot` on: (the following tile, the next slot)."""
+        scheduler, ring, fetched = self.kv_loop.scheduler, self.scratch.ring, self.scratch.fetched
+        scheduler.fetch(self.arrays.counter, fetched, turn)
+        tile = self.kv_loop.work_tile(index)
+        load_k, load_v = functools.partial(self._load_k, tile), functools.partial(self._load_v, tile)
+        slot = ring.fill(slot, tile.blocks.count, load_k, load_v)
+        return scheduler.following(fetched, index, turn), ring.following(slot)
+
+    def _load_k(self, tile: WorkTile, step: Any, slot: Any) -> None:
+        ring, block_kv = self.scratch.ring, self.kv_loop.block_kv
+        plgpu.barrier_wait(ring.k_free.at[slot])
+        keys = self.arrays.key.at[tile.b, pl.ds(tile.blocks.at(step) * block_kv, block_kv), tile.kv_head]
+        plgpu.copy_gmem_to_smem(keys, self.scratch.k_smem.at[slot], ring.k_ready.at[slot])
+
+    def _load_v(self, tile: WorkTile, step: Any, slot: Any) -> None:
+        ring, block_kv = self.scratch.ring, self.kv_loop.block_kv
+        plgpu.barrier_wait(ring.v_free.at[slot])
+        values = self.arrays.value.at[tile.b, tile.kv_head, :, pl.ds(tile.blocks.at(step) * block_kv, block_kv)]
+        plgpu.copy_gmem_to_smem(values, self.scratch.v_smem.at[slot], ring.v_ready.at[slot])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryTile:
+    """A warpgroup's 64 queries of tile number `index`. scale: what S is multiplied by."""
+
+    index: Any
+    own: WorkTile
+    scale: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compute(ComputeWarpgroup):
+    """A compute warpgroup of the 8-bit forward."""
+
+    arrays: Arrays
+    scratch: Scratch
+    out_gmem: Any
+    lse_gmem: Any
+
+    def load_q(self, index: Any, turn: Any) -> None:
+        tile = self.kv_loop.work_tile(index)
+        rows = pl.ds(tile.q_start + self.w * 64, 64)
+        queries = self.arrays.query.at[tile.b, rows, tile.q_head]
+        plgpu.copy_gmem_to_smem(queries, self.scratch.q_smem.at[self.w], self.scratch.q_ready.at[self.w])
+
+    def run_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
+        scheduler, v_head_dim = self.kv_loop.scheduler, self.arrays.value.shape[2]
+        whole = self.kv_loop.work_tile(index)
+        own = self.kv_loop.own(whole, self.w)
+        slot = self.skip_others(whole, own, slot)
+        plgpu.barrier_wait(self.scratch.q_ready.at[self.w])
+        tile = QueryTile(index=index, own=own, scale=self.arrays.factors[own.b, own.h, 0])
+        sums = pl.run_scoped(
+            lambda acc_ref, s_ref: self.attend(tile, slot, Accumulators(acc_ref=acc_ref, s_ref=s_ref)),
+            plgpu.ACC((64, v_head_dim), jnp.float32),
+            plgpu.ACC((64, self.kv_loop.block_kv), jnp.float32),
+        )
+        following = scheduler.following(self.fetched, index, turn)
+
+        @pl.when(following < scheduler.count)
+        def _():
+            self.load_q(following, turn)
+
+        self.epilogue(index, sums)
+        return following, self.ring.following(sums.slot)
+
+    def attend(self, tile: QueryTile, slot: Any, to: Accumulators) -> TileSums:
+        """O = P V over all blocks of keys, not yet divided by the sums."""
+        s = self.first_scores(tile, slot, to)
+        row_max, row_sum = softmax.start(64)
+        p, row_max, row_sum, _ = softmax.step(s, row_max, row_sum, tile.scale, LARGEST_P)
+        state = LoopState(p=as_operand(p), row_max=row_max, row_sum=row_sum, slot=slot)
+        plgpu.barrier_wait(self.ring.v_ready.at[slot])
+        state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, to), state)
+        self.issue_values(state.p, state.slot, to)  # O += P V
+        acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
+        plgpu.barrier_arrive(self.ring.v_free.at[state.slot])
+        return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot)
+
+    def issue_scores(self, tile: QueryTile, slot: Any, to: Accumulators) -> None:
+        to.s_ref[...] = plgpu.layout_cast(jnp.zeros((64, self.kv_loop.block_kv), jnp.float32), WGMMA)
+        plgpu.wgmma(to.s_ref, self.scratch.q_smem.at[self.w], self.scratch.k_smem.at[slot].transpose((1, 0)))
+
+    def issue_values(self, p: Any, slot: Any, to: Accumulators) -> None:
+        plgpu.wgmma(to.acc_ref, p, self.scratch.v_smem.at[slot].transpose((1, 0)))
+
+    def scores(self, tile: QueryTile, step: Any, slot: Any, to: Accumulators, *, is_first: bool) -> Any:
+        kv_loop = self.kv_loop
+        s = plgpu.wgmma_accumulator_load(to.s_ref, wait_n=0 if is_first else 1)
+        plgpu.barrier_arrive(self.ring.k_free.at[slot])
+        s = lax.optimization_barrier(s)
+        if not kv_loop.has_partial or (kv_loop.only_first_partial and not is_first):
+            return s
+        # One loop with a branch: two loops were slower.
+        masked = lambda s: kv_loop.masked(s, tile.index, registers.as_int32(step), self.w)
+        return lax.cond(tile.own.blocks.is_partial(step), masked, lambda s: s, s)
+
+    def softmax_step(self, tile: QueryTile, s: Any, step: Any, state: LoopState) -> Exponentials:
+        p, row_max, row_sum, alpha, rises = softmax.lazy_step(
+            s, state.row_max, state.row_sum, tile.scale, LARGEST_P, LIMIT, registers.any_of_warp_above
+        )
+
+        def rescaled(acc, alpha):
+            full = lambda acc: acc * lax.broadcast_in_dim(alpha, acc.shape, [0])
+            return lax.cond(rises, full, lambda acc: acc, acc)
+
+        return Exponentials(p=p, row_max=row_max, row_sum=row_sum, alpha=alpha, rescaled=rescaled)
+
+    def rescaled_and_rounded(self, acc: Any, p: Any, rescaled: Callable[[Any], Any]) -> tuple[Any, Any]:
+        acc, p = lax.optimization_barrier((rescaled(acc), p))
+        return acc, as_operand(p)
+
+    def epilogue(self, index: Any, sums: TileSums) -> None:
+        """O = diag(1 / row_sum) O, lse = log(row_sum) + row_max, and their stores."""
+        tile, out_smem = self.kv_loop.work_tile(lax.optimization_barrier(index)), self.scratch.out_smem.at[self.w]
+        b, h, q_start = tile.b, tile.h, tile.q_start + self.w * 64
+        inverse, lse = softmax.finish(sums.row_max, sums.row_sum, may_be_dead=self.kv_loop.may_be_dead)
+        acc = sums.acc * lax.broadcast_in_dim(inverse * self.arrays.factors[b, h, 1], sums.acc.shape, [0])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
+        out_smem[...] = acc.astype(jnp.bfloat16)
+        self.lse_gmem[b, h, pl.ds(q_start, 64)] = lse
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, self.out_gmem.at[b, pl.ds(q_start, 64), h])

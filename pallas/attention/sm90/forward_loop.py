@@ -1,14 +1,15 @@
-"""What the kernels of the attention forward on Hopper share: the walk over tiles and blocks, and the ring of slots.
+"""Shared by the Hopper forward kernels: their work tiles, the loop over blocks of keys, and the ring of slots.
 
 A CTA's last warpgroup, "memory", loads blocks of keys and values into a ring of slots in shared memory. The others,
-"compute", own 64 queries each of every tile; they read the same slots, and take turns to issue their products.
+"compute", own 64 queries each of every work tile. They read the same slots, and take turns to issue their products.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -24,10 +25,12 @@ from jax_kernels.pallas.mosaic.tile_scheduler import TileScheduler
 FIRST_TURN_BARRIER = 8
 
 
-class Tile(NamedTuple):
-    """Some queries of a head, with the blocks of keys to visit. limits: None where a mask's lists say it all.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkTile:
+    """Some queries of a head, with the blocks of keys that they visit.
 
-    call: which of the launch's calls it is of. q_head, kv_head: the head among those of its call's arrays.
+    b, h: batch entry and head of the call. call: the number of the call in the launch. q_head, kv_head: the heads of
+    the call's arrays. limits: None where a mask's lists hold all limits.
     """
 
     b: Any
@@ -40,8 +43,10 @@ class Tile(NamedTuple):
     kv_head: Any
 
 
-class Ring(NamedTuple):
-    """The barriers of a ring of slots, of which each has room for a block of keys and for a block of values."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring:
+    """The barriers of a ring of slots. Each slot has room for a block of keys and for a block of values."""
 
     k_ready: Any
     v_ready: Any
@@ -50,9 +55,11 @@ class Ring(NamedTuple):
 
     @classmethod
     def scratch(cls, stages: int, readers: int, k_copies: int = 1, v_copies: int = 1) -> "Ring":
-        """For pl.run_scoped. readers: compute warpgroups. k_copies, v_copies: how many a block takes."""
+        """The ring for pl.run_scoped. readers: compute warpgroups. k_copies, v_copies: the copies of one block."""
         barriers = lambda arrivals: plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
-        return cls(barriers(k_copies), barriers(v_copies), barriers(readers), barriers(readers))
+        return cls(
+            k_ready=barriers(k_copies), v_ready=barriers(v_copies), k_free=barriers(readers), v_free=barriers(readers)
+        )
 
     @property
     def stages(self) -> int:
@@ -71,7 +78,7 @@ class Ring(NamedTuple):
             plgpu.barrier_arrive(self.v_free.at[slot])
 
     def skip(self, slot: Any) -> None:
-        """For a compute warpgroup that needs nothing of a slot."""
+        """Passes over a slot, for a compute warpgroup that does not read it."""
         for ready, free in ((self.k_ready, self.k_free), (self.v_ready, self.v_free)):
             plgpu.barrier_wait(ready.at[slot])  # every wait counts a phase
             plgpu.barrier_arrive(free.at[slot])
@@ -84,9 +91,10 @@ class Ring(NamedTuple):
         load_v: Callable[[Any, Any], None],
         load_more: Callable[[Any], None] = lambda step: None,
     ) -> Any:
-        """Loads so many blocks, into this slot and those after it, and returns the last slot.
+        """Loads `count` blocks into this slot and those after it, and returns the last slot.
 
-        load_k, load_v(step, slot): wait until the slot is free, and load a step's block. load_more(step): behind that.
+        load_k, load_v(step, slot): wait until the slot is free, and load a step's block. load_more(step): runs behind
+        the two.
         """
 
         def load(step, last):  # values run one block behind the keys, as they are used
@@ -103,79 +111,106 @@ class Ring(NamedTuple):
         return slot
 
 
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """A CTA's walk.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PingPong:
+    """The turns in which compute warpgroups issue products: one computes its softmax while another's products run.
 
-    given: the kernel's arrays in device memory, by name; of "bounds", "segments", "dense", "lists" and "mod" those that
-    the call has. config: AttentionForwardSm90 or AttentionForwardFp8Sm90. w, below: a compute warpgroup.
+    w, below: the number of a compute warpgroup.
     """
 
-    given: Mapping[str, Any]
+    warpgroups: int
+    is_on: bool
+
+    @classmethod
+    def of(cls, config: Any, *, interpret: bool) -> "PingPong":
+        return cls(warpgroups=config.compute_warpgroups, is_on=config.take_turns and not interpret)
+
+    def wait(self, w: int) -> None:
+        """Waits for the turn of a warpgroup."""
+        if self.is_on:
+            named_barrier("sync", FIRST_TURN_BARRIER + w, 256)
+
+    def pass_on(self, w: int) -> None:
+        """Gives the turn to the warpgroup after this one."""
+        if self.is_on:
+            named_barrier("arrive", FIRST_TURN_BARRIER + (w + 1) % self.warpgroups, 256)
+
+    def start(self, w: int) -> None:
+        """Gives the first turn to the first warpgroup."""
+        if w == self.warpgroups - 1:
+            self.pass_on(w)
+
+    def end(self, w: int) -> None:
+        """Takes the turn that the last warpgroup passed on."""
+        if w == 0:
+            self.wait(w)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KvLoop:
+    """The loop of each work tile over blocks of keys: which blocks it visits, and which of these are partial.
+
+    bounds, segments, lists: the kernel's arrays that limit keys, None where the call has none. w, below: the number of
+    a compute warpgroup.
+    """
+
+    cta: Any
     scheduler: TileScheduler
     options: AttentionOptions
     calls: tuple[Call, ...]
-    config: Any
-    interpret: bool
-    wg: Any
-    cta: Any
-
-    @classmethod
-    def of(cls, given, scheduler, options, calls: tuple[Call, ...], *, config, interpret: bool) -> "Walk":
-        wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
-        return cls(given, scheduler, options, calls, config, interpret, wg, cta)
-
-    def has(self, name: str) -> bool:
-        return self.given.get(name) is not None
+    block_q: int
+    block_kv: int
+    bounds: Any = None
+    segments: Any = None
+    lists: Any = None
 
     @property
     def q_offset(self) -> int:
-        """That of the call, 0 where it is in the bounds."""
+        """The offset of the options, 0 where it is in the bounds."""
         return self.options.q_offset or 0
 
     @property
     def has_limits(self) -> bool:
-        """Whether the predicate has causality or a window in it."""
+        """Whether causality or a window limits the keys."""
         return self.options.is_causal or self.options.window is not None
 
     @property
     def has_words(self) -> bool:
-        """Whether words of a mask are to be read early."""
-        return self.has("lists") and self.given["lists"].has_all_words
+        """Whether there are words of a mask for every block, which are best read early."""
+        return self.lists is not None and self.lists.has_all_words
 
     @property
     def may_end(self) -> bool:
         """Whether a block may reach past the keys."""
-        return self.has("bounds") or any(call.kv_length % self.config.block_kv != 0 for call in self.calls)
+        return self.bounds is not None or any(call.kv_length % self.block_kv != 0 for call in self.calls)
 
     @property
-    def predicate(self) -> bool:
-        """Whether any block may need it."""
-        return self.has_limits or self.has("segments") or self.has("lists") or self.may_end
+    def has_partial(self) -> bool:
+        """Whether any block may be partial."""
+        return self.has_limits or self.segments is not None or self.lists is not None or self.may_end
+
+    @property
+    def only_first_partial(self) -> bool:
+        """Whether no block but the first that a warpgroup visits may be partial."""
+        if not (self.has_limits or self.segments is not None or self.lists is not None):
+            return True
+        return self.causal_only and self.bounds is None and self.q_offset % 64 == 0
 
     @property
     def causal_only(self) -> bool:
-        return self.options.is_causal and self.options.window is None and not self.has("segments")
-
-    @property
-    def only_first(self) -> bool:
-        """Whether no block, beside the first that a warpgroup visits, can need the predicate."""
-        if not (self.has_limits or self.has("segments") or self.has("lists")):
-            return True
-        return self.causal_only and not self.has("bounds") and self.q_offset % 64 == 0
+        return self.options.is_causal and self.options.window is None and self.segments is None
 
     @property
     def same_blocks(self) -> bool:
-        """Whether all warpgroups of a tile visit the same blocks. With bounds, what tells them apart would spill."""
-        if not self.causal_only or self.has("bounds"):
+        """Whether a tile's warpgroups visit the same blocks. With bounds they do: separate ranges would spill."""
+        if not self.causal_only or self.bounds is not None:
             return True
-        block_q, block_kv = self.config.block_q, self.config.block_kv
-        return self.q_offset % block_q == 0 and block_kv % block_q == 0
+        return self.q_offset % self.block_q == 0 and self.block_kv % self.block_q == 0
 
     @property
     def may_be_dead(self) -> bool:
-        """Whether a query may attend to nothing."""
-        if self.options.window is not None or any(map(self.has, ("bounds", "segments", "dense", "lists", "mod"))):
+        """Whether the limits may leave a query without a key."""
+        if self.options.window is not None or not (self.bounds is self.segments is self.lists is None):
             return True
         return self.options.is_causal and self.q_offset < 0
 
@@ -183,23 +218,49 @@ class Walk:
         # Behind a barrier: what a warpgroup computes of it is not hoisted above the choice of warpgroup.
         return lax.optimization_barrier(self.cta)
 
-    def tile(self, index: Any) -> Tile:
-        block_q, options = self.config.block_q, self.options
-        if self.has("lists"):
-            walk = self.given["lists"].walk(index)
-            q_head, kv_head = self.calls[0].array_heads(walk.head)
-            return Tile(walk.b, walk.head, walk.block * block_q, walk, None, 0, q_head, kv_head)
-        call = self.scheduler.call(index)
-        b, h, q_index, q_head, kv_head, kv_length = self._of_call(call, index)
-        bounds, is_causal, window = self.given["bounds"], options.is_causal, options.window
-        limits = block_ranges.limits(bounds, b, options.q_offset, kv_length, is_causal=is_causal, window=window)
-        among = self.given["segments"].among(b, q_index) if self.has("segments") else None
-        block_kv = self.config.block_kv
-        blocks = limits.key_blocks(q_index * block_q, block_q, block_kv, among, in_order=True).at_least_one()
-        return Tile(b, h, q_index * block_q, blocks, limits, call, q_head, kv_head)
+    def for_each_tile(self, run: Callable[[Any, Any, Any], tuple[Any, Any]]) -> None:
+        """Calls run(index, turn, slot) -> (following tile, next slot) for the CTA's tiles, `turn` counts them."""
+        self.scheduler.for_each(self.first_tile(), run)
 
-    def _of_call(self, call: Any, index: Any) -> tuple[Any, ...]:
-        """(batch entry, head, block of queries, query's and key's head of the arrays, keys) of a tile."""
+    def work_tile(self, index: Any) -> WorkTile:
+        """Tile number `index` of the launch."""
+        if self.lists is not None:
+            return self._listed_tile(index)
+        options, block_q, block_kv = self.options, self.block_q, self.block_kv
+        call = self.scheduler.call(index)
+        b, h, q_index, q_head, kv_head, kv_length = self._place(call, index)
+        limits = block_ranges.limits(
+            self.bounds, b, options.q_offset, kv_length, is_causal=options.is_causal, window=options.window
+        )
+        among = None if self.segments is None else self.segments.among(b, q_index)
+        blocks = limits.key_blocks(q_index * block_q, block_q, block_kv, among, in_order=True).at_least_one()
+        return WorkTile(
+            b=b,
+            h=h,
+            q_start=q_index * block_q,
+            blocks=blocks,
+            limits=limits,
+            call=call,
+            q_head=q_head,
+            kv_head=kv_head,
+        )
+
+    def _listed_tile(self, index: Any) -> WorkTile:
+        blocks = self.lists.walk(index)
+        q_head, kv_head = self.calls[0].array_heads(blocks.head)
+        return WorkTile(
+            b=blocks.b,
+            h=blocks.head,
+            q_start=blocks.block * self.block_q,
+            blocks=blocks,
+            limits=None,
+            call=0,
+            q_head=q_head,
+            kv_head=kv_head,
+        )
+
+    def _place(self, call: Any, index: Any) -> tuple[Any, ...]:
+        """(batch entry, head, block of queries, query's and key's head of the arrays, number of keys) of a tile."""
         lengths = {call.kv_length for call in self.calls}
 
         def place(i: int) -> tuple[Any, ...]:
@@ -211,72 +272,44 @@ class Walk:
         *numbers, kv_length = of_call(call, len(self.calls), place if len(self.calls) == 1 else as_traced)
         return *numbers, lengths.pop() if len(lengths) == 1 else kv_length
 
-    def own(self, tile: Tile, w: int) -> Tile:
-        """A warpgroup's part of a tile: the blocks right of its last key are the other warpgroups' alone."""
+    def own(self, tile: WorkTile, w: int) -> WorkTile:
+        """A warpgroup's part of a tile. Blocks right of its last key belong to the other warpgroups alone."""
         q_start, blocks = tile.q_start + w * 64, tile.blocks
         if not self.same_blocks:
-            blocks = tile.limits.key_blocks(q_start, 64, self.config.block_kv).at_least_one()
-        return tile._replace(q_start=q_start, blocks=blocks)
+            blocks = tile.limits.key_blocks(q_start, 64, self.block_kv).at_least_one()
+        return dataclasses.replace(tile, q_start=q_start, blocks=blocks)
 
-    def masked(self, scores: Any, index: Any, step: Any, w: int, ids: Any = None) -> Any:
-        """A warpgroup's scores in a step of a tile, -inf where the predicate is False.
+    def masked(self, s: Any, index: Any, step: Any, w: int, ids: Any = None) -> Any:
+        """A warpgroup's scores in a step of tile number `index`, with -inf where a query may not attend to a key.
 
-        ids: of segments, of the rows and of the columns.
+        ids: the segment ids of the rows and of the columns.
         """
-        tile = self.tile(lax.optimization_barrier(index))
-        if self.has("lists"):
-            return tile.blocks.masked(scores, step, w * 64, by_word=True)
+        tile = self.work_tile(lax.optimization_barrier(index))
+        if self.lists is not None:
+            return tile.blocks.masked(s, step, w * 64, by_word=True)
         tile = self.own(tile, w)
-        block_kv, limits = self.config.block_kv, tile.limits
-        kv_start = tile.blocks.at(step) * block_kv
-        keep = limits.keep(
-            scores.shape, kv_start, tile.q_start, layout=WGMMA, kv_axis=1, may_end=self.may_end, ids=ids
+        kv_start = tile.blocks.at(step) * self.block_kv
+        keep = tile.limits.keep(
+            s.shape, kv_start, tile.q_start, layout=WGMMA, kv_axis=1, may_end=self.may_end, ids=ids
         )  # fmt: skip
-        return jnp.where(keep, scores, -jnp.inf)
+        return jnp.where(keep, s, -jnp.inf)
 
-    def skip_others(self, tile: Tile, own: Tile, ring: Ring, slot: Any, w: int, bias: Any = None) -> Any:
-        """Skips the tile's blocks that are not the warpgroup's own: the slot of its first one. bias: a dense Stage."""
 
-        def skip(_, slot):
-            self.wait_turn(w)
-            self.pass_turn(w)
-            ring.skip(slot)
-            if bias is not None:
-                plgpu.barrier_wait(bias.ready)
-                plgpu.barrier_arrive(bias.free)
-            return ring.following(slot)
+def run_warpgroups(wg: Any, config: Any, compute: Callable[[int], None], memory: Callable[[], None]) -> None:
+    """Runs compute(w) on each compute warpgroup, and memory() on the last warpgroup.
 
-        return slot if self.same_blocks else lax.fori_loop(0, tile.blocks.count - own.blocks.count, skip, slot)
+    config: AttentionForwardSm90 or AttentionForwardFp8Sm90.
+    """
+    compute_registers, memory_registers = config.registers
 
-    def wait_turn(self, w: int) -> None:
-        if self.config.take_turns and not self.interpret:
-            named_barrier("sync", FIRST_TURN_BARRIER + w, 256)
+    def as_compute(w: int) -> None:
+        plgpu.set_max_registers(compute_registers, action="increase")
+        compute(w)
 
-    def pass_turn(self, w: int) -> None:
-        if self.config.take_turns and not self.interpret:
-            named_barrier("arrive", FIRST_TURN_BARRIER + (w + 1) % self.config.compute_warpgroups, 256)
+    def as_memory() -> None:
+        plgpu.set_max_registers(memory_registers, action="decrease")
+        memory()
 
-    def start_turns(self, w: int) -> None:
-        """The first turn is the first warpgroup's."""
-        if w == self.config.compute_warpgroups - 1:
-            self.pass_turn(w)
-
-    def end_turns(self, w: int) -> None:
-        """Takes the turn that the last warpgroup passed."""
-        if w == 0:
-            self.wait_turn(w)
-
-    def run(self, compute: Callable[[int], None], memory: Callable[[], None]) -> None:
-        """compute(w) on the compute warpgroups, and memory()."""
-
-        def as_compute(w: int) -> None:
-            plgpu.set_max_registers(self.config.registers[0], action="increase")
-            compute(w)
-
-        def as_memory() -> None:
-            plgpu.set_max_registers(self.config.registers[1], action="decrease")
-            memory()
-
-        # One choice, not one after the other: the number of the warpgroup would live through the first one's work.
-        of_w = [functools.partial(as_compute, w) for w in range(self.config.compute_warpgroups)]
-        lax.switch(self.wg, [*of_w, as_memory])
+    # One choice, not one after the other: the number of the warpgroup would live through the first one's work.
+    of_w = [functools.partial(as_compute, w) for w in range(config.compute_warpgroups)]
+    lax.switch(wg, [*of_w, as_memory])
