@@ -11,7 +11,6 @@ The exit status is 1 where a contender failed, was wrong, or was skipped as the 
 import argparse
 import dataclasses
 import faulthandler
-import functools
 import os
 import pathlib
 import sys
@@ -20,17 +19,23 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
-import jax
-import jax.numpy as jnp
-import report
-from cases import DTYPES, MODES, Case, Oracle, input_sets, parse_shapes
-from contenders import OURS, PEERS, build, framework, unavailable
-from device_activity import DeviceActivity
-from timing import METHODS, Contender, Timer, alternate, first_line, host_timer, make_timer, skipped, spread, wait
+from harness import command_line, report
+from harness.cases import DTYPES, MODES, Case, Oracle, input_sets, parse_shapes
+from harness.contenders import OURS, PEERS, build, framework, unavailable
+from harness.process import prepare_process, say
+from harness.timers import choose_timer, close, make_timer, matmul
+from harness.timing import (
+    METHODS,
+    Contender,
+    Timer,
+    alternate,
+    first_line,
+    host_timer,
+    skipped,
+    spread,
+)
 
 SHAPES = "2,8192,16,128;2,8192,32,64"
-say = functools.partial(print, flush=True)
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -61,57 +66,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def cases(args: argparse.Namespace) -> list[Case]:
     causal = {"no": [False], "yes": [True], "both": [False, True]}[args.causal]
     return [Case(*s, args.dtype, c, mode) for s in args.shapes for c in causal for mode in args.mode]
-
-
-def prepare_process() -> None:
-    """Settings that JAX and PyTorch read when they first touch the GPU."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # the other half is PyTorch's
-    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # torch.profiler gives CUPTI back after each session
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_enable_command_buffer" not in flags:  # CUPTI sees kernels one by one only outside CUDA graphs
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=".strip()
-
-
-def matmul(which: str, size: int) -> Contender:
-    """The contender behind a ceiling: bf16 [size, size] @ [size, size] in "jax" or "torch"."""
-    contender = Contender(f"matmul-{which}", which, plan=f"bf16 {size}^3 matmul")
-    key_x, key_w = jax.random.split(jax.random.key(1))
-    x, w = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in (key_x, key_w))
-    if which == "jax":
-        product = jax.jit(jnp.matmul)
-        contender.call = lambda index: product(x, w)
-    else:
-        import torch
-
-        tx, tw = (torch.from_dlpack(array).clone() for array in (x, w))
-        contender.call = lambda index: tx @ tw
-    wait(contender.call(0), which)
-    return contender
-
-
-def choose_timer(name: str | None, frameworks: Sequence[str]) -> tuple[str, Timer]:
-    """The timer, "cupti" if none is named, tried on a small matmul of each framework.
-
-    "events" instead of a device timer that does not work.
-    """
-    name = name or "cupti"
-    timer: Timer | None = None
-    try:
-        timer = make_timer(name)
-        for which in frameworks:
-            timer(matmul(which, 256).call, 3, which)  # type: ignore[arg-type]
-    except Exception as error:
-        if name not in ("cupti", "profilers") or jax.default_backend() != "gpu":
-            raise
-        say(f"timer {name!r} does not work here ({first_line(error)}): timing by CUDA events instead")
-        close(timer)
-        return "events", make_timer("events")
-    return name, timer
-
-
-def close(timer: Timer | None) -> None:
-    if isinstance(timer, DeviceActivity):
-        timer.close()
 
 
 class Run:

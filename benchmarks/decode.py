@@ -14,15 +14,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import Case, as_numpy, parse_shapes, relative_error
-from contenders import need
-from timing import Contender, alternate, spread
+from harness import command_line, report
+from harness.cases import Case, as_numpy, parse_shapes, relative_error
+from harness.contenders import need
+from harness.process import prepare_process, say
+from harness.timers import choose_timer, close
+from harness.timing import Contender, alternate, spread
 
 from jax_kernels import decode_attention, flash_attention
 from jax_kernels.ops.decode_attention import IMPLEMENTATIONS

@@ -31,12 +31,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import (
+from harness import command_line, report
+from harness.cases import (
     DTYPES,
     MODES,
     ROTATION_BYTES,
@@ -49,10 +47,12 @@ from cases import (
     parse_shapes,
     relative_error,
 )
-from contenders import Built, framework, from_function, need, unavailable
-from gathers import Pattern, by_package, gathered, in_torch
-from side_by_side import gpu_alone
-from timing import METHODS, Contender, alternate, skipped, speed_ratio, spread
+from harness.contenders import framework, from_function, need, unavailable
+from harness.gathers import Pattern, by_package, gathered, in_torch
+from harness.process import prepare_process, say
+from harness.side_by_side import gpu_alone
+from harness.timers import choose_timer, close
+from harness.timing import METHODS, Built, Contender, alternate, skipped, speed_ratio, spread
 
 import jax_kernels
 from jax_kernels import dilated_attention, flash_attention

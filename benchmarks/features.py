@@ -18,21 +18,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import as_numpy, parse_shape, relative_error
-from side_by_side import gpu_alone
-from timing import Contender, alternate, skipped, spread
+from harness import command_line, report
+from harness.cases import CAP, alibi_mod, as_numpy, parse_shape, relative_error, softcap_mod
+from harness.process import prepare_process, say
+from harness.side_by_side import gpu_alone
+from harness.timers import choose_timer, close
+from harness.timing import Contender, alternate, skipped, spread
 
 from jax_kernels import flash_attention
 from jax_kernels.ops.attention import flash_attention as attention
 
 MODES = ("fwd", "bwd")
-CAP = 30.0
 # Once for all modes and variants: the backward of a variant compiles no forward that was timed before.
 forward = jax.jit(attention.attention_forward, static_argnums=0)
 
@@ -71,16 +70,6 @@ class Variant:
                 last = np.minimum(last, np.searchsorted(row, row, side="right") - 1)
             count += int((last - first + 1).sum())
         return count * self.heads
-
-
-def softcap_mod(score, b, h, q_idx, kv_idx):
-    return CAP * jnp.tanh(score / CAP)
-
-
-def alibi_mod(heads: int):
-    """Press, Smith and Lewis, "Train Short, Test Long" (2021), arXiv:2108.12409."""
-    slopes = 2.0 ** (-8 * jnp.arange(1, heads + 1) / heads)
-    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx).astype(jnp.float32)
 
 
 def groups(batch: int, seq: int, heads: int, head_dim: int) -> list[list[Variant]]:

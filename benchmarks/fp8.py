@@ -14,13 +14,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import Case, InputSet, Oracle, parse_shapes, relative_error
-from timing import Contender, alternate, speed_ratio, spread
+from harness import command_line, report
+from harness.cases import Case, InputSet, Oracle, parse_shapes, relative_error
+from harness.process import prepare_process, say
+from harness.timers import choose_timer, close
+from harness.timing import Contender, alternate, speed_ratio, spread
 
 from jax_kernels import explain, flash_attention, flash_attention_fp8, quantize_fp8
 

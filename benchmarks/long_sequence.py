@@ -21,12 +21,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
-import report
-from cases import Case, has_nan
-from gathers import Pattern
+from harness import command_line, report
+from harness.cases import Case, has_nan
+from harness.gathers import Pattern
 
 from jax_kernels import dilated_attention, flash_attention
 

@@ -24,11 +24,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import report
-from attention import choose_timer, prepare_process, say
-from cases import DTYPES, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
-from contenders import build
-from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
+from harness import report
+from harness.cases import DTYPES, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
+from harness.contenders import build
+from harness.process import prepare_process, say
+from harness.timers import choose_timer
+from harness.timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.device import device_info

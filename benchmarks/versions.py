@@ -24,14 +24,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import relative_error
-from features import alibi_mod, softcap_mod
-from timing import Contender, Timer, take_turn
+from harness import command_line, report
+from harness.cases import alibi_mod, relative_error, softcap_mod
+from harness.process import prepare_process, say
+from harness.timers import choose_timer, close
+from harness.timing import Contender, Timer, take_turn
 
 BASE = "jax_kernels_base"
 FOLDERS = ("jax_kernels", "pallas", "bridge", "models")

@@ -19,15 +19,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
-from side_by_side import gpu_alone
-from sparse import Pattern, of_ours
-from timing import METHODS, Contender, alternate, skipped
+from harness import command_line, report
+from harness.cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
+from harness.mask_patterns import MaskPattern, of_ours
+from harness.process import prepare_process, say
+from harness.side_by_side import gpu_alone
+from harness.timers import choose_timer, close
+from harness.timing import METHODS, Contender, alternate, skipped
 
 from jax_kernels import explain, flash_attention
 
@@ -64,7 +64,7 @@ def build(name: str, case: Case, inputs: InputSet, args: argparse.Namespace) -> 
     """The contender, checked, and the bytes that its program holds at once, where XLA tells."""
     contender, held = Contender(name, "jax"), None
     with contender.attempt():
-        mask, named = of_ours(name, Pattern.of_window(args.window - 1, 0), None, inputs, args)
+        mask, named = of_ours(name, MaskPattern.of_window(args.window - 1, 0), None, inputs, args.implementation)
         plan = str(explain(flash_attention, *inputs.qkv, mask=mask, **named))
         run = jax.jit(functools.partial(_in_mode, case.mode, **named)).lower(mask, *inputs.qkv, inputs.dout).compile()
         memory = run.memory_analysis()

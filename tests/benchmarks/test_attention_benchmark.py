@@ -4,14 +4,11 @@ import json
 import types
 
 import attention
-import cases
-import contenders
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import report
-import timing
+from harness import cases, contenders, report, timing
 
 
 def test_arguments_give_every_case():
@@ -107,20 +104,6 @@ def test_what_is_no_number_is_null(tmp_path):
     report.write_json(tmp_path / "x.json", {"rows": [row], "ok": True})
     read = json.loads((tmp_path / "x.json").read_text())
     assert read == {"rows": [{"error": None, "times": [1.5, None], "calls": 3}], "ok": True}
-
-
-def test_a_device_timer_that_fails_gives_way_to_events(monkeypatch, capsys, without_gpu):
-    def broken(call, calls, framework):
-        raise RuntimeError("CUPTI saw no device activity")
-
-    events = lambda *_: timing.Reading(1.0)
-    monkeypatch.setattr(attention, "make_timer", {"cupti": broken, "events": events}.get)
-    monkeypatch.setattr(attention.jax, "default_backend", lambda: "gpu")
-    assert attention.choose_timer("cupti", ["jax"]) == ("events", events)
-    assert "timing by CUDA events instead" in capsys.readouterr().out
-    monkeypatch.setattr(attention.jax, "default_backend", lambda: "cpu")
-    with pytest.raises(RuntimeError, match="no device activity"):
-        attention.choose_timer("cupti", ["jax"])
 
 
 @pytest.mark.timeout(300)

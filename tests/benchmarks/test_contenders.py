@@ -4,12 +4,11 @@ import importlib
 import sys
 import types
 
-import cases
-import contenders
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import cases, contenders
 
 
 def test_what_cannot_run_says_why(make_case, without_gpu):
@@ -163,7 +162,7 @@ def test_tokamax_says_whether_it_is_tuned(mode, monkeypatch, make_case):
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_torch_modes(mode, heads_first, make_case):
-    torch_contenders = importlib.import_module("torch_contenders")
+    torch_contenders = importlib.import_module("harness.torch_contenders")
     import torch
 
     given = make_case(mode)

@@ -3,9 +3,9 @@
 import json
 import types
 
-import cases
 import pytest
 import sweep_attention as sweep
+from harness import cases
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from cases import TOLERANCE, Case, InputSet, Oracle
-from side_by_side import gpu_alone, gpu_among_others
-from timing import Call, Contender, first_line, host_timer
 
 import jax_kernels
+from harness.cases import TOLERANCE, Case, InputSet, Oracle
+from harness.side_by_side import gpu_alone, gpu_among_others
+from harness.timing import Built, Call, Contender, first_line, host_timer
 from jax_kernels.ops.attention import flash_attention as attention
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS
 
@@ -33,14 +33,6 @@ _NEEDS = {
     "torch-gather": ("torch",),
     "dilated-attention-pytorch": ("torch", "dilated_attention_pytorch"),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """call(i) as the module says; plan: what runs, in words."""
-
-    call: Call
-    plan: str
 
 
 def framework(name: str) -> str:
@@ -83,7 +75,7 @@ def _builder(name: str) -> Callable[[Case, Sequence[InputSet], Oracle], Built]:
     if name in OURS:
         return functools.partial(_ours, name)
     if framework(name) == "torch":
-        import torch_contenders
+        from harness import torch_contenders
 
         return functools.partial(torch_contenders.build, name)
     return {"jax-cudnn": _jax_cudnn, "jax-triton": _jax_triton, "tokamax": _tokamax}[name]

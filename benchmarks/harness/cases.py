@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from side_by_side import gpu_among_others
 
+from harness.side_by_side import gpu_among_others
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention as reference
 
@@ -20,6 +20,8 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 ROTATION_BYTES = 120e6
 # Relative error (2-norm, against float32) above which a result counts as wrong. bf16 rounding alone gives 0.003.
 TOLERANCE = 2e-2
+# Of softcap_mod, and of the softcap that it is timed beside.
+CAP = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,3 +182,13 @@ def _float32_attention(q, k, v, do, causal):
     options = AttentionOptions(1 / math.sqrt(q.shape[-1]), is_causal=causal, precision="fp32")
     out, lse = reference.forward(inputs, options, out_dtype=jnp.float32)
     return (out, *reference.backward(inputs, options, *reference.row_terms(out, lse, do, None), do)[:3])
+
+
+def softcap_mod(score, b, h, q_idx, kv_idx):
+    return CAP * jnp.tanh(score / CAP)
+
+
+def alibi_mod(heads: int):
+    """Press, Smith and Lewis, "Train Short, Test Long" (2021), arXiv:2108.12409."""
+    slopes = 2.0 ** (-8 * jnp.arange(1, heads + 1) / heads)
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx).astype(jnp.float32)

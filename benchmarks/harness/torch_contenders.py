@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import Case, InputSet, Oracle
-from contenders import Built
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harness.cases import Case, InputSet, Oracle
+from harness.timing import Built
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -12,14 +12,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from cases import Case
 from rich.console import Console
 from rich.table import Table
-from timing import Contender, speed_ratio, spread
+
+from harness.cases import Case
+from harness.timing import Contender, speed_ratio, spread
 
 SCHEMA = 1
 CONTROLS = ("jax-cudnn", "torch-cudnn")
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 _PACKAGES = (
     "jax", "jaxlib", "jax-cuda13-plugin", "torch", "triton", "nvidia-cudnn-cu13", "nvidia-cuda-cupti",
     "nvidia-cuda-nvcc", "tokamax", "flash-attn", "flash-attn-4",
