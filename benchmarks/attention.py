@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from harness import command_line, report
 from harness.cases import DTYPES, MODES, Case, Oracle, input_sets, parse_shapes
 from harness.contenders import OURS, PEERS, build, framework, unavailable
@@ -36,6 +37,7 @@ from harness.timing import (
 )
 
 SHAPES = "2,8192,16,128;2,8192,32,64"
+CEILING, CEILING_WITHOUT_GPU = 8192, 256
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,7 +50,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", default=",".join(PEERS), help=f"comma list of {', '.join(PEERS)}; '' for none")
     told = "seconds after which the run ends, whatever is left"
     parser.add_argument("--budget", type=command_line.positive(float), default=540, help=told)
-    parser.add_argument("--ceiling", type=int, default=8192, help="size of the square matmul behind the ceilings")
+    told = f"size of the square matmul behind the ceilings; default {CEILING}, {CEILING_WITHOUT_GPU} without a GPU"
+    parser.add_argument("--ceiling", type=command_line.positive(int), help=told)
     parser.add_argument("--plot", type=pathlib.Path, help="PNG file")
     parser.add_argument("--self-check", action="store_true", help="one matmul and one attention under every timer")
     args = parser.parse_args(argv)
@@ -215,6 +218,8 @@ def benchmark(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     prepare_process()
+    if args.ceiling is None:
+        args.ceiling = CEILING if jax.default_backend() == "gpu" else CEILING_WITHOUT_GPU
     # The last resort, for a thread that waits for the device with the interpreter's lock in its hands.
     faulthandler.dump_traceback_later(args.budget + 15, exit=True, file=sys.__stderr__)
     try:

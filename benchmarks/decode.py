@@ -106,7 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 moved = 2 * size if contender.name == "copy" else size
                 bandwidth = moved / spread(contender.times)["median"] / 1e9
                 row |= {"terabytes_per_second": bandwidth, "of_copy": copied and bandwidth / copied}
-                say(f"{told} {bandwidth:.2f} TB/s" + (f", {bandwidth / copied:.3f} of a copy's" if copied else ""))
+                say(
+                    f"{told} {report.figure(bandwidth)} TB/s"
+                    + (f", {bandwidth / copied:.3f} of a copy's" if copied else "")
+                )
             else:
                 say(f"{told} {contender.status}: {contender.reason}")
             rows.append(row)

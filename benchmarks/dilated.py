@@ -198,12 +198,14 @@ def rows_of(case: Case, args: argparse.Namespace, contenders: Sequence[Contender
             median = medians[name]
             if name == "copy":
                 row["terabytes_per_second"] = 2 * copy_bytes() / median / 1e9
-                told = f"{row['terabytes_per_second']:.2f} TB/s"
+                told = f"{report.figure(row['terabytes_per_second'])} TB/s"
             else:
                 work = case.flops if name == "dense" else pattern_of(name, args).flops(case)
                 row["tflops"] = work / median / 1e9
                 row["ours_is_faster_by"] = speed_ratio(times["ours"], contender.times) if "ours" in times else None
-                told = f"{row['tflops']:.0f} TFLOP/s, ours x {row['ours_is_faster_by']}"
+                told = f"{report.figure(row['tflops'])} TFLOP/s"
+                if "ours" in times:
+                    told += f", ours is {row['ours_is_faster_by']:.2f} times as fast"
             if name in OURS and {"dense", "copy"} <= times.keys():
                 ideal = work / case.flops * medians["dense"] + moved_bytes(case) / (2 * copy_bytes()) * medians["copy"]
                 row |= {"ideal_ms": ideal, "over_ideal": median / ideal}

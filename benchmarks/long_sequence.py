@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(row)
         if row["status"] == "ok":
             memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 1e9:.2f} GB"
-            print(f"{length}: {min(row['seconds']):.3f} s, {row['tflops']:.0f} TFLOP/s{memory}", flush=True)
+            print(f"{length}: {min(row['seconds']):.3g} s, {report.figure(row['tflops'])} TFLOP/s{memory}", flush=True)
         else:
             print(f"{length}: {row['status']}: {row['reason']}", flush=True)
         if args.output is not None:

@@ -242,7 +242,7 @@ def rows_of(table: str, mask: str, found: Sequence[Contender], args: argparse.Na
             row |= {"gigabytes_per_second": bandwidth[one.name]}
             row["of_copy"] = bandwidth[one.name] / bandwidth["copy"] if "copy" in bandwidth else None
             row["meets_bar"] = row["of_copy"] and row["of_copy"] >= args.bar
-            told += f", {bandwidth[one.name]:.0f} GB/s, {row['of_copy'] or float('nan'):.2f} of a copy's"
+            told += f", {report.figure(bandwidth[one.name])} GB/s, {row['of_copy'] or float('nan'):.2f} of a copy's"
         say(told)
         rows.append(row)
     return rows

@@ -239,7 +239,7 @@ class Sweep:
         say(f"  control {control.name}: {self.figures(control.times[-1])}")
 
     def figures(self, ms: float) -> str:
-        return f"{ms:.4f} ms, {self.args.case.tflops(ms):.0f} TFLOP/s"
+        return f"{ms:.4f} ms, {report.figure(self.args.case.tflops(ms))} TFLOP/s"
 
     def try_one(self, config: Any, sets: Sequence[InputSet], saved: Sequence[tuple], control: Contender) -> None:
         contender = Contender(repr(config), "jax", plan=repr(config))

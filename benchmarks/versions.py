@@ -236,6 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         modes = command_line.names("mode", args.mode, MODES)
         cases = [CASES[name] for name in command_line.names("cases", args.cases, list(CASES))]
+        if not (args.base / BASE).is_dir():
+            raise ValueError(f"base: got {args.base}, want a folder with {BASE} in it, as --export COMMIT writes it")
     except ValueError as error:
         parser.error(str(error))
     if args.seq is not None:

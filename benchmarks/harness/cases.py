@@ -161,7 +161,10 @@ def as_numpy(x) -> np.ndarray:
 
 
 def relative_error(outputs: Sequence[Any], wanted: Sequence[Any]) -> float:
-    """The largest relative error (2-norm, over a whole array) among outputs; NaN if any is, which max() would lose."""
+    """The largest relative error (2-norm, over a whole array) among outputs; NaN if any is, which max() would lose.
+
+    The error is absolute where all that is wanted is zero.
+    """
     return float(_relative_error(tuple(outputs), tuple(wanted)))
 
 
@@ -173,7 +176,8 @@ def has_nan(outputs: Any) -> jax.Array:
 @jax.jit
 def _relative_error(outputs, wanted):
     pairs = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in zip(outputs, wanted, strict=True)]
-    return jnp.max(jnp.stack([jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in pairs]))
+    size = lambda y: jnp.where(jnp.any(y != 0), jnp.linalg.norm(y), 1)
+    return jnp.max(jnp.stack([jnp.linalg.norm(x - y) / size(y) for x, y in pairs]))
 
 
 @jax.jit(static_argnums=4)

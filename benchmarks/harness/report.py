@@ -131,6 +131,11 @@ def _in_json(x: Any) -> Any:
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
+def figure(x: float) -> str:
+    """A rate in words: whole from 100 on, three digits below, so that a slow machine's is no zero."""
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def table(results: dict[str, Any]) -> Table:
     """What ran, one section a case; a ratio above 1 is faster than that control."""
     made = Table(title=f"{results['environment']['device']}, timer: {results['timer']}")
@@ -181,7 +186,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     range_ = f"{row['min_ms']:.3f}-{row['max_ms']:.3f}"
     notes = [row["plan"], row["note"], row["reason"] and f"{row['status']}: {row['reason']}"]
     told = "; ".join(note for note in notes if note)
-    return [row["contender"], f"{row['median_ms']:.4f}", range_, f"{row['tflops']:.0f}", share, *ratios, error, told]
+    return [row["contender"], f"{row['median_ms']:.4f}", range_, figure(row["tflops"]), share, *ratios, error, told]
 
 
 def print_table(results: dict[str, Any]) -> None:
@@ -193,7 +198,7 @@ def print_table(results: dict[str, Any]) -> None:
         console.print(line, markup=False)
     for framework, ceiling in results["ceilings"].items():
         if ceiling["tflops"] is not None:
-            console.print(f"matmul ceiling, {framework}: {ceiling['tflops']:.0f} TFLOP/s ({ceiling['what']})")
+            console.print(f"matmul ceiling, {framework}: {figure(ceiling['tflops'])} TFLOP/s ({ceiling['what']})")
     for framework, method in results["method"].items():
         console.print(f"{framework} timed by {method}")
     console.file.flush()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from harness.device_activity import DeviceActivity
-from harness.process import say
+from harness.process import refuse, say
 from harness.timing import METHODS, Call, Contender, Reading, Timer, first_line, host_timer, queue, wait
 
 
@@ -101,18 +101,21 @@ def matmul(which: str, size: int) -> Contender:
 
 
 def choose_timer(name: str | None, frameworks: Sequence[str]) -> tuple[str, Timer]:
-    """The timer, "cupti" if none is named, tried on a small matmul of each framework.
+    """The timer and its name, tried on a small matmul of each framework. name: None for "cupti".
 
-    "events" instead of a device timer that does not work.
+    Chooses "events" instead of "cupti" or "profilers" where these do not work. Ends the process, with one line, where
+    there is no GPU for the timer to read.
     """
     name = name or "cupti"
+    if name != "host" and jax.default_backend() != "gpu":
+        refuse(f"--timer {name} reads a GPU, and JAX runs on {jax.default_backend()}: want a GPU, or --timer host")
     timer: Timer | None = None
     try:
         timer = make_timer(name)
         for which in frameworks:
             timer(matmul(which, 256).call, 3, which)  # type: ignore[arg-type]
     except Exception as error:
-        if name not in ("cupti", "profilers") or jax.default_backend() != "gpu":
+        if name not in ("cupti", "profilers"):
             raise
         say(f"timer {name!r} does not work here ({first_line(error)}): timing by CUDA events instead")
         close(timer)

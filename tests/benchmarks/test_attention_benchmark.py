@@ -34,6 +34,7 @@ def test_arguments_give_every_case():
         (["--rounds", "0"], "--rounds: got 0, want a positive number"),
         (["--seconds", "nan"], "--seconds: got nan, want a positive number"),
         (["--budget", "-1"], "--budget: got -1, want a positive number"),
+        (["--ceiling", "0"], "--ceiling: got 0, want a positive number"),
         (["--mode", ""], "mode: got '', want some of fwd, bwd, fwdbwd"),
     ],
 )
@@ -111,8 +112,7 @@ def test_whole_run(tmp_path, run_script):
     output = tmp_path / "results.json"
     done = run_script(
         "attention.py", "--shapes", "1,64,4,16,2", "--causal", "both", "--mode", "fwd,bwd", "--timer", "host",
-        "--implementations", "xla,mosaic_gpu", "--rounds", "3", "--seconds", "0.01", "--ceiling", "128",
-        "--output", str(output),
+        "--implementations", "xla,mosaic_gpu", "--rounds", "3", "--seconds", "0.01", "--output", str(output),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = json.loads(output.read_text())
@@ -121,7 +121,10 @@ def test_whole_run(tmp_path, run_script):
     assert "not device time" in results["method"]["jax"]
     assert results["environment"]["versions"]["jax"] == jax.__version__
     assert results["arguments"]["rounds"] == 3
-    assert results["ceilings"]["jax"]["tflops"] > 0
+    assert results["arguments"]["ceiling"] == attention.CEILING_WITHOUT_GPU
+    tflops = results["ceilings"]["jax"]["tflops"]
+    assert tflops > 0
+    assert f"matmul ceiling, jax: {report.figure(tflops)} TFLOP/s" in done.stdout
     assert len(results["rows"]) == 4 * (2 + len(contenders.PEERS))
     timed = [row for row in results["rows"] if row["status"] == "ok"]
     assert [(row["contender"], row["causal"], row["mode"]) for row in timed] == [

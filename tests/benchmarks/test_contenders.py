@@ -69,6 +69,14 @@ def test_no_nan_is_lost_among_errors(place):
     assert np.isnan(cases.relative_error(got, right))
 
 
+def test_an_error_beside_zeros_is_absolute():
+    """The gradients of a query that sees one key are zeros."""
+    zeros, ones = np.zeros((2, 3)), np.ones((2, 3))
+    assert cases.relative_error([zeros, ones], [zeros, ones]) == 0
+    assert cases.relative_error([ones, ones], [zeros, ones]) == pytest.approx(6**0.5)
+    assert np.isnan(cases.relative_error([ones, ones], [ones * np.nan, ones]))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_split_backward_runs_no_forward(causal, make_case):
     given = make_case("bwd", causal)

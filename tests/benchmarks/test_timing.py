@@ -141,9 +141,16 @@ def test_a_device_timer_that_fails_gives_way_to_events(monkeypatch, capsys, with
     monkeypatch.setattr(timers.jax, "default_backend", lambda: "gpu")
     assert timers.choose_timer("cupti", ["jax"]) == ("events", events)
     assert "timing by CUDA events instead" in capsys.readouterr().out
-    monkeypatch.setattr(timers.jax, "default_backend", lambda: "cpu")
-    with pytest.raises(RuntimeError, match="no device activity"):
-        timers.choose_timer("cupti", ["jax"])
+
+
+@pytest.mark.parametrize("name", [None, "events", "profilers"])
+def test_a_device_timer_without_a_gpu_ends_the_process(name, capsys, without_gpu):
+    with pytest.raises(SystemExit) as ended:
+        timers.choose_timer(name, ["jax"])
+    assert ended.value.code == 2
+    told = f"--timer {name or 'cupti'} reads a GPU, and JAX runs on cpu: want a GPU, or --timer host\n"
+    assert capsys.readouterr().err.endswith(told)
+    assert timers.choose_timer("host", ["jax"]) == ("host", timing.host_timer)
 
 
 def test_profiler_sums_all_activities_of_a_call():
@@ -276,6 +283,10 @@ def test_attempts_end_in_a_status():
     assert call is not None
     with pytest.raises(KeyboardInterrupt):
         ended(fail(KeyboardInterrupt()))
+
+
+def test_slow_rates_have_digits():
+    assert [report.figure(x) for x in (719.6, 99.96, 4.253, 0.00123)] == ["720", "100", "4.25", "0.00123"]
 
 
 def test_exit_status():
