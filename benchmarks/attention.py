@@ -37,12 +37,13 @@ from harness.timing import (
 )
 
 SHAPES = "2,8192,16,128;2,8192,32,64"
+SHAPE_HELP = "batch,seq,heads,head_dim[/value_head_dim][,kv_heads], separated by ';'"
 CEILING, CEILING_WITHOUT_GPU = 8192, 256
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.timing_parser(__doc__, rounds=7, seconds=0.2)
-    parser.add_argument("--shapes", default=SHAPES, help="batch,seq,heads,head_dim[,kv_heads], separated by ';'")
+    parser.add_argument("--shapes", default=SHAPES, help=SHAPE_HELP)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--causal", choices=("no", "yes", "both"), default="both")
     parser.add_argument("--mode", default="fwd,bwd", help=f"comma list of {', '.join(MODES)}")
@@ -56,7 +57,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--self-check", action="store_true", help="one matmul and one attention under every timer")
     args = parser.parse_args(argv)
     try:
-        args.shapes = parse_shapes(args.shapes)
+        args.shapes = parse_shapes(args.shapes, values=True)
         args.mode = command_line.names("mode", args.mode, MODES)
         args.implementations = command_line.names("implementations", args.implementations, OURS, optional=True)
         args.peers = command_line.names("peers", args.peers, PEERS, optional=True)
@@ -68,7 +69,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def cases(args: argparse.Namespace) -> list[Case]:
     causal = {"no": [False], "yes": [True], "both": [False, True]}[args.causal]
-    return [Case(*s, args.dtype, c, mode) for s in args.shapes for c in causal for mode in args.mode]
+    return [
+        Case.of(shape, dtype=args.dtype, causal=is_causal, mode=mode)
+        for shape in args.shapes
+        for is_causal in causal
+        for mode in args.mode
+    ]
 
 
 class Run:
@@ -88,7 +94,8 @@ class Run:
             "schema": report.SCHEMA,
             "environment": report.environment(args.commit, usable),
             # But for where it writes, which is the machine's own.
-            "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, pathlib.Path)},
+            "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, pathlib.Path)}
+            | {"shapes": [shape.numbers for shape in args.shapes]},
             "timer": "",
             "method": {},
             "ceilings": {},
@@ -165,7 +172,7 @@ class Run:
 
 def self_check(args: argparse.Namespace) -> int:
     """Prints one matmul and one attention of each framework under every timer; returns how many readings failed."""
-    case = Case(*args.shapes[0], args.dtype, args.causal == "yes", args.mode[0])
+    case = cases(args)[0]
     say(f"{report.environment(args.commit)}")
     sets = input_sets(case)
     oracle = Oracle(case, sets[0])

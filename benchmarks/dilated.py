@@ -91,7 +91,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.contenders = command_line.names("contenders", args.contenders or every, CONTENDERS)
         if is_plain and "plain" in args.contenders:
             raise ValueError("contenders: got plain, which is ours here, want --order or --layout beside it")
-        args.cases = [Case(*s, args.dtype, not args.full, mode) for s in args.shapes for mode in args.mode]
+        args.cases = [
+            Case.of(shape, dtype=args.dtype, causal=not args.full, mode=mode)
+            for shape in args.shapes
+            for mode in args.mode
+        ]
     except ValueError as error:
         parser.error(str(error))
     return args

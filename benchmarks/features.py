@@ -199,10 +199,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         modes = command_line.names("mode", args.mode, MODES)
         if args.shape.count(",") != 3:
             raise ValueError(f"shape: got {args.shape!r}, want batch,seq,heads,head_dim; some variants group the heads")
-        batch, seq, heads, head_dim, _ = parse_shape(args.shape)
-        if min(batch, seq - 1, heads - 1, head_dim) < 1:
-            raise ValueError(f"shape: got {args.shape!r}, want positive numbers, two heads and two tokens at least")
-        found = groups(batch, seq, heads, head_dim)
+        shape = parse_shape(args.shape)
+        if min(shape.seq, shape.heads) < 2:
+            raise ValueError(f"shape: got {args.shape!r}, want two heads and two tokens at least")
+        found = groups(shape.batch, shape.seq, shape.heads, shape.head_dim)
         if args.variants is not None:
             known = list(dict.fromkeys(variant.name for group in found for variant in group[1:]))
             found = chosen(found, command_line.names("variants", args.variants, known))

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from harness import command_line, report
-from harness.cases import DTYPES, MODES, Case, InputSet, as_numpy, input_sets, relative_error
+from harness.cases import DTYPES, MODES, Case, InputSet, Shape, as_numpy, input_sets, relative_error
 from harness.contenders import framework, from_function, need, unavailable
 from harness.mask_patterns import MaskPattern, of_ours
 from harness.process import prepare_process, say
@@ -73,8 +73,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"sparsity: got {args.sparsity}, want numbers from 0 to below 1")
         if args.block_size < 1:
             raise ValueError(f"block_size: got {args.block_size}, want a positive number")
-        shape = (args.batch_size, args.seq_len, args.num_heads, args.head_dim, args.num_heads)
-        args.cases = [Case(*shape, args.dtype, False, mode) for mode in args.mode]
+        shape = Shape(args.batch_size, args.seq_len, args.num_heads, args.head_dim, args.num_heads)
+        args.cases = [Case.of(shape, dtype=args.dtype, causal=False, mode=mode) for mode in args.mode]
     except ValueError as error:
         parser.error(str(error))
     return args

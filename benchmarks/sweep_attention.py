@@ -150,7 +150,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if args.shape is None and not 0 < args.head_dim <= 256:
             raise ValueError(f"head-dim: got {args.head_dim}, want 1 to 256")
         shape = parse_shape(args.shape or f"2,8192,{max(1, 2048 // args.head_dim)},{args.head_dim}")
-        args.case = Case(*shape, args.dtype, args.causal == "yes", args.direction)
+        args.case = Case.of(shape, dtype=args.dtype, causal=args.causal == "yes", mode=args.direction)
         kind = KERNELS[args.implementation, args.direction][1]
         if args.configs is None:
             args.configs = grid(args.implementation, args.direction, args.case.head_dim, args.case.causal)

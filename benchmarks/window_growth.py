@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from harness import command_line, report
-from harness.cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
+from harness.cases import DTYPES, Case, InputSet, Shape, as_numpy, input_sets, relative_error
 from harness.mask_patterns import MaskPattern, of_ours
 from harness.process import prepare_process, say
 from harness.side_by_side import gpu_alone
@@ -53,8 +53,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         for name, known in (("mode", MODES), ("contenders", CONTENDERS)):
             setattr(args, name, command_line.names(name, getattr(args, name), known))
         lengths = command_line.numbers(args.lengths)
-        shape = lambda length: (args.batch_size, length, args.num_heads, args.head_dim, args.num_heads)
-        args.cases = [Case(*shape(length), args.dtype, True, mode) for length in lengths for mode in args.mode]
+        shape = lambda length: Shape(args.batch_size, length, args.num_heads, args.head_dim, args.num_heads)
+        args.cases = [
+            Case.of(shape(length), dtype=args.dtype, causal=True, mode=mode) for length in lengths for mode in args.mode
+        ]
     except ValueError as error:
         parser.error(str(error))
     return args

@@ -141,6 +141,8 @@ def _ours(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Bu
 
 
 def _jax_cudnn(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
+    if not case.has_one_head_dim:
+        raise NotImplementedError("jax.nn.dot_product_attention takes values of key's head_dim alone")
     function = functools.partial(jax.nn.dot_product_attention, is_causal=case.causal, implementation="cudnn")
     return from_function(function, case, sets, "jax.nn.dot_product_attention, cudnn")
 
@@ -198,6 +200,8 @@ _JAX_TRITON_BACKWARD = (
 def _jax_triton(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
     if case.heads != case.kv_heads:
         raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention.mha takes no grouped heads")
+    if not case.has_one_head_dim:
+        raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention.mha takes values of key's head_dim alone")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha

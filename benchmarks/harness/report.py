@@ -77,6 +77,7 @@ def rows(
             "heads": case.heads,
             "kv_heads": case.kv_heads,
             "head_dim": case.head_dim,
+            "value_head_dim": case.value_head_dim,
             "dtype": case.dtype,
             "causal": case.causal,
             "mode": case.mode,
@@ -172,7 +173,7 @@ def absent(results: dict[str, Any]) -> list[str]:
 
 
 def label_of(row: dict[str, Any]) -> str:
-    fields = ("batch", "seq", "heads", "head_dim", "kv_heads", "dtype", "causal", "mode")
+    fields = ("batch", "seq", "heads", "head_dim", "kv_heads", "value_head_dim", "dtype", "causal", "mode")
     return Case(**{field: row[field] for field in fields}).label
 
 

@@ -13,7 +13,7 @@ from harness import cases, contenders, report, timing
 
 def test_arguments_give_every_case():
     args = attention.arguments(["--shapes", "2,64,4,16; 1,32,8,64,2", "--causal", "both", "--mode", "fwd,bwd"])
-    assert args.shapes == [(2, 64, 4, 16, 4), (1, 32, 8, 64, 2)]
+    assert args.shapes == [cases.Shape(2, 64, 4, 16, 4), cases.Shape(1, 32, 8, 64, 2)]
     made = attention.cases(args)
     assert len(made) == 8
     assert made[5] == cases.Case(1, 32, 8, 64, 2, "bf16", False, "bwd")
@@ -23,7 +23,10 @@ def test_arguments_give_every_case():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--shapes", "2,64,4"], "shape: got '2,64,4', want batch,seq,heads,head_dim"),
+        (["--shapes", "2,64,4"], "shape: got '2,64,4', want batch,seq,heads,head_dim[/value_head_dim][,kv_heads]"),
+        (["--shapes", "2,64,4,16,4,8"], "shape: got '2,64,4,16,4,8', want batch,seq,heads,head_dim"),
+        (["--shapes", "2,64,4,16/x"], "shape: got '2,64,4,16/x', want batch,seq,heads,head_dim"),
+        (["--shapes", "2,64,4,16/0"], "value_head_dim: got 0, want a positive number"),
         (["--shapes", "2,64,4,16,3"], "kv_heads: got 3, want a divisor of the 4 heads"),
         (["--shapes", " ; "], "shape: got ' ; ', want batch,seq,heads,head_dim"),
         (["--shapes", "2,64,4,x"], "shape: got '2,64,4,x'"),
@@ -53,6 +56,18 @@ def test_flops(make_case):
     assert make_case("fwdbwd", True, shape).flops == 3.5 * full / 2
     assert make_case("fwd", False, (2, 8192, 16, 128, 4)).flops == full  # grouped heads save no products
     assert make_case("fwd", False, shape).tflops(1.55) == pytest.approx(709.4, abs=0.1)
+
+
+def test_values_of_another_head_dim():
+    args = attention.arguments(["--shapes", "2,64,4,24/16,2;2,64,4,24", "--causal", "no", "--mode", "fwd,bwd"])
+    assert [shape.numbers for shape in args.shapes] == [[2, 64, 4, 24, 2, 16], [2, 64, 4, 24, 4]]
+    made = attention.cases(args)
+    assert made[1].label == "2x64 4/2x24/16 bf16 full bwd"
+    assert (made[1].shape, made[2].shape) == tuple(args.shapes)
+    # Scores and two gradients over 24, outputs, dv and the gradient of the probabilities over 16.
+    assert [case.flops for case in made[:2]] == [2 * 2 * 4 * 64**2 * width for width in (24 + 16, 3 * 24 + 2 * 16)]
+    shapes = [x.shape for x in (*cases.input_sets(made[0])[0].qkv, cases.input_sets(made[0])[0].dout)]
+    assert shapes == [(2, 64, 4, 24), (2, 64, 2, 24), (2, 64, 2, 16), (2, 64, 4, 16)]
 
 
 def test_statistics():

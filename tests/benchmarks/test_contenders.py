@@ -53,6 +53,19 @@ def test_wrong_results_are_not_timed(mode, monkeypatch, make_case):
     assert wrong.reason.endswith(", want at most 0.02")
 
 
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
+def test_values_of_another_head_dim(mode, monkeypatch):
+    given = cases.Case(1, 64, 4, 24, 4, "bf16", True, mode, value_head_dim=16)
+    sets = cases.input_sets(given)[:1]
+    oracle = cases.Oracle(given, sets[0])
+    assert contenders.build("xla", given, sets, oracle).status == "ok"
+    monkeypatch.setattr(contenders, "need", lambda name: None)
+    for name in ("jax-cudnn", "jax-triton"):
+        refused = contenders.build(name, given, sets, oracle)
+        assert refused.status == "unavailable"
+        assert "takes values of key's head_dim alone" in refused.reason
+
+
 def test_nan_is_wrong(monkeypatch, make_case):
     given = make_case()
     sets = cases.input_sets(given)[:1]
