@@ -97,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape in shapes:
         found, size = contenders(shape, args.kv_length, implementations)
         alternate(found, timer, rounds=args.rounds, seconds=args.seconds)
-        copied = 2 * size / spread(found[0].times)["median"] / 1e9 if found[0].status == "ok" else None
+        copy, *_ = found
+        copied = 2 * size / spread(copy.times)["median"] / 1e9 if copy.status == "ok" else None
         for contender in found:
             row = {
                 "shape": shape.numbers,

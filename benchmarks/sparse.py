@@ -123,8 +123,9 @@ def in_torch(pattern: MaskPattern, keep: jax.Array, case: Case, sets: Sequence[I
         sizes = (*pattern.window, pattern.tokens)
         rule, told = lambda b, h, q_idx, kv_idx: _window_rule(*sizes, q_idx, kv_idx), "rule"
     block_mask = create_block_mask(rule, None, None, case.seq, case.seq, device="cuda", BLOCK_SIZE=BLOCK)
-    function, _, heads_first = torch_contenders.flex(case, block_mask=block_mask)
-    call = torch_contenders.in_mode(function, case.mode, torch_contenders.tensors(sets, heads_first), heads_first)
+    flex = torch_contenders.flex(case, block_mask=block_mask)
+    tensors = torch_contenders.tensors(sets, flex.heads_first)
+    call = torch_contenders.in_mode(flex.function, case.mode, tensors, flex.heads_first)
     return Built(call, f"torch.compile(flex_attention), block mask from the {told}")
 
 

@@ -213,8 +213,8 @@ def compare(
     told = f"{mode} {case.name:24}"
     if ours.times and other.times:
         row["ratio"] = statistics.median(a / b for a, b in zip(ours.times, other.times, strict=True))
-        medians = [statistics.median(x.times) for x in (ours, other)]
-        say(f"{told} {medians[0]:8.4f} ms, was {medians[1]:8.4f} ms, ratio {row['ratio']:.3f}, error {ours.error:.2g}")
+        now, was = (statistics.median(x.times) for x in (ours, other))
+        say(f"{told} {now:8.4f} ms, was {was:8.4f} ms, ratio {row['ratio']:.3f}, error {ours.error:.2g}")
     else:
         say(f"{told} {ours.status} {ours.reason} | {other.status} {other.reason}")
     return row

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from harness.cases import Case
-from harness.contenders import fastest
+from harness.contenders import Variant, fastest
 from harness.timing import Built
 from jax_kernels import flash_attention, hilbert_order
 
@@ -208,7 +208,7 @@ def in_torch(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
     torch_contenders.settle_compiler()
     compiled = functools.partial(torch.compile, dynamic=False)
     tensors = torch_contenders.tensors(sets, heads_first=False)
-    device = tensors[0][0].device
+    device = tensors[0].query.device
     places = places_in_torch(pattern, case, device)
     rows = [taken.shape[1] for taken, _ in places]
 
@@ -219,7 +219,7 @@ def in_torch(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
     words = "index_select, flex_attention and index_copy for each branch"
     in_parts = lambda: make(f"{words}, flex_attention compiled", flex(case.causal, rows, device, compiled), lambda f: f)
     as_one = lambda: make(f"{words}, compiled as one", flex(case.causal, rows, device), compiled)
-    return fastest([("in parts", in_parts), ("as one", as_one)], None, "torch")[1]
+    return fastest([Variant("in parts", in_parts), Variant("as one", as_one)], None, "torch").built
 
 
 def by_package(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:

@@ -49,7 +49,8 @@ def of_ours(
     if name == "window-argument":
         if pattern.window is None:
             raise ValueError("pattern: got a mask that is no window, want a window for the contender window-argument")
-        return Given(None, named | {"window": pattern.window, "is_causal": pattern.window[1] == 0})
+        _, right = pattern.window
+        return Given(None, named | {"window": pattern.window, "is_causal": right == 0})
     if name == "prepared-mask":
         return Given(prepare_mask(pattern.mask, *inputs.qkv, **named), named)
     return Given({"mask": pattern.mask, "array": keep}.get(name), named)

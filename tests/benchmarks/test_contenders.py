@@ -120,8 +120,12 @@ def test_split_backward_runs_no_forward(causal, make_case):
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
 def test_jax_triton_keeps_its_fastest_variant(mode, monkeypatch, make_case):
-    monkeypatch.setattr(contenders, "_JAX_TRITON_FORWARD", ((64, 64, None, 2), (32, 64, 4, 2)))
-    monkeypatch.setattr(contenders, "_JAX_TRITON_BACKWARD", ((64, 64, 64, 64),))
+    monkeypatch.setattr(
+        contenders,
+        "_JAX_TRITON_FORWARD",
+        (contenders.TritonForward(64, 64, None, 2), contenders.TritonForward(32, 64, 4, 2)),
+    )
+    monkeypatch.setattr(contenders, "_JAX_TRITON_BACKWARD", (contenders.TritonBackward(64, 64, 64, 64),))
     with pytest.warns(DeprecationWarning, match="tokamax"):
         module = importlib.reload(importlib.import_module("jax.experimental.pallas.ops.gpu.attention"))
     mha = module.mha
@@ -152,10 +156,12 @@ def test_fastest_passes_over_wrong_and_broken_variants(monkeypatch, make_case):
     def broken():
         raise ValueError("does not compile")
 
-    label, built = contenders.fastest([("broken", broken), ("wrong", wrong), ("right", right)], oracle)
-    assert (label, built.plan) == ("right", "right")
+    made = {"broken": broken, "wrong": wrong, "right": right}
+    variants = [contenders.Variant(label, make) for label, make in made.items()]
+    best = contenders.fastest(variants, oracle)
+    assert (best.label, best.built.plan) == ("right", "right")
     with pytest.raises(ValueError, match="does not compile"):
-        contenders.fastest([("wrong", wrong), ("broken", broken)], oracle)
+        contenders.fastest([variants[1], variants[0]], oracle)
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
@@ -188,9 +194,9 @@ def test_torch_modes(mode, heads_first, make_case):
 
     given = make_case(mode)
     sets = cases.input_sets(given)[:2]
-    tensors = [tuple(torch_contenders._tensor(x, heads_first) for x in (*s.qkv, s.dout)) for s in sets]
-    assert tensors[0][0].shape == ((1, 4, 64, 16) if heads_first else (1, 64, 4, 16))
-    assert tensors[0][0].is_contiguous()
+    tensors = torch_contenders.tensors(sets, heads_first)
+    assert tensors[0].query.shape == ((1, 4, 64, 16) if heads_first else (1, 64, 4, 16))
+    assert tensors[0].query.is_contiguous()
 
     def function(q, k, v):
         if not heads_first:
