@@ -6,13 +6,13 @@ import sys
 import types
 
 import dilated
-import gathers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, as_numpy, input_sets
-from gathers import Pattern
+from harness import gathers
+from harness.cases import Case, as_numpy, input_sets
+from harness.gathers import Pattern
 
 from jax_kernels import dilated_attention
 
