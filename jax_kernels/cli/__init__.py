@@ -28,7 +28,7 @@ def _app() -> Any:
     import typer
 
     from jax_kernels.cli.check import check
-    from jax_kernels.cli.explain import attention
+    from jax_kernels.cli.explain import COMMANDS, OpGroup
     from jax_kernels.cli.info import info
 
     app = typer.Typer(
@@ -41,11 +41,12 @@ def _app() -> Any:
     app.command()(info)
     app.command()(check)
     explain = typer.Typer(
-        help="Show which implementation a call would use, with which blocks, and why.", no_args_is_help=True
+        cls=OpGroup,
+        help="Show which implementation a call would use, with which blocks, and why. Without an op: attention.",
+        no_args_is_help=True,
     )
-    explain.command()(attention)
-    # Without a callback of its own, a group of one command would be that command.
-    explain.callback()(lambda: None)
+    for name, command in COMMANDS.items():
+        explain.command(name)(command)
     app.add_typer(explain, name="explain")
 
     @app.command(
