@@ -9,7 +9,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -18,21 +18,35 @@ from jax_kernels.bridge import dlpack, library
 from jax_kernels.bridge.once import fresh_name
 from jax_kernels.masks import Mask, checks
 
-__all__ = ["NONE", "Operands", "found", "on_device", "operands_of"]
+__all__ = ["NONE", "MaskSignature", "Operands", "found", "on_device", "operands_of"]
+
+
+class ArraySignature(NamedTuple):
+    """An array of a Mask without its values."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+
+
+class MaskSignature(NamedTuple):
+    """The Masks of a call without their values, for which a program is compiled: their structure, and each array."""
+
+    structure: Any
+    arrays: tuple[ArraySignature, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operands:
-    """Found by the name as long as somebody holds this object. Of no Masks, the name is ""."""
+    """The Masks of a call. They are found by the name as long as somebody holds this object; no Masks have name ""."""
 
     name: str
     masks: tuple[Mask, ...]
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """What a program is compiled for: the structure, and what each array is like."""
+    def signature(self) -> MaskSignature:
         leaves, structure = jax.tree.flatten(self.masks)
-        return structure, tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
+        return MaskSignature(structure, tuple(ArraySignature(x.shape, x.dtype, x.weak_type) for x in leaves))
 
 
 NONE = Operands("", ())

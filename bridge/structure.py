@@ -86,24 +86,31 @@ def _part(whole: Any, value: Any) -> Any:
 
 
 def rebuild(structure: tuple[Any, ...], leaves: Iterator[Any], masks: Iterator[Mask] = _NO_MASKS) -> Any:
-    """The tree, of the leaves and Masks in flatten's order."""
-    kind = structure[0]
+    """The tree that flatten took apart. leaves, masks: in flatten's order."""
+    kind, *parts = structure
     if kind == "leaf":
         return next(leaves)
     if kind == "constant":
-        return structure[2]
+        _, value, *_ = parts
+        return value
     if kind == "float":
-        return float.fromhex(structure[1])
+        (text,) = parts
+        return float.fromhex(text)
     if kind == "complex":
-        return complex(float.fromhex(structure[1]), float.fromhex(structure[2]))
+        real, imaginary = parts
+        return complex(float.fromhex(real), float.fromhex(imaginary))
     if kind == "numpy":
-        return np.frombuffer(structure[2], structure[1])[0]
+        dtype, data = parts
+        (number,) = np.frombuffer(data, dtype)
+        return number
     if kind == "mask":
         return next(masks)
     if kind == "dict":
-        keys = [rebuild(key, leaves) for key in structure[1]]
-        return {key: rebuild(item, leaves, masks) for key, item in zip(keys, structure[2], strict=True)}
-    items = [rebuild(item, leaves, masks) for item in structure[1]]
+        names, children = parts
+        keys = [rebuild(key, leaves) for key in names]
+        return {key: rebuild(item, leaves, masks) for key, item in zip(keys, children, strict=True)}
+    (children,) = parts
+    items = [rebuild(item, leaves, masks) for item in children]
     if kind == "list":
         return items
     return tuple(items) if kind == "tuple" else kind(*items)
