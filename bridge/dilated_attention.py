@@ -64,8 +64,8 @@ def dilated_attention(
     """
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 tensor [B, T]: queries and keys are the same tokens")
-    check_inputs(query, key, value, None, None, None, (segment_ids,), None, 0)
-    query, key, value, _, deterministic = as_torch_is_set(query, key, value, None, deterministic)
+    check_inputs(query, key, value, segment_ids=(segment_ids,))
+    query, key, value, _, deterministic = as_torch_is_set(query, key, value, deterministic=deterministic)
     return _attend(
         query,
         key,

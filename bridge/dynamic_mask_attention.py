@@ -135,7 +135,7 @@ class DynamicMaskAttention(torch.nn.Module):
             query, key = (rotary_embedding(y, positions, self.rope_theta) for y in (query, key))
         steps = functional.softplus(self.dt_proj(value.flatten(2)).float())
         bias = torch.exp(self.A.float() * steps).transpose(1, 2)[:, :, None]
-        query, key, value, _, deterministic = as_torch_is_set(query, key, value, None, None)
+        query, key, value, _, deterministic = as_torch_is_set(query, key, value)
         out = _attend(
             query,
             key,

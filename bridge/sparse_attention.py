@@ -85,10 +85,18 @@ def dynamic_mask_attention(
 
 def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
     """((query, key, value, bias), arguments), checked and cast as bridge.flash_attention does."""
-    optional = {name: arguments.get(name) for name in ("sinks", "kv_lengths", "segment_ids")}
-    tensor_mask = None if isinstance(mask, Mask) else mask
-    ids = segment_pair(optional["segment_ids"])
-    offset = arguments.get("q_offset", 0)
-    check_inputs(query, key, value, bias, optional["sinks"], tensor_mask, ids, optional["kv_lengths"], offset)
-    *tensors, deterministic = as_torch_is_set(query, key, value, bias, arguments.get("deterministic"))
+    check_inputs(
+        query,
+        key,
+        value,
+        bias=bias,
+        sinks=arguments.get("sinks"),
+        mask=None if isinstance(mask, Mask) else mask,
+        segment_ids=segment_pair(arguments.get("segment_ids")),
+        kv_lengths=arguments.get("kv_lengths"),
+        q_offset=arguments.get("q_offset", 0),
+    )
+    *tensors, deterministic = as_torch_is_set(
+        query, key, value, bias=bias, deterministic=arguments.get("deterministic")
+    )
     return tensors, arguments if deterministic is None else arguments | {"deterministic": deterministic}
