@@ -110,7 +110,10 @@ class Transformer(nnx.Module):
             )
 
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> tuple[KVCache, ...]:
-        """An empty cache per block, for `batch` sequences of up to `max_length` tokens. dtype: default config.dtype."""
+        """An empty cache for each block, for `batch` sequences of up to `max_length` tokens.
+
+        dtype: default config.dtype. KVCache.with_length gives each sequence a length of its own.
+        """
         return tuple(layer.attention.init_cache(batch, max_length, dtype) for layer in self.layers)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
@@ -139,6 +142,7 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: a shape or dtype is wrong, not exactly one of tokens and embeddings is given, or the cache
             has no room (under jit that gives NaN: see MultiHeadAttention).
+          TypeError: the cache's length is no integer.
         """
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(f"cache: got {len(cache)} entries, want one for each of the {len(self.layers)} layers")
