@@ -60,35 +60,39 @@ def flash_attention(
 ) -> Any:
     """jax_kernels.flash_attention on PyTorch tensors: gradients of query, key, value, bias, sinks, also through lse.
 
-    It runs on the tensors' own device, queued after the work on PyTorch's current stream and never waiting for
-    the GPU on the host. Inputs are read in place where they are contiguous and aligned to 16 bytes, else
-    copied; each result is copied once, from JAX's memory to a tensor that PyTorch owns (4 bytes of traffic
-    for each element of a bfloat16 result), so that it may be used on any stream. It works under torch.compile
-    (fullgraph=True, one JAX compilation for each set of shapes), autocast (query, key, value and a 16-bit bias are
-    cast to the autocast dtype), activation checkpointing, torch.export, torch.func.grad and torch.func.vmap (a loop,
-    where the mapped calls have sinks of their own, or gradients of a bias or of sinks). It cannot be captured in a
-    CUDA graph, nor differentiated twice or in forward mode.
+    It runs on the tensors' own device, after the work on PyTorch's current stream. The host never waits for the GPU.
+    Inputs that are contiguous and aligned to 16 bytes are read in place; others are copied. Each result is copied once,
+    from JAX's memory to a tensor that PyTorch owns, so that it may be used on any stream. That copy moves 4 bytes for
+    each element of a bfloat16 result.
+
+    | under | behaviour |
+    |---|---|
+    | torch.compile | works with fullgraph=True; JAX compiles once for each set of shapes |
+    | autocast | casts query, key, value and a 16-bit bias to the autocast dtype |
+    | torch.func.vmap | one call; a loop where the mapped calls have own sinks, or gradients of a bias or sinks |
+    | activation checkpointing, torch.export, torch.func.grad | works |
+    | a CUDA graph, double backward, forward mode | raises |
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
       bias: broadcastable to [B, H, T, S], in query's dtype or float32.
       mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Or a masks.Mask, prepared by
-        prepare_mask or not. Its arrays get no gradient; those on another device than query are copied to it, those of
-        JAX once for each Mask.
+        prepare_mask or not. The arrays of a Mask get no gradient. Arrays on another device than query are copied to
+        query's device; JAX arrays are copied once for each Mask.
       segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
       kv_lengths: [B] int32.
       q_offset: an int, or an int32 tensor, a scalar or [B].
-      score_mod: a function of JAX scalars, as jax_kernels.flash_attention takes it, a constant of the call. What it
-        closes over is JAX's, and gets no gradient here; bridge.from_jax of a function that closes over its arguments
-        gives them one.
+      score_mod: a function of JAX scalars, as jax_kernels.flash_attention takes it. It is a constant of the call. JAX
+        arrays that it closes over get no gradient here. For their gradients, write a function that takes them as
+        arguments and defines the score_mod inside, and pass it to bridge.from_jax.
       sinks: [H], bfloat16, float16 or float32.
-      deterministic: None follows torch.use_deterministic_algorithms, and where that is off, XLA's flag.
+      deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
       The others are those of jax_kernels.flash_attention.
 
-    With a Mask or a score_mod it runs as bridge.from_jax says: for each other function, structure of a Mask, and set of
-    shapes, also of a Mask's arrays, JAX compiles anew, and keeps it. With a Mask torch.compile has a graph break here.
-    A Mask is the same for all calls that torch.func.vmap maps.
+    With a Mask or a score_mod it runs as bridge.from_jax says. JAX compiles a program, which it keeps, for each
+    function, each structure of a Mask and each set of shapes, those of a Mask's arrays included. With a Mask,
+    torch.compile has a graph break here. All calls that torch.func.vmap maps share one Mask.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
@@ -96,9 +100,9 @@ def flash_attention(
     Raises:
       TypeError: an argument is not a tensor, or has a dtype that is not taken.
       ValueError: shapes do not fit together, tensors are on several devices, or on one that is not served.
-      NotImplementedError: an argument, or a named implementation, that cannot serve this call, and why; on
-        differentiating in forward mode (torch.func.jvp, torch.autograd.forward_ad).
-      RuntimeError: on differentiating twice, while capturing a CUDA graph, or where JAX lacks the device.
+      NotImplementedError: an argument, or a named implementation, cannot serve this call, and why; or it is
+        differentiated in forward mode (torch.func.jvp, torch.autograd.forward_ad).
+      RuntimeError: it is differentiated twice, a CUDA graph is being captured, or JAX lacks the device.
     """
     return _call(
         _Given(
@@ -125,7 +129,7 @@ def flash_attention(
 
 
 def _call(given: _Given) -> Any:
-    """flash_attention of its arguments: by from_jax with a Mask or a score_mod, else by operators of its own."""
+    """Runs a call: with a Mask or a score_mod by from_jax, else by flash_attention's own operators."""
     if given.score_mod is not None or isinstance(given.mask, Mask):
         return sparse_attention.attend(
             given.query,
@@ -201,7 +205,7 @@ def _call(given: _Given) -> Any:
 
 
 def _run(tensors: Tensors, options: Options) -> Any:
-    """out, or (out, lse), of a call that has been checked."""
+    """Runs a call that has been checked: out, or (out, lse)."""
     arguments = (*tensors, *options)
     operator = forward_op if options.return_lse else inference_op
     if not library.is_plain_call():

@@ -1,6 +1,6 @@
 """Checks of flash_attention's PyTorch arguments. An error names the argument, what it got and what it wants.
 
-Shapes and ranges are checked by the JAX function, when an operator is traced.
+The JAX function checks shapes and ranges when an operator is traced.
 """
 
 import sys
@@ -96,7 +96,10 @@ def check_statics(*, is_causal, scale, softcap, return_lse, deterministic, preci
 
 
 def as_torch_is_set(query, key, value, *, bias=None, deterministic=None) -> tuple[Any, ...]:
-    """The same five, as autocast and torch.use_deterministic_algorithms have them. A float32 bias stays float32."""
+    """(query, key, value, bias, deterministic) after autocast and torch.use_deterministic_algorithms.
+
+    A float32 bias stays float32.
+    """
     if deterministic is None and torch.are_deterministic_algorithms_enabled():
         deterministic = True
     if torch.is_autocast_enabled(query.device.type):

@@ -6,7 +6,7 @@
 | flash_attention_inference | out |
 | flash_attention_backward | the gradients of query, key, value, bias and sinks; empty tensors for those not asked for |
 
-The excess is what the exact log-sum-exp has more than lse: the backward of a bias needs it.
+The excess is the exact log-sum-exp minus lse. The backward of a bias needs it.
 """
 
 import dataclasses
@@ -110,7 +110,7 @@ def split(arguments: Sequence[Any]) -> Arguments:
 
 
 def _prepare(options: Options, *arrays):
-    """flash_attention's own check and plan of a call: the static half of the call, and its arrays."""
+    """Checks and plans a call as jax_kernels.flash_attention does: (the static half of the call, its arrays)."""
     arguments = Tensors(*arrays)._asdict()
     q_ids, kv_ids = arguments.pop("q_segment_ids"), arguments.pop("kv_segment_ids")
     statics = options._asdict()
@@ -145,9 +145,9 @@ def _inference(device: torch.device, options: Options):
 
 @once
 def _backward(device: torch.device, options: Options, bias_gradient: bool):
-    """The jitted backward: the gradients of those of DIFFERENTIATED that are given, of bias only where asked for.
+    """The jitted backward: the gradients of the tensors of DIFFERENTIATED that are given.
 
-    It takes the arrays of Tensors, and then out, rows, dout and drows.
+    It takes the arrays of Tensors, and then out, rows, dout and drows. bias_gradient: whether bias gets a gradient.
     """
 
     def backward(*arrays):
@@ -189,7 +189,7 @@ def _inference_kernel(*arguments):
 
 
 def _with_gradient(call: Arguments) -> list[bool]:
-    """For each of DIFFERENTIATED, whether the backward gives its gradient; else it gives an empty tensor."""
+    """Tells for each of DIFFERENTIATED whether the backward gives its gradient, or else an empty tensor."""
     present = {name: x is not None for name, x in zip(DIFFERENTIATED, call.tensors.differentiated, strict=True)}
     return list((present | {"bias": present["bias"] and call.backward.bias_gradient}).values())
 
@@ -210,7 +210,7 @@ class _Spec(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _check(device: torch.device, options: Options, *tensors: _Spec | None) -> None:
-    """JAX's own checks, without running anything."""
+    """Runs JAX's own checks of a call, and nothing else."""
     specs = [None if x is None else jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors]
 
     def inputs(*tracers):

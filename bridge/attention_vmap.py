@@ -40,9 +40,9 @@ def _rule(op: Any) -> Callable[..., Any]:
 
 
 def _is_a_loop(call: Any, is_mapped: Tensors) -> bool:
-    """Whether the mapped calls must run one by one.
+    """Tells whether the mapped calls must run one by one.
 
-    All entries of a batch have the same sinks, and add to the gradient of sinks, or of a bias, that they share.
+    All entries of a batch share the sinks, and add to one gradient of the sinks or of a shared bias.
     """
     if is_mapped.sinks:
         return True
@@ -70,7 +70,7 @@ def _join_as(name: str, x: Any, is_mapped: bool, size: int, batch: int) -> Any:
 
 
 def _join(x: Any, is_mapped: bool, size: int) -> Any:
-    """[B, ...] of each call as [size * B, ...]."""
+    """Joins [B, ...] of each call to [size * B, ...]."""
     if x is None:
         return None
     x = x if is_mapped else x.expand(size, *x.shape)
@@ -78,7 +78,7 @@ def _join(x: Any, is_mapped: bool, size: int) -> Any:
 
 
 def _join_scores(x: Any, is_mapped: bool, size: int, batch: int) -> Any:
-    """The same of a tensor that is broadcast to [B, H, T, S]."""
+    """Joins a tensor that is broadcast to [B, H, T, S]."""
     if x is None or (not is_mapped and (x.ndim < 4 or x.shape[0] == 1)):
         return x
     shape = x.shape[1:] if is_mapped else x.shape
@@ -88,7 +88,7 @@ def _join_scores(x: Any, is_mapped: bool, size: int, batch: int) -> Any:
 
 
 def _join_offset(x: Any, is_mapped: bool, size: int, batch: int) -> Any:
-    """The same of a tensor that is a scalar or [B]."""
+    """Joins a tensor that is a scalar or [B]."""
     if x is None or (not is_mapped and x.ndim == 0):
         return x
     x = x.reshape(size if is_mapped else 1, -1)

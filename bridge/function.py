@@ -1,8 +1,8 @@
 """from_jax: a JAX function as a PyTorch function, with its gradient.
 
-A call is made of constants and tensors. The constants (the structure of the arguments, their shapes and dtypes, which
-of them need a gradient) make a plan, once; the plan's name goes with the tensors through one operator for the forward
-and one for the backward.
+A call is made of constants and tensors. A plan is made once for each set of constants: the structure of the arguments,
+their shapes and dtypes, and which of them need a gradient. The plan's name goes with the tensors through one operator
+for the forward and one for the backward.
 
 | file | what it does |
 |---|---|
@@ -36,30 +36,30 @@ plan_vmap.define_rules()
 def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
     """A JAX function as a function of PyTorch tensors, differentiable and opaque to torch.compile.
 
-    Equivalent to running `function` on jax.Arrays with the tensors' values, and autograd's backward to jax.vjp
-    of it. Call from_jax once for a function, not once for a call: it is compiled by JAX for each set of shapes,
-    dtypes and constants, and never forgotten. Like any function under jax.jit it must be pure.
+    The result is that of `function` on jax.Arrays with the tensors' values; autograd's backward is its jax.vjp. Call
+    from_jax once for a function, not once for a call: JAX compiles it for each set of shapes, dtypes and constants, and
+    keeps every program. Like any function under jax.jit it must be pure.
 
     Args:
-      function: takes and returns jax.Arrays, alone or in tuples, lists and dicts. Arguments that are not
-        tensors (numbers, strings, None, anything hashable) are passed as they are, as constants. A masks.Mask is
-        passed with its arrays as data of the call, on the tensors' device: Masks of one structure, with arrays of the
-        same shapes, share one program.
+      function: takes and returns jax.Arrays, alone or in tuples, lists and dicts. Arguments that are not tensors
+        (numbers, strings, None, anything hashable) are constants, and are passed as they are. The arrays of a
+        masks.Mask are data of the call, on the tensors' device: Masks of one structure, with arrays of the same shapes,
+        share one program.
 
     Returns:
-      A function that takes tensors where `function` takes arrays, all on one device and at least one of them,
-      and returns tensors, which PyTorch owns. Gradients flow to floating-point and complex tensors that require
-      one; integer and bool tensors, and the arrays of a Mask, get none. It runs on the tensors' device, in the order of
-      PyTorch's current stream, under torch.compile(fullgraph=True) too, but for a graph break where it is given a Mask.
-      torch.func.vmap is jax.vmap of `function`. It cannot be differentiated twice or in forward mode, or captured in a
-      CUDA graph. A graph that calls it (torch.export, make_fx) runs only in the process that traced it.
+      A function that takes tensors where `function` takes arrays, at least one and all on one device. It returns
+      tensors, which PyTorch owns. Gradients flow to floating-point and complex tensors that require one; integer and
+      bool tensors, and the arrays of a Mask, get none. It runs on the tensors' device, in the order of PyTorch's
+      current stream. It works under torch.compile(fullgraph=True), but a Mask causes a graph break. torch.func.vmap of
+      it is jax.vmap of `function`. It cannot be differentiated twice or in forward mode, or captured in a CUDA graph. A
+      graph that calls it (torch.export, make_fx) runs only in the process that traced it.
 
     Raises, when called:
-      TypeError: a tensor's dtype is not taken by JAX (float64 and int64 are not, without jax_enable_x64), or a
-        constant is not hashable, or holds a tensor.
-      ValueError: tensors on several devices, or none at all.
-      NotImplementedError: on differentiating in forward mode (torch.func.jvp, torch.autograd.forward_ad).
-      RuntimeError: on differentiating twice, or in a graph that another process traced.
+      TypeError: JAX does not take a tensor's dtype (float64 and int64 need jax_enable_x64), or a constant is not
+        hashable, or holds a tensor.
+      ValueError: there is no tensor, or tensors are on several devices.
+      NotImplementedError: it is differentiated in forward mode (torch.func.jvp, torch.autograd.forward_ad).
+      RuntimeError: it is differentiated twice, or called in a graph that another process traced.
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function of jax.Arrays")

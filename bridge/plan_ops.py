@@ -38,8 +38,8 @@ def _empty(plan, infos):
 class Call(torch.autograd.Function):
     """A call with its gradient.
 
-    Residuals are results, too: what is saved of them then depends on the inputs, as a second gradient, which raises,
-    must see.
+    Residuals are results, too, so that they depend on the inputs. Else a second gradient would not see that it must
+    raise.
     """
 
     @staticmethod
@@ -70,7 +70,7 @@ class Call(torch.autograd.Function):
 
 
 def _differentiate(tensors, plan, operands=""):
-    """The call's results with a gradient: by the plan of the same request that has one."""
+    """The call's results with a gradient, by the plan of the same request that has one."""
     asked = find_plan(plan)
     own = make_plan(asked.request, tuple(x.requires_grad for x in tensors))
     results = library.apply(Call, own, found(operands), *tensors)[: own.count]

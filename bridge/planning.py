@@ -115,7 +115,7 @@ def _check(signatures: tuple[Signature, ...]) -> torch.device:
 
 
 def _outputs_of(request: Request) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Any]]:
-    """(a function of Masks and arrays that gives the outputs, a list to which tracing it adds their structure)."""
+    """(a function from Masks and arrays to the outputs, a list to which each trace of it adds their structure)."""
     function = FUNCTIONS[request.function]
     structures: list[Any] = []
 
@@ -147,7 +147,7 @@ def _infos(what: str, arrays: Any) -> tuple[Info, ...]:
 
 
 def _sources(jaxpr: Any, mask_count: int, count: int) -> list[Residual]:
-    """For each residual, where the backward finds it, so that nothing is kept twice.
+    """Tells for each residual where the backward finds it, so that nothing is kept twice.
 
     mask_count: how many of the inputs are arrays of Masks. count: how many of the results are outputs.
     """
@@ -184,5 +184,5 @@ def _conjugate(x: Any) -> Any:
 
 
 def mapped_axes(mapped: tuple[bool, ...]) -> tuple[int | None, ...]:
-    """jax.vmap's in_axes for arrays of which these have an axis of calls first."""
+    """The in_axes of jax.vmap for arrays. mapped: which of them have an axis of calls first."""
     return tuple(0 if is_mapped else None for is_mapped in mapped)

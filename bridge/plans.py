@@ -1,4 +1,4 @@
-"""What a plan of from_jax is, and where it is kept.
+"""The plans of from_jax, and where they are kept.
 
 A request is a call without its values. A plan is a request with the programs that serve it. PyTorch's operators take a
 plan's name, under which it is found as long as the process lives.
@@ -70,7 +70,7 @@ class Info(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """Where the backward finds a value that it needs.
+    """The place where the backward finds a value that it needs.
 
     place: "mask" (an array of a Mask), "input", "output", or "extra" (a result of its own). position: its index there.
     """

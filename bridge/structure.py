@@ -1,7 +1,7 @@
 """Arguments and results as a structure of constants and a flat list of leaves.
 
-Two structures are equal exactly if a function cannot tell the constants apart: 0.0 and -0.0, or 1, 1.0, True and a
-member of an IntEnum, are equal numbers but make different structures, and NaN equals itself.
+Two structures are equal exactly if a function cannot tell their constants apart. The equal numbers 0.0 and -0.0, or 1,
+1.0, True and a member of an IntEnum, make different structures; NaN makes one that equals itself.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Leaf(metaclass=_LeafType):
 
 
 def flatten(tree: Any, leaves: list[Any], masks: list[Mask] | None, leaf_type: Any = torch.Tensor) -> tuple[Any, ...]:
-    """The structure of a tree as a tuple of constants; its leaves are appended to `leaves`, its Masks to `masks`."""
+    """The structure of a tree as a tuple of constants. Its leaves are appended to `leaves`, its Masks to `masks`."""
     if isinstance(tree, leaf_type):
         leaves.append(tree)
         return _LEAF

@@ -100,8 +100,8 @@ class MultiHeadAttention(nnx.Module):
       head_dim: per head, up to 256 (None: model_dim / num_heads).
       use_rotary, rope_theta: rotate queries and keys by their positions (see rotary_embedding).
       is_causal: a token attends to itself and to earlier tokens only.
-      mask: a masks.Mask of all calls, combined with is_causal and with the mask of a call. One that prepare_mask made,
-        with this is_causal, keeps its lists where a call has no mask and no cache.
+      mask: a masks.Mask for all calls, combined with is_causal and with the mask of a call. If prepare_mask made it,
+        with this is_causal, calls without a mask and a cache use its lists.
       dtype: dtype of the computation and of the output; param_dtype: of the parameters.
       implementation: of the attention, as in flash_attention.
       rngs: initialises the kernels (LeCun normal), from its stream `params`.
@@ -175,9 +175,8 @@ class MultiHeadAttention(nnx.Module):
 
         Args:
           x: [B, T, model_dim]. With a cache these are the next T tokens: a whole prompt, one token, or several.
-          mask: bool, broadcastable to [B, num_heads, T, S], True = attend, or a masks.Mask, combined with is_causal;
-            S is T, or the cache's max_length. With a cache, the first of the T queries of a Mask stands after the
-            tokens that are cached.
+          mask: bool, broadcastable to [B, num_heads, T, S], True = attend, or a masks.Mask, combined with is_causal.
+            S is T, or the cache's max_length. Under a Mask, the queries stand after the cached tokens.
           cache: from init_cache or from the call before. Not changed. Where its length is [B], the T tokens of each
             sequence stand after its own.
 
@@ -208,7 +207,7 @@ class MultiHeadAttention(nnx.Module):
         return out, cache
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, **arguments: Any) -> jax.Array:
-        """[B, T, num_heads, head_dim]. arguments: those of flash_attention that a cache asks for."""
+        """Attention by heads: [B, T, num_heads, head_dim]. arguments: what a cache adds to flash_attention's."""
         arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
         return flash_attention(query, key, value, mask=mask, **arguments)
 

@@ -27,7 +27,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         norm = lambda: nnx.RMSNorm(
@@ -85,7 +85,7 @@ class Transformer(nnx.Module):
 
     Args:
       config: the shape.
-      rngs: initialises the parameters, from its stream `params`: embeddings normal with variance 1 / model_dim,
+      rngs: initialises the parameters, from its stream `params`. Embeddings are normal with variance 1 / model_dim,
         kernels LeCun normal.
     """
 
@@ -117,7 +117,7 @@ class Transformer(nnx.Module):
         return tuple(layer.attention.init_cache(batch, max_length, dtype) for layer in self.layers)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
-        """[B, T, model_dim] in param_dtype, of int tokens [B, T]; NaN for an id of vocab_size or more."""
+        """Embeddings [B, T, model_dim], in param_dtype, of int tokens [B, T]; NaN for an id of vocab_size or more."""
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, want integers [batch, length]")
         return jnp.take(self.embed[...], tokens, axis=0)
@@ -133,7 +133,7 @@ class Transformer(nnx.Module):
 
         Args:
           tokens: integers [B, T]. With a cache these are the next T tokens.
-          embeddings: [B, T, model_dim], instead of tokens: what embed_tokens gives. For gradients by the input.
+          embeddings: [B, T, model_dim], the output of embed_tokens, in place of tokens: for gradients by the input.
           cache: from init_cache or from the call before. Not changed.
 
         Returns:

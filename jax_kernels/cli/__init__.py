@@ -1,4 +1,4 @@
-"""The jax-kernels command. Its dependencies (the cli extra), PyTorch and Flax load when a command needs them."""
+"""The jax-kernels command. Its own packages (the cli extra), PyTorch and Flax load when a command needs them."""
 
 import importlib.util
 import sys
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 __all__ = ["UserError", "main"]
 
-# Optional packages -> the extra of this library that brings them.
+# Optional package -> the extra of this library that installs it.
 EXTRAS = {
     "flax": "flax",
     "matplotlib": "cli",
@@ -21,7 +21,7 @@ EXTRAS = {
 
 
 class UserError(Exception):
-    """What the user gave cannot be served: shown as one line, exit code 2."""
+    """An error of the user's input. It is shown as one line, and the exit code is 2."""
 
 
 def _app() -> Any:
@@ -71,7 +71,10 @@ def _fail(message: str) -> NoReturn:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0 well, 1 a check failed, 2 bad input or a package that is missing."""
+    """Runs the command line and exits.
+
+    The exit code is 0 for success, 1 for a check that failed, 2 for bad input or a missing package.
+    """
     try:
         sys.exit(_app()(arguments, prog_name="jax-kernels", standalone_mode=False))
     except UserError as error:
@@ -82,6 +85,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             raise
         _fail(f"this needs the package {package}: pip install 'jax-kernels[{EXTRAS[package]}]'")
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not typer's own: a bug, whose traceback is wanted
+        if not hasattr(error, "format_message"):  # not typer's own but a bug: its traceback is wanted
             raise
         _fail(error.format_message())

@@ -185,7 +185,7 @@ def dynamic_mask_attention(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what dynamic_mask_attention would run for these shapes: the plan of flash_attention, which it calls."""
+    """Show what dynamic_mask_attention would run for these shapes. The plan is that of the flash_attention inside."""
     query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
     options.show_plan(
         device,
@@ -221,7 +221,7 @@ def block_sparse_attention(
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what block_sparse_attention would run for these shapes: the plan of flash_attention, which it calls."""
+    """Show what block_sparse_attention would run for these shapes. The plan is that of the flash_attention inside."""
     query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
     sizes = options.numbers("--block-size", block_size)
     if len(sizes) > 2:

@@ -1,4 +1,4 @@
-"""jax-kernels info: the device, the versions, and which implementation of which op can run here."""
+"""jax-kernels info: the device, the versions, and which implementations of each op can run."""
 
 import dataclasses
 import importlib.metadata
@@ -30,7 +30,7 @@ def find_device(name: str | None) -> DeviceInfo:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python and the packages that matter, None where one is not installed; nothing is imported."""
+    """The versions of Python and of PACKAGES, None for one that is not installed. Nothing is imported."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -41,7 +41,7 @@ def versions() -> dict[str, str | None]:
 
 
 def abilities(device: DeviceInfo) -> dict[str, dict[str, str | None]]:
-    """op -> implementation -> None where it can run a typical call on the device, else the reason."""
+    """The implementations by op: None for one that can run a typical call on the device, else the reason."""
     sixteen_bits = "bfloat16" if device.supports_bf16 else "float16"
     found: dict[str, dict[str, str | None]] = {}
     for name, op in OPS.items():
