@@ -4,7 +4,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -85,6 +85,14 @@ def dilated_attention(
         precision=precision,
         implementation=implementation,
     )
+
+
+class _Timed(NamedTuple):
+    """The fastest implementation of those that were timed, for parameters of this device and dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+    fastest: str
 
 
 class MultiheadDilatedAttention(torch.nn.Module):
@@ -194,12 +202,12 @@ class MultiheadDilatedAttention(torch.nn.Module):
         self.reset_parameters()
 
         self._asked = attention_backend
-        self._timed: tuple[torch.device, torch.dtype, str] | None = None
+        self._timed: _Timed | None = None
         self.backend_times: dict[str, float] = {}
         if benchmark_backends:
             self.backend_times = self._time_backends()
             fastest = min(self.backend_times, key=lambda name: self.backend_times[name])
-            self._timed = self._device, self.dtype, fastest
+            self._timed = _Timed(device=self._device, dtype=self.dtype, fastest=fastest)
         elif self._device.type != "meta":
             self._plan(attention_backend)  # raises what a call would
 
@@ -224,8 +232,9 @@ class MultiheadDilatedAttention(torch.nn.Module):
     @property
     def _implementation(self) -> str | None:
         """The implementation that is passed to calls. None leaves the choice to them."""
-        if self._timed is not None and self._timed[:2] == (self._device, self.dtype):
-            return self._timed[2]
+        timed = self._timed
+        if timed is not None and (timed.device, timed.dtype) == (self._device, self.dtype):
+            return timed.fastest
         return self._asked
 
     def reset_parameters(self) -> None:

@@ -189,12 +189,21 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _private() -> tuple[Any, Any] | None:
-    """jaxlib's DLPack functions, in and out, or None where they are not found."""
+class _DlpackFunctions(NamedTuple):
+    """jaxlib's own DLPack functions: from a capsule to an array, and back."""
+
+    to_array: Any
+    to_capsule: Any
+
+
+def _private() -> _DlpackFunctions | None:
+    """jaxlib's own DLPack functions, or None where they are not found."""
     try:
         from jax._src.lib import _jax
 
-        return _jax.dlpack_managed_tensor_to_buffer, _jax.buffer_to_dlpack_managed_tensor
+        return _DlpackFunctions(
+            to_array=_jax.dlpack_managed_tensor_to_buffer, to_capsule=_jax.buffer_to_dlpack_managed_tensor
+        )
     except (ImportError, AttributeError):
         return None
 
@@ -218,17 +227,20 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device)
         ready.record(torch.cuda.current_stream(device))
         torch.cuda.ExternalStream(stream, device=device).wait_event(ready)
     code = _DLPACK_DEVICE[device.type]
-    return [_PRIVATE[0](torch.utils.dlpack.to_dlpack(tensor), target, stream, None, code) for tensor in tensors]
+    to_array = _PRIVATE.to_array
+    return [to_array(torch.utils.dlpack.to_dlpack(tensor), target, stream, None, code) for tensor in tensors]
 
 
 def _view(array: jax.Array, stream: int | None) -> torch.Tensor:
     """A tensor over JAX's memory; on a GPU, `stream` waits for JAX."""
     if _PRIVATE is not None:
-        return torch.utils.dlpack.from_dlpack(_PRIVATE[1](array, stream=stream))
+        return torch.utils.dlpack.from_dlpack(_PRIVATE.to_capsule(array, stream=stream))
     return torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=stream))  # type: ignore[call-arg]
 
 
 class _Entry(NamedTuple):
+    """Memory of JAX's that is held until the event `copied`. size: its bytes."""
+
     copied: torch.cuda.Event
     memory: list[torch.Tensor]
     size: int
@@ -254,7 +266,7 @@ class _Held:
         released = []  # freed after the lock is, as freeing runs code of JAX's
         with self._lock:
             queue = self._queues.setdefault((index, stream.cuda_stream), collections.deque())
-            queue.append(_Entry(copied, memory, size))
+            queue.append(_Entry(copied=copied, memory=memory, size=size))
             self._sizes[index] += size
             for (owner, _), entries in self._queues.items():
                 while owner == index and entries and entries[0].copied.query():

@@ -176,7 +176,7 @@ def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, tempera
 
     Dilated attention has no cache: there, the whole sequence is run anew for each byte.
     """
-    # Decoding asks for other things than training: a start within the sequence, one query.
+    # Decoding has other needs than training: queries that start within the sequence, and one query a step.
     config = dataclasses.replace(trainer.settings.model, implementation=None)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, nnx.Rngs(0))))
 
@@ -189,9 +189,9 @@ def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, tempera
             token = jax.random.categorical(key, logits[:, -1:] / temperature).astype(jnp.int32)
             return model(token, cache=cache), token[0, 0]
 
-        start = model(prompt[None], cache=model.init_cache(1, len(prompt) + length))
-        start = (start[0][:, -1:], start[1])
-        return jax.lax.scan(one, start, jax.random.split(key, length))[1]
+        logits, cache = model(prompt[None], cache=model.init_cache(1, len(prompt) + length))
+        _, tokens = jax.lax.scan(one, (logits[:, -1:], cache), jax.random.split(key, length))
+        return tokens
 
     @jax.jit
     def generate_without_cache(params, prompt, key):
@@ -203,10 +203,11 @@ def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, tempera
             token = jax.random.categorical(key, logits / temperature).astype(jnp.int32)
             return jax.lax.dynamic_update_index_in_dim(tokens, token[:, None], index + 1, axis=1), token[0]
 
-        # What stands past the last token has no say in it.
+        # Attention is causal: padding past the last token has no effect.
         tokens = jnp.pad(prompt[None], ((0, 0), (0, length)))
         places = len(prompt) - 1 + jnp.arange(length)
-        return jax.lax.scan(one, tokens, (places, jax.random.split(key, length)))[1]
+        _, drawn = jax.lax.scan(one, tokens, (places, jax.random.split(key, length)))
+        return drawn
 
     generate = generate_without_cache if isinstance(config, LongNetConfig) else generate_with_cache
     tokens = generate(trainer.params, jnp.asarray(prompt, jnp.int32), jax.random.key(seed))
