@@ -71,6 +71,7 @@ def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):
     assert len(json.loads(output.read_text())["rows"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_config_that_does_not_return_is_left_behind(tmp_path, run_script):
     output = tmp_path / "sweep.json"

@@ -18,6 +18,14 @@ def cases(names: Iterable[Any], quick: Collection[str]) -> list[Any]:
     return [pytest.param(x, id=str(x), marks=() if str(x) in quick else pytest.mark.slow) for x in names]
 
 
+def pairs(names: Iterable[Any], others: Iterable[Any], quick: tuple[Any, Any]) -> list[Any]:
+    """Every pair of a name and another, as two parameters. Those with neither of the `quick` two are marked slow."""
+    both = list(itertools.product(names, others))
+    assert quick in both, quick
+    mark = lambda pair: () if quick[0] == pair[0] or quick[1] == pair[1] else pytest.mark.slow
+    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=mark(pair)) for pair in both]
+
+
 def groups(names: Iterable[str], quick: Collection[str], size: int) -> list[Any]:
     """The names in tuples of one tier, of `size` at most, for tests whose process takes as long to start as a case."""
     names = list(names)
