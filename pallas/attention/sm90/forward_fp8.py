@@ -29,6 +29,7 @@ from jax_kernels.pallas.attention.sm90.forward_compute import (
     Exponentials,
     LoopState,
     TileSums,
+    with_accumulators,
 )
 from jax_kernels.pallas.attention.sm90.forward_loop import KvLoop, PingPong, Ring, WorkTile, run_warpgroups
 from jax_kernels.pallas.attention.sm90.head_views import Call
@@ -286,16 +287,11 @@ class Compute(ComputeWarpgroup):
 
     def run_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
         scheduler, v_head_dim = self.kv_loop.scheduler, self.arrays.value.shape[2]
-        whole = self.kv_loop.work_tile(index)
-        own = self.kv_loop.own(whole, self.w)
-        slot = self.skip_others(whole, own, slot)
+        own, slot = self.own_tile(index, slot)
         plgpu.barrier_wait(self.scratch.q_ready.at[self.w])
         tile = QueryTile(index=index, own=own, scale=self.arrays.factors[own.b, own.h, 0])
-        sums = pl.run_scoped(
-            lambda acc_ref, s_ref: self.attend(tile, slot, Accumulators(acc_ref=acc_ref, s_ref=s_ref)),
-            plgpu.ACC((64, v_head_dim), jnp.float32),
-            plgpu.ACC((64, self.kv_loop.block_kv), jnp.float32),
-        )
+        attend = functools.partial(self.attend, tile, slot)
+        sums = with_accumulators(attend, v_head_dim=v_head_dim, block_kv=self.kv_loop.block_kv)
         following = scheduler.following(self.fetched, index, turn)
 
         @pl.when(following < scheduler.count)

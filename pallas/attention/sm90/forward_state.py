@@ -207,6 +207,10 @@ class Scratch:
     bias: Stage | None
     fetched: Fetched
 
+    def lse_and_excess(self, plan: Plan, w: int) -> tuple[Any, Any]:
+        """The rows of compute warpgroup number w; the excess is None where the kernel does not compute it."""
+        return self.rows.at[0, w], self.rows.at[1, w] if plan.has_excess else None
+
     @classmethod
     def of(cls, plan: Plan, dense: Dense) -> "Scratch":
         config, qk_tiles, v_tiles, has_segments = plan.config, plan.qk_tiles, plan.v_tiles, plan.has_segments
