@@ -1,1 +1,1 @@
-"""What any Mosaic kernel needs: its launch, barriers, tiles in shared memory, registers, and who takes which tile."""
+"""Parts of any Mosaic kernel: its launch, barriers, tiles in shared memory, registers, and scheduler."""
