@@ -32,7 +32,7 @@ COMPUTE_REGISTERS, MEMORY_REGISTERS = 208, 80
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """The arrays that the kernel reads, in device memory.
+    """The arrays that the kernel reads, in device memory, in the order of its operands.
 
     query: [B, Hkv, rows, D], packed. key, value: [B, capacity, Hkv, D], or pages. lengths: [B]. sinks: [B, Hkv, rows]
     or None. tables: the pages of each sequence, or None.

@@ -99,7 +99,7 @@ def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """The arrays that the kernel reads, in device memory.
+    """The arrays that the kernel reads, in device memory, in the order of its operands.
 
     bounds: None where they are known when tracing. counter: TileScheduler.counter's. factors: [B, H, 2] float32, of the
     scores and of the output. value: transposed, see fp8_values.py.
@@ -173,7 +173,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factor
 
 
 def _run(arrays: Arrays, scheduler: TileScheduler, options: AttentionOptions, call: Call, *, config, interpret: bool):
-    """Launches the kernel: (out, lse), whose rows are whole blocks."""
+    """Launches the kernel: (out, lse). The rows of lse are whole blocks."""
     batch, q_length, heads, head_dim = arrays.query.shape
     v_head_dim = arrays.value.shape[2]
     leaves, tree = jax.tree.flatten(arrays)
