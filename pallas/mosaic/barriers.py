@@ -1,4 +1,4 @@
-"""How warpgroups wait for one another, and how CTAs count in device memory."""
+"""Barriers between warpgroups, and counters in device memory that CTAs share."""
 
 from typing import Any, NamedTuple
 
@@ -8,9 +8,9 @@ from jax_kernels.pallas.mosaic import interpreter
 
 
 class Barriers:
-    """A kernel's barriers by name, each with how many there are and how many arrivals each counts.
+    """A kernel's barriers by name. wanted: for each name (how many barriers, how many arrivals each one counts).
 
-    merged: those that count as many stand in one array. A thread keeps the phases of an array in one register.
+    merged: barriers that count equally many arrivals share an array. A thread keeps an array's phases in one register.
     """
 
     def __init__(self, wanted: dict[str, tuple[int, int]], *, merged: bool):
@@ -23,11 +23,15 @@ class Barriers:
             self._arrays[array] = first + count, arrivals
 
     def scratch(self) -> list[Any]:
-        """For pl.run_scoped."""
+        """The arrays of barriers, for pl.run_scoped."""
         return [plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n, arrivals in self._arrays.values()]
 
     def of(self, scratch: list[Any], name: str) -> Any:
+<<<<<<< HEAD
         """The barriers of this name: `.at[i]` is number i; None where none was wanted."""
+=======
+        """The barriers of a name: its `.at[i]` is barrier number i. None where none was wanted."""
+>>>>>>> h_fwd
         if name not in self._places:
             return None
         array, first = self._places[name]
@@ -50,7 +54,7 @@ class _From(NamedTuple):
 
 
 def named_barrier(kind: str, index: int, threads: int) -> None:
-    """bar.sync or bar.arrive on a hardware barrier. It is cheaper than an mbarrier, which would be polled."""
+    """Issues bar.sync or bar.arrive on a hardware barrier. An mbarrier would be polled, which takes longer."""
 
     @plgpu.inline_mgpu(arg_types=(), return_type=None)
     def barrier(_):
@@ -64,9 +68,9 @@ def named_barrier(kind: str, index: int, threads: int) -> None:
 
 
 def count_up(counter_ref, out_ref, first: int = 0, *, release: bool = False) -> None:
-    """out_ref[0] = first + how often the counter in device memory, [1], was counted up before.
+    """Adds 1 to a counter [1] in device memory: out_ref[0] = first + the counter's value before.
 
-    release: what the calling thread has in device memory before is seen by those who count later.
+    release: threads that count later see what the calling thread wrote to device memory before.
     """
     if interpreter.INTERPRETED:
         count = counter_ref[0]

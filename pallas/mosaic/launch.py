@@ -1,4 +1,4 @@
-"""How a Mosaic kernel is launched."""
+"""The launch of a Mosaic kernel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def launch(
 ) -> Callable[..., Any]:
     """plgpu.kernel over axes "cta" and "wg". With Warpgroup semantics the kernel places all barriers itself.
 
-    Inside jax.shard_map the results vary over the mesh axes that the arguments vary over. params: more of
+    Inside jax.shard_map the results vary over the mesh axes that the arguments vary over. params: further fields of
     plgpu.CompilerParams.
     """
     is_lane = semantics == plgpu.LoweringSemantics.Lane

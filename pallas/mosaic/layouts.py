@@ -1,4 +1,4 @@
-"""How tiles lie in registers and in shared memory, as wgmma and the tensor memory accelerator take them."""
+"""The layouts of tiles in registers and shared memory that wgmma and the tensor memory accelerator take."""
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 

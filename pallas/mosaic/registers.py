@@ -21,10 +21,10 @@ def recomputed(index):
 
 
 def zeros_stay() -> None:
-    """Behind a product: keeps the number that its accumulators are zeroed by apart from them.
+    """Uses the zero that a product's accumulators start from once more, behind that product.
 
-    Where nothing uses the zero later, LLVM makes it one of the accumulators, and ptxas then no longer sees that the
-    product starts from zeros: it writes them to each register.
+    Without a later use LLVM makes the zero one of the accumulators. ptxas then no longer sees that the product starts
+    from zeros, and writes a zero to each register.
     """
     if interpreter.INTERPRETED:
         return
@@ -42,7 +42,7 @@ def zeros_stay() -> None:
 
 
 def all_of_warp(rows) -> jax.Array:
-    """Whether a bool [64] is True in all 16 rows of a warp: a scalar bool, the same in a warp, not in a warpgroup.
+    """Whether a bool [64] is True in all 16 rows of a warp: a scalar bool, which differs between a warpgroup's warps.
 
     A branch on it may hold no operation of a whole warpgroup.
     """
@@ -68,7 +68,10 @@ def all_of_warp(rows) -> jax.Array:
 
 
 def any_of_warp_above(numbers, rows) -> jax.Array:
-    """Whether any of numbers [64, n] is above its row's of rows [64], or NaN, in a warp: a bool as all_of_warp's."""
+    """Whether any of a warp's numbers [64, n] is NaN or above the limit of its row: a bool as all_of_warp's.
+
+    rows: [64], the limits.
+    """
     if interpreter.INTERPRETED:
         return jnp.any(~(numbers <= rows[:, None]))
 
@@ -98,9 +101,9 @@ def any_of_warp_above(numbers, rows) -> jax.Array:
 
 
 def reciprocal(x):
-    """1 / x of [64, n] in the layout of wgmma's results, for x of at least 2^-126; of more than 2^126 it is 0.
+    """1 / x for x [64, n] in the layout of wgmma's results. x is at least 2^-126; above 2^126 the result is 0.
 
-    An instruction, where a division is five: four are for the smallest numbers.
+    This is one instruction. A division is five, of which four serve the smallest numbers.
     """
     if interpreter.INTERPRETED:
         return 1 / x

@@ -17,9 +17,9 @@ from jax_kernels.pallas.mosaic.registers import recomputed
 class SmemTiles:
     """Shared memory for 16-bit tiles [..., rows, columns], as [..., chunks, rows, width].
 
-    any_rows: whether an array may have any number of rows. Copies take 64 columns at a time then, which is the chunks'
-    width. whole: a product is to have all columns in one chunk, for which copies take 8 rows at a time, and
-    do not keep up with the forward. swizzled: for wgmma; else plain rows. The interpreter copies any rows as they are.
+    any_rows: whether an array may have any number of rows. Then copies take 64 columns at a time, as wide as a chunk.
+    whole: a product takes all columns in one chunk. Then copies take 8 rows at a time, which is too slow for the
+    forward. swizzled: for wgmma; else plain rows. The interpreter copies any number of rows as they are.
     """
 
     def __init__(self, columns: int, any_rows: bool, *, whole: bool = False, swizzled: bool = True):
@@ -33,7 +33,7 @@ class SmemTiles:
         self.eights = self.whole and self.retiled
 
     def scratch(self, *shape: int, dtype: Any) -> Any:
-        """For pl.run_scoped. shape: without the columns."""
+        """The memory, for pl.run_scoped. shape: that of the tiles without the columns."""
         *outer, rows = shape
         tiles = plgpu.SMEM((*outer, self.count, rows, self.width), dtype, transforms=self.transforms)
         if not self.retiled:
@@ -42,11 +42,11 @@ class SmemTiles:
         return plgpu.RefUnion(tiles, plgpu.SMEM((*outer, *copied), dtype, transforms=ROWS))
 
     def views(self, smem: Any) -> tuple[Any, Any]:
-        """(for wgmma and stores, for copies) of what scratch asked for."""
+        """The scratch memory as (wgmma and stores, copies) see it."""
         return tuple(smem) if self.retiled else (smem, smem)
 
     def copies(self, rows: int) -> int:
-        """How many a tile takes: a barrier's arrivals."""
+        """The number of copies that a tile takes, which is what its barrier counts."""
         return rows // 8 * (self.width // 64) if self.eights else self.count
 
     def _each(self, gmem: Any, smem: Any, copy: Callable[[Any, Any], None]) -> None:
@@ -63,10 +63,11 @@ class SmemTiles:
         lax.fori_loop(0, recomputed(smem.shape[0] * (self.width // 64)), eight, None)
 
     def load(self, gmem: Any, smem: Any, barrier: Any) -> None:
-        """gmem: [rows, columns] in device memory. smem: a tile, as views has it for copies."""
+        """Starts the copies of a tile. gmem: [rows, columns] in device memory. smem: the tile as copies see it."""
         self._each(gmem, smem, lambda gmem, smem: plgpu.copy_gmem_to_smem(gmem, smem, barrier))
 
     def store(self, smem: Any, gmem: Any) -> None:
+        """Starts the copies of a tile to device memory."""
         self._each(gmem, smem, lambda gmem, smem: plgpu.copy_smem_to_gmem(smem, gmem))
 
     def chunks(self, x: Any) -> list[Any]:
@@ -74,20 +75,20 @@ class SmemTiles:
         return [x] if self.count == 1 else [x[:, self.width * c : self.width * (c + 1)] for c in range(self.count)]
 
     def sixty_four(self, smem: Any, start: int) -> Any:
-        """64 columns from there on, of a tile."""
+        """The 64 columns of a tile from column `start` on."""
         c, start = divmod(start, self.width)
         return smem.at[c, :, start : start + 64] if self.width > 64 else smem.at[c]
 
 
 def has_odd_length(*arrays: jax.Array) -> bool:
-    """Whether one of them, [B, length, ...], has other than whole swizzle atoms of 8 rows."""
+    """Whether the length of an array [B, length, ...] is no multiple of the 8 rows of a swizzle atom."""
     return any(x.shape[1] % 8 != 0 for x in arrays)
 
 
 def pad_for_tma(x: jax.Array, head_dim_multiple: int = 64, *, any_rows: bool = False) -> jax.Array:
-    """[B, length, H, D] with zeros up to whole swizzle atoms: columns of 64, and 8 rows but for any_rows.
+    """Pads [B, length, H, D] with zeros to whole swizzle atoms: D to 64 columns, and length to 8 rows unless any_rows.
 
-    The zeros change no score and no column that counts; keys past the end are left to the predicate.
+    The zeros change no score, and their columns of the output are dropped. Kernels mask keys past the end.
     """
     length, columns = 0 if any_rows else -x.shape[1] % 8, -x.shape[3] % head_dim_multiple
     return jnp.pad(x, [(0, 0), (0, length), (0, 0), (0, columns)]) if length or columns else x

@@ -1,8 +1,8 @@
-"""Equal tiles of work on many SMs, of which the last round is split: its tiles are shared out in parts.
+"""Equal tiles of work on many SMs, where the tiles of the last round are split into parts.
 
-So many tiles take ceil(tiles / SMs) rounds, however few are left for the last one. Where rounds are few, SMs without a
-tile are lost time: split into parts that a CTA each takes, the last tiles fill the machine. The parts of a tile add
-what they have to sums in device memory; a counter says which of them arrives last and has it all.
+Tiles take ceil(tiles / SMs) rounds, however few are left for the last one. Where rounds are few, SMs without a tile
+lose much time. Split into parts, with a CTA for each, the last tiles fill the machine. The parts of a tile add their
+results to sums in device memory. A counter says which part arrives last: that one reads the finished sums.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ WORTHWHILE = 0.15
 
 @dataclasses.dataclass(frozen=True)
 class SplitTail:
-    """`tiles` tiles of `steps` steps each, of which those from `whole` on are in `parts` parts each."""
+    """`tiles` tiles of `steps` steps each. The tiles from number `whole` on are split into `parts` parts each."""
 
     tiles: int
     steps: int
@@ -67,7 +67,11 @@ class SplitTail:
         return jnp.where(cta < self.whole, self.steps, end - self.first(cta))
 
     def shared(self, *shape: int, warpgroups: int) -> dict[str, Any]:
+<<<<<<< HEAD
         """The refs that the parts of a tile share: sums of this shape, and for each warpgroup how many have arrived."""
+=======
+        """The refs that the parts of a tile share: sums of this shape, and a counter of arrivals for each warpgroup."""
+>>>>>>> h_fwd
         if self.parts == 1:
             return {"sums": None, "arrived": None}
         split = self.tiles - self.whole

@@ -1,9 +1,9 @@
-"""Which tiles a persistent CTA takes, in which order. A tile: a (batch entry, head, block of its rows).
+"""The order in which persistent CTAs take their tiles. A tile is a (batch entry, head, block of its rows).
 
-A launch may serve several calls, whose tiles follow upon one another.
+A launch may serve several calls, whose tiles follow one after another.
 
-The tiles are dealt out in turn; or (dynamic) a CTA asks a counter in device memory for its next one, a tile ahead, so
-that long and short ones even out.
+The tiles are dealt out in turn. If dynamic, a CTA asks a counter in device memory for its next tile, one tile ahead:
+long and short tiles even out.
 """
 
 import dataclasses
@@ -23,7 +23,11 @@ from jax_kernels.pallas.mosaic.registers import as_int32
 
 
 class Fetched(NamedTuple):
+<<<<<<< HEAD
     """The numbers of tiles that were fetched off the counter: the next one and the one after it."""
+=======
+    """Shared memory for two tile numbers from the counter, that of the next tile and the one after, with barriers."""
+>>>>>>> h_fwd
 
     smem: Any
     ready: Any
@@ -31,7 +35,11 @@ class Fetched(NamedTuple):
 
 
 class Shape(NamedTuple):
+<<<<<<< HEAD
     """The shape of a call's tiles. blocks: of a head's rows, which are queries or keys."""
+=======
+    """The tiles of a call. blocks: the number of blocks of a head's rows, which are queries or keys."""
+>>>>>>> h_fwd
 
     batch: int
     heads: int
@@ -48,9 +56,9 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileScheduler:
-    """shapes: of each call. heads_together: as in AttentionForwardSm90. core_count: CTAs that run at a time.
+    """shapes: one for each call. heads_together: as in AttentionForwardSm90. core_count: CTAs that run at a time.
 
-    is_causal: of queries, whose last blocks are the longest walks.
+    is_causal: the rows are queries of a causal call, whose last blocks have the most keys.
     """
 
     shapes: tuple[Shape, ...]
@@ -69,15 +77,19 @@ class TileScheduler:
 
     @property
     def fetches(self) -> bool:
-        """Whether there is a counter: CTAs that have a tile each need none."""
+        """Whether there is a counter. CTAs with one tile each need none."""
         return self.dynamic and self.count > self.core_count
 
     def counter(self) -> Any:
-        """A new one, for a launch; None where nothing is fetched."""
+        """A new counter for a launch. None where nothing is fetched."""
         return jax.new_ref(jnp.zeros((1,), jnp.int32)) if self.fetches else None
 
     def scratch(self, warpgroups: int) -> Fetched:
+<<<<<<< HEAD
         """The scratch of Fetched, for pl.run_scoped; Nones where nothing is fetched."""
+=======
+        """The memory of Fetched, for pl.run_scoped. Its fields are None where nothing is fetched."""
+>>>>>>> h_fwd
         if not self.fetches:
             return Fetched(None, None, None)
         barrier = functools.partial(plgpu.Barrier, num_barriers=2)
@@ -88,13 +100,13 @@ class TileScheduler:
         return list(itertools.accumulate(shape.tiles for shape in self.shapes))
 
     def call(self, index):
-        """The number of the call that tile number `index` is of."""
+        """The number of the call that has tile number `index`."""
         if len(self.shapes) == 1:
             return 0
         return sum((index >= end).astype(jnp.int32) for end in self._ends[:-1])
 
     def place(self, index, call: int = 0):
-        """(batch entry, head, block) of tile number `index`, which is of this call."""
+        """(batch entry, head, block) of tile number `index`, a tile of this call."""
         shape = self.shapes[call]
         index = index - self._ends[call - 1] if call else index
         # Of views, heads of one batch entry at a time, which stand side by side in memory: four groups of 8192 tokens
@@ -110,7 +122,7 @@ class TileScheduler:
         return b, h, block
 
     def fetch(self, counter, fetched: Fetched, turn) -> None:
-        """For one warpgroup, during the CTA's tile number `turn`: has the one after it fetched."""
+        """Fetches the tile after the CTA's tile number `turn`. One warpgroup calls it, once a tile."""
         if not self.fetches:
             return
         slot = (turn + 1) & 1
@@ -123,7 +135,7 @@ class TileScheduler:
         plgpu.barrier_arrive(fetched.ready.at[slot])
 
     def following(self, fetched: Fetched, index, turn):
-        """The tile after `index`, the CTA's tile number `turn`. Every warpgroup asks once a tile."""
+        """The tile after `index`, the CTA's tile number `turn`. Every warpgroup calls it once a tile."""
         if not self.fetches:
             return index + self.ctas
         slot = (turn + 1) & 1
@@ -133,7 +145,7 @@ class TileScheduler:
         return following
 
     def leave_following(self, counter, index, smem) -> Any:
-        """The tile after `index`, for one warpgroup, which leaves it in shared memory, [1], for the others."""
+        """The tile after `index`. One warpgroup calls it; smem [1] then holds the tile for the others."""
         if self.fetches:
             count_up(counter, smem, self.ctas)
         else:
@@ -142,9 +154,9 @@ class TileScheduler:
         return smem[0]
 
     def for_each(self, first, run, state=0) -> None:
-        """run(index, turn, state) -> (following tile, state) for the CTA's tiles, of which it has the first one.
+        """Calls run(index, turn, state) -> (following tile, state) for the CTA's tiles. first: its first tile.
 
-        state: what goes on from one tile to the next, such as a slot: that of the first one.
+        state: carried from one tile to the next, such as a slot. The first tile starts from this one.
         """
 
         def body(carry):

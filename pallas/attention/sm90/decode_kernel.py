@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import softmax
-from jax_kernels.pallas.attention.sm90.forward_compute import Accumulators, TileSums
+from jax_kernels.pallas.attention.sm90.forward_compute import Accumulators, TileSums, with_accumulators
 from jax_kernels.pallas.attention.sm90.softcap import softcapped
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED, SWIZZLED_F32, WGMMA
@@ -32,7 +32,7 @@ COMPUTE_REGISTERS, MEMORY_REGISTERS = 208, 80
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """The arrays that the kernel reads, in device memory.
+    """The arrays that the kernel reads, in device memory, in the order of its operands.
 
     query: [B, Hkv, rows, D], packed. key, value: [B, capacity, Hkv, D], or pages. lengths: [B]. sinks: [B, Hkv, rows]
     or None. tables: the pages of each sequence, or None.
@@ -343,11 +343,8 @@ class Compute(Warpgroup):
         plgpu.copy_gmem_to_smem(queries, scratch.q_smem.at[w], scratch.q_ready.at[w])
         rows = self._row_limits(item)
         plgpu.barrier_wait(scratch.q_ready.at[w])
-        sums = pl.run_scoped(
-            lambda acc_ref, s_ref: self._attend(item, rows, slot, Accumulators(acc_ref=acc_ref, s_ref=s_ref)),
-            plgpu.ACC((TILE, plan.v_head_dim), jnp.float32),
-            plgpu.ACC((TILE, plan.config.block_kv), jnp.float32),
-        )
+        attend = functools.partial(self._attend, item, rows, slot)
+        sums = with_accumulators(attend, v_head_dim=plan.v_head_dim, block_kv=plan.config.block_kv)
         self._epilogue(item, tile_rows, sums)
         return sums.slot
 

@@ -1,10 +1,11 @@
-"""Attention forward on Hopper: what its kernel reads, made by XLA, and whether lengths bound the scores.
+"""Attention forward on Hopper: the arrays that its kernel reads, and whether vector norms bound the scores.
 
-The walk over keys keeps a running maximum per row, as usual, only where it has to. Lengths bound scores: |q . k| <=
-|q| |k|, and the longest query and key of a head are known beforehand. Where nothing can rise far above the maximum of a
-row's first block, a maximum that no score exceeds serves to the end: bfloat16 and float32 have the exponents for it.
-That leaves out the search for the maximum, the rescaling, and the wait for both, which are a third of the instructions.
-The first block is the diagonal of causal work, so that rows with few keys never see this.
+The kernel's loop over keys keeps a running maximum per row only where it has to. Norms bound scores: |q . k| <=
+|q| |k|, and the largest norms of a head's queries and keys are computed beforehand. Where no score can rise far above
+the maximum of a row's first block, a maximum that no score exceeds serves to the end: bfloat16 and float32 have the
+exponents for it. The kernel then leaves out the search for the maximum, the rescaling, and the wait for both, which are
+a third of its instructions. In causal work the first block is the one on the diagonal: rows with few keys have no
+other.
 """
 
 import dataclasses
@@ -27,19 +28,17 @@ from jax_kernels.pallas.attention.sm90.softcap import TANH_UP_TO
 from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length, pad_for_tma
 from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
 
-# Keys per query from which a look at all queries and keys beforehand pays: it reads them once, and saves a tenth of
-# the walk. At 2048 it gains 2 %, at 1024 (causal, 2048 long) it loses 10.
+# The norms are computed from so many keys per query on. This reads all queries and keys once, and saves a tenth of the
+# loop over keys. It gains 2 % at 2048 keys per query, and loses 10 % at 1024 (causal, 2048 long).
 BOUNDED_FROM = 2048
-# The same with a window or segments, of which the latter's keys are not known: at 2048 keys of a window it loses 4 %,
-# with 8 causal documents in 8192 tokens 15, and 3 where it is a look at keys alone.
+# The same with a window or segments. It loses 4 % at a window of 2048 keys, and 15 % with 8 causal documents in 8192
+# tokens, or 3 % where only the keys' norms are computed. How many keys a segment has is not known beforehand.
 BOUNDED_FROM_LIMITED = 8192
-# And of a mask's lists: of 8192 keys, the look costs 28 % of a call at a tenth of the blocks, 5 at three tenths, and
-# gains 7 at a half.
+# The same with a mask's lists. With 8192 keys it loses 28 % of a call's time where a tenth of the blocks is live, loses
+# 5 % at three tenths, and gains 7 % at a half.
 BOUNDED_FROM_LISTS = 3072
-
-
-# Tiles for each core up to which calls share a launch: four calls of 0.2 to 1.9 take 0.045 ms, one launch each 0.080.
-# Of 8 to 31 they take 2 % more than apart: a tile has to find its call, and the arrays of it.
+# Calls with up to so many tiles per core share a launch. Four calls of 0.2 to 1.9 tiles per core take 0.045 ms in one
+# launch and 0.080 ms in four. Calls of 8 to 31 take 2 % more in one: a tile has to find its call and its arrays.
 TOGETHER_UP_TO = 4
 
 
@@ -59,7 +58,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     largest = small = None
     is_limited = options.window is not None or segments is not None
     bounded_from = BOUNDED_FROM_LISTS if lists is not None else BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM
-    # A score_mod's bound, and whether its scores are small, are of a head as a whole.
+    # The bounds under a score_mod, and whether scores are small, are those of a whole head.
     measures_q = config.measures_q and mod is None and not options.softcap
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
     if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and dense is None:
@@ -94,7 +93,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
 def attention_forward_together(inputs, options, *, out_dtype, config, core_count, interpret) -> list[tuple[Any, Any]]:
     """attention_forward's results of several calls, those of few tiles in one launch.
 
-    The calls have query, key and value alone. Of their options, which heads they take may differ.
+    The calls have query, key and value alone. Their options differ only in which heads they take.
     """
     named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
     calls = [head_views.Call.of(*call) for call in zip(inputs, options, strict=True)]
@@ -104,11 +103,12 @@ def attention_forward_together(inputs, options, *, out_dtype, config, core_count
         looks = config.bounded and _look_pays(keys[i], BOUNDED_FROM, inputs[i].query, calls[i].heads)
         return not looks and _shape_of(calls[i], config).tiles <= TOGETHER_UP_TO * core_count
 
-    # The longest walks first, as within a call.
+    # Calls with the most keys per query first, as tiles within a call.
     together = sorted(filter(is_small, range(len(calls))), key=lambda i: -keys[i])
     others = (i for i in range(len(calls)) if i not in together)
     results = {i: attention_forward(inputs[i], options[i], **named) for i in others}
     if together:
+        # The options differ only in the heads, which each Call has too.
         shared, of_launch = options[together[0]], tuple(calls[i] for i in together)
         query, key, value = zip(*_padded([inputs[i] for i in together]), strict=True)
         scheduler = _scheduler(of_launch, shared, config, core_count, interpret=interpret)
@@ -122,7 +122,7 @@ def attention_forward_together(inputs, options, *, out_dtype, config, core_count
 
 
 def _padded(inputs: Sequence[AttentionInputs]) -> list[tuple[jax.Array, ...]]:
-    """(query, key, value) of calls of one launch."""
+    """(query, key, value) of each call of a launch, padded for the tensor memory accelerator."""
     any_rows = has_odd_length(*(x for of in inputs for x in (of.query, of.key)))
     return [tuple(pad_for_tma(x, any_rows=any_rows) for x in of[:3]) for of in inputs]
 
@@ -165,12 +165,12 @@ def _shape_of(call: head_views.Call, config) -> Shape:
 
 
 def _look_pays(keys: int, bounded_from: float, query: jax.Array, heads: int) -> bool:
-    """Whether a bound of the scores is worth a look at all heads of an array, where a call takes so many of them."""
+    """Whether bounds of the scores are worth the norms of all heads of an array. heads: those that the call takes."""
     return keys >= bounded_from * query.shape[2] / heads
 
 
 def listed_blocks(config) -> dict[str, Any]:
-    """Of which blocks lists_of makes the lists of a mask."""
+    """The arguments of block_lists.lists_of that say which blocks the forward visits."""
     blocks = {"block_q": config.block_q, "block_kv": config.block_kv}
     return {**blocks, "by": "query", "heads_together": config.heads_together}
 
@@ -178,10 +178,10 @@ def listed_blocks(config) -> dict[str, Any]:
 def _bounds(
     query, key, mod, options: AttentionOptions, *, no_later_keys: bool, interpret: bool, measures_q: bool = False
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """(largest, small), [B, H] each: what no score of a head, in base 2, exceeds; None where that is not known.
+    """(largest, small), both [B, H]. No score of a head exceeds its largest, in base 2; None where that is not known.
 
-    small: int32, whether its scores are all so small that a softcap's tanh is a polynomial; None without one.
-    measures_q: largest is for queries of length 1.
+    small: int32, whether all scores of a head are so small that a softcap's tanh is a polynomial; None without a
+    softcap. measures_q: largest is for queries of norm 1.
     """
     cap, room = options.softcap, softmax.room(query.dtype)
 
@@ -207,7 +207,7 @@ def _bounds(
 
 
 def _keys_per_query(options: AttentionOptions, kv_length: int) -> int:
-    """How many keys a query attends to, about: what limits them beside causality and the window is not known."""
+    """About how many keys a query attends to, by causality and the window alone."""
     keys = kv_length // 2 if options.is_causal else kv_length
     if options.window is None or options.window[0] < 0:
         return keys

@@ -10,9 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels.pallas.attention.sm90.bias import Stage
 from jax_kernels.pallas.attention.sm90.forward_loop import KvLoop, PingPong, Ring, WorkTile
 from jax_kernels.pallas.mosaic.tile_scheduler import Fetched
 
@@ -50,6 +53,15 @@ class Accumulators:
     s_ref: Any
 
 
+def with_accumulators(run: Callable[[Accumulators], Any], *, v_head_dim: int, block_kv: int) -> Any:
+    """run(accumulators), the first of which starts from zeros, for 64 queries."""
+    return pl.run_scoped(
+        lambda acc_ref, s_ref: run(Accumulators(acc_ref=acc_ref, s_ref=s_ref)),
+        plgpu.ACC((64, v_head_dim), jnp.float32),
+        plgpu.ACC((64, block_kv), jnp.float32),
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exponentials:
     """A step's softmax: P = exp2(S - row_max), the new row_max and row_sum, and the factor alpha for O.
@@ -68,7 +80,8 @@ class Exponentials:
 class ComputeWarpgroup(abc.ABC):
     """Compute warpgroup number w, which owns 64 queries of every work tile.
 
-    A subclass says how products are issued and how P is computed. `tile`: its state of a work tile.
+    A subclass says how products are issued and how P is computed. `tile`: its state of a work tile. bias: the stage of
+    a step's bias, None without one.
     """
 
     kv_loop: KvLoop
@@ -76,35 +89,36 @@ class ComputeWarpgroup(abc.ABC):
     ring: Ring
     fetched: Fetched
     w: int
+    bias: Stage | None = None
 
     def run(self) -> None:
         """Computes the warpgroup's queries of all work tiles of the CTA."""
-        self.free_memory()
+        self.ring.free()
+        if self.bias is not None:
+            plgpu.barrier_arrive(self.bias.free)
         self.pingpong.start(self.w)
         self.load_q(self.kv_loop.first_tile(), 0)
         self.kv_loop.for_each_tile(self.run_tile)
         self.pingpong.end(self.w)
         plgpu.wait_smem_to_gmem(0)
 
-    def free_memory(self) -> None:
-        """Says to the memory warpgroup that it may load everywhere."""
-        self.ring.free()
-
-    def skip_others(self, whole: WorkTile, own: WorkTile, slot: Any, bias: Any = None) -> Any:
-        """Skips the tile's blocks that are not the warpgroup's own: the slot of its first one. bias: a dense Stage."""
+    def own_tile(self, index: Any, slot: Any) -> tuple[WorkTile, Any]:
+        """(the warpgroup's part of tile number `index`, the slot of its first block): blocks of others are skipped."""
+        whole = self.kv_loop.work_tile(index)
+        own = self.kv_loop.own(whole, self.w)
 
         def skip(_, slot):
             self.pingpong.wait(self.w)
             self.pingpong.pass_on(self.w)
             self.ring.skip(slot)
-            if bias is not None:
-                plgpu.barrier_wait(bias.ready)
-                plgpu.barrier_arrive(bias.free)
+            if self.bias is not None:
+                plgpu.barrier_wait(self.bias.ready)
+                plgpu.barrier_arrive(self.bias.free)
             return self.ring.following(slot)
 
         if self.kv_loop.same_blocks:
-            return slot
-        return lax.fori_loop(0, whole.blocks.count - own.blocks.count, skip, slot)
+            return own, slot
+        return own, lax.fori_loop(0, whole.blocks.count - own.blocks.count, skip, slot)
 
     def first_scores(self, tile: Any, slot: Any, to: Accumulators) -> Any:
         """S of the first block, beside which no other product runs."""
@@ -164,4 +178,4 @@ class ComputeWarpgroup(abc.ABC):
 
     @abc.abstractmethod
     def rescaled_and_rounded(self, acc: Any, p: Any, rescaled: Callable[[Any], Any]) -> tuple[Any, Any]:
-        """(O under the new maximum, P as the operand of the next O += P V)."""
+        """(O under the new maximum, P as an operand of O += P V)."""

@@ -1,11 +1,11 @@
 """Attention forward on Hopper in 8 bits: forward_compute.py's loop with e4m3 query, key, value and P.
 
-Per tile of 64 x block_kv, 4 * 64 * block_kv * head_dim FLOPs take half the time of 16-bit ones, and 64 * block_kv exp2
-as long as there: at head_dim 128 both products of a tile and its exponentials take 512 cycles each.
+Per tile of 64 x block_kv, the 4 * 64 * block_kv * head_dim FLOPs take half as long as in 16 bits, and the
+64 * block_kv exp2 take as long. At head_dim 128 a tile's products take 512 cycles, and so do its exponentials.
 
-wgmma takes 8-bit operands only with the contracted axis contiguous. For P V that is the axis of the keys: the values
-come transposed, from fp8_values.py. P comes out of Q K^T spread over the threads in pairs of keys, and goes into
-P V in quadruples; it stays where it is, and the values' keys are permuted to match (KEY_ORDER).
+wgmma takes 8-bit operands only with the contracted axis contiguous. For P V that is the axis of the keys, so
+fp8_values.py transposes the values beforehand. Q K^T leaves P spread over the threads in pairs of keys, and P V takes
+it in quadruples. P stays where it is; the values' keys are permuted to match (KEY_ORDER).
 """
 
 import dataclasses
@@ -29,6 +29,7 @@ from jax_kernels.pallas.attention.sm90.forward_compute import (
     Exponentials,
     LoopState,
     TileSums,
+    with_accumulators,
 )
 from jax_kernels.pallas.attention.sm90.forward_loop import KvLoop, PingPong, Ring, WorkTile, run_warpgroups
 from jax_kernels.pallas.attention.sm90.head_views import Call
@@ -39,20 +40,20 @@ from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
 from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, Shape, TileScheduler
 
 E4M3 = jnp.float8_e4m3fn
-# Log2 of P at a row's maximum, and of the largest P for which that maximum is kept. e4m3 has normal numbers from 2**-6
-# to 448: scores may rise by 2.75 before anything is rescaled, and fall by 12 before P loses digits.
+# LARGEST_P: log2 of P at a row's maximum. LIMIT: log2 of the largest P for which that maximum is kept. e4m3 has normal
+# numbers from 2**-6 to 448: scores may rise by 2.75 before anything is rescaled, and fall by 12 before P loses digits.
 LARGEST_P = 6.0
 LIMIT = 8.75
 
 
 def swizzled(columns: int):
-    """The transforms of 8-bit tiles of so many columns, as wgmma reads them."""
+    """The transforms of 8-bit tiles with this many columns, as wgmma reads them."""
     swizzle = math.gcd(columns, 128)
     return plgpu.TilingTransform((8, swizzle)), plgpu.SwizzleTransform(swizzle)  # type: ignore[abstract]
 
 
 def as_operand(p):
-    """P float32 [64, block_kv], rounded to e4m3 as the first operand of wgmma, its keys in KEY_ORDER."""
+    """Rounds P, float32 [64, block_kv], to e4m3: the first operand of wgmma, with its keys in KEY_ORDER."""
     if interpreter.INTERPRETED:
         return reorder_keys(p, axis=1).astype(E4M3)
 
@@ -98,7 +99,7 @@ def reorder_keys(x: jax.Array, axis: int) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """The arrays that the kernel reads, in device memory.
+    """The arrays that the kernel reads, in device memory, in the order of its operands.
 
     bounds: None where they are known when tracing. counter: TileScheduler.counter's. factors: [B, H, 2] float32, of the
     scores and of the output. value: transposed, see fp8_values.py.
@@ -172,7 +173,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factor
 
 
 def _run(arrays: Arrays, scheduler: TileScheduler, options: AttentionOptions, call: Call, *, config, interpret: bool):
-    """Launches the kernel: (out, lse), whose rows are whole blocks."""
+    """Launches the kernel: (out, lse). The rows of lse are whole blocks."""
     batch, q_length, heads, head_dim = arrays.query.shape
     v_head_dim = arrays.value.shape[2]
     leaves, tree = jax.tree.flatten(arrays)
@@ -286,16 +287,11 @@ class Compute(ComputeWarpgroup):
 
     def run_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
         scheduler, v_head_dim = self.kv_loop.scheduler, self.arrays.value.shape[2]
-        whole = self.kv_loop.work_tile(index)
-        own = self.kv_loop.own(whole, self.w)
-        slot = self.skip_others(whole, own, slot)
+        own, slot = self.own_tile(index, slot)
         plgpu.barrier_wait(self.scratch.q_ready.at[self.w])
         tile = QueryTile(index=index, own=own, scale=self.arrays.factors[own.b, own.h, 0])
-        sums = pl.run_scoped(
-            lambda acc_ref, s_ref: self.attend(tile, slot, Accumulators(acc_ref=acc_ref, s_ref=s_ref)),
-            plgpu.ACC((64, v_head_dim), jnp.float32),
-            plgpu.ACC((64, self.kv_loop.block_kv), jnp.float32),
-        )
+        attend = functools.partial(self.attend, tile, slot)
+        sums = with_accumulators(attend, v_head_dim=v_head_dim, block_kv=self.kv_loop.block_kv)
         following = scheduler.following(self.fetched, index, turn)
 
         @pl.when(following < scheduler.count)

@@ -29,10 +29,11 @@ from jax_kernels.pallas.attention.sm90.forward_compute import (
     Exponentials,
     LoopState,
     TileSums,
+    with_accumulators,
 )
 from jax_kernels.pallas.attention.sm90.forward_load import Loader
 from jax_kernels.pallas.attention.sm90.forward_loop import PingPong, WorkTile, run_warpgroups
-from jax_kernels.pallas.attention.sm90.forward_scores import QueryTile, Scores
+from jax_kernels.pallas.attention.sm90.forward_scores import QueryTile, ScoreOps
 from jax_kernels.pallas.attention.sm90.forward_state import Arrays, Plan, Results, Scratch, Smem
 from jax_kernels.pallas.attention.sm90.head_views import Call, of_call
 from jax_kernels.pallas.attention.sm90.softcap import tanh_polynomial
@@ -94,12 +95,13 @@ def _body(plan: Plan, arrays: Arrays, results: Results, scratch: Scratch) -> Non
             ring=scratch.ring,
             fetched=scratch.fetched,
             w=w,
+            bias=scratch.bias,
             plan=plan,
             arrays=arrays,
             results=results,
             scratch=scratch,
             smem=smem,
-            scores_of=Scores(plan=plan, arrays=arrays, scratch=scratch, kv_loop=kv_loop, w=w),
+            score_ops=ScoreOps(plan=plan, arrays=arrays, scratch=scratch, kv_loop=kv_loop, w=w),
         ).run()
 
     run_warpgroups(wg, plan.config, compute, loader.run)
@@ -114,7 +116,7 @@ class Compute(ComputeWarpgroup):
     results: Results
     scratch: Scratch
     smem: Smem
-    scores_of: Scores
+    score_ops: ScoreOps
 
     @property
     def has_small(self) -> bool:
@@ -126,11 +128,6 @@ class Compute(ComputeWarpgroup):
     def has_bounds(self) -> bool:
         """Whether bounds of the scores are known, by which the maximum of a row's first block may serve to the end."""
         return self.arrays.score_bounds is not None
-
-    def free_memory(self) -> None:
-        self.ring.free()
-        if self.scratch.bias is not None:
-            plgpu.barrier_arrive(self.scratch.bias.free)
 
     def load_q(self, index: Any, turn: Any) -> None:
         plan, w, tile = self.plan, self.w, self.kv_loop.work_tile(index)
@@ -152,15 +149,9 @@ class Compute(ComputeWarpgroup):
 
     def run_tile(self, index: Any, turn: Any, slot: Any) -> tuple[Any, Any]:
         plan = self.plan
-        whole = self.kv_loop.work_tile(index)
-        own = self.kv_loop.own(whole, self.w)
-        slot = self.skip_others(whole, own, slot, self.scratch.bias)
-        tile = self.start_tile(index, turn, own)
-        sums, following = pl.run_scoped(
-            lambda acc_ref, s_ref: self.attend(tile, slot, Accumulators(acc_ref=acc_ref, s_ref=s_ref)),
-            plgpu.ACC((64, plan.v_head_dim), jnp.float32),
-            plgpu.ACC((64, plan.config.block_kv), jnp.float32),
-        )
+        own, slot = self.own_tile(index, slot)
+        attend = functools.partial(self.attend, self.start_tile(index, turn, own), slot)
+        sums, following = with_accumulators(attend, v_head_dim=plan.v_head_dim, block_kv=plan.config.block_kv)
         self.epilogue(index, turn, sums)
         if plan.share_q_out:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -190,7 +181,7 @@ class Compute(ComputeWarpgroup):
 
     def attend(self, tile: QueryTile, slot: Any, to: Accumulators) -> tuple[TileSums, Any]:
         """O = P V over all blocks of keys, not yet divided by the sums, and the following tile."""
-        plan, scheduler = self.plan, self.plan.scheduler
+        plan, scheduler, has_lists = self.plan, self.plan.scheduler, self.kv_loop.lists is not None
         tile, state = self.first_softmax(tile, self.first_scores(tile, slot, to), slot)
         if plan.early_q:
             following = scheduler.following(self.fetched, tile.index, tile.turn)
@@ -200,13 +191,13 @@ class Compute(ComputeWarpgroup):
         state = lax.fori_loop(1, tile.own.blocks.count, functools.partial(self.mma_step, tile, to), state)
         if not plan.early_q:
             following = scheduler.following(self.fetched, tile.index, tile.turn)
-        # Else the queries' memory is free later, or another one's was free before.
-        is_q_free, has_lists = not plan.share_q_out and not plan.early_q, self.kv_loop.lists is not None
-        if is_q_free and has_lists:
+        # The last scores have read the queries. With share_q_out the output goes there first.
+        loads_q_now = not plan.share_q_out and not plan.early_q
+        if loads_q_now and has_lists:
             self.load_next_q(following, tile.turn)
         self.issue_values(state.p, state.slot, to)  # O += P V
         acc = plgpu.wgmma_accumulator_load(to.acc_ref, wait_n=0)
-        if is_q_free and not has_lists:
+        if loads_q_now and not has_lists:
             self.load_next_q(following, tile.turn)
         plgpu.barrier_arrive(self.ring.v_free.at[state.slot])
         return TileSums(acc=acc, row_max=state.row_max, row_sum=state.row_sum, slot=state.slot), following
@@ -223,21 +214,21 @@ class Compute(ComputeWarpgroup):
             plgpu.wgmma(acc if v_tiles.count > 1 else to.acc_ref, p, self.smem.v.at[slot, c])
 
     def scores(self, tile: QueryTile, step: Any, slot: Any, to: Accumulators, *, is_first: bool) -> Any:
-        plan, kv_loop, scores_of, k_free = self.plan, self.kv_loop, self.scores_of, self.ring.k_free.at[slot]
+        plan, kv_loop, score_ops, k_free = self.plan, self.kv_loop, self.score_ops, self.ring.k_free.at[slot]
         step = as_int32(step)
-        words = scores_of.mask_words(tile, step)
+        words = score_ops.mask_words(tile, step)
         s = plgpu.wgmma_accumulator_load(to.s_ref, wait_n=0 if is_first else plan.v_tiles.count)
         if not plan.has_segments:
             plgpu.barrier_arrive(k_free)
         s = lax.optimization_barrier(s)
         if is_first or not self.has_small:  # else softmax_step does it
-            s = scores_of.modified(tile, scores_of.capped_and_biased(s), step)
+            s = score_ops.capped_biased_and_modified(tile, s, step)
         if kv_loop.has_partial and (is_first or not kv_loop.only_first_partial):
             blocks = tile.own.blocks
             if plan.has_segments and not is_first:  # what it depends on is read again, not kept in registers
                 blocks = kv_loop.work_tile(lax.optimization_barrier(tile.index)).blocks
             # One loop with a branch: two loops were slower.
-            s = scores_of.masked_if_partial(tile, s, step, words, slot, blocks=blocks)
+            s = score_ops.masked_if_partial(tile, s, step, words, slot, blocks=blocks)
         if plan.has_segments:  # the ids of the keys have been read
             plgpu.barrier_arrive(k_free)
         return s
@@ -258,9 +249,8 @@ class Compute(ComputeWarpgroup):
     def softmax_step(self, tile: QueryTile, s: Any, step: Any, state: LoopState) -> Exponentials:
         exponentials: Callable[..., Any] = functools.partial(self.exponentials, tile)
         if self.has_small:
-            full = lambda s, row_max, row_sum: self.exponentials(
-                tile, self.scores_of.modified(tile, self.scores_of.capped_and_biased(s), step), row_max, row_sum
-            )
+            finished = functools.partial(self.score_ops.capped_biased_and_modified, tile, step=step)
+            full = lambda s, row_max, row_sum: self.exponentials(tile, finished(s), row_max, row_sum)
             short = functools.partial(self.small_exponentials, tile, step)
             exponentials = functools.partial(lax.cond, tile.is_small & tile.is_bounded, short, full)
         p, row_max, row_sum, alpha = exponentials(s, state.row_max, state.row_sum)
@@ -285,7 +275,7 @@ class Compute(ComputeWarpgroup):
         if cap:  # in base 2, so that the maximum joins the last product
             s = tanh_polynomial(s, scale / cap, cap * softmax.LOG2E)
         else:
-            s = self.scores_of.modified(tile, s, step, small=True)
+            s = self.score_ops.modified(tile, s, step, small=True)
         p, row_sum = softmax.bounded_step(s, row_max, row_sum, softmax.LN2)
         return p, row_max, row_sum, row_max
 
@@ -303,7 +293,6 @@ class Compute(ComputeWarpgroup):
         plan, results, w = self.plan, self.results, self.w
         tile = self.kv_loop.work_tile(lax.optimization_barrier(index))
         b, h, q_start = tile.b, tile.h, tile.q_start + w * 64
-        lse_smem, *excess_smem = (self.scratch.rows.at[i, w] for i in range(1 + plan.has_excess))
         row_max, row_sum, factor = sums.row_max, sums.row_sum, 1.0
         if plan.has_sinks:
             row_max, row_sum, factor = softmax.with_sink(
@@ -319,9 +308,10 @@ class Compute(ComputeWarpgroup):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
         for c, part in enumerate(plan.out_tiles.chunks(acc.astype(plan.out_dtype))):
             self.smem.out.at[plan.q_place(w, turn), c][...] = part
+        lse_smem, excess_smem = self.scratch.lse_and_excess(plan, w)
         lse_smem[...] = lse
         if plan.has_excess:
-            excess_smem[0][...] = excess
+            excess_smem[...] = excess
         plgpu.commit_smem()
 
         def store(i: int) -> None:
@@ -329,6 +319,6 @@ class Compute(ComputeWarpgroup):
             plan.out_tiles.store(self.smem.out_copied.at[plan.q_place(w, turn)], results.outs[i].at[b, rows, h])
             plgpu.copy_smem_to_gmem(lse_smem, results.lses[i].at[b, h, rows])
             if plan.has_excess:
-                plgpu.copy_smem_to_gmem(excess_smem[0], results.excess[i].at[b, h, rows])
+                plgpu.copy_smem_to_gmem(excess_smem, results.excess[i].at[b, h, rows])
 
         of_call(tile.call, len(plan.calls), store)

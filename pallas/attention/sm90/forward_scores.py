@@ -34,14 +34,18 @@ class QueryTile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scores:
-    """The scores of compute warpgroup number w."""
+class ScoreOps:
+    """What compute warpgroup number w does to its scores."""
 
     plan: Plan
     arrays: Arrays
     scratch: Scratch
     kv_loop: KvLoop
     w: int
+
+    def capped_biased_and_modified(self, tile: QueryTile, s: Any, step: Any) -> Any:
+        """S as the softmax takes it, but for the mask."""
+        return self.modified(tile, self.capped_and_biased(s), step)
 
     def modified(self, tile: QueryTile, s: Any, step: Any, *, small: bool = False) -> Any:
         """s under the score_mod. small: all scores are small, see softcap.py."""

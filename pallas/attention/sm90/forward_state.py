@@ -22,14 +22,14 @@ from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, TileScheduler
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays:
-    """The arrays that the kernel reads, in device memory. None: the call has none.
+    """The arrays that the kernel reads, in device memory, in the order of its operands. None: the call has none.
 
     query, key, value: one array for each call of the launch. Several calls share a launch only where they have nothing
     beside these and the counter.
 
     counter: TileScheduler.counter's. end: the block that kv_lengths ends in, see clean_end.py; its keys are None.
     score_bounds: [B, H] float32, which no score of a head exceeds, in base 2; with config.measures_q, of a query of
-    length 1. small_scores: [B, H] int32, whether all scores of a head are small, see softcap.py.
+    norm 1. small_scores: [B, H] int32, whether all scores of a head are small, see softcap.py.
     """
 
     bounds: Any = None
@@ -49,7 +49,7 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Results:
-    """The arrays that the kernel writes, one for each call of the launch. Their rows are whole blocks.
+    """The arrays that the kernel writes, one for each call of the launch. Rows of lses and excess are whole blocks.
 
     excess: what each lse lacks of the exact log-sum-exp; empty where the kernel does not compute it.
     """
@@ -206,6 +206,10 @@ class Scratch:
     ring: Ring
     bias: Stage | None
     fetched: Fetched
+
+    def lse_and_excess(self, plan: Plan, w: int) -> tuple[Any, Any]:
+        """The rows of compute warpgroup number w; the excess is None where the kernel does not compute it."""
+        return self.rows.at[0, w], self.rows.at[1, w] if plan.has_excess else None
 
     @classmethod
     def of(cls, plan: Plan, dense: Dense) -> "Scratch":

@@ -16,7 +16,7 @@ TANH = (0.99998898, -0.33269671, 0.12742697, -0.03545278)
 
 
 def softcapped(scores, cap: float, scale: float):
-    """tanh(scores * scale / cap). What it misses of the exact one, times cap, is far below what P is rounded by."""
+    """tanh(scores * scale / cap). Its error, times cap, is far below the rounding of P."""
     return 1 - 2 * reciprocal(1 + jnp.exp2(scores * (2 * LOG2E * scale / cap)))
 
 
@@ -28,14 +28,14 @@ def tanh_polynomial(x, factor: float, times: float = 1.0):
 
 
 def tanh_limits(factor: float):
-    """Up to which |x| tanh_polynomial serves, of 64 rows: for any_of_warp_above."""
+    """The largest |x| that tanh_polynomial serves for, once for each of 64 rows, as any_of_warp_above takes it."""
     return plgpu.layout_cast(jnp.full((64,), TANH_UP_TO / abs(factor), jnp.float32), ROW)
 
 
 def softcapped_tile(scores, cap: float, scale: float):
-    """softcapped, of [64, n] in the layout of wgmma's results: by a polynomial where a warp has small scores alone.
+    """softcapped of scores [64, n] in the layout of wgmma's results. A warp with only small scores takes a polynomial.
 
-    Two of three special functions an element are saved so.
+    That saves two of an element's three special functions.
     """
     factor = scale / cap
     limits = tanh_limits(factor)
