@@ -27,11 +27,7 @@ class Barriers:
         return [plgpu.Barrier(num_arrivals=arrivals, num_barriers=n) for n, arrivals in self._arrays.values()]
 
     def of(self, scratch: list[Any], name: str) -> Any:
-<<<<<<< HEAD
-        """The barriers of this name: `.at[i]` is number i; None where none was wanted."""
-=======
         """The barriers of a name: its `.at[i]` is barrier number i. None where none was wanted."""
->>>>>>> h_fwd
         if name not in self._places:
             return None
         array, first = self._places[name]

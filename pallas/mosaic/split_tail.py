@@ -67,11 +67,7 @@ class SplitTail:
         return jnp.where(cta < self.whole, self.steps, end - self.first(cta))
 
     def shared(self, *shape: int, warpgroups: int) -> dict[str, Any]:
-<<<<<<< HEAD
-        """The refs that the parts of a tile share: sums of this shape, and for each warpgroup how many have arrived."""
-=======
         """The refs that the parts of a tile share: sums of this shape, and a counter of arrivals for each warpgroup."""
->>>>>>> h_fwd
         if self.parts == 1:
             return {"sums": None, "arrived": None}
         split = self.tiles - self.whole

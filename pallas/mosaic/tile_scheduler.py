@@ -23,11 +23,7 @@ from jax_kernels.pallas.mosaic.registers import as_int32
 
 
 class Fetched(NamedTuple):
-<<<<<<< HEAD
-    """The numbers of tiles that were fetched off the counter: the next one and the one after it."""
-=======
     """Shared memory for two tile numbers from the counter, that of the next tile and the one after, with barriers."""
->>>>>>> h_fwd
 
     smem: Any
     ready: Any
@@ -35,11 +31,7 @@ class Fetched(NamedTuple):
 
 
 class Shape(NamedTuple):
-<<<<<<< HEAD
-    """The shape of a call's tiles. blocks: of a head's rows, which are queries or keys."""
-=======
     """The tiles of a call. blocks: the number of blocks of a head's rows, which are queries or keys."""
->>>>>>> h_fwd
 
     batch: int
     heads: int
@@ -85,11 +77,7 @@ class TileScheduler:
         return jax.new_ref(jnp.zeros((1,), jnp.int32)) if self.fetches else None
 
     def scratch(self, warpgroups: int) -> Fetched:
-<<<<<<< HEAD
-        """The scratch of Fetched, for pl.run_scoped; Nones where nothing is fetched."""
-=======
         """The memory of Fetched, for pl.run_scoped. Its fields are None where nothing is fetched."""
->>>>>>> h_fwd
         if not self.fetches:
             return Fetched(None, None, None)
         barrier = functools.partial(plgpu.Barrier, num_barriers=2)
