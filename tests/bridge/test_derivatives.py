@@ -188,7 +188,7 @@ def test_export(case, how):
         dual(exported, x)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers.cases(CASES, {"lse", "sdpa", "a score_mod", "dynamic mask", "dilated"}))
 def test_compile(case):
     function, x = CASES[case]
     module = Module(function, x)
@@ -207,7 +207,7 @@ def test_compiled_by_inductor():
     torch.testing.assert_close(gradients(torch.compile(module, fullgraph=True), module, QUERY), want)
 
 
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize("case", tiers.cases(ALL, {"query", "lse", "a score_mod", "dilated", "a Mask"}))
 def test_autocast(case):
     function, x = ALL[case]
     with torch.autocast("cpu", torch.bfloat16):
@@ -229,8 +229,7 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize("how", SECOND)
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize(("case", "how"), tiers.pairs(ALL, SECOND, ("query", "autograd")))
 def test_a_second_gradient_raises(case, how):
     function, x = ALL[case]
     with pytest.raises(RuntimeError, match=r"^(flash_attention|from_jax of .*): double backward is not supported"):

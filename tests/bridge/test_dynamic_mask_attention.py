@@ -5,6 +5,7 @@ import copy
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import torch
 from flax import nnx
 from torch.func import functional_call, grad, vmap
@@ -50,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers.cases(CASES, set(list(CASES)[:2])))
 def test_equals_flax_with_all_gradients(case):
     options, mask = CASES[case]
     flax, ours = both(**options)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 
 from jax_kernels import decode_attention, flash_attention, flash_attention_fp8, masks
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
@@ -53,8 +54,7 @@ def check(attend, *extra):
             assert not np.where(PAST, got[name], 0).any()
 
 
-@pytest.mark.parametrize("extra", EXTRA)
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("name", "extra"), tiers.pairs(CALLS, EXTRA, ("prefix_causal", "bias")))
 def test_flash_attention(name, extra):
     arguments = CALLS[name] | {"return_lse": True, "implementation": "xla"}
     if extra == "score_mod":
