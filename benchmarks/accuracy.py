@@ -14,15 +14,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report
-from attention import say
-from cases import TOLERANCE
-from contenders import OURS
-from timing import Contender
+from harness import command_line, report
+from harness.cases import TOLERANCE
+from harness.contenders import OURS
+from harness.process import say
+from harness.timing import Contender
 
 from jax_kernels import flash_attention
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions

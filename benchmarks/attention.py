@@ -11,7 +11,6 @@ The exit status is 1 where a contender failed, was wrong, or was skipped as the 
 import argparse
 import dataclasses
 import faulthandler
-import functools
 import os
 import pathlib
 import sys
@@ -20,22 +19,31 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import jax
-import jax.numpy as jnp
-import report
-from cases import DTYPES, MODES, Case, Oracle, input_sets, parse_shapes
-from contenders import OURS, PEERS, build, framework, unavailable
-from device_activity import DeviceActivity
-from timing import METHODS, Contender, Timer, alternate, first_line, host_timer, make_timer, skipped, spread, wait
+from harness import command_line, report
+from harness.cases import DTYPES, MODES, Case, Oracle, input_sets, parse_shapes
+from harness.contenders import OURS, PEERS, build, framework, unavailable
+from harness.process import prepare_process, say
+from harness.timers import choose_timer, close, make_timer, matmul
+from harness.timing import (
+    METHODS,
+    Contender,
+    Timer,
+    alternate,
+    first_line,
+    host_timer,
+    skipped,
+    spread,
+)
 
 SHAPES = "2,8192,16,128;2,8192,32,64"
-say = functools.partial(print, flush=True)
+SHAPE_HELP = "batch,seq,heads,head_dim[/value_head_dim][,kv_heads], separated by ';'"
+CEILING, CEILING_WITHOUT_GPU = 8192, 256
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.timing_parser(__doc__, rounds=7, seconds=0.2)
-    parser.add_argument("--shapes", default=SHAPES, help="batch,seq,heads,head_dim[,kv_heads], separated by ';'")
+    parser.add_argument("--shapes", default=SHAPES, help=SHAPE_HELP)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--causal", choices=("no", "yes", "both"), default="both")
     parser.add_argument("--mode", default="fwd,bwd", help=f"comma list of {', '.join(MODES)}")
@@ -43,12 +51,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", default=",".join(PEERS), help=f"comma list of {', '.join(PEERS)}; '' for none")
     told = "seconds after which the run ends, whatever is left"
     parser.add_argument("--budget", type=command_line.positive(float), default=540, help=told)
-    parser.add_argument("--ceiling", type=int, default=8192, help="size of the square matmul behind the ceilings")
+    told = f"size of the square matmul behind the ceilings; default {CEILING}, {CEILING_WITHOUT_GPU} without a GPU"
+    parser.add_argument("--ceiling", type=command_line.positive(int), help=told)
     parser.add_argument("--plot", type=pathlib.Path, help="PNG file")
     parser.add_argument("--self-check", action="store_true", help="one matmul and one attention under every timer")
     args = parser.parse_args(argv)
     try:
-        args.shapes = parse_shapes(args.shapes)
+        args.shapes = parse_shapes(args.shapes, values=True)
         args.mode = command_line.names("mode", args.mode, MODES)
         args.implementations = command_line.names("implementations", args.implementations, OURS, optional=True)
         args.peers = command_line.names("peers", args.peers, PEERS, optional=True)
@@ -60,58 +69,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def cases(args: argparse.Namespace) -> list[Case]:
     causal = {"no": [False], "yes": [True], "both": [False, True]}[args.causal]
-    return [Case(*s, args.dtype, c, mode) for s in args.shapes for c in causal for mode in args.mode]
-
-
-def prepare_process() -> None:
-    """Settings that JAX and PyTorch read when they first touch the GPU."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.45")  # the other half is PyTorch's
-    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # torch.profiler gives CUPTI back after each session
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "xla_gpu_enable_command_buffer" not in flags:  # CUPTI sees kernels one by one only outside CUDA graphs
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_enable_command_buffer=".strip()
-
-
-def matmul(which: str, size: int) -> Contender:
-    """The contender behind a ceiling: bf16 [size, size] @ [size, size] in "jax" or "torch"."""
-    contender = Contender(f"matmul-{which}", which, plan=f"bf16 {size}^3 matmul")
-    key_x, key_w = jax.random.split(jax.random.key(1))
-    x, w = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in (key_x, key_w))
-    if which == "jax":
-        product = jax.jit(jnp.matmul)
-        contender.call = lambda index: product(x, w)
-    else:
-        import torch
-
-        tx, tw = (torch.from_dlpack(array).clone() for array in (x, w))
-        contender.call = lambda index: tx @ tw
-    wait(contender.call(0), which)
-    return contender
-
-
-def choose_timer(name: str | None, frameworks: Sequence[str]) -> tuple[str, Timer]:
-    """The timer, "cupti" if none is named, tried on a small matmul of each framework.
-
-    "events" instead of a device timer that does not work.
-    """
-    name = name or "cupti"
-    timer: Timer | None = None
-    try:
-        timer = make_timer(name)
-        for which in frameworks:
-            timer(matmul(which, 256).call, 3, which)  # type: ignore[arg-type]
-    except Exception as error:
-        if name not in ("cupti", "profilers") or jax.default_backend() != "gpu":
-            raise
-        say(f"timer {name!r} does not work here ({first_line(error)}): timing by CUDA events instead")
-        close(timer)
-        return "events", make_timer("events")
-    return name, timer
-
-
-def close(timer: Timer | None) -> None:
-    if isinstance(timer, DeviceActivity):
-        timer.close()
+    return [
+        Case.of(shape, dtype=args.dtype, causal=is_causal, mode=mode)
+        for shape in args.shapes
+        for is_causal in causal
+        for mode in args.mode
+    ]
 
 
 class Run:
@@ -131,7 +94,8 @@ class Run:
             "schema": report.SCHEMA,
             "environment": report.environment(args.commit, usable),
             # But for where it writes, which is the machine's own.
-            "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, pathlib.Path)},
+            "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, pathlib.Path)}
+            | {"shapes": [shape.numbers for shape in args.shapes]},
             "timer": "",
             "method": {},
             "ceilings": {},
@@ -208,7 +172,7 @@ class Run:
 
 def self_check(args: argparse.Namespace) -> int:
     """Prints one matmul and one attention of each framework under every timer; returns how many readings failed."""
-    case = Case(*args.shapes[0], args.dtype, args.causal == "yes", args.mode[0])
+    case = cases(args)[0]
     say(f"{report.environment(args.commit)}")
     sets = input_sets(case)
     oracle = Oracle(case, sets[0])
@@ -261,6 +225,8 @@ def benchmark(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(argv)
     prepare_process()
+    if args.ceiling is None:
+        args.ceiling = CEILING if jax.default_backend() == "gpu" else CEILING_WITHOUT_GPU
     # The last resort, for a thread that waits for the device with the interpreter's lock in its hands.
     faulthandler.dump_traceback_later(args.budget + 15, exit=True, file=sys.__stderr__)
     try:

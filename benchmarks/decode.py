@@ -14,15 +14,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import Case, as_numpy, parse_shapes, relative_error
-from contenders import need
-from timing import Contender, alternate, spread
+from harness import command_line, report
+from harness.cases import Shape, as_numpy, parse_shapes, relative_error
+from harness.contenders import need
+from harness.process import prepare_process, say
+from harness.timers import choose_timer, close
+from harness.timing import Contender, alternate, spread
 
 from jax_kernels import decode_attention, flash_attention
 from jax_kernels.ops.decode_attention import IMPLEMENTATIONS
@@ -43,11 +43,11 @@ def build(name: str, function: Callable[..., Any], *arrays: Any, want: jax.Array
     return contender
 
 
-def contenders(shape: tuple[int, ...], kv_length: int, implementations: Sequence[str]) -> tuple[list[Contender], int]:
+def contenders(shape: Shape, kv_length: int, implementations: Sequence[str]) -> tuple[list[Contender], int]:
     """The contenders of a shape, the copy first, and the bytes of keys and values."""
-    batch, q_length, heads, head_dim, kv_heads = shape
+    batch, q_length, kv_heads, head_dim = shape.batch, shape.seq, shape.kv_heads, shape.head_dim
     keys = jax.random.split(jax.random.key(0), 3)
-    query = jax.random.normal(keys[0], (batch, q_length, heads, head_dim), jnp.bfloat16)
+    query = jax.random.normal(keys[0], (batch, q_length, shape.heads, head_dim), jnp.bfloat16)
     cache = (batch, kv_length, kv_heads, head_dim)
     key, value = (jax.random.normal(k, cache, jnp.bfloat16) for k in keys[1:])
     pages = kv_length // PAGE
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--implementations", default="mosaic_gpu,triton", help=f"ours: {', '.join(IMPLEMENTATIONS)}")
     args = parser.parse_args(argv)
     try:
-        shapes = [Case(*shape, "bf16", True, "fwd").shape for shape in parse_shapes(args.shapes)]
+        shapes = parse_shapes(args.shapes)
         implementations = command_line.names("implementations", args.implementations, tuple(IMPLEMENTATIONS))
         if args.kv_length % PAGE:
             raise ValueError(f"kv_length: got {args.kv_length}, want a multiple of {PAGE}, the length of a page")
@@ -97,16 +97,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     for shape in shapes:
         found, size = contenders(shape, args.kv_length, implementations)
         alternate(found, timer, rounds=args.rounds, seconds=args.seconds)
-        copied = 2 * size / spread(found[0].times)["median"] / 1e9 if found[0].status == "ok" else None
+        copy, *_ = found
+        copied = 2 * size / spread(copy.times)["median"] / 1e9 if copy.status == "ok" else None
         for contender in found:
-            row = {"shape": shape, "kv_length": args.kv_length, "contender": contender.name, "status": contender.status}
+            row = {
+                "shape": shape.numbers,
+                "kv_length": args.kv_length,
+                "contender": contender.name,
+                "status": contender.status,
+            }
             row |= {"reason": contender.reason, "error": contender.error, "times_ms": contender.times}
-            told = f"{','.join(map(str, shape))} {contender.name:18}"
+            told = f"{','.join(map(str, shape.numbers))} {contender.name:18}"
             if contender.status == "ok":
                 moved = 2 * size if contender.name == "copy" else size
                 bandwidth = moved / spread(contender.times)["median"] / 1e9
                 row |= {"terabytes_per_second": bandwidth, "of_copy": copied and bandwidth / copied}
-                say(f"{told} {bandwidth:.2f} TB/s" + (f", {bandwidth / copied:.3f} of a copy's" if copied else ""))
+                say(
+                    f"{told} {report.figure(bandwidth)} TB/s"
+                    + (f", {bandwidth / copied:.3f} of a copy's" if copied else "")
+                )
             else:
                 say(f"{told} {contender.status}: {contender.reason}")
             rows.append(row)

@@ -31,12 +31,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import (
+from harness import command_line, report
+from harness.cases import (
     DTYPES,
     MODES,
     ROTATION_BYTES,
@@ -49,10 +47,12 @@ from cases import (
     parse_shapes,
     relative_error,
 )
-from contenders import Built, framework, from_function, need, unavailable
-from gathers import Pattern, by_package, gathered, in_torch
-from side_by_side import gpu_alone
-from timing import METHODS, Contender, alternate, skipped, speed_ratio, spread
+from harness.contenders import framework, from_function, need, unavailable
+from harness.gathers import Pattern, by_package, gathered, in_torch
+from harness.process import prepare_process, say
+from harness.side_by_side import gpu_alone
+from harness.timers import choose_timer, close
+from harness.timing import METHODS, Built, Contender, alternate, skipped, speed_ratio, spread
 
 import jax_kernels
 from jax_kernels import dilated_attention, flash_attention
@@ -91,7 +91,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         args.contenders = command_line.names("contenders", args.contenders or every, CONTENDERS)
         if is_plain and "plain" in args.contenders:
             raise ValueError("contenders: got plain, which is ours here, want --order or --layout beside it")
-        args.cases = [Case(*s, args.dtype, not args.full, mode) for s in args.shapes for mode in args.mode]
+        args.cases = [
+            Case.of(shape, dtype=args.dtype, causal=not args.full, mode=mode)
+            for shape in args.shapes
+            for mode in args.mode
+        ]
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -198,12 +202,14 @@ def rows_of(case: Case, args: argparse.Namespace, contenders: Sequence[Contender
             median = medians[name]
             if name == "copy":
                 row["terabytes_per_second"] = 2 * copy_bytes() / median / 1e9
-                told = f"{row['terabytes_per_second']:.2f} TB/s"
+                told = f"{report.figure(row['terabytes_per_second'])} TB/s"
             else:
                 work = case.flops if name == "dense" else pattern_of(name, args).flops(case)
                 row["tflops"] = work / median / 1e9
                 row["ours_is_faster_by"] = speed_ratio(times["ours"], contender.times) if "ours" in times else None
-                told = f"{row['tflops']:.0f} TFLOP/s, ours x {row['ours_is_faster_by']}"
+                told = f"{report.figure(row['tflops'])} TFLOP/s"
+                if "ours" in times:
+                    told += f", ours is {row['ours_is_faster_by']:.2f} times as fast"
             if name in OURS and {"dense", "copy"} <= times.keys():
                 ideal = work / case.flops * medians["dense"] + moved_bytes(case) / (2 * copy_bytes()) * medians["copy"]
                 row |= {"ideal_ms": ideal, "over_ideal": median / ideal}

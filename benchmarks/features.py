@@ -18,29 +18,27 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import as_numpy, parse_shape, relative_error
-from side_by_side import gpu_alone
-from timing import Contender, alternate, skipped, spread
+from harness import command_line, report
+from harness.cases import CAP, alibi_mod, as_numpy, parse_shape, relative_error, softcap_mod
+from harness.process import prepare_process, say
+from harness.side_by_side import gpu_alone
+from harness.timers import choose_timer, close
+from harness.timing import Contender, alternate, skipped, spread
 
 from jax_kernels import flash_attention
 from jax_kernels.ops.attention import flash_attention as attention
 
 MODES = ("fwd", "bwd")
-CAP = 30.0
 # Once for all modes and variants: the backward of a variant compiles no forward that was timed before.
 forward = jax.jit(attention.attention_forward, static_argnums=0)
 
 
 @jax.jit(static_argnums=0)
-def backward(call, inputs, results, dout):
-    out, lse, *excess = results
-    return attention.attention_backward(call, inputs, out, lse, dout, None, *excess)
+def backward(call, inputs, result, dout):
+    return attention.attention_backward(call, inputs, result, dout, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,16 +69,6 @@ class Variant:
                 last = np.minimum(last, np.searchsorted(row, row, side="right") - 1)
             count += int((last - first + 1).sum())
         return count * self.heads
-
-
-def softcap_mod(score, b, h, q_idx, kv_idx):
-    return CAP * jnp.tanh(score / CAP)
-
-
-def alibi_mod(heads: int):
-    """Press, Smith and Lewis, "Train Short, Test Long" (2021), arXiv:2108.12409."""
-    slopes = 2.0 ** (-8 * jnp.arange(1, heads + 1) / heads)
-    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx).astype(jnp.float32)
 
 
 def groups(batch: int, seq: int, heads: int, head_dim: int) -> list[list[Variant]]:
@@ -210,10 +198,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         modes = command_line.names("mode", args.mode, MODES)
         if args.shape.count(",") != 3:
             raise ValueError(f"shape: got {args.shape!r}, want batch,seq,heads,head_dim; some variants group the heads")
-        batch, seq, heads, head_dim, _ = parse_shape(args.shape)
-        if min(batch, seq - 1, heads - 1, head_dim) < 1:
-            raise ValueError(f"shape: got {args.shape!r}, want positive numbers, two heads and two tokens at least")
-        found = groups(batch, seq, heads, head_dim)
+        shape = parse_shape(args.shape)
+        if min(shape.seq, shape.heads) < 2:
+            raise ValueError(f"shape: got {args.shape!r}, want two heads and two tokens at least")
+        found = groups(shape.batch, shape.seq, shape.heads, shape.head_dim)
         if args.variants is not None:
             known = list(dict.fromkeys(variant.name for group in found for variant in group[1:]))
             found = chosen(found, command_line.names("variants", args.variants, known))

@@ -14,13 +14,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import Case, InputSet, Oracle, parse_shapes, relative_error
-from timing import Contender, alternate, speed_ratio, spread
+from harness import command_line, report
+from harness.cases import Case, InputSet, Oracle, parse_shapes, relative_error
+from harness.process import prepare_process, say
+from harness.timers import choose_timer, close
+from harness.timing import Contender, alternate, speed_ratio, spread
 
 from jax_kernels import explain, flash_attention, flash_attention_fp8, quantize_fp8
 
@@ -55,7 +55,7 @@ def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
     if bf16.status == fp8.status == "ok":
         fp8.judge(relative_error([outputs["fp8"]], [outputs["bf16"]]), "bf16", TOLERANCE)
     alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
-    row = {"shape": list(case.shape), "causal": case.causal, "error": fp8.error}
+    row = {"shape": case.numbers, "causal": case.causal, "error": fp8.error}
     row["contenders"] = [row_of(c, case) for c in contenders]
     if bf16.times and fp8.times:
         row["speed_ratio"] = speed_ratio(fp8.times, bf16.times)
@@ -80,7 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--implementation", default=None)
     args = parser.parse_args(argv)
     try:
-        cases = [Case(*s, "bf16", is_causal, "fwd") for s in parse_shapes(args.shapes) for is_causal in (False, True)]
+        cases = [
+            Case.of(shape, dtype="bf16", causal=is_causal, mode="fwd")
+            for shape in parse_shapes(args.shapes)
+            for is_causal in (False, True)
+        ]
     except ValueError as error:
         parser.error(str(error))
     prepare_process()

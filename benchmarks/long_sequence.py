@@ -21,12 +21,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
-import report
-from cases import Case, has_nan
-from gathers import Pattern
+from harness import command_line, report
+from harness.cases import Case, has_nan
+from harness.gathers import Pattern
 
 from jax_kernels import dilated_attention, flash_attention
 
@@ -111,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(row)
         if row["status"] == "ok":
             memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 1e9:.2f} GB"
-            print(f"{length}: {min(row['seconds']):.3f} s, {row['tflops']:.0f} TFLOP/s{memory}", flush=True)
+            print(f"{length}: {min(row['seconds']):.3g} s, {report.figure(row['tflops'])} TFLOP/s{memory}", flush=True)
         else:
             print(f"{length}: {row['status']}: {row['reason']}", flush=True)
         if args.output is not None:

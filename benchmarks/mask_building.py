@@ -30,16 +30,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
-from side_by_side import gpu_alone
-from sparse import Pattern
-from timing import METHODS, Contender, alternate, first_line, skipped, spread
+from harness import command_line, report
+from harness.cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
+from harness.mask_patterns import MaskPattern
+from harness.process import prepare_process, say
+from harness.side_by_side import gpu_alone
+from harness.timers import choose_timer, close
+from harness.timing import METHODS, Contender, alternate, first_line, skipped, spread
 
 from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks, prepare_mask
 from jax_kernels.masks.lists import block_status
@@ -192,7 +192,7 @@ def mask_of(name: str, args: argparse.Namespace) -> tuple[int, masks.Mask, masks
         keep = jax.random.bernoulli(jax.random.key(3), 0.25, [-(-length // BLOCK)] * 2)
         mask = masks.block_sparse(keep, BLOCK)
     elif name == "window":
-        mask = Pattern.of_window(length // 8, 0).mask
+        mask = MaskPattern.of_window(length // 8, 0).mask
     else:
         borders = jnp.asarray([0.02, 0.07, 0.37, 0.45, 0.65, 0.69, 0.85]) * length
         mask = masks.segments(jnp.sum(jnp.arange(length)[:, None] >= borders, axis=1, dtype=jnp.int32))
@@ -242,7 +242,7 @@ def rows_of(table: str, mask: str, found: Sequence[Contender], args: argparse.Na
             row |= {"gigabytes_per_second": bandwidth[one.name]}
             row["of_copy"] = bandwidth[one.name] / bandwidth["copy"] if "copy" in bandwidth else None
             row["meets_bar"] = row["of_copy"] and row["of_copy"] >= args.bar
-            told += f", {bandwidth[one.name]:.0f} GB/s, {row['of_copy'] or float('nan'):.2f} of a copy's"
+            told += f", {report.figure(bandwidth[one.name])} GB/s, {row['of_copy'] or float('nan'):.2f} of a copy's"
         say(told)
         rows.append(row)
     return rows

@@ -22,26 +22,25 @@ The exit status is 1 where a contender failed, was wrong, or was skipped as the 
 """
 
 import argparse
-import dataclasses
 import functools
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
 import numpy as np
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, MODES, Case, InputSet, as_numpy, input_sets, relative_error
-from contenders import Built, framework, from_function, need, unavailable
-from side_by_side import gpu_alone, gpu_among_others
-from timing import METHODS, Contender, alternate, skipped, speed_ratio
+from harness import command_line, report
+from harness.cases import DTYPES, MODES, Case, InputSet, Shape, as_numpy, input_sets, relative_error
+from harness.contenders import framework, from_function, need, unavailable
+from harness.mask_patterns import MaskPattern, of_ours
+from harness.process import prepare_process, say
+from harness.side_by_side import gpu_alone, gpu_among_others
+from harness.timers import choose_timer, close
+from harness.timing import METHODS, Built, Contender, alternate, skipped, speed_ratio
 
-from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks, prepare_mask
-from jax_kernels.masks.mask import Or
+from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
 
 OF_SPARSITY = ("block", "window", "random", "structured")
 PATTERNS = (*OF_SPARSITY, "causal-window")
@@ -74,48 +73,29 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise ValueError(f"sparsity: got {args.sparsity}, want numbers from 0 to below 1")
         if args.block_size < 1:
             raise ValueError(f"block_size: got {args.block_size}, want a positive number")
-        shape = (args.batch_size, args.seq_len, args.num_heads, args.head_dim, args.num_heads)
-        args.cases = [Case(*shape, args.dtype, False, mode) for mode in args.mode]
+        shape = Shape(args.batch_size, args.seq_len, args.num_heads, args.head_dim, args.num_heads)
+        args.cases = [Case.of(shape, dtype=args.dtype, causal=False, mode=mode) for mode in args.mode]
     except ValueError as error:
         parser.error(str(error))
     return args
 
 
-@dataclasses.dataclass(frozen=True)
-class Pattern:
-    """A mask. window: keys from so many before the query to so many after it, if that and `tokens` are all of it.
-
-    tokens: the first ones, which see all and are seen by all.
-    """
-
-    mask: masks.Mask
-    window: tuple[int, int] | None = None
-    tokens: int = 0
-
-    @staticmethod
-    def of_window(left: int, right: int, tokens: int = 0) -> "Pattern":
-        window = masks.sliding_window(left, right)
-        # The sum of one mask: alone, it would be flash_attention's window, without lists.
-        mask = window | masks.global_tokens(tokens) if tokens else Or((window,))
-        return Pattern(mask, (left, right), tokens)
-
-
-def pattern_of(name: str, sparsity: float | None, seq: int, block: int, window: int) -> Pattern:
+def pattern_of(name: str, sparsity: float | None, seq: int, block: int, window: int) -> MaskPattern:
     """Over seq queries and keys; every query has a key. sparsity: about, of all but the pattern causal-window."""
     if sparsity is None:
-        return Pattern.of_window(window - 1, 0)
+        return MaskPattern.of_window(window - 1, 0)
     random, keep = np.random.default_rng(0), 1 - sparsity
     if name == "block":
         cells = -(-seq // block)
         rank = random.random((cells, cells)).argsort(axis=1).argsort(axis=1)
-        return Pattern(masks.block_sparse(rank < max(1, round(keep * cells)), block))
+        return MaskPattern(masks.block_sparse(rank < max(1, round(keep * cells)), block))
     if name == "random":
         array = random.random((seq, seq), np.float32) < keep
         np.fill_diagonal(array, True)
-        return Pattern(masks.dense(array))
+        return MaskPattern(masks.dense(array))
     tokens = 0 if name == "window" else max(1, int(seq * keep / 8))
     side = min(range(seq), key=lambda side: abs(_pairs(seq, side, tokens) - keep * seq * seq))
-    return Pattern.of_window(side, side, tokens)
+    return MaskPattern.of_window(side, side, tokens)
 
 
 def _pairs(seq: int, side: int, tokens: int) -> int:
@@ -130,10 +110,10 @@ def kept_share(keep: jax.Array) -> float:
     return np.asarray(keep.sum(axis=1)).sum(dtype=np.int64) / keep.size
 
 
-def in_torch(pattern: Pattern, keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Built:
+def in_torch(pattern: MaskPattern, keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Built:
     """flex_attention, compiled, under a block mask made from the pattern's rule or from the bool array `keep`."""
     import torch
-    import torch_contenders
+    from harness import torch_contenders
     from torch.nn.attention.flex_attention import create_block_mask
 
     if pattern.window is None:
@@ -143,25 +123,15 @@ def in_torch(pattern: Pattern, keep: jax.Array, case: Case, sets: Sequence[Input
         sizes = (*pattern.window, pattern.tokens)
         rule, told = lambda b, h, q_idx, kv_idx: _window_rule(*sizes, q_idx, kv_idx), "rule"
     block_mask = create_block_mask(rule, None, None, case.seq, case.seq, device="cuda", BLOCK_SIZE=BLOCK)
-    function, _, heads_first = torch_contenders.flex(case, block_mask=block_mask)
-    call = torch_contenders.in_mode(function, case.mode, torch_contenders.tensors(sets, heads_first), heads_first)
+    flex = torch_contenders.flex(case, block_mask=block_mask)
+    tensors = torch_contenders.tensors(sets, flex.heads_first)
+    call = torch_contenders.in_mode(flex.function, case.mode, tensors, flex.heads_first)
     return Built(call, f"torch.compile(flex_attention), block mask from the {told}")
 
 
 def _window_rule(left: int, right: int, tokens: int, q_idx: Any, kv_idx: Any) -> Any:
     keep = (q_idx - kv_idx <= left) & (kv_idx - q_idx <= right)
     return keep | (q_idx < tokens) | (kv_idx < tokens) if tokens else keep
-
-
-def of_ours(name: str, pattern: Pattern, keep: jax.Array, inputs: InputSet, args: Any) -> tuple[Any, dict[str, Any]]:
-    """(the mask, the other arguments) of a contender of ours."""
-    named: dict[str, Any] = {"implementation": args.implementation}
-    if name == "window-argument":
-        assert pattern.window is not None
-        return None, named | {"window": pattern.window, "is_causal": pattern.window[1] == 0}
-    if name == "prepared-mask":
-        return prepare_mask(pattern.mask, *inputs.qkv, **named), named
-    return {"mask": pattern.mask, "array": keep}.get(name), named
 
 
 def names_of(pattern: str, args: argparse.Namespace) -> list[str]:
@@ -171,7 +141,7 @@ def names_of(pattern: str, args: argparse.Namespace) -> list[str]:
 
 
 def build(
-    name: str, case: Case, pattern: Pattern, keep: jax.Array, sets: Sequence[InputSet], args: argparse.Namespace
+    name: str, case: Case, pattern: MaskPattern, keep: jax.Array, sets: Sequence[InputSet], args: argparse.Namespace
 ) -> Contender:
     """keep: the mask as a bool array [seq, seq]."""
     contender = Contender(name, framework(name))
@@ -189,7 +159,7 @@ def build(
             built = from_function(lambda bias, *qkv: attend(*qkv, bias=bias), case, sets, plan, bias)
         else:
             op = dynamic_mask_attention if name == "array" else flash_attention
-            given, named = of_ours(name, pattern, keep, sets[0], args)
+            given, named = of_ours(name, pattern, keep, sets[0], args.implementation)
             plan = str(explain(op, *sets[0].qkv, mask=given, **named))
             built = from_function(lambda m, *qkv: op(*qkv, mask=m, **named), case, sets, plan, given)
         contender.start(built.call, built.plan)
@@ -224,7 +194,7 @@ def check(contender: Contender, want: Sequence[np.ndarray]) -> None:
 def checked(
     names: Sequence[str],
     case: Case,
-    pattern: Pattern,
+    pattern: MaskPattern,
     keep: jax.Array,
     sets: Sequence[InputSet],
     args: argparse.Namespace,

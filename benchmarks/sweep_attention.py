@@ -21,14 +21,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import report
-from attention import choose_timer, prepare_process, say
-from cases import DTYPES, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
-from contenders import build
-from timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
+from harness import report
+from harness.cases import DTYPES, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
+from harness.contenders import build
+from harness.process import prepare_process, say
+from harness.timers import choose_timer
+from harness.timing import METHODS, Call, Contender, alternate, first_line, speed_ratio, spread, take_turn, wait
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.device import device_info
@@ -46,11 +47,20 @@ from jax_kernels.pallas.block_specs.specs import (
 )
 from jax_kernels.reference import attention as reference
 
-KERNELS: dict[tuple[str, str], tuple[Callable, Any]] = {
-    ("mosaic_gpu", "fwd"): (forward_sm90.attention_forward, AttentionForwardSm90),
-    ("mosaic_gpu", "bwd"): (backward_sm90.attention_backward, AttentionBackwardSm90),
-    ("triton", "fwd"): (forward_triton.attention_forward, AttentionForwardTriton),
-    ("triton", "bwd"): (backward_triton.attention_backward, AttentionBackwardTriton),
+
+class Kernel(NamedTuple):
+    """A kernel's function and the class of its block specs."""
+
+    function: Callable
+    config: type
+
+
+# By implementation and direction.
+KERNELS: dict[tuple[str, str], Kernel] = {
+    ("mosaic_gpu", "fwd"): Kernel(forward_sm90.attention_forward, AttentionForwardSm90),
+    ("mosaic_gpu", "bwd"): Kernel(backward_sm90.attention_backward, AttentionBackwardSm90),
+    ("triton", "fwd"): Kernel(forward_triton.attention_forward, AttentionForwardTriton),
+    ("triton", "bwd"): Kernel(backward_triton.attention_backward, AttentionBackwardTriton),
 }
 SHARED_MEMORY = 227 << 10  # of a block on Hopper
 LOST = 75  # exit status of a process that one config has made useless for the others
@@ -149,8 +159,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         if args.shape is None and not 0 < args.head_dim <= 256:
             raise ValueError(f"head-dim: got {args.head_dim}, want 1 to 256")
         shape = parse_shape(args.shape or f"2,8192,{max(1, 2048 // args.head_dim)},{args.head_dim}")
-        args.case = Case(*shape, args.dtype, args.causal == "yes", args.direction)
-        kind = KERNELS[args.implementation, args.direction][1]
+        args.case = Case.of(shape, dtype=args.dtype, causal=args.causal == "yes", mode=args.direction)
+        kind = KERNELS[args.implementation, args.direction].config
         if args.configs is None:
             args.configs = grid(args.implementation, args.direction, args.case.head_dim, args.case.causal)
         else:
@@ -162,7 +172,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def make(args: argparse.Namespace, config: Any, sets: Sequence[InputSet], saved: Sequence[tuple]) -> Call:
     """The kernel itself, jitted, with this config. saved: (out, lse) of each input set, for a backward."""
-    kernel, _ = KERNELS[args.implementation, args.direction]
+    kernel = KERNELS[args.implementation, args.direction].function
     options = AttentionOptions(scale=1 / math.sqrt(args.case.head_dim), is_causal=args.case.causal)
     statics = {
         "config": config,
@@ -238,7 +248,7 @@ class Sweep:
         say(f"  control {control.name}: {self.figures(control.times[-1])}")
 
     def figures(self, ms: float) -> str:
-        return f"{ms:.4f} ms, {self.args.case.tflops(ms):.0f} TFLOP/s"
+        return f"{ms:.4f} ms, {report.figure(self.args.case.tflops(ms))} TFLOP/s"
 
     def try_one(self, config: Any, sets: Sequence[InputSet], saved: Sequence[tuple], control: Contender) -> None:
         contender = Contender(repr(config), "jax", plan=repr(config))

@@ -24,14 +24,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import relative_error
-from features import alibi_mod, softcap_mod
-from timing import Contender, Timer, take_turn
+from harness import command_line, report
+from harness.cases import alibi_mod, relative_error, softcap_mod
+from harness.process import prepare_process, say
+from harness.timers import choose_timer, close
+from harness.timing import Contender, Timer, take_turn
 
 BASE = "jax_kernels_base"
 FOLDERS = ("jax_kernels", "pallas", "bridge", "models")
@@ -113,7 +112,8 @@ def _cases() -> list[Case]:
         Case("lengths deterministic", arguments=lambda *given: lengths(*given) | {"deterministic": True}),
         Case("sinks", arguments=lambda case, _: {"sinks": jnp.zeros(case.heads)}),
         Case("softcap score_mod", arguments=always(score_mod=softcap_mod)),
-        Case("ALiBi score_mod", arguments=always(score_mod=alibi_mod(16), is_causal=True)),
+        # Made when it is asked for: its slopes are an array, and this is run before prepare_process.
+        Case("ALiBi score_mod", arguments=lambda case, _: {"score_mod": alibi_mod(case.heads), "is_causal": True}),
         Case("masking score_mod", arguments=always(score_mod=masking_mod)),
         Case("bias hts", **short, arguments=bias("h", "t", "s")),
         Case("bias ts causal", arguments=bias("t", "s", is_causal=True)),
@@ -213,8 +213,8 @@ def compare(
     told = f"{mode} {case.name:24}"
     if ours.times and other.times:
         row["ratio"] = statistics.median(a / b for a, b in zip(ours.times, other.times, strict=True))
-        medians = [statistics.median(x.times) for x in (ours, other)]
-        say(f"{told} {medians[0]:8.4f} ms, was {medians[1]:8.4f} ms, ratio {row['ratio']:.3f}, error {ours.error:.2g}")
+        now, was = (statistics.median(x.times) for x in (ours, other))
+        say(f"{told} {now:8.4f} ms, was {was:8.4f} ms, ratio {row['ratio']:.3f}, error {ours.error:.2g}")
     else:
         say(f"{told} {ours.status} {ours.reason} | {other.status} {other.reason}")
     return row
@@ -236,6 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         modes = command_line.names("mode", args.mode, MODES)
         cases = [CASES[name] for name in command_line.names("cases", args.cases, list(CASES))]
+        if not (args.base / BASE).is_dir():
+            raise ValueError(f"base: got {args.base}, want a folder with {BASE} in it, as --export COMMIT writes it")
     except ValueError as error:
         parser.error(str(error))
     if args.seq is not None:

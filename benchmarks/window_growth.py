@@ -19,15 +19,15 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import command_line
 import jax
 import jax.numpy as jnp
-import report
-from attention import choose_timer, close, prepare_process, say
-from cases import DTYPES, Case, InputSet, as_numpy, input_sets, relative_error
-from side_by_side import gpu_alone
-from sparse import Pattern, of_ours
-from timing import METHODS, Contender, alternate, skipped
+from harness import command_line, report
+from harness.cases import DTYPES, Case, InputSet, Shape, as_numpy, input_sets, relative_error
+from harness.mask_patterns import MaskPattern, of_ours
+from harness.process import prepare_process, say
+from harness.side_by_side import gpu_alone
+from harness.timers import choose_timer, close
+from harness.timing import METHODS, Contender, alternate, skipped
 
 from jax_kernels import explain, flash_attention
 
@@ -53,8 +53,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         for name, known in (("mode", MODES), ("contenders", CONTENDERS)):
             setattr(args, name, command_line.names(name, getattr(args, name), known))
         lengths = command_line.numbers(args.lengths)
-        shape = lambda length: (args.batch_size, length, args.num_heads, args.head_dim, args.num_heads)
-        args.cases = [Case(*shape(length), args.dtype, True, mode) for length in lengths for mode in args.mode]
+        shape = lambda length: Shape(args.batch_size, length, args.num_heads, args.head_dim, args.num_heads)
+        args.cases = [
+            Case.of(shape(length), dtype=args.dtype, causal=True, mode=mode) for length in lengths for mode in args.mode
+        ]
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -64,7 +66,7 @@ def build(name: str, case: Case, inputs: InputSet, args: argparse.Namespace) -> 
     """The contender, checked, and the bytes that its program holds at once, where XLA tells."""
     contender, held = Contender(name, "jax"), None
     with contender.attempt():
-        mask, named = of_ours(name, Pattern.of_window(args.window - 1, 0), None, inputs, args)
+        mask, named = of_ours(name, MaskPattern.of_window(args.window - 1, 0), None, inputs, args.implementation)
         plan = str(explain(flash_attention, *inputs.qkv, mask=mask, **named))
         run = jax.jit(functools.partial(_in_mode, case.mode, **named)).lower(mask, *inputs.qkv, inputs.dout).compile()
         memory = run.memory_analysis()

@@ -1,6 +1,6 @@
-"""What flash_attention takes of PyTorch: bad input raises, with the argument, what it got and what it wants.
+"""Checks of flash_attention's PyTorch arguments. An error names the argument, what it got and what it wants.
 
-Shapes and ranges are checked by the JAX function, when an operator is traced.
+The JAX function checks shapes and ranges when an operator is traced.
 """
 
 import sys
@@ -41,8 +41,13 @@ def _check_int32(name: str, tensor: Any, query: torch.Tensor) -> None:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, want torch.int32; cast it with {name}.to(torch.int32)")
 
 
-def check_inputs(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset) -> None:
-    """Types, dtypes and devices of the tensors of a call. segment_ids: segment_pair's."""
+def check_inputs(
+    query, key, value, *, bias=None, sinks=None, mask=None, segment_ids=(), kv_lengths=None, q_offset=0
+) -> None:
+    """Raises, naming the argument, for a wrong type, dtype or device of a call's tensors.
+
+    segment_ids: those of the queries and of the keys, either may be None.
+    """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         _check_float(name, tensor, query)
         if tensor.ndim != 4:
@@ -73,7 +78,8 @@ def check_inputs(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, 
         raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
 
 
-def check_statics(is_causal, scale, softcap, return_lse, deterministic, precision, implementation) -> None:
+def check_statics(*, is_causal, scale, softcap, return_lse, deterministic, precision, implementation) -> None:
+    """Raises, naming the argument, for a wrong type of an argument that is no tensor."""
     for name, flag in (("is_causal", is_causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name}: got {type(flag).__name__}, want a bool")
@@ -89,8 +95,11 @@ def check_statics(is_causal, scale, softcap, return_lse, deterministic, precisio
             raise TypeError(f"{name}: got {type(choice).__name__}, want a name or None")
 
 
-def as_torch_is_set(query, key, value, bias, deterministic) -> tuple[Any, ...]:
-    """The same, as autocast and torch.use_deterministic_algorithms have it. A float32 bias stays one."""
+def as_torch_is_set(query, key, value, *, bias=None, deterministic=None) -> tuple[Any, ...]:
+    """(query, key, value, bias, deterministic) after autocast and torch.use_deterministic_algorithms.
+
+    A float32 bias stays float32.
+    """
     if deterministic is None and torch.are_deterministic_algorithms_enabled():
         deterministic = True
     if torch.is_autocast_enabled(query.device.type):
@@ -102,7 +111,7 @@ def as_torch_is_set(query, key, value, bias, deterministic) -> tuple[Any, ...]:
 
 
 def window_sides(window: Any) -> tuple[int, int]:
-    """(left, right), -1 for no limit."""
+    """(left, right) of the argument `window`, -1 for no limit."""
     if window is None:
         return -1, -1
     sides = window if isinstance(window, tuple | list) else (window, window)
@@ -116,7 +125,7 @@ def window_sides(window: Any) -> tuple[int, int]:
 
 
 def segment_pair(segment_ids: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """(query's, key's)."""
+    """(query's ids, key's ids) of the argument `segment_ids`."""
     if segment_ids is None:
         return None, None
     if not isinstance(segment_ids, tuple | list):
@@ -125,4 +134,5 @@ def segment_pair(segment_ids: Any) -> tuple[torch.Tensor | None, torch.Tensor | 
         raise ValueError(
             f"segment_ids: got {len(segment_ids)} items, want an int32 tensor [B, T], or a (query, key) pair of them"
         )
-    return segment_ids[0], segment_ids[1]
+    q_ids, kv_ids = segment_ids
+    return q_ids, kv_ids

@@ -20,14 +20,15 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class CompiledAttention:
-    """What compile_attention gives: out = attention(query, key, value) on tensors, with gradients.
+    """Attention under a fixed mask, made by compile_attention: out = attention(query, key, value), with gradients.
 
-    query [B, seq_len, num_heads, head_dim], key and value [B, kv_len, num_kv_heads, head_dim], in dtype, to which
-    autocast may cast them, on device; any B. It runs, and may be compiled and mapped, as flash_attention with a Mask.
-    Raises ValueError or TypeError for tensors of another shape, dtype or device.
+    query is [B, seq_len, num_heads, head_dim]; key and value are [B, kv_len, num_kv_heads, head_dim]; B is any number.
+    They have this dtype, to which autocast may cast them, and are on this device. Calls run, and may be compiled and
+    mapped, as those of flash_attention with a Mask. Tensors of another shape, dtype or device raise ValueError or
+    TypeError.
 
-    mask: the masks.Mask. plan: the Plan that it runs by. density: the share of blocks of 128 queries and 128 keys that
-    hold a pair which the mask keeps. device, dtype: PyTorch's.
+    mask: the masks.Mask. plan: the Plan of its calls. density: the share of blocks of 128 queries and 128 keys in which
+    the mask keeps a pair. device, dtype: PyTorch's.
     """
 
     def __init__(self, compiled: ops.CompiledAttention, device: torch.device, dtype: torch.dtype):
@@ -54,9 +55,9 @@ class CompiledAttention:
         return flash_attention(query, key, value, mask=mask, implementation=self.plan.implementation)
 
     def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> ops.Speedup:
-        """How many times faster it is than flash_attention without a mask: the programs that JAX runs, timed now.
+        """Times JAX's programs now: how many times faster this is than flash_attention without a mask.
 
-        As jax_kernels.compile_attention measures it, on the device; what a call costs PyTorch's side is not in it.
+        It measures on the device, as jax_kernels.compile_attention does. PyTorch's own cost of a call is left out.
         """
         with here(self.device):
             return self._compiled.measured_speedup(backward=backward, rounds=rounds)
@@ -81,17 +82,17 @@ def compile_attention(
 ) -> CompiledAttention:
     """jax_kernels.compile_attention for tensors: attention under a pattern, planned once and kept.
 
-    Equivalent to the following code, but that the mask is prepared::
+    Equivalent to the following code, with a mask that is prepared::
 
         mask = bridge.masks.preset(pattern, **options)  # or the Mask itself
         attention = lambda query, key, value: bridge.flash_attention(query, key, value, mask=mask)
 
     Args:
       dtype: torch.bfloat16, torch.float16 or torch.float32.
-      device: of the tensors; None: PyTorch's current CUDA device, and where it has none, the CPU.
-      The others are those of jax_kernels.compile_attention; options hold no tensors: of one, pass a masks.Mask.
+      device: the tensors' device. None is PyTorch's current CUDA device, or the CPU where there is none.
+      The others are those of jax_kernels.compile_attention. No option is a tensor: for one, pass a masks.Mask.
 
-    The last 64 are kept.
+    The last 64 results are kept.
 
     Raises:
       ValueError, TypeError, NotImplementedError: an argument, an option or a shape that is not taken, naming it.
@@ -100,7 +101,7 @@ def compile_attention(
         raise TypeError(f"dtype: got {dtype!r}, want torch.bfloat16, torch.float16 or torch.float32")
     for name, option in options.items():
         if isinstance(option, torch.Tensor):
-            raise TypeError(f"{name}: got a torch.Tensor, want a constant; of a tensor, pass a masks.Mask")
+            raise TypeError(f"{name}: got a torch.Tensor, want a constant; for a tensor, pass a masks.Mask")
     place = _place(device)
     with here(place):
         compiled = ops.compile_attention(
@@ -120,7 +121,7 @@ def compile_attention(
 
 
 def _place(device: torch.device | str | None) -> torch.device:
-    """With the number of a GPU, as tensors have it."""
+    """The device, with a number if it is a GPU, as tensors have it."""
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())

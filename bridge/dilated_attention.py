@@ -4,7 +4,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -44,14 +44,14 @@ def dilated_attention(
 ) -> Any:
     """jax_kernels.dilated_attention on PyTorch tensors, with gradients of query, key and value, also through lse.
 
-    It runs, and may be compiled, differentiated and captured, as bridge.from_jax says. Under autocast query, key and
+    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Under autocast query, key and
     value are cast to the autocast dtype.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, T, Hkv, D]; value: [B, T, Hkv, Dv]; in query's dtype and on its device.
       segment_ids: int32 [B, T].
-      deterministic: None follows torch.use_deterministic_algorithms, and where that is off, XLA's flag.
+      deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
       The others are those of jax_kernels.dilated_attention.
 
     Returns:
@@ -64,8 +64,8 @@ def dilated_attention(
     """
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 tensor [B, T]: queries and keys are the same tokens")
-    check_inputs(query, key, value, None, None, None, (segment_ids,), None, 0)
-    query, key, value, _, deterministic = as_torch_is_set(query, key, value, None, deterministic)
+    check_inputs(query, key, value, segment_ids=(segment_ids,))
+    query, key, value, _, deterministic = as_torch_is_set(query, key, value, deterministic=deterministic)
     return _attend(
         query,
         key,
@@ -87,35 +87,43 @@ def dilated_attention(
     )
 
 
+class _Timed(NamedTuple):
+    """The fastest implementation of those that were timed, for parameters of this device and dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+    fastest: str
+
+
 class MultiheadDilatedAttention(torch.nn.Module):
-    """Multi-head attention, batch first, whose attention is dilated_attention; MAGNETO's LayerNorm and initialisation.
+    """Multi-head dilated attention, batch first, with MAGNETO's LayerNorm and initialisation.
 
     state_dict() has the names and shapes of dilated-attention-pytorch: q_proj, k_proj, v_proj and out_proj with
     weight [embed_dim, embed_dim] and, with bias, bias [embed_dim]; with layer_norm also norm.weight and norm.bias.
-    Its attention differs from that package's in one point: outputs are not divided by their own sum over the
-    segment, which is no mean and shows every token the later ones.
+    Its attention differs from that package's in one point: outputs are not divided by their own sum over the segment.
+    That division is no mean, and shows every token the later ones.
 
     Args:
       embed_dim: width of input and output; num_heads divides it, into heads of at most 256.
       segment_lengths, dilation_rates: of each branch.
-      dropout: the probability with which elements of the output are zeroed in training; attention weights, which
-        are never stored, are not dropped.
+      dropout: the probability with which elements of the output are zeroed in training. Attention weights are not
+        dropped: they are never stored.
       bias: whether the projections have one.
       layer_norm: a LayerNorm before out_proj; layer_norm_eps: its epsilon.
-      gamma_init: the projections are Xavier normal, those of v_proj and out_proj times this.
-      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None: the fastest where the parameters
-        are.
+      gamma_init: the projections are Xavier normal; those of v_proj and out_proj are multiplied by this.
+      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None is the fastest on the parameters'
+        device.
       dtype, device: of the parameters, as in any PyTorch module.
-      benchmark_backends: with attention_backend None, time forward and backward of each implementation that can
-        serve, once, now, at `batch` 1 over the longest segment (at most 8192 tokens), and keep the fastest for as long
-        as the parameters have this device and dtype.
+      benchmark_backends: with attention_backend None, time forward and backward of each implementation that can serve,
+        once, now, for one sequence over the longest segment (at most 8192 tokens). The fastest is kept for as long as
+        the parameters have this device and dtype.
       heads, combine, layout, order: as in dilated_attention. None for heads and combine: "groups" and "mean", as that
         package has them, and with layout="partition" "all" and "lse", the only ones there.
 
     Attributes:
       attention_backend: the implementation that runs with the parameters' present device and dtype. gpu_info: the
-      DeviceInfo of that device. dtype: of the parameters. backend_times: milliseconds by implementation, where they
-      were timed; empty without benchmark_backends. On the meta device attention_backend and gpu_info are None.
+      DeviceInfo of that device. dtype: of the parameters. backend_times: the milliseconds of each implementation that
+      was timed; empty without benchmark_backends. On the meta device attention_backend and gpu_info are None.
 
     Raises:
       TypeError, ValueError: an argument is out of range, naming it.
@@ -194,12 +202,12 @@ class MultiheadDilatedAttention(torch.nn.Module):
         self.reset_parameters()
 
         self._asked = attention_backend
-        self._timed: tuple[torch.device, torch.dtype, str] | None = None
+        self._timed: _Timed | None = None
         self.backend_times: dict[str, float] = {}
         if benchmark_backends:
             self.backend_times = self._time_backends()
             fastest = min(self.backend_times, key=lambda name: self.backend_times[name])
-            self._timed = self._device, self.dtype, fastest
+            self._timed = _Timed(device=self._device, dtype=self.dtype, fastest=fastest)
         elif self._device.type != "meta":
             self._plan(attention_backend)  # raises what a call would
 
@@ -223,9 +231,10 @@ class MultiheadDilatedAttention(torch.nn.Module):
 
     @property
     def _implementation(self) -> str | None:
-        """The name that calls are given. None leaves the choice to them."""
-        if self._timed is not None and self._timed[:2] == (self._device, self.dtype):
-            return self._timed[2]
+        """The implementation that is passed to calls. None leaves the choice to them."""
+        timed = self._timed
+        if timed is not None and (timed.device, timed.dtype) == (self._device, self.dtype):
+            return timed.fastest
         return self._asked
 
     def reset_parameters(self) -> None:
@@ -250,7 +259,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
         *,
         segment_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
-        """(output [B, T, embed_dim], None) of query, key and value [B, T, embed_dim]; key and value default to query.
+        """(output [B, T, embed_dim], None) from query, key and value [B, T, embed_dim]; key and value default to query.
 
         is_causal: a token attends to itself and to earlier ones only. segment_ids: int32 [B, T]: packed sequences.
         """
@@ -275,7 +284,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
         return functional.dropout(self.out_proj(out), self.dropout, self.training), None
 
     def _shape(self) -> tuple[int, int, int, int]:
-        """Of a typical query: that of one sequence over the longest segment."""
+        """The shape of a typical query: one sequence over the longest segment."""
         length = min(max(self.pattern["segment_lengths"]), 8192)
         return 1, length, self.num_heads, self.embed_dim // self.num_heads
 

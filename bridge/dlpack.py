@@ -1,4 +1,4 @@
-"""How arrays cross between PyTorch and JAX: which tensors, in which order on the GPU, and who owns the memory.
+"""Passes arrays between PyTorch and JAX: in which order on the GPU, and who owns the memory.
 
 In: JAX reads the tensor's own memory, once the work queued on PyTorch's current stream has run. Tensors that
 JAX cannot read as they are (strided, lazily conjugated or negated, badly aligned) are copied first.
@@ -43,7 +43,7 @@ _NARROW = (
     *("bfloat16", "float16", "float32", "bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "complex64"),
     *("float8_e4m3fn", "float8_e5m2"),
 )
-# What JAX narrows to 32 bits, silently, unless jax_enable_x64 is set.
+# JAX narrows these to 32 bits, silently, unless jax_enable_x64 is set.
 _WIDE = {"float64": "float32", "int64": "int32", "uint64": "uint32", "complex128": "complex64"}
 
 _TO_JAX = {getattr(torch, name): jnp.dtype(name) for name in (*_NARROW, *_WIDE)}
@@ -109,7 +109,7 @@ def import_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tup
     away while JAX still reads it. The tensors must all be on `device`, and must not be written to by JAX
     (never donate the arrays).
     """
-    # Detached: of the caller's own tensors one could not see when JAX lets go of them.
+    # Detached: the caller's own tensors may live on, and would not show when JAX lets go of the memory.
     owners = [_readable(tensor).detach() for tensor in tensors]
     for owner in owners:
         _LENT[next(_LOANS)] = owner
@@ -147,14 +147,14 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[jax.Array]:
-    """Copies of the tensors that JAX owns, to be kept as long as wanted. Never waits for the GPU on the host."""
+    """Copies of the tensors, which JAX owns and which may be kept. Never waits for the GPU on the host."""
     return read_by(lambda *arrays: [jnp.copy(array) for array in arrays], tensors, device)
 
 
 def read_by(function: Callable[..., Any], tensors: Sequence[torch.Tensor], device: torch.device) -> Any:
-    """What a JAX function makes of the tensors' memory: a pytree of arrays, none of which shares that memory.
+    """The results of a JAX function of the tensors: a pytree of arrays, none of which shares the tensors' memory.
 
-    What PyTorch's current stream does to the tensors later, it does after JAX has read them.
+    Work that PyTorch's current stream does on the tensors later waits until JAX has read them.
     """
     refuse_capture(device)
     with torch._C._DisableFuncTorch():  # a transform that is active would wrap what is made of the tensors here
@@ -189,12 +189,21 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _private() -> tuple[Any, Any] | None:
-    """jaxlib's DLPack functions, in and out, or None where they are not found."""
+class _DlpackFunctions(NamedTuple):
+    """jaxlib's own DLPack functions: from a capsule to an array, and back."""
+
+    to_array: Any
+    to_capsule: Any
+
+
+def _private() -> _DlpackFunctions | None:
+    """jaxlib's own DLPack functions, or None where they are not found."""
     try:
         from jax._src.lib import _jax
 
-        return _jax.dlpack_managed_tensor_to_buffer, _jax.buffer_to_dlpack_managed_tensor
+        return _DlpackFunctions(
+            to_array=_jax.dlpack_managed_tensor_to_buffer, to_capsule=_jax.buffer_to_dlpack_managed_tensor
+        )
     except (ImportError, AttributeError):
         return None
 
@@ -218,17 +227,20 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device)
         ready.record(torch.cuda.current_stream(device))
         torch.cuda.ExternalStream(stream, device=device).wait_event(ready)
     code = _DLPACK_DEVICE[device.type]
-    return [_PRIVATE[0](torch.utils.dlpack.to_dlpack(tensor), target, stream, None, code) for tensor in tensors]
+    to_array = _PRIVATE.to_array
+    return [to_array(torch.utils.dlpack.to_dlpack(tensor), target, stream, None, code) for tensor in tensors]
 
 
 def _view(array: jax.Array, stream: int | None) -> torch.Tensor:
     """A tensor over JAX's memory; on a GPU, `stream` waits for JAX."""
     if _PRIVATE is not None:
-        return torch.utils.dlpack.from_dlpack(_PRIVATE[1](array, stream=stream))
+        return torch.utils.dlpack.from_dlpack(_PRIVATE.to_capsule(array, stream=stream))
     return torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=stream))  # type: ignore[call-arg]
 
 
 class _Entry(NamedTuple):
+    """Memory of JAX's that is held until the event `copied`. size: its bytes."""
+
     copied: torch.cuda.Event
     memory: list[torch.Tensor]
     size: int
@@ -254,7 +266,7 @@ class _Held:
         released = []  # freed after the lock is, as freeing runs code of JAX's
         with self._lock:
             queue = self._queues.setdefault((index, stream.cuda_stream), collections.deque())
-            queue.append(_Entry(copied, memory, size))
+            queue.append(_Entry(copied=copied, memory=memory, size=size))
             self._sizes[index] += size
             for (owner, _), entries in self._queues.items():
                 while owner == index and entries and entries[0].copied.query():

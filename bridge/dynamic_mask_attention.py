@@ -20,8 +20,8 @@ __all__ = ["DynamicMaskAttention"]
 class DynamicMaskAttention(torch.nn.Module):
     """Self-attention over [B, T, model_dim] to the keys of the largest bias, which is made of the values.
 
-    It is jax_kernels.models.DynamicMaskAttention, without its cache; the mask is made, and attention run, in one
-    program of JAX. Equivalent to the following code, for each head of keys::
+    It is jax_kernels.models.DynamicMaskAttention without a cache. One JAX program makes the mask and runs attention.
+    Equivalent to the following code, for each head of keys::
 
         query, key, value = (split_heads(linear(x)) for linear in (q_proj, k_proj, v_proj))
         query, key = rotary_embedding(query, arange(T)), rotary_embedding(key, arange(T))
@@ -30,24 +30,24 @@ class DynamicMaskAttention(torch.nn.Module):
         keep = bridge.masks.top_k(bias, keys_to_keep, among=masks.causal(), q_length=T)
         out = out_proj(bridge.dynamic_mask_attention(query, key, value, keep, bias).flatten(2))
 
-    The mask passes no gradient; A and dt_proj learn through the bias. It computes in x's dtype, or autocast's, and the
-    bias in float32.
+    The mask passes no gradient; A and dt_proj learn through the bias. The module computes in x's dtype, or autocast's,
+    and the bias in float32.
 
     Parameters, those of the Flax module with kernels transposed, all without bias: q_proj.weight
     [num_heads * head_dim, model_dim], k_proj.weight and v_proj.weight [num_kv_heads * head_dim, model_dim],
     out_proj.weight [model_dim, num_heads * head_dim], dt_proj.weight [num_kv_heads, num_kv_heads * head_dim], A
-    [num_kv_heads]. The weights are initialised normal with variance 1 / in_features, A normal with a standard deviation
-    of 0.02: of 0, all keys would have one bias.
+    [num_kv_heads]. The weights are initialised normal with variance 1 / in_features, and A normal with a standard
+    deviation of 0.02. If A were 0, all keys would have the same bias.
 
     Args:
       model_dim: width of input and output.
       num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
       head_dim: per head, up to 256 (None: model_dim / num_heads).
-      keys_to_keep: how many keys each query attends to, at most, of those that is_causal and masks leave; of keys of
-        one bias the first.
+      keys_to_keep: the most keys that a query attends to, among those that is_causal and the masks leave. Among keys of
+        equal bias the first are kept.
       use_rotary, rope_theta: rotate queries and keys by their positions (see rotary_embedding).
       is_causal: a token attends to itself and to earlier tokens only.
-      mask: a masks.Mask of all calls, of num_kv_heads heads or one, combined with is_causal and the mask of a call.
+      mask: a masks.Mask for all calls, with num_kv_heads heads or one. It is combined with is_causal and a call's mask.
       implementation: of the attention, as in flash_attention.
       dtype, device: of the parameters, as in any PyTorch module.
 
@@ -114,7 +114,7 @@ class DynamicMaskAttention(torch.nn.Module):
         torch.nn.init.normal_(self.A, std=0.02)
 
     def forward(self, x: torch.Tensor, *, mask: torch.Tensor | Mask | None = None) -> torch.Tensor:
-        """[B, T, model_dim], in x's dtype, or autocast's.
+        """Attends within x. Returns [B, T, model_dim], in x's dtype, or autocast's.
 
         Args:
           x: [B, T, model_dim].
@@ -135,7 +135,7 @@ class DynamicMaskAttention(torch.nn.Module):
             query, key = (rotary_embedding(y, positions, self.rope_theta) for y in (query, key))
         steps = functional.softplus(self.dt_proj(value.flatten(2)).float())
         bias = torch.exp(self.A.float() * steps).transpose(1, 2)[:, :, None]
-        query, key, value, _, deterministic = as_torch_is_set(query, key, value, None, None)
+        query, key, value, _, deterministic = as_torch_is_set(query, key, value)
         out = _attend(
             query,
             key,
@@ -193,7 +193,7 @@ def _attend(
     is_causal: bool,
     **arguments: Any,
 ) -> jax.Array:
-    """given: masks, with the keys' heads or one. As Flax's module does it."""
+    """The attention of one call, as in Flax's module. given: masks, with as many heads as key, or one."""
     length, heads = query.shape[1:3]
     among = masks.causal() if is_causal else masks.sliding_window(None, None)
     for mask in given:

@@ -1,4 +1,4 @@
-"""What the modules of PyTorch are made of besides attention."""
+"""The parts of the PyTorch modules beside attention: linear layers, norms and rotary embedding."""
 
 import torch
 from torch.nn import functional
@@ -19,7 +19,7 @@ class Linear(torch.nn.Linear):
         super().__init__(in_features, out_features, bias=False, dtype=dtype, device=device)
 
     def reset_parameters(self) -> None:
-        """Normal, with variance 1 / in_features."""
+        """Draws the weight anew, normal with variance 1 / in_features."""
         torch.nn.init.normal_(self.weight, std=self.in_features**-0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """PyTorch operators that are opaque to torch.compile and run a JAX function.
 
-An operator has its derivative in itself, as its "Autograd" implementation, so that none is lost where only the operator
-is called: in an exported program, in a compiled graph, under torch.func. A call in eager mode, which knows whether it
-needs a gradient, goes past that implementation (below_autograd): it would cost 20 microseconds.
+An operator's derivative is its "Autograd" implementation. So none is lost where only the operator is called: in an
+exported program, in a compiled graph, under torch.func. A call in eager mode knows whether it needs a gradient, and
+goes past that implementation (below_autograd), which would cost 20 microseconds.
 """
 
 import contextlib
@@ -48,8 +48,9 @@ def define(
 ) -> Any:
     """The operator torch.ops.jax_kernels.<name>, for CPU and CUDA tensors.
 
-    fake gives its empty results. differentiate gives its results where they need a gradient; it calls the operator
-    with below_function. A tensor with a tangent, of forward-mode differentiation, is refused: label gives the name.
+    kernel: gives the results. fake: gives empty results of their shapes. differentiate: gives the results where they
+    need a gradient; it calls the operator with below_function. label: gives the name for the error that refuses a
+    tensor with a tangent, of forward-mode differentiation.
     """
     _LIBRARY.define(name + schema, tags=_TAGS)
     for key in ("CPU", "CUDA"):
@@ -70,7 +71,7 @@ def define(
 
 
 def define_vmap(name: str, rule: Callable[..., Any]) -> None:
-    """What torch.func.vmap does with the operator; `rule(info, in_dims, *args)` gives (results, out_dims)."""
+    """Defines torch.func.vmap of the operator; `rule(info, in_dims, *args)` gives (results, out_dims)."""
     torch.library.register_vmap(f"jax_kernels::{name}", rule, lib=_LIBRARY)
 
 
@@ -81,7 +82,7 @@ def _device_info(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def planning_for(device: torch.device) -> Iterator[None]:
-    """Traces inside the block are for this device, whatever JAX's default device is."""
+    """Makes JAX plan for this device inside the block, whatever its default device is."""
     with dispatch.on_device(_device_info(device)):
         yield
 
@@ -105,7 +106,7 @@ def run(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) ->
 
 
 def is_plain_call() -> bool:
-    """Whether no compiler, no transform of torch.func and no forward-mode differentiation looks on."""
+    """Tells whether the call is free of compilers, transforms of torch.func and forward-mode differentiation."""
     return not (
         torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     )
@@ -118,9 +119,9 @@ def below_autograd(operator: Any, *arguments: Any) -> Any:
 
 
 def below_function(operator: Any, *arguments: Any) -> Any:
-    """The same, inside of a Function's forward, where PyTorch has switched gradients off.
+    """The operator's results, inside of a Function's forward, where PyTorch has switched gradients off.
 
-    That holds for the Function's own level alone: the other levels of torch.func may differentiate the operator.
+    They are off for the Function's own level alone: other levels of torch.func may differentiate the operator.
     """
     if not torch._C._are_functorch_transforms_active():
         return below_autograd(operator, *arguments)
@@ -138,8 +139,8 @@ def call_in_backward(operator: Any, *arguments: Any) -> Any:
 def apply(function: Any, *arguments: Any) -> Any:
     """function.apply inside of an operator's "Autograd" implementation.
 
-    There torch.func has a single level of its own left to differentiate: the operator, called below autograd, takes it
-    to the next one. function.apply itself would begin with all levels again.
+    There, torch.func has one level left to differentiate; the operator, called below autograd, goes on to the next.
+    function.apply itself would begin with all levels again.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*arguments)
@@ -149,13 +150,13 @@ def apply(function: Any, *arguments: Any) -> Any:
 
 @functools.cache
 def _of_one_level(function: type[torch.autograd.Function]) -> Any:
-    """The same Function, of the class that torch.func's own implementation makes its Functions of."""
+    """The Function as a subclass of the class that torch.func itself uses for one level."""
     body = {name: vars(function)[name] for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), body)
 
 
 def has_tangent(arguments: Sequence[Any]) -> bool:
-    """Whether one of them is a tensor that forward-mode differentiation watches."""
+    """Tells whether forward-mode differentiation watches one of the arguments."""
     if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
         return False
     return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)
@@ -173,7 +174,7 @@ def refuse_second_gradient(name: str) -> Any:
 
 
 class _Last(torch.autograd.Function):
-    """What a gradient must not be taken of."""
+    """A function whose gradient raises."""
 
     @staticmethod
     def forward(ctx, name, function, *tensors):

@@ -7,13 +7,14 @@ For example::
     mask = masks.causal() & masks.segments(ids) | masks.prefix(lengths)  # int32 tensors
     out = bridge.flash_attention(query, key, value, mask=mask)
 
-A mask is a jax_kernels Mask, of JAX's arrays: copies on the tensors' device, which a tensor's later changes do not
-reach. No gradient passes through it. Tensors of one call are on one device, and have the dtypes that JAX's arrays
-would have; arrays are taken as they are. What a Mask's own methods give is JAX's (torch.from_dlpack makes a tensor of
-it). pooled_scores gives a tensor for tensors, with a gradient.
+A mask is a jax_kernels Mask of JAX arrays. They are copies on the tensors' device: later changes of a tensor do not
+reach them, and no gradient passes through them. Tensors of one call are on one device, and have the dtypes that JAX's
+arrays would have; arrays are taken as they are. A Mask's own methods give JAX arrays, of which torch.from_dlpack makes
+tensors. pooled_scores of tensors gives a tensor, with a gradient.
 
-Builders run when they are called: torch.compile has a graph break there, torch.func.vmap cannot map what they take, and
-a CUDA graph cannot capture them. To do all of it inside one program, make a JAX function of it, for bridge.from_jax.
+Builders run when they are called: torch.compile has a graph break there, torch.func.vmap cannot map their arguments,
+and a CUDA graph cannot capture them. To have all of it in one program, write a JAX function that builds the mask and
+calls attention, and pass it to bridge.from_jax.
 """
 
 import functools
@@ -40,7 +41,7 @@ from jax_kernels.masks import sliding_window as sliding_window
 
 
 def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Callable[..., Mask]:
-    """The builder of tensors. is_traced: jit may compile it, as it looks at no values and keeps no array as it is."""
+    """The builder, for tensors too. is_traced: it may run under jit, as it looks at no values."""
     by_position = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     names = [x.name for x in inspect.signature(builder).parameters.values() if x.kind in by_position]
 
@@ -54,7 +55,7 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
         device = given[next(iter(found))].device
         for index, name in found.items():
             given[index] = _checked(name, given[index], device)
-            # Only a function of one's own has a use for these; an id or a length above 2**31 would turn negative.
+            # A user's function may want these. An id or a length above 2**31 would turn negative.
             if given[index].dtype == torch.uint32 and builder is not _masks.from_function:
                 raise TypeError(f"{name}: got dtype torch.uint32, want torch.int32; cast it with .to(torch.int32)")
         given = [_on_device(x, device) if isinstance(x, Mask) else x for x in given]
@@ -86,7 +87,7 @@ def _checked(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Ten
 
 
 def _compiled(builder: Callable[..., Mask], *args: Any, **kwargs: Any) -> Mask:
-    """The builder under jit, for which arrays and floats are data, and all else is constant."""
+    """Runs the builder under jit. Arrays and floats are data, all else is constant."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     is_data = tuple(isinstance(x, jax.Array | np.ndarray | float) for x in leaves)
     constants = tuple(None if data else x for x, data in zip(leaves, is_data, strict=True))

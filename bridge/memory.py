@@ -1,4 +1,4 @@
-"""JAX and PyTorch share the GPU's memory: JAX must not take most of it at its first use."""
+"""Keeps JAX from taking most of the GPU's memory at its first use, as PyTorch shares that memory."""
 
 import os
 import warnings

@@ -42,7 +42,7 @@ _DEFAULTS = {
     "remat": False,
     "implementation": None,
 }
-# What a LongNetConfig has more.
+# The fields that a LongNetConfig adds.
 _PATTERN = {
     "segment_lengths": None,
     "dilation_rates": None,
@@ -55,7 +55,7 @@ _DEFAULTS |= _PATTERN | {"layer_norm": False, "gamma": None}
 
 
 class Attention(torch.nn.Module):
-    """Causal self-attention with rotary embedding and grouped key and value heads: [B, T, model_dim] to the same.
+    """Causal self-attention over [B, T, model_dim], with rotary embedding and grouped key and value heads.
 
     With segment_lengths it is dilated, as jax_kernels.models.MultiHeadDilatedAttention is.
     """
@@ -106,7 +106,7 @@ class MLP(torch.nn.Module):
 
 
 class Block(torch.nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, shape: Any) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Block(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-    """jax_kernels.models.Transformer and LongNet in PyTorch: the same forward, from the same weights (load_flax_state).
+    """jax_kernels.models.Transformer and LongNet in PyTorch, with the same forward. load_flax_state loads weights.
 
     A causal decoder: token embedding, blocks with RMSNorm before attention and MLP, a final RMSNorm, a head.
 
@@ -148,7 +148,7 @@ class Transformer(torch.nn.Module):
 
         Args:
           tokens: integers [B, T].
-          embeddings: [B, T, model_dim], instead of tokens: what `embed` gives. For gradients by the input.
+          embeddings: [B, T, model_dim], the output of `embed`, in place of tokens: for gradients by the input.
 
         Returns:
           float32 [B, T, vocab_size].
@@ -230,14 +230,14 @@ def _shape(config: Any) -> types.SimpleNamespace:
 
 
 def has_gpu() -> bool:
-    """Whether PyTorch can use a CUDA GPU here."""
+    """Tells whether PyTorch can use a CUDA GPU here."""
     return torch.cuda.is_available()
 
 
 def logits_and_input_gradients(
     config: Any, parameters: Mapping[str, np.ndarray], tokens: np.ndarray, targets: np.ndarray, *, device: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What a Transformer with Flax's weights gives: to hold against the Flax model.
+    """Logits and input gradients of a Transformer with Flax's weights, for a comparison with the Flax model.
 
     config and parameters: as Transformer and load_flax_state take them. tokens, targets: int [B, T].
     Returns (logits [B, T, vocab], the gradient [B, T, model_dim] of the mean cross-entropy by the tokens'

@@ -1,4 +1,4 @@
-"""What this process makes once: values by key, whatever the threads, and names that no other process gives."""
+"""Values that a process makes once by key, in whatever thread, and names that no other process gives."""
 
 import functools
 import itertools
@@ -12,7 +12,7 @@ __all__ = ["fresh_name", "once"]
 
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """functools.cache, but where several threads ask for a value at once, one makes it and the others wait for it."""
+    """A functools.cache for threads: where several ask for a value at once, one makes it and the others wait."""
     made: dict[Any, Any] = {}
     locks: dict[Any, threading.RLock] = {}
 
@@ -35,7 +35,7 @@ _PROCESS = secrets.token_hex(8)
 
 
 def fresh_name(stem: str) -> str:
-    """A name that begins with the stem and is given once: other processes, also forked ones, give others."""
+    """A name that begins with the stem and is given once. Other processes, also forked ones, give other names."""
     return f"{stem}_{next(_NUMBERS)}_{_PROCESS}"
 
 

@@ -1,7 +1,7 @@
 """The Masks of a call, whose arrays are JAX's already and stay so.
 
-As tensors they would be copied to memory that PyTorch owns (see dlpack). They go past PyTorch's operators instead,
-which take the name under which the Masks of this call are found.
+As tensors they would be copied to memory that PyTorch owns (see dlpack). Instead they go past PyTorch's operators,
+which take only the name under which the Masks of a call are found.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import torch
@@ -18,32 +18,46 @@ from jax_kernels.bridge import dlpack, library
 from jax_kernels.bridge.once import fresh_name
 from jax_kernels.masks import Mask, checks
 
-__all__ = ["NONE", "Operands", "found", "on_device", "operands_of"]
+__all__ = ["NONE", "MaskSignature", "Operands", "found", "on_device", "operands_of"]
+
+
+class ArraySignature(NamedTuple):
+    """An array of a Mask without its values."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+
+
+class MaskSignature(NamedTuple):
+    """The Masks of a call without their values, for which a program is compiled: their structure, and each array."""
+
+    structure: Any
+    arrays: tuple[ArraySignature, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operands:
-    """Found by the name as long as somebody holds this object. Of no Masks, the name is ""."""
+    """The Masks of a call. They are found by the name as long as somebody holds this object; no Masks have name ""."""
 
     name: str
     masks: tuple[Mask, ...]
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """What a program is compiled for: the structure, and what each array is like."""
+    def signature(self) -> MaskSignature:
         leaves, structure = jax.tree.flatten(self.masks)
-        return structure, tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
+        return MaskSignature(structure, tuple(ArraySignature(x.shape, x.dtype, x.weak_type) for x in leaves))
 
 
 NONE = Operands("", ())
 _FOUND: weakref.WeakValueDictionary[str, Operands] = weakref.WeakValueDictionary()
-# By Mask and device. A Mask is the same only if its arrays are, which never change.
+# Copies by Mask and device. Equal Masks hold the very same arrays, which never change.
 _MOVED: weakref.WeakKeyDictionary[Mask, dict[jax.Device, Mask]] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()  # of both
+_LOCK = threading.Lock()  # guards _FOUND and _MOVED
 
 
 def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:
-    """The masks, with their arrays on the device."""
+    """Registers the masks, with their arrays on the device, under a new name."""
     operands = Operands(fresh_name("masks"), tuple(on_device(mask, device) for mask in masks))
     with _LOCK:
         _FOUND[operands.name] = operands
@@ -64,9 +78,9 @@ def found(name: str) -> Operands:
 
 
 def on_device(mask: Mask, device: torch.device) -> Mask:
-    """The mask with its arrays on the device: itself where they are there, else a copy, made once for jax.Arrays.
+    """The mask with its arrays on the device: the mask itself if they are there, else a copy.
 
-    NumPy arrays and tensors, which may change, are copied each time.
+    jax.Arrays are copied once. NumPy arrays and tensors may change, and are copied each time.
     """
     target = dlpack.jax_device(device)
     leaves = jax.tree.leaves(mask)

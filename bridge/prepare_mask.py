@@ -24,25 +24,25 @@ def prepare_mask(
 ) -> PreparedMask:
     """jax_kernels.prepare_mask for calls of the bridge: the mask with its lists of blocks, made on the tensors' device.
 
-    It waits for the mask's arrays. Of another mask, even of the same structure, the lists may have other shapes, for
-    which attention is compiled anew: prepare a mask of many calls, and pass one that changes from call to call as it
-    is.
+    It waits for the mask's arrays. The lists of another mask, even of the same structure, may have other shapes, for
+    which attention is compiled anew. So prepare a mask that serves many calls; pass one that changes from call to call
+    unprepared.
 
     Args:
       mask: a masks.Mask.
-      query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv], or None for key's shape. Of these, only the
-        shapes, the dtypes, which autocast changes as in a call, and the device count. Shapes alone are
-        jax.ShapeDtypeStructs or tensors on the meta device: then the lists are made for, and on, JAX's default device.
-      arguments: all others of bridge.flash_attention, as in the calls to come, without segment_ids and kv_lengths:
-        compose masks.segments and masks.prefix into the mask. q_offset: an int. deterministic: None follows
+      query: [B, T, H, D]. key: [B, S, Hkv, D]. value: [B, S, Hkv, Dv], or None for key's shape. Only their shapes,
+        dtypes and device count; autocast changes the dtypes as in a call. Without values they may be
+        jax.ShapeDtypeStructs, or tensors on the meta device: then the lists are made for, and on, JAX's default device.
+      arguments: the other arguments of bridge.flash_attention, as in the calls to come, without segment_ids and
+        kv_lengths: compose masks.segments and masks.prefix into the mask. q_offset: an int. deterministic: None follows
         torch.use_deterministic_algorithms.
 
     Returns:
-      A Mask, as jax_kernels.prepare_mask says; flash_attention takes its lists as data, in both directions.
+      A Mask, as jax_kernels.prepare_mask says. flash_attention takes its lists as data, forward and backward.
 
     Raises:
-      ValueError: the tensors are on several devices; and what jax_kernels.prepare_mask raises.
-      TypeError, NotImplementedError: as jax_kernels.prepare_mask.
+      ValueError: the tensors are on several devices, or as jax_kernels.prepare_mask raises it.
+      TypeError, NotImplementedError: as jax_kernels.prepare_mask raises them.
     """
     given = {"query": query, "key": key, "value": value, **arguments}
     device = None
@@ -56,7 +56,7 @@ def prepare_mask(
     if given.get("deterministic") is None and torch.are_deterministic_algorithms_enabled():
         given["deterministic"] = True
     with here(None if device is None or device.type == "meta" else device) as place:
-        # What is no Mask is refused by the JAX function.
+        # The JAX function refuses whatever is no Mask.
         moved = mask if place is None or not isinstance(mask, Mask) else on_device(mask.unprepared, place)
         return ops.prepare_mask(moved, **given)
 
@@ -72,7 +72,7 @@ def _spec(name: str, x: torch.Tensor) -> jax.ShapeDtypeStruct:
 
 @contextlib.contextmanager
 def here(device: torch.device | None) -> Iterator[torch.device | None]:
-    """JAX plans for, and makes its arrays on, this device inside the block; None is JAX's own default."""
+    """Makes JAX plan for this device, and make its arrays there, inside the block; None is JAX's own default."""
     if device is None:
         yield None
         return

@@ -21,10 +21,10 @@ def scaled_dot_product_attention(
     """torch.nn.functional.scaled_dot_product_attention by flash_attention.
 
     Args:
-      query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]; bfloat16, float16 or float32. They are
-        copied once to flash_attention's layout, unless they are transposed views of it.
-      attn_mask: broadcastable to [B, H, T, S]: bool, True where a query may attend; or in query's dtype or
-        float32, added to the scores, with a gradient. A query that may attend to nothing has an output of 0.
+      query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]; bfloat16, float16 or float32. They are copied
+        once to flash_attention's layout, unless they are transposed views of it.
+      attn_mask: broadcastable to [B, H, T, S]. A bool one is True where a query may attend. One in query's dtype or
+        float32 is added to the scores, and has a gradient. A query that may attend to nothing has an output of 0.
       is_causal: keep key j for query i where i >= j, aligned top-left.
       scale: multiplies the scores; default 1 / sqrt(D).
       enable_gqa: allow fewer key and value heads than query heads.
@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
       NotImplementedError: dropout_p is not 0.
       TypeError: attn_mask is neither bool nor in query's dtype or float32.
       ValueError: both attn_mask and is_causal are given, or head counts differ without enable_gqa.
-      Otherwise what flash_attention raises.
+      Otherwise it raises what flash_attention raises.
     """
     if dropout_p != 0:
         raise NotImplementedError(f"dropout_p: got {dropout_p}, want 0: dropout is not served")

@@ -19,7 +19,7 @@ _dynamic_mask = from_jax(dynamic_mask.dynamic_mask_attention)
 
 
 def attend(query: Any, key: Any, value: Any, *, mask: Any, bias: Any, **arguments: Any) -> Any:
-    """bridge.flash_attention with a Mask, whose structure is a constant, or a score_mod, which is one."""
+    """bridge.flash_attention with a Mask or a score_mod. A score_mod, and the structure of a Mask, are constants."""
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
     return _flash(query, key, value, mask=mask, bias=bias, **arguments)
 
@@ -35,8 +35,8 @@ def block_sparse_attention(
 ) -> Any:
     """jax_kernels.block_sparse_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
 
-    It runs, and may be compiled, differentiated and captured, as bridge.from_jax says. Under autocast query, key, value
-    and a 16-bit bias are cast to the autocast dtype.
+    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast casts query, key,
+    value and a 16-bit bias.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
@@ -44,9 +44,9 @@ def block_sparse_attention(
       block_mask: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns]. Or a masks.Mask, as
         bridge.flash_attention takes it.
       block_size: an int, or (queries, keys); None is 128.
-      arguments: all others of bridge.flash_attention but mask.
+      arguments: the other arguments of bridge.flash_attention, without mask.
 
-    Returns and raises: as bridge.flash_attention, but from_jax's errors where it differs.
+    It returns and raises what bridge.flash_attention does, or from_jax where the two differ.
     """
     if not isinstance(block_mask, Mask):
         check_tensor("block_mask", block_mask, query)
@@ -66,8 +66,8 @@ def dynamic_mask_attention(
 ) -> Any:
     """jax_kernels.dynamic_mask_attention on PyTorch tensors, with gradients of query, key, value, bias and sinks.
 
-    It runs, and may be compiled, differentiated and captured, as bridge.from_jax says. Under autocast query, key, value
-    and a 16-bit bias are cast to the autocast dtype.
+    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast casts query, key,
+    value and a 16-bit bias.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
@@ -75,9 +75,9 @@ def dynamic_mask_attention(
       mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend. Or a masks.Mask, as
         bridge.flash_attention takes it.
       bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32.
-      arguments: all others of bridge.flash_attention.
+      arguments: the other arguments of bridge.flash_attention.
 
-    Returns and raises: as bridge.flash_attention, but from_jax's errors where it differs.
+    It returns and raises what bridge.flash_attention does, or from_jax where the two differ.
     """
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
     return _dynamic_mask(query, key, value, mask, bias, **arguments)
@@ -85,10 +85,18 @@ def dynamic_mask_attention(
 
 def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:
     """((query, key, value, bias), arguments), checked and cast as bridge.flash_attention does."""
-    optional = {name: arguments.get(name) for name in ("sinks", "kv_lengths", "segment_ids")}
-    tensor_mask = None if isinstance(mask, Mask) else mask
-    ids = segment_pair(optional["segment_ids"])
-    offset = arguments.get("q_offset", 0)
-    check_inputs(query, key, value, bias, optional["sinks"], tensor_mask, ids, optional["kv_lengths"], offset)
-    *tensors, deterministic = as_torch_is_set(query, key, value, bias, arguments.get("deterministic"))
+    check_inputs(
+        query,
+        key,
+        value,
+        bias=bias,
+        sinks=arguments.get("sinks"),
+        mask=None if isinstance(mask, Mask) else mask,
+        segment_ids=segment_pair(arguments.get("segment_ids")),
+        kv_lengths=arguments.get("kv_lengths"),
+        q_offset=arguments.get("q_offset", 0),
+    )
+    *tensors, deterministic = as_torch_is_set(
+        query, key, value, bias=bias, deterministic=arguments.get("deterministic")
+    )
     return tensors, arguments if deterministic is None else arguments | {"deterministic": deterministic}

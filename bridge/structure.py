@@ -1,7 +1,7 @@
 """Arguments and results as a structure of constants and a flat list of leaves.
 
-Two structures are equal exactly if a function cannot tell the constants apart: 0.0 and -0.0, or 1, 1.0, True and a
-member of an IntEnum, are equal numbers but make different structures, and NaN equals itself.
+Two structures are equal exactly if a function cannot tell their constants apart. The equal numbers 0.0 and -0.0, or 1,
+1.0, True and a member of an IntEnum, make different structures; NaN makes one that equals itself.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Leaf(metaclass=_LeafType):
 
 
 def flatten(tree: Any, leaves: list[Any], masks: list[Mask] | None, leaf_type: Any = torch.Tensor) -> tuple[Any, ...]:
-    """The structure of a tree as a tuple of constants; its leaves are appended to `leaves`, its Masks to `masks`."""
+    """The structure of a tree as a tuple of constants. Its leaves are appended to `leaves`, its Masks to `masks`."""
     if isinstance(tree, leaf_type):
         leaves.append(tree)
         return _LEAF
@@ -86,24 +86,31 @@ def _part(whole: Any, value: Any) -> Any:
 
 
 def rebuild(structure: tuple[Any, ...], leaves: Iterator[Any], masks: Iterator[Mask] = _NO_MASKS) -> Any:
-    """The tree, of the leaves and Masks in flatten's order."""
-    kind = structure[0]
+    """The tree that flatten took apart. leaves, masks: in flatten's order."""
+    kind, *parts = structure
     if kind == "leaf":
         return next(leaves)
     if kind == "constant":
-        return structure[2]
+        _, value, *_ = parts
+        return value
     if kind == "float":
-        return float.fromhex(structure[1])
+        (text,) = parts
+        return float.fromhex(text)
     if kind == "complex":
-        return complex(float.fromhex(structure[1]), float.fromhex(structure[2]))
+        real, imaginary = parts
+        return complex(float.fromhex(real), float.fromhex(imaginary))
     if kind == "numpy":
-        return np.frombuffer(structure[2], structure[1])[0]
+        dtype, data = parts
+        (number,) = np.frombuffer(data, dtype)
+        return number
     if kind == "mask":
         return next(masks)
     if kind == "dict":
-        keys = [rebuild(key, leaves) for key in structure[1]]
-        return {key: rebuild(item, leaves, masks) for key, item in zip(keys, structure[2], strict=True)}
-    items = [rebuild(item, leaves, masks) for item in structure[1]]
+        names, children = parts
+        keys = [rebuild(key, leaves) for key in names]
+        return {key: rebuild(item, leaves, masks) for key, item in zip(keys, children, strict=True)}
+    (children,) = parts
+    items = [rebuild(item, leaves, masks) for item in children]
     if kind == "list":
         return items
     return tuple(items) if kind == "tuple" else kind(*items)

@@ -1,4 +1,4 @@
-"""Draws the README's pictures: a mask's blocks, which token sees which in dilated attention, and the Hilbert order.
+"""Draws the pictures of these pages: a mask's blocks, which token sees which in dilated attention, the Hilbert order.
 
     PYTHONPATH=. python docs/pictures.py            # beside this file
     PYTHONPATH=. python docs/pictures.py some/folder

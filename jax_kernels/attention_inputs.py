@@ -1,4 +1,4 @@
-"""What an attention call is made of, for everything from the public op down to a kernel."""
+"""The arrays, options and results of an attention call, from the public op down to a kernel."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -28,6 +28,19 @@ class AttentionInputs(NamedTuple):
     kv_lengths: Any = None
     q_offset: Any = None
     score_mod: Any = None
+
+
+class AttentionResult(NamedTuple):
+    """The result of a forward.
+
+    out: [B, T, H, Dv]. lse: [B, H, T] float32, natural log, None from "cudnn". excess: like lse, what the exact
+    log-sum-exp is more than lse; None where lse is exact, which it is but with a bias and under a score_mod that may
+    mask: beside scores of -1e9 the log of the sum is lost in float32.
+    """
+
+    out: Any
+    lse: Any
+    excess: Any = None
 
 
 class AttentionGradients(NamedTuple):

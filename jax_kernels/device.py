@@ -1,4 +1,4 @@
-"""What GPU this is and what it can do: read off the device, or from a name alone when planning ahead."""
+"""DeviceInfo: the abilities of a GPU, read off the device, or found by its name to plan for a GPU elsewhere."""
 
 import dataclasses
 import re
@@ -51,7 +51,10 @@ _SHARED_MEMORY = {
 
 @dataclasses.dataclass(frozen=True)
 class _Gpu:
-    """A GPU by its data sheet. name: as the driver gives it. memory in bytes, bandwidth in bytes per second."""
+    """A GPU by its data sheet.
+
+    name: as the driver gives it. memory: bytes. bandwidth: bytes per second. also: other names.
+    """
 
     name: str
     compute_capability: tuple[int, int]
@@ -123,7 +126,7 @@ _GPUS = (
 
 
 def _words(name: str) -> list[str]:
-    """What tells one GPU from another in its name: not the maker, the series, the socket or the kind of memory.
+    """The words of a GPU's name that tell it from another: not its maker, series, socket or kind of memory.
 
     Every other word counts: an "RTX 4090 Laptop GPU" and a MIG slice of an A100 are not the GPUs of this table.
     """
@@ -140,14 +143,14 @@ def _find(name: str) -> _Gpu | None:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceInfo:
-    """A device as the kernels' planner sees it.
+    """A device and its abilities, for which calls are planned.
 
     name: as the driver gives it. architecture: "Hopper", "Ada", ...; "CPU" without a GPU.
-    compute_capability: (major, minor), None without a GPU. total_memory_bytes: device memory by the data sheet,
-    of a GPU that has none here what XLA may allocate, of a CPU None. core_count: streaming multiprocessors, or
-    1. shared_memory_per_block: bytes, the most one block may have. memory_bandwidth: bytes per second by the
-    data sheet, None where unknown. optimal_dtype: the dtype name to train in. implementations: those of
-    attention that this device has, the fastest first.
+    compute_capability: (major, minor), None without a GPU. total_memory_bytes: by the data sheet; of a GPU without one
+    here, the bytes that XLA may allocate; None for a CPU. core_count: streaming multiprocessors, or 1.
+    shared_memory_per_block: bytes, the most that one block may have. memory_bandwidth: bytes per second by the data
+    sheet, None where unknown. optimal_dtype: the name of the dtype to train in. implementations: the attention
+    implementations that this device has, the fastest first.
     """
 
     name: str
@@ -165,7 +168,7 @@ class DeviceInfo:
 
     @property
     def total_memory_gb(self) -> float | None:
-        """total_memory_bytes in units of 10**9 bytes."""
+        """The memory in units of 10**9 bytes."""
         return None if self.total_memory_bytes is None else self.total_memory_bytes / GB
 
 
@@ -248,9 +251,9 @@ def _default_device() -> Any:
 def device_info(device: "str | jax.Device | DeviceInfo | None" = None) -> DeviceInfo:
     """Describes a device.
 
-    device: a `jax.Device`; a name as the driver gives it ("NVIDIA A100-SXM4-80GB") or short ("a100", "4090",
-    "cpu"), for planning without the GPU; None for JAX's default device. A machine without a GPU is described
-    as a CPU, without an error.
+    device: a `jax.Device`; None for JAX's default device; or a name, to plan without the GPU. The name may be the
+    driver's ("NVIDIA A100-SXM4-80GB") or short ("a100", "4090", "cpu"). A machine without a GPU is described as a CPU,
+    without an error.
 
     Raises ValueError for a name that is not known, and TypeError for anything else.
     """

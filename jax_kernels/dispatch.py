@@ -23,7 +23,7 @@ _TARGET: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("jax
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is asked of an op, without the arrays. Ops derive their own from it."""
+    """A call of an op without its arrays. Ops derive their own from it."""
 
     op: str
     device: DeviceInfo
@@ -47,7 +47,7 @@ class Implementation:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What will run.
+    """The implementation that will run, and why.
 
     implementation: its name. config: its blocks (None where it has none). source: where they came from.
     why: one line. passed_over: the implementations tried before it, each with the reason.

@@ -1,4 +1,4 @@
-"""Numbers in 8 bits, with float32 scales."""
+"""quantize_fp8: numbers in 8 bits, with float32 scales."""
 
 import operator
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ __all__ = ["quantize_fp8"]
 
 
 def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.Array, jax.Array]:
-    """x in float8_e4m3fn, and the scales to multiply it by: x ≈ values * scales.
+    """Rounds x to float8_e4m3fn. Returns (values, scales), with x ≈ values * scales.
 
     Equivalent to the following JAX code::
 
@@ -19,20 +19,20 @@ def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.A
         scales = where(largest > 0, largest / 448, 1)  # 448 is e4m3's largest number
         values = (x / jnp.expand_dims(scales, axis)).astype(float8_e4m3fn)
 
-    A number comes back with a relative error of 2**-4 at most, unless it is below 2**-14 of the largest one that shares
-    its scale; then with an absolute error of 2**-18 of that one at most.
+    The relative error of a number is at most 2**-4. For a number below 2**-14 of the largest one that shares its scale,
+    the absolute error is at most 2**-18 of that largest one.
 
     Args:
       x: a float array, of any shape.
-      axis: the axes whose numbers share a scale; None: all of them. For the heads of attention, x [B, T, H, D]: (1, 3).
+      axis: the axes whose numbers share a scale; None is all axes. (1, 3) gives each head of x [B, T, H, D] a scale.
 
     Returns:
-      values, of x's shape, float8_e4m3fn; scales, float32 and positive, of x's shape without `axis`. What shares a
-      scale with a NaN or an infinity becomes NaN.
+      values: float8_e4m3fn, of x's shape. scales: positive float32, of x's shape without `axis`. Numbers that share a
+      scale with a NaN or an infinity become NaN.
 
     Raises:
       TypeError: x is no float array.
-      ValueError: axis is none of x's, or there twice.
+      ValueError: x lacks an axis of `axis`, or `axis` has one twice.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
     """

@@ -57,7 +57,7 @@ class AttentionResults(_AttentionResults):
 
 
 def _shapes(case: AttentionCase) -> tuple[tuple[int, ...], ...]:
-    """Of query, key, value, dout and dlse."""
+    """The shapes of query, key, value, dout and dlse."""
     return (
         (case.batch, case.q_length, case.heads, case.head_dim),
         (case.batch, case.kv_length, case.kv_heads, case.head_dim),
@@ -129,7 +129,7 @@ def _call(case: AttentionCase, query, key, value, bias, sinks) -> tuple[Attentio
 
 
 def _results(case: AttentionCase, forward, primals: dict[str, Any], cotangents) -> AttentionResults:
-    """What forward(primals) gives, and its gradients. primals: the arrays of case.differentiated, by name."""
+    """The results of forward(primals), and their gradients. primals: the arrays of case.differentiated, by name."""
     (out, lse), vjp = jax.vjp(forward, primals)
     gradients = vjp(cotangents)[0]
     return AttentionResults(out, lse, *(gradients.get(name) for name in ("query", "key", "value", "bias", "sinks")))

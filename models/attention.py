@@ -1,10 +1,12 @@
-"""Multi-head attention as an nnx module, with rotary embedding and a key-value cache of static length."""
+"""Multi-head attention as an nnx module, with rotary embedding and a key-value cache of static shape."""
 
 import dataclasses
+import functools
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_kernels import masks
@@ -20,7 +22,14 @@ class KVCache:
     """Keys and values of the tokens so far; a pytree whose shapes never change, so that jit compiles once.
 
     key, value: [B, max_length, num_kv_heads, head_dim]; the keys are already rotated.
-    length: int32 scalar, how many positions are filled.
+    length: int32, how many positions are filled: a scalar, the same for all sequences, or [B].
+
+    Prompts of different lengths are padded to one length at their end, run together, and cut to their own lengths;
+    the tokens after them then go to each sequence's own place, over its padding::
+
+        out, cache = attention(prompts, cache=attention.init_cache(B, max_length))
+        cache = cache.with_length(lengths)  # [B]; the prompt's last output is out[b, lengths[b] - 1]
+        out, cache = attention(tokens, cache=cache)
     """
 
     key: jax.Array
@@ -30,6 +39,21 @@ class KVCache:
     @property
     def max_length(self) -> int:
         return self.key.shape[1]
+
+    @property
+    def lengths(self) -> jax.Array:
+        """[B] int32: the length of each sequence, as decode_attention takes it in kv_lengths."""
+        return jnp.broadcast_to(self.length, self.key.shape[:1])
+
+    def with_length(self, length: Any) -> "KVCache":
+        """The same keys and values, of which `length` positions count: an integer, or integers [B].
+
+        Raises ValueError or TypeError for another shape or dtype, and ValueError for a known length that is below 0 or
+        above max_length.
+        """
+        cache = dataclasses.replace(self, length=jnp.asarray(length))
+        _check_length(cache, new_tokens=0)
+        return dataclasses.replace(cache, length=cache.length.astype(jnp.int32))
 
 
 def rotary_embedding(x: jax.Array, positions: jax.Array, theta: float = 10000.0) -> jax.Array:
@@ -76,8 +100,8 @@ class MultiHeadAttention(nnx.Module):
       head_dim: per head, up to 256 (None: model_dim / num_heads).
       use_rotary, rope_theta: rotate queries and keys by their positions (see rotary_embedding).
       is_causal: a token attends to itself and to earlier tokens only.
-      mask: a masks.Mask of all calls, combined with is_causal and with the mask of a call. One that prepare_mask made,
-        with this is_causal, keeps its lists where a call has no mask and no cache.
+      mask: a masks.Mask for all calls, combined with is_causal and with the mask of a call. If prepare_mask made it,
+        with this is_causal, calls without a mask and a cache use its lists.
       dtype: dtype of the computation and of the output; param_dtype: of the parameters.
       implementation: of the attention, as in flash_attention.
       rngs: initialises the kernels (LeCun normal), from its stream `params`.
@@ -132,7 +156,7 @@ class MultiHeadAttention(nnx.Module):
         """An empty cache for `batch` sequences of up to `max_length` tokens. dtype: default the module's."""
         shape = (batch, max_length, self.num_kv_heads, self.head_dim)
         dtype = self.dtype if dtype is None else dtype
-        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32))
+        return KVCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), length=jnp.zeros((), jnp.int32))
 
     @overload
     def __call__(
@@ -151,19 +175,24 @@ class MultiHeadAttention(nnx.Module):
 
         Args:
           x: [B, T, model_dim]. With a cache these are the next T tokens: a whole prompt, one token, or several.
-          mask: bool, broadcastable to [B, num_heads, T, S], True = attend, or a masks.Mask, combined with is_causal;
-            S is T, or the cache's max_length. With a cache, the first of the T queries of a Mask stands after the
-            tokens that are cached.
-          cache: from init_cache or from the call before. Not changed.
+          mask: bool, broadcastable to [B, num_heads, T, S], True = attend, or a masks.Mask, combined with is_causal.
+            S is T, or the cache's max_length. Under a Mask, the queries stand after the cached tokens.
+          cache: from init_cache or from the call before. Not changed. Where its length is [B], the T tokens of each
+            sequence stand after its own.
 
         Returns:
           out [B, T, model_dim] in dtype; with a cache (out, the new cache).
 
         Raises:
           ValueError: x or the cache has the wrong shape, or the cache has no room for T tokens. A traced length
-            cannot be checked: under jit, a call past the cache's end returns NaN.
+            cannot be checked: under jit, a sequence past the cache's end gets NaN.
+          TypeError: the cache's length is no integer.
         """
-        start = 0 if cache is None else cache.length
+        self._check_input(x)
+        start: int | jax.Array = 0
+        if cache is not None:
+            self._check_cache(cache, x)
+            start = cache.length
         query, key, value = self._heads(x, start)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & as_mask(mask)
@@ -172,26 +201,43 @@ class MultiHeadAttention(nnx.Module):
 
         cache = _append(cache, key, value)
         key, value = cache.key.astype(self.dtype), cache.value.astype(self.dtype)
-        lengths = jnp.full(x.shape[:1], cache.length)
-        out = self._attend(query, key, value, mask, q_offset=start, kv_lengths=lengths)
-        out = jnp.where(cache.length <= cache.max_length, self._project(out), jnp.nan)
+        out = self._attend(query, key, value, mask, q_offset=start, kv_lengths=cache.lengths)
+        has_room = (cache.lengths <= cache.max_length)[:, None, None]
+        out = jnp.where(has_room, self._project(out), jnp.nan)
         return out, cache
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, **arguments: Any) -> jax.Array:
-        """[B, T, num_heads, head_dim]. arguments: those of flash_attention that a cache asks for."""
+        """Attention by heads: [B, T, num_heads, head_dim]. arguments: what a cache adds to flash_attention's."""
         arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
         return flash_attention(query, key, value, mask=mask, **arguments)
 
-    def _heads(self, x: jax.Array, start: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """query [B, T, num_heads, head_dim], key and value [B, T, num_kv_heads, head_dim], the first at `start`."""
+    def _check_input(self, x: jax.Array) -> None:
         if x.ndim != 3 or x.shape[-1] != self.model_dim:
             raise ValueError(f"x: got shape {x.shape}, want [batch, length, {self.model_dim}]")
+
+    def _check_cache(self, cache: KVCache, x: jax.Array) -> None:
+        """Raises unless the cache has the shapes of this module and x's batch, and room for x."""
+        batch, length, _ = x.shape
+        want = (batch, cache.max_length, self.num_kv_heads, self.head_dim)
+        if cache.key.shape != want or cache.value.shape != want:
+            raise ValueError(
+                f"cache: got key {cache.key.shape} and value {cache.value.shape}, want [batch, max_length, "
+                f"num_kv_heads, head_dim] = [{batch}, max_length, {self.num_kv_heads}, {self.head_dim}]"
+            )
+        _check_length(cache, new_tokens=length)
+
+    def _heads(self, x: jax.Array, start: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """query [B, T, num_heads, head_dim], key and value [B, T, num_kv_heads, head_dim].
+
+        start: the position of the first token, a scalar or [B].
+        """
+        self._check_input(x)
         batch, length = x.shape[:2]
         query = self.q_proj(x).reshape(batch, length, self.num_heads, self.head_dim)
         key = self.k_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
         value = self.v_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
         if self.use_rotary:
-            positions = start + jnp.arange(length)
+            positions = jnp.asarray(start)[..., None] + jnp.arange(length)
             query = rotary_embedding(query, positions, self.rope_theta)
             key = rotary_embedding(key, positions, self.rope_theta)
         return query, key, value
@@ -204,17 +250,32 @@ def as_mask(mask: jax.Array | masks.Mask) -> masks.Mask:
     return mask if isinstance(mask, masks.Mask) else masks.dense(mask)
 
 
+def _check_length(cache: KVCache, *, new_tokens: int) -> None:
+    """Raises unless the length is an integer or [B] of them, with room for the new tokens where it is known."""
+    batch, *_ = cache.key.shape
+    if not jnp.issubdtype(cache.length.dtype, jnp.integer):
+        raise TypeError(f"cache: got a length of dtype {cache.length.dtype}, want int32")
+    if cache.length.shape not in ((), (batch,)):
+        raise ValueError(f"cache: got a length of shape {cache.length.shape}, want a scalar or [batch] = ({batch},)")
+    if isinstance(cache.length, jax.core.Tracer) or cache.length.size == 0:
+        return
+    known = np.asarray(cache.length)
+    if known.min() < 0:
+        raise ValueError(f"cache: got a length of {known.min()}, want 0 or more")
+    if known.max() + new_tokens > cache.max_length:
+        raise ValueError(
+            f"cache: got {new_tokens} tokens after {known.max()}, want at most max_length={cache.max_length} in all"
+        )
+
+
 def _append(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:
-    batch, length, kv_heads, head_dim = key.shape
-    if cache.key.shape != (batch, cache.max_length, kv_heads, head_dim) or cache.value.shape != cache.key.shape:
-        raise ValueError(
-            f"cache: got key {cache.key.shape} and value {cache.value.shape}, "
-            f"want [batch, max_length, num_kv_heads, head_dim] = [{batch}, max_length, {kv_heads}, {head_dim}]"
-        )
-    filled = 0 if isinstance(cache.length, jax.core.Tracer) else int(cache.length)
-    if filled + length > cache.max_length:
-        raise ValueError(
-            f"cache: got {length} tokens after {filled}, want at most max_length={cache.max_length} in all"
-        )
-    write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), cache.length, axis=1)
-    return KVCache(write(cache.key, key), write(cache.value, value), cache.length + length)
+    """The cache with new keys and values [B, T, num_kv_heads, head_dim] after those of each sequence."""
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = new.astype(old.dtype)
+        if cache.length.ndim == 0:
+            return jax.lax.dynamic_update_slice_in_dim(old, new, cache.length, axis=1)
+        return jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))(old, new, cache.length)
+
+    length = cache.length + key.shape[1]
+    return KVCache(key=write(cache.key, key), value=write(cache.value, value), length=length)

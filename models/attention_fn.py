@@ -32,12 +32,14 @@ def attention_fn(
     input_positions: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Drops into `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention` as `attention_fn`::
+    """The argument `attention_fn` of `flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
+
+    For example::
 
         nnx.MultiHeadAttention(num_heads=8, in_features=512, attention_fn=attention_fn, decode=False, rngs=rngs)
 
-    It computes what Flax's `dot_product_attention` does, with this library's flash_attention. The one
-    difference: a query that may attend to no key gives 0, where Flax gives the mean of all values.
+    It computes what Flax's `dot_product_attention` does, with this library's flash_attention. There is one difference:
+    a query that may attend to no key gives 0, where Flax gives the mean of all values.
     `functools.partial(attention_fn, implementation="xla")` forces an implementation.
 
     Args:
@@ -49,7 +51,7 @@ def attention_fn(
       deterministic, dropout_rate: dropout is off where deterministic is True or the rate is 0; then
         dropout_rng and broadcast_dropout have no meaning, as in Flax.
       dtype: dtype of the computation; default: the promoted dtype of query, key and value.
-      precision: a jax.lax.Precision or its name. float32 products are always exact, so each is met.
+      precision: a jax.lax.Precision or its name. All are met: float32 products are always exact.
       is_causal: attend to keys j <= i only (top-left aligned), on top of the mask.
       force_fp32_for_softmax: the softmax is always in float32.
       implementation: as in flash_attention.
@@ -58,8 +60,8 @@ def attention_fn(
       [batch..., T, H, Dv] in dtype.
 
     Raises:
-      NotImplementedError: bias, dropout, sown attention weights (module), an einsum of the caller's,
-        input_positions, or a precision that is no jax.lax.Precision was asked for.
+      NotImplementedError: the call asks for a bias, dropout, sown attention weights (module), an einsum of its own,
+        input_positions, or a precision that is no jax.lax.Precision.
       ValueError, TypeError: as flash_attention raises them.
     """
     if not deterministic and dropout_rate > 0:
@@ -98,7 +100,10 @@ def attention_fn(
 
 
 def _joined_mask(mask: Any, batch: tuple[int, ...], scores: tuple[int, int, int]) -> Any:
-    """A mask broadcastable to [batch..., H, T, S] with its batch axes joined to one, the others as they are."""
+    """The mask, broadcastable to [batch..., H, T, S], with its batch axes joined to one.
+
+    scores: (H, T, S).
+    """
     want = (*batch, *scores)
     shape = (1,) * (len(want) - mask.ndim) + tuple(mask.shape)
     if len(shape) > len(want) or any(got not in (1, full) for got, full in zip(shape, want, strict=True)):

@@ -1,4 +1,4 @@
-"""TransformerConfig: the shape of a decoder, checked where it is written."""
+"""TransformerConfig: the shape of a decoder, checked when it is made."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ class TransformerConfig:
     remat: recompute each block in the backward instead of keeping its activations.
     implementation: of the attention, as in flash_attention.
 
-    None is replaced by the value it stands for. Raises ValueError, or TypeError, naming the field.
+    The value that None stands for replaces it. A bad field raises ValueError or TypeError, with its name.
     """
 
     vocab_size: int
@@ -79,7 +79,7 @@ class TransformerConfig:
 def check_heads(
     prefix: str, model_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
-    """(num_kv_heads, head_dim) with their defaults; raises ValueError or TypeError naming `prefix` + the argument."""
+    """(num_kv_heads, head_dim) with their defaults. Raises ValueError or TypeError, naming `prefix` + the argument."""
     positive(f"{prefix}num_heads", num_heads)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     positive(f"{prefix}num_kv_heads", kv_heads)

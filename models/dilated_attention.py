@@ -58,7 +58,7 @@ class DilatedAttention(nnx.Module):
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, *, segment_ids: jax.Array | None = None
     ) -> jax.Array:
-        """query [B, T, H, D], key and value [B, T, Hkv, D], segment_ids int32 [B, T]; returns [B, T, H, D]."""
+        """Attention of query [B, T, H, D] to key and value [B, T, Hkv, D]: [B, T, H, D]. segment_ids: int32 [B, T]."""
         return dilated_attention(
             query,
             key,
@@ -77,7 +77,7 @@ class DilatedAttention(nnx.Module):
 
 
 class MultiHeadDilatedAttention(MultiHeadAttention):
-    """MultiHeadAttention, whose attention is dilated_attention, with what MAGNETO adds to it.
+    """MultiHeadAttention by dilated_attention, with MAGNETO's LayerNorm and initialisation.
 
     Parameters: those of MultiHeadAttention, and with layer_norm out_norm.scale and out_norm.bias
     [num_heads * head_dim].
@@ -88,8 +88,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
       segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
         implementation: as in dilated_attention.
       layer_norm: a LayerNorm over all heads before out_proj; layer_norm_eps: its epsilon.
-      gamma: None for LeCun normal kernels; a number for MAGNETO's: Xavier normal, those of v_proj and out_proj times
-        gamma. MAGNETO has sqrt(log(2 * layers)) for a decoder.
+      gamma: None for LeCun normal kernels. A number for MAGNETO's, which are Xavier normal, with those of v_proj and
+        out_proj multiplied by gamma. MAGNETO takes sqrt(log(2 * layers)) for a decoder.
 
     Raises:
       ValueError, TypeError: an argument is out of range, naming it.
@@ -204,7 +204,7 @@ class LongNetConfig(TransformerConfig):
     segment_lengths, dilation_rates, heads, combine, layout, order: as in dilated_attention.
     layer_norm, gamma: as in MultiHeadDilatedAttention.
 
-    Raises ValueError, or TypeError, naming the field.
+    A bad field raises ValueError or TypeError, with its name.
     """
 
     segment_lengths: Sequence[int] = (2048, 4096, 8192, 16384, 32768)
@@ -230,7 +230,7 @@ class LongNetConfig(TransformerConfig):
 
 
 class LongNetBlock(Block):
-    """A Transformer's block with dilated attention."""
+    """A block of Transformer with dilated attention."""
 
     def _attention(self, config: Any, rngs: nnx.Rngs) -> MultiHeadAttention:
         return MultiHeadDilatedAttention(
@@ -255,10 +255,10 @@ class LongNetBlock(Block):
 
 
 class LongNet(Transformer):
-    """A causal decoder with dilated attention: Transformer, but for the attention of its blocks.
+    """A Transformer whose blocks have dilated attention.
 
-    Its parameters are Transformer's, and with config.layer_norm layers.N.attention.out_norm.scale and .bias. It has no
-    cache: init_cache raises.
+    Its parameters are those of Transformer, and with config.layer_norm also layers.N.attention.out_norm.scale and
+    .bias. It has no cache: init_cache raises.
 
     Args:
       config: a LongNetConfig.

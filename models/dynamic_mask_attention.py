@@ -29,10 +29,10 @@ class DynamicMaskAttention(MultiHeadAttention):
     Parameters: those of MultiHeadAttention, dt_proj.kernel [num_kv_heads * head_dim, num_kv_heads], A [num_kv_heads].
 
     Args:
-      keys_to_keep: how many keys each query attends to, at most, of those that is_causal and masks leave; of keys of
-        one bias the first.
+      keys_to_keep: the most keys that a query attends to, among those that is_causal and the masks leave. Among keys of
+        equal bias the first are kept.
+      rngs: also draws A, normal with a standard deviation of 0.02. If A were 0, all keys would have the same bias.
       The others are those of MultiHeadAttention. A mask has num_kv_heads heads, or one.
-      rngs: also draws A, normal with a standard deviation of 0.02: of 0, all keys would have one bias.
 
     Raises:
       ValueError, TypeError: an argument is out of range, naming it.
@@ -80,7 +80,7 @@ class DynamicMaskAttention(MultiHeadAttention):
         return dynamic_mask_attention(query, key, value, keep, bias, **arguments)
 
     def _among(self, mask: Any, kv_lengths: jax.Array | None) -> masks.Mask:
-        """The keys that compete."""
+        """The mask of the keys that compete for a query's attention."""
         among = masks.causal() if self.is_causal else masks.sliding_window(None, None)
         if kv_lengths is not None:
             among = among & masks.prefix(kv_lengths)

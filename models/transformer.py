@@ -27,7 +27,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         norm = lambda: nnx.RMSNorm(
@@ -85,7 +85,7 @@ class Transformer(nnx.Module):
 
     Args:
       config: the shape.
-      rngs: initialises the parameters, from its stream `params`: embeddings normal with variance 1 / model_dim,
+      rngs: initialises the parameters, from its stream `params`. Embeddings are normal with variance 1 / model_dim,
         kernels LeCun normal.
     """
 
@@ -110,11 +110,14 @@ class Transformer(nnx.Module):
             )
 
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> tuple[KVCache, ...]:
-        """An empty cache per block, for `batch` sequences of up to `max_length` tokens. dtype: default config.dtype."""
+        """An empty cache for each block, for `batch` sequences of up to `max_length` tokens.
+
+        dtype: default config.dtype. KVCache.with_length gives each sequence a length of its own.
+        """
         return tuple(layer.attention.init_cache(batch, max_length, dtype) for layer in self.layers)
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
-        """[B, T, model_dim] in param_dtype, of int tokens [B, T]; NaN for an id of vocab_size or more."""
+        """Embeddings [B, T, model_dim], in param_dtype, of int tokens [B, T]; NaN for an id of vocab_size or more."""
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, want integers [batch, length]")
         return jnp.take(self.embed[...], tokens, axis=0)
@@ -130,7 +133,7 @@ class Transformer(nnx.Module):
 
         Args:
           tokens: integers [B, T]. With a cache these are the next T tokens.
-          embeddings: [B, T, model_dim], instead of tokens: what embed_tokens gives. For gradients by the input.
+          embeddings: [B, T, model_dim], the output of embed_tokens, in place of tokens: for gradients by the input.
           cache: from init_cache or from the call before. Not changed.
 
         Returns:
@@ -139,6 +142,7 @@ class Transformer(nnx.Module):
         Raises:
           ValueError: a shape or dtype is wrong, not exactly one of tokens and embeddings is given, or the cache
             has no room (under jit that gives NaN: see MultiHeadAttention).
+          TypeError: the cache's length is no integer.
         """
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(f"cache: got {len(cache)} entries, want one for each of the {len(self.layers)} layers")

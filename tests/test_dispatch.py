@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_kernels import Plan, dispatch, explain, flash_attention
+from jax_kernels import Plan, dispatch, explain, flash_attention, masks
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import Implementation, Request, choose
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS
@@ -150,6 +150,22 @@ def test_explain_of_a_partial():
     wanted = explain(flash_attention, *arrays, is_causal=True, implementation="xla")
     attend = functools.partial(flash_attention, arrays[0], is_causal=True, implementation="triton")
     assert explain(functools.partial(attend, implementation="xla"), *arrays[1:]) == wanted
+
+
+@pytest.mark.parametrize("name", ["prefix", "segments", "block_sparse", "composed"])
+def test_explain_with_the_shapes_of_a_mask(name):
+    lengths, ids, cells = jnp.array([5, 9]), jnp.zeros((2, 64), jnp.int32), jnp.ones((1, 1), bool)
+    made = {
+        "prefix": lambda: masks.causal() & masks.prefix(lengths),
+        "segments": lambda: masks.segments(ids),
+        "block_sparse": lambda: masks.block_sparse(cells, 64),
+        "composed": lambda: masks.segments(ids) | masks.prefix(lengths),
+    }[name]
+    arrays = [jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.bfloat16)] * 3
+    with dispatch.on_device("h200"):
+        assert explain(flash_attention, *arrays, mask=jax.eval_shape(made)) == explain(
+            flash_attention, *arrays, mask=made()
+        )
 
 
 def test_a_plan_without_blocks_names_none():

@@ -2,11 +2,13 @@
 
 import importlib
 import importlib.metadata
+import inspect
 import json
 import os
 import pkgutil
 import subprocess
 import sys
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -70,3 +72,16 @@ def test_numerics():
     got = jax.jit(lambda *qkv: jax_kernels.flash_attention(*qkv, is_causal=True))(query, key, value)
     want = jax.nn.dot_product_attention(*(jnp.asarray(x) for x in (query, key, value)), is_causal=True)
     np.testing.assert_allclose(got, want, atol=2e-3 if jax.default_backend() == "gpu" else 2e-6)
+
+
+def test_overloads_have_the_parameters_of_their_function():
+    """return_lse decides what flash_attention returns: type checkers learn it from overloads, one for each case."""
+    want = inspect.signature(jax_kernels.flash_attention).parameters
+    overloads = typing.get_overloads(jax_kernels.flash_attention)
+    assert [x.__annotations__["return"] for x in overloads] == [jax.Array, tuple[jax.Array, jax.Array], typing.Any]
+    for overload in overloads:
+        parameters = inspect.signature(overload).parameters
+        assert list(parameters) == list(want)
+        for name, x in parameters.items():
+            assert x.kind == want[name].kind, name
+            assert x.annotation == want[name].annotation or name == "return_lse", name

@@ -1,4 +1,4 @@
-"""The README's pictures: drawn by docs/pictures.py, of what tokens see by the definition of dilated attention."""
+"""The pictures of docs/: drawn by docs/pictures.py, of what tokens see by the definition of dilated attention."""
 
 import os
 import runpy
@@ -21,8 +21,8 @@ def test_every_picture_is_written_checked_in_and_shown(tmp_path):
     written = {path.name: path.stat().st_size for path in (tmp_path / "new").iterdir()}
     assert set(written) == {path.name for path in SCRIPT.parent.glob("*.svg")}
     assert max(written.values()) < 60_000
-    readme = (ROOT / "README.md").read_text()
-    assert not [name for name in written if f"docs/{name}" not in readme]
+    pages = "".join(page.read_text() for page in SCRIPT.parent.glob("*.md"))
+    assert not [name for name in written if f'src="{name}"' not in pages]
 
 
 def test_what_is_drawn_is_the_definition():

@@ -1,4 +1,4 @@
-"""The README's Python examples run as they stand there, each by itself."""
+"""The Python examples of the README and of docs/ run as they stand there; the files that pages name exist."""
 
 import re
 from pathlib import Path
@@ -7,15 +7,40 @@ import pytest
 
 pytest.importorskip("torch")
 
-README = Path(__file__).parents[1] / "README.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [page for folder in (".", "docs", "benchmarks/notes") for page in sorted((ROOT / folder).glob("*.md"))]
+
+
+def examples(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def name(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+EXAMPLES = {f"{name(page)} {number}": text for page in PAGES for number, text in enumerate(examples(page))}
 
 
 def test_there_are_examples():
-    assert len(EXAMPLES) >= 4
+    assert len(examples(README)) >= 4
 
 
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_example(number, tmp_path, monkeypatch):
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_example(example, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    exec(compile(EXAMPLES[number], f"README example {number}", "exec"), {"__name__": "__main__"})
+    exec(compile(EXAMPLES[example], example, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_to_files(page):
+    links = re.findall(r'\]\(([^)#]+)[^)]*\)|src="([^"]+)"', page.read_text())
+    paths = [first or second for first, second in links]
+    assert not [path for path in paths if "://" not in path and not (page.parent / path).exists()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_that_are_named_exist(page):
+    paths = re.findall(r"[\w.]+(?:/\w+)+\.(?:py|json|toml)\b", page.read_text())
+    assert not [path for path in paths if not any((folder / path).exists() for folder in (ROOT, page.parent))]

@@ -1,4 +1,4 @@
-"""The jax-kernels command. Its dependencies (the cli extra), PyTorch and Flax load when a command needs them."""
+"""The jax-kernels command. Its own packages (the cli extra), PyTorch and Flax load when a command needs them."""
 
 import importlib.util
 import sys
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 __all__ = ["UserError", "main"]
 
-# Optional packages -> the extra of this library that brings them.
+# Optional package -> the extra of this library that installs it.
 EXTRAS = {
     "flax": "flax",
     "matplotlib": "cli",
@@ -21,14 +21,14 @@ EXTRAS = {
 
 
 class UserError(Exception):
-    """What the user gave cannot be served: shown as one line, exit code 2."""
+    """An error of the user's input. It is shown as one line, and the exit code is 2."""
 
 
 def _app() -> Any:
     import typer
 
     from jax_kernels.cli.check import check
-    from jax_kernels.cli.explain import attention
+    from jax_kernels.cli.explain import COMMANDS, OpGroup
     from jax_kernels.cli.info import info
 
     app = typer.Typer(
@@ -41,11 +41,12 @@ def _app() -> Any:
     app.command()(info)
     app.command()(check)
     explain = typer.Typer(
-        help="Show which implementation a call would use, with which blocks, and why.", no_args_is_help=True
+        cls=OpGroup,
+        help="Show which implementation a call would use, with which blocks, and why. Without an op: attention.",
+        no_args_is_help=True,
     )
-    explain.command()(attention)
-    # Without a callback of its own, a group of one command would be that command.
-    explain.callback()(lambda: None)
+    for name, command in COMMANDS.items():
+        explain.command(name)(command)
     app.add_typer(explain, name="explain")
 
     @app.command(
@@ -70,7 +71,10 @@ def _fail(message: str) -> NoReturn:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command line and exits: 0 well, 1 a check failed, 2 bad input or a package that is missing."""
+    """Runs the command line and exits.
+
+    The exit code is 0 for success, 1 for a check that failed, 2 for bad input or a missing package.
+    """
     try:
         sys.exit(_app()(arguments, prog_name="jax-kernels", standalone_mode=False))
     except UserError as error:
@@ -81,6 +85,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             raise
         _fail(f"this needs the package {package}: pip install 'jax-kernels[{EXTRAS[package]}]'")
     except Exception as error:
-        if not hasattr(error, "format_message"):  # not typer's own: a bug, whose traceback is wanted
+        if not hasattr(error, "format_message"):  # not typer's own but a bug: its traceback is wanted
             raise
         _fail(error.format_message())

@@ -1,4 +1,4 @@
-"""jax-kernels check: every implementation that this machine can run, against float64."""
+"""jax-kernels check: compares every implementation that this machine can run with float64."""
 
 import dataclasses
 import json
@@ -35,7 +35,10 @@ QUICK = (
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One case by one implementation: the error of each result and its bound, or why it could not run."""
+    """One case by one implementation.
+
+    errors, bounds: of each result, by name. skipped: why it was not run. raised: the exception that it raised.
+    """
 
     implementation: str
     case: str
@@ -56,7 +59,7 @@ def run_case(case: AttentionCase, implementation: str) -> Result:
     arrays = attention_inputs(case)
     try:
         got = run_attention(case, arrays, implementation)
-    except Exception as error:  # a kernel that does not compile or run is what is looked for
+    except Exception as error:  # a kernel that does not compile or run is a result too
         return Result(implementation, case.name, {}, {}, raised=f"{type(error).__name__}: {error}")
     want = attention_float64(case, *(arrays if "lse" in got else arrays[:-1]))
     errors = {name: rms_error(x, getattr(want, name)) for name, x in got.items()}

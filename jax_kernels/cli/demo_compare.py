@@ -1,4 +1,4 @@
-"""The demo's check against PyTorch: the trained weights in both modules, logits and input gradients side by side."""
+"""Compares the demo's model with PyTorch: logits and input gradients of both modules on the trained weights."""
 
 import dataclasses
 import importlib.util
@@ -27,7 +27,7 @@ MAX_LENGTH = 256
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """passed; text: for the terminal; numbers: for run.json."""
+    """The result of a comparison. text: for the terminal. numbers: for run.json."""
 
     passed: bool
     text: str

@@ -16,7 +16,7 @@ HELD_OUT_EVERY = 10
 
 
 class CorpusError(ValueError):
-    """The text cannot be trained on; the message says why."""
+    """An error of a text that cannot be trained on; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ def standard_library() -> Path:
 def read_corpus(path: Path | None, seq_len: int) -> Corpus:
     """Reads a file, every text file of a folder, or by default the .py source of Python's standard library.
 
-    Files are taken in the order of their paths, up to MAX_BYTES; files with a NUL byte are no text and are passed
-    over, and so are hidden ones. Raises CorpusError where there is too little or nothing to read.
+    Files are taken in the order of their paths, up to MAX_BYTES. Files with a NUL byte, which are no text, and hidden
+    files are passed over. Raises CorpusError where there is too little or nothing to read.
     """
     if path is None:
         root = standard_library()
@@ -102,13 +102,13 @@ def read_corpus(path: Path | None, seq_len: int) -> Corpus:
 
 
 def _files(root: Path) -> list[Path]:
-    """Every file below root that is not hidden, in the order of their relative paths on any system."""
+    """All files below root that are not hidden, in the order of their relative paths on any system."""
     files = ((file.relative_to(root), file) for file in root.rglob("*") if file.is_file())
     return [file for relative, file in sorted(files) if not any(part.startswith(".") for part in relative.parts)]
 
 
 def unigram_entropy(data: np.ndarray) -> float:
-    """Entropy of the byte frequencies, in bits per byte: the best a model can do that looks at no context."""
+    """Entropy of the byte frequencies, in bits per byte: the least that a model without context can reach."""
     counts = np.bincount(data.ravel(), minlength=256)
     frequencies = counts[counts > 0] / data.size
     return float(-(frequencies * np.log2(frequencies)).sum())

@@ -1,4 +1,4 @@
-"""What the demo prints about a run, its plot and its record."""
+"""The demo's report of a run: its text, its plot and its record."""
 
 import dataclasses
 import importlib.metadata
@@ -57,7 +57,7 @@ def print_sample(console: Console, prompt: bytes, sampled: bytes) -> None:
 
 
 def plot(path: Path, settings: Settings, history: dict[str, Any], unigram: float) -> None:
-    """Training and held-out bits per byte over the steps, with the unigram entropy as a line."""
+    """Plots training and held-out bits per byte over the steps, with the unigram entropy as a line."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -83,7 +83,7 @@ def write_record(
     history: dict[str, Any],
     results: dict[str, Any],
 ) -> None:
-    """run.json: what ran, where, on which versions, and every number of it."""
+    """Writes run.json: what ran, where, on which versions, and all its numbers."""
     record = {
         **results,
         "steps": trainer.step,

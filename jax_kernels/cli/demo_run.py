@@ -1,4 +1,4 @@
-"""The demo's course: settings from the options, training with a progress bar, the checks, what it writes."""
+"""Runs the demo: settings from the options, training with a progress bar, the checks, the files."""
 
 import contextlib
 import dataclasses
@@ -26,7 +26,7 @@ PROMPT_BYTES, SAMPLE_BYTES = 48, 512
 
 
 class OptionError(ValueError):
-    """An option has a wrong value; `message` says why."""
+    """An error of an option's value; `message` says why."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(f"{option}: {message}")
@@ -36,7 +36,7 @@ class OptionError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """What a device is given to train when the options do not say."""
+    """The settings for a device where the options leave them out."""
 
     model: TransformerConfig
     seq_len: int
@@ -59,7 +59,7 @@ def preset(device: jax_kernels.DeviceInfo) -> Preset:
 
 
 def run(*, text: Path | None, steps: int | None, out: Path, resume: bool, **given: Any) -> bool:
-    """The whole command. Returns whether every check passed; raises OptionError for what the user can mend."""
+    """Runs the whole command. Returns whether every check passed; raises OptionError for what the user can mend."""
     console = Console(highlight=False)
     device = jax_kernels.device_info()
     defaults = preset(device)

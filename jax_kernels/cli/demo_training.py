@@ -20,7 +20,7 @@ __all__ = ["Checkpoints", "Settings", "Trainer", "bits_per_byte", "make_model", 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """All that a training run depends on, besides its length and the text itself. Kept in the checkpoint.
+    """All that a training run depends on, besides its length and the text itself. The checkpoint holds it.
 
     learning_rate: the peak. decay_steps: it warms up, then falls along a cosine until this step, so that a run
     which stops before can be resumed to the same end. text: the path given, or None; sha256: of the bytes read.
@@ -67,7 +67,7 @@ def bits_per_byte(nats: Any) -> Any:
 
 
 def mean_loss(model: Transformer, windows: jax.Array) -> jax.Array:
-    """Mean cross-entropy, nats per byte, of windows [B, T + 1]: each byte is predicted from those before it."""
+    """The mean cross-entropy, in nats per byte, of windows [B, T + 1]: each byte is predicted from those before it."""
     windows = windows.astype(jnp.int32)
     logits = model(windows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
@@ -106,7 +106,7 @@ class Trainer:
         return train.lower(self.state, jax.ShapeDtypeStruct(shape, jnp.uint8)).compile()
 
     def compile(self) -> None:
-        """Compiles the step, which otherwise happens within the first one."""
+        """Compiles the step ahead of the first one."""
         _ = self._train
 
     def train(self, windows: np.ndarray) -> jax.Array:
@@ -172,11 +172,11 @@ class Checkpoints:
 
 
 def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, temperature: float = 0.8) -> bytes:
-    """`length` bytes drawn one by one after the prompt (uint8 [P]), each from the cache of those before it.
+    """Draws `length` bytes one by one after the prompt (uint8 [P]), each from the cache of those before it.
 
-    Dilated attention has no cache: there, each byte is drawn from the whole sequence run anew.
+    Dilated attention has no cache: there, the whole sequence is run anew for each byte.
     """
-    # Decoding asks for other things than training: a start within the sequence, one query.
+    # Decoding has other needs than training: queries that start within the sequence, and one query a step.
     config = dataclasses.replace(trainer.settings.model, implementation=None)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, nnx.Rngs(0))))
 
@@ -189,9 +189,9 @@ def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, tempera
             token = jax.random.categorical(key, logits[:, -1:] / temperature).astype(jnp.int32)
             return model(token, cache=cache), token[0, 0]
 
-        start = model(prompt[None], cache=model.init_cache(1, len(prompt) + length))
-        start = (start[0][:, -1:], start[1])
-        return jax.lax.scan(one, start, jax.random.split(key, length))[1]
+        logits, cache = model(prompt[None], cache=model.init_cache(1, len(prompt) + length))
+        _, tokens = jax.lax.scan(one, (logits[:, -1:], cache), jax.random.split(key, length))
+        return tokens
 
     @jax.jit
     def generate_without_cache(params, prompt, key):
@@ -203,10 +203,11 @@ def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, tempera
             token = jax.random.categorical(key, logits / temperature).astype(jnp.int32)
             return jax.lax.dynamic_update_index_in_dim(tokens, token[:, None], index + 1, axis=1), token[0]
 
-        # What stands past the last token has no say in it.
+        # Attention is causal: padding past the last token has no effect.
         tokens = jnp.pad(prompt[None], ((0, 0), (0, length)))
         places = len(prompt) - 1 + jnp.arange(length)
-        return jax.lax.scan(one, tokens, (places, jax.random.split(key, length)))[1]
+        _, drawn = jax.lax.scan(one, tokens, (places, jax.random.split(key, length)))
+        return drawn
 
     generate = generate_without_cache if isinstance(config, LongNetConfig) else generate_with_cache
     tokens = generate(trainer.params, jnp.asarray(prompt, jnp.int32), jax.random.key(seed))

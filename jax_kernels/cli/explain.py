@@ -1,89 +1,278 @@
-"""jax-kernels explain: the plan of a call, without running it."""
+"""jax-kernels explain: the plan of a call of a public op, without running it."""
 
-import dataclasses
-import json
-from typing import Annotated
+import math
+from collections.abc import Callable
+from typing import Annotated, Any
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 import typer
+from typer.core import TyperGroup
 
-from jax_kernels import dispatch
 from jax_kernels.cli import UserError
-from jax_kernels.cli.info import find_device
-from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.cli import explain_options as options
+from jax_kernels.cli.ops import OPS, spec
 
-DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-def _shape(option: str, text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise UserError(f"{option}: got {text!r}, want whole numbers above 0 with commas, as in 1,4096,16,128")
-    return tuple(int(part) for part in parts)
-
-
-def _window(text: str) -> int | tuple[int, ...]:
-    try:
-        sides = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"--window: got {text!r}, want left,right or one whole number, as in 512,0") from None
-    return sides[0] if len(sides) == 1 else sides
+__all__ = ["COMMANDS", "OpGroup"]
 
 
 def attention(
-    shape: Annotated[str, typer.Option(help="query's batch,length,heads,head_dim")],
-    kv_shape: Annotated[str | None, typer.Option(help="key's, where it differs")] = None,
-    v_head_dim: Annotated[int | None, typer.Option(help="value's head_dim, where it differs")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32)")] = "bfloat16",
-    causal: Annotated[bool, typer.Option("--causal", help="is_causal=True")] = False,
+    shape: options.Shape,
+    kv_shape: options.KeyShape = None,
+    v_head_dim: options.ValueHeadDim = None,
+    dtype: options.Dtype = "bfloat16",
+    causal: options.Causal = False,
     mask: Annotated[str | None, typer.Option(help="the shape of a dense mask, as in 1,1,4096,4096")] = None,
-    bias: Annotated[str | None, typer.Option(help="the shape of a bias, as in 1,16,4096,4096")] = None,
-    window: Annotated[str | None, typer.Option(help="left,right, or one number for both; -1 is no limit")] = None,
-    segment_ids: Annotated[bool, typer.Option("--segment-ids", help="with packed sequences")] = False,
-    sinks: Annotated[bool, typer.Option("--sinks", help="with a sink for each head")] = False,
-    softcap: Annotated[float | None, typer.Option(help="the softcap of the scores")] = None,
-    kv_lengths: Annotated[bool, typer.Option("--kv-lengths", help="with a length for each batch entry")] = False,
-    q_offset: Annotated[int, typer.Option(help="the position of query 0")] = 0,
-    return_lse: Annotated[bool, typer.Option("--return-lse", help="also return the log-sum-exp")] = False,
-    deterministic: Annotated[
-        bool | None, typer.Option(help="the same bits on every run; left out, XLA's flag decides")
-    ] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 or tf32, for float32")] = None,
-    implementation: Annotated[str | None, typer.Option(help="ask for this one")] = None,
-    device: Annotated[str | None, typer.Option(help="a GPU that need not be here: h200, 'rtx 4090', cpu, ...")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    bias: options.Bias = None,
+    window: options.Window = None,
+    segment_ids: options.SegmentIds = False,
+    sinks: options.Sinks = False,
+    softcap: options.Softcap = None,
+    kv_lengths: options.Lengths = False,
+    q_offset: options.Offset = 0,
+    return_lse: options.ReturnLse = False,
+    deterministic: options.Deterministic = None,
+    precision: options.Precision = None,
+    implementation: options.Implementation = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
 ) -> None:
     """Show what flash_attention would run for these shapes: implementation, blocks, and what was passed over."""
-    number = DTYPES.get(dtype, dtype)
-    if number not in DTYPES.values():
-        raise UserError(f"--dtype: got {dtype!r}, want one of {', '.join([*DTYPES.values(), *DTYPES])}")
-    q_shape = _shape("--shape", shape)
-    k_shape = q_shape if kv_shape is None else _shape("--kv-shape", kv_shape)
-    v_shape = k_shape if v_head_dim is None else (*k_shape[:-1], v_head_dim)
-    query, key, value = (jax.ShapeDtypeStruct(s, jnp.dtype(number)) for s in (q_shape, k_shape, v_shape))
-    ids = tuple(jax.ShapeDtypeStruct(s[:2], jnp.dtype(jnp.int32)) for s in (q_shape, k_shape))
-    try:
-        with dispatch.on_device(find_device(device)):
-            plan = dispatch.explain(
-                flash_attention,
-                query,
-                key,
-                value,
-                is_causal=causal,
-                bias=None if bias is None else jax.ShapeDtypeStruct(_shape("--bias", bias), jnp.dtype(number)),
-                mask=None if mask is None else jax.ShapeDtypeStruct(_shape("--mask", mask), jnp.dtype(bool)),
-                window=None if window is None else _window(window),
-                segment_ids=ids if segment_ids else None,
-                sinks=jax.ShapeDtypeStruct(q_shape[2:3], jnp.dtype(jnp.float32)) if sinks else None,
-                softcap=softcap,
-                kv_lengths=jax.ShapeDtypeStruct(q_shape[:1], jnp.dtype(jnp.int32)) if kv_lengths else None,
-                q_offset=q_offset,
-                return_lse=return_lse,
-                deterministic=deterministic,
-                precision=precision,
-                implementation=implementation,
+    query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
+    options.show_plan(
+        device,
+        as_json,
+        OPS["flash_attention"].function,
+        query,
+        key,
+        value,
+        is_causal=causal,
+        bias=options.optional_spec("--bias", bias, query.dtype.name),
+        mask=options.optional_spec("--mask", mask, "bool"),
+        window=options.window_sides(window),
+        segment_ids=(spec(query.shape[:2], "int32"), spec(key.shape[:2], "int32")) if segment_ids else None,
+        sinks=spec(query.shape[2:3], "float32") if sinks else None,
+        softcap=softcap,
+        kv_lengths=spec(query.shape[:1], "int32") if kv_lengths else None,
+        q_offset=q_offset,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+    )
+
+
+def flash_attention_fp8(
+    shape: options.Shape,
+    kv_shape: options.KeyShape = None,
+    v_head_dim: options.ValueHeadDim = None,
+    causal: options.Causal = False,
+    kv_lengths: options.Lengths = False,
+    q_offset: options.Offset = 0,
+    return_lse: options.ReturnLse = False,
+    implementation: options.Implementation = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what flash_attention_fp8 would run for float8_e4m3fn arrays of these shapes."""
+    query, key, value = options.arrays(shape, kv_shape, v_head_dim, "float8_e4m3fn")
+    options.show_plan(
+        device,
+        as_json,
+        OPS["flash_attention_fp8"].function,
+        query,
+        key,
+        value,
+        is_causal=causal,
+        kv_lengths=spec(query.shape[:1], "int32") if kv_lengths else None,
+        q_offset=q_offset,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
+
+
+def decode_attention(
+    shape: options.Shape,
+    kv_shape: Annotated[str, typer.Option(help="the cache's batch,length,heads,head_dim; see --pages")],
+    v_head_dim: options.ValueHeadDim = None,
+    dtype: options.Dtype = "bfloat16",
+    pages: Annotated[
+        int | None, typer.Option(min=1, help="the pages of a sequence: --kv-shape is pages,page_size,heads,head_dim")
+    ] = None,
+    window: options.Window = None,
+    sinks: options.Sinks = False,
+    softcap: options.Softcap = None,
+    return_lse: options.ReturnLse = False,
+    implementation: options.Implementation = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what decode_attention would run for the newest tokens (--shape) and a cache (--kv-shape)."""
+    query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
+    options.show_plan(
+        device,
+        as_json,
+        OPS["decode_attention"].function,
+        query,
+        key,
+        value,
+        kv_lengths=spec(query.shape[:1], "int32"),
+        block_tables=None if pages is None else spec((*query.shape[:1], pages), "int32"),
+        window=options.window_sides(window),
+        sinks=spec(query.shape[2:3], "float32") if sinks else None,
+        softcap=softcap,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
+
+
+def dilated_attention(
+    shape: options.Shape,
+    segment_lengths: Annotated[str, typer.Option(help="of each branch, as in 2048,4096")],
+    dilation_rates: Annotated[str, typer.Option(help="of each branch, as in 1,2")],
+    kv_shape: options.KeyShape = None,
+    v_head_dim: options.ValueHeadDim = None,
+    dtype: options.Dtype = "bfloat16",
+    causal: options.Causal = False,
+    heads: Annotated[str, typer.Option(help="all or groups")] = "all",
+    combine: Annotated[str, typer.Option(help="lse or mean")] = "lse",
+    layout: Annotated[str, typer.Option(help="overlap or partition")] = "overlap",
+    order: Annotated[str | None, typer.Option(help="hilbert, or left out")] = None,
+    segment_ids: options.SegmentIds = False,
+    return_lse: options.ReturnLse = False,
+    deterministic: options.Deterministic = None,
+    precision: options.Precision = None,
+    implementation: options.Implementation = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what dilated_attention would run for these shapes, branch by branch."""
+    query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
+    options.show_plan(
+        device,
+        as_json,
+        OPS["dilated_attention"].function,
+        query,
+        key,
+        value,
+        segment_lengths=options.numbers("--segment-lengths", segment_lengths),
+        dilation_rates=options.numbers("--dilation-rates", dilation_rates),
+        is_causal=causal,
+        heads=heads,
+        combine=combine,
+        layout=layout,
+        order=order,
+        segment_ids=spec(query.shape[:2], "int32") if segment_ids else None,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+    )
+
+
+def dynamic_mask_attention(
+    shape: options.Shape,
+    mask: Annotated[str, typer.Option(help="the shape of the mask, as in 1,16,4096,4096")],
+    kv_shape: options.KeyShape = None,
+    v_head_dim: options.ValueHeadDim = None,
+    dtype: options.Dtype = "bfloat16",
+    bias: options.Bias = None,
+    causal: options.Causal = False,
+    sinks: options.Sinks = False,
+    return_lse: options.ReturnLse = False,
+    deterministic: options.Deterministic = None,
+    precision: options.Precision = None,
+    implementation: options.Implementation = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what dynamic_mask_attention would run for these shapes. The plan is that of the flash_attention inside."""
+    query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
+    options.show_plan(
+        device,
+        as_json,
+        OPS["dynamic_mask_attention"].function,
+        query,
+        key,
+        value,
+        options.optional_spec("--mask", mask, "bool"),
+        options.optional_spec("--bias", bias, query.dtype.name),
+        is_causal=causal,
+        sinks=spec(query.shape[2:3], "float32") if sinks else None,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+    )
+
+
+def block_sparse_attention(
+    shape: options.Shape,
+    kv_shape: options.KeyShape = None,
+    v_head_dim: options.ValueHeadDim = None,
+    dtype: options.Dtype = "bfloat16",
+    block_size: Annotated[str, typer.Option(help="queries,keys of a block, or one number for both")] = "128",
+    bias: options.Bias = None,
+    causal: options.Causal = False,
+    sinks: options.Sinks = False,
+    return_lse: options.ReturnLse = False,
+    deterministic: options.Deterministic = None,
+    precision: options.Precision = None,
+    implementation: options.Implementation = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what block_sparse_attention would run for these shapes. The plan is that of the flash_attention inside."""
+    query, key, value = options.arrays(shape, kv_shape, v_head_dim, dtype)
+    sizes = options.numbers("--block-size", block_size)
+    if len(sizes) > 2:
+        raise UserError(f"--block-size: got {block_size!r}, want queries,keys or one number, as in 128,64")
+    block_q, block_kv = sizes * 2 if len(sizes) == 1 else sizes
+    # A shape without a length is the op's to refuse.
+    blocks = lambda x, size: math.ceil(x.shape[1] / size) if x.ndim > 1 else 1
+    options.show_plan(
+        device,
+        as_json,
+        OPS["block_sparse_attention"].function,
+        query,
+        key,
+        value,
+        np.ones((blocks(query, block_q), blocks(key, block_kv)), bool),
+        block_size=(block_q, block_kv),
+        bias=options.optional_spec("--bias", bias, query.dtype.name),
+        is_causal=causal,
+        sinks=spec(query.shape[2:3], "float32") if sinks else None,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+    )
+
+
+# The first is the default, and "flash_attention" is the op's own name for it.
+COMMANDS: dict[str, Callable[..., None]] = {
+    "attention": attention,
+    "flash_attention": attention,
+    "flash_attention_fp8": flash_attention_fp8,
+    "decode_attention": decode_attention,
+    "dilated_attention": dilated_attention,
+    "dynamic_mask_attention": dynamic_mask_attention,
+    "block_sparse_attention": block_sparse_attention,
+}
+
+
+class OpGroup(TyperGroup):
+    """The ops as commands. Options without an op are those of `attention`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        is_option = bool(args) and args[0].startswith("-") and args[0] != "--help"
+        return super().parse_args(ctx, ["attention", *args] if is_option else args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0]
+        if name == "sequence_parallel_dilated_attention":
+            raise UserError(
+                f"op: got {name}, which jax.shard_map plans; want dilated_attention, of the tokens of one device"
             )
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise UserError(str(error)) from None
-    print(json.dumps(dataclasses.asdict(plan), indent=2) if as_json else plan)
+        if name not in COMMANDS:
+            raise UserError(f"op: got {name!r}, want one of {', '.join(COMMANDS)}")
+        return super().resolve_command(ctx, args)

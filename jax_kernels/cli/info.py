@@ -1,27 +1,24 @@
-"""jax-kernels info: the device, the versions, and which implementation of which op can run here."""
+"""jax-kernels info: the device, the versions, and which implementations of each op can run."""
 
 import dataclasses
 import importlib.metadata
 import json
 import platform
+import re
 from typing import Annotated, Any
 
-import jax
-import jax.numpy as jnp
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from jax_kernels import dispatch
 from jax_kernels.cli import UserError
+from jax_kernels.cli.ops import OPS
 from jax_kernels.device import DeviceInfo, device_info
-from jax_kernels.ops.attention import table as attention_table
-from jax_kernels.ops.attention.flash_attention import flash_attention
 
 PACKAGES = ("jax-kernels", "jax", "jaxlib", "numpy", "jax-cuda13-plugin", "flax", "torch", "transformers")
 
-# Every op with the call that it is judged by: its arrays' shapes, in a 16-bit dtype that the device has.
-OPS = {"flash_attention": (flash_attention, attention_table.IMPLEMENTATIONS, ((1, 1024, 8, 128),) * 3)}
+_CANNOT_SERVE = re.compile(r"^implementation='\w+' cannot serve this \w+: ")
 
 
 def find_device(name: str | None) -> DeviceInfo:
@@ -33,7 +30,7 @@ def find_device(name: str | None) -> DeviceInfo:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of Python and the packages that matter, None where one is not installed; nothing is imported."""
+    """The versions of Python and of PACKAGES, None for one that is not installed. Nothing is imported."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -44,20 +41,19 @@ def versions() -> dict[str, str | None]:
 
 
 def abilities(device: DeviceInfo) -> dict[str, dict[str, str | None]]:
-    """op -> implementation -> None where it can run on the device, else the reason."""
+    """The implementations by op: None for one that can run a typical call on the device, else the reason."""
+    sixteen_bits = "bfloat16" if device.supports_bf16 else "float16"
     found: dict[str, dict[str, str | None]] = {}
-    dtype = jnp.dtype("bfloat16" if device.supports_bf16 else "float16")
-    for op, (function, implementations, shapes) in OPS.items():
-        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
-        found[op] = {}
-        for name in implementations:
+    for name, op in OPS.items():
+        found[name] = {}
+        for implementation in op.implementations:
             try:
                 with dispatch.on_device(device):
-                    dispatch.explain(function, *arrays, implementation=name)
+                    op.plan(sixteen_bits, implementation)
             except NotImplementedError as error:
-                found[op][name] = str(error).removeprefix(f"implementation={name!r} cannot serve this {op}: ")
+                found[name][implementation] = _CANNOT_SERVE.sub("", str(error))
             else:
-                found[op][name] = None
+                found[name][implementation] = None
     return found
 
 
@@ -88,7 +84,7 @@ def info(
     device: Annotated[str | None, typer.Option(help="A GPU that need not be here: h200, 'rtx 4090', cpu, ...")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show the device, the versions, and which implementation of which op can run."""
+    """Show the device, the versions, and which implementations of each op can run."""
     described = find_device(device)
     can = abilities(described)
     if as_json:
@@ -102,4 +98,5 @@ def info(
     for op, implementations in can.items():
         for name, reason in implementations.items():
             table.add_row(op, name, "yes" if reason is None else f"no: {reason}")
+        table.add_section()
     console.print(table)

@@ -1,4 +1,4 @@
-"""Attention masks as data: an algebra of masks, and the lists of blocks that a kernel walks along.
+"""Attention masks as data: masks that compose, and the lists of live blocks that kernels read.
 
 For example::
 

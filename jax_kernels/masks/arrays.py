@@ -1,4 +1,4 @@
-"""Masks that hold arrays of the call, and masks of a function."""
+"""Masks that hold arrays of a call, and masks of a function."""
 
 import functools
 import math
@@ -21,8 +21,8 @@ def segments(q_ids: jax.Array, kv_ids: jax.Array | None = None) -> Mask:
     """Packed sequences: a query attends to the keys that have its id; an id below 0 attends to nothing.
 
     q_ids: int32 [T] or [B or 1, T]. kv_ids: int32 [S] or [B or 1, S]; None is q_ids. Row i of q_ids is query i, at
-    whatever position it stands. Ids may come in any order; blocks are told exactly dead, partial and full where the
-    keys of each id stand in one run.
+    whatever position it stands. Ids may come in any order. Where the keys of each id stand in one run, the dead,
+    partial and full blocks are exact.
     """
     q_ids, kv_ids = (_ids(name, x) for name, x in (("q_ids", q_ids), ("kv_ids", q_ids if kv_ids is None else kv_ids)))
     checks.joint("q_ids, kv_ids", [q_ids.shape[0], kv_ids.shape[0]], "batch entries")
@@ -38,7 +38,7 @@ def _ids(name: str, x: Any) -> jax.Array:
 
 
 def block_sparse(blocks: jax.Array, block_size: int | tuple[int, int]) -> Mask:
-    """Cells of block_size queries by block_size keys, each kept or not.
+    """Keeps or drops each cell of block_size queries by block_size keys.
 
     blocks: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns] (or zeros and ones, as
     `dense` takes them), rows = ceil(T / block_size) and columns = ceil(S / block_size) of the call. block_size: an int,
@@ -52,10 +52,11 @@ def block_sparse(blocks: jax.Array, block_size: int | tuple[int, int]) -> Mask:
 
 
 def dense(array: jax.Array) -> Mask:
-    """A mask pair by pair. array: bool, [T or 1, S or 1], [H or 1, ...] or [B or 1, H or 1, T or 1, S or 1].
+    """A mask with a value for each pair.
 
-    Zeros and ones in float32, bfloat16 or float16, as Flax makes them, are taken too. Other floats are a ValueError. In
-    an array that is traced they make attention under the mask NaN. Row i is query i, at whatever position it stands.
+    array: bool, [T or 1, S or 1], [H or 1, ...] or [B or 1, H or 1, T or 1, S or 1]. Row i is query i, at whatever
+    position it stands. Zeros and ones in float32, bfloat16 or float16, as Flax makes them, are taken too. Other floats
+    raise ValueError; in a traced array, they make attention under the mask NaN.
     """
     array, is_mask = checks.boolean("array", array)
     array = checks.four_axes("array", array, "[batch, heads, queries, keys]")
@@ -67,19 +68,19 @@ def dense(array: jax.Array) -> Mask:
 def from_function(
     function: Callable[..., Any], *arrays: jax.Array, batch: int | None = None, heads: int | None = None
 ) -> Mask:
-    """Any elementwise predicate function(b, h, q, k, *arrays) -> bool, in traceable jnp code.
+    """A mask of any elementwise predicate function(b, h, q, k, *arrays) -> bool, in traceable jnp code.
 
     b, h, k: int32 indices of the batch entry, the query head and the key; q: int32, the query's position, q_offset + i.
-    They broadcast with each other, and the result has their joint shape, or one that broadcasts to it: the function
+    They broadcast with each other, and the result has their joint shape, or one that broadcasts to it. So the function
     compares, selects and looks up (`ids[b, q] == ids[b, k]`), but does not reduce, sort or reshape.
-    arrays: what it looks things up in, leaves of the mask. What it captures instead must not be traced.
+    arrays: the arrays that it looks up; they are leaves of the mask. Arrays that it captures must not be traced.
     batch, heads: how many batch entries and heads the function tells apart; None if it does not look at b, or at h.
 
-    A mask of another function object is another mask to jit: define the function once, not anew for each call.
+    To jit, a mask of another function object is another mask: define the function once, not anew for each call.
 
-    Under a trace a kernel's lists have room for the bits of every block, gigabytes at 131,072 queries and keys:
-    intersect with what bounds the function, such as a sliding_window, or call prepare_mask outside of jit, which makes
-    room for the blocks that there are.
+    Under a trace a kernel's lists have room for the bits of every block: gigabytes at 131,072 queries and keys. To
+    avoid that, intersect the mask with one that bounds it, such as a sliding_window; or call prepare_mask outside of
+    jit, which makes room only for the blocks that exist.
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function (b, h, q, k) -> bool")
@@ -93,7 +94,7 @@ _WANT = "want an elementwise predicate of b, h, q and k in jnp code: bool, in th
 
 
 def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | None, heads: int | None) -> None:
-    """On a few small indices: the function of arrays against that of numbers."""
+    """Raises unless the function of arrays of a few indices gives what it gives for each of their numbers."""
     sizes = (min(batch or 1, 2), min(heads or 1, 2), 3, 4)
     axes = np.ix_(*(np.arange(size, dtype=np.int32) for size in sizes))
     known = not any(isinstance(x, jax.core.Tracer) for x in arrays)
@@ -133,7 +134,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def _within(index: Any, size: int) -> Any:
-    """An index into an axis that may be broadcast."""
+    """The index into an axis of this size, which may be broadcast."""
     return 0 if size == 1 else index
 
 
@@ -166,7 +167,7 @@ class Segments(Mask):
         return ((Literal(interval=before),), (Literal(interval=after),))
 
     def _runs(self, grid: Grid):
-        """(start, end, whether all keys between have the id), [B or 1, T]: the keys that have each query's id."""
+        """The keys that have each query's id: (start, end, whether all keys between have it), each [B or 1, T]."""
         q_ids, kv_ids = (jnp.broadcast_to(x, (self.batch, x.shape[1])) for x in (self.q_ids, self.kv_ids))
 
         def runs(q_ids, kv_ids):
@@ -207,7 +208,7 @@ class _Array(Mask):
 
 @node
 class BlockSparse(_Array):
-    """most_blocks: no row has more live cells, if that is known. is_mask: as in Dense."""
+    """A mask of cells. most_blocks: the most live cells of a row, if known. is_mask: as in Dense."""
 
     blocks: Any
     block_q: int = static()
@@ -238,14 +239,14 @@ class BlockSparse(_Array):
         return ((Literal(cells=alive, cell_width=self._width, varies=self._varies),),)
 
     def _in_cells(self, grid: Grid) -> bool:
-        """Whether each block lies in one cell."""
+        """Tells whether each block lies in one cell."""
         return self.block_q % grid.block_q == 0 and self.block_kv % grid.block_kv == 0
 
     def _varies(self, grid: Grid) -> int:
         return 0 if self._in_cells(grid) else grid.rows * grid.columns
 
     def _counts(self, grid: Grid):
-        """(live cells, all cells) that each block of the grid lies in; of many, from a table of sums."""
+        """(live cells, all cells) that each block of the grid lies in. Larger blocks read them off a table of sums."""
         if self._in_cells(grid):
             cells = jnp.repeat(self.blocks, self.block_q // grid.block_q, axis=2)[:, :, : grid.rows]
             cells = jnp.repeat(cells, self.block_kv // grid.block_kv, axis=3)[..., : grid.columns]
@@ -263,7 +264,7 @@ class BlockSparse(_Array):
     def _width(self, grid: Grid, by: str) -> int:
         if self.most_blocks is None or by == "key":
             return grid.columns if by == "query" else grid.rows
-        # Cells that a block of queries lies in, and blocks of keys that a cell lies in.
+        # The cells that a block of queries touches, and the blocks of keys that a cell touches.
         cells = touched(grid.block_q, self.block_q, math.gcd(grid.block_q, self.block_q), 0)
         blocks = touched(self.block_kv, grid.block_kv, math.gcd(grid.block_kv, self.block_kv), 0)
         return self.most_blocks * cells * blocks
@@ -288,7 +289,7 @@ def with_batch(keep: jax.Array, offset: jax.Array) -> jax.Array:
 
 
 class DenseMask(_Array):
-    """A mask pair by pair: its array is bool [B or 1, H or 1, T or 1, S or 1]."""
+    """A mask with a value for each pair: its array is bool [B or 1, H or 1, T or 1, S or 1]."""
 
     array: Any
 
@@ -306,7 +307,7 @@ class DenseMask(_Array):
 
 @node
 class Dense(DenseMask):
-    """is_mask: None, or for traced floats whether each is 0 or 1, a traced bool."""
+    """A mask of one array. is_mask: None, or for traced floats a traced bool: whether each is 0 or 1."""
 
     array: Any
     is_mask: Any = None
@@ -324,7 +325,7 @@ class Dense(DenseMask):
             )
 
     def block_counts(self, grid):
-        """One pass over the array."""
+        """Counts the pairs of each block in one pass over the array."""
         sums = array_sums(self.array, grid.block_q, grid.block_kv)
         (q_first, q_last), (k_first, k_last) = grid.edges(0), grid.edges(1)
         # An axis of length 1 counts for each query, or key.

@@ -1,4 +1,4 @@
-"""Masks made from scores: which keys, or which blocks of keys, are worth attending to. Under jit, on the device."""
+"""Masks made from scores, of keys or of blocks of keys. They are built on the device, also under jit."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ from jax_kernels.masks.ranked import Ranked
 def top_k(
     bias: jax.Array, k: int, *, among: Mask | None = None, q_length: int | None = None, q_offset: Any = 0
 ) -> Mask:
-    """For every query the k keys of the largest bias, as a mask pair by pair.
+    """Keeps for every query the k keys of the largest bias.
 
-    Equivalent to the following JAX code, but for ties, of which the first keys are kept::
+    Equivalent to the following JAX code, except that the first keys of a tie are kept::
 
         bias = where(among.to_dense(q_length, S, q_offset=q_offset), bias, -inf)
         keep = (bias >= sort(bias)[..., -k, None]) & (bias > -inf)
@@ -27,9 +27,10 @@ def top_k(
     bias: [T or 1, S], [H or 1, ...] or [B or 1, H or 1, T or 1, S], bfloat16, float16 or float32; -inf and NaN are
     never kept. k: at least 1; where fewer keys have a bias above -inf, those are kept. among: the keys that compete,
     such as causal(). q_length: with `among`, how many queries a bias of one row is for. q_offset: the position of
-    query 0, for `among`. Of a bias of one row, `among` is fastest where it is of causal, sliding_window and prefix
-    masks joined by `&`: the keys are then sorted once, not for each query, and the mask holds their ranks, not a bool
-    for each pair.
+    query 0, for `among`.
+
+    A bias of one row is fastest if `among` is made of causal, sliding_window and prefix masks joined by `&`. Then the
+    keys are sorted once, not for each query, and the mask holds their ranks, not a bool for each pair.
 
     Source: Shi et al., "Trainable Dynamic Mask Sparse Attention" (2025), arXiv:2508.02124.
     """
@@ -51,7 +52,7 @@ def top_k(
 
 
 def threshold(bias: jax.Array, tau: float | jax.Array) -> Mask:
-    """The keys with bias > tau, compared in float32, as a dense mask.
+    """Keeps the keys with bias > tau, compared in float32, as a dense mask.
 
     bias: [T or 1, S], [H or 1, ...] or [B or 1, H or 1, T or 1, S], bfloat16, float16 or float32. tau: a number, or
     an array that broadcasts to bias's shape, such as [H, 1, 1].
@@ -73,21 +74,21 @@ def top_k_blocks(
     among: Mask | None = None,
     always: Mask | None = None,
 ) -> Mask:
-    """For every block of queries the k blocks of keys of the largest score, as a block_sparse mask.
+    """Keeps for every block of queries the k blocks of keys of the largest score, as a block_sparse mask.
 
     scores: [rows, columns], [H or 1, ...] or [B or 1, H or 1, rows, columns], bfloat16, float16 or float32, such as
     pooled_scores; -inf and NaN are never kept. k: at least 1; lists by query are k blocks long. block_size: an int,
-    or (queries, keys). among: only blocks that this mask keeps a pair of compete. always: those blocks of `among`
-    come first, whatever their score; they count among the k. Both masks are of rows * block_size queries, the first
-    at position 0, and columns * block_size keys.
+    or (queries, keys). among: only blocks in which this mask keeps a pair compete. always: blocks of `among` in which
+    this mask keeps a pair come first, whatever their score; they count among the k. Both masks are for
+    rows * block_size queries, the first at position 0, and columns * block_size keys.
 
-    Equivalent to the following JAX code, but for ties, of which the first blocks are kept::
+    Equivalent to the following JAX code, except that the first blocks of a tie are kept::
 
         score = where(block is live in always, inf, scores)
         score = where(block is live in among, score, -inf)
         keep = (score >= sort(score)[..., -k, None]) & (score > -inf)
 
-    The choice is of whole blocks: with among=causal(), the blocks on the diagonal hold later keys too, which
+    Whole blocks are chosen: with among=causal(), the blocks on the diagonal hold later keys too, which
     `top_k_blocks(...) & causal()` masks out. Mixture of block attention is among=causal(), always=sliding_window(0, 0)
     (a query's own block); native sparse attention also keeps always=prefix(n) and a window.
 
@@ -107,7 +108,7 @@ def top_k_blocks(
 
 
 def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int, int]) -> jax.Array:
-    """How well blocks of queries and keys go together: the products of their means, float32 [B, H, rows, columns].
+    """Scores of blocks of queries and keys: the products of their means, float32 [B, H, rows, columns].
 
     query: [B, T, H, D]. key: [B, S, Hkv, D], Hkv dividing H. Blocks at the end may be shorter. Equivalent to::
 

@@ -1,4 +1,4 @@
-"""The checks that masks share: each error names the argument, what it got and what it wants."""
+"""The checks that masks share. Each error names the argument, what it got and what it wants."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def is_int(x: Any) -> bool:
 
 
 def integer(name: str, x: Any, least: int, want: str | None = None) -> int:
-    """x as an int that is known when tracing and at least `least`."""
+    """Checks that x is an int that is known when tracing, at least `least`, and returns it."""
     want = want or f"an int of at least {least} that is known when tracing"
     if not is_int(x):
         raise TypeError(f"{name}: got {x!r}, want {want}")
@@ -26,7 +26,7 @@ def lengths(q_length: Any, kv_length: Any) -> tuple[int, int]:
 
 
 def block_pair(name: str, block: Any) -> tuple[int, int]:
-    """(of queries, of keys), from an int for both or a pair."""
+    """The sizes (of queries, of keys) of a block, from an int for both or a pair."""
     pair = block if isinstance(block, tuple | list) else (block, block)
     if len(pair) != 2:
         raise ValueError(f"{name}: got {block!r}, want an int or a (query, key) pair of them")
@@ -34,13 +34,16 @@ def block_pair(name: str, block: Any) -> tuple[int, int]:
 
 
 def is_array(name: str, x: Any, want: str) -> None:
-    """Comes before a look at x's dtype: another library's says "got float32, want float32"."""
+    """Raises TypeError unless x is an array of JAX or NumPy.
+
+    It comes before a look at x's dtype: for another library's, the error would be "got float32, want float32".
+    """
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}, of JAX or NumPy")
 
 
 def array(name: str, x: Any, want: str) -> jax.Array:
-    """x as a jax.Array, losing nothing."""
+    """x as a jax.Array. Raises ValueError where JAX's dtype does not hold the values."""
     is_array(name, x, want)
     if isinstance(x, jax.Array):
         return x
@@ -56,10 +59,10 @@ INT32 = (-(1 << 31), (1 << 31) - 1)
 
 
 def int32(name: str, x: Any, want: str, *, within: tuple[int, int] | None = None) -> jax.Array:
-    """An integer array as int32, losing nothing: known values that int32 does not hold are a ValueError.
+    """An integer array as int32. Raises ValueError for known values that int32 does not hold.
 
     within: (least, most), to which arrays are clamped, where numbers further away have the same effect. Without it,
-    traced integers of a dtype that int32 does not hold are a TypeError.
+    traced integers of a dtype that int32 does not hold raise TypeError.
     """
     is_array(name, x, want)
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -87,7 +90,8 @@ MASK_FLOATS = (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.fl
 def boolean(name: str, x: Any) -> tuple[jax.Array, jax.Array | None]:
     """(the mask as bool, whether x is a mask). x: bool, or floats that are all 0 or 1.
 
-    Known floats are checked, and the second is None. Traced floats keep what is 1; the second is then a traced bool.
+    Known floats are checked, and the second result is None. Of traced floats, those equal to 1 are True, and the second
+    result is a traced bool.
     """
     is_array(name, x, "a bool array")
     is_boolean(name, x)
@@ -104,7 +108,7 @@ def boolean(name: str, x: Any) -> tuple[jax.Array, jax.Array | None]:
 
 
 def is_boolean(name: str, x: Any) -> None:
-    """That x has a dtype which `boolean` takes."""
+    """Raises TypeError unless x has a dtype that `boolean` takes."""
     if x.dtype != bool and x.dtype not in MASK_FLOATS:
         want = "want bool (True = attend), or float32, bfloat16 or float16 of 0 and 1"
         raise TypeError(f"{name}: got dtype {x.dtype}, {want}")
@@ -118,14 +122,14 @@ def floats(name: str, x: Any, want: str) -> jax.Array:
 
 
 def four_axes(name: str, x: jax.Array, axes: str) -> jax.Array:
-    """x with leading axes of length 1, up to four. axes: what they are called."""
+    """x with leading axes of length 1, up to four. axes: their names, for the error."""
     if not 2 <= x.ndim <= 4:
         raise ValueError(f"{name}: got shape {x.shape}, want {axes}, the first two of which may be left out")
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 def offset(q_offset: Any) -> tuple[int | None, jax.Array]:
-    """(the offset if it is known when tracing, the offset as int32 [B or 1])."""
+    """Checks q_offset: (its value if known when tracing, its value as int32 [B or 1])."""
     want = "an int, or an int32 array, a scalar or [batch]"
     if is_int(q_offset):
         if not -FARTHEST < q_offset < FARTHEST:
@@ -146,7 +150,7 @@ def joint(name: str, sizes: list[int], what: str) -> int:
 
 
 def array_text(x: Any) -> str:
-    """For a repr: the dtype and the shape; what is no array (a leaf that JAX has replaced) as it is."""
+    """The dtype and shape of an array, for a repr. A leaf that JAX has replaced, which is no array, keeps its repr."""
     if not hasattr(x, "dtype"):
         return repr(x)
     return f"{x.dtype}[{', '.join(map(str, x.shape))}]"

@@ -1,4 +1,4 @@
-"""The largest numbers of rows: of whole rows, and for each query of an interval of one."""
+"""The largest numbers of each row, or of each query's interval of a row."""
 
 import functools
 from typing import Any
@@ -22,7 +22,10 @@ WORD = 32  # bits
 
 
 def largest(x: jax.Array, k: int) -> jax.Array:
-    """bool, shaped like x: the k largest of each row, the first of equals, none that is -inf or NaN."""
+    """Marks the k largest numbers of each row: bool, shaped like x.
+
+    Of equal numbers the first are marked; -inf and NaN never are.
+    """
     x = jnp.where(jnp.isnan(x), -jnp.inf, x)
     if k >= x.shape[-1]:
         return x > -jnp.inf
@@ -35,7 +38,7 @@ def largest(x: jax.Array, k: int) -> jax.Array:
 
 
 def _by_search(x: jax.Array, k: int) -> jax.Array:
-    """largest, of rows longer than k without NaNs, that are neither sorted nor summed up one after the other."""
+    """largest, for rows longer than k without NaNs. It searches, and neither sorts nor sums up a row in order."""
     bits, order = 8 * x.dtype.itemsize, _in_order(x)
     least = _most_with(lambda least: (order >= least).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= k, x, bits)
     above, equal = order > least, (order == least) & (x > -jnp.inf)
@@ -48,9 +51,9 @@ def _by_search(x: jax.Array, k: int) -> jax.Array:
 
 
 def _most_with(holds: Any, x: jax.Array, bits: int) -> jax.Array:
-    """uint32 [..., 1]: for each row the largest number below 2**bits for which holds(number), where it does for 0.
+    """The largest number below 2**bits for each row for which holds(number): uint32 [..., 1].
 
-    holds: of one for each row; where it does not for a number, it does for none above.
+    holds: takes a number for each row. It is true for 0; where it is false for a number, it is so for all above.
     """
     number = jnp.zeros((*x.shape[:-1], 1), jnp.uint32)
     for low in reversed(range(0, bits, SEARCH_BITS)):
@@ -63,15 +66,18 @@ def _most_with(holds: Any, x: jax.Array, bits: int) -> jax.Array:
 
 
 def _in_order(x: jax.Array) -> jax.Array:
-    """uint32 in the order of x, which has no NaN."""
+    """Maps x, which has no NaN, to uint32 numbers of the same order."""
     bits = 8 * x.dtype.itemsize
-    raw = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.dtype(f"uint{bits}"))  # of both zeros one
+    raw = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.dtype(f"uint{bits}"))  # -0.0 counts as 0.0
     top = jnp.asarray(1 << (bits - 1), raw.dtype)
     return jnp.where(raw >= top, ~raw, raw | top).astype(jnp.uint32)
 
 
 def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> tuple[jax.Array, jax.Array] | None:
-    """(first, end) of the keys that each query keeps, int32 [B or 1, q_length]; None where they may be no interval."""
+    """The interval [start, end) of keys that each query keeps, each int32 [B or 1, q_length].
+
+    None where the keys may be no interval.
+    """
     mask = mask.unprepared
     parts = mask.masks if isinstance(mask, And) else (mask,)
     if not all(isinstance(part, Band | Prefix) for part in parts):
@@ -85,10 +91,10 @@ def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> t
 
 
 def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> tuple[jax.Array, ...]:
-    """For each query the k largest of a row from start to end, as `largest`: (rank, last, start, end) of a Ranked mask.
+    """Finds the k largest keys of each query's interval, as `largest` does: (rank, last, start, end) of a Ranked mask.
 
-    x: [B or 1, H or 1, S]. start, end: int32 [B or 1, T], in range. The keys are sorted once. What a query looks for is
-    found among counts of the keys before its two ends, for each BUCKET of ranks, and then in one bucket.
+    x: [B or 1, H or 1, S]. start, end: int32 [B or 1, T], in range. The keys are sorted once. A query's k-th key is
+    found by counts of the keys before its two ends, for each BUCKET of ranks, and then within one bucket.
     """
     batch = max(len(x), len(start))
     own = lambda array: None if len(array) == 1 < batch else 0
@@ -106,21 +112,21 @@ def _between(k: int, x: jax.Array, start: jax.Array, end: jax.Array) -> tuple[ja
     buckets = -(-length // BUCKET)
     ends = (jnp.arange(buckets, dtype=jnp.int32) + 1) * BUCKET
     before = jnp.pad(_sums(rank[..., None] < ends), ((0, 0), (1, 0), (0, 0)))
-    count = before[:, end] - before[:, start]  # [H, T, buckets], of ranks below each bucket's end
+    count = before[:, end] - before[:, start]  # [H, T, buckets]: how many ranks are below each bucket's end
     bucket = (count < k).sum(axis=-1, dtype=jnp.int32)
     members = jnp.pad(order, ((0, 0), (0, -length % BUCKET + BUCKET)), constant_values=length)
     members = members.reshape(heads, buckets + 1, BUCKET)[jnp.arange(heads)[:, None], bucket]
     inside = (members >= start[:, None]) & (members < end[:, None])
     below = jnp.where(count < k, count, 0).max(axis=-1, keepdims=True)
     place = (below + _counts_up_to(inside) < k).sum(axis=-1, dtype=jnp.int32)
-    # Where an interval has fewer than k keys, all of them.
+    # An interval with fewer than k keys keeps all of them.
     last = jnp.where(bucket == buckets, length, bucket * BUCKET + place)
     some = (x > -jnp.inf).sum(axis=-1, keepdims=True, dtype=jnp.int32)
     return rank, jnp.minimum(last, some - 1), start, end
 
 
 def _sums(x: jax.Array) -> jax.Array:
-    """How many of x [..., n, m] are True up to each of n, float32: products with triangles, a BUCKET of n at a time."""
+    """Running counts of True along axis n of x [..., n, m], float32, by products with triangles of BUCKET rows."""
     n = x.shape[-2]
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -n % BUCKET), (0, 0)])
     # Zeros and ones, which tensor cores take; the sums are exact.
@@ -133,7 +139,7 @@ def _sums(x: jax.Array) -> jax.Array:
 
 
 def _counts_up_to(x: jax.Array) -> jax.Array:
-    """How many of x bool [..., BUCKET] are True up to each, as the set bits of a word: int32 [..., BUCKET]."""
+    """Running counts of True in x, bool [..., BUCKET], as the set bits of words: int32 [..., BUCKET]."""
     words = x.reshape(*x.shape[:-1], -1, WORD).astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32)
     words = lax.optimization_barrier(words.sum(axis=-1, dtype=jnp.uint32))  # made once, not for each of a BUCKET
     place, first = np.arange(BUCKET)[:, None], np.arange(0, BUCKET, WORD)

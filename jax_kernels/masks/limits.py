@@ -1,4 +1,4 @@
-"""All that limits the keys of an attention's queries, as one mask."""
+"""Joins all limits on the keys of an attention call into one mask."""
 
 from typing import Any
 
@@ -13,7 +13,10 @@ __all__ = ["key_lengths", "whole_mask"]
 
 
 def whole_mask(inputs: Any, options: Any) -> Mask:
-    """Of AttentionInputs and AttentionOptions: their mask and all beside it but a bias of -inf."""
+    """Joins the mask of a call with every other limit on its keys, except a bias of -inf.
+
+    inputs: AttentionInputs. options: AttentionOptions.
+    """
     mask = inputs.mask
     if not isinstance(mask, Mask):
         mask = sliding_window(None, None) if mask is None else dense(mask)
@@ -30,9 +33,10 @@ def whole_mask(inputs: Any, options: Any) -> Mask:
 
 
 def key_lengths(inputs: Any) -> jax.Array | None:
-    """[B] int32: how many keys of each batch entry count, of AttentionInputs; None where nothing says so.
+    """How many keys of each batch entry count, [B] int32; None where the call does not limit them.
 
-    By kv_lengths, and by the prefix masks that its mask joins by `&`. Keys past that number may hold anything.
+    inputs: AttentionInputs, whose kv_lengths, and prefix masks joined by `&`, are the limits. Keys past that number may
+    hold anything.
     """
     batch, kv_length = inputs.key.shape[:2]
     limits = [] if inputs.kv_lengths is None else [inputs.kv_lengths]

@@ -1,4 +1,4 @@
-"""The live blocks of a mask, as lists that a kernel walks along, and the bitmaps of its partial blocks."""
+"""The live blocks of a mask, as lists for kernels, and the bitmaps of its partial blocks."""
 
 import functools
 import math
@@ -12,19 +12,19 @@ from jax import lax
 from jax_kernels.masks.literals import Grid, live, most_partial, width
 from jax_kernels.masks.sums import running_sums
 
-# Pairs that are evaluated at a time, where a mask is no matter of block arithmetic.
+# How many pairs are evaluated at a time, where block arithmetic cannot judge a mask.
 _CHUNK = 1 << 24
-# Pairs of which bits are packed at a time: most masks leave nothing behind of a pair but its bit.
+# How many pairs have their bits packed at a time: most masks need no memory for a pair beside its bit.
 _BITS_CHUNK = 1 << 26
 
 
 class BlockLists(NamedTuple):
     """The live blocks of the other side, for every block of one side.
 
-    indices: int32 [B or 1, H or 1, blocks, width]: in ascending order first the full blocks, in which every pair is
-    kept, then the partial ones, in which a kernel evaluates the predicate; 0 past the last. A softmax that starts with
-    a full block has a maximum in each row.
-    full_count, partial_count: int32 [B or 1, H or 1, blocks], how many there are of each.
+    indices: int32 [B or 1, H or 1, blocks, width]. First come the full blocks, in which every pair is kept, then the
+    partial ones, in which a kernel evaluates the predicate, both in ascending order; then zeros. A softmax that starts
+    with a full block has a maximum in each row.
+    full_count, partial_count: int32 [B or 1, H or 1, blocks], the number of full and of partial blocks.
     """
 
     indices: Any
@@ -36,8 +36,8 @@ class PackedBlocks(NamedTuple):
     """The partial blocks of a mask, bit by bit.
 
     words: uint32 [entries, ceil(block_kv / 32), block_q] for lists by query, [entries, ceil(block_q / 32), block_kv] by
-    key: bit j % 32 of word j // 32 is member j of the other side. It is 0 beyond the last key and query, and in the
-    last entry, which is no block's. Entries are in the order of (batch, head, query block, key block).
+    key. Bit j % 32 of word j // 32 is member j of the other side. Bits beyond the last key and query are 0, and so is
+    the last entry, which belongs to no block. Entries are in the order of (batch, head, query block, key block).
     entries: int32, shaped as BlockLists.indices: the entry of a partial block, -1 for every other.
     """
 
@@ -46,7 +46,7 @@ class PackedBlocks(NamedTuple):
 
 
 def counts(mask: Any, grid: Grid) -> jax.Array:
-    """How many pairs each block keeps, by evaluating them all: int32 [B or 1, H or 1, rows, columns]."""
+    """Counts the pairs that each block keeps by evaluating them all: int32 [B or 1, H or 1, rows, columns]."""
     size = mask.batch * mask.heads * grid.block_q * grid.kv_length
     rows = max(1, min(grid.rows, _CHUNK // size))
     chunks = -(-grid.rows // rows)
@@ -64,7 +64,7 @@ def counts(mask: Any, grid: Grid) -> jax.Array:
 
 
 def block_sums(keep: jax.Array, block_q: int, block_kv: int) -> jax.Array:
-    """int32 [B, H, ceil(T / block_q), ceil(S / block_kv)] from bool [B, H, T, S]; in one pass where it stands alone."""
+    """Counts the pairs in each block of bool [B, H, T, S]: int32 [B, H, ceil(T / block_q), ceil(S / block_kv)]."""
     *leading, q_length, kv_length = keep.shape
     pads = ((0, 0), (0, 0), (0, -q_length % block_q), (0, -kv_length % block_kv))
     keep = jnp.pad(keep, pads) if any(map(any, pads)) else keep
@@ -76,17 +76,20 @@ _array_sums: list[Callable[[jax.Array, int, int], jax.Array]] = [block_sums]
 
 
 def count_arrays_by(sums: Callable[[jax.Array, int, int], jax.Array]) -> None:
-    """From then on array_sums is this: masks know no kernels, and are handed the one that counts."""
+    """Makes array_sums call this function. Masks import no kernels, so the kernel that counts is set from outside."""
     _array_sums[:] = [sums]
 
 
 def array_sums(array: jax.Array, block_q: int, block_kv: int) -> jax.Array:
-    """block_sums of an array that stands in memory, and so can be a kernel's."""
+    """block_sums of an array that stands in memory, which a kernel may read."""
     return _array_sums[0](array, block_q, block_kv)
 
 
 def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
-    """(live, full), bool [B or 1, H or 1, rows, columns]. A block that reaches past the last key is not full."""
+    """The blocks that are (live, full), each bool [B or 1, H or 1, rows, columns].
+
+    A block that reaches past the last key is not full.
+    """
     if mask.is_evaluated:
         count = mask.block_counts(grid)
         alive, full = count > 0, count == grid.area()
@@ -98,7 +101,7 @@ def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
 
 
 def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
-    """Lists along the last axis, of at most `most` entries."""
+    """Makes lists of at most `most` entries along the last axis."""
     count = alive.shape[-1]
     kind = jnp.where(full, 0, jnp.where(alive, 1, 2)).astype(jnp.int32)
     order = lax.sort(kind * count + jnp.arange(count, dtype=jnp.int32), dimension=alive.ndim - 1)[..., :most]
@@ -107,7 +110,7 @@ def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
 
 
 def sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
-    """[B, H, rows, columns] with the side of the lists first, and for `joined` heads one after another in a list."""
+    """Puts the side of the lists first in [B, H, rows, columns]. joined: so many heads follow each other in a list."""
     if by == "query":
         return x
     batch, heads, rows, columns = x.shape
@@ -138,10 +141,9 @@ def packed_partial(mask: Any, offset: Any, *, by, **statics) -> PackedBlocks:
 def packed_lists(
     mask: Any, offset: Any, *, lengths, blocks, static_offset, by, joined: int = 1, most: int | None = None
 ) -> tuple[BlockLists, PackedBlocks]:
-    """The lists with their partial blocks, of which there are `most` at most; None for as many as there can be.
+    """The lists, and the bits of their partial blocks. most: the most partial blocks, None for as many as can be.
 
-    joined: lists by key are of so many heads together, and their indices are those of query blocks of all of these, one
-    head after another.
+    joined: so many heads share a list by key. Its indices count the query blocks of these heads, head after head.
     """
     grid = Grid.of(lengths, blocks, offset, static_offset)
     terms = mask.terms(False)
@@ -164,8 +166,10 @@ def packed_lists(
 def packed_status(
     mask: Any, offset: Any, *, lengths, blocks, static_offset
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(live, full, entry, words): as status has the first two; for each block its entry, if it is partial, among words,
-    which are PackedBlocks' by query."""
+    """(live, full, entry, words) of all blocks.
+
+    live, full: as in status. entry: the index into words of each partial block. words: as in PackedBlocks by query.
+    """
     grid = Grid.of(lengths, blocks, offset, static_offset)
     alive, full = status(mask, grid)
     most = math.prod(alive.shape[:2]) * most_partial(mask.terms(False), grid)
@@ -173,13 +177,13 @@ def packed_status(
 
 
 def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tuple[jax.Array, jax.Array]:
-    """(numbers, words): of each block how many of these and those before it are partial, less one; their words."""
+    """(numbers, words): the index of each partial block among the partial ones, in order, and their bits."""
     numbers = running_sums(partial.reshape(-1)).reshape(partial.shape) - 1
     words = functools.partial(_words, mask, grid, partial.shape, by)
     if most == 0:
         shape = jax.eval_shape(words, jnp.int32(0))
         return numbers, jnp.zeros((1, *shape.shape), shape.dtype)
-    # Where each entry stands, none past the last.
+    # The index of each entry's block among all blocks; the last entry has none.
     places = jnp.full((most + 1,), partial.size, jnp.int32)
     every = jnp.arange(partial.size, dtype=jnp.int32).reshape(partial.shape)
     places = places.at[jnp.where(partial, numbers, most + 1)].set(every, mode="drop")
@@ -188,7 +192,10 @@ def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tu
 
 
 def _words(mask: Any, grid: Grid, shape: tuple[int, ...], by: str, place: jax.Array) -> jax.Array:
-    """uint32 [words, rows] of the block at `place` of all blocks, of this shape; zeros where there is none."""
+    """The bits of the block at index `place` among all blocks: uint32 [words, rows], zeros past the last block.
+
+    shape: that of the array of all blocks.
+    """
     b, h, row, column = jnp.unravel_index(jnp.minimum(place, math.prod(shape) - 1), shape)
     rows, others = (grid.block_q, grid.block_kv) if by == "query" else (grid.block_kv, grid.block_q)
     mine, bit = jnp.arange(rows, dtype=jnp.int32), jnp.arange(32, dtype=jnp.int32)[:, None]

@@ -1,14 +1,14 @@
-"""Which blocks a mask can touch, by arithmetic on whole blocks.
+"""Block arithmetic: finds the blocks that a mask can touch without looking at pairs.
 
 A mask is a sum of products: it keeps a pair where all literals of one of its conjunctions do. `live` tells which
-blocks hold such a pair. A block is full where the complement, which is a sum of products as well, is not live.
+blocks hold such a pair. The complement is a sum of products as well; a block is full where the complement is not live.
 
 The literals of a conjunction are intersected before blocks are looked at, which makes the answer exact
 - for literals that keep an interval of keys for every query (limits of the distance, of keys and of queries,
   segments whose ids stand in one run), in any number;
 - for literals that only look at the distance, in any number;
 - for a set of cells alone, or where every block lies in one cell.
-What mixes these is as live as each kind of it: it may be called live, and hence partial, though it is dead.
+A conjunction that mixes kinds is live where each kind is: a dead block may be called live, and hence partial.
 """
 
 import dataclasses
@@ -27,9 +27,9 @@ from jax_kernels.masks.sums import running_sums
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The blocks of a call. offset: [B or 1] int32, the position of query 0; static_offset: the same, if known.
+    """The blocks of a call.
 
-    results: what `once` has computed for it.
+    offset: [B or 1] int32, the position of query 0. static_offset: the same, if known. results: what `once` keeps.
     """
 
     q_length: int
@@ -54,7 +54,7 @@ class Grid:
 
     @property
     def positions(self) -> jax.Array:
-        """Of the queries: [B or 1, T]."""
+        """The positions of the queries: [B or 1, T]."""
         return self.offset[:, None] + jnp.arange(self.q_length, dtype=jnp.int32)
 
     def edges(self, axis: int) -> tuple[jax.Array, jax.Array]:
@@ -67,30 +67,30 @@ class Grid:
         return first, jnp.minimum(first + (block - 1), length - 1)
 
     def once(self, function: Callable[["Grid"], Any]) -> Any:
-        """function(grid), computed at the first call: a program with everything once compiles faster."""
+        """The value of function(grid), computed at the first call: a program without repeats compiles faster."""
         if function not in self.results:
             self.results[function] = function(self)
         return self.results[function]
 
     def area(self) -> jax.Array:
-        """Pairs in each block: [rows, columns]."""
+        """The number of pairs in each block: [rows, columns]."""
         (q_first, q_last), (k_first, k_last) = self.edges(0), self.edges(1)
         return (q_last - q_first + 1)[:, None] * (k_last - k_first + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Literal:
-    """A predicate of a query and a key, in the forms that block arithmetic uses. One of the three is given.
+    """A predicate of a query and a key, in at least one of three forms that block arithmetic uses.
 
     interval(grid): the keys that each query keeps, as [start, end), int32 broadcastable to [B or 1, T].
     distance(distance): whether a key that stands so far before the query is kept; a Band has this too.
     cells(grid): whether each block is live, [B or 1, H or 1, rows, columns].
 
-    What bounds the length of lists: low <= key - position <= high; keys and queries: [start, end) of key indices
-    and of positions; rate: of the distances one in so many is kept; cell_width(grid, by): of cells.
+    These bound the length of lists. low, high: low <= key - position <= high. keys, queries: [start, end) of key
+    indices and of positions. rate: one distance in so many is kept. cell_width(grid, by): the most cells in a list.
 
-    varies(grid): in how many blocks of a batch entry and head it keeps some pairs and drops others, at most; None: in
-    any.
+    varies(grid): the most blocks of a batch entry and head in which it keeps some pairs and drops others; None for any
+    number.
     """
 
     interval: Callable[[Grid], tuple[Any, Any]] | None = None
@@ -113,7 +113,7 @@ _MOST_TERMS = 64
 
 
 def band(low: int | None, high: int | None) -> Literal:
-    """Keys with low <= key - position <= high; None is no limit."""
+    """The literal low <= key - position <= high; None is no limit."""
 
     def interval(grid: Grid) -> tuple[Any, Any]:
         start = 0 if low is None else grid.positions + low
@@ -126,7 +126,7 @@ def band(low: int | None, high: int | None) -> Literal:
         return keep if high is None else keep & (-d <= high)
 
     def varies(grid: Grid) -> int:
-        # Of a block of rows, those that the first keys past the limit stand in, but for the last row's.
+        # The blocks that hold the first keys past a limit, for all rows of a block but the last.
         edges = ([] if low is None else [low]) + ([] if high is None else [high + 1])
         step, offset = math.gcd(grid.block_q, grid.block_kv), grid.static_offset
         each = lambda edge: touched(grid.block_q - 1, grid.block_kv, step, None if offset is None else offset + edge)
@@ -139,7 +139,7 @@ def product(factors: list[Terms]) -> Terms:
     """The terms of an intersection, from the terms of its parts."""
     if math.prod(map(len, factors)) <= _MOST_TERMS:
         return functools.reduce(lambda a, b: tuple(x + y for x in a for y in b), factors)
-    # Each part as one literal: as live as the least live part.
+    # Each part becomes one literal: a block is live where all parts are.
     opaque = lambda terms: Literal(
         cells=functools.partial(live, terms), cell_width=lambda grid, by: width(terms, grid, by)
     )
@@ -147,7 +147,7 @@ def product(factors: list[Terms]) -> Terms:
 
 
 def live(terms: Terms, grid: Grid) -> jax.Array:
-    """Which blocks hold a pair that is kept: bool [B or 1, H or 1, rows, columns]."""
+    """Tells for each block whether it holds a pair that is kept: bool [B or 1, H or 1, rows, columns]."""
     is_interval = lambda literals: all(x.interval is not None for x in literals)
     intervals = [literals for literals in terms if is_interval(literals)]
     parts = [_live_mixed(literals, grid) for literals in terms if not is_interval(literals)]
@@ -169,16 +169,16 @@ def _live_mixed(literals: Conjunction, grid: Grid) -> jax.Array:
 
 
 def interval_of(literals: Conjunction, grid: Grid) -> tuple[jax.Array, jax.Array]:
-    """The keys that each query keeps of all that have an interval, as [start, end), broadcastable to [B or 1, T]."""
+    """The keys [start, end) that all literals with an interval keep for each query, broadcastable to [B or 1, T]."""
     intervals = [x.interval(grid) for x in literals if x.interval is not None]
     start = functools.reduce(jnp.maximum, (start for start, _ in intervals), jnp.int32(0))
     return start, functools.reduce(jnp.minimum, (end for _, end in intervals), jnp.int32(grid.kv_length))
 
 
 def _live_by_interval(terms: list[Conjunction], grid: Grid) -> jax.Array:
-    """One pass over the queries of each conjunction, not over queries times blocks.
+    """live of conjunctions of intervals, in one pass over their queries, not over queries times blocks.
 
-    It counts how many more of a row block's queries reach each block of keys than the one before.
+    It counts how many more queries of a row of blocks reach each block of keys than reach the block before.
     """
     starts, ends = zip(*(interval_of(literals, grid) for literals in terms), strict=True)
     shape = jnp.broadcast_shapes(*(x.shape for x in (*starts, *ends)), (1, grid.q_length))
@@ -198,7 +198,7 @@ def _live_by_interval(terms: list[Conjunction], grid: Grid) -> jax.Array:
 
 
 def _live_by_distance(predicates: list[Callable[[Any], Any]], grid: Grid) -> jax.Array:
-    """Of a block's pairs, the indices i - j are all those between two corners: count what is kept among them."""
+    """live of predicates of the distance. In a block, i - j takes all values between those of two corners."""
     differences = jnp.arange(grid.q_length + grid.kv_length - 1, dtype=jnp.int32) - (grid.kv_length - 1)
     distances = grid.offset[:, None] + differences
     keep = functools.reduce(operator.and_, [predicate(distances) for predicate in predicates])
@@ -216,7 +216,7 @@ def width(terms: Terms, grid: Grid, by: str) -> int:
 
 
 def most_partial(terms: Terms, grid: Grid) -> int:
-    """The most partial blocks that a batch entry and head can have: they are in its lists, and some literal varies."""
+    """The most partial blocks of a batch entry and head: blocks in its lists, in which some literal varies."""
     literals = {id(literal): literal for conjunction in terms for literal in conjunction}.values()
     blocks = min(grid.rows * width(terms, grid, "query"), grid.columns * width(terms, grid, "key"))
     past_end = grid.rows if grid.kv_length % grid.block_kv else 0
@@ -228,7 +228,7 @@ def _given(numbers: Iterable[int | None]) -> list[int]:
 
 
 def _conjunction_width(literals: Conjunction, grid: Grid, by: str) -> int:
-    """`along` is the side of the lists, `across` that of their entries."""
+    """The most blocks of a conjunction in a list. `along` is the side of the lists, `across` that of their entries."""
     sides = [(grid.q_length, grid.block_q), (grid.kv_length, grid.block_kv)]
     low = max(_given(x.low for x in literals), default=None)
     high = min(_given(x.high for x in literals), default=None)
@@ -265,6 +265,6 @@ def _conjunction_width(literals: Conjunction, grid: Grid, by: str) -> int:
 
 
 def touched(size: int, block: int, step: int, start: int | None) -> int:
-    """How many blocks an interval of this size touches at most, if it starts at `start` plus any number of steps."""
+    """The most blocks that an interval of this size touches, if it starts at `start` plus any number of steps."""
     into_block = block - 1 if start is None else block - step + start % step
     return (into_block + size - 1) // block + 1

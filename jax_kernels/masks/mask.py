@@ -1,4 +1,4 @@
-"""Mask: which keys a query may attend to, as an expression of simple masks."""
+"""Mask: the keys that each query may attend to, as an expression of simple masks."""
 
 import dataclasses
 import functools
@@ -17,21 +17,21 @@ from jax_kernels.masks.literals import Grid, Terms, product
 
 
 def static(**kwargs: Any) -> Any:
-    """A field that is structure, not an array."""
+    """A field of a mask that is structure, not an array."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
 @dataclass_transform(eq_default=False, frozen_default=True, field_specifiers=(static,))
 def node[T](kind: type[T]) -> type[T]:
-    """A class of masks: a frozen dataclass and pytree of its fields. No checks: JAX makes objects of it too."""
+    """Makes a class of masks: a frozen dataclass and pytree of its fields. It checks nothing: JAX makes objects too."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, eq=False, repr=False)(kind))
 
 
 class Mask:
-    """Which keys each query may attend to. Composes with `&`, `|` and `~`.
+    """The keys that each query may attend to. Masks compose with `&`, `|` and `~`.
 
-    A mask is a pytree: its arrays are leaves, all else is hashable structure, so that it crosses jit, vmap, scan and
-    shard_map. Query i of a call has index i and stands at position q_offset + i; key j has index and position j.
+    A mask is a pytree: its arrays are leaves, all else is hashable structure. So it may pass through jit, vmap, scan
+    and shard_map. Query i of a call has index i and stands at position q_offset + i; key j has index and position j.
     causal, sliding_window, prefix, global_tokens, dilated and from_function look at the query's position;
     segments, block_sparse and dense hold arrays of the call, in which row i is query i.
 
@@ -58,37 +58,37 @@ class Mask:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether blocks are judged by evaluating their pairs, not by arithmetic on blocks."""
+        """True where blocks are judged by evaluating their pairs, not by arithmetic on blocks."""
         return False
 
     @property
     def is_valid(self) -> Any:
-        """A traced bool: False where floats that it was made from are neither 0 nor 1. None where that is known."""
+        """A traced bool: False where the mask was made from floats other than 0 and 1. None where that is known."""
         return None
 
     def check_lengths(self, q_length: int, kv_length: int) -> None:
-        """Raises ValueError where an array of the mask is not one of a call of these lengths."""
+        """Raises ValueError where an array of the mask does not fit a call of these lengths."""
 
     def terms(self, negated: bool) -> Terms:
         """The mask, or its complement, as a sum of products of literals, for arithmetic on blocks."""
         raise NotImplementedError
 
     def block_counts(self, grid: Grid) -> jax.Array:
-        """How many pairs each block keeps: int32 [B or 1, H or 1, rows, columns]."""
+        """The number of pairs that each block keeps: int32 [B or 1, H or 1, rows, columns]."""
         return counts(self, grid)
 
     def elements(self, b: Any, h: Any, q_index: Any, k_index: Any, *, q_offset: Any = 0) -> jax.Array:
-        """Whether pairs are kept, as traceable jnp code: bool, of the arguments' joint shape or one that broadcasts.
+        """Tells which pairs are kept: bool, of the arguments' joint shape or one that broadcasts to it.
 
         b, h, q_index, k_index: int32 that broadcast with each other: batch entry, query head, index of the query
-        and of the key, all in range. q_offset: int32 that broadcasts with them, the position of query 0. Arrays of
-        the mask are gathered from, causal() and the like are arithmetic alone: in a kernel, give a mask whose
-        leaves are what the kernel can index.
+        and of the key, all in range. q_offset: int32 that broadcasts with them, the position of query 0. It is
+        traceable jnp code, which gathers from arrays of the mask; causal() and the like are arithmetic alone. In a
+        kernel, use a mask whose leaves the kernel can index.
         """
         raise NotImplementedError
 
     def rows(self, q_index: jax.Array | np.ndarray, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
-        """Some queries against all keys: bool [B or 1, H or 1, len(q_index), kv_length].
+        """The mask of some queries and all keys: bool [B or 1, H or 1, len(q_index), kv_length].
 
         q_index: int32 [n], in range. q_offset: an int, a scalar or [B or 1] int32.
         """
@@ -102,10 +102,10 @@ class Mask:
         return jnp.broadcast_to(keep, shape)
 
     def to_dense(self, q_length: int, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
-        """bool [B or 1, H or 1, q_length, kv_length], True where a query may attend."""
+        """The mask as an array: bool [B or 1, H or 1, q_length, kv_length], True where a query may attend."""
         q_length, kv_length = checks.lengths(q_length, kv_length)
         self.check_lengths(q_length, kv_length)
-        # Known to be all of them, they need no index into an array.
+        # Indices that are known to be all queries need no lookup in an array.
         return self.rows(np.arange(q_length, dtype=np.int32), kv_length, q_offset=q_offset)
 
     def block_lists(
@@ -116,17 +116,21 @@ class Mask:
         by="query": for every block of block_q queries, its blocks of block_kv keys; by="key": for every block of
         keys, its blocks of queries. q_offset: the position of query 0, an int, or int32, a scalar or [B].
 
-        A block is full where all its queries keep all its keys; one that reaches past the last key is never full,
-        queries past the last do not count. A list's static width is the most live blocks that one can have, as
-        far as the structure tells it: (window + block) / block for a sliding window, all blocks for an array. A block
-        of a mask that holds a dense array or a function has fewer than 2**31 pairs.
+        A block is full where all its queries keep all its keys. A block that reaches past the last key is never full;
+        queries past the last do not count. A list's static width is the most live blocks that one can have, as far as
+        the structure tells: (window + block) / block for a sliding window, all blocks for an array. A block of a mask
+        that holds a dense array or a function must have fewer than 2**31 pairs.
 
-        Masks that hold a dense array or a function are evaluated, chunk by chunk, and exact. All others are a matter
-        of block arithmetic, in time and memory of queries + blocks of queries x blocks of keys. That is exact for
-        every composition of causal, sliding_window, prefix, global_tokens and segments whose ids each stand in one
-        run of keys; for every composition of causal, sliding_window and dilated; and for block_sparse alone, or
-        with anything where each block lies within one cell. Elsewhere (dilated with segments, say) a dead or a
-        full block may be called partial, never the other way round.
+        Masks that hold a dense array or a function are evaluated chunk by chunk, and their lists are exact. All others
+        are judged by block arithmetic, in time and memory of queries + blocks of queries x blocks of keys. Its lists
+        are exact for compositions of
+
+        - causal, sliding_window, prefix, global_tokens, and segments whose ids each stand in one run of keys;
+        - causal, sliding_window and dilated;
+        - block_sparse alone, or with any of these where each block lies within one cell.
+
+        For others, such as dilated with segments, a dead or a full block may be called partial, never the other way
+        round.
         """
         if by not in ("query", "key"):
             raise ValueError(f"by: got {by!r}, want 'query' or 'key'")
@@ -137,10 +141,10 @@ class Mask:
     ) -> PackedBlocks:
         """The pairs of the partial blocks of block_lists(...), with the same arguments, as PackedBlocks.
 
-        There is an entry for each partial block, and one more; under a trace, where their number is not known, for each
-        that there could be, which is a few for each block of queries and keys where the mask is made of causal,
-        sliding_window, prefix, global_tokens and block_sparse masks whose cells hold whole blocks, and else as many as
-        the lists' width allows.
+        There is an entry for each partial block, and one more. Under a trace their number is not known, and there is an
+        entry for each block that could be partial. That is a few for each block of queries and keys, if the mask is
+        made of causal, sliding_window, prefix, global_tokens, and block_sparse masks whose cells hold whole blocks;
+        else as many as the lists' width allows.
         """
         if by not in ("query", "key"):
             raise ValueError(f"by: got {by!r}, want 'query' or 'key'")

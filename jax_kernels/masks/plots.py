@@ -12,7 +12,7 @@ _KINDS = {"dead": "#f4f4f2", "partial": "#f2a541", "full": "#2b6cb0"}
 
 
 def plot_blocks(path: str | os.PathLike[str], alive, full, *, title: str, block: tuple[int, int]) -> None:
-    """alive, full: bool [rows, columns]. Without pyplot: no global state, no display."""
+    """Writes a picture of the blocks. alive, full: bool [rows, columns]. Without pyplot it needs no display."""
     alive, full = np.asarray(alive), np.asarray(full)
     kinds = alive.astype(np.int8) + full
     figure = Figure(figsize=(6, 6.6), layout="constrained")

@@ -1,4 +1,4 @@
-"""Masks that look at where a query and a key stand: arithmetic alone, no arrays but a traced number."""
+"""Masks of positions: arithmetic on where a query and a key stand, without arrays except a traced number."""
 
 from typing import Any
 
@@ -15,15 +15,15 @@ _WIDEST = 1 << 29
 
 
 def causal() -> Mask:
-    """Keys up to the query: q_offset + i >= j."""
+    """Keeps the keys up to the query: q_offset + i >= j."""
     return Band(None, 0)
 
 
 def sliding_window(left: int | None, right: int | None) -> Mask:
-    """Keys from `left` before the query to `right` after it: p - left <= j and j <= p + right, p = q_offset + i.
+    """Keeps the keys from `left` before the query to `right` after it.
 
-    As jax.nn's local_window_size and flash-attn's window_size count. None or -1 is no limit on that side: (w, 0) is
-    causal, (None, None) keeps all.
+    These are the keys j with p - left <= j <= p + right, where p = q_offset + i, as jax.nn's local_window_size and
+    flash-attn's window_size count. None or -1 is no limit on that side: (w, 0) is causal, (None, None) keeps all.
 
     Source: Beltagy et al., "Longformer" (2020), arXiv:2004.05150.
     """
@@ -41,7 +41,9 @@ def _side(name: str, side: Any) -> int | None:
 
 
 def prefix(n: int | jax.Array) -> Mask:
-    """Keys j < n, for every query: with causal() by `|`, a prefix language model; by `&`, lengths of keys.
+    """Keeps the keys j < n for every query.
+
+    `causal() | prefix(n)` is the mask of a prefix language model; `& prefix(n)` limits the lengths of the keys.
 
     n: an int of at least 0, or int32, a scalar or [B], one for each batch entry.
     """
@@ -49,7 +51,7 @@ def prefix(n: int | jax.Array) -> Mask:
 
 
 def global_tokens(n: int | jax.Array) -> Mask:
-    """The first n tokens attend to all, and all attend to them: p < n or j < n.
+    """Lets the first n tokens attend to all, and all attend to them: p < n or j < n.
 
     n: an int of at least 0, or int32, a scalar or [B], one for each batch entry.
 
@@ -59,7 +61,9 @@ def global_tokens(n: int | jax.Array) -> Mask:
 
 
 def dilated(rate: int) -> Mask:
-    """Keys at a distance that is a multiple of rate, on both sides: (p - j) % rate == 0. rate: an int of at least 1.
+    """Keeps the keys at a distance that is a multiple of rate, on both sides: (p - j) % rate == 0.
+
+    rate: an int of at least 1.
 
     Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019), arXiv:1904.10509.
     """
@@ -78,7 +82,7 @@ def _number(name: str, n: Any) -> tuple[int | None, jax.Array | None]:
 
 @node
 class Band(Mask):
-    """low <= key - position <= high; None is no limit."""
+    """A mask of low <= key - position <= high; None is no limit."""
 
     low: int | None = static()
     high: int | None = static()
@@ -102,7 +106,10 @@ class Band(Mask):
 
 
 class _Numbered(Mask):
-    """A mask of a number: known when tracing (limit), or one for each batch entry, [B or 1] int32 (limits)."""
+    """A mask of a number.
+
+    limit: the number, if known when tracing. limits: else one for each batch entry, int32 [B or 1].
+    """
 
     limit: int | None
     limits: Any
@@ -113,7 +120,7 @@ class _Numbered(Mask):
 
     @property
     def per_batch(self) -> jax.Array:
-        """[B or 1, 1]."""
+        """The number as an array [B or 1, 1]."""
         return jnp.asarray(self.limit if self.limits is None else self.limits, jnp.int32).reshape(-1, 1)
 
     def _at(self, b: Any) -> Any:

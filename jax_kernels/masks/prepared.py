@@ -1,4 +1,4 @@
-"""A mask with what kernels made of it beforehand."""
+"""A mask with block lists that were made beforehand."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from jax_kernels.masks.mask import Mask, node
 
 @node
 class PreparedMask(Mask):
-    """A mask that carries block lists, which jax_kernels.prepare_mask makes: the same mask wherever a Mask is taken.
+    """A mask with block lists, which jax_kernels.prepare_mask makes. It serves wherever a Mask does.
 
-    mask: what was prepared. lists: pytrees, of which each knows what calls it serves; a call that none serves has its
-    lists made from the mask. `&`, `|` and `~` compose the mask, without the lists.
+    mask: the mask that was prepared. lists: pytrees, each of which knows the calls that it serves. A call that none
+    serves has its lists made from the mask. `&`, `|` and `~` compose the mask, without the lists.
     """
 
     mask: Mask

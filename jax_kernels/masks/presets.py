@@ -1,4 +1,4 @@
-"""Masks by name: the patterns of the field, made of the simple masks."""
+"""Masks by name: well-known patterns, made of the simple masks."""
 
 import inspect
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jax_kernels.masks.positions import causal, dilated, global_tokens, prefix, 
 
 
 def prefix_lm(n: Any) -> Mask:
-    """Causal, but for the first n tokens, which all see each other. Raffel et al. (2019), arXiv:1910.10683."""
+    """Causal attention, whose first n tokens all see each other. Raffel et al. (2019), arXiv:1910.10683."""
     return causal() | prefix(n)
 
 
@@ -24,9 +24,9 @@ def global_local(n: Any, left: int, right: int | None = None) -> Mask:
 
 
 def longformer(window: int, n: Any = 0, rate: int = 1) -> Mask:
-    """A window of window // 2 tokens on each side, or of so many times rate and dilated by it, and n global tokens.
+    """A window of window // 2 tokens on each side, and n global tokens.
 
-    Beltagy et al. (2020), arXiv:2004.05150.
+    rate: the window reaches rate times as far, and takes every rate-th token. Beltagy et al. (2020), arXiv:2004.05150.
     """
     side = checks.integer("window", window, 2) // 2 * checks.integer("rate", rate, 1)
     local = sliding_window(side, side)
@@ -45,8 +45,8 @@ def bigbird(
 ) -> Mask:
     """Window, global and random blocks: window_blocks around the diagonal, the first global_blocks, and random ones.
 
-    Each row of blocks of each head has random_blocks other ones, drawn by NumPy from the seed, fewer where fewer are
-    left. Zaheer et al. (2020), arXiv:2007.14062.
+    Each row of blocks of each head has random_blocks other blocks, drawn by NumPy from the seed, or fewer where fewer
+    are left. Zaheer et al. (2020), arXiv:2007.14062.
     """
     q_length, kv_length = checks.lengths(q_length, kv_length)
     block_size, heads = checks.integer("block_size", block_size, 1), checks.integer("heads", heads, 1)
@@ -63,13 +63,16 @@ def bigbird(
 
 
 def strided(stride: int) -> Mask:
-    """Causal; the last `stride` tokens and every stride-th one before. Child et al. (2019), arXiv:1904.10509."""
+    """Causal attention to the last `stride` tokens and every stride-th one before.
+
+    Child et al. (2019), arXiv:1904.10509.
+    """
     stride = checks.integer("stride", stride, 1)
     return causal() & (sliding_window(stride, 0) | dilated(stride))
 
 
 def attention_sinks(left: int, n: Any = 4) -> Mask:
-    """Causal; the last tokens and the first n. Xiao et al., "StreamingLLM" (2023), arXiv:2309.17453."""
+    """Causal attention to the last tokens and the first n. Xiao et al., "StreamingLLM" (2023), arXiv:2309.17453."""
     return causal() & (sliding_window(left, 0) | prefix(n))
 
 
@@ -88,7 +91,7 @@ PRESETS: dict[str, Callable[..., Mask]] = {
 
 
 def preset(name: str, **options: Any) -> Mask:
-    """A mask by its name in the literature; the options are those of the function of this name.
+    """A mask by its name in the literature. The options are those of the function of this name.
 
     "causal"(), "sliding_window"(left, right), "dilated"(rate), "block_sparse"(blocks, block_size),
     "global_local"(n, left, right), "prefix_lm"(n), "attention_sinks"(left, n), "strided"(stride),

@@ -1,4 +1,4 @@
-"""Masks of the keys that rank highest, by their ranks: numbers for each key and for each query, none for each pair."""
+"""Masks of the keys that rank highest. They hold numbers for each key and for each query, none for each pair."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax_kernels.masks.mask import node
 
 @node
 class Ranked(DenseMask):
-    """Of each query the keys from start to end whose rank is at most its last one.
+    """Keeps for each query the keys from start to end whose rank is at most the query's last rank.
 
     rank: int32 [B, H, S], of each key. last: int32 [B, H, T]. start, end: int32 [B, T].
     """
@@ -32,7 +32,7 @@ class Ranked(DenseMask):
 
     @property
     def array(self):
-        """bool [B, H, T, S]."""
+        """The mask pair by pair: bool [B, H, T, S]."""
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(self)):
             return jax.eval_shape(_array, self)
         return _array(self)
@@ -59,7 +59,7 @@ class Ranked(DenseMask):
 
 
 def is_kept(key: Any, rank: Any, last: Any, start: Any, end: Any) -> Any:
-    """Of a key of this rank, and a query's last rank and interval."""
+    """Tells whether a query with this last rank and interval keeps a key of this rank."""
     return (rank <= last) & (start <= key) & (key < end)
 
 

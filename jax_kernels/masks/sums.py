@@ -1,17 +1,17 @@
-"""Sums along an axis, in the form in which a GPU takes them fastest."""
+"""Running sums along an axis, in the form that is fastest on a GPU."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-RUN = 128  # members whose sums a thread may as well add up anew
+RUN = 128  # as many numbers as a thread may well add up anew
 
 
 def running_sums(x: jax.Array) -> jax.Array:
-    """cumsum along the last axis, int32.
+    """The cumulative sums along the last axis, int32.
 
-    XLA makes a long cumsum of windows within windows, and fuses it into what reads it, which adds up all of them for
-    each number that it reads: a lookup in the sums of 4096 then takes an H200 0.28 ms. Here the sums of runs stand in
+    XLA makes a long cumsum from windows within windows, and fuses it into its reader, which then adds up all of them
+    for each number that it reads: a lookup in the sums of 4096 takes an H200 0.28 ms. Here the sums of runs stand in
     memory.
     """
     length = x.shape[-1]

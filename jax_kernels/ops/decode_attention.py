@@ -2,15 +2,15 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_kernels import dispatch
-from jax_kernels.dispatch import Implementation, Request, interpreting
-from jax_kernels.ops import reasons
-from jax_kernels.ops.attention import checks
+from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.ops import checks, reasons
+from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, join_batch, kernel, under_defaults
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import decode as decode_sm90
 from jax_kernels.pallas.attention.triton import decode as decode_triton
@@ -44,13 +44,15 @@ class DecodeRequest(Request):
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
-    """A kernel's blocks, and how many streaming multiprocessors its splits are to fill."""
+class DecodeOptions:
+    """The numbers of a call that its kernels are traced with. left: the window's, -1 for none."""
 
-    config: Any
-    core_count: int
+    scale: float
+    softcap: float | None
+    left: int
 
 
+@under_defaults
 def decode_attention(
     query: jax.Array,
     key: jax.Array,
@@ -115,35 +117,41 @@ def decode_attention(
     Source: Dao et al., "Flash-Decoding for long-context inference" (2023); Kwon et al., "Efficient Memory Management
     for Large Language Model Serving with PagedAttention" (2023), arXiv:2309.06180.
     """
-    request, arrays = _check(**locals())
-    plan = _choose(request, implementation)
-    query, *others = arrays
-    query, scale = checks.with_positive_scale(query, scale)
-    call = _Call(plan.implementation, plan.config, scale, request.softcap, _left(request), interpreting())
-    out, lse = _decode(call, (query, *others))
+    request, arrays = _check(
+        query=query,
+        key=key,
+        value=value,
+        kv_lengths=kv_lengths,
+        block_tables=block_tables,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
+    query, scale = checks.with_positive_scale(arrays.query, scale)
+    left = -1 if request.window is None else request.window[0]
+    options = DecodeOptions(scale=scale, softcap=request.softcap, left=left)
+    out, lse = _decode(OP.call(request, options, implementation), arrays._replace(query=query))
     return (out, lse) if return_lse else out
 
 
-def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
-    request, _ = _check(**checks.by_name("decode_attention", args), **kwargs)
-    return _choose(request, kwargs.get("implementation"))
+class _Arrays(NamedTuple):
+    """The arrays of a call, in the kernels' form and order. block_tables and sinks may be None."""
 
-
-decode_attention.plan = _plan  # type: ignore[attr-defined]
-
-
-def _choose(request: DecodeRequest, implementation: str | None) -> dispatch.Plan:
-    order = block_specs.attention_order(request.device.compute_capability)
-    return dispatch.choose(request, IMPLEMENTATIONS, order, implementation)
+    query: Any
+    key: Any
+    value: Any
+    kv_lengths: Any
+    block_tables: Any
+    sinks: Any
 
 
 def _check(
-    query, key, value, *, kv_lengths=None, block_tables=None, window=None, softcap=None, sinks=None, scale=None,
-    return_lse=False, implementation=None, **unknown,
-) -> tuple[DecodeRequest, tuple[Any, ...]]:  # fmt: skip
-    """The request behind a call and its arrays in the kernels' form and order."""
-    for name in unknown:
-        raise TypeError(f"decode_attention got an unexpected keyword argument {name!r}")
+    *, query, key, value, kv_lengths, block_tables, window, softcap, sinks, scale, return_lse, implementation
+) -> tuple[DecodeRequest, _Arrays]:
+    """The request behind a call, and its arrays."""
     query, key, value = (
         checks.checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -184,7 +192,7 @@ def _check(
         softcap=None if softcap is None else float(softcap),
         has_sinks=sinks is not None,
     )
-    return request, (query, key, value, kv_lengths, block_tables, sinks)
+    return request, _Arrays(query, key, value, kv_lengths, block_tables, sinks)
 
 
 def _check_shapes(query: Any, key: Any, value: Any, *, is_paged: bool) -> None:
@@ -218,15 +226,11 @@ def _tables(block_tables: Any, batch: int) -> Any:
     return tables
 
 
-def _left(request: DecodeRequest) -> int:
-    return -1 if request.window is None else request.window[0]
-
-
 def _config(name: str):
     def config(request: DecodeRequest) -> tuple[Blocks, str]:
         head_dim = max(request.head_dim, request.v_head_dim)
         row, source = block_specs.decode_row(request.device.compute_capability, name, head_dim=head_dim)
-        return Blocks(row.config, request.device.core_count), source
+        return Blocks(forward=row.config, core_count=request.device.core_count), source
 
     return config
 
@@ -251,10 +255,11 @@ def _supports_triton(request: DecodeRequest) -> str | None:
     return reasons.no_gpu(request)
 
 
-def _kernel(kernel):
-    def run(*arrays, config: Blocks, **rest):
-        with jax.enable_x64(False):  # as for flash_attention's kernels
-            return kernel(*arrays, config=config.config, core_count=config.core_count, **rest)
+def _of_options(forward):
+    """A kernel, which takes the options by name."""
+
+    def run(*arrays, options: DecodeOptions, **rest):
+        return forward(*arrays, scale=options.scale, softcap=options.softcap, left=options.left, **rest)
 
     return run
 
@@ -263,34 +268,29 @@ def _xla(*arrays, config, interpret, **rest):
     return reference.attention_decode(*arrays, **rest)
 
 
+def _implementation(name, supports, forward) -> Implementation:
+    return Implementation(name, supports, _config(name), _of_options(kernel(forward)), None)
+
+
 IMPLEMENTATIONS = {
-    "mosaic_gpu": Implementation(
-        "mosaic_gpu", _supports_mosaic, _config("mosaic_gpu"), _kernel(decode_sm90.attention_decode), None
-    ),
-    "triton": Implementation(
-        "triton", _supports_triton, _config("triton"), _kernel(decode_triton.attention_decode), None
-    ),
-    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _xla, None),
+    "mosaic_gpu": _implementation("mosaic_gpu", _supports_mosaic, decode_sm90.attention_decode),
+    "triton": _implementation("triton", _supports_triton, decode_triton.attention_decode),
+    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _of_options(_xla), None),
 }
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A planned call without its arrays."""
+def _order(request: DecodeRequest) -> tuple[str, ...]:
+    return block_specs.attention_order(request.device.compute_capability)
 
-    implementation: str
-    config: Any
-    scale: float
-    softcap: float | None
-    left: int
-    interpret: bool
+
+OP = PlannedOp("decode_attention", IMPLEMENTATIONS, _order)
+OP.explained_by(_check)(decode_attention)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _decode(call: _Call, arrays: tuple[Any, ...]):
-    """(out, lse). arrays: query, key, value, kv_lengths, block_tables, sinks; the last two may be None."""
-    return _batched(call)(*arrays)
+def _decode(call: PlannedCall, arrays: _Arrays):
+    """(out, lse)"""
+    return batched(OP, call, _join)(*arrays)
 
 
 @_decode.defjvp
@@ -298,47 +298,16 @@ def _no_gradient(call, primals, tangents):
     raise NotImplementedError("decode_attention: it has no gradient, want flash_attention where one is needed")
 
 
-@functools.cache
-def _batched(call: _Call):
-    """The implementation, with a vmap that joins its axis to the batch."""
-
-    def run(*arrays):
-        forward = IMPLEMENTATIONS[call.implementation].forward
-        return forward(
-            *arrays,
-            scale=call.scale,
-            softcap=call.softcap,
-            left=call.left,
-            config=call.config,
-            interpret=call.interpret,
-        )
-
-    wrapped = jax.custom_batching.custom_vmap(run)
-
-    @wrapped.def_vmap
-    def _(size, batched, query, key, value, kv_lengths, block_tables, sinks):
-        def join(x, has_axis):
-            if x is None:
-                return None
-            x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        query_axis, key_axis, value_axis, lengths_axis, tables_axis, sinks_axis = batched
-        if block_tables is None or key_axis or value_axis:
-            pages = key.shape[1 if key_axis else 0]
-            key, value = join(key, key_axis), join(value, value_axis)
-            if block_tables is not None:  # each of the mapped calls has pages of its own
-                tables = block_tables if tables_axis else jnp.broadcast_to(block_tables, (size, *block_tables.shape))
-                block_tables = tables + (jnp.arange(size, dtype=jnp.int32) * pages)[:, None, None]
-                tables_axis = True
-        results = wrapped(
-            join(query, query_axis),
-            key,
-            value,
-            join(kv_lengths, lengths_axis),
-            join(block_tables, tables_axis),
-            join(sinks, sinks_axis),
-        )
-        return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results), (True, True)
-
-    return wrapped
+def _join(size: int, mapped: Any, arrays: Any) -> _Arrays:
+    """The arrays of calls under a vmap as those of one. A cache of pages that the calls share stays one."""
+    mapped, arrays = _Arrays(*mapped), _Arrays(*arrays)
+    join = lambda name: None if (x := getattr(arrays, name)) is None else join_batch(size, x, getattr(mapped, name))
+    joined = {name: join(name) for name in _Arrays._fields if name not in ("key", "value")}
+    if arrays.block_tables is not None and not (mapped.key or mapped.value):
+        return _Arrays(key=arrays.key, value=arrays.value, **joined)
+    if arrays.block_tables is not None:  # each of the calls has pages of its own
+        pages, tables = arrays.key.shape[1 if mapped.key else 0], arrays.block_tables
+        tables = tables if mapped.block_tables else jnp.broadcast_to(tables, (size, *tables.shape))
+        tables = tables + (jnp.arange(size, dtype=jnp.int32) * pages)[:, None, None]
+        joined["block_tables"] = join_batch(size, tables, True)
+    return _Arrays(key=join("key"), value=join("value"), **joined)

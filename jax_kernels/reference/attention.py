@@ -229,7 +229,7 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
 
 
 def row_terms(out, lse, dout, dlse):
-    """What a backward needs of every query: (lse, delta), float32 [B, H, T]. dlse may be None.
+    """The numbers of every query that a backward needs: (lse, delta), float32 [B, H, T]. dlse may be None.
 
     dS = P * (dP - delta), where delta = sum(out * dout) - dlse. A query without keys has an lse of +inf here:
     exp(score - inf) is 0, and so is all that it would pass on.

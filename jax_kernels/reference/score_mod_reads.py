@@ -1,4 +1,4 @@
-"""What a score_mod reads, for the gradients of its arrays by blocks: `Arrays`, or `Operands` where it has differences.
+"""The reads of a score_mod, for the gradients of its arrays by blocks: `Arrays`, or `Operands` under differences.
 
 Both have
   given(found): what the gradients of some blocks are taken of, in the form of `moving`;
@@ -61,7 +61,7 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What kernels read of its arrays; of the difference q - k, windows of a vector, those of a block's diagonals.
+    """The operands that kernels read; of the difference q - k, windows of a vector: those of a block's diagonals.
 
     Their gradients are sums along the diagonals: pair by pair, all would add to the same few numbers. Windows of one
     place are summed by a product, not in order of arrival. operands: of parts and the mod's arrays, made once for all
@@ -85,7 +85,7 @@ class Operands:
 
     @property
     def places(self) -> int:
-        """Of windows: diagonals of blocks."""
+        """The diagonals of blocks, for windows."""
         return -(-self.lengths[0] // self.block) + self.columns - 1
 
     @property
@@ -137,7 +137,7 @@ class Operands:
         return found.q[:, 0] // self.block - found.k[:, 0] // self.block + self.columns - 1
 
     def _windows(self, x: jax.Array, found: Blocks) -> jax.Array:
-        """Of a vector [B or 1, H or 1, T + S - 1]."""
+        """The windows of a vector [B or 1, H or 1, T + S - 1]."""
         count = (self.places + 1) * self.block
         x = jnp.pad(x, ((0, 0), (0, 0), (self.before, count - self.before - x.shape[2])))
         x = jnp.moveaxis(x.reshape(*x.shape[:2], -1, self.block), 2, 0)

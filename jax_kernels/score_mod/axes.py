@@ -74,7 +74,7 @@ def _inline(program: Jaxpr, known: dict[Any, Any], found: list[JaxprEqn]) -> lis
 
 
 def axes_of(program: Jaxpr, names: dict[Any, str]) -> dict[Any, frozenset[str]]:
-    """Of each variable of a flat program: names of invars, and "d" where it differs along "q" and "k" by q - k alone.
+    """The axes of each variable of a flat program: names of invars, and "d" for "q" and "k" by q - k alone.
 
     What has "d", and neither "q" nor "k", is the same of all queries and keys with this difference.
     """

@@ -54,7 +54,7 @@ class ScoreMod:
         return jax.vjp(function, scores, moving(self.arrays, of_arrays))[1](dout)
 
     def zeros(self, *, of_arrays: bool) -> tuple[Any, ...]:
-        """What sums of the gradients of arrays begin with, in float32."""
+        """Zeros in float32, from which sums of the gradients of arrays begin."""
         return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), moving(self.arrays, of_arrays))
 
     def with_gradients(self, sums: tuple[Any, ...]) -> "ScoreMod":

@@ -1,7 +1,7 @@
 """Which blocks a tile of attention visits: the mask as data, for both directions.
 
 A tile's blocks are numbered in the order it visits them. In the partial ones the predicate is evaluated, in the full
-ones it is not. `Blocks.at(step)` is the block that a step visits. Dead blocks have no number.
+ones it is not. `BlockRange.at(step)` is the block that a step visits. Dead blocks have no number.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, firs
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class BlockRange:
     """The blocks of one tile. count: how many are visited; partial: how many of these need the predicate.
 
     The partial ones come first, but for `last` of them, which come last.
@@ -35,15 +35,15 @@ class Blocks:
             return step < self.partial
         return (step < self.partial - self.last) | (step >= self.count - self.last)
 
-    def at_least_one(self) -> "Blocks":
+    def at_least_one(self) -> "BlockRange":
         """For a kernel that always visits a block: of a tile without any, block 0, as a partial one."""
         at = lambda step: maximum(self.at(step), 0)
-        return Blocks(maximum(self.count, 1), maximum(self.partial, 1), at, self.last)
+        return BlockRange(maximum(self.count, 1), maximum(self.partial, 1), at, self.last)
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What bounds the keys of a query: query i, at position q_offset + i, attends to keys below kv_length, if causal
+    """The limits of a query's keys: query i, at position q_offset + i, attends to keys below kv_length, if causal
     to those at or below its position, and with a window (left, right) to those from position - left to position +
     right, where -1 is no limit. The numbers are Python ints or traced scalars of one batch entry.
     """
@@ -122,7 +122,7 @@ class Limits:
 
     def key_blocks(
         self, q_start: Any, block_q: int, block_kv: int, among: "Among | None" = None, *, in_order=False
-    ) -> Blocks:
+    ) -> BlockRange:
         """The blocks of keys that queries q_start ... q_start + block_q - 1 attend to, right to left.
 
         among: only these blocks, and of the full ones only its full ones. in_order: strictly right to left; else the
@@ -136,7 +136,7 @@ class Limits:
             last = _where(self.key_start(q_start) < longest, last, first)
         full_end = _div(shortest, block_kv)
         if self.left < 0 and among is None:
-            return Blocks(last, last - full_end, lambda step: last - 1 - step)
+            return BlockRange(last, last - full_end, lambda step: last - 1 - step)
         full_start = _ceil_div(self.key_start(q_end), block_kv)
         if among is not None:
             first, full_start, full_end, last = among.within(first, full_start, full_end, last)
@@ -153,7 +153,7 @@ class Limits:
         *,
         predicate_at_end: bool = True,
         in_order: bool = False,
-    ) -> Blocks:
+    ) -> BlockRange:
         """The blocks of queries that attend to any of keys kv_start ... kv_start + block_kv - 1, left to right.
 
         among, in_order: as for key_blocks. predicate_at_end: a block of keys that reaches past kv_length needs the
@@ -174,7 +174,7 @@ class Limits:
             full_start = minimum(full_start, last)
             full_end = _clip(_div(maximum(kv_start + end, 0), block_q), full_start, last)
         if self.left < 0 and among is None:
-            blocks = Blocks(last - first, full_start - first, lambda step: first + step)
+            blocks = BlockRange(last - first, full_start - first, lambda step: first + step)
         else:
             if among is not None:
                 first, full_start, full_end, last = among.within(first, full_start, full_end, last)
@@ -186,7 +186,7 @@ class Limits:
             partial = minimum(partial, count)
         if predicate_at_end:
             partial = _where(kv_start + block_kv <= self.kv_length, partial, count)
-        return Blocks(count, partial, blocks.at, blocks.last)
+        return BlockRange(count, partial, blocks.at, blocks.last)
 
 
 class Among(NamedTuple):
@@ -210,24 +210,24 @@ class Among(NamedTuple):
 
 def _partial_at_both_ends(
     first: Any, full_start: Any, full_end: Any, last: Any, *, descending: bool, in_order: bool
-) -> Blocks:
+) -> BlockRange:
     """Blocks first ... last - 1, of which those from full_start up to full_end, if any, are full."""
     if isinstance(full_end, int) and full_end == 0:  # known to be none
         count = last - first
-        return Blocks(count, count, lambda step: last - 1 - step if descending else first + step)
+        return BlockRange(count, count, lambda step: last - 1 - step if descending else first + step)
     full_end = _clip(full_end, full_start, last)
     before, after, count = full_start - first, last - full_end, last - first
     partial = before + after
     # Else the partial ones at the near end, those at the far end, the full ones.
     near, far = (after, before) if descending else (before, after)
     if in_order:  # fewer numbers stay in registers
-        return Blocks(count, partial, lambda step: last - 1 - step if descending else first + step, far)
+        return BlockRange(count, partial, lambda step: last - 1 - step if descending else first + step, far)
 
     def at(step):
         skipped = _where(step < near, 0, _where(step < partial, count - partial, -far))
         return last - 1 - step - skipped if descending else first + step + skipped
 
-    return Blocks(count, partial, at)
+    return BlockRange(count, partial, at)
 
 
 def _static(*values: Any) -> bool:
@@ -310,7 +310,7 @@ def segment_ranges(ids: jax.Array, block: int, other_ids: jax.Array, other_block
 
 
 def among(ranges_ref: Any, batch_index: Any, block: Any) -> Among:
-    """Of a block, from segment_ranges."""
+    """The blocks that a block may meet, from segment_ranges."""
     return Among(*(ranges_ref[batch_index, block, i] for i in range(4)))
 
 

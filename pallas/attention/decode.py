@@ -1,4 +1,4 @@
-"""What the kernels of decoding share: queries packed as rows, how keys are cut into splits, and how these are merged.
+"""Parts that the decoding kernels share: queries packed as rows, keys cut into splits, and splits merged.
 
 A kernel is a function
 

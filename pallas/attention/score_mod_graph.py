@@ -32,7 +32,7 @@ class Node:
 
     @property
     def may_be_infinite(self) -> bool:
-        """Of a derivative: whether it may be no number where its pair is masked out, which scores have finite."""
+        """Whether a derivative may be infinite or NaN for a pair that is masked out, whose score is finite."""
         if not self.is_float or not self.axes or self.kind in ("score", "tanh", "logistic"):
             return False
         simple = ("add", "add_any", "sub", "mul", "neg", "square", "one_minus_square", "select_n", "sign", "copy")
@@ -110,7 +110,7 @@ def reads_large(result: Node) -> bool:
 
 
 def tanh_factor(result: Node) -> float | None:
-    """Of a program with one tanh, of the score times a number alone: that number, which is not 0."""
+    """The number that multiplies the score in a program's one tanh, which has nothing else in it; it is not 0."""
     found, seen, rest = [], set(), [result]
     while rest:
         node = rest.pop()
@@ -180,7 +180,7 @@ def _largest(numbers: Any) -> Any:
 
 
 def is_difference(node: Node) -> bool:
-    """Of a query's index and a key's."""
+    """Whether it is the difference of a query's index and a key's."""
     return node.kind == "sub" and {x.kind for x in node.inputs} == {"q", "k"}
 
 
@@ -204,7 +204,7 @@ def _applied(equation: Any, inputs: list[Node]) -> Node:
 
 
 def _bound(kind: str, inputs: list[Node]) -> int | None:
-    """Of what is summed from indices: what no part of the sum exceeds."""
+    """A bound on each part of a sum of indices."""
     if kind not in ("add", "sub", "neg", "abs", "max", "min"):
         return None
     bounds = [abs(int(x.value)) if x.kind == "literal" and not x.is_float else x.bound for x in inputs]

@@ -45,7 +45,7 @@ def step(scores, highest, total, scale, largest: float = 0.0):
 
 
 def natural_step(scores, highest, total):
-    """What step gives, of scores and a maximum in natural units."""
+    """The same as step, of scores and a maximum in natural units."""
     new = jnp.maximum(highest, scores.max(axis=1))
     alpha = jnp.exp2((highest - new) * LOG2E)
     p = jnp.exp2((scores - lax.broadcast_in_dim(new, scores.shape, [0])) * LOG2E)
@@ -53,7 +53,7 @@ def natural_step(scores, highest, total):
 
 
 def lazy_step(scores, highest, total, scale, largest: float, limit: float, any_above):
-    """What step gives, and whether it is to be rescaled by: P may rise to 2**limit without a new maximum.
+    """The result of step, and whether to rescale by it: P may rise to 2**limit without a new maximum.
 
     any_above(numbers [rows, PARTIAL_COLUMNS], limits [rows]): whether any is, for all that branch together.
     """
@@ -125,7 +125,7 @@ def largest_scores(longest_queries, longest_keys, scale: float):
 
 
 def lengths(parts):
-    """Of rows of 16-bit numbers, given in one or more arrays of columns: float32, one a row."""
+    """The norms of rows of 16-bit numbers, given in one or more arrays of columns: float32, one a row."""
     squares = [jnp.square(part.astype(jnp.float32)).sum(axis=1) for part in parts]
     return jnp.sqrt(_tree(jnp.add, squares))
 
@@ -142,7 +142,7 @@ def with_sink(highest, total, sink, *, natural: bool = False):
 
 
 def finish_exactly(highest, total, *, natural: bool):
-    """What finish gives, of rows that may be dead, and what lse lacks of the exact log-sum-exp.
+    """The result of finish for rows that may be dead, and what lse lacks of the exact log-sum-exp.
 
     Beside a maximum of -1e9 the log of the sums is lost in lse, which has 24 bits.
     """

@@ -1,6 +1,7 @@
-"""Ampere, the data-centre parts (A100, A30). Hopper and the data-centre Blackwells take these Triton rows too.
+"""Block specs of Ampere's data-centre parts (A100, A30). Hopper and data-centre Blackwell take these Triton rows too.
 
-What ptxas makes of each row stands in tests/pallas/attention/compile_budget.json.
+tests/pallas/attention/compile_budget.json says what ptxas makes of each row. Nothing here is measured on an A100 yet:
+the rows are the largest blocks that fit the registers.
 """
 
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward
@@ -11,22 +12,50 @@ from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 
 ATTENTION_ORDER = ("triton", "cudnn", "xla")
 
-# 8 warps for 128 x 128 scores: 4 spill on sm_80, and on Hopper ptxas then serialises wgmma for want of registers.
-# A wgmma reads its first operand from shared memory, which 128 columns hide and 64 or fewer don't. The backward's
-# blocks of 64 x 128 are twice what one warpgroup can hold, and halve what is read from L2 per FLOP.
-# float32: exact products, its default, run on the plain cores and are unrolled: larger blocks spill kilobytes.
+# 8 warps for 128 x 128 scores: with 4, kernels spill on sm_80, and on Hopper ptxas serialises wgmma for want of
+# registers. The backward's blocks of 64 x 128 are twice what one warpgroup can hold. They halve the bytes that are read
+# from L2 per FLOP.
+WIDE_SCORES = Forward(block_q=128, block_kv=128, num_warps=8, num_stages=2)
+WIDE_BACKWARD = Backward(block_q_dkv=64, block_kv_dkv=128, block_q_dq=128, block_kv_dq=64, num_warps=8, num_stages=2)
+
 ATTENTION = (
-    Row("triton", 64, 16, Forward(128, 128, 8, 2), Backward(64, 128, 128, 64, 8, 2)),
-    Row("triton", 128, 16, Forward(128, 128, 8, 2), Backward(64, 128, 128, 64, 8, 2)),
-    Row("triton", 256, 16, Forward(64, 64, 8, 2), Backward(32, 64, 64, 32, 8, 2)),
-    Row("triton", 64, 32, Forward(64, 32, 8, 2), Backward(32, 64, 64, 32, 8, 2)),
-    Row("triton", 128, 32, Forward(64, 16, 8, 2), Backward(32, 16, 16, 32, 8, 2)),
-    Row("triton", 256, 32, Forward(32, 32, 8, 2), Backward(16, 32, 32, 16, 8, 2)),
+    Row(implementation="triton", head_dim=64, bits=16, forward=WIDE_SCORES, backward=WIDE_BACKWARD),
+    Row(implementation="triton", head_dim=128, bits=16, forward=WIDE_SCORES, backward=WIDE_BACKWARD),
+    # Half the rows: 256 columns of the accumulator take twice the registers.
+    Row(
+        implementation="triton",
+        head_dim=256,
+        bits=16,
+        forward=Forward(block_q=64, block_kv=64, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=32, block_kv_dkv=64, block_q_dq=64, block_kv_dq=32, num_warps=8, num_stages=2),
+    ),
+    # float32: exact products, its default, run on the plain cores and are unrolled. Larger blocks spill kilobytes.
+    Row(
+        implementation="triton",
+        head_dim=64,
+        bits=32,
+        forward=Forward(block_q=64, block_kv=32, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=32, block_kv_dkv=64, block_q_dq=64, block_kv_dq=32, num_warps=8, num_stages=2),
+    ),
+    Row(
+        implementation="triton",
+        head_dim=128,
+        bits=32,
+        forward=Forward(block_q=64, block_kv=16, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=32, block_kv_dkv=16, block_q_dq=16, block_kv_dq=32, num_warps=8, num_stages=2),
+    ),
+    Row(
+        implementation="triton",
+        head_dim=256,
+        bits=32,
+        forward=Forward(block_q=32, block_kv=32, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=16, block_kv_dkv=32, block_q_dq=32, block_kv_dq=16, num_warps=8, num_stages=2),
+    ),
 )
 
-# Not measured yet. Two stages of keys and values fit the 99 KiB of sm_86 too.
+# Two stages of keys and values fit the 99 KiB of sm_86 too. Not measured.
 ATTENTION_DECODE = (
-    DecodeRow("triton", 64, Decode(128, 4, 3)),
-    DecodeRow("triton", 128, Decode(64, 4, 3)),
-    DecodeRow("triton", 256, Decode(32, 4, 3)),
+    DecodeRow(implementation="triton", head_dim=64, config=Decode(block_kv=128, num_warps=4, num_stages=3)),
+    DecodeRow(implementation="triton", head_dim=128, config=Decode(block_kv=64, num_warps=4, num_stages=3)),
+    DecodeRow(implementation="triton", head_dim=256, config=Decode(block_kv=32, num_warps=4, num_stages=3)),
 )

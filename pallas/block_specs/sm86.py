@@ -1,4 +1,7 @@
-"""Ampere, the desktop and professional parts (RTX 30, A40, A10): 99 KiB of shared memory for a block."""
+"""Block specs of Ampere's desktop and professional parts (RTX 30, A40, A10): 99 KiB of shared memory for a block.
+
+Their tensor cores have half to a quarter of sm_80's rate: small blocks feed them. No row spills. None is measured yet.
+"""
 
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward
@@ -9,13 +12,49 @@ __all__ = ["ATTENTION", "ATTENTION_DECODE", "ATTENTION_ORDER"]
 
 ATTENTION_ORDER = ("triton", "cudnn", "xla")
 
-# Tensor cores have half to a quarter of sm_80's rate here: small blocks feed them, and none of these spills.
-# float32: see sm80.py.
 ATTENTION = (
-    Row("triton", 64, 16, Forward(128, 64, 4, 2), Backward(64, 64, 64, 64, 4, 2)),
-    Row("triton", 128, 16, Forward(128, 64, 8, 2), Backward(64, 64, 64, 64, 8, 2)),
-    Row("triton", 256, 16, Forward(64, 32, 8, 2), Backward(16, 64, 64, 16, 8, 2)),
-    Row("triton", 64, 32, Forward(64, 32, 8, 2), Backward(32, 64, 64, 32, 8, 2)),
-    Row("triton", 128, 32, Forward(64, 16, 8, 2), Backward(32, 16, 16, 32, 8, 2)),
-    Row("triton", 256, 32, Forward(32, 16, 8, 2), Backward(16, 16, 16, 16, 4, 2)),
+    Row(
+        implementation="triton",
+        head_dim=64,
+        bits=16,
+        forward=Forward(block_q=128, block_kv=64, num_warps=4, num_stages=2),
+        backward=Backward(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_warps=4, num_stages=2),
+    ),
+    Row(
+        implementation="triton",
+        head_dim=128,
+        bits=16,
+        forward=Forward(block_q=128, block_kv=64, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_warps=8, num_stages=2),
+    ),
+    # Blocks of 16 queries or keys: two blocks of 64 rows of 256 columns are 64 KiB.
+    Row(
+        implementation="triton",
+        head_dim=256,
+        bits=16,
+        forward=Forward(block_q=64, block_kv=32, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=16, block_kv_dkv=64, block_q_dq=64, block_kv_dq=16, num_warps=8, num_stages=2),
+    ),
+    # float32: sm_80's rows, whose exact products are unrolled on the plain cores; at 256 the shared memory halves them.
+    Row(
+        implementation="triton",
+        head_dim=64,
+        bits=32,
+        forward=Forward(block_q=64, block_kv=32, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=32, block_kv_dkv=64, block_q_dq=64, block_kv_dq=32, num_warps=8, num_stages=2),
+    ),
+    Row(
+        implementation="triton",
+        head_dim=128,
+        bits=32,
+        forward=Forward(block_q=64, block_kv=16, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=32, block_kv_dkv=16, block_q_dq=16, block_kv_dq=32, num_warps=8, num_stages=2),
+    ),
+    Row(
+        implementation="triton",
+        head_dim=256,
+        bits=32,
+        forward=Forward(block_q=32, block_kv=16, num_warps=8, num_stages=2),
+        backward=Backward(block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16, num_warps=4, num_stages=2),
+    ),
 )

@@ -102,7 +102,7 @@ class AttentionBackwardSm90:
     # A CTA ends when its last stores have left shared memory, not when they have arrived.
     leave_early: bool = False
     # CTAs take one block of keys after another off a counter, and load the next one's while this one's gradients are
-    # computed and stored. Above head_dim 128, and with what takes registers besides, they do not (Walks.of).
+    # computed and stored. Above head_dim 128, and with what takes registers besides, they do not (Schedule.of).
     persistent: bool = False
     # Of these: stages for values. With two, the next ones need not wait for this block's last step.
     v_stages: int = 1

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ import one another as siblings: their folder goes on the path."""
+"""The scripts of benchmarks/ import the harness beside them: their folder goes on the path."""
 
 import os
 import pathlib
@@ -18,7 +18,11 @@ def run_script():
 
     def run(script, *argv):
         command = [sys.executable, str(BENCHMARKS / script), *argv]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_KERNELS_INTERPRET": ""}
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "JAX_KERNELS_INTERPRET": "",
+            "PYTHONPATH": str(BENCHMARKS.parent),
+        }
         options = {"cwd": BENCHMARKS.parent, "env": environment, "timeout": 240}
         return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
@@ -28,7 +32,7 @@ def run_script():
 @pytest.fixture
 def make_case():
     """make_case(mode, causal, shape): a small Case with grouped heads."""
-    import cases
+    from harness import cases
 
     def make(mode="fwd", causal=True, shape=(1, 64, 4, 16, 2)):
         return cases.Case(*shape, "bf16", causal, mode)

@@ -4,19 +4,16 @@ import json
 import types
 
 import attention
-import cases
-import contenders
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import report
-import timing
+from harness import cases, contenders, report, timing
 
 
 def test_arguments_give_every_case():
     args = attention.arguments(["--shapes", "2,64,4,16; 1,32,8,64,2", "--causal", "both", "--mode", "fwd,bwd"])
-    assert args.shapes == [(2, 64, 4, 16, 4), (1, 32, 8, 64, 2)]
+    assert args.shapes == [cases.Shape(2, 64, 4, 16, 4), cases.Shape(1, 32, 8, 64, 2)]
     made = attention.cases(args)
     assert len(made) == 8
     assert made[5] == cases.Case(1, 32, 8, 64, 2, "bf16", False, "bwd")
@@ -26,7 +23,10 @@ def test_arguments_give_every_case():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--shapes", "2,64,4"], "shape: got '2,64,4', want batch,seq,heads,head_dim"),
+        (["--shapes", "2,64,4"], "shape: got '2,64,4', want batch,seq,heads,head_dim[/value_head_dim][,kv_heads]"),
+        (["--shapes", "2,64,4,16,4,8"], "shape: got '2,64,4,16,4,8', want batch,seq,heads,head_dim"),
+        (["--shapes", "2,64,4,16/x"], "shape: got '2,64,4,16/x', want batch,seq,heads,head_dim"),
+        (["--shapes", "2,64,4,16/0"], "value_head_dim: got 0, want a positive number"),
         (["--shapes", "2,64,4,16,3"], "kv_heads: got 3, want a divisor of the 4 heads"),
         (["--shapes", " ; "], "shape: got ' ; ', want batch,seq,heads,head_dim"),
         (["--shapes", "2,64,4,x"], "shape: got '2,64,4,x'"),
@@ -37,6 +37,7 @@ def test_arguments_give_every_case():
         (["--rounds", "0"], "--rounds: got 0, want a positive number"),
         (["--seconds", "nan"], "--seconds: got nan, want a positive number"),
         (["--budget", "-1"], "--budget: got -1, want a positive number"),
+        (["--ceiling", "0"], "--ceiling: got 0, want a positive number"),
         (["--mode", ""], "mode: got '', want some of fwd, bwd, fwdbwd"),
     ],
 )
@@ -55,6 +56,18 @@ def test_flops(make_case):
     assert make_case("fwdbwd", True, shape).flops == 3.5 * full / 2
     assert make_case("fwd", False, (2, 8192, 16, 128, 4)).flops == full  # grouped heads save no products
     assert make_case("fwd", False, shape).tflops(1.55) == pytest.approx(709.4, abs=0.1)
+
+
+def test_values_of_another_head_dim():
+    args = attention.arguments(["--shapes", "2,64,4,24/16,2;2,64,4,24", "--causal", "no", "--mode", "fwd,bwd"])
+    assert [shape.numbers for shape in args.shapes] == [[2, 64, 4, 24, 2, 16], [2, 64, 4, 24, 4]]
+    made = attention.cases(args)
+    assert made[1].label == "2x64 4/2x24/16 bf16 full bwd"
+    assert (made[1].shape, made[2].shape) == tuple(args.shapes)
+    # Scores and two gradients over 24, outputs, dv and the gradient of the probabilities over 16.
+    assert [case.flops for case in made[:2]] == [2 * 2 * 4 * 64**2 * width for width in (24 + 16, 3 * 24 + 2 * 16)]
+    shapes = [x.shape for x in (*cases.input_sets(made[0])[0].qkv, cases.input_sets(made[0])[0].dout)]
+    assert shapes == [(2, 64, 4, 24), (2, 64, 2, 24), (2, 64, 2, 16), (2, 64, 4, 16)]
 
 
 def test_statistics():
@@ -109,27 +122,12 @@ def test_what_is_no_number_is_null(tmp_path):
     assert read == {"rows": [{"error": None, "times": [1.5, None], "calls": 3}], "ok": True}
 
 
-def test_a_device_timer_that_fails_gives_way_to_events(monkeypatch, capsys, without_gpu):
-    def broken(call, calls, framework):
-        raise RuntimeError("CUPTI saw no device activity")
-
-    events = lambda *_: timing.Reading(1.0)
-    monkeypatch.setattr(attention, "make_timer", {"cupti": broken, "events": events}.get)
-    monkeypatch.setattr(attention.jax, "default_backend", lambda: "gpu")
-    assert attention.choose_timer("cupti", ["jax"]) == ("events", events)
-    assert "timing by CUDA events instead" in capsys.readouterr().out
-    monkeypatch.setattr(attention.jax, "default_backend", lambda: "cpu")
-    with pytest.raises(RuntimeError, match="no device activity"):
-        attention.choose_timer("cupti", ["jax"])
-
-
 @pytest.mark.timeout(300)
 def test_whole_run(tmp_path, run_script):
     output = tmp_path / "results.json"
     done = run_script(
         "attention.py", "--shapes", "1,64,4,16,2", "--causal", "both", "--mode", "fwd,bwd", "--timer", "host",
-        "--implementations", "xla,mosaic_gpu", "--rounds", "3", "--seconds", "0.01", "--ceiling", "128",
-        "--output", str(output),
+        "--implementations", "xla,mosaic_gpu", "--rounds", "3", "--seconds", "0.01", "--output", str(output),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = json.loads(output.read_text())
@@ -138,7 +136,10 @@ def test_whole_run(tmp_path, run_script):
     assert "not device time" in results["method"]["jax"]
     assert results["environment"]["versions"]["jax"] == jax.__version__
     assert results["arguments"]["rounds"] == 3
-    assert results["ceilings"]["jax"]["tflops"] > 0
+    assert results["arguments"]["ceiling"] == attention.CEILING_WITHOUT_GPU
+    tflops = results["ceilings"]["jax"]["tflops"]
+    assert tflops > 0
+    assert f"matmul ceiling, jax: {report.figure(tflops)} TFLOP/s" in done.stdout
     assert len(results["rows"]) == 4 * (2 + len(contenders.PEERS))
     timed = [row for row in results["rows"] if row["status"] == "ok"]
     assert [(row["contender"], row["causal"], row["mode"]) for row in timed] == [

@@ -4,12 +4,11 @@ import importlib
 import sys
 import types
 
-import cases
-import contenders
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import cases, contenders
 
 
 def test_what_cannot_run_says_why(make_case, without_gpu):
@@ -54,6 +53,19 @@ def test_wrong_results_are_not_timed(mode, monkeypatch, make_case):
     assert wrong.reason.endswith(", want at most 0.02")
 
 
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
+def test_values_of_another_head_dim(mode, monkeypatch):
+    given = cases.Case(1, 64, 4, 24, 4, "bf16", True, mode, value_head_dim=16)
+    sets = cases.input_sets(given)[:1]
+    oracle = cases.Oracle(given, sets[0])
+    assert contenders.build("xla", given, sets, oracle).status == "ok"
+    monkeypatch.setattr(contenders, "need", lambda name: None)
+    for name in ("jax-cudnn", "jax-triton"):
+        refused = contenders.build(name, given, sets, oracle)
+        assert refused.status == "unavailable"
+        assert "takes values of key's head_dim alone" in refused.reason
+
+
 def test_nan_is_wrong(monkeypatch, make_case):
     given = make_case()
     sets = cases.input_sets(given)[:1]
@@ -68,6 +80,14 @@ def test_no_nan_is_lost_among_errors(place):
     assert cases.relative_error([x * 1.5 for x in right], right) == 0.5
     got = [x * np.nan if i == place else x for i, x in enumerate(right)]
     assert np.isnan(cases.relative_error(got, right))
+
+
+def test_an_error_beside_zeros_is_absolute():
+    """The gradients of a query that sees one key are zeros."""
+    zeros, ones = np.zeros((2, 3)), np.ones((2, 3))
+    assert cases.relative_error([zeros, ones], [zeros, ones]) == 0
+    assert cases.relative_error([ones, ones], [zeros, ones]) == pytest.approx(6**0.5)
+    assert np.isnan(cases.relative_error([ones, ones], [ones * np.nan, ones]))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -100,8 +120,12 @@ def test_split_backward_runs_no_forward(causal, make_case):
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
 def test_jax_triton_keeps_its_fastest_variant(mode, monkeypatch, make_case):
-    monkeypatch.setattr(contenders, "_JAX_TRITON_FORWARD", ((64, 64, None, 2), (32, 64, 4, 2)))
-    monkeypatch.setattr(contenders, "_JAX_TRITON_BACKWARD", ((64, 64, 64, 64),))
+    monkeypatch.setattr(
+        contenders,
+        "_JAX_TRITON_FORWARD",
+        (contenders.TritonForward(64, 64, None, 2), contenders.TritonForward(32, 64, 4, 2)),
+    )
+    monkeypatch.setattr(contenders, "_JAX_TRITON_BACKWARD", (contenders.TritonBackward(64, 64, 64, 64),))
     with pytest.warns(DeprecationWarning, match="tokamax"):
         module = importlib.reload(importlib.import_module("jax.experimental.pallas.ops.gpu.attention"))
     mha = module.mha
@@ -132,10 +156,12 @@ def test_fastest_passes_over_wrong_and_broken_variants(monkeypatch, make_case):
     def broken():
         raise ValueError("does not compile")
 
-    label, built = contenders.fastest([("broken", broken), ("wrong", wrong), ("right", right)], oracle)
-    assert (label, built.plan) == ("right", "right")
+    made = {"broken": broken, "wrong": wrong, "right": right}
+    variants = [contenders.Variant(label, make) for label, make in made.items()]
+    best = contenders.fastest(variants, oracle)
+    assert (best.label, best.built.plan) == ("right", "right")
     with pytest.raises(ValueError, match="does not compile"):
-        contenders.fastest([("wrong", wrong), ("broken", broken)], oracle)
+        contenders.fastest([variants[1], variants[0]], oracle)
 
 
 @pytest.mark.parametrize("mode", ["fwd", "bwd"])
@@ -163,14 +189,14 @@ def test_tokamax_says_whether_it_is_tuned(mode, monkeypatch, make_case):
 @pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_torch_modes(mode, heads_first, make_case):
-    torch_contenders = importlib.import_module("torch_contenders")
+    torch_contenders = importlib.import_module("harness.torch_contenders")
     import torch
 
     given = make_case(mode)
     sets = cases.input_sets(given)[:2]
-    tensors = [tuple(torch_contenders._tensor(x, heads_first) for x in (*s.qkv, s.dout)) for s in sets]
-    assert tensors[0][0].shape == ((1, 4, 64, 16) if heads_first else (1, 64, 4, 16))
-    assert tensors[0][0].is_contiguous()
+    tensors = torch_contenders.tensors(sets, heads_first)
+    assert tensors[0].query.shape == ((1, 4, 64, 16) if heads_first else (1, 64, 4, 16))
+    assert tensors[0].query.is_contiguous()
 
     def function(q, k, v):
         if not heads_first:

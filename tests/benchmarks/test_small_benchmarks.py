@@ -124,11 +124,12 @@ def test_features_without_time_left(run_features):
     ("script", "words", "message"),
     [
         (features, "--shape 2,64,4,16,2", "shape: got '2,64,4,16,2', want batch,seq,heads,head_dim; some"),
-        (features, "--shape 2,64,1,16", "want positive numbers, two heads and two tokens at least"),
+        (features, "--shape 2,64,1,16", "want two heads and two tokens at least"),
         (features, "--variants softcap,causal", "variants: got 'causal', want some of length"),
         (decode, "--shapes 2,1,4,16,3", "kv_heads: got 3, want a divisor of the 4 heads"),
         (decode, "--kv-length 100", "kv_length: got 100, want a multiple of 64, the length of a page"),
         (decode, "--implementations cudnn", "implementations: got 'cudnn', want some of mosaic_gpu"),
+        (versions, "--base nowhere", "base: got nowhere, want a folder with jax_kernels_base in it, as --export"),
         (accuracy, "--implementations xla", "implementations: got 'xla', want cudnn among them"),
         (accuracy, "--lengths 32,0", "got '32,0', want positive integers"),
         (long_sequence, "--segments 16,32 --rates 1", "segments, rates: got (16, 32) and (1,), want as many of each"),

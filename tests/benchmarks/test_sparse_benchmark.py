@@ -94,7 +94,7 @@ def test_what_is_wrong_is_not_timed(mode, make_case):
     args = sparse.arguments(["--implementation", "xla"])
     sets = sparse.input_sets(case)[:1]
     keep = jnp.asarray(np.tri(64, dtype=bool))
-    contender = sparse.build("array", case, sparse.Pattern(sparse.masks.dense(keep)), keep, sets, args)
+    contender = sparse.build("array", case, sparse.MaskPattern(sparse.masks.dense(keep)), keep, sets, args)
     sparse.check(contender, sparse.right(case, keep, sets[0]))
     assert contender.status == "ok"
     call = contender.call

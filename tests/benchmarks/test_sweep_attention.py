@@ -3,9 +3,9 @@
 import json
 import types
 
-import cases
 import pytest
 import sweep_attention as sweep
+from harness import cases
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -19,7 +19,7 @@ def test_grids_hold_no_config_twice_and_fit(implementation, causal, head_dim):
         grid = sweep.grid(implementation, direction, head_dim, causal)
         assert grid[0] == standing
         assert len(set(grid)) == len(grid) >= 4
-        assert {type(config) for config in grid} == {sweep.KERNELS[implementation, direction][1]}
+        assert {type(config) for config in grid} == {sweep.KERNELS[implementation, direction].config}
     if implementation == "mosaic_gpu":
         used = [sweep.forward_sm90_bytes(c, head_dim) for c in sweep.grid(implementation, "fwd", head_dim, causal)]
         assert max(used) <= 227 * 1024
@@ -49,7 +49,7 @@ def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):
         out, lse = sweep.reference.forward(inputs, options, out_dtype=out_dtype)
         return (out * 2 if config.block_q == 16 else out), lse
 
-    monkeypatch.setitem(sweep.KERNELS, ("triton", "fwd"), (kernel, sweep.AttentionForwardTriton))
+    monkeypatch.setitem(sweep.KERNELS, ("triton", "fwd"), sweep.Kernel(kernel, sweep.AttentionForwardTriton))
     monkeypatch.setattr(sweep, "prepare_process", lambda: None)
     output = tmp_path / "sweep.json"
     argv = [
@@ -71,6 +71,7 @@ def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):
     assert len(json.loads(output.read_text())["rows"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_config_that_does_not_return_is_left_behind(tmp_path, run_script):
     output = tmp_path / "sweep.json"

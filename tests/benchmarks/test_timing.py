@@ -6,11 +6,8 @@ import pathlib
 import subprocess
 import sys
 
-import device_activity
 import pytest
-import report
-import side_by_side
-import timing
+from harness import device_activity, report, side_by_side, timers, timing
 
 
 class FakeTimer:
@@ -60,10 +57,10 @@ def processes(tmp_path, monkeypatch):
     lock = str(tmp_path / "lock")
     monkeypatch.setenv("BENCHMARK_LOCK", lock)
     here = {name: x for name, x in os.environ.items() if name != "BENCHMARK_LOCK"}
-    here["PYTHONPATH"] = str(pathlib.Path(timing.__file__).parent)
+    here["PYTHONPATH"] = str(pathlib.Path(timing.__file__).parents[1])
 
     def start(what, locked=True):
-        source = f"from side_by_side import *\nwith {what}: print('its turn')"
+        source = f"from harness.side_by_side import *\nwith {what}: print('its turn')"
         environment = here | {"BENCHMARK_LOCK": lock} if locked else here
         return subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -127,20 +124,41 @@ def test_what_is_wrong_is_given_up():
 
 
 def test_timers_without_a_gpu(without_gpu):
-    assert timing.make_timer("host") is timing.host_timer
+    assert timers.make_timer("host") is timing.host_timer
     for name in ("cupti", "events", "profilers"):
         with pytest.raises(RuntimeError, match=f"timer='{name}' reads a GPU, and JAX runs on cpu"):
-            timing.make_timer(name)
+            timers.make_timer(name)
     with pytest.raises(ValueError, match="timer: got 'sundial'"):
-        timing.make_timer("sundial")
+        timers.make_timer("sundial")
+
+
+def test_a_device_timer_that_fails_gives_way_to_events(monkeypatch, capsys, without_gpu):
+    def broken(call, calls, framework):
+        raise RuntimeError("CUPTI saw no device activity")
+
+    events = lambda *_: timing.Reading(1.0)
+    monkeypatch.setattr(timers, "make_timer", {"cupti": broken, "events": events}.get)
+    monkeypatch.setattr(timers.jax, "default_backend", lambda: "gpu")
+    assert timers.choose_timer("cupti", ["jax"]) == ("events", events)
+    assert "timing by CUDA events instead" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [None, "events", "profilers"])
+def test_a_device_timer_without_a_gpu_ends_the_process(name, capsys, without_gpu):
+    with pytest.raises(SystemExit) as ended:
+        timers.choose_timer(name, ["jax"])
+    assert ended.value.code == 2
+    told = f"--timer {name or 'cupti'} reads a GPU, and JAX runs on cpu: want a GPU, or --timer host\n"
+    assert capsys.readouterr().err.endswith(told)
+    assert timers.choose_timer("host", ["jax"]) == ("host", timing.host_timer)
 
 
 def test_profiler_sums_all_activities_of_a_call():
-    reading = timing.summed([("kernel", 1.0), ("memset", 0.25)] * 4, 4)
+    reading = timers.summed([("kernel", 1.0), ("memset", 0.25)] * 4, 4)
     assert (reading.ms, reading.launches) == (1.25, 2.0)
     assert reading.kernels == {"kernel": 1.0, "memset": 0.25}
     with pytest.raises(RuntimeError, match="no device activity"):
-        timing.summed([], 4)
+        timers.summed([], 4)
 
 
 class FakeCupti:
@@ -265,6 +283,10 @@ def test_attempts_end_in_a_status():
     assert call is not None
     with pytest.raises(KeyboardInterrupt):
         ended(fail(KeyboardInterrupt()))
+
+
+def test_slow_rates_have_digits():
+    assert [report.figure(x) for x in (719.6, 99.96, 4.253, 0.00123)] == ["720", "100", "4.25", "0.00123"]
 
 
 def test_exit_status():

@@ -117,8 +117,8 @@ def test_dtypes_of_bias_and_sinks(make_qkv):
 
 def test_a_constant_bias_has_no_gradient_computed(make_qkv, monkeypatch):
     seen = []
-    backward = bridge.attention._backward
-    monkeypatch.setattr(bridge.attention, "_backward", lambda *args: seen.append(args[2]) or backward(*args))
+    backward = bridge.attention_ops._backward
+    monkeypatch.setattr(bridge.attention_ops, "_backward", lambda *args: seen.append(args[2]) or backward(*args))
     bias = torch.zeros(24)
     bridge.flash_attention(*make_qkv(), bias=bias).sum().backward()
     bridge.flash_attention(*make_qkv(), bias=bias.requires_grad_()).sum().backward()
@@ -211,10 +211,10 @@ def test_autocast(make_qkv):
 
 def test_deterministic_follows_torch(monkeypatch, make_qkv):
     seen = []
-    inference = bridge.attention._inference_op
-    deterministic = lambda args: bridge.attention._Options(*args[bridge.attention._TENSORS :]).deterministic
+    inference = bridge.attention.inference_op
+    deterministic = lambda args: bridge.attention_ops.split(args).options.deterministic
     monkeypatch.setattr(
-        bridge.attention, "_inference_op", lambda *args: seen.append(deterministic(args)) or inference(*args)
+        bridge.attention, "inference_op", lambda *args: seen.append(deterministic(args)) or inference(*args)
     )
     inputs = [x.detach() for x in make_qkv()]
     bridge.flash_attention(*inputs)

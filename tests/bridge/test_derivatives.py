@@ -1,8 +1,11 @@
 """No derivative is lost in silence: each way to ask for one gives it, or raises an error that names the function."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import torch
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
@@ -103,8 +106,7 @@ FORWARD_MODE = {
 }
 
 
-@pytest.mark.parametrize("how", FORWARD_MODE)
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize(("case", "how"), tiers.pairs(ALL, FORWARD_MODE, ("query", "dual")))
 def test_forward_mode_raises(case, how):
     function, x = ALL[case]
     name = "flash_attention|from_jax of (flash|block_sparse|dynamic_mask|dilated)_attention|from_jax of (sin|<lambda>)"
@@ -141,8 +143,7 @@ REVERSE_MODE = {
 }
 
 
-@pytest.mark.parametrize("how", REVERSE_MODE)
-@pytest.mark.parametrize("case", ALL)
+@pytest.mark.parametrize(("case", "how"), tiers.pairs(ALL, REVERSE_MODE, ("query", "grad")))
 def test_reverse_mode(case, how):
     function, x = ALL[case]
     if how == "make_fx" and case in WITH_MASKS:
@@ -167,16 +168,20 @@ def gradients(function, module, x):
     return torch.autograd.grad(total(function)(x), (x, *module.parameters()))
 
 
-@pytest.mark.parametrize("decomposed", [False, True], ids=["exported", "decomposed"])
-@pytest.mark.parametrize("is_grad_enabled", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
-@pytest.mark.parametrize("case", ["query", "lse", "dynamic mask", "dilated", "from_jax, several outputs"])
-def test_export(case, strict, is_grad_enabled, decomposed):
+EXPORTED = ["query", "lse", "dynamic mask", "dilated", "from_jax, several outputs"]
+HOW_EXPORTED = list(itertools.product(("non-strict", "strict"), ("grad", "no_grad"), ("exported", "decomposed")))
+
+
+@pytest.mark.parametrize(
+    ("case", "how"), tiers.pairs(EXPORTED, HOW_EXPORTED, ("lse", ("non-strict", "grad", "exported")))
+)
+def test_export(case, how):
+    strictness, mode, form = how
     function, x = CASES[case]
     module = Module(function, x)
-    with torch.set_grad_enabled(is_grad_enabled):
-        program = torch.export.export(module, (x,), strict=strict)
-        program = program.run_decompositions() if decomposed else program
+    with torch.set_grad_enabled(mode == "grad"):
+        program = torch.export.export(module, (x,), strict=strictness == "strict")
+        program = program.run_decompositions() if form == "decomposed" else program
     exported = program.module()
     torch.testing.assert_close(gradients(exported, exported, x), gradients(module, module, x))
     with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supported"):

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import jax_kernels
 from jax_kernels import bridge, masks
-from jax_kernels.bridge import function, operands
+from jax_kernels.bridge import operands
+from jax_kernels.bridge import plans as kept
 
 LENGTH, HEADS = 24, 4
 
@@ -50,8 +51,8 @@ def check(out, inputs, **arguments):
 @pytest.fixture
 def plans():
     """How many plans from_jax has made since."""
-    before = len(function._PLANS)
-    return lambda: len(function._PLANS) - before
+    before = len(kept.PLANS)
+    return lambda: len(kept.PLANS) - before
 
 
 @pytest.mark.parametrize("case", of(0))
@@ -64,7 +65,7 @@ def test_masks_of_one_structure_share_a_program(case, make_qkv, plans):
         check(out, inputs, mask=mask)
         seen.append(out.detach())
     assert plans() == 1
-    plan = function._PLANS[list(function._PLANS)[-1]]
+    plan = kept.PLANS[list(kept.PLANS)[-1]]
     assert plan.forward._cache_size() == plan.backward._cache_size() == 1
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[1], seen[2])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import function as module
+from jax_kernels.bridge import plans as module
 from jax_kernels.bridge.structure import flatten, rebuild
 
 
@@ -72,10 +72,10 @@ def test_each_constant_is_seen_as_it_was_given(group):
         assert len(seen) > before, constant
         assert repr(seen[-1]) == repr(constant)
         assert type(seen[-1]) is type(constant)
-    count, plans = len(seen), len(module._PLANS)
+    count, plans = len(seen), len(module.PLANS)
     for constant in constants:
         function(torch.ones(2), constant)
-    assert (len(seen), len(module._PLANS)) == (count, plans)
+    assert (len(seen), len(module.PLANS)) == (count, plans)
 
 
 def test_a_nan_made_anew_is_the_same_constant():
@@ -83,7 +83,7 @@ def test_a_nan_made_anew_is_the_same_constant():
     function = bridge.from_jax(lambda x, c: x * c[0])
     for _ in range(3):
         assert function(torch.ones(2), [float("nan")]).isnan().all()
-        plans.append(len(module._PLANS))
+        plans.append(len(module.PLANS))
     assert plans[0] == plans[2]
 
 

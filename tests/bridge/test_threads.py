@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge, masks
-from jax_kernels.bridge import function as module
+from jax_kernels.bridge import plans as module
 from jax_kernels.bridge.once import fresh_name, once
 
 pytestmark = pytest.mark.timeout(300)
@@ -58,13 +58,13 @@ def test_one_plan_for_one_key():
         return jnp.sin(x)
 
     sine = bridge.from_jax(slow)
-    before = len(module._PLANS)
+    before = len(module.PLANS)
     together(*[lambda: sine(torch.ones(3))] * 4)
-    assert len(module._PLANS) == before + 1
+    assert len(module.PLANS) == before + 1
     torch.func.vmap(sine)(torch.ones(2, 3))
-    before = len(module._PLANS)
+    before = len(module.PLANS)
     together(*[lambda: torch.func.vmap(sine)(torch.ones(5, 3))] * 4)
-    assert len(module._PLANS) == before + 1
+    assert len(module.PLANS) == before + 1
 
 
 def test_functions_of_one_name_made_in_threads_stay_apart():

@@ -8,8 +8,10 @@ import types
 
 import pytest
 
-from jax_kernels import cli
+import jax_kernels
+from jax_kernels import cli, dispatch
 from jax_kernels.cli import check, info
+from jax_kernels.cli.ops import OPS
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS
 
 pytestmark = pytest.mark.usefixtures("no_interpret")
@@ -43,17 +45,33 @@ def test_info_of_a_named_gpu(run):
     assert (code, err) == (0, "")
     for text in ("NVIDIA H200", "Hopper", "9.0", "141 GB", "4800 GB/s", "227 KiB", "bfloat16"):
         assert text in out
-    assert [line.split("│")[2:4] for line in out.splitlines() if "flash_attention" in line] == [
-        [f" {name:14s} ", " yes     "] for name in IMPLEMENTATIONS
+    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in out.splitlines() if line.startswith("│")]
+    assert [row for row in rows if row[0] == "flash_attention"] == [
+        ["flash_attention", name, "yes"] for name in IMPLEMENTATIONS
     ]
+    assert {op for op, *_ in rows} == set(OPS)
+    assert ["decode_attention", "mosaic_gpu", "yes"] in rows
+    assert ["dynamic_mask_attention", "triton", "no: it does not take a dense mask"] in rows
 
 
 def test_info_gives_the_reason_where_one_cannot_run(run):
     _, out, _ = run("info", "--device", "cpu")
-    reasons = {line.split("│")[2].strip(): line.split("│")[3] for line in out.splitlines() if "flash_attention" in line}
-    assert reasons["xla"].strip() == "yes"
-    for name in ("mosaic_gpu", "triton", "cudnn"):
-        assert "no: it needs an NVIDIA GPU, and this runs on CPU" in reasons[name]
+    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in out.splitlines() if line.startswith("│")]
+    assert len(rows) == sum(len(op.implementations) for op in OPS.values())
+    for op, name, verdict in rows:
+        of_op = op in ("flash_attention", "flash_attention_fp8", "decode_attention", "dilated_attention")
+        reason = "no: it needs an NVIDIA GPU, and this runs on CPU" if of_op else "no: "
+        assert verdict.startswith("yes" if name == "xla" else reason), (op, name)
+
+
+def test_info_has_every_public_op_with_every_implementation():
+    public = {name for name in vars(jax_kernels) if name.endswith(("attention", "attention_fp8"))}
+    assert set(OPS) == public - {"compile_attention"}
+    for name, op in OPS.items():
+        with pytest.raises(ValueError, match="is not known for") as raised, dispatch.on_device("h200"):
+            op.plan("bfloat16", "nobody's")
+        known = str(raised.value).partition("want one of ")[2]
+        assert known == ", ".join(map(repr, op.implementations)), name
 
 
 def test_info_json(run):
@@ -107,12 +125,77 @@ def test_explain_takes_the_arguments_of_the_op(run, options, implementation):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "first_line"),
+    [
+        ("flash_attention --shape 2,4096,16,64", "flash_attention: mosaic_gpu"),
+        ("--shape 2,4096,16,64", "flash_attention: mosaic_gpu"),
+        ("flash_attention_fp8 --shape 2,4096,16,64 --causal --kv-lengths", "flash_attention_fp8: mosaic_gpu"),
+        ("decode_attention --shape 2,1,16,64 --kv-shape 2,4096,4,64 --window 256,0", "decode_attention: mosaic_gpu"),
+        ("decode_attention --shape 2,1,16,64 --kv-shape 2,4095,4,64", "decode_attention: triton"),
+        ("decode_attention --shape 2,1,16,64 --kv-shape 99,64,4,64 --pages 8", "decode_attention: mosaic_gpu"),
+        (
+            "dilated_attention --shape 2,4096,16,64 --segment-lengths 1024,4096 --dilation-rates 1,4 --causal",
+            "dilated_attention: mosaic_gpu",
+        ),
+        (
+            "dilated_attention --shape 2,4096,16,64 --segment-lengths 1024 --dilation-rates 2 --dtype fp32",
+            "dilated_attention: triton",
+        ),
+        ("dynamic_mask_attention --shape 2,4096,16,64 --mask 1,1,4096,4096", "flash_attention: mosaic_gpu"),
+        (
+            "dynamic_mask_attention --shape 2,512,16,64 --kv-shape 2,512,4,64 --mask 2,4,512,512 --bias 2,4,1,512",
+            "flash_attention: mosaic_gpu",
+        ),
+        ("block_sparse_attention --shape 2,4096,16,64", "flash_attention: mosaic_gpu"),
+        ("block_sparse_attention --shape 2,1000,16,64 --block-size 128,64 --sinks", "flash_attention: mosaic_gpu"),
+    ],
+)
+def test_explain_of_every_op(run, arguments, first_line):
+    code, out, err = run("explain", *arguments.split(), "--device", "h200")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{first_line} (the fastest that serves this on NVIDIA H200)\n")
+    code, out, _ = run("explain", *arguments.split(), "--device", "h200", "--json")
+    assert code == 0
+    plan = json.loads(out)
+    assert f"{plan['op']}: {plan['implementation']}" == first_line
+
+
+def test_explain_without_arguments_lists_the_ops(run):
+    for arguments in ((), ("--help",)):
+        _, out, err = run("explain", *arguments)
+        for op in OPS.keys() - {"sequence_parallel_dilated_attention"}:
+            assert op in out
+        assert err == ""
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("info --device h300", ("device: got 'h300'", "h200")),
         ("info --devise h200", ("No such option", "--devise")),
         ("nonsense", ("nonsense",)),
         ("explain attention", ("--shape",)),
+        ("explain nope --shape 1,8,4,64", ("op: got 'nope', want one of attention, flash_attention, ",)),
+        ("explain sequence_parallel_dilated_attention", ("jax.shard_map", "want dilated_attention")),
+        ("explain --shape 1,x", ("--shape: got '1,x', want whole numbers above 0",)),
+        ("explain attention --shape 1,8,4,64 --pages 3", ("No such option", "--pages")),
+        ("explain attention --shape 1,8,4,64 --window 1,x", ("--window: got '1,x', want left,right",)),
+        ("explain decode_attention --shape 1,1,4,64", ("--kv-shape",)),
+        ("explain decode_attention --shape 1,64,4,64 --kv-shape 1,64,4,64", ("query: got 64 queries per sequence",)),
+        ("explain dilated_attention --shape 1,8,4,64", ("--segment-lengths",)),
+        (
+            "explain dilated_attention --shape 1,8,4,64 --segment-lengths 4,8 --dilation-rates 1",
+            ("dilation_rates: got 1 of them for 2 segment_lengths",),
+        ),
+        (
+            "explain dynamic_mask_attention --shape 1,8,4,64 --mask 1,3,8,8",
+            ("mask: got shape (1, 3, 8, 8), want a shape broadcastable to",),
+        ),
+        ("explain block_sparse_attention --shape 8", ("query: got shape (8,), want 4 axes",)),
+        (
+            "explain block_sparse_attention --shape 1,8,4,64 --block-size 1,2,3",
+            ("--block-size: got '1,2,3', want queries,keys",),
+        ),
         ("explain attention --shape 1,x", ("--shape: got '1,x', want whole numbers above 0",)),
         ("explain attention --shape 1,2,0,4", ("--shape: got '1,2,0,4'",)),
         ("explain attention --shape 1,2,3", ("query: got shape (1, 2, 3), want 4 axes",)),

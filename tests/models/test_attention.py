@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_kernels import masks, prepare_mask
+from jax_kernels import decode_attention, masks, prepare_mask
 from jax_kernels.dispatch import on_device
 from jax_kernels.models import KVCache, MultiHeadAttention, rotary_embedding
 
@@ -192,6 +192,97 @@ def test_a_full_cache_is_an_error():
         attention(x[:, :6], cache=cache)
     assert np.isnan(decode(attention, x[:, :6], cache)[0]).all()
     assert np.isfinite(decode(attention, x[:, :5], cache)[0]).all()
+
+
+def ragged(attention, x, lengths, max_length=16):
+    """A cache of the first tokens of each sequence, after a prompt that was padded with tokens that do not count."""
+    longest = max(lengths)
+    keep = np.arange(longest) < np.asarray(lengths)[:, None]
+    prompt = jnp.where(keep[..., None], x[:, :longest], 1e3)
+    out, cache = decode(attention, prompt, attention.init_cache(len(lengths), max_length))
+    return out, cache.with_length(jnp.array(lengths))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kv_heads": 2, "use_rotary": False}, {"mask": masks.sliding_window(4, 0) | masks.prefix(1)}]
+)
+@pytest.mark.parametrize("lengths", [(3, 7), (7, 3), (5, 5)], ids=str)
+def test_sequences_of_different_lengths(options, lengths):
+    """Each sequence of a batch is what it is alone, with a cache of one scalar length."""
+    attention, x = module(**options), inputs()
+    out, cache = ragged(attention, x, lengths)
+    alone = []
+    for b, length in enumerate(lengths):
+        want, own = decode(attention, x[b : b + 1, :length], attention.init_cache(1, 16))
+        np.testing.assert_allclose(out[b : b + 1, :length], want, atol=1e-6)
+        alone.append(own)
+    for tokens in (1, 3):
+        new = jnp.stack([x[b, n : n + tokens] for b, n in enumerate(cache.length.tolist())])
+        out, cache = decode(attention, new, cache)
+        for b in range(BATCH):
+            want, alone[b] = decode(attention, new[b : b + 1], alone[b])
+            np.testing.assert_allclose(out[b : b + 1], want, atol=1e-6)
+    assert cache.length.tolist() == [length + 4 for length in lengths]
+    for b, own in enumerate(alone):
+        length = int(own.length)
+        np.testing.assert_allclose(cache.key[b, :length], own.key[0, :length], atol=1e-6)
+        np.testing.assert_allclose(cache.value[b, :length], own.value[0, :length], atol=1e-6)
+        full = forward(attention, x[b : b + 1, :length])
+        np.testing.assert_allclose(out[b], full[0, -3:], atol=1e-6)
+
+
+def test_one_length_and_a_length_for_each_sequence_are_the_same():
+    attention, x = module(), inputs()
+    _, cache = decode(attention, x[:, :6], attention.init_cache(BATCH, 16))
+    assert cache.lengths.tolist() == [6, 6]
+    each = cache.with_length(cache.lengths)
+    assert (cache.length.shape, each.length.shape) == ((), (BATCH,))
+    (want, wanted), (got, given) = (decode(attention, x[:, 6:], c) for c in (cache, each))
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(given.key, wanted.key)
+    assert given.length.tolist() == [LENGTH, LENGTH]
+
+
+def test_decode_attention_takes_the_cache():
+    attention, x = module(num_kv_heads=2, use_rotary=False), inputs()
+    _, cache = ragged(attention, x, (3, 7))
+    new = inputs(1, seed=2)
+    want, cache = decode(attention, new, cache)
+    query = attention.q_proj(new).reshape(BATCH, 1, 4, -1)
+    out = decode_attention(query, cache.key, cache.value, kv_lengths=cache.lengths)
+    np.testing.assert_allclose(attention.out_proj(out.reshape(BATCH, 1, -1)), want, atol=1e-6)
+
+
+def test_a_sequence_past_the_cache_s_end_is_nan_alone():
+    attention, x = module(), inputs()
+    _, cache = ragged(attention, x, (3, 7), max_length=8)
+    with pytest.raises(ValueError, match="cache: got 2 tokens after 7, want at most max_length=8 in all"):
+        attention(x[:, :2], cache=cache)
+    out, _ = decode(attention, x[:, :2], cache)
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
+
+
+def test_bad_lengths_are_named():
+    attention = module()
+    cache = attention.init_cache(BATCH, 16)
+    for length, error, message in [
+        (
+            jnp.zeros(3, jnp.int32),
+            ValueError,
+            r"cache: got a length of shape \(3,\), want a scalar or \[batch\] = \(2,\)",
+        ),
+        (jnp.zeros((2, 1), jnp.int32), ValueError, r"cache: got a length of shape \(2, 1\)"),
+        (jnp.zeros(2), TypeError, "cache: got a length of dtype float32, want int32"),
+        (jnp.array([3, -1]), ValueError, "cache: got a length of -1, want 0 or more"),
+    ]:
+        with pytest.raises(error, match=message):
+            cache.with_length(length)
+        with pytest.raises(error, match=message):
+            attention(inputs(), cache=KVCache(cache.key, cache.value, length))
+    with pytest.raises(ValueError, match="cache: got 0 tokens after 17, want at most max_length=16 in all"):
+        cache.with_length([3, 17])
+    assert cache.with_length(5).length.dtype == jnp.int32
 
 
 def test_bad_arguments_are_named():

@@ -91,6 +91,17 @@ def test_decoding_equals_the_full_forward(options):
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x), atol=1e-6)
 
 
+def test_decoding_sequences_of_different_lengths():
+    attention, x = module(use_rotary=True), inputs()
+    lengths = (8, 11)
+    out, cache = decode(attention, x[:, :11], attention.init_cache(BATCH, 20))
+    cache = cache.with_length(jnp.array(lengths))
+    out, cache = decode(attention, jnp.stack([x[b, n : n + 6] for b, n in enumerate(lengths)]), cache)
+    want = forward(attention, x)
+    for b, n in enumerate(lengths):
+        np.testing.assert_allclose(out[b], want[b, n : n + 6], atol=1e-6)
+
+
 def test_the_unfilled_cache_takes_nobody_s_place():
     """Its keys, which are zeros, have a bias that is larger than those of some tokens."""
     attention, x = module(is_causal=False, keys_to_keep=12), inputs()

@@ -102,6 +102,18 @@ def test_decoding_equals_the_full_forward(chunks):
     assert len(traces) == len(set(chunks))
 
 
+def test_decoding_sequences_of_different_lengths():
+    transformer, lengths = model(), (3, 7)
+    step = nnx.jit(lambda transformer, tokens, cache: transformer(tokens, cache=cache))
+    _, cache = step(transformer, tokens()[:, :7], transformer.init_cache(BATCH, 16))
+    cache = tuple(layer.with_length(jnp.array(lengths)) for layer in cache)
+    new = jnp.stack([tokens()[b, n : n + 4] for b, n in enumerate(lengths)])
+    out, _ = step(transformer, new, cache)
+    want = forward(transformer, tokens())
+    for b, n in enumerate(lengths):
+        np.testing.assert_allclose(out[b], want[b, n : n + 4], atol=5e-6)
+
+
 def test_no_token_sees_a_later_one():
     transformer = model()
     changed = tokens().at[:, 6].add(1) % CONFIG.vocab_size

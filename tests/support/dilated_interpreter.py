@@ -24,7 +24,7 @@ from jax_kernels.dispatch import on_device
 from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
 from jax_kernels.testing import rms_error
 
-module = importlib.import_module("jax_kernels.ops.dilated_attention")
+module = importlib.import_module("jax_kernels.ops.dilated.dilated_attention")
 
 
 def main(case: dict) -> dict:

@@ -6,10 +6,12 @@ import jax
 
 from jax_kernels import dispatch, masks
 from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.planned_op import under_defaults
 
 __all__ = ["block_sparse_attention"]
 
 
+@under_defaults
 def block_sparse_attention(
     query: jax.Array,
     key: jax.Array,

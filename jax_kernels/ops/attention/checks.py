@@ -1,6 +1,5 @@
-"""What flash_attention takes: bad input raises here, with the argument, what it got and what it wants."""
+"""The checks of flash_attention: an error names the argument, what it got and what it wants."""
 
-import math
 import os
 from typing import Any
 
@@ -12,19 +11,13 @@ from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.masks import Mask
 from jax_kernels.masks import checks as mask_checks
+from jax_kernels.ops import checks
 from jax_kernels.ops.attention.mask_arguments import MaskArguments, as_arguments
 from jax_kernels.ops.attention.table import AttentionRequest
 from jax_kernels.score_mod.tiles import why_not
 from jax_kernels.score_mod.trace import trace
 
 __all__ = ["check"]
-
-DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
-MAX_HEAD_DIM = 256
-HEADS = "[batch, length, heads, head_dim]"
-# A position, and the limit of a window, stay below these: their sums fit an int32.
-FARTHEST = mask_checks.FARTHEST
-WIDEST = 1 << 29
 
 
 def check(
@@ -35,42 +28,44 @@ def check(
     """The request behind a call and its arrays in the kernels' form; raises what flash_attention documents."""
     for name in unknown:
         raise TypeError(f"flash_attention got an unexpected keyword argument {name!r}")
-    query, key, value = (checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
-    check_shapes(query, key, value)
+    query, key, value = (
+        checks.checked_array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    checks.check_shapes(query, key, value)
     batch, q_length, heads, head_dim = query.shape
     kv_length, kv_heads = key.shape[1:3]
     scores = (batch, heads, q_length, kv_length)
 
-    check_flags(is_causal=is_causal, return_lse=return_lse)
+    checks.check_flags(is_causal=is_causal, return_lse=return_lse)
     if deterministic is not None and not isinstance(deterministic, bool | np.bool_):
         raise TypeError(f"deterministic: got {type(deterministic).__name__}, want True, False or None")
-    check_number("scale", scale)
-    check_softcap(softcap)
+    checks.check_number("scale", scale)
+    checks.check_softcap(softcap)
     if score_mod is not None and softcap is not None:
         raise ValueError(f"softcap: got {softcap} with a score_mod, want None: score_mod(score, ...) can begin with it")
-    check_implementation(implementation)
+    checks.check_implementation(implementation)
     score_mod = None if score_mod is None else trace(score_mod)
     if precision not in (None, "fp32", "tf32"):
         raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None")
     if precision is not None and query.dtype != jnp.float32:
         raise ValueError(f"precision: got {precision!r} with {query.dtype} inputs, want None: it is for float32 inputs")
 
-    is_causal, window = checked_window(window, bool(is_causal))
+    is_causal, window = checks.checked_window(window, bool(is_causal))
     mask, bias = _mask(mask, scores), _bias(bias, scores, query.dtype)
     ids = _segment_ids(segment_ids, (batch, q_length), (batch, kv_length))
-    lengths = checked_lengths(kv_lengths, batch)
+    lengths = checks.checked_lengths(kv_lengths, batch)
     call = MaskArguments(mask, is_causal, window, None if segment_ids is None else ids, lengths)
     reads_lists = implementation in (None, "mosaic_gpu")
     mask, is_causal, window, segment_ids, kv_lengths = as_arguments(call, batch, reads_lists=reads_lists)
     q_segment_ids, kv_segment_ids = segment_ids or (None, None)
-    static_offset, q_offset = checked_offset(q_offset, batch)
+    static_offset, q_offset = checks.checked_offset(q_offset, batch)
     inputs = AttentionInputs(
         query=query,
         key=key,
         value=value,
         mask=mask,
         bias=bias,
-        sinks=checked_sinks(sinks, heads),
+        sinks=checks.checked_sinks(sinks, heads),
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
         kv_lengths=kv_lengths,
@@ -109,128 +104,6 @@ def check(
     return request, inputs
 
 
-def _names(dtypes: tuple[Any, ...]) -> str:
-    *others, last = (str(dtype) for dtype in dtypes)
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def check_shapes(query: Any, key: Any, value: Any, dtypes: tuple[Any, ...] = DTYPES) -> None:
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        check_heads(name, x, query.dtype, dtypes=dtypes)
-        if x.shape[0] != query.shape[0]:
-            raise ValueError(f"{name}: got batch {x.shape[0]}, want query's batch {query.shape[0]}")
-    batch, q_length, heads, head_dim = query.shape
-    kv_length, kv_heads = key.shape[1:3]
-    if key.shape[-1] != head_dim:
-        raise ValueError(f"key: got head_dim {key.shape[-1]}, want query's head_dim {head_dim}")
-    if value.shape[1:3] != (kv_length, kv_heads):
-        raise ValueError(f"value: got (length, heads) {value.shape[1:3]}, want key's {(kv_length, kv_heads)}")
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"key: got {kv_heads} heads, want a divisor of query's {heads} heads")
-    if 0 in (batch, q_length, heads, kv_length):
-        raise ValueError(f"query, key: got shapes {query.shape} and {key.shape}, want no axis of length 0")
-
-
-def check_heads(name: str, x: Any, dtype: Any, axes: str = HEADS, dtypes: tuple[Any, ...] = DTYPES) -> None:
-    """That query, key or value is an array of heads, in query's dtype, which is one of `dtypes`."""
-    if x.ndim != 4:
-        raise ValueError(f"{name}: got shape {x.shape}, want 4 axes {axes}")
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name}: got dtype {x.dtype}, want {_names(dtypes)}")
-    if x.dtype != dtype:
-        raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {dtype}")
-    if not 0 < x.shape[3] <= MAX_HEAD_DIM:
-        raise ValueError(f"{name}: got head_dim {x.shape[3]}, want 1 to {MAX_HEAD_DIM}")
-
-
-def checked_array(name: str, x: Any, dtypes: tuple[Any, ...] = DTYPES) -> Any:
-    """A jax.Array, or a ShapeDtypeStruct. A NumPy array becomes one if its dtype is one of `dtypes`."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    if isinstance(x, np.ndarray | np.generic) and x.dtype not in dtypes:
-        raise TypeError(f"{name}: got dtype {x.dtype}, want {_names(dtypes)}")
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"{name}: got {type(x).__module__}.{type(x).__name__}, want a jax.Array")
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
-
-
-def reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    return jnp.asarray(x, dtype).reshape(shape)
-
-
-def check_number(name: str, x: Any) -> None:
-    if x is None:
-        return
-    if not isinstance(x, int | float | np.integer | np.floating) or isinstance(x, bool):
-        raise TypeError(f"{name}: got {type(x).__name__}, want a number that is known when tracing")
-    if not math.isfinite(x):
-        raise ValueError(f"{name}: got {x}, want a finite number")
-
-
-def check_softcap(softcap: Any) -> None:
-    check_number("softcap", softcap)
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap: got {softcap}, want a number above 0, or None")
-
-
-def check_implementation(implementation: Any) -> None:
-    if implementation is not None and not isinstance(implementation, str):
-        raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
-
-
-def _is_int(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
-
-
-def check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        if not isinstance(flag, bool | np.bool_):
-            raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")
-
-
-def by_name(op: str, args: tuple[Any, ...]) -> dict[str, Any]:
-    """The positional arguments of an op under their names."""
-    names = ("query", "key", "value")
-    if len(args) > len(names):
-        raise TypeError(f"{op} takes {len(names)} positional arguments (query, key, value), got {len(args)}")
-    return dict(zip(names, args, strict=False))
-
-
-def with_positive_scale(query: jax.Array, scale: float | None) -> tuple[jax.Array, float]:
-    """A query and a scale (None: 1 / sqrt(D)) of the same scores; kernels take the maximum before they scale."""
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
-    if scale > 0:
-        return query, scale
-    return query * jnp.asarray(0 if scale == 0 else -1, query.dtype), -scale or 1.0
-
-
-def checked_window(window: Any, is_causal: bool) -> tuple[bool, tuple[int, int] | None]:
-    """(is_causal, window) as AttentionOptions holds them: a right side of 0 is is_causal."""
-    if window is None:
-        return is_causal, None
-    sides = window if isinstance(window, tuple | list) else (window, window)
-    want = "want an int from 0 to 2**29, or (left, right) of them; -1 is no limit on that side"
-    if not all(side is None or _is_int(side) for side in sides):
-        raise TypeError(f"window: got {window!r}, {want}")
-    if len(sides) != 2 or not all(side is None or -1 <= side < WIDEST for side in sides):
-        raise ValueError(f"window: got {window!r}, {want}")
-    left, right = (-1 if side is None else int(side) for side in sides)
-    is_causal = is_causal or right == 0
-    right = 0 if is_causal else right
-    limits = left != -1 or right > 0
-    return is_causal, (left, right) if limits else None
-
-
-def _broadcastable(name: str, x: Any, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
-    """x's shape with four axes, each of length 1 or that of `shape`."""
-    full = (1,) * (4 - x.ndim) + tuple(x.shape)
-    if x.ndim > 4 or any(got not in (1, wanted) for got, wanted in zip(full, shape, strict=True)):
-        raise ValueError(f"{name}: got shape {x.shape}, want a shape broadcastable to [B, H, T, S] = {shape}")
-    return full
-
-
 def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
     """A Mask, a bool mask with four axes, or None."""
     if mask is None:
@@ -244,13 +117,13 @@ def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
     if not isinstance(mask, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         raise TypeError(f"mask: got {type(mask).__name__}, want a bool array or a Mask")
     mask_checks.is_boolean("mask", mask)
-    full = _broadcastable("mask", mask, shape)
+    full = checks.broadcastable("mask", mask, shape)
     if isinstance(mask, jax.ShapeDtypeStruct):
-        return reshaped(mask, full, bool)
+        return checks.reshaped(mask, full, bool)
     mask, is_mask = mask_checks.boolean("mask", mask)
     if is_mask is not None:
         raise TypeError("mask: got floats that are traced, want bool: write `mask != 0`; an additive one is a bias")
-    return reshaped(mask, full, bool)
+    return checks.reshaped(mask, full, bool)
 
 
 def _bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
@@ -263,33 +136,7 @@ def _bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
         or_float32 = "" if dtype == jnp.float32 else " or float32"
         hint = "; a bool one is a mask" if bias.dtype == bool else ""
         raise TypeError(f"bias: got dtype {bias.dtype}, want query's dtype {dtype}{or_float32}{hint}")
-    return reshaped(bias, _broadcastable("bias", bias, shape), bias.dtype)
-
-
-def checked_sinks(sinks: Any, heads: int) -> Any:
-    """[1, H] float32, or None."""
-    if sinks is None:
-        return None
-    if not isinstance(sinks, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        raise TypeError(f"sinks: got {type(sinks).__name__}, want an array")
-    if sinks.dtype not in DTYPES:
-        raise TypeError(f"sinks: got dtype {sinks.dtype}, want bfloat16, float16 or float32")
-    if sinks.shape != (heads,):
-        raise ValueError(f"sinks: got shape {sinks.shape}, want [heads] = ({heads},)")
-    return reshaped(sinks, (1, heads), jnp.float32)
-
-
-def checked_integers(name: str, x: Any, want: str, within: tuple[int, int] | None = None) -> Any:
-    """An int32 array, or its spec. within: as in masks.checks.int32, which converts other dtypes."""
-    if not isinstance(x, jax.Array | np.ndarray | np.integer | list | tuple | jax.ShapeDtypeStruct):
-        raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
-    if isinstance(x, list | tuple | np.integer):
-        x = np.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(f"{name}: got dtype {x.dtype}, want int32")
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.int32))
-    return mask_checks.int32(name, x, want, within=within)
+    return checks.reshaped(bias, checks.broadcastable("bias", bias, shape), bias.dtype)
 
 
 def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int, int]) -> tuple[Any, Any]:
@@ -313,36 +160,12 @@ def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int
             )
         if tuple(x.shape) != shape:
             raise ValueError(f"segment_ids: got shape {x.shape} for {part}, want {list(shape)}")
-    q_ids, kv_ids = (checked_integers("segment_ids", x, want) for x in pair)
+    q_ids, kv_ids = (checks.checked_integers("segment_ids", x, want) for x in pair)
     return q_ids, kv_ids
 
 
-def checked_lengths(kv_lengths: Any, batch: int) -> Any:
-    if kv_lengths is None:
-        return None
-    kv_lengths = checked_integers("kv_lengths", kv_lengths, "an int32 array", mask_checks.INT32)
-    if kv_lengths.shape != (batch,):
-        raise ValueError(f"kv_lengths: got shape {kv_lengths.shape}, want [batch] = ({batch},)")
-    return kv_lengths
-
-
-def checked_offset(q_offset: Any, batch: int) -> tuple[int | None, Any]:
-    """(the offset as an int, None) or (None, [B] int32)."""
-    if _is_int(q_offset):
-        if not -FARTHEST < q_offset < FARTHEST:
-            raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
-        return int(q_offset), None
-    # Arrays are kept within FARTHEST, where positions do not wrap: further away, a query sees all of the keys or none.
-    q_offset = checked_integers("q_offset", q_offset, "an int or an int32 array", (-FARTHEST, FARTHEST))
-    if q_offset.shape not in ((), (batch,)):
-        raise ValueError(f"q_offset: got shape {q_offset.shape}, want an int, a scalar or [batch] = ({batch},)")
-    if isinstance(q_offset, jax.ShapeDtypeStruct):
-        return None, q_offset
-    return None, jnp.broadcast_to(q_offset, (batch,))
-
-
 def _deterministic() -> bool:
-    """What XLA was told: --xla_gpu_deterministic_ops, in XLA_FLAGS."""
+    """Whether XLA_FLAGS has --xla_gpu_deterministic_ops."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     on = [
         f

@@ -55,7 +55,7 @@ class _Shape:
 
 
 class CompiledAttention:
-    """What compile_attention gives: out = attention(query, key, value), jitted, with gradients.
+    """The result of compile_attention: out = attention(query, key, value), jitted, with gradients.
 
     query [B, seq_len, num_heads, head_dim], key and value [B, kv_len, num_kv_heads, head_dim], in dtype; any B.
     Raises ValueError or TypeError for arrays of another shape or dtype.
@@ -118,7 +118,7 @@ class CompiledAttention:
 
 
 def _seconds(run: Callable[[], Any], calls: int, *, warm: int = 1) -> float:
-    """Of one call. warm: calls before the clock starts."""
+    """The seconds of one call. warm: calls before the clock starts."""
     for _ in range(warm):
         jax.block_until_ready(run())
     start = time.perf_counter()
@@ -185,13 +185,22 @@ def compile_attention(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(pattern)):
         raise TypeError("pattern: got a Mask of traced arrays, want known ones; flash_attention takes these as mask")
     for name, option in options.items():
-        if getattr(option, "__hash__", None) is None or isinstance(option, jax.Array):
-            raise TypeError(f"{name}: got {type(option).__name__}, want a constant; of an array, pass a masks.Mask")
+        if not _is_constant(option):
+            got = repr(option) if isinstance(option, tuple) else type(option).__name__
+            raise TypeError(f"{name}: got {got}, want a constant; of an array, pass a masks.Mask")
     device = dispatch.target_device()
     with jax.ensure_compile_time_eval():  # what is kept must not belong to a trace
         return _compiled(
             pattern, tuple(sorted(options.items())), shape, implementation, device, dispatch.interpreting()
         )
+
+
+def _is_constant(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return not isinstance(x, jax.Array)
 
 
 def _dtype(x: Any) -> Any:

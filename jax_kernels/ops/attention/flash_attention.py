@@ -1,21 +1,22 @@
-"""flash_attention: its gradient and its vmap. What it takes is in attention_checks, what runs it in attention_table."""
+"""flash_attention: its gradient and its vmap. checks.py says what it takes, table.py what runs it."""
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels import dispatch
-from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions, AttentionResult
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import table
-from jax_kernels.ops.attention.checks import by_name, check, with_positive_scale
+from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.mask_arguments import mask_or_nan, with_validity
-from jax_kernels.ops.attention.table import AttentionRequest
+from jax_kernels.ops.checks import with_positive_scale
+from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, join_batch, split_batch, under_defaults
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference.attention import row_terms
 
@@ -33,16 +34,79 @@ __all__ = [
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class AttentionCall:
-    """The static half of a planned call: everything but the arrays. Hashable, so that it can key a jit cache."""
+class AttentionCall(PlannedCall):
+    """A PlannedCall whose options are AttentionOptions, and whose out has out_dtype."""
 
-    implementation: str
-    config: Any
-    options: AttentionOptions
     out_dtype: str
-    interpret: bool
 
 
+@overload
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None = ...,
+    mask: jax.Array | Mask | None = ...,
+    is_causal: bool = ...,
+    window: int | tuple[int, int] | None = ...,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = ...,
+    kv_lengths: jax.Array | None = ...,
+    q_offset: int | jax.Array = ...,
+    score_mod: Any = ...,
+    sinks: jax.Array | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> jax.Array: ...
+@overload
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None = ...,
+    mask: jax.Array | Mask | None = ...,
+    is_causal: bool = ...,
+    window: int | tuple[int, int] | None = ...,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = ...,
+    kv_lengths: jax.Array | None = ...,
+    q_offset: int | jax.Array = ...,
+    score_mod: Any = ...,
+    sinks: jax.Array | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def flash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bias: jax.Array | None = ...,
+    mask: jax.Array | Mask | None = ...,
+    is_causal: bool = ...,
+    window: int | tuple[int, int] | None = ...,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = ...,
+    kv_lengths: jax.Array | None = ...,
+    q_offset: int | jax.Array = ...,
+    score_mod: Any = ...,
+    sinks: jax.Array | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    return_lse: bool = ...,
+    deterministic: bool | None = ...,
+    precision: str | None = ...,
+    implementation: str | None = ...,
+) -> Any: ...
+@under_defaults
 def flash_attention(
     query: jax.Array,
     key: jax.Array,
@@ -160,30 +224,54 @@ def flash_attention(
     arXiv:2407.08608. score_mod: Dong et al., "Flex Attention" (2024), arXiv:2412.05496. Sinks: Xiao
     et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453.
     """
-    arguments = locals()
-    arguments["mask"], is_valid = with_validity("mask", mask)
-    call, inputs = prepare(**arguments)
+    mask, is_valid = with_validity("mask", mask)
+    call, inputs = prepare(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        mask=mask,
+        is_causal=is_causal,
+        window=window,
+        segment_ids=segment_ids,
+        kv_lengths=kv_lengths,
+        q_offset=q_offset,
+        score_mod=score_mod,
+        sinks=sinks,
+        scale=scale,
+        softcap=softcap,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+    )
     out, lse = mask_or_nan(run(call, inputs), is_valid)
     return (out, lse) if return_lse else out
 
 
-def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
-    mask, _ = with_validity("mask", kwargs.pop("mask", None))
-    request, _ = check(**by_name("flash_attention", args), mask=mask, **kwargs)
-    return _choose(request, kwargs.get("implementation"))
+def _check(*, mask, **arguments):
+    """check for a plan alone: a Mask may have jax.ShapeDtypeStructs for its arrays, as jax.eval_shape gives it."""
+
+    def checked(mask):
+        mask, _ = with_validity("mask", mask)
+        found.append(check(mask=mask, **arguments))
+
+    found: list[Any] = []
+    if isinstance(mask, Mask) and any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(mask)):
+        jax.eval_shape(checked, mask)
+    else:
+        checked(mask)
+    return found[0]
 
 
-flash_attention.plan = _plan  # type: ignore[attr-defined]
-
-
-def _choose(request: AttentionRequest, implementation: str | None) -> dispatch.Plan:
-    return dispatch.choose(request, table.IMPLEMENTATIONS, table.order(request), implementation)
+OP = PlannedOp("flash_attention", table.IMPLEMENTATIONS, table.order)
+OP.explained_by(_check)(flash_attention)
 
 
 def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionCall, AttentionInputs]:
-    """Checks a call and plans it: what attention_forward takes."""
+    """Checks the arguments of flash_attention and plans the call: what attention_forward takes."""
     request, inputs = check(implementation=implementation, scale=scale, **arguments)
-    plan = _choose(request, implementation)
+    plan = OP.plan(request, implementation)
     inputs = vary_alike(inputs)
     query, scale = with_positive_scale(inputs.query, scale)
     inputs = inputs._replace(query=query)
@@ -196,8 +284,14 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
         precision=request.precision,
         deterministic=request.deterministic,
     )
-    interpret = dispatch.interpreting()
-    return AttentionCall(plan.implementation, plan.config, options, str(inputs.query.dtype), interpret), inputs
+    call = AttentionCall(
+        implementation=plan.implementation,
+        config=plan.config,
+        options=options,
+        interpret=dispatch.interpreting(),
+        out_dtype=str(inputs.query.dtype),
+    )
+    return call, inputs
 
 
 def vary_alike(inputs):
@@ -211,53 +305,51 @@ def vary_alike(inputs):
 def run(call: AttentionCall, inputs: AttentionInputs):
     """(out, lse) of a prepared call, differentiable."""
     if table.IMPLEMENTATIONS[call.implementation].backward is None:
-        return attention_forward(call, inputs)
+        return attention_forward(call, inputs)[:2]
     return _attention(call, inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call, inputs):
-    out, lse, *_ = attention_forward(call, inputs)
-    return out, lse
+    return attention_forward(call, inputs)[:2]
 
 
+@under_defaults
 def _attention_fwd(call, primals):
     inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
     perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
     wanted = {f"{name}_gradient": perturbed(getattr(primals, name)) for name in ("bias", "score_mod")}
     call = dataclasses.replace(call, options=dataclasses.replace(call.options, **wanted))
-    out, lse, *excess = attention_forward(call, inputs)
-    return (out, lse), (call, inputs, out, lse, *excess)
+    result = attention_forward(call, inputs)
+    return result[:2], (call, inputs, result)
 
 
 def _is_primal(x):
     return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
 
 
+@under_defaults
 def _attention_bwd(_, residuals, cotangents):
-    call, inputs, out, lse, *excess = residuals
+    call, inputs, result = residuals
     is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
     dout, dlse = cotangents
-    dout = jnp.zeros_like(out) if is_zero(dout) else dout
-    gradients = attention_backward(call, inputs, out, lse, dout, None if is_zero(dlse) else dlse, *excess)
+    dout = jnp.zeros_like(result.out) if is_zero(dout) else dout
+    gradients = attention_backward(call, inputs, result, dout, None if is_zero(dlse) else dlse)
     return (AttentionInputs(**dict.fromkeys(AttentionInputs._fields) | gradients._asdict()),)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
-def attention_forward(call: AttentionCall, inputs: AttentionInputs):
-    """(out, lse), or (out, lse, excess), by the call's implementation, as kernels give them.
-
-    vmap adds to the batch. lse is None from "cudnn".
-    """
+def attention_forward(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+    """The result of the call's implementation, as its kernels give it. vmap adds to the batch."""
     return _batched(_forward, call)(inputs)
 
 
 def attention_forward_together(
     calls: Sequence[AttentionCall], inputs: Sequence[AttentionInputs]
-) -> list[tuple[jax.Array, jax.Array]]:
-    """attention_forward of several calls, of which those that can share a launch do."""
+) -> list[AttentionResult]:
+    """attention_forward of several calls. Those that can share a launch do."""
     groups: dict[Any, list[int]] = {}  # by what a launch has once
     for i, (call, of_call) in enumerate(zip(calls, inputs, strict=True)):
         alike: Any = i
@@ -265,7 +357,7 @@ def attention_forward_together(
             options = dataclasses.replace(call.options, query_heads=None, kv_heads=None)
             alike = call.implementation, call.config.forward, options, call.out_dtype, call.interpret
         groups.setdefault(alike, []).append(i)
-    results: dict[int, tuple[jax.Array, jax.Array]] = {}
+    results: dict[int, AttentionResult] = {}
     for members in groups.values():
         of_group = tuple(calls[i] for i in members)
         if len(members) == 1:
@@ -283,23 +375,25 @@ def _batched_together(calls: tuple[AttentionCall, ...]):
     def forward(inputs):
         first = calls[0]
         statics = {"out_dtype": jnp.dtype(first.out_dtype), "config": first.config, "interpret": first.interpret}
-        return table.FORWARD_TOGETHER[first.implementation](inputs, [call.options for call in calls], **statics)
+        found = table.FORWARD_TOGETHER[first.implementation](inputs, [call.options for call in calls], **statics)
+        return [AttentionResult(*of_call) for of_call in found]
 
     @forward.def_vmap
     def _(size, batched, inputs):
-        outs = forward(jax.tree.map(functools.partial(_joined, size), inputs, batched[0]))
-        return jax.tree.map(functools.partial(_split, size), outs), jax.tree.map(lambda _: True, outs)
+        outs = forward(jax.tree.map(functools.partial(join_batch, size), inputs, batched[0]))
+        return jax.tree.map(functools.partial(split_batch, size), outs), jax.tree.map(lambda _: True, outs)
 
     return forward
 
 
 def attention_backward(
-    call: AttentionCall, inputs: AttentionInputs, out, lse, dout, dlse, excess=None
+    call: AttentionCall, inputs: AttentionInputs, result: AttentionResult, dout, dlse
 ) -> AttentionGradients:
-    """The gradients, from the results of attention_forward and their cotangents (dlse may be None)."""
-    if lse is None:  # of "cudnn", which JAX differentiates
+    """The gradients, from the result of attention_forward and the cotangents of out and lse (dlse may be None)."""
+    if result.lse is None:  # of "cudnn", which JAX differentiates
         return _batched(_backward, call)(inputs, None, None, dout)
-    lse, delta = row_terms(out, lse, dout, dlse)
+    excess = result.excess
+    lse, delta = row_terms(result.out, result.lse, dout, dlse)
     gradients = attention_gradients(call, inputs, lse, delta, dout, excess=excess)
     if inputs.sinks is None:
         return gradients
@@ -318,7 +412,7 @@ def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta
 def _forward(call, inputs):
     implementation = table.IMPLEMENTATIONS[call.implementation]
     statics = {"out_dtype": jnp.dtype(call.out_dtype), "config": call.config, "interpret": call.interpret}
-    return implementation.forward(inputs, call.options, **statics)
+    return AttentionResult(*implementation.forward(inputs, call.options, **statics))
 
 
 def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None):
@@ -331,19 +425,8 @@ def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None):
     wanted = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
     if not call.options.bias_gradient:
         del wanted["bias"]
-    forward = lambda wanted: _forward(call, inputs._replace(**wanted))[0]
+    forward = lambda wanted: _forward(call, inputs._replace(**wanted)).out
     return AttentionGradients(**jax.vjp(forward, wanted)[1](dout)[0])
-
-
-def _joined(size, x, has_axis, length=None):
-    """The axis of a vmap, of so many, and a batch as one batch. length: the batch's, of which x may have 1."""
-    x = x if has_axis else x[None]
-    length = x.shape[1] if length is None else length
-    return jnp.broadcast_to(x, (size, length, *x.shape[2:])).reshape(size * length, *x.shape[2:])
-
-
-def _split(size, x):
-    return x.reshape(size, -1, *x.shape[1:])
 
 
 # The arrays whose batch may be 1 where query's is not.
@@ -366,7 +449,7 @@ def _batched(function, call):
             return _one_by_one(wrapped, batched, (inputs, *results))
 
         def join(x, has_axis):
-            return None if x is None else _joined(size, x, has_axis, length)
+            return None if x is None else join_batch(size, x, has_axis, length)
 
         bias, with_gradient = inputs.bias, function is _backward and call.options.bias_gradient
         # Each of the mapped calls has a gradient of its own, of a bias that its batch entries may share.
@@ -381,7 +464,7 @@ def _batched(function, call):
             return x if is_shared and not (name == "bias" and with_gradient) else join(x, has_axis)
 
         joined = AttentionInputs(*map(join_input, AttentionInputs._fields, inputs, batched[0]))
-        outs = jax.tree.map(functools.partial(_split, size), wrapped(joined, *map(join, results, batched[1:])))
+        outs = jax.tree.map(functools.partial(split_batch, size), wrapped(joined, *map(join, results, batched[1:])))
         if sum_bias:
             outs = outs._replace(bias=outs.bias.sum(axis=1, keepdims=True).astype(bias.dtype))
         return outs, jax.tree.map(lambda _: True, outs)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ import numpy as np
 
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.dispatch import Implementation, Request, interpreting
-from jax_kernels.ops import reasons
-from jax_kernels.ops.attention import checks
+from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.ops import checks, reasons
+from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, kernel, under_defaults
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import forward_fp8
 from jax_kernels.reference import attention_fp8 as reference
@@ -39,14 +39,7 @@ class Fp8Request(Request):
     q_offset: int | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """The kernel's blocks, and how many streaming multiprocessors it fills."""
-
-    config: Any
-    core_count: int
-
-
+@under_defaults
 def flash_attention_fp8(
     query: jax.Array,
     key: jax.Array,
@@ -106,38 +99,46 @@ def flash_attention_fp8(
     Source: Shah et al., "FlashAttention-3: Fast and Accurate Attention with Asynchrony and Low-precision" (2024),
     arXiv:2407.08608.
     """
-    request, arrays = _check(**locals())
-    query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths = arrays
-    plan = _choose(request, implementation)
-    query, scale = checks.with_positive_scale(query, scale)
+    request, arrays = _check(
+        query=query,
+        key=key,
+        value=value,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        is_causal=is_causal,
+        scale=scale,
+        q_offset=q_offset,
+        kv_lengths=kv_lengths,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
+    query, scale = checks.with_positive_scale(arrays.query, scale)
     # The factors hold the scale: with those of query and key it differs from head to head.
     options = AttentionOptions(scale=1.0, is_causal=request.is_causal, q_offset=request.q_offset)
-    call = _Call(plan.implementation, plan.config, options, interpreting())
-    factors = _factors(request, q_scale, k_scale, v_scale, scale)
-    out, lse = _attention(call, (query, key, value, factors, q_offset, kv_lengths))
+    factors = _factors(request, arrays.q_scale, arrays.k_scale, arrays.v_scale, scale)
+    call = OP.call(request, options, implementation)
+    out, lse = _attention(call, (query, arrays.key, arrays.value, factors, arrays.q_offset, arrays.kv_lengths))
     return (out, lse) if return_lse else out
 
 
-def _plan(*args: Any, **kwargs: Any) -> dispatch.Plan:
-    request, _ = _check(**checks.by_name("flash_attention_fp8", args), **kwargs)
-    return _choose(request, kwargs.get("implementation"))
+class _Arrays(NamedTuple):
+    """The checked arrays of a call. The scales may be numbers; q_offset is None where it is an int."""
 
-
-flash_attention_fp8.plan = _plan  # type: ignore[attr-defined]
-
-
-def _choose(request: Fp8Request, implementation: str | None) -> dispatch.Plan:
-    order = block_specs.attention_order(request.device.compute_capability)
-    return dispatch.choose(request, IMPLEMENTATIONS, order, implementation)
+    query: Any
+    key: Any
+    value: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+    q_offset: Any
+    kv_lengths: Any
 
 
 def _check(
-    query, key, value, *, q_scale=None, k_scale=None, v_scale=None, is_causal=False, scale=None, q_offset=0,
-    kv_lengths=None, return_lse=False, implementation=None, **unknown,
-) -> tuple[Fp8Request, tuple[Any, ...]]:  # fmt: skip
-    """The request behind a call and its arrays (q_offset None where it is an int)."""
-    for name in unknown:
-        raise TypeError(f"flash_attention_fp8 got an unexpected keyword argument {name!r}")
+    *, query, key, value, q_scale, k_scale, v_scale, is_causal, scale, q_offset, kv_lengths, return_lse, implementation
+) -> tuple[Fp8Request, _Arrays]:
+    """The request behind a call, and its arrays."""
     query, key, value = (
         checks.checked_array(name, x, DTYPES) for name, x in (("query", query), ("key", key), ("value", value))
     )
@@ -147,13 +148,17 @@ def _check(
     checks.check_flags(is_causal=is_causal, return_lse=return_lse)
     checks.check_number("scale", scale)
     checks.check_implementation(implementation)
-    scales = (
-        _scale("q_scale", q_scale, (batch, heads)),
-        _scale("k_scale", k_scale, (batch, kv_heads)),
-        _scale("v_scale", v_scale, (batch, kv_heads)),
-    )
     static_offset, q_offset = checks.checked_offset(q_offset, batch)
-    kv_lengths = checks.checked_lengths(kv_lengths, batch)
+    arrays = _Arrays(
+        query=query,
+        key=key,
+        value=value,
+        q_scale=_scale("q_scale", q_scale, (batch, heads)),
+        k_scale=_scale("k_scale", k_scale, (batch, kv_heads)),
+        v_scale=_scale("v_scale", v_scale, (batch, kv_heads)),
+        q_offset=q_offset,
+        kv_lengths=checks.checked_lengths(kv_lengths, batch),
+    )
     request = Fp8Request(
         op="flash_attention_fp8",
         device=dispatch.target_device(query),
@@ -165,10 +170,10 @@ def _check(
         head_dim=head_dim,
         v_head_dim=value.shape[3],
         is_causal=bool(is_causal),
-        has_kv_lengths=kv_lengths is not None,
+        has_kv_lengths=arrays.kv_lengths is not None,
         q_offset=static_offset,
     )
-    return request, (query, key, value, *scales, q_offset, kv_lengths)
+    return request, arrays
 
 
 def _scale(name: str, x: Any, shape: tuple[int, int]) -> Any:
@@ -208,46 +213,48 @@ def _config(request: Fp8Request) -> tuple[Blocks, str]:
         head_dim=max(request.head_dim, request.v_head_dim),
         is_causal=request.is_causal,
     )
-    return Blocks(row.config, request.device.core_count), source
+    return Blocks(forward=row.config, core_count=request.device.core_count), source
 
 
 def _supports_mosaic(request: Fp8Request) -> str | None:
     return reasons.not_hopper(request) or reasons.no_mosaic(request)
 
 
-def _kernel(*args, config: Blocks, interpret: bool):
-    with jax.enable_x64(False):  # as for flash_attention's kernels
-        return forward_fp8.attention_forward(
-            *args, config=config.config, core_count=config.core_count, interpret=interpret
-        )
+def _of_arrays(forward):
+    """A forward of AttentionInputs as one of the arrays that `_attention` takes."""
+
+    def run(query, key, value, factors, q_offset, kv_lengths, *, options, **rest):
+        inputs = AttentionInputs(query, key, value, kv_lengths=kv_lengths, q_offset=q_offset)
+        return forward(inputs, options, factors, **rest)
+
+    return run
 
 
-def _xla(*args, config, interpret):
-    return reference.attention_forward(*args)
+def _xla(inputs, options, factors, *, config, interpret):
+    return reference.attention_forward(inputs, options, factors)
 
 
 IMPLEMENTATIONS = {
-    "mosaic_gpu": Implementation("mosaic_gpu", _supports_mosaic, _config, _kernel, None),
-    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _xla, None),
+    "mosaic_gpu": Implementation(
+        "mosaic_gpu", _supports_mosaic, _config, _of_arrays(kernel(forward_fp8.attention_forward)), None
+    ),
+    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _of_arrays(_xla), None),
 }
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A planned call without its arrays."""
+def _order(request: Fp8Request) -> tuple[str, ...]:
+    return block_specs.attention_order(request.device.compute_capability)
 
-    implementation: str
-    config: Any
-    options: AttentionOptions
-    interpret: bool
+
+OP = PlannedOp("flash_attention_fp8", IMPLEMENTATIONS, _order)
+OP.explained_by(_check)(flash_attention_fp8)
 
 
 # Not a custom_jvp: JAX could not take the kernel's counter of tiles, a reference, out of that.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(call: _Call, arrays: tuple[Any, ...]):
+def _attention(call: PlannedCall, arrays: tuple[Any, ...]):
     """(out, lse). arrays: query, key, value, factors, q_offset, kv_lengths; the last two may be None."""
-    return _batched(call)(*arrays)
+    return batched(OP, call)(*arrays)
 
 
 def _no_gradient(*_):
@@ -257,28 +264,3 @@ def _no_gradient(*_):
 
 
 _attention.defvjp(_no_gradient, _no_gradient)
-
-
-@functools.cache
-def _batched(call: _Call):
-    """The implementation, with a vmap that joins its axis to the batch."""
-
-    def run(query, key, value, factors, q_offset, kv_lengths):
-        inputs = AttentionInputs(query, key, value, kv_lengths=kv_lengths, q_offset=q_offset)
-        forward = IMPLEMENTATIONS[call.implementation].forward
-        return forward(inputs, call.options, factors, config=call.config, interpret=call.interpret)
-
-    wrapped = jax.custom_batching.custom_vmap(run)
-
-    @wrapped.def_vmap
-    def _(size, batched, *arrays):
-        def join(x, has_axis):
-            if x is None:
-                return None
-            x = x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        results = wrapped(*map(join, arrays, batched))
-        return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results), (True, True)
-
-    return wrapped

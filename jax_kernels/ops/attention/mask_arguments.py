@@ -33,9 +33,10 @@ def mask_or_nan(results: Any, is_valid: Any) -> Any:
 
 
 class MaskArguments(NamedTuple):
-    """What a call masks by, checked. window: (left, right), -1 for no limit, its right 0 where is_causal.
+    """The checked arguments that limit the keys of a call.
 
-    mask: a bool array with four axes, or a Mask. segment_ids: a pair of [B, length], or None. kv_lengths: [B] or None.
+    window: (left, right), -1 for no limit, its right 0 where is_causal. mask: a bool array with four axes, or a Mask.
+    segment_ids: a pair of [B, length], or None. kv_lengths: [B] or None.
     """
 
     mask: Any

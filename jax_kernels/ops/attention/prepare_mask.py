@@ -11,6 +11,7 @@ from jax_kernels.masks.mask import Or
 from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.table import prepared_lists
+from jax_kernels.ops.planned_op import under_defaults
 
 __all__ = ["prepare_mask"]
 
@@ -18,6 +19,7 @@ __all__ = ["prepare_mask"]
 _ARRAYS = {"segment_ids": "masks.segments(...)", "kv_lengths": "masks.prefix(...)"}
 
 
+@under_defaults
 def prepare_mask(
     mask: Mask,
     query: jax.Array | jax.ShapeDtypeStruct,

@@ -1,4 +1,4 @@
-"""What can run flash_attention, and for which requests."""
+"""The implementations of flash_attention, and which requests each of them serves."""
 
 import dataclasses
 from typing import Any
@@ -12,6 +12,7 @@ from jax_kernels.masks import Mask
 from jax_kernels.masks.lists import count_arrays_by
 from jax_kernels.ops import reasons
 from jax_kernels.ops.attention import block_counts
+from jax_kernels.ops.planned_op import Blocks, kernel
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import backward as backward_sm90
 from jax_kernels.pallas.attention.sm90 import block_lists
@@ -68,7 +69,7 @@ class AttentionRequest(Request):
 
     @property
     def dense_bits(self) -> int:
-        """Of what a kernel reads for every query and key, 1 for a mask alone; 0 without a bias and a mask."""
+        """The bits that a kernel reads for every query and key: 1 for a mask alone, 0 without a bias and a mask."""
         has_tiles = self.bias_shape is not None and self.bias_shape[2] > 1
         if has_tiles and self.bias_dtype == "float32":
             return 32
@@ -104,23 +105,15 @@ def _config(name: str):
         wants_triton = request.bias_shape is not None or (request.has_score_mod and not request.has_mask_object)
         if name == "mosaic_gpu" and wants_triton:
             array_gradients = _row("triton", request)[0].backward
-        return Blocks(row.forward, row.backward, request.device.core_count, array_gradients), source
+        blocks = Blocks(
+            forward=row.forward,
+            backward=row.backward,
+            core_count=request.device.core_count,
+            array_gradients=array_gradients,
+        )
+        return blocks, source
 
     return config
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocks:
-    """The blocks of both directions, and how many streaming multiprocessors a persistent kernel fills.
-
-    array_gradients: the blocks of the kernels that have those of a bias, or of a score_mod's arrays, where these are
-    none of `backward`'s.
-    """
-
-    forward: Any
-    backward: Any
-    core_count: int
-    array_gradients: Any = None
 
 
 def _supports_mosaic(request: AttentionRequest) -> str | None:
@@ -280,34 +273,23 @@ def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, exces
     return reference.backward(inputs, options, lse, delta, dout, excess)
 
 
-def _kernel(kernel, direction):
-    """A kernel, given the blocks of its direction."""
-
-    def run(inputs, options, *results, config, **rest):
-        blocks = {"config": getattr(config, direction), "core_count": config.core_count}
-        with jax.enable_x64(False):  # the kernels' indices are int32, and a Python int in them must not be int64
-            return kernel(inputs, options, *results, **blocks, **rest)
-
-    return run
-
-
 def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, excess=None):
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
-    of_kernel = _kernel(backward_sm90.attention_backward, "backward")
-    gradients = of_kernel(*arguments, dquery=dquery, excess=excess, **statics)
+    by_kernel = kernel(backward_sm90.attention_backward, "backward")
+    gradients = by_kernel(*arguments, dquery=dquery, excess=excess, **statics)
     if inputs.bias is not None:
         as_in_lse = with_bias_as_in_lse(inputs)
-        of_far_rows = _kernel(far_rows.far_rows, "array_gradients")
+        of_far_rows = kernel(far_rows.far_rows, "array_gradients")
         gradients = of_far_rows(as_in_lse, options, gradients, *results, excess, **statics)
         if options.bias_gradient and gradients.bias is None:
-            of_bias = _kernel(bias_gradient_triton.bias_gradient, "array_gradients")
+            of_bias = kernel(bias_gradient_triton.bias_gradient, "array_gradients")
             dbias = of_bias(as_in_lse, options, *results, excess=excess, **statics)
             gradients = gradients._replace(bias=dbias.astype(inputs.bias.dtype))
     if inputs.score_mod is not None and options.score_mod_gradient and jax.tree.leaves(moving(inputs.score_mod.arrays)):
         # Passes more: by Triton two, one of which the arrays may not need, and XLA leaves it out then. What Triton does
         # not take, masks among it, is summed over the live blocks.
         if inputs.mask is None and why_not(inputs.score_mod) is None:
-            by_triton = _kernel(backward_triton.attention_backward, "array_gradients")
+            by_triton = kernel(backward_triton.attention_backward, "array_gradients")
             of_arrays = by_triton(*arguments, excess=excess, **statics).score_mod
         else:
             lse, delta, dout = results
@@ -317,7 +299,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
 
 
 def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:
-    """What a PreparedMask carries for calls of this plan: the lists that "mosaic_gpu" reads, if it reads any."""
+    """The lists that a PreparedMask carries for calls of this plan: those that "mosaic_gpu" reads."""
     if plan.implementation != "mosaic_gpu" or not isinstance(inputs.mask, Mask):
         return ()
     widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
@@ -330,7 +312,7 @@ def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOption
 
 # By those that can serve several calls at once, which have query, key and value alone, and differ in their lengths and
 # in which heads they take: lists of inputs and of options in, a list of results out.
-FORWARD_TOGETHER = {"mosaic_gpu": _kernel(forward_sm90.attention_forward_together, "forward")}
+FORWARD_TOGETHER = {"mosaic_gpu": kernel(forward_sm90.attention_forward_together, "forward")}
 
 count_arrays_by(block_counts.counts)
 
@@ -339,15 +321,15 @@ IMPLEMENTATIONS = {
         "mosaic_gpu",
         _supports_mosaic,
         _config("mosaic_gpu"),
-        _kernel(forward_sm90.attention_forward, "forward"),
+        kernel(forward_sm90.attention_forward, "forward"),
         _mosaic_backward,
     ),
     "triton": Implementation(
         "triton",
         _without_mask_objects(_supports_triton),
         _config("triton"),
-        _kernel(forward_triton.attention_forward, "forward"),
-        _kernel(backward_triton.attention_backward, "backward"),
+        kernel(forward_triton.attention_forward, "forward"),
+        kernel(backward_triton.attention_backward, "backward"),
     ),
     "cudnn": Implementation(
         "cudnn", _without_mask_objects(_supports_cudnn), lambda request: (None, "heuristic"), _cudnn, None

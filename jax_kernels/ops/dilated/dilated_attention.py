@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +11,22 @@ import numpy as np
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.ops.attention import flash_attention as attention
-from jax_kernels.ops.attention.checks import by_name, check, with_positive_scale
+from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.flash_attention import AttentionCall, flash_attention
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS, AttentionRequest
+from jax_kernels.ops.checks import with_positive_scale
 from jax_kernels.ops.dilated import launches as dilated_launches
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.shards import Shards
-from jax_kernels.ops.dilated.views import Call, Piece
+from jax_kernels.ops.dilated.views import BranchCall, Piece
 from jax_kernels.ops.dilated.vjp import DilatedCall
+from jax_kernels.ops.planned_op import named_arguments, under_defaults
 
 __all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "prepare"]
 
 
+@under_defaults
 def dilated_attention(
     query: jax.Array,
     key: jax.Array,
@@ -116,7 +119,25 @@ def dilated_attention(
 
     Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486.
     """
-    call, arrays = prepare(**locals())
+    call, arrays = prepare(
+        query=query,
+        key=key,
+        value=value,
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        is_causal=is_causal,
+        heads=heads,
+        combine=combine,
+        layout=layout,
+        order=order,
+        stop_gradient_weights=stop_gradient_weights,
+        return_lse=return_lse,
+        segment_ids=segment_ids,
+        scale=scale,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+    )
     results = dilated_vjp.run(call, arrays)
     return results if return_lse else results[0]
 
@@ -145,10 +166,11 @@ class DilatedPlan(dispatch.Plan):
 
 
 def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
-    request, _, calls, _, arguments = _check(**by_name("dilated_attention", args), **kwargs)
+    checked = _check(**named_arguments("dilated_attention", dilated_attention, args, kwargs))
+    request, arguments = checked.request, checked.arguments
     plans: dict[Piece, dispatch.Plan] = {}
     in_place: tuple[set[Piece], ...] = set(), set()
-    for views in calls:
+    for views in checked.calls:
         with dispatch.on_device(request.device):
             plan = flash_attention.plan(**_specs(request, views), **arguments)  # type: ignore[attr-defined]
         plans |= dict.fromkeys(views.pieces, plan)
@@ -170,14 +192,25 @@ def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
 dilated_attention.plan = _plan  # type: ignore[attr-defined]
 
 
+class _Checked(NamedTuple):
+    """A checked call: the request of the whole and its arrays, its attention calls, and how they become one.
+
+    merge: fields of DilatedCall. arguments: of flash_attention, the same for every call.
+    """
+
+    request: AttentionRequest
+    inputs: AttentionInputs
+    calls: tuple[BranchCall, ...]
+    merge: dict[str, Any]
+    arguments: dict[str, Any]
+
+
 def _check(
-    query, key, value, *, segment_lengths, dilation_rates, is_causal=False, heads="all", combine="lse",
+    *, query, key, value, segment_lengths, dilation_rates, is_causal=False, heads="all", combine="lse",
     layout="overlap", order=None, stop_gradient_weights=False, return_lse=False, segment_ids=None, scale=None,
-    deterministic=None, precision=None, implementation=None, shards: Shards | None = None, **unknown,
-) -> tuple[AttentionRequest, AttentionInputs, tuple[Call, ...], dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """(the request of the whole, its arrays, the calls, how they are merged, what each call is given)."""
-    for name in unknown:
-        raise TypeError(f"dilated_attention got an unexpected keyword argument {name!r}")
+    deterministic=None, precision=None, implementation=None, shards: Shards | None = None,
+) -> _Checked:  # fmt: skip
+    """Raises what dilated_attention documents for bad input."""
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 array [B, T]: queries and keys are the same tokens")
     if isinstance(implementation, str) and implementation not in IMPLEMENTATIONS:
@@ -226,7 +259,7 @@ def _check(
         "precision": precision,
         "implementation": implementation,
     }
-    return request, inputs, calls, merge, arguments
+    return _Checked(request, inputs, calls, merge, arguments)
 
 
 def check_pattern(
@@ -276,7 +309,7 @@ def check_pattern(
     return tuple((int(length), int(rate)) for length, rate in zip(segment_lengths, dilation_rates, strict=True))
 
 
-def _specs(request: AttentionRequest, views: Call) -> dict[str, Any]:
+def _specs(request: AttentionRequest, views: BranchCall) -> dict[str, Any]:
     """The arrays of one attention, without their values."""
     entries = views.entries(request.batch, request.heads)
     spec = lambda *shape, dtype=request.dtype: jax.ShapeDtypeStruct((entries, *shape), jnp.dtype(dtype))
@@ -301,8 +334,8 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     query, scale = with_positive_scale(inputs.query, arguments["scale"])  # before what has a gradient of its own
     is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
     plan = lambda arrays: attention.prepare(**arrays, **arguments | {"scale": scale})[0]
-    attentions: list[tuple[Call, AttentionCall]] = []
-    differentiated: list[tuple[Call, AttentionCall]] = []
+    attentions: list[tuple[BranchCall, AttentionCall]] = []
+    differentiated: list[tuple[BranchCall, AttentionCall]] = []
     for views in calls:
         with dispatch.on_device(request.device):
             planned = jax.eval_shape(plan, _specs(request, views))
@@ -317,8 +350,8 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
 
 
 def _parts(
-    views: Call, planned: AttentionCall | dispatch.Plan, request: AttentionRequest
-) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    views: BranchCall, planned: AttentionCall | dispatch.Plan, request: AttentionRequest
+) -> tuple[tuple[BranchCall, ...], tuple[BranchCall, ...]]:
     """The calls that a call runs as, without gradients, where those that are read in place share a launch, and with."""
     if not _reads_views(planned, request):
         return (views,), (views,)
@@ -332,7 +365,7 @@ def _reads_views(planned: AttentionCall | dispatch.Plan, request: AttentionReque
     return planned.implementation == "mosaic_gpu" and whole and not request.deterministic
 
 
-def _of_views(planned: AttentionCall, views: Call, request: AttentionRequest) -> AttentionCall:
+def _of_views(planned: AttentionCall, views: BranchCall, request: AttentionRequest) -> AttentionCall:
     if not views.is_strided:
         return planned
     of_query, of_key = (views.head_view(request.heads, heads) for heads in (request.heads, request.kv_heads))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jax_kernels.ops.attention.table import AttentionRequest
 from jax_kernels.ops.dilated import views as dilated_views
-from jax_kernels.ops.dilated.views import Call
+from jax_kernels.ops.dilated.views import BranchCall
 
 __all__ = ["launches_of"]
 
@@ -23,7 +23,7 @@ GATHER_SECONDS = 3e-6
 GATHER_BANDWIDTH = 5 / 6
 
 
-def launches_of(call: Call, request: AttentionRequest, block_q: int) -> tuple[Call, ...]:
+def launches_of(call: BranchCall, request: AttentionRequest, block_q: int) -> tuple[BranchCall, ...]:
     """The call as the calls that take the least time, as if a forward's, which scales as a backward's does.
 
     request: of the whole. block_q: the queries of a tile.
@@ -36,7 +36,7 @@ def launches_of(call: Call, request: AttentionRequest, block_q: int) -> tuple[Ca
     return min(ways, key=lambda way: _seconds(way, request, block_q))
 
 
-def _joined(call: Call, parts: Sequence[Call], joined: Sequence[Call]) -> tuple[Call, ...]:
+def _joined(call: BranchCall, parts: Sequence[BranchCall], joined: Sequence[BranchCall]) -> tuple[BranchCall, ...]:
     """The parts, but with `joined` gathered, beside what is gathered anyway."""
     strided = [part for part in parts if part.is_strided and part not in joined]
     in_place = [piece for part in strided for piece in part.pieces]
@@ -44,7 +44,7 @@ def _joined(call: Call, parts: Sequence[Call], joined: Sequence[Call]) -> tuple[
     return *strided, *([dataclasses.replace(call, pieces=others)] if others else [])
 
 
-def _seconds(calls: Sequence[Call], request: AttentionRequest, block_q: int) -> float:
+def _seconds(calls: Sequence[BranchCall], request: AttentionRequest, block_q: int) -> float:
     gathered = [call for call in calls if not call.is_strided]
     copied = sum(_gathered_bytes(call, request) for call in gathered)
     assert request.device.memory_bandwidth is not None
@@ -52,13 +52,13 @@ def _seconds(calls: Sequence[Call], request: AttentionRequest, block_q: int) -> 
     return gathering + sum(_launch_seconds(call, request, block_q) for call in calls)
 
 
-def _gathered_bytes(call: Call, request: AttentionRequest) -> int:
+def _gathered_bytes(call: BranchCall, request: AttentionRequest) -> int:
     """Query, key and value, read and written."""
     rows = call.rows * call.heads + 2 * call.kv_rows * call.kv_heads
     return 2 * _entries(call, request) * rows * request.head_dim * request.bits // 8
 
 
-def _launch_seconds(call: Call, request: AttentionRequest, block_q: int) -> float:
+def _launch_seconds(call: BranchCall, request: AttentionRequest, block_q: int) -> float:
     cores, q_blocks = request.device.core_count, -(-call.rows // block_q)
     tiles = _entries(call, request) * call.heads * q_blocks
     share = (q_blocks + 1) / (2 * q_blocks) if request.is_causal else 1  # of the keys, that a tile has on average
@@ -66,5 +66,5 @@ def _launch_seconds(call: Call, request: AttentionRequest, block_q: int) -> floa
     return LAUNCH_SECONDS + flops / (cores * CORE_FLOPS)
 
 
-def _entries(call: Call, request: AttentionRequest) -> int:
+def _entries(call: BranchCall, request: AttentionRequest) -> int:
     return call.entries(request.batch, request.heads)

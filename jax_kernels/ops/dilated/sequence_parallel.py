@@ -9,10 +9,12 @@ from jax import lax
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.dilated_attention import prepare
 from jax_kernels.ops.dilated.shards import Shards
+from jax_kernels.ops.planned_op import under_defaults
 
 __all__ = ["sequence_parallel_dilated_attention"]
 
 
+@under_defaults
 def sequence_parallel_dilated_attention(
     query: jax.Array,
     key: jax.Array,
@@ -71,9 +73,25 @@ def sequence_parallel_dilated_attention(
 
     Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486, section 3.
     """
-    arguments = locals()
-    del arguments["axis_name"]
-    call, arrays = prepare(**arguments, shards=Shards(axis_name, _axis_size(axis_name)))
+    call, arrays = prepare(
+        query=query,
+        key=key,
+        value=value,
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        is_causal=is_causal,
+        heads=heads,
+        combine=combine,
+        order=order,
+        stop_gradient_weights=stop_gradient_weights,
+        return_lse=return_lse,
+        segment_ids=segment_ids,
+        scale=scale,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+        shards=Shards(axis_name, _axis_size(axis_name)),
+    )
     results = dilated_vjp.run(call, arrays)
     return results if return_lse else results[0]
 

@@ -33,7 +33,7 @@ class Span:
         return lax.all_gather(x, self.axis_name, axis=1, tiled=True, axis_index_groups=self._groups)
 
     def add_up(self, x: jax.Array) -> jax.Array:
-        """What gather gave, of each device -> this device's rows, added up in float32."""
+        """The sum over the devices, in float32, of what they have for the rows that this device gave to gather."""
         x = x.astype(jnp.float32)
         return lax.psum_scatter(x, self.axis_name, scatter_dimension=1, tiled=True, axis_index_groups=self._groups)
 
@@ -70,7 +70,7 @@ class Shards:
         return branches
 
     def span(self, size: int, length: int) -> Span | None:
-        """Of segments of this size; None where a device has them whole. length: a device's tokens."""
+        """The Span of segments of this size; None where a device has them whole. length: a device's tokens."""
         return Span(self.axis_name, size // length, self.devices) if size > length else None
 
 

@@ -3,7 +3,7 @@
 A piece is a run of equal segments of one branch. Its tokens, reshaped to [B * segments, rows, rate, heads, D], hold
 in column `phase` what one residue class takes, so a head is a strided slice. Where a piece covers the sequence and its
 rate divides its segments, that reshape is the array of a call, of which a kernel reads the heads that take part
-(Call.is_strided). Else the rows are gathered, by nothing but reshapes, static slices, concatenations and selects, which
+(BranchCall.is_strided). Else the rows are gathered. Reshapes, static slices, concatenations and selects do that, which
 XLA fuses, unless an order permutes the tokens. Where several devices share a segment, a piece has this device's tokens
 of it, and the keys of its classes are gathered from the others.
 """
@@ -25,7 +25,7 @@ from jax_kernels.ops.dilated.shards import Shards, Span, dealt_out
 from jax_kernels.pallas.attention.passes.dilated_rows import Compact, Rows, Table
 
 __all__ = [
-    "Call",
+    "BranchCall",
     "Piece",
     "arrays_of",
     "calls_of",
@@ -104,7 +104,7 @@ class Piece:
 
     @property
     def table(self) -> Table:
-        """Of a piece that is ordered."""
+        """The table of a piece that is ordered."""
         if self.is_dealt_out:
             assert self.span is not None
             return Table(*(self.span.mine(numbers) for numbers in self._dealt_out))
@@ -185,7 +185,7 @@ def pieces_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class BranchCall:
     """Pieces that one attention call serves, in batch entries of one shape.
 
     rows: queries, and keys, of an entry. heads, kv_heads: of an entry. is_masked: whether it needs segment ids, for
@@ -210,7 +210,7 @@ class Call:
         return sum(_entries(piece, batch, num_heads, self.heads) for piece in self.pieces)
 
     def head_view(self, num_heads: int, array_heads: int) -> HeadView | None:
-        """Of a strided call: its heads among those of arrays_of, for query's or key's; None where it takes them all.
+        """The heads of a strided call among those of arrays_of, query's or key's; None where it takes them all.
 
         num_heads: of query. array_heads: of query or key.
         """
@@ -231,7 +231,7 @@ class Call:
 
 def calls_of(
     pieces: list[Piece], num_heads: int, kv_heads: int, *, is_causal: bool, has_segment_ids: bool
-) -> tuple[Call, ...]:
+) -> tuple[BranchCall, ...]:
     """The pieces by the shape of their batch entries."""
     calls: dict[tuple[int, int, int, bool, Span | None], list[Piece]] = {}
     for piece in pieces:
@@ -244,10 +244,10 @@ def calls_of(
             ends = piece.boundaries
             in_entry = math.gcd(*(b - a for a, b in itertools.pairwise(ends))) if is_masked else ends[-1] - ends[0]
         calls.setdefault((piece.rows, in_entry, in_entry // shared, is_masked, piece.span), []).append(piece)
-    return tuple(Call(tuple(pieces), *key) for key, pieces in calls.items())
+    return tuple(BranchCall(tuple(pieces), *key) for key, pieces in calls.items())
 
 
-def split_strided(call: Call, length: int, group: int) -> tuple[Call, ...]:
+def split_strided(call: BranchCall, length: int, group: int) -> tuple[BranchCall, ...]:
     """The call, with its pieces that views can serve in strided calls of their own. group: query heads per key head."""
     if call.is_masked:
         return (call,)
@@ -265,8 +265,8 @@ def _is_strided(piece: Piece, length: int, group: int) -> bool:
     return is_whole and has_tiles and is_aligned and not piece.is_ordered and piece.span is None
 
 
-def compact_rows(calls: Sequence[Call], batch: int, num_heads: int, array_heads: int) -> Compact:
-    """Where what calls give for an array of so many heads, query's or key's, has its tokens.
+def compact_rows(calls: Sequence[BranchCall], batch: int, num_heads: int, array_heads: int) -> Compact:
+    """The places of tokens in the results of calls, for an array of so many heads, query's or key's.
 
     Of a head whose tokens are several of an entry's heads there are as many Rows.
     """
@@ -325,7 +325,7 @@ def _permuted(x: jax.Array, order: jax.Array) -> jax.Array:
     return x.at[:, order].get(mode="promise_in_bounds", unique_indices=True)
 
 
-def arrays_of(x: jax.Array, call: Call, num_heads: int) -> jax.Array:
+def arrays_of(x: jax.Array, call: BranchCall, num_heads: int) -> jax.Array:
     """[B, T, heads, ...] -> what a call reads: gathered rows, or a view [entries, rows, rate * heads, ...]."""
     if not call.is_strided:
         return gather_rows(x, call, num_heads)
@@ -333,13 +333,13 @@ def arrays_of(x: jax.Array, call: Call, num_heads: int) -> jax.Array:
     return x.reshape(-1, piece.rows, piece.rate * x.shape[2], *x.shape[3:])
 
 
-def gather_rows(x: jax.Array, call: Call, num_heads: int) -> jax.Array:
+def gather_rows(x: jax.Array, call: BranchCall, num_heads: int) -> jax.Array:
     """[B, T, heads, ...] -> the entries of a call, [entries, rows, heads of an entry, ...]."""
     group = num_heads // x.shape[2]
     return jnp.concatenate([_gathered(x, piece, group, call) for piece in call.pieces])
 
 
-def _gathered(x: jax.Array, piece: Piece, group: int, call: Call) -> jax.Array:
+def _gathered(x: jax.Array, piece: Piece, group: int, call: BranchCall) -> jax.Array:
     shared = 1 if group == 1 else call.heads // call.kv_heads
     x = _rows(x, piece)
     if piece.offsets is None:
@@ -363,7 +363,7 @@ def _runs(picks: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
     return runs
 
 
-def gather_ids(ids: jax.Array, call: Call) -> jax.Array:
+def gather_ids(ids: jax.Array, call: BranchCall) -> jax.Array:
     """int32 [B, T] -> [entries, rows]; rows without a token have -1."""
     parts = []
     for piece in call.pieces:
@@ -375,7 +375,7 @@ def gather_ids(ids: jax.Array, call: Call) -> jax.Array:
 
 
 def scatter(
-    x: jax.Array, call: Call, batch: int, num_heads: int, out_heads: int, fill: float = 0
+    x: jax.Array, call: BranchCall, batch: int, num_heads: int, out_heads: int, fill: float = 0
 ) -> list[tuple[Piece, jax.Array]]:
     """The inverse of gather_rows: for each piece [B, its tokens, out_heads, ...] in float32.
 

@@ -1,4 +1,4 @@
-"""What a planned dilated attention computes, forward and backward: its attentions, and their results as one."""
+"""The forward and backward of a planned dilated attention: its attentions, and their results as one."""
 
 import dataclasses
 import functools
@@ -13,7 +13,8 @@ from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.ops.attention import flash_attention as attention
 from jax_kernels.ops.attention.flash_attention import AttentionCall
 from jax_kernels.ops.dilated import views as dilated_views
-from jax_kernels.ops.dilated.views import Call, Piece
+from jax_kernels.ops.dilated.views import BranchCall, Piece
+from jax_kernels.ops.planned_op import under_defaults
 from jax_kernels.pallas.attention.passes import dilated_rows
 from jax_kernels.reference.attention import row_terms
 
@@ -33,8 +34,8 @@ class DilatedCall:
     adds query's gradient to float32 numbers, without the scale.
     """
 
-    attentions: tuple[tuple[Call, AttentionCall], ...]
-    differentiated: tuple[tuple[Call, AttentionCall], ...]
+    attentions: tuple[tuple[BranchCall, AttentionCall], ...]
+    differentiated: tuple[tuple[BranchCall, AttentionCall], ...]
     branches: int
     is_mean: bool
     is_alone: bool
@@ -48,7 +49,7 @@ class DilatedCall:
 
     @property
     def share(self) -> float:
-        """What "mean" multiplies a branch by."""
+        """The number that "mean" multiplies a branch by."""
         return 1 / self.branches if self.is_mean else 1.0
 
     @property
@@ -61,7 +62,7 @@ class DilatedCall:
         return all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions)
 
 
-def _inputs(call: DilatedCall, views: Call, planned: AttentionCall, query, key, value, ids) -> AttentionInputs:
+def _inputs(call: DilatedCall, views: BranchCall, planned: AttentionCall, query, key, value, ids) -> AttentionInputs:
     if views.is_masked:
         ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
         ids = dilated_views.gather_ids(ids, views)
@@ -76,7 +77,7 @@ def _inputs(call: DilatedCall, views: Call, planned: AttentionCall, query, key, 
     )
 
 
-def _read(call: DilatedCall, views: Call, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
+def _read(call: DilatedCall, views: BranchCall, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
     """Arrays [B, T, heads, D] as an attention reads them."""
     if views.is_strided or not call.by_kernels:
         return [dilated_views.arrays_of(x, views, num_heads) for x in arrays]
@@ -99,7 +100,8 @@ def _forward(call: DilatedCall, attentions, arrays):
     batch, _, heads, _ = query.shape
     planned = [planned for _, planned in attentions]
     inputs = [_inputs(call, *of_one, *arrays) for of_one in attentions]
-    outs, lses = zip(*attention.attention_forward_together(planned, inputs), strict=True)
+    results = attention.attention_forward_together(planned, inputs)
+    outs, lses = [result.out for result in results], [result.lse for result in results]
     like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
     if call.by_kernels:
         compact = dilated_views.compact_rows([views for views, _ in attentions], batch, heads, heads)
@@ -118,7 +120,7 @@ def _forward(call: DilatedCall, attentions, arrays):
 
 
 def _merge(call: DilatedCall, out_parts: Parts, lse_parts: Parts, like):
-    """What dilated_rows.merge gives, in jnp."""
+    """The result of dilated_rows.merge, in jnp."""
     outs = dilated_views.merge_rows(out_parts, like.shape[1])
     lses = dilated_views.merge_rows(lse_parts, like.shape[1], fill=-jnp.inf)
     lse = functools.reduce(jnp.maximum, lses)
@@ -140,11 +142,13 @@ def _dilated(call, arrays):
     return _forward(call, call.attentions, arrays)[: 1 + call.return_lse]
 
 
+@under_defaults
 def _dilated_fwd(call, arrays):
     out, lse = _forward(call, call.differentiated, arrays)
     return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
 
 
+@under_defaults
 def _dilated_bwd(call: DilatedCall, residuals, cotangents):
     query, key, value, ids, out, lse = residuals
     heads = out.shape[2]
@@ -216,14 +220,16 @@ def _row_terms(call: DilatedCall, out, lse, dout, dlse):
     return lse - math.log(call.share), delta / call.share
 
 
-def _branch_terms(call: DilatedCall, views: Call, planned: AttentionCall, inputs: AttentionInputs, lse, dout, dlse):
+def _branch_terms(
+    call: DilatedCall, views: BranchCall, planned: AttentionCall, inputs: AttentionInputs, lse, dout, dlse
+):
     """(lse, delta) [entries, heads, rows] of one attention, which runs once more, as _row_terms gives them.
 
     P has the branch's weight in it, so that lse is that of the whole, or with "mean" its own one and the share.
     """
     rows = lambda x: dilated_views.gather_rows(x, views, dout.shape[2])
     lse_of_rows = rows(lse.swapaxes(1, 2)).swapaxes(1, 2)
-    branch_out, branch_lse = attention.attention_forward(planned, inputs)
+    branch_out, branch_lse, _ = attention.attention_forward(planned, inputs)
     dlse = None if dlse is None else rows(dlse.swapaxes(1, 2)).swapaxes(1, 2)
     if call.is_mean and dlse is not None:
         dlse = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse_of_rows)) * dlse / call.share

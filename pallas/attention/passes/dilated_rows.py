@@ -20,7 +20,7 @@ from jax_kernels.pallas.varying import result_types
 
 
 class Shape(NamedTuple):
-    """Of a program: the numbers of its block of tokens, and its warps.
+    """The size of a program: its block of tokens, and its warps.
 
     heads_first: whether programs that run side by side have heads side by side, not tokens.
     """
@@ -120,7 +120,7 @@ class Table(NamedTuple):
 
 
 class Compact(NamedTuple):
-    """What compact arrays have, and the tables that it names."""
+    """The layout of compact arrays, and the tables that it names."""
 
     rows: tuple[Rows, ...]
     tables: tuple[Table, ...]
@@ -192,7 +192,7 @@ def total(
 
 
 def gather(compact: Compact, arrays: Sequence[jax.Array], count: int, *, interpret) -> list[jax.Array]:
-    """Of arrays [B, T, heads, D], all of one shape, the compact ones [entries, count, in_entry, D].
+    """The compact arrays [entries, count, in_entry, D] of arrays [B, T, heads, D], all of one shape.
 
     compact: of one compact array. A row without a token is zeros. By XLA it takes three times as long.
     """

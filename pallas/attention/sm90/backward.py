@@ -1,5 +1,6 @@
 """Attention backward on Hopper: what its kernels read, made by XLA, and what becomes of their results."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -8,10 +9,18 @@ import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
-from jax_kernels.pallas.attention.sm90 import backward_deterministic, backward_kernel, block_lists, clean_end
+from jax_kernels.pallas.attention.sm90 import (
+    backward_deterministic,
+    backward_kernel,
+    block_lists,
+    clean_end,
+    dquery_state,
+)
 from jax_kernels.pallas.attention.sm90 import bias as bias_sm90
 from jax_kernels.pallas.attention.sm90 import score_mod as score_mod_sm90
+from jax_kernels.pallas.attention.sm90.backward_arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward_load import KEYS_AT_ONCE
+from jax_kernels.pallas.attention.sm90.backward_traits import block_kv_of
 from jax_kernels.pallas.attention.sm90.segments import segments_of
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.far_rows import is_far
@@ -48,8 +57,8 @@ def attention_backward(
     query, key, value = inputs[:3]
     q_length, kv_length = query.shape[1], key.shape[1]
     width = _width(max(query.shape[-1], value.shape[-1]))
-    block_kv = backward_kernel.block_kv_of(width)
-    dq_blocks = backward_deterministic.BLOCK_Q, backward_deterministic.BLOCKS[width][0]
+    block_kv = block_kv_of(width)
+    dq_blocks = dquery_state.BLOCK_Q, dquery_state.SIZES[width].block_kv
     lists, *dq_lists = (
         block_lists.lists_of(inputs, options, **blocks, interpret=interpret)
         for blocks in listed_blocks(config, width, options)
@@ -67,44 +76,48 @@ def attention_backward(
     inputs, options = block_lists.without_limits(inputs, options)
     dense = bias_sm90.dense_of(inputs, transposed=True)
     # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
-    short = -q_length % (backward_deterministic.BLOCK_Q if options.deterministic else config.block_q)
+    short = -q_length % (dquery_state.BLOCK_Q if options.deterministic else config.block_q)
     rows = [(0, 0), (0, 0), (0, short)]
     # With a bias, far_rows adds what far rows pass.
     lse = jnp.where(is_far(lse), jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
     lse = jnp.pad(lse, rows, constant_values=jnp.inf)
 
-    arrays = {
-        "bounds": block_ranges.bounds_array(inputs, options),
-        "segments": segments_of(inputs, config.block_q, block_kv, of_keys=True),
-        "dense": dense,
-        "lists": lists,
-        "mod": mod,
-        "query": q,
-        "key": k,
-        "value": v,
-        "dout": do,
-        "lse": lse,
-        "delta": jnp.pad(delta, rows),
-        "dquery": None,
-        "end": end,
-    }
+    arrays = Arrays(
+        bounds=block_ranges.bounds_array(inputs, options),
+        segments=segments_of(inputs, config.block_q, block_kv, of_keys=True),
+        dense=dense,
+        lists=lists,
+        mod=mod,
+        query=q,
+        key=k,
+        value=v,
+        dout=do,
+        lse=lse,
+        delta=jnp.pad(delta, rows),
+        end=end,
+    )
     axes = varying_axes(inputs, lse, delta, dout)
     # Inside shard_map a kernel takes no ref that varies: what is there is added behind it.
     adds = dquery is not None and not axes
     if not options.deterministic:
         start = dquery if adds else jnp.zeros(q.shape, jnp.float32)
-        arrays["dquery"] = jax.new_ref(pad_for_tma(start, width))
+        arrays = dataclasses.replace(arrays, dquery=jax.new_ref(pad_for_tma(start, width)))
     described = {"config": config, "interpret": interpret}
     of_bias = _has_bias_gradient(inputs, options)
     dk, dv, dbias = backward_kernel.key_gradients(
         arrays, options, kv_length, bias_gradient=of_bias, core_count=core_count, **described
     )
     if options.deterministic:
-        arrays |= {"segments": segments_of(inputs, *dq_blocks, of_keys=False), "lists": dq_lists[0], "end": dq_end}
-        arrays["dense"] = bias_sm90.dense_of(inputs, transposed=False)
+        arrays = dataclasses.replace(
+            arrays,
+            segments=segments_of(inputs, *dq_blocks, of_keys=False),
+            lists=dq_lists[0],
+            end=dq_end,
+            dense=bias_sm90.dense_of(inputs, transposed=False),
+        )
         dq = backward_deterministic.query_gradient(arrays, options, kv_length, **described)
     else:
-        dq = as_varying(jax.freeze(arrays["dquery"]), axes)
+        dq = as_varying(jax.freeze(arrays.dquery), axes)
         if dquery is None:
             dq = (dq * options.scale).astype(query.dtype)
         elif not adds:
@@ -133,10 +146,10 @@ def listed_blocks(config, widest: int, options: AttentionOptions) -> list[dict[s
     widest: the larger of the head dims.
     """
     width, together = _width(widest), {"heads_together": config.heads_together}
-    of_keys = {"block_q": config.block_q, "block_kv": backward_kernel.block_kv_of(width), "by": "key"}
+    of_keys = {"block_q": config.block_q, "block_kv": block_kv_of(width), "by": "key"}
     of_queries = {
-        "block_q": backward_deterministic.BLOCK_Q,
-        "block_kv": backward_deterministic.BLOCKS[width][0],
+        "block_q": dquery_state.BLOCK_Q,
+        "block_kv": dquery_state.SIZES[width].block_kv,
         "by": "query",
     }
     return [blocks | together for blocks in ([of_keys, of_queries] if options.deterministic else [of_keys])]

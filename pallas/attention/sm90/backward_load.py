@@ -1,7 +1,8 @@
-"""What the memory warpgroup of the Hopper backward loads: blocks of keys, and the queries of their walks."""
+"""What the memory warpgroup of the Hopper backward does: it loads blocks of keys, and the queries that meet them."""
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,18 +10,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention.sm90 import head_views
-from jax_kernels.pallas.attention.sm90.backward_schedule import Walks
+from jax_kernels.pallas.attention.sm90.backward_state import Kernel, StepNumbers
 from jax_kernels.pallas.mosaic.registers import recomputed
-from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles
 
 KEYS_AT_ONCE = 64
 
 
-class Staged(NamedTuple):
-    """Rows in device memory, [B, T, H, D], with a number for each, [B, H, T], and the stages for blocks of them.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowLoads:
+    """Rows in device memory, and the stages in shared memory for blocks of them.
 
-    smem: of copies, [stages, halves, ...]. numbers_smem: [stages, block_q]. ids, ids_smem: of segments, where these are
-    loaded as well. steps: of persistent CTAs, where their Step comes with them.
+    gmem: [B, T, H, D]. numbers: one for each row, [B, H, T]. smem, numbers_smem: [stages, ...]. ids, ids_smem: of
+    segments, where these are loaded as well. steps_smem: where a persistent CTA leaves the StepNumbers.
     """
 
     gmem: Any
@@ -32,204 +33,195 @@ class Staged(NamedTuple):
     stages: int
     ids: Any = None
     ids_smem: Any = None
-    steps: Any = None
-
-
-class Step(NamedTuple):
-    """What a compute warpgroup has to know of a step, int32.
-
-    Of a persistent CTA the memory warpgroup, which has worked it out, leaves it in shared memory with the step's
-    queries: to work it out again in each step takes a tenth of the step's instructions, to keep it spills.
-
-    index: within the tile. goes_on: whether the tile has another step.
-    """
-
-    entry: Any
-    head: Any
-    q_block: Any
-    kv_block: Any
-    index: Any
-    is_partial: Any
-    goes_on: Any
-
-    @staticmethod
-    def scratch(stages: int) -> Any:
-        """For pl.run_scoped."""
-        return plgpu.SMEM((stages, 8), jnp.int32)
+    steps_smem: Any = None
 
     @classmethod
-    def read(cls, smem: Any, slot: Any) -> "Step":
-        return cls(*(smem[slot, i] for i in range(len(cls._fields))))
+    def of_queries(cls, kernel: Kernel) -> "RowLoads":
+        arrays, smem, barriers = kernel.arrays, kernel.smem, kernel.barriers
+        return cls(
+            gmem=arrays.query,
+            numbers=arrays.lse,
+            smem=smem.q.tma,
+            numbers_smem=smem.lse,
+            ready=barriers.q_ready,
+            free=barriers.q_free,
+            stages=kernel.traits.config.q_stages,
+            ids=None if arrays.segments is None else arrays.segments.q_ids,
+            ids_smem=smem.ids,
+            steps_smem=smem.steps,
+        )
 
-    def leave(self, smem: Any, slot: Any, ready: Any) -> None:
-        for i, number in enumerate(self):
-            smem[slot, i] = number.astype(jnp.int32)
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(ready)
+    @classmethod
+    def of_dout(cls, kernel: Kernel) -> "RowLoads":
+        arrays, smem, barriers = kernel.arrays, kernel.smem, kernel.barriers
+        return cls(
+            gmem=arrays.dout,
+            numbers=arrays.delta,
+            smem=smem.do.tma,
+            numbers_smem=smem.delta,
+            ready=barriers.do_ready,
+            free=barriers.do_free,
+            stages=kernel.traits.config.do_stages,
+        )
 
 
-class Handover(NamedTuple):
-    """How blocks of keys come to the compute warpgroups, and the room for them back.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepLoads:
+    """The loads of one step of a work tile. nth: the CTA's number of the step, step: the work tile's.
 
-    Of a CTA with one tile there is k_ready alone, for its values too. Of a persistent one, k_ready and v_ready are for
-    each of their stages, and with the keys comes the number of their tile, but for the first one; behind the last one's
-    a number past the tiles. k_free: a tile's first step, as what was stored from the last tile's keys has been read, so
-    that the next ones can go there. v_free: its last step, where values have one stage, as they have been read.
+    The loops of copies leave no registers to keep the place of a step, so that its methods work it out again.
     """
 
-    k_ready: Any
-    v_ready: Any
-    k_free: Any
-    v_free: Any
-    tile_smem: Any
+    kernel: Kernel
+    tile: Any
+    nth: Any
+    step: Any
+    b: Any
+    head: Any
+    rows: Any
 
-    @staticmethod
-    def barriers(walks: Walks, k_copies: int, v_copies: int, readers: int) -> dict[str, tuple[int, int]]:
-        """As Barriers has them. k_copies, v_copies: how many a block takes. readers: compute warpgroups."""
-        if not walks.is_persistent:
-            return {"k_ready": (1, k_copies + v_copies)}
-        ready = {"k_ready": (walks.k_stages, k_copies + 1), "v_ready": (walks.v_stages, v_copies)}
-        return ready | {"k_free": (1, readers), "v_free": (1, readers)}
+    def place_again(self) -> tuple[Any, Any, Any]:
+        """(batch entry, head, rows of the queries)."""
+        kernel = self.kernel
+        if not kernel.traits.q_tiles.whole:
+            return self.b, self.head, self.rows
+        block = kernel.block(recomputed(self.tile))
+        place = kernel.q_loop(self.tile, block).place(recomputed(self.step))
+        return block.b, place.head, pl.ds(place.q_block * kernel.schedule.block_q, kernel.schedule.block_q)
+
+    def numbers_again(self) -> StepNumbers:
+        block = self.kernel.block(recomputed(self.tile))
+        q_loop = self.kernel.q_loop(self.tile, block)
+        index = recomputed(self.step)
+        place = q_loop.place(index)
+        return StepNumbers(
+            b=block.b,
+            head=place.head,
+            q_block=place.q_block,
+            kv_block=block.kv_index,
+            index=index,
+            is_partial=place.is_partial,
+            goes_on=index + 1 < q_loop.steps,
+        )
+
+    def load(self, loads: RowLoads) -> None:
+        """Loads a block of rows, behind the step that had its stage before."""
+        traits = self.kernel.traits
+        slot = lax.rem(self.nth, jnp.int32(loads.stages))
+        b, head, rows = self.place_again()
+
+        @pl.when(self.nth >= loads.stages)
+        def _wait():
+            plgpu.barrier_wait(loads.free.at[slot])
+
+        ready = loads.ready.at[slot]
+        q_head_of, _ = head_views.head_maps(traits.options)
+        for half in range(traits.halves):
+            source = loads.gmem.at[b, rows, q_head_of(head), pl.ds(traits.width * half, traits.width)]
+            traits.q_tiles.load(source, loads.smem.at[slot, half], ready)
+        b, head, rows = self.place_again()
+        plgpu.copy_gmem_to_smem(loads.numbers.at[b, head, rows], loads.numbers_smem.at[slot], ready)
+        if loads.ids is not None:
+            plgpu.copy_gmem_to_smem(loads.ids.at[b, rows], loads.ids_smem.at[slot], ready)
+        if loads.steps_smem is not None:
+            self.numbers_again().leave(loads.steps_smem, slot, ready)
 
 
-class Loads(NamedTuple):
-    """given: the kernel's arrays in device memory, by name. k_smem, v_smem: of copies. bias: a dense Stage, or None.
+def load_tiles(kernel: Kernel) -> None:
+    """Loads the CTA's work tiles, one after another."""
+    kernel.schedule.for_each(kernel.cta, functools.partial(_load_tile, kernel))
 
-    halves: of the columns of values, queries and dout, of `width` each; columns, row_groups: see backward_kernel.
-    """
 
-    walks: Walks
-    given: Any
-    cta: Any
-    k_tiles: SmemTiles
-    v_tiles: SmemTiles
-    q_tiles: SmemTiles
-    k_smem: Any
-    v_smem: Any
-    handover: Handover
-    queries: Staged
-    dout: Staged
-    bias: Any
-    chunks: int
-    row_groups: int
-    halves: int
-    width: int
+def _load_tile(kernel: Kernel, tile: Any, turn: Any, first: Any) -> tuple[Any, Any]:
+    """Loads the CTA's work tile number `turn`, behind `first` steps of others: (the next tile, steps so far)."""
+    schedule, barriers = kernel.schedule, kernel.barriers
+    is_persistent = schedule.is_persistent
+    late_values = is_persistent and schedule.v_stages == 1
+    queries, dout = RowLoads.of_queries(kernel), RowLoads.of_dout(kernel)
+    if is_persistent:
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(barriers.k_free.at[recomputed(0)]))
+        plgpu.barrier_arrive(barriers.k_ready.at[turn & 1])
+    _load_block(kernel, tile, turn, values=not late_values)
+    # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
+    block = kernel.block(recomputed(tile))
+    q_loop = kernel.q_loop(tile, block)
 
-    def run(self) -> None:
-        self.walks.for_each(self.cta, self._load_tile)
+    def load_step(step, _):
+        place = q_loop.place(step)
+        rows = pl.ds(place.q_block * schedule.block_q, schedule.block_q)
+        nth = first + step
+        loads = StepLoads(kernel=kernel, tile=tile, nth=nth, step=step, b=block.b, head=place.head, rows=rows)
+        loads.load(queries)
+        loads.load(dout)
+        if late_values:
 
-    def _load_block(self, tile: Any, turn: Any, *, keys: bool = True, values: bool = True) -> None:
-        """Loads the keys, the values, or both, of the CTA's tile number `turn`."""
-        walks, width, handover = self.walks, self.width, self.handover
-        _, kv_head_of = head_views.head_maps(walks.options)
-        b, kv_head, kv_index = walks.block(self.given, recomputed(tile))
-        kv_head = kv_head_of(kv_head)
-        k_stage, v_stage = walks.stages_of(turn)
-        k_ready = v_ready = handover.k_ready.at[k_stage]
-        if walks.is_persistent:
-            v_ready = handover.v_ready.at[v_stage]
-        for r in range(self.row_groups):
-            start = kv_index * walks.block_kv + KEYS_AT_ONCE * r
+            @pl.when(step == 0)
+            def _load_values():
+                pl.when(turn > 0)(lambda: plgpu.barrier_wait(barriers.v_free.at[recomputed(0)]))
+                _load_block(kernel, tile, turn, keys=False)
 
-            def load(k_gmem, v_gmem, start, r=r):
-                rows = pl.ds(start, KEYS_AT_ONCE)
-                for c in range(self.chunks if keys else 0):
-                    source = k_gmem.at[b, rows, kv_head, pl.ds(64 * c, 64)]
-                    self.k_tiles.load(source, self.k_smem.at[k_stage, c, r], k_ready)
-                for half in range(self.halves if values else 0):
-                    source = v_gmem.at[b, rows, kv_head, pl.ds(width * half, width)]
-                    self.v_tiles.load(source, self.v_smem.at[v_stage, r, half], v_ready)
+        if kernel.smem.bias is not None:
+            _load_bias(kernel, tile, nth, place.head, place.q_block)
 
-            whole = functools.partial(load, self.given["key"], self.given["value"], start)
-            end = self.given["end"]
-            if end is None:
-                whole()
-            else:
-                end.load(b, start, KEYS_AT_ONCE, whole, functools.partial(load, end.key, end.value, 0))
+    # An opaque count: unrolled or peeled, the loop would not fit the registers either.
+    lax.fori_loop(0, recomputed(q_loop.steps), load_step, None)
+    return _following(kernel, tile, turn, first, q_loop.steps) if is_persistent else (tile, first)
 
-    def _load_tile(self, tile: Any, turn: Any, first: Any) -> tuple[Any, Any]:
-        """Loads the CTA's tile number `turn`, after `first` steps of others: (the following tile, steps so far)."""
-        walks, given, width, handover = self.walks, self.given, self.width, self.handover
-        block, over_queries = functools.partial(walks.block, given), functools.partial(walks.over_queries, given, tile)
-        q_head_of, _ = head_views.head_maps(walks.options)
-        q_tiles, bias, is_persistent = self.q_tiles, self.bias, walks.is_persistent
-        late_values = is_persistent and walks.v_stages == 1
-        if is_persistent:
-            pl.when(turn > 0)(lambda: plgpu.barrier_wait(handover.k_free.at[recomputed(0)]))
-            plgpu.barrier_arrive(handover.k_ready.at[turn & 1])
-        self._load_block(tile, turn, values=not late_values)
-        # Behind the first copies: what it holds and what they need do not fit this warpgroup's registers together.
-        b, kv_head, kv_index = block(recomputed(tile))
-        steps, place = over_queries(b, kv_head, kv_index)
 
-        def load(step, _):
-            head, q_block, _ = place(step)
-            rows = pl.ds(q_block * walks.block_q, walks.block_q)
-            nth = first + step
+def _load_block(kernel: Kernel, tile: Any, turn: Any, *, keys: bool = True, values: bool = True) -> None:
+    """Loads the keys, the values, or both, of the CTA's work tile number `turn`."""
+    traits, schedule, arrays, smem = kernel.traits, kernel.schedule, kernel.arrays, kernel.smem
+    _, kv_head_of = head_views.head_maps(traits.options)
+    b, kv_head, kv_index = kernel.block(recomputed(tile))
+    kv_head = kv_head_of(kv_head)
+    stages = schedule.stages_of(turn)
+    k_ready = v_ready = kernel.barriers.k_ready.at[stages.k]
+    if schedule.is_persistent:
+        v_ready = kernel.barriers.v_ready.at[stages.v]
+    for r in range(traits.row_groups):
+        start = kv_index * schedule.block_kv + KEYS_AT_ONCE * r
 
-            def place_again():
-                """(batch entry, head, queries): the loop of copies leaves no registers to keep them."""
-                if not q_tiles.whole:
-                    return b, head, rows
-                b_, kv_head_, kv_index_ = block(recomputed(tile))
-                head_, q_block_, _ = over_queries(b_, kv_head_, kv_index_)[1](recomputed(step))
-                return b_, head_, pl.ds(q_block_ * walks.block_q, walks.block_q)
+        def load(k_gmem, v_gmem, start, r=r):
+            rows = pl.ds(start, KEYS_AT_ONCE)
+            for c in range(traits.chunks if keys else 0):
+                source = k_gmem.at[b, rows, kv_head, pl.ds(64 * c, 64)]
+                traits.k_tiles.load(source, smem.k.tma.at[stages.k, c, r], k_ready)
+            for half in range(traits.halves if values else 0):
+                source = v_gmem.at[b, rows, kv_head, pl.ds(traits.width * half, traits.width)]
+                traits.v_tiles.load(source, smem.v.tma.at[stages.v, r, half], v_ready)
 
-            def step_again() -> Step:
-                b_, kv_head_, kv_index_ = block(recomputed(tile))
-                steps_, place_ = over_queries(b_, kv_head_, kv_index_)
-                index = recomputed(step)
-                head_, q_block_, is_partial = place_(index)
-                return Step(b_, head_, q_block_, kv_index_, index, is_partial, index + 1 < steps_)
+        whole = functools.partial(load, arrays.key, arrays.value, start)
+        end = arrays.end
+        if end is None:
+            whole()
+        else:
+            end.load(b, start, KEYS_AT_ONCE, whole, functools.partial(load, end.key, end.value, 0))
 
-            def load_rows(staged: Staged):
-                slot = lax.rem(nth, jnp.int32(staged.stages))
-                b, head, rows = place_again()
 
-                @pl.when(nth >= staged.stages)
-                def _():
-                    plgpu.barrier_wait(staged.free.at[slot])
+def _load_bias(kernel: Kernel, tile: Any, nth: Any, head: Any, q_block: Any) -> None:
+    """Loads the bias of the CTA's step number `nth`, behind the step before."""
+    schedule, bias, dense = kernel.schedule, kernel.smem.bias, kernel.arrays.dense
+    assert bias is not None
+    assert dense is not None
 
-                ready = staged.ready.at[slot]
-                for half in range(self.halves):
-                    source = staged.gmem.at[b, rows, q_head_of(head), pl.ds(width * half, width)]
-                    q_tiles.load(source, staged.smem.at[slot, half], ready)
-                b, head, rows = place_again()
-                plgpu.copy_gmem_to_smem(staged.numbers.at[b, head, rows], staged.numbers_smem.at[slot], ready)
-                if staged.ids is not None:
-                    plgpu.copy_gmem_to_smem(staged.ids.at[b, rows], staged.ids_smem.at[slot], ready)
-                if staged.steps is not None:
-                    step_again().leave(staged.steps, slot, ready)
+    @pl.when(nth > 0)
+    def _wait():
+        plgpu.barrier_wait(bias.free)
 
-            load_rows(self.queries)
-            load_rows(self.dout)
-            if late_values:
+    block = kernel.block(recomputed(tile))
+    kv_start = block.kv_index * schedule.block_kv
+    bias.fill(dense, block.b, head, kv_start, q_block * schedule.block_q, kv_start)
 
-                @pl.when(step == 0)
-                def _():
-                    pl.when(turn > 0)(lambda: plgpu.barrier_wait(handover.v_free.at[recomputed(0)]))
-                    self._load_block(tile, turn, keys=False)
 
-            if bias is not None:
+def _following(kernel: Kernel, tile: Any, turn: Any, first: Any, steps: Any) -> tuple[Any, Any]:
+    """(the next work tile of a persistent CTA, how many steps it has done behind this one)."""
+    scheduler, k_ready = kernel.schedule.scheduler, kernel.barriers.k_ready
+    stage = pl.ds((turn + 1) & 1, 1)
+    following = scheduler.leave_following(kernel.arrays.counter, tile, kernel.smem.tile.at[stage])
 
-                @pl.when(nth > 0)
-                def _():
-                    plgpu.barrier_wait(bias.free)
+    @pl.when(following >= scheduler.count)
+    def _end():
+        for _copy in range(kernel.traits.row_groups * kernel.traits.chunks + 1):  # as if there were keys
+            plgpu.barrier_arrive(k_ready.at[(turn + 1) & 1])
 
-                entry, _, of_keys = block(recomputed(tile))
-                kv_start = of_keys * walks.block_kv
-                bias.fill(given["dense"], entry, head, kv_start, q_block * walks.block_q, kv_start)
-
-        # An opaque count: unrolled or peeled, the loop would not fit the registers either.
-        lax.fori_loop(0, recomputed(steps), load, None)
-        if not is_persistent:
-            return tile, first
-        stage = pl.ds((turn + 1) & 1, 1)
-        following = walks.scheduler.leave_following(given["counter"], tile, handover.tile_smem.at[stage])
-
-        @pl.when(following >= walks.scheduler.count)
-        def _end():
-            for _copy in range(self.row_groups * self.chunks + 1):  # as if there were keys
-                plgpu.barrier_arrive(handover.k_ready.at[(turn + 1) & 1])
-
-        return following, first + steps
+    return following, first + steps

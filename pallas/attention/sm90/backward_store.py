@@ -1,116 +1,154 @@
-"""How a warpgroup of the Hopper backward leaves its dkey and dvalue, when its walk has ended."""
+"""How a compute warpgroup of the Hopper backward stores dkey and dvalue, when the q_loop of a work tile has ended."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.pallas.attention.sm90.backward_schedule import Walks
+from jax_kernels.pallas.attention.sm90.backward_loop import WorkTile
+from jax_kernels.pallas.attention.sm90.backward_state import Kernel, TileRefs
 from jax_kernels.pallas.mosaic.barriers import count_up
 from jax_kernels.pallas.mosaic.layouts import WGMMA
 from jax_kernels.pallas.mosaic.registers import recomputed
-from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles
 
 
-class Store(NamedTuple):
-    """given: the kernel's arrays in device memory, by name. dk_gmem, dv_gmem: its results.
+def epilogue(work: WorkTile, dk: list[Any], dv: list[Any], dbias: Any) -> None:
+    """Stores the gradients of a work tile. dk: without the scale. dk, dv: float32, as Store.finish takes them."""
+    kernel, traits, smem, barriers = work.kernel, work.kernel.traits, work.kernel.smem, work.kernel.barriers
+    if barriers.last_read is not None:  # the other warpgroup may still read K, and if it has the same keys, V
+        plgpu.barrier_arrive(barriers.last_read.at[0])
+    wg = recomputed(kernel.wg)
+    row_group, half = (0, wg) if traits.splits_columns else (wg, 0)
+    chunks = [half * (traits.width // 64) + c for c in range(traits.width // 64)]
+    if traits.bias_gradient:
+        _store_dbias(work, dbias, wg, row_group)
+    stages = traits.schedule.stages_of(work.turn)
+    k_smem = TileRefs(smem.k.mma.at[stages.k], smem.k.tma.at[stages.k])
+    v_smem = None
+    if not traits.is_persistent or traits.schedule.v_stages == 2:
+        v_smem = TileRefs(smem.v.mma.at[stages.v], smem.v.tma.at[stages.v])
+    store = Store(
+        kernel=kernel,
+        tile=work.tile,
+        k_smem=k_smem,
+        v_smem=v_smem,
+        sums_smem=smem.dq.at[wg],
+        # With dS each warpgroup has told the other that it has read K, too.
+        last_read=(barriers.last_read or barriers.ds_free).at[0],
+        wg=wg,
+        row_group=row_group,
+        half=half,
+        chunks=chunks,
+    )
+    store.finish(dk, dv)
 
-    The other fields are shared memory: k_smem and v_smem the block of keys (for stores, for copies), which the results
-    go through once no warpgroup reads it (last_read), v_smem None where the next values come there meanwhile;
-    sums_smem [64, 64] float32 and arrived_smem [warpgroups] int32 what a part of a tile needs. wg: the warpgroup.
-    columns: whether it has half of the columns of all keys, not all columns of half the keys; row_group, half: which 64
-    keys are its, and which half; chunks: its chunks of 64 columns.
+
+def _store_dbias(work: WorkTile, dbias: Any, wg: Any, row_group: Any) -> None:
+    """Stores the gradient of a bias for each key. Warpgroups that have the same keys store the same numbers."""
+    kernel = work.kernel
+    smem = kernel.smem.dbias
+    smem.at[wg][...] = dbias.sum(axis=1)
+    plgpu.commit_smem()
+    b, head, kv_index = kernel.block(recomputed(work.tile))
+    rows = pl.ds(kv_index * kernel.traits.block_kv + 64 * row_group, 64)
+    plgpu.copy_smem_to_gmem(smem.at[wg], kernel.results.dbias.at[b, head, rows])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Store:
+    """Stores dkey and dvalue of a work tile.
+
+    The results go through the shared memory of its keys and values once no warpgroup reads it (last_read). v_smem is
+    None where the next values come there meanwhile. sums_smem: [64, 64] float32, for a part of a work tile. row_group,
+    half: which 64 keys, and which part of the columns, are the warpgroup's. chunks: its chunks of 64 columns.
     """
 
-    walks: Walks
-    given: Any
-    dk_gmem: Any
-    dv_gmem: Any
-    k_tiles: SmemTiles
-    v_tiles: SmemTiles
-    k_smem: tuple[Any, Any]
-    v_smem: tuple[Any, Any] | None
+    kernel: Kernel
+    tile: Any
+    k_smem: TileRefs
+    v_smem: TileRefs | None
     sums_smem: Any
-    arrived_smem: Any
     last_read: Any
-    cta: Any
     wg: Any
-    columns: bool
     row_group: Any
     half: Any
     chunks: list[Any]
 
-    @property
-    def width(self) -> int:
-        return self.v_tiles.width * self.v_tiles.count
-
-    def _columns(self, parts: list[Any], start: int, count: int) -> Any:
-        """Of what stands in arrays of some columns each, as many or more."""
-        width = parts[0].shape[1]
-        part = parts[start // width]
-        return part if width == count else part[:, start % width : start % width + count]
-
-    def _store_through_keys(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
-        k_smem, k_copied = self.k_smem
-        for c, chunk in enumerate(self.chunks):
-            k_smem.at[chunk, self.row_group, 0][...] = self._columns(x, 64 * c, 64)
-        plgpu.commit_smem()
-        for chunk in self.chunks:
-            target = gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
-            self.k_tiles.store(k_copied.at[chunk, self.row_group], target)
+    def finish(self, dk: list[Any], dv: list[Any]) -> None:
+        """Stores the sums, or adds them to those of the work tile's other parts."""
+        split = self.kernel.schedule.split
+        if split.parts == 1:
+            self.store(dk, dv)
+            return
+        pl.when(self.tile < split.whole)(lambda: self.store(dk, dv))
+        pl.when(self.tile >= split.whole)(lambda: self.store_part(dk, dv))
 
     def store(self, dk: list[Any], dv: list[Any]) -> None:
         """dk: without the scale. Both: float32 [64, width], in one or more arrays of columns."""
-        b, kv_head, kv_index = self.walks.block(self.given, recomputed(self.cta))
+        traits, dv_gmem, v_tiles = self.kernel.traits, self.kernel.results.dvalue, self.kernel.traits.v_tiles
+        b, kv_head, kv_index = self.kernel.block(recomputed(self.tile))
         row_group, half = self.row_group, self.half
-        place = b, pl.ds(kv_index * self.walks.block_kv + 64 * row_group, 64), kv_head
-        dtype = self.dv_gmem.dtype
-        if self.columns or self.v_smem is None:
+        place = b, pl.ds(kv_index * traits.block_kv + 64 * row_group, 64), kv_head
+        dtype = dv_gmem.dtype
+        if traits.splits_columns or self.v_smem is None:
             plgpu.barrier_wait(self.last_read)
         if self.v_smem is None:
-            self._store_through_keys([part.astype(dtype) for part in dv], self.dv_gmem, *place)
+            self._store_through_keys([part.astype(dtype) for part in dv], dv_gmem, *place)
         else:
-            v_smem, v_copied = (smem.at[row_group, half] for smem in self.v_smem)
-            for c in range(self.v_tiles.count):
-                v_smem.at[c][...] = self._columns(dv, self.v_tiles.width * c, self.v_tiles.width).astype(dtype)
+            v_smem = TileRefs(*(smem.at[row_group, half] for smem in self.v_smem))
+            for c in range(v_tiles.count):
+                v_smem.mma.at[c][...] = _columns(dv, v_tiles.width * c, v_tiles.width).astype(dtype)
             plgpu.commit_smem()
-            target = self.dv_gmem.at[*place, pl.ds(half * self.width, self.width)]
-            self.v_tiles.store(v_copied, target)
-        if not self.columns and self.v_smem is not None:
+            target = dv_gmem.at[*place, pl.ds(half * traits.width, traits.width)]
+            v_tiles.store(v_smem.tma, target)
+        if not traits.splits_columns and self.v_smem is not None:
             plgpu.barrier_wait(self.last_read)
-        dk = [(part * self.walks.options.scale).astype(dtype) for part in dk]
+        dk = [(part * traits.options.scale).astype(dtype) for part in dk]
         if self.v_smem is None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        self._store_through_keys(dk, self.dk_gmem, *place)
+        self._store_through_keys(dk, self.kernel.results.dkey, *place)
 
     def store_part(self, dk: list[Any], dv: list[Any]) -> None:
         """Adds dk and dv to those of the tile's other parts; the last one to do so stores the sums."""
-        split, w = self.walks.split, self.wg
-        nth = split.tile(recomputed(self.cta)) - split.whole
+        split, arrays, arrived_smem, width = (
+            self.kernel.schedule.split,
+            self.kernel.arrays,
+            self.kernel.smem.arrived,
+            self.kernel.traits.width,
+        )
+        nth = split.tile(recomputed(self.tile)) - split.whole
         rows = pl.ds(64 * self.row_group, 64)
         for which, sums in enumerate((dk, dv)):
             for c, chunk in enumerate(self.chunks):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                self.sums_smem[...] = self._columns(sums, 64 * c, 64)
+                self.sums_smem[...] = _columns(sums, 64 * c, 64)
                 plgpu.commit_smem()
-                target = self.given["sums"].at[nth, which, rows, pl.ds(64 * chunk, 64)]
+                target = arrays.sums.at[nth, which, rows, pl.ds(64 * chunk, 64)]
                 plgpu.copy_smem_to_gmem(self.sums_smem, target, reduction_op="add")
         plgpu.wait_smem_to_gmem(0)
         plgpu.commit_smem()  # no thread counts before the one that waited
-        count_up(self.given["arrived"].at[nth, pl.ds(w, 1)], self.arrived_smem.at[pl.ds(w, 1)], release=True)
+        mine = pl.ds(self.wg, 1)
+        count_up(arrays.arrived.at[nth, mine], arrived_smem.at[mine], release=True)
         plgpu.commit_smem()
 
-        @pl.when(self.arrived_smem[w] == split.parts - 1)
-        def _():
-            columns = pl.ds(self.half * self.width, self.width)
-            load = lambda which: plgpu.load(
-                self.given["sums"].at[nth, which, rows, columns], layout=WGMMA, optimized=False
-            )
+        @pl.when(arrived_smem[self.wg] == split.parts - 1)
+        def _store_sums():
+            columns = pl.ds(self.half * width, width)
+            load = lambda which: plgpu.load(arrays.sums.at[nth, which, rows, columns], layout=WGMMA, optimized=False)
             self.store([load(0)], [load(1)])
 
-    def finish(self, dk: list[Any], dv: list[Any]) -> None:
-        if self.walks.split.parts == 1:
-            self.store(dk, dv)
-            return
-        pl.when(self.cta < self.walks.split.whole)(lambda: self.store(dk, dv))
-        pl.when(self.cta >= self.walks.split.whole)(lambda: self.store_part(dk, dv))
+    def _store_through_keys(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
+        for c, chunk in enumerate(self.chunks):
+            self.k_smem.mma.at[chunk, self.row_group, 0][...] = _columns(x, 64 * c, 64)
+        plgpu.commit_smem()
+        for chunk in self.chunks:
+            target = gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)]
+            self.kernel.traits.k_tiles.store(self.k_smem.tma.at[chunk, self.row_group], target)
+
+
+def _columns(parts: list[Any], start: int, count: int) -> Any:
+    """`count` columns of a matrix that stands in arrays of as many columns each, or more."""
+    width = parts[0].shape[1]
+    part = parts[start // width]
+    return part if width == count else part[:, start % width : start % width + count]

@@ -79,7 +79,7 @@ class Walk(NamedTuple):
         return self._of_step(self.lists.indices, step)
 
     def query_place(self, step: Any, group: int, q_blocks: int) -> tuple[Any, Any, Any]:
-        """Of a list by key: (query head, block of queries, whether it is partial)."""
+        """The place of a step in a list by key: (query head, block of queries, whether it is partial)."""
         block, of_group = self.at(step), jnp.int32(0)
         if self.lists.sharing > 1:
             of_group = lax.rem(step, jnp.int32(group))
@@ -103,7 +103,7 @@ class Walk(NamedTuple):
         return mask_bits.kept(scores, words, by_word=by_word)
 
     def words(self, head: Any, other: Any, row_start: Any, rows: int) -> Any:
-        """Where there are words of all blocks, those of some rows of the tile, of a query head's block `other`."""
+        """The words of some rows of the tile, for a query head's block `other`, where there are words of all blocks."""
         of_block = of_head(self.lists.words, self.b, head).at[other, self.block]
         return mask_bits.load_words(of_block.at[pl.ds(row_start, rows)])
 
@@ -115,7 +115,7 @@ class Walk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ListedCall:
-    """What a call's lists depend on beside its mask, but for arrays. limits: its is_causal, window and q_offset.
+    """The static part of a call that its lists depend on, beside its mask. limits: its is_causal, window and q_offset.
 
     q_offset is None where it is an array.
     """
@@ -212,7 +212,7 @@ def lists_of(
 def prepared_lists(
     inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool = True, **blocks: Any
 ) -> PreparedLists:
-    """What lists_of gives for these arguments, to be carried. Where the mask is known, no longer than its blocks ask.
+    """The lists of lists_of for these arguments, to be carried. Where the mask is known, they are as short as can be.
 
     query and key may be ShapeDtypeStructs. Nothing but the mask may be an array that limits the call's keys.
     """

@@ -80,16 +80,16 @@ class Mod:
 
     @property
     def units(self) -> float:
-        """What the results of the program are multiplied by."""
+        """The number that the results of the program are multiplied by."""
         return 1.0 if self.may_mask else LOG2E
 
     @property
     def tanh_factor(self) -> float | None:
-        """Of a program with one tanh, of the score times a number alone: that number."""
+        """The number that multiplies the score in a program's one tanh, which has nothing else in it."""
         return tanh_factor(self.result)
 
     def highest(self, largest_score: jax.Array | None, farthest: int, *, no_later_keys: bool) -> Any | None:
-        """What no result exceeds, [B or 1, H or 1] or a number; None where the program does not tell.
+        """An upper bound of the results, [B or 1, H or 1] or a number; None where the program does not tell.
 
         largest_score: of any size, [B, H], if it is known. farthest: how far a query's index can be from that of a key
         which it attends to. no_later_keys: to none with a greater index.
@@ -164,7 +164,7 @@ class Tile:
         return [Part(self, x, PART * i, of_rows, tanh_factor) for i, x in enumerate(columns)]
 
     def scores(self, *, by_warp: bool = False, small: bool = False) -> Any:
-        """What the program gives, in Mod.units.
+        """The results of the program, in Mod.units.
 
         by_warp: a warp may take a branch of its own. small: all scores are within tanh_limits.
         """
@@ -317,7 +317,7 @@ class Part:
         return FLOATS[kind](*values)
 
     def _integer(self, node: Node) -> Any:
-        """Of an int or a bool."""
+        """An int or a bool as an integer of the kernel."""
         kind, (x, *_) = node.kind, node.inputs
         if kind == "convert_element_type":
             value = self._of(x)
@@ -347,7 +347,7 @@ class Part:
         return plgpu.load(rows, layout=layout, optimized=False)
 
     def _of_differences(self, node: Node, ref: Any) -> Any:
-        """What ref has for the differences of the pairs."""
+        """The numbers that ref has for the differences of the pairs."""
         start = self.first_starts["q"] - self.first_starts["k"] + self.no_difference
         first, before = self.of_rows.get((node, "part"), (None, None))
         before = before if first == self.first - PART else None
@@ -409,7 +409,7 @@ class Part:
 
 
 def _is_exact_difference(node: Node) -> bool:
-    """Of a query and a key, of a size that float32 has exactly."""
+    """Whether it is the difference of a query and a key, of a size that float32 has exactly."""
     return is_difference(node) and node.bound is not None and node.bound <= EXACT
 
 

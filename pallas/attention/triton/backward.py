@@ -1,4 +1,4 @@
-"""Attention backward through Triton, in two passes: one owns blocks of keys and walks the queries, one the reverse.
+"""Attention backward through Triton, in two passes: one owns blocks of keys and loops over queries, one the reverse.
 
 Both recompute the probabilities from the log-sum-exp, P = exp2(S * scale * log2(e) - lse), and have
 dS = P * (dO V^T - delta), with a delta per query. Seven products where one pass needs five,
@@ -19,13 +19,14 @@ from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, At
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.triton.bias_gradient import gradient_of_tiles
 from jax_kernels.pallas.attention.triton.common import (
-    Call,
     Queries,
     QueryPrograms,
     Refs,
+    TracedCall,
     aligned,
     all_rows,
     bias_spec,
+    block_loop,
     iota,
     limiting_arrays,
     load,
@@ -35,7 +36,6 @@ from jax_kernels.pallas.attention.triton.common import (
     row_mask,
     run,
     store,
-    walk,
     whole,
     whole_array,
 )
@@ -49,8 +49,8 @@ def attention_backward(
     del core_count  # one program per tile: nothing is persistent
     bias, inputs = inputs.bias, inputs._replace(bias=aligned(inputs.bias))
     limiting = limiting_arrays(inputs, options)
-    dkey_blocks = Call.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
-    dquery_blocks = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    dkey_blocks = TracedCall.of(inputs, options, config.block_q_dkv, config.block_kv_dkv, interpret)
+    dquery_blocks = TracedCall.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
     rows = dout.astype(inputs.query.dtype), dquery_blocks.in_units(lse), delta, excess
     operands = operands_of(dquery_blocks, inputs)
     dkey, dvalue, *by_key = _dkv(inputs, *limiting, *rows, operands, dkey_blocks, config)
@@ -106,7 +106,7 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call
     )
 
 
-def _dkv_kernel(refs: Refs, *, call: Call):
+def _dkv_kernel(refs: Refs, *, call: TracedCall):
     kv_index, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
     block_q, block_kv, group = call.block_q, call.block_kv, call.group
     first_head = kv_head * group
@@ -160,7 +160,7 @@ def _dkv_kernel(refs: Refs, *, call: Call):
 
     def one_head(head, state):
         state = (*state, *(jnp.zeros((block_kv,), jnp.float32) for _ in by_key))
-        dk, dv, *sums = walk(blocks, lambda *args, **options: step(*args, head=head, **options), state)
+        dk, dv, *sums = block_loop(blocks, lambda *args, **options: step(*args, head=head, **options), state)
         for ref, x in zip(refs.outs[2:], sums, strict=True):
             x = jnp.where(keys < limits.kv_length, x, 0.0)
             plgpu.store(ref if head is None else ref.at[head], x, mask=row_mask(kv_start, block_kv, call.kv_length))
@@ -194,7 +194,7 @@ def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call,
     )
 
 
-def _dq_kernel(refs: Refs, *, call: Call, q_block):
+def _dq_kernel(refs: Refs, *, call: TracedCall, q_block):
     q_index, head, batch_index = q_block(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
     block_q, block_kv = call.block_q, call.block_kv
     q_start = q_index * block_q
@@ -231,7 +231,7 @@ def _dq_kernel(refs: Refs, *, call: Call, q_block):
         return (dq + call.dot(ds.astype(k.dtype), k, (1, 0)), *sums)
 
     zeros = [jnp.zeros((block_q, padded(call.head_dim)), jnp.float32)]
-    dq, *sums = walk(blocks, step, (*zeros, *(jnp.zeros((block_q,), jnp.float32) for _ in by_query)))
+    dq, *sums = block_loop(blocks, step, (*zeros, *(jnp.zeros((block_q,), jnp.float32) for _ in by_query)))
     dq_ref, *sum_refs = refs.outs
     for ref, x in zip(sum_refs, sums, strict=True):
         plgpu.store(ref, x, mask=rows)

@@ -1,7 +1,7 @@
 """The gradient of a bias through Triton: two products for a tile of P and of dS.
 
-A program owns a tile of the bias and walks what it is broadcast over: it needs no memory but the gradient's own, and
-few programs run where the bias is small. Under a mask, blocks of which nothing is kept are skipped.
+A program owns a tile of the bias and loops over what it is broadcast over: it needs no memory but the gradient's own.
+Few programs run where the bias is small. Under a mask, dead blocks are skipped.
 """
 
 from typing import Any, NamedTuple
@@ -19,12 +19,13 @@ from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.lists import block_status, packed_status
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.triton.common import (
-    Call,
     Queries,
     Refs,
+    TracedCall,
     aligned,
     all_rows,
     bias_spec,
+    block_loop,
     both,
     iota,
     limiting_arrays,
@@ -34,7 +35,6 @@ from jax_kernels.pallas.attention.triton.common import (
     padded,
     row_mask,
     run,
-    walk,
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
@@ -44,7 +44,7 @@ WORD = 32  # bits
 
 
 class Pairs(NamedTuple):
-    """What a mask keeps.
+    """The pairs that a mask keeps.
 
     entries: int32 [B or 1, H or 1, blocks of queries, of keys]: DEAD, WHOLE, or which of `words` a block's are. None
     where an array tells of its pairs alone.
@@ -58,7 +58,7 @@ class Pairs(NamedTuple):
 
     @classmethod
     def of(
-        cls, inputs: AttentionInputs, options: AttentionOptions, call: Call, *, with_blocks: bool = True
+        cls, inputs: AttentionInputs, options: AttentionOptions, call: TracedCall, *, with_blocks: bool = True
     ) -> "Pairs | None":
         """None without a mask. with_blocks: of an array, too, which blocks are dead."""
         if inputs.mask is None:
@@ -75,7 +75,7 @@ class Pairs(NamedTuple):
         entries = jnp.where(full, WHOLE, jnp.where(alive, entries, DEAD))
         return cls(entries, lax.bitcast_convert_type(words, jnp.int32))
 
-    def ins(self, call: Call) -> dict[str, Any]:
+    def ins(self, call: TracedCall) -> dict[str, Any]:
         """For common.run: every program has all of them."""
         found: dict[str, Any] = {"entries": whole_array(self.entries), "words": whole_array(self.words)}
         if self.mask is not None:
@@ -95,8 +95,8 @@ class Tile(NamedTuple):
     kv_index: Any
 
 
-def is_kept(refs: Refs, call: Call, tile: Tile) -> jax.Array:
-    """Of a call with Pairs: bool, broadcastable to [block_q, block_kv], which pairs the mask keeps."""
+def is_kept(refs: Refs, call: TracedCall, tile: Tile) -> jax.Array:
+    """The pairs that the mask of a call with Pairs keeps: bool, broadcastable to [block_q, block_kv]."""
     of_head = lambda ref: tuple(jnp.int32(0) if n == 1 else i for n, i in zip(ref.shape, tile[:2], strict=False))
     q_start, kv_start = tile.q_index * call.block_q, tile.kv_index * call.block_kv
     if refs.mask is not None:
@@ -113,14 +113,14 @@ def bias_gradient(
     """Under a mask, too. config: AttentionBackwardTriton. Arguments: as attention_backward's in triton/backward.py."""
     del core_count
     keys, inputs = inputs.bias.shape[3], inputs._replace(bias=aligned(inputs.bias))
-    call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    call = TracedCall.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
     limiting = limiting_arrays(inputs, options)
     pairs = Pairs.of(inputs, options, call)
     return gradient_of_tiles(inputs, *limiting, dout, lse, delta, excess, pairs, call, config)[..., :keys]
 
 
 def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, pairs, call, config, *, far=None):
-    """Of inputs.bias, `aligned`, as it is. lse: in natural units. pairs: a mask's Pairs, or None.
+    """The gradient of inputs.bias, which is `aligned`. lse: in natural units. pairs: a mask's Pairs, or None.
 
     far: [B, Hkv] int32, the heads of keys that have rows with a gradient; None: all.
     """
@@ -168,7 +168,7 @@ def gradient_of_tiles(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, p
     return dbias
 
 
-def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
+def _dbias_kernel(refs: Refs, *, call: TracedCall, batch: int, bias_shape):
     block_q, block_kv = call.block_q, call.block_kv
     # The batch entries and heads that share this tile, and what there is of the other two axes.
     batches, heads = (count if size == 1 else 1 for count, size in zip((batch, call.heads), bias_shape, strict=False))
@@ -221,7 +221,7 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
                 p = jnp.where(is_kept(refs, call, tile), p, 0.0)
             return acc + p * (call.dot(dout, v, (1, 1)) - delta[:, None])
 
-        return walk(blocks, step, acc)
+        return block_loop(blocks, step, acc)
 
     def one_head(n, acc):
         b = own_batch if batches == 1 else lax.div(n, jnp.int32(heads))
@@ -249,7 +249,7 @@ def _dbias_kernel(refs: Refs, *, call: Call, batch: int, bias_shape):
     plgpu.store(dbias_ref, acc.astype(dbias_ref.dtype), mask=both(rows, columns, acc.shape))
 
 
-def _kept(words: Any, entry: Any, call: Call) -> jax.Array:
+def _kept(words: Any, entry: Any, call: TracedCall) -> jax.Array:
     """bool [block_q, block_kv], of the pairs of a block that is not dead."""
     keys, of_block = iota(call.block_kv)[None, :], jnp.maximum(entry, 0)
     load_word = lambda i: plgpu.load(words.at[of_block, jnp.int32(i), :])[:, None]

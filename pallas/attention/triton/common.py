@@ -1,6 +1,6 @@
-"""What the Triton attention kernels share: how a tile is loaded, which scores it has, and the walk over blocks.
+"""Parts that the Triton attention kernels share: loads of tiles, their scores, and the loop over blocks.
 
-A kernel is a function of `Refs`, the call's arrays by name, and of a `Call`, what is known when tracing.
+A kernel is a function of `Refs`, the call's arrays by name, and of a `TracedCall`, what is known when tracing.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ class Refs(NamedTuple):
     """The arrays of a kernel; None where the call lacks one.
 
     mask, entries, words: of bias_gradient.Pairs. bounds: block_ranges.bounds_array. ranges: block_ranges.segment_ranges
-    of the blocks that the programs own. lse (Call.in_units), delta, excess: of the backward. operands: of a score_mod.
-    sums, far: of far_rows.
+    of the blocks that the programs own. lse (TracedCall.in_units), delta, excess: of the backward.
+    operands: of a score_mod. sums, far: of far_rows.
     outs: what the kernel writes.
     """
 
@@ -66,8 +66,8 @@ class Refs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """What a kernel knows of a call when it is traced."""
+class TracedCall:
+    """The static part of a call: what a kernel is traced with."""
 
     options: AttentionOptions
     q_length: int
@@ -107,7 +107,7 @@ class Call:
 
     @property
     def columns(self) -> int | None:
-        """Of what is `aligned` and has an axis of keys; None without a bias and score_mod."""
+        """The columns of `aligned` arrays that have an axis of keys; None without a bias and score_mod."""
         return pl.cdiv(self.kv_length, ALIGNED) * ALIGNED if self.may_mask else None
 
     @property
@@ -125,7 +125,7 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """Of the scores that `scores` gives, to base 2, unless they stay in natural units."""
+        """The factor that takes the scores of `scores` to base 2, unless they stay in natural units."""
         if self.may_mask:
             return 1.0
         return LOG2E * (self.options.scale if self.options.softcap is None else self.options.softcap)
@@ -142,7 +142,7 @@ class Call:
 
     def key_blocks(
         self, refs: Refs, limits: block_ranges.Limits, batch_index: Any, q_index: Any
-    ) -> block_ranges.Blocks:
+    ) -> block_ranges.BlockRange:
         """The blocks of keys that a block of queries visits."""
         among = None
         if refs.ranges is not None:
@@ -192,7 +192,7 @@ class Call:
         return x if self.may_mask else x * LOG2E
 
     def shrinking(self, highest: jax.Array, new: jax.Array) -> jax.Array:
-        """What to multiply sums by where the maximum becomes `new`."""
+        """The factor of the sums where the maximum becomes `new`."""
         return jnp.exp2((highest - new) * LOG2E if self.may_mask else highest - new)
 
     def exp2(self, x: jax.Array, shift: jax.Array, excess: jax.Array | None = None) -> jax.Array:
@@ -230,7 +230,7 @@ def _bits(x: float) -> str:
     return struct.pack(">f", x).hex()
 
 
-def run(kernel: Callable[..., None], call: Call, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
+def run(kernel: Callable[..., None], call: TracedCall, config: Any, *, name: str, grid, ins, outs, **rest: Any) -> Any:
     """pallas_call of kernel(refs, call=call, **rest). outs: (shape, spec) each.
 
     ins: of Refs by name, (array, spec), a list of such, or None. The outs stand in the memory of its "sums", if it has
@@ -286,7 +286,7 @@ def all_rows(length: int, block: int) -> int:
 def whole(length: int, block: int, heads: int | None, head_dim: int, index_map: Any) -> pl.BlockSpec:
     """All rows of one head of [B, T, H, D], or of `heads` of them; index_map gives (batch entry, block of heads).
 
-    Only a view: a program loads the blocks of rows that it walks.
+    It is only a view: a program loads the blocks of rows that it visits.
     """
 
     def full_index_map(*grid):
@@ -302,12 +302,12 @@ def whole_array(x: jax.Array | None) -> tuple[jax.Array, pl.BlockSpec] | None:
 
 
 class QueryPrograms:
-    """What a kernel gets whose programs (i, h, b) own a block of queries each, and walk the keys.
+    """The operands of a kernel whose programs (i, h, b) own a block of queries each, and loop over the keys.
 
     limiting: limiting_arrays. operands: operands_of. q_block: the block of queries of program i. ins: of `run`.
     """
 
-    def __init__(self, call: Call, inputs: AttentionInputs, limiting: tuple[Any, Any, Any], operands: Any = ()):
+    def __init__(self, call: TracedCall, inputs: AttentionInputs, limiting: tuple[Any, Any, Any], operands: Any = ()):
         bounds, q_ids, kv_ids = limiting
         block_q, kv_rows = call.block_q, all_rows(call.kv_length, call.block_kv)
         # Under a causal mask the last queries have the most keys: they go first, so that short programs fill the end.
@@ -331,7 +331,7 @@ class QueryPrograms:
             self.ins["ranges"] = whole_array(block_ranges.segment_ranges(q_ids, block_q, kv_ids, call.block_kv))
 
     def q_spec(self, head_dim: int) -> pl.BlockSpec:
-        """Of an array [B, T, H, head_dim]."""
+        """The spec of an array [B, T, H, head_dim]."""
         block = (None, self._block_q, None, padded(head_dim))
         return pl.BlockSpec(block, lambda i, h, b: (b, self.q_block(i), h, 0))
 
@@ -347,9 +347,9 @@ def aligned(x: Any) -> Any:
 
 
 def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) -> pl.BlockSpec:
-    """Of a bias [B or 1, H or 1, T or 1, S or 1], whose axes of length 1 are broadcast. block, index_map: of full axes.
+    """The spec of a bias [B or 1, H or 1, T or 1, S or 1], whose axes of length 1 are broadcast.
 
-    An axis of heads that is one stays out of the view, as None in block does.
+    block, index_map: of full axes. An axis of heads that is one stays out of the view, as None in block does.
     """
     one = bias.shape
     block = tuple((None if axis < 2 else 1) if one[axis] == 1 else size for axis, size in enumerate(block))
@@ -422,7 +422,7 @@ def store(ref: Any, x: jax.Array, start: Any, length: int, head_dim: int) -> Non
 
 
 class Queries(NamedTuple):
-    """What each query of a block may attend to: keys from `start` (None: from the first) up to `limit`, of its id."""
+    """The keys that each query of a block may attend to: from `start` (None: the first) up to `limit`, of its id."""
 
     start: jax.Array | None
     limit: jax.Array
@@ -446,7 +446,7 @@ class Queries(NamedTuple):
         return live
 
 
-def walk(blocks: block_ranges.Blocks, step: Any, state: Any) -> Any:
+def block_loop(blocks: block_ranges.BlockRange, step: Any, state: Any) -> Any:
     """Runs step(index, state, partial=...) over the blocks: those that need the predicate, then the others."""
     nothing = lambda first, last: first is last or (isinstance(first, int) and isinstance(last, int) and first >= last)
     for first, last, partial in ((0, blocks.partial, True), (blocks.partial, blocks.count, False)):

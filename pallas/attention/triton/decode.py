@@ -52,8 +52,11 @@ class Refs(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """What the kernel knows when it is traced. page_size: None where the keys of a sequence are contiguous."""
+class TracedCall:
+    """The static part of a call: what the kernel is traced with.
+
+    page_size: None where the keys of a sequence are contiguous.
+    """
 
     scale: float
     softcap: float | None
@@ -85,7 +88,7 @@ def attention_decode(
     block_kv = fit(config.block_kv, capacity)
     blocks = decode.most_blocks(capacity, q_length, left, block_kv)
     splits = decode.split_count(batch * kv_heads * tiles, blocks, core_count * PROGRAMS_PER_CORE)
-    call = Call(
+    call = TracedCall(
         scale=scale,
         softcap=softcap,
         left=left,
@@ -213,7 +216,7 @@ def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts, v_head
     plgpu.store(merged_lse_ref, jnp.full((1,), lse))
 
 
-def _load_pages(call: Call, tables: Any, start: Any, length: Any) -> Any:
+def _load_pages(call: TracedCall, tables: Any, start: Any, length: Any) -> Any:
     """The pages of the block of keys from `start` on: one for all of them, or one for each; 0 past the length.
 
     What a table holds past the length may be no page.
@@ -226,7 +229,7 @@ def _load_pages(call: Call, tables: Any, start: Any, length: Any) -> Any:
     return plgpu.load(tables.at[lax.div(keys, call.page_size)], mask=keys < length, other=0)
 
 
-def _load_block(call: Call, ref: Any, page: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
+def _load_block(call: TracedCall, ref: Any, page: Any, start: Any, length: Any, head_dim: int) -> jax.Array:
     """Keys (or values) start ... start + block_kv - 1 of a sequence, zeros past its length: [block_kv, head_dim]."""
     block_kv, page_size = call.block_kv, call.page_size
     if page_size is None:
@@ -241,7 +244,7 @@ def _load_block(call: Call, ref: Any, page: Any, start: Any, length: Any, head_d
     return plgpu.load(view, mask=wide(keys < length) & (column < head_dim), other=0.0)
 
 
-def _kernel(refs: Refs, call: Call) -> None:
+def _kernel(refs: Refs, call: TracedCall) -> None:
     head_tile, split, batch_index = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     block_kv, tile = call.block_kv, call.tile
     row_start = lax.div(head_tile, call.kv_heads) * tile

@@ -21,9 +21,9 @@ from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, At
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, Tile, gradient_of_tiles, is_kept
 from jax_kernels.pallas.attention.triton.common import (
-    Call,
     Queries,
     Refs,
+    TracedCall,
     aligned,
     all_rows,
     bias_spec,
@@ -73,7 +73,7 @@ def far_rows(
     lse = jnp.where(far, lse, jnp.inf)
     of_heads = far.reshape(len(lse), inputs.key.shape[2], -1).any(axis=-1).astype(jnp.int32)
     inputs = inputs._replace(bias=aligned(bias), sinks=None)
-    call = Call.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
+    call = TracedCall.of(inputs, options, config.block_q_dq, config.block_kv_dq, interpret)
     pairs = Pairs.of(inputs, options, call, with_blocks=gradients.bias is not None)
     limiting, rows = limiting_arrays(inputs, options), (dout.astype(inputs.query.dtype), lse, delta, excess)
     gradients = _added(inputs, limiting, rows, pairs, of_heads, gradients, call, config, PROGRAMS * core_count)
@@ -83,7 +83,9 @@ def far_rows(
     return gradients._replace(bias=(gradients.bias + more[..., : bias.shape[3]]).astype(gradients.bias.dtype))
 
 
-def _added(inputs, limiting, rows, pairs, far, gradients, call: Call, config, programs: int) -> AttentionGradients:
+def _added(
+    inputs, limiting, rows, pairs, far, gradients, call: TracedCall, config, programs: int
+) -> AttentionGradients:
     """The gradients of query, key and value with what far rows add. far: int32 [B, Hkv], which heads have such."""
     (query, key, value), (bounds, q_ids, kv_ids), (dout, lse, delta, excess) = inputs[:3], limiting, rows
     # All queries, of the heads that share a head of keys; without an axis of heads where it is one.
@@ -131,7 +133,7 @@ def _added(inputs, limiting, rows, pairs, far, gradients, call: Call, config, pr
     return gradients._replace(query=dquery, key=dkey, value=dvalue)
 
 
-def _kernel(refs: Refs, *, call: Call, splits: int):
+def _kernel(refs: Refs, *, call: TracedCall, splits: int):
     split, kv_head, batch_index = (pl.program_id(axis) for axis in range(3))
 
     def of_split(blocks: int, program: Any) -> None:
@@ -156,7 +158,7 @@ def _row_of_head(ref: Any, head: Any, group: int, rows: Any) -> Any:
     return ref.at[rows] if group == 1 else ref.at[head, rows]
 
 
-def _tile(refs: Refs, call: Call, batch_index: Any, kv_head: Any, head: Any, q_index: Any, kv_index: Any):
+def _tile(refs: Refs, call: TracedCall, batch_index: Any, kv_head: Any, head: Any, q_index: Any, kv_index: Any):
     """(query, key, dout, P, dS) of a tile, of a head of the group. P is zero in rows that are not far."""
     group, q_start, kv_start = call.group, q_index * call.block_q, kv_index * call.block_kv
     queries, keys = pl.ds(q_start, call.block_q), pl.ds(kv_start, call.block_kv)
@@ -182,7 +184,7 @@ def _tile(refs: Refs, call: Call, batch_index: Any, kv_head: Any, head: Any, q_i
     return query, key, dout, p, ds.astype(query.dtype)
 
 
-def _key_program(refs: Refs, call: Call, kv_index: Any, tile: Any) -> None:
+def _key_program(refs: Refs, call: TracedCall, kv_index: Any, tile: Any) -> None:
     """Adds what all queries pass to a block of keys."""
 
     def step(index, state):
@@ -200,7 +202,7 @@ def _key_program(refs: Refs, call: Call, kv_index: Any, tile: Any) -> None:
     _add(place(outs[1]), place(sums[1]), dvalue, start, call.kv_length, call.v_head_dim)
 
 
-def _query_program(refs: Refs, call: Call, index: Any, tile: Any) -> None:
+def _query_program(refs: Refs, call: TracedCall, index: Any, tile: Any) -> None:
     """Adds what all keys pass to a block of queries: number `index` of those of a group."""
     head, q_index = lax.div(index, jnp.int32(call.q_blocks)), lax.rem(index, jnp.int32(call.q_blocks))
 

@@ -1,7 +1,7 @@
-"""Attention forward through Triton: a program owns a block of queries and walks the keys that these attend to.
+"""Attention forward through Triton: a program owns a block of queries and loops over their keys.
 
 Arrays keep their layout: a program reads its head of [B, T, H, D] in place. Tensors in a program have power-of-two
-sizes, so that loads beyond a length or a head_dim are masked, and give zeros. The walk is two loops: over the
+sizes, so that loads beyond a length or a head_dim are masked, and give zeros. The kv loop is two loops: over the
 blocks that need the predicate and over those that don't (see block_ranges.py).
 """
 
@@ -14,11 +14,12 @@ from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.attention.triton.common import (
-    Call,
     Queries,
     QueryPrograms,
     Refs,
+    TracedCall,
     aligned,
+    block_loop,
     iota,
     limiting_arrays,
     load,
@@ -28,7 +29,6 @@ from jax_kernels.pallas.attention.triton.common import (
     row_mask,
     run,
     store,
-    walk,
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import operands_of, tile_scores
@@ -40,7 +40,7 @@ def attention_forward(
     """See the package's docstring. config: AttentionForwardTriton."""
     del core_count  # one program per tile: nothing is persistent
     inputs = inputs._replace(bias=aligned(inputs.bias))
-    call = Call.of(inputs, options, config.block_q, config.block_kv, interpret)
+    call = TracedCall.of(inputs, options, config.block_q, config.block_kv, interpret)
     programs = QueryPrograms(call, inputs, limiting_arrays(inputs, options), operands_of(call, inputs))
     out = jax.ShapeDtypeStruct((*inputs.query.shape[:3], call.v_head_dim), out_dtype)
     lse = jax.ShapeDtypeStruct((len(inputs.query), call.heads, call.q_length), jnp.float32)
@@ -56,7 +56,7 @@ def attention_forward(
     )
 
 
-def _kernel(refs: Refs, *, call: Call, q_block):
+def _kernel(refs: Refs, *, call: TracedCall, q_block):
     block_q, block_kv = call.block_q, call.block_kv
     q_index, head, batch_index = q_block(pl.program_id(0)), pl.program_id(1), pl.program_id(2)
     q_start = q_index * block_q
@@ -97,7 +97,7 @@ def _kernel(refs: Refs, *, call: Call, q_block):
         highest = jnp.broadcast_to(call.in_units(refs.sinks[of_batch, head]), (block_q,))
         total = total + 1.0
     state = (jnp.zeros((block_q, padded(call.v_head_dim)), jnp.float32), highest, total)
-    acc, highest, total = walk(blocks, step, state)
+    acc, highest, total = block_loop(blocks, step, state)
     dead = total == 0.0
     if call.may_mask:  # whose excess would be a NaN where a sink of -inf has counted itself
         dead = dead | (highest == -jnp.inf)

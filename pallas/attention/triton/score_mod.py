@@ -11,25 +11,25 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs
-from jax_kernels.pallas.attention.triton.common import Call, Refs, aligned, iota
+from jax_kernels.pallas.attention.triton.common import Refs, TracedCall, aligned, iota
 from jax_kernels.score_mod.trace import ScoreMod, moving, with_moving
 
 
-def operands_of(call: Call, inputs: AttentionInputs) -> list[jax.Array]:
+def operands_of(call: TracedCall, inputs: AttentionInputs) -> list[jax.Array]:
     """The operands of score_mod, aligned."""
     if call.mod is None:
         return []
     return [aligned(x) for x in call.mod.operands(inputs.score_mod.arrays, _shape(call, inputs))]
 
 
-def summed(call: Call, operands: Any, *, by_key: bool) -> list[int]:
+def summed(call: TracedCall, operands: Any, *, by_key: bool) -> list[int]:
     """Which of the operands have a gradient that is summed over queries (by_key), or over keys."""
     floats = moving(operands, call.options.score_mod_gradient)
     return [i for i, x in enumerate(floats) if x is not None and (x.shape[-1] > 1) == by_key]
 
 
-def array_gradients(call: Call, inputs: AttentionInputs, operands: Any, by_query: Any, by_key: Any) -> ScoreMod:
-    """Of score_mod, from the sums of its operands' for each query [B, H, T], or key [B, H, S], in their order."""
+def array_gradients(call: TracedCall, inputs: AttentionInputs, operands: Any, by_query: Any, by_key: Any) -> ScoreMod:
+    """The gradients of score_mod's arrays, from its operands' sums by query [B, H, T] or by key [B, H, S], in order."""
     assert call.mod is not None
     mod, tiles, of_query, of_key = inputs.score_mod, call.mod, iter(by_query), iter(by_key)
 
@@ -43,12 +43,14 @@ def array_gradients(call: Call, inputs: AttentionInputs, operands: Any, by_query
     return ScoreMod(given, mod.program)
 
 
-def _shape(call: Call, inputs: AttentionInputs) -> tuple[int, int, int, int]:
+def _shape(call: TracedCall, inputs: AttentionInputs) -> tuple[int, int, int, int]:
     return len(inputs.query), call.heads, call.q_length, call.kv_length
 
 
-def tile_scores(call: Call, refs: Refs, load: Any, q: jax.Array, k: jax.Array, at: Any, *, transposed: bool = False):
-    """(the scores of a tile as Call.scores gives them, their pullback).
+def tile_scores(
+    call: TracedCall, refs: Refs, load: Any, q: jax.Array, k: jax.Array, at: Any, *, transposed: bool = False
+):
+    """(the scores of a tile as TracedCall.scores gives them, their pullback).
 
     load: what a kernel's program has of an array of Refs for this tile, [queries or 1, keys or 1]. at: the batch entry,
     the head, the first query and the first key. transposed: scores, and what is of their shape, are [keys, queries].

@@ -196,6 +196,11 @@ BAD = {
         TypeError,
         "pattern: got a Mask of traced arrays, want known ones",
     ),
+    "unhashable": (
+        lambda: compile_attention("longformer", 40, 16, window=([8],)),
+        TypeError,
+        "window: got ([8],), want a constant; of an array, pass a masks.Mask",
+    ),
     "shape": (
         lambda: compile_attention("causal", 41, 16, **SHAPE)(*arrays()),
         ValueError,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 
 from jax_kernels import flash_attention
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
@@ -63,7 +64,16 @@ def check_on_cpu(case, check_dead):
     check(case, "xla", tolerance_of(case, arrays, want), check_dead, want)
 
 
-@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+# What `make test` runs: each argument once, in one dtype.
+QUICK = {
+    "odd_causal", "one_query_last", "mqa", "head_dim_40", "value_wider", "offset_negative", "offset_per_batch",
+    "kv_lengths", "all_dead", "fp16_causal_gqa", "fp32_causal", "window_offsets_lengths", "segments_causal",
+    "softcap_fp32", "garbage_causal", "no_sink_no_keys", "sinks", "bias_full", "bias_keys", "bias_masks",
+    "bias_whole_causal", "mask_bias", "pattern_cells_causal", "everything", "everything_else", "large",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", tiers.cases(ATTENTION_CASES, QUICK))
 def test_against_float64(case, check_dead):
     check_on_cpu(case, check_dead)
 

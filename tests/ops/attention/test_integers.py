@@ -138,6 +138,7 @@ def test_wide_page_tables():
             jax.jit(attend)(jnp.asarray(TABLES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [masks.dense(np.ones((1, 1), bool)), ~masks.dense(np.zeros((1, 1), bool))], ids=str)
 def test_blocks_with_more_pairs_than_int32_counts(mask):
     with pytest.raises(

@@ -73,7 +73,7 @@ def both_ways(mod, closed=None, dtype=jnp.float32, arrays=(QUERY, KEY, VALUE, DO
             implementation="xla",
             **arguments,
         )
-        out, lse, *_ = attention.attention_forward(call, inputs)
+        out, lse, _ = attention.attention_forward(call, inputs)
         given = (inputs, call.options, *reference.row_terms(out, lse, dout, dlse), dout)
         by_pairs = reference.backward(*given).score_mod
         return score_mod_gradients.array_gradients(*given).arrays, by_pairs.arrays

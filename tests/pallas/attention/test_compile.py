@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
+import tiers
 from aot import TIMEOUT, Spec, compile_spec
 from compile_specs import GPUS, ROWS, planned
 
@@ -42,20 +43,31 @@ def test_the_budget_has_the_rows_that_there_are():
     assert sorted(json.loads(BUDGET.read_text())) == sorted(ROWS)
 
 
-def _tiers():
-    """The rows, those marked slow whose blocks an earlier GPU has too, but for the first row of each GPU."""
-    seen, gpus = set(), set()
-    for entry, (gpu, row, spec) in ROWS.items():
-        alike = row.forward, row.backward, spec
-        is_repeated = alike in seen and gpu in gpus
-        seen.add(alike)
-        gpus.add(gpu)
-        yield pytest.param(entry, marks=pytest.mark.slow if is_repeated else ())
+# Of each GPU generation a forward and a backward; of Hopper's each kind of kernel.
+QUICK = {
+    "a100, triton, 64, bfloat16, causal",
+    "a100, triton, 128, fp32, causal",
+    "a6000, triton, 256, bfloat16",
+    "rtx4090, triton, 64, bfloat16, causal",
+    "h200, mosaic_gpu, 128, bfloat16, lists",
+    "h200, mosaic_gpu, 64, bfloat16, causal, mask",
+    "h200, mosaic_gpu, 128, bfloat16, causal, bias",
+    "h200, mosaic_gpu, 64, bfloat16, segments",
+    "h200, mosaic_gpu, 64, bfloat16, causal",
+    "h200, mosaic_gpu, 128, bfloat16",
+    "h200, mosaic_gpu, 256, bfloat16, causal",
+    "b200, triton, 64, bfloat16, causal",
+    "rtx pro 6000, triton, 64, bfloat16, causal",
+}
+
+
+def test_every_generation_is_among_the_quick():
+    assert {entry.split(",")[0] for entry in QUICK} == set(GPUS.values())
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
-@pytest.mark.parametrize("entry", list(_tiers()))
+@pytest.mark.parametrize("entry", tiers.cases(ROWS, QUICK))
 def test_row(entry):
     gpu, row, spec = ROWS[entry]
     assert planned(gpu, row, spec) is row, "a row before it takes everything that it could serve"
@@ -77,6 +89,7 @@ def test_row(entry):
         assert set(found["notes"]) <= set(budget[kernel]["notes"]), kernel
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -91,6 +104,7 @@ def test_causal_segments_on_hopper(head_dim):
     assert backward["spills"] <= 24  # three addresses; CTAs that are not persistent take 1.05 of the time at 128
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(64, False), (128, False), (128, True)])

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import aot
+import tiers
 from compile_specs import MOSAIC
 
 EVERYTHING = {"window": 512, "segment_ids": True, "softcap": 30.0, "sinks": True, "kv_lengths": True, "kv_heads": 2}
@@ -86,7 +87,7 @@ def _compile(gpu: str, options: dict) -> list[str]:
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", tiers.cases(CASES, {"bias_mask", "score_mod", "everything"}))
 def test_it_compiles(case):
     gpu, options = CASES[case]
     printed, _, others = aot.compile_script(__file__, gpu, json.dumps(options))
@@ -102,7 +103,7 @@ def test_it_compiles(case):
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
-@pytest.mark.parametrize("case", MOSAIC)
+@pytest.mark.parametrize("case", tiers.cases(MOSAIC, {"tanh_64_deterministic", "relative_128_causal", "bias_keys_128"}))
 def test_features_in_mosaic(case):
     options, *most = MOSAIC[case]
     report = aot.compile_spec("h200", aot.Spec(implementation="mosaic_gpu", **options))
@@ -133,7 +134,7 @@ PERSISTENT = {
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
-@pytest.mark.parametrize("case", PERSISTENT)
+@pytest.mark.parametrize("case", tiers.cases(PERSISTENT, {"window_128_gqa"}))
 def test_persistent_backward_in_mosaic(case):
     options, most = PERSISTENT[case]
     blocks = f"{FORWARD}, {NARROW if options.get('head_dim') == 64 else BROAD}"

@@ -4,7 +4,6 @@ The interpreter sees neither overlap hazards of wgmma nor layouts nor shared-mem
 and the tests on a GPU do.
 """
 
-import itertools
 import json
 import re
 from pathlib import Path
@@ -13,6 +12,7 @@ import forked
 import jax
 import jax.numpy as jnp
 import pytest
+import tiers
 
 from jax_kernels import flash_attention
 from jax_kernels.dispatch import on_device
@@ -193,12 +193,17 @@ CASES = {
 }
 
 
-# Cases of one process, which takes as long to start as a case.
-GROUPS = list(itertools.batched(CASES, 4))
+# What `make test` runs: each head_dim, each form of a mask, a bias, the split and the persistent backward.
+QUICK = {
+    "causal", "split_128_gqa", "bounded_causal", "head_dim_40",
+    "deterministic_128", "window_256_offsets_lengths", "segments_64", "garbage_128_causal",
+    "bias_64", "bias_whole_128", "bias_keys_64", "mask_128",
+    "lists_128", "lists_bias_64", "prepared_64", "persistent_everything_64",
+}  # fmt: skip
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("names", GROUPS, ids=", ".join)
+@pytest.mark.parametrize("names", tiers.groups(CASES, QUICK, 4))
 def test_interpreted(names):
     cases = [json.dumps(CASES[name]) for name in names]
     done = forked.run(SCRIPT, *cases, env=forked.UNOPTIMISED, timeout=280)

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 
 import aot
 import cases_interpreter
+import tiers
 
 # Cores, whether races are looked for, and cases.
 INTERPRETED = {
@@ -65,7 +66,7 @@ def _compile(gpu: str, options: dict) -> list[str]:
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
-@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize("case", tiers.cases(COMPILED, {"h200_128", "h200_256", "a100_128_pages", "a6000_64"}))
 def test_it_compiles(case):
     gpu, options = COMPILED[case]
     _, mosaic, others = aot.compile_script(__file__, gpu, json.dumps(options))

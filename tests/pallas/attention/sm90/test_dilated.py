@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 
 import aot
 import forked
+import tiers
 
 from jax_kernels import dilated_attention
 
@@ -55,8 +56,11 @@ INTERPRETED = {
 }
 
 
+QUICK = {"groups_and_rows_of_no_whole_tiles", "short_branches_in_one_launch"}
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", tiers.cases(INTERPRETED, QUICK))
 def test_interpreted(name):
     case, strided = INTERPRETED[name]
     done = forked.run(SCRIPT, json.dumps(case), env=forked.UNOPTIMISED, timeout=200)
@@ -84,11 +88,11 @@ def _compile(head_dim: int) -> None:
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", tiers.cases([64, 128], {"128"}))
 def test_it_compiles(head_dim):
     """Kernels that divide a head's number, as classes end within groups of heads: no spills, no serialised products.
 
-    The walk is so long that the forward knows a bound of the scores.
+    The kv loop is so long that the forward knows a bound of the scores.
 
     Beside what comes in and goes out there is what is compact, of half of the tokens: dquery in float32, which has as
     many bytes as query, and of dkey and dvalue a quarter of it each: nothing else is as large as an array.

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 
 import aot
 import cases_interpreter
+import tiers
 
 from jax_kernels.pallas.attention.passes import fp8_values
 from jax_kernels.pallas.attention.passes.fp8_values import KEY_ORDER
@@ -107,7 +108,7 @@ SPILLS = {"256": 8}
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", tiers.cases(COMPILED, {"128", "odd"}))
 def test_it_compiles(name):
     _, mosaic, others = aot.compile_script(__file__, json.dumps(COMPILED[name]))
     (kernel,) = mosaic.values()

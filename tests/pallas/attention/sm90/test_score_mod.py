@@ -1,16 +1,14 @@
 """score_mods in the Hopper kernels, in the interpreter: see score_mod_cases. test_compile_features compiles them."""
 
-import itertools
-
 import cases_interpreter
 import pytest
 import score_mod_cases
+import tiers
 
-# Cases of one process, which takes as long to start as a case.
-GROUPS = list(itertools.batched(score_mod_cases.CASES, 3))
+QUICK = {"tanh_deterministic", "packed", "relative_64", "lowest_of_key"}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("names", GROUPS, ids=", ".join)
+@pytest.mark.parametrize("names", tiers.groups(score_mod_cases.CASES, QUICK, 2))
 def test_interpreted(names):
     cases_interpreter.check("score_mod_cases", 1, races=False, names=list(names))

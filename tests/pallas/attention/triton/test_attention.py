@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 
 from jax_kernels import masks
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.triton.bias_gradient import bias_gradient
-from jax_kernels.pallas.attention.triton.common import walk
+from jax_kernels.pallas.attention.triton.common import block_loop
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import (
@@ -196,7 +197,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+QUICK = [CASES[i] for i in (2, 6, 9, 12, 15, 20, 23, 24, 25, 28, 29, 31)]
+
+
+@pytest.mark.parametrize("case", tiers.cases(CASES, set(map(str, QUICK))))
 def test_matches_float64(case):
     check(case)
 
@@ -207,7 +211,13 @@ def is_special(case: AttentionCase) -> bool:
     return case.mask is None and case.pattern is None and (any(x is not None for x in extra) or case.sinks)
 
 
-@pytest.mark.parametrize("case", [case for case in ATTENTION_CASES if is_special(case)], ids=str)
+QUICK_SPECIAL = {
+    "window_offsets_lengths", "segments_mixed", "segments_window", "softcap_causal", "no_sink",
+    "sinks_fp32", "bias_full", "bias_queries", "bias_low", "bias_whole", "everything_else",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", tiers.cases([case for case in ATTENTION_CASES if is_special(case)], QUICK_SPECIAL))
 def test_windows_segments_softcap_sinks_and_biases(case):
     arrays = attention_inputs(case)
     want = attention_oracle.attention(case, *arrays)
@@ -310,8 +320,8 @@ def test_queries_of_other_segments_are_not_read_by_the_key_pass(monkeypatch):
 def test_the_predicate_is_for_partial_blocks_only():
     step = lambda index, sums, *, partial: (sums[0] + index, sums[1]) if partial else (sums[0], sums[1] + index)
     for count, partial in ((5, 2), (5, 0), (5, 5), (0, 0)):
-        blocks = block_ranges.Blocks(jnp.int32(count), jnp.int32(partial), lambda index: index)
-        sums = walk(blocks, step, (jnp.int32(0), jnp.int32(0)))
+        blocks = block_ranges.BlockRange(jnp.int32(count), jnp.int32(partial), lambda index: index)
+        sums = block_loop(blocks, step, (jnp.int32(0), jnp.int32(0)))
         assert sums == (sum(range(partial)), sum(range(partial, count)))
 
 

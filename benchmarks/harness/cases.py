@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from side_by_side import gpu_among_others
 
+from harness.side_by_side import gpu_among_others
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention as reference
 
@@ -20,13 +20,15 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 ROTATION_BYTES = 120e6
 # Relative error (2-norm, against float32) above which a result counts as wrong. bf16 rounding alone gives 0.003.
 TOLERANCE = 2e-2
+# Of softcap_mod, and of the softcap that it is timed beside.
+CAP = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """One attention. seq is the length of query, key and value. dtype: "bf16" or "fp16".
+class Shape:
+    """The sizes of one attention. seq is the length of query, key and value.
 
-    mode: "fwd"; "bwd", the whole backward op on its own; "fwdbwd", both in one call.
+    value_head_dim: of value and out; None for head_dim, and head_dim where it was None.
     """
 
     batch: int
@@ -34,61 +36,102 @@ class Case:
     heads: int
     head_dim: int
     kv_heads: int
+    value_head_dim: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.value_head_dim is None:
+            object.__setattr__(self, "value_head_dim", self.head_dim)
+        for name in ("batch", "seq", "heads", "head_dim", "kv_heads", "value_head_dim"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, want a positive number")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: got {self.kv_heads}, want a divisor of the {self.heads} heads")
+
+    @property
+    def numbers(self) -> list[int]:
+        """[batch, seq, heads, head_dim, kv_heads], and value_head_dim where it is not head_dim."""
+        found = [self.batch, self.seq, self.heads, self.head_dim, self.kv_heads]
+        return found if self.has_one_head_dim else [*found, self.value_head_dim]
+
+    @property
+    def has_one_head_dim(self) -> bool:
+        return self.value_head_dim == self.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(Shape):
+    """One attention. dtype: "bf16" or "fp16".
+
+    mode: "fwd"; "bwd", the whole backward op on its own; "fwdbwd", both in one call.
+    """
+
     dtype: str
     causal: bool
     mode: str
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seq", "heads", "head_dim", "kv_heads"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}, want a positive number")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: got {self.kv_heads}, want a divisor of the {self.heads} heads")
+        super().__post_init__()
         if self.mode not in MODES:
             raise ValueError(f"mode: got {self.mode!r}, want one of {', '.join(MODES)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: got {self.dtype!r}, want one of {', '.join(DTYPES)}")
 
+    @staticmethod
+    def of(shape: Shape, *, dtype: str, causal: bool, mode: str) -> "Case":
+        return Case(**dataclasses.asdict(shape), dtype=dtype, causal=causal, mode=mode)
+
     @property
     def flops(self) -> float:
         """Multiply-adds counted twice: two products forward, five backward; causal work is half."""
-        forward = 4 * self.batch * self.heads * self.seq * self.seq * self.head_dim * (0.5 if self.causal else 1)
-        return forward * {"fwd": 1, "bwd": 2.5, "fwdbwd": 3.5}[self.mode]
+        # The scores, made once in each direction, and the gradients of query and key have products over head_dim.
+        forward = self.head_dim + self.value_head_dim
+        backward = 3 * self.head_dim + 2 * self.value_head_dim
+        width = {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}[self.mode]
+        return 2 * self.batch * self.heads * self.seq * self.seq * width * (0.5 if self.causal else 1)
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
-        return self.batch, self.seq, self.heads, self.head_dim, self.kv_heads
+    def shape(self) -> Shape:
+        return Shape(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Shape)})
 
     @property
     def label(self) -> str:
         heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        head_dim = str(self.head_dim) if self.has_one_head_dim else f"{self.head_dim}/{self.value_head_dim}"
         mask = "causal" if self.causal else "full"
-        return f"{self.batch}x{self.seq} {heads}x{self.head_dim} {self.dtype} {mask} {self.mode}"
+        return f"{self.batch}x{self.seq} {heads}x{head_dim} {self.dtype} {mask} {self.mode}"
 
     def tflops(self, milliseconds: float) -> float:
         return self.flops / milliseconds / 1e9
 
 
-def parse_shape(text: str) -> tuple[int, int, int, int, int]:
-    """ "2,8192,16,128" or, with grouped heads, "2,8192,16,128,4" -> (batch, seq, heads, head_dim, kv_heads)."""
+def parse_shape(text: str, *, values: bool = False) -> Shape:
+    """The shape behind "2,8192,16,128" or, with grouped heads, "2,8192,16,128,4".
+
+    values: whether head_dim may be "192/128", where those of value have 128. Raises ValueError for anything else.
+    """
+    words = [word.strip() for word in text.split(",")]
+    value_head_dim = None
     try:
-        numbers = [int(part) for part in text.split(",")]
+        if values and len(words) > 3 and "/" in words[3]:
+            words[3], _, word = words[3].partition("/")
+            value_head_dim = int(word)
+        batch, seq, heads, head_dim, *rest = (int(word) for word in words)
+        (kv_heads,) = rest or [heads]
     except ValueError:
-        numbers = []
-    if len(numbers) not in (4, 5):
-        raise ValueError(f"shape: got {text!r}, want batch,seq,heads,head_dim[,kv_heads]")
-    batch, seq, heads, head_dim, *rest = numbers
-    return batch, seq, heads, head_dim, rest[0] if rest else heads
+        of_values = "[/value_head_dim]" if values else ""
+        raise ValueError(f"shape: got {text!r}, want batch,seq,heads,head_dim{of_values}[,kv_heads]") from None
+    return Shape(batch, seq, heads, head_dim, kv_heads, value_head_dim=value_head_dim)
 
 
-def parse_shapes(text: str) -> list[tuple[int, int, int, int, int]]:
+def parse_shapes(text: str, *, values: bool = False) -> list[Shape]:
     """One or more, separated by ";"."""
-    return [parse_shape(part) for part in text.split(";") if part.strip()] or [parse_shape(text)]
+    parts = [part for part in text.split(";") if part.strip()] or [text]
+    return [parse_shape(part, values=values) for part in parts]
 
 
 @dataclasses.dataclass(frozen=True)
 class InputSet:
-    """query and dout: [B, T, H, D]; key and value: [B, S, Hkv, D]. JAX arrays."""
+    """query: [B, T, H, D]; key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; dout: [B, T, H, Dv]. JAX arrays."""
 
     query: jax.Array
     key: jax.Array
@@ -104,13 +147,14 @@ def input_sets(case: Case, seed: int = 0) -> list[InputSet]:
     """Standard normal inputs: as many sets as it takes for one round of them to overflow the L2 cache."""
     queries = (case.batch, case.seq, case.heads, case.head_dim)
     keys = (case.batch, case.seq, case.kv_heads, case.head_dim)
-    size = 2 * 2 * (math.prod(queries) + math.prod(keys))  # query, key, value, out: two bytes an element
+    values, outs = ((*shape[:3], case.value_head_dim) for shape in (keys, queries))
+    size = 2 * sum(map(math.prod, (queries, keys, values, outs)))  # two bytes an element
     count = 1 if size >= ROTATION_BYTES / 2 else min(64, math.ceil(ROTATION_BYTES / size))
     normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
     sets = []
     for index in range(count):
         arrays = jax.random.split(jax.random.fold_in(jax.random.key(seed), index), 4)
-        shapes = (queries, keys, keys, queries)
+        shapes = (queries, keys, values, outs)
         with gpu_among_others():
             made = [normal(k, shape, DTYPES[case.dtype]) for k, shape in zip(arrays, shapes, strict=True)]
             sets.append(InputSet(*jax.block_until_ready(made)))
@@ -159,7 +203,10 @@ def as_numpy(x) -> np.ndarray:
 
 
 def relative_error(outputs: Sequence[Any], wanted: Sequence[Any]) -> float:
-    """The largest relative error (2-norm, over a whole array) among outputs; NaN if any is, which max() would lose."""
+    """The largest relative error (2-norm, over a whole array) among outputs; NaN if any is, which max() would lose.
+
+    The error is absolute where all that is wanted is zero.
+    """
     return float(_relative_error(tuple(outputs), tuple(wanted)))
 
 
@@ -171,7 +218,8 @@ def has_nan(outputs: Any) -> jax.Array:
 @jax.jit
 def _relative_error(outputs, wanted):
     pairs = [(x.astype(jnp.float32), y.astype(jnp.float32)) for x, y in zip(outputs, wanted, strict=True)]
-    return jnp.max(jnp.stack([jnp.linalg.norm(x - y) / jnp.linalg.norm(y) for x, y in pairs]))
+    size = lambda y: jnp.where(jnp.any(y != 0), jnp.linalg.norm(y), 1)
+    return jnp.max(jnp.stack([jnp.linalg.norm(x - y) / size(y) for x, y in pairs]))
 
 
 @jax.jit(static_argnums=4)
@@ -180,3 +228,13 @@ def _float32_attention(q, k, v, do, causal):
     options = AttentionOptions(1 / math.sqrt(q.shape[-1]), is_causal=causal, precision="fp32")
     out, lse = reference.forward(inputs, options, out_dtype=jnp.float32)
     return (out, *reference.backward(inputs, options, *reference.row_terms(out, lse, do, None), do)[:3])
+
+
+def softcap_mod(score, b, h, q_idx, kv_idx):
+    return CAP * jnp.tanh(score / CAP)
+
+
+def alibi_mod(heads: int):
+    """Press, Smith and Lewis, "Train Short, Test Long" (2021), arXiv:2108.12409."""
+    slopes = 2.0 ** (-8 * jnp.arange(1, heads + 1) / heads)
+    return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx).astype(jnp.float32)

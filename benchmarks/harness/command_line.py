@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from timing import METHODS
+from harness.timing import METHODS
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -12,14 +12,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from cases import Case
 from rich.console import Console
 from rich.table import Table
-from timing import Contender, speed_ratio, spread
+
+from harness.cases import Case
+from harness.timing import Contender, speed_ratio, spread
 
 SCHEMA = 1
 CONTROLS = ("jax-cudnn", "torch-cudnn")
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 _PACKAGES = (
     "jax", "jaxlib", "jax-cuda13-plugin", "torch", "triton", "nvidia-cudnn-cu13", "nvidia-cuda-cupti",
     "nvidia-cuda-nvcc", "tokamax", "flash-attn", "flash-attn-4",
@@ -76,6 +77,7 @@ def rows(
             "heads": case.heads,
             "kv_heads": case.kv_heads,
             "head_dim": case.head_dim,
+            "value_head_dim": case.value_head_dim,
             "dtype": case.dtype,
             "causal": case.causal,
             "mode": case.mode,
@@ -130,6 +132,11 @@ def _in_json(x: Any) -> Any:
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
+def figure(x: float) -> str:
+    """A rate in words: whole from 100 on, three digits below, so that a slow machine's is no zero."""
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def table(results: dict[str, Any]) -> Table:
     """What ran, one section a case; a ratio above 1 is faster than that control."""
     made = Table(title=f"{results['environment']['device']}, timer: {results['timer']}")
@@ -166,7 +173,7 @@ def absent(results: dict[str, Any]) -> list[str]:
 
 
 def label_of(row: dict[str, Any]) -> str:
-    fields = ("batch", "seq", "heads", "head_dim", "kv_heads", "dtype", "causal", "mode")
+    fields = ("batch", "seq", "heads", "head_dim", "kv_heads", "value_head_dim", "dtype", "causal", "mode")
     return Case(**{field: row[field] for field in fields}).label
 
 
@@ -180,7 +187,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     range_ = f"{row['min_ms']:.3f}-{row['max_ms']:.3f}"
     notes = [row["plan"], row["note"], row["reason"] and f"{row['status']}: {row['reason']}"]
     told = "; ".join(note for note in notes if note)
-    return [row["contender"], f"{row['median_ms']:.4f}", range_, f"{row['tflops']:.0f}", share, *ratios, error, told]
+    return [row["contender"], f"{row['median_ms']:.4f}", range_, figure(row["tflops"]), share, *ratios, error, told]
 
 
 def print_table(results: dict[str, Any]) -> None:
@@ -192,7 +199,7 @@ def print_table(results: dict[str, Any]) -> None:
         console.print(line, markup=False)
     for framework, ceiling in results["ceilings"].items():
         if ceiling["tflops"] is not None:
-            console.print(f"matmul ceiling, {framework}: {ceiling['tflops']:.0f} TFLOP/s ({ceiling['what']})")
+            console.print(f"matmul ceiling, {framework}: {figure(ceiling['tflops'])} TFLOP/s ({ceiling['what']})")
     for framework, method in results["method"].items():
         console.print(f"{framework} timed by {method}")
     console.file.flush()

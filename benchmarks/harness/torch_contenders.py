@@ -7,25 +7,48 @@ flex_attention, [B, T, H, D] for FlashAttention-4.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from cases import Case, InputSet, Oracle
-from contenders import Built
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from harness.cases import Case, InputSet, Oracle
+from harness.timing import Built
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class TensorSet(NamedTuple):
+    """An InputSet in PyTorch: [B, H, T, D] where heads come first, else [B, T, H, D]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    dout: torch.Tensor
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.query, self.key, self.value
+
+
+class TorchAttention(NamedTuple):
+    """A function of query, key and value, what runs in words, and the layout that it takes."""
+
+    function: Attention
+    plan: str
+    heads_first: bool
+
+
 def build(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
-    function, plan, heads_first = _MAKERS[name](case)
-    return Built(in_mode(function, case.mode, tensors(sets, heads_first), heads_first), plan)
+    """The contender of this name, in the case's mode."""
+    made = _MAKERS[name](case)
+    return Built(in_mode(made.function, case.mode, tensors(sets, made.heads_first), made.heads_first), made.plan)
 
 
-def tensors(sets: Sequence[InputSet], heads_first: bool) -> list[tuple]:
-    """(q, k, v, do) of each set."""
-    return [tuple(_tensor(x, heads_first) for x in (*s.qkv, s.dout)) for s in sets]
+def tensors(sets: Sequence[InputSet], heads_first: bool) -> list[TensorSet]:
+    """Copies of the arrays in the layout."""
+    return [TensorSet(*(_tensor(x, heads_first) for x in (*s.qkv, s.dout))) for s in sets]
 
 
 def _tensor(x: Any, heads_first: bool) -> torch.Tensor:
@@ -33,8 +56,8 @@ def _tensor(x: Any, heads_first: bool) -> torch.Tensor:
     return shared.transpose(1, 2).contiguous() if heads_first else shared.clone()
 
 
-def in_mode(function: Attention, mode: str, tensors: Sequence[tuple], heads_first: bool) -> Callable[[int], tuple]:
-    """call(i) of the mode over (q, k, v, do) tuples; outputs are [B, T, H, D] views."""
+def in_mode(function: Attention, mode: str, tensors: Sequence[TensorSet], heads_first: bool) -> Callable[[int], tuple]:
+    """call(i) of the mode, over the sets in turn. Outputs are views, [B, T, H, D] in either layout."""
 
     def view(outputs: Sequence[torch.Tensor]) -> tuple:
         return tuple(x.transpose(1, 2) for x in outputs) if heads_first else tuple(outputs)
@@ -43,40 +66,40 @@ def in_mode(function: Attention, mode: str, tensors: Sequence[tuple], heads_firs
 
         @torch.no_grad()
         def forward(index: int) -> tuple:
-            return view([function(*tensors[index % len(tensors)][:3])])
+            return view([function(*tensors[index % len(tensors)].qkv)])
 
         return forward
 
-    leaves = [(*(x.detach().requires_grad_() for x in qkv), do) for *qkv, do in tensors]
+    leaves = [TensorSet(*(x.detach().requires_grad_() for x in inputs.qkv), inputs.dout) for inputs in tensors]
     if mode == "bwd":
-        saved = [function(*qkv) for *qkv, _ in leaves]
+        saved = [function(*inputs.qkv) for inputs in leaves]
 
         def backward(index: int) -> tuple:
-            *qkv, do = leaves[index % len(leaves)]
-            return view(torch.autograd.grad(saved[index % len(leaves)], qkv, do, retain_graph=True))
+            inputs = leaves[index % len(leaves)]
+            return view(torch.autograd.grad(saved[index % len(leaves)], inputs.qkv, inputs.dout, retain_graph=True))
 
         return backward
 
     def both(index: int) -> tuple:
-        *qkv, do = leaves[index % len(leaves)]
-        out = function(*qkv)
-        return view([out.detach(), *torch.autograd.grad(out, qkv, do)])
+        inputs = leaves[index % len(leaves)]
+        out = function(*inputs.qkv)
+        return view([out.detach(), *torch.autograd.grad(out, inputs.qkv, inputs.dout)])
 
     return both
 
 
-def _sdpa(backend: SDPBackend, case: Case) -> tuple[Attention, str, bool]:
+def _sdpa(backend: SDPBackend, case: Case) -> TorchAttention:
     options = {"is_causal": case.causal, "enable_gqa": case.heads != case.kv_heads}
 
     def function(q, k, v):
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(q, k, v, **options)
 
-    return function, f"scaled_dot_product_attention, {backend.name}", True
+    return TorchAttention(function, f"scaled_dot_product_attention, {backend.name}", heads_first=True)
 
 
 def settle_compiler() -> None:
-    """Before torch.compile, for functions of many shapes."""
+    """Lets torch.compile make a program for each of many shapes. Call it before torch.compile."""
     import torch._dynamo.config
     import torch._functorch.config
 
@@ -84,8 +107,8 @@ def settle_compiler() -> None:
     torch._dynamo.config.recompile_limit = 1000
 
 
-def flex(case: Case, block_mask: Any = None) -> tuple[Attention, str, bool]:
-    """block_mask: None for that of the case."""
+def flex(case: Case, block_mask: Any = None) -> TorchAttention:
+    """Compiled flex_attention. block_mask: None for the case's own, causal or none."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     settle_compiler()
@@ -97,20 +120,21 @@ def flex(case: Case, block_mask: Any = None) -> tuple[Attention, str, bool]:
         options["block_mask"] = create_block_mask(causal, None, None, case.seq, case.seq, device="cuda")
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = "block mask from the causal rule" if case.causal else "no mask"
-    return functools.partial(compiled, **options), f"torch.compile(flex_attention), {mask}", True
+    function = functools.partial(compiled, **options)
+    return TorchAttention(function, f"torch.compile(flex_attention), {mask}", heads_first=True)
 
 
-def _fa4(case: Case) -> tuple[Attention, str, bool]:
+def _fa4(case: Case) -> TorchAttention:
     from flash_attn.cute import flash_attn_func
 
     def function(q, k, v):
         result = flash_attn_func(q, k, v, softmax_scale=1 / math.sqrt(case.head_dim), causal=case.causal)
         return result[0] if isinstance(result, tuple) else result  # newer releases return lse too
 
-    return function, "flash_attn.cute.flash_attn_func", False
+    return TorchAttention(function, "flash_attn.cute.flash_attn_func", heads_first=False)
 
 
-_MAKERS: dict[str, Callable[[Case], tuple[Attention, str, bool]]] = {
+_MAKERS: dict[str, Callable[[Case], TorchAttention]] = {
     "torch-cudnn": functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "torch-fa2": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "torch-flex": flex,

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import Case
-from contenders import Built, fastest
 
+from harness.cases import Case
+from harness.contenders import Variant, fastest
+from harness.timing import Built
 from jax_kernels import flash_attention, hilbert_order
 
 # Query, key and value [entries, rows, heads, D], of one shape -> (out, lse [entries, heads, rows] in natural log).
@@ -201,12 +202,13 @@ def flex(is_causal: bool, rows: Sequence[int], device: Any, wrap: Callable[[Any]
 def in_torch(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
     """The faster of two: flex_attention compiled alone, and with the gathers, the scatters and the merge."""
     import torch
-    import torch_contenders
+
+    from harness import torch_contenders
 
     torch_contenders.settle_compiler()
     compiled = functools.partial(torch.compile, dynamic=False)
     tensors = torch_contenders.tensors(sets, heads_first=False)
-    device = tensors[0][0].device
+    device = tensors[0].query.device
     places = places_in_torch(pattern, case, device)
     rows = [taken.shape[1] for taken, _ in places]
 
@@ -217,7 +219,7 @@ def in_torch(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
     words = "index_select, flex_attention and index_copy for each branch"
     in_parts = lambda: make(f"{words}, flex_attention compiled", flex(case.causal, rows, device, compiled), lambda f: f)
     as_one = lambda: make(f"{words}, compiled as one", flex(case.causal, rows, device), compiled)
-    return fastest([("in parts", in_parts), ("as one", as_one)], None, "torch")[1]
+    return fastest([Variant("in parts", in_parts), Variant("as one", as_one)], None, "torch").built
 
 
 def by_package(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
@@ -228,7 +230,7 @@ def by_package(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
         raise NotImplementedError("it takes as many key heads as query heads, and as many of them in each group")
     if any(case.seq % size for size in pattern.segment_lengths):
         raise NotImplementedError(f"its segments must divide {case.seq}")
-    import torch_contenders
+    from harness import torch_contenders
 
     try:
         from dilated_attention_pytorch.dilated_attention import DilatedAttention

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from timing import Call, Reading, queue, wait
+from harness.timing import Call, Reading, queue, wait
 
 # CUpti_ActivityKind, cupti_activity.h.
 MEMCPY, MEMSET, KERNEL, CONCURRENT_KERNEL = 1, 2, 3, 10

@@ -1,4 +1,4 @@
-"""Timers, and the loop that alternates contenders under one duty cycle.
+"""A contender, its readings, and the loop that alternates contenders under one duty cycle.
 
 A timer is a function (call, calls, framework) -> Reading: call(i) queues the i-th call and returns its outputs,
 framework ("jax" or "torch") says how to wait for them.
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from cases import TOLERANCE
-from side_by_side import gpu_alone, gpu_among_others
+
+from harness.cases import TOLERANCE
+from harness.side_by_side import gpu_alone, gpu_among_others
 
 Call = Callable[[int], Any]
 
@@ -28,6 +29,19 @@ class Reading:
 
 
 Timer = Callable[[Call, int, str], Reading]
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A compiled op. plan: what runs, in words.
+
+    call(i) queues the op on input set i and returns its outputs, [B, T, H, D] each: (out,) for "fwd", (dq, dk, dv) for
+    "bwd", (out, dq, dk, dv) for "fwdbwd".
+    """
+
+    call: Call
+    plan: str
+
 
 # What each --timer reads, by framework; the report prints it beside the figures.
 METHODS = {
@@ -72,80 +86,6 @@ def host_timer(call: Call, calls: int, framework: str) -> Reading:
     start = time.perf_counter()
     wait(queue(call, calls), framework)
     return Reading((time.perf_counter() - start) * 1e3 / calls)
-
-
-def events_timer(call: Call, calls: int, framework: str) -> Reading:
-    """From the end of one call to the end of the last of `calls` more, by CUDA events on a torch stream."""
-    import torch
-
-    stream = torch.cuda.Stream() if framework == "jax" else torch.cuda.current_stream()
-
-    def mark(outputs: Any) -> torch.cuda.Event:
-        if framework == "jax":  # exporting makes the stream wait for the array, without blocking the host
-            jax.tree.leaves(outputs)[0].__dlpack__(stream=stream.cuda_stream)
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
-
-    start = mark(call(0))
-    end = mark(queue(call, calls))
-    end.synchronize()
-    return Reading(start.elapsed_time(end) / calls)
-
-
-def profilers_timer(call: Call, calls: int, framework: str) -> Reading:
-    """Each framework's own profiler. CUPTI takes one subscriber: each session ends before the next begins."""
-    read = _mosaic_profiler if framework == "jax" else _torch_profiler
-    return summed(read(call, calls), calls)
-
-
-def _mosaic_profiler(call: Call, calls: int) -> list[tuple[str, float]]:
-    # The two calls behind jax.experimental.mosaic.gpu.profiler.Cupti.measure, which gives every call the same
-    # arguments; here they rotate.
-    from jax._src.lib import mosaic_gpu
-
-    mosaic_gpu._mosaic_gpu_ext._cupti_init()
-    try:
-        wait(queue(call, calls), "jax")
-    finally:
-        timings = mosaic_gpu._mosaic_gpu_ext._cupti_get_timings(True)
-    return list(timings)
-
-
-def _torch_profiler(call: Call, calls: int) -> list[tuple[str, float]]:
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        wait(queue(call, calls), "torch")
-    events = profiler.profiler.kineto_results.events()
-    on_device = [e for e in events if e.device_type() == DeviceType.CUDA and not e.is_user_annotation()]
-    return [(event.name(), event.duration_ns() / 1e6) for event in on_device]
-
-
-def summed(timings: Sequence[tuple[str, float]], calls: int) -> Reading:
-    """The Reading behind (kernel name, ms) of every device activity of `calls` calls."""
-    if not timings:
-        raise RuntimeError("the profiler saw no device activity")
-    kernels: dict[str, float] = {}
-    for name, ms in timings:
-        kernels[name] = kernels.get(name, 0.0) + ms / calls
-    return Reading(sum(kernels.values()), kernels, len(timings) / calls)
-
-
-def make_timer(name: str) -> Timer:
-    """The timer of --timer. Raises RuntimeError where it needs a GPU and there is none, ValueError if unknown."""
-    if name not in METHODS:
-        raise ValueError(f"timer: got {name!r}, want one of {', '.join(METHODS)}")
-    if name == "host":
-        return host_timer
-    if jax.default_backend() != "gpu":
-        raise RuntimeError(f"timer={name!r} reads a GPU, and JAX runs on {jax.default_backend()}; want timer='host'")
-    if name == "cupti":
-        from device_activity import DeviceActivity
-
-        return DeviceActivity()
-    return {"events": events_timer, "profilers": profilers_timer}[name]
 
 
 @dataclasses.dataclass

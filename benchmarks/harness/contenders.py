@@ -10,14 +10,14 @@ import importlib.util
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from cases import TOLERANCE, Case, InputSet, Oracle
-from side_by_side import gpu_alone, gpu_among_others
-from timing import Call, Contender, first_line, host_timer
 
 import jax_kernels
+from harness.cases import TOLERANCE, Case, InputSet, Oracle
+from harness.side_by_side import gpu_alone, gpu_among_others
+from harness.timing import Built, Call, Contender, first_line, host_timer
 from jax_kernels.ops.attention import flash_attention as attention
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS
 
@@ -33,14 +33,6 @@ _NEEDS = {
     "torch-gather": ("torch",),
     "dilated-attention-pytorch": ("torch", "dilated_attention_pytorch"),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """call(i) as the module says; plan: what runs, in words."""
-
-    call: Call
-    plan: str
 
 
 def framework(name: str) -> str:
@@ -83,7 +75,7 @@ def _builder(name: str) -> Callable[[Case, Sequence[InputSet], Oracle], Built]:
     if name in OURS:
         return functools.partial(_ours, name)
     if framework(name) == "torch":
-        import torch_contenders
+        from harness import torch_contenders
 
         return functools.partial(torch_contenders.build, name)
     return {"jax-cudnn": _jax_cudnn, "jax-triton": _jax_triton, "tokamax": _tokamax}[name]
@@ -118,10 +110,11 @@ def split_backward(function: Callable[..., jax.Array], sets: Sequence[InputSet],
     forward.lower(given, *sets[0].qkv).compile()
     with gpu_alone():
         saved = jax.block_until_ready([jax.tree.flatten(forward(given, *inputs.qkv)) for inputs in sets])
-    tree = saved[0][1]
+    residuals, trees = zip(*saved, strict=True)
+    tree = trees[0]
     backward = jax.jit(lambda residuals, do: jax.tree.unflatten(tree, residuals)(do))
-    backward.lower(saved[0][0], sets[0].dout).compile()
-    return lambda i: backward(saved[i % len(sets)][0], sets[i % len(sets)].dout)
+    backward.lower(residuals[0], sets[0].dout).compile()
+    return lambda i: backward(residuals[i % len(sets)], sets[i % len(sets)].dout)
 
 
 def _ours(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
@@ -135,32 +128,49 @@ def _ours(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Bu
     if case.mode == "fwdbwd" or IMPLEMENTATIONS[name].backward is None:
         return from_function(functools.partial(jax_kernels.flash_attention, **options), case, sets, words)
 
-    calls = [attention.prepare(query=s.query, key=s.key, value=s.value, **options) for s in sets]
-    forward = jax.jit(functools.partial(attention.attention_forward, calls[0][0]))
+    prepared = [attention.prepare(query=s.query, key=s.key, value=s.value, **options) for s in sets]
+    calls, inputs = zip(*prepared, strict=True)
+    call = calls[0]
+    forward = jax.jit(functools.partial(attention.attention_forward, call))
     if case.mode == "fwd":
-        return Built(lambda i: forward(calls[i % len(sets)][1])[:1], words)
-    saved = [forward(inputs) for _, inputs in calls]
+        return Built(lambda i: forward(inputs[i % len(sets)])[:1], words)
+    saved = [forward(x) for x in inputs]
 
     @jax.jit
-    def backward(inputs, results, do):
-        return attention.attention_backward(calls[0][0], inputs, *results, do, None)[:3]
+    def backward(inputs, result, do):
+        return attention.attention_backward(call, inputs, result, do, None)[:3]
 
-    return Built(lambda i: backward(calls[i % len(sets)][1], saved[i % len(sets)], sets[i % len(sets)].dout), words)
+    return Built(lambda i: backward(inputs[i % len(sets)], saved[i % len(sets)], sets[i % len(sets)].dout), words)
 
 
 def _jax_cudnn(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
+    if not case.has_one_head_dim:
+        raise NotImplementedError("jax.nn.dot_product_attention takes values of key's head_dim alone")
     function = functools.partial(jax.nn.dot_product_attention, is_causal=case.causal, implementation="cudnn")
     return from_function(function, case, sets, "jax.nn.dot_product_attention, cudnn")
 
 
-def fastest(
-    variants: Iterable[tuple[str, Callable[[], Built]]], oracle: Oracle | None, framework: str = "jax"
-) -> tuple[str, Built]:
-    """The fastest variant, by a host clock, of those that run and are right; raises the last error if none.
+class Variant(NamedTuple):
+    """One way to run a contender. make compiles it."""
 
-    oracle: None to leave it to the caller to judge what comes of it.
+    label: str
+    make: Callable[[], Built]
+
+
+class Fastest(NamedTuple):
+    """A Variant that was built and timed. ms: one call, by a host clock."""
+
+    label: str
+    built: Built
+    ms: float
+
+
+def fastest(variants: Iterable[Variant], oracle: Oracle | None, framework: str = "jax") -> Fastest:
+    """The fastest variant, by a host clock, of those that run and are right. Raises the last error if there is none.
+
+    oracle: None to leave the check of the results to the caller.
     """
-    best: tuple[float, str, Built] | None = None
+    best: Fastest | None = None
     last: Exception = RuntimeError("no variant")
     for label, make in variants:
         try:
@@ -176,83 +186,108 @@ def fastest(
         except Exception as error:
             last = error
             continue
-        if best is None or ms < best[0]:
-            best = (ms, label, built)
+        if best is None or ms < best.ms:
+            best = Fastest(label, built, ms)
     if best is None:
         raise last
-    return best[1], best[2]
+    return best
 
 
-# jax's kernel: (block_q, block_k, num_warps, num_stages) forward, the first being its default ...
+class TritonForward(NamedTuple):
+    """The forward blocks of JAX's kernel. num_warps: None for the kernel's own choice."""
+
+    block_q: int
+    block_k: int
+    num_warps: int | None
+    num_stages: int
+
+
+class TritonBackward(NamedTuple):
+    """The backward blocks of JAX's kernel, which wants block_q_dq = block_kv_dkv."""
+
+    block_q_dkv: int
+    block_kv_dkv: int
+    block_q_dq: int
+    block_kv_dq: int
+
+
+# The first ones are the kernel's defaults.
 _JAX_TRITON_FORWARD = (
-    (128, 128, None, 2),
-    (128, 64, 4, 3),
-    (128, 64, 8, 2),
-    (128, 32, 4, 4),
-    (64, 64, 4, 3),
-    (64, 128, 4, 2),
+    TritonForward(128, 128, None, 2),
+    TritonForward(128, 64, 4, 3),
+    TritonForward(128, 64, 8, 2),
+    TritonForward(128, 32, 4, 4),
+    TritonForward(64, 64, 4, 3),
+    TritonForward(64, 128, 4, 2),
 )
-# ... and (block_q_dkv, block_kv_dkv, block_q_dq, block_kv_dq) backward; it wants block_q_dq = block_kv_dkv.
 _JAX_TRITON_BACKWARD = (
-    (32, 32, 32, 32),
-    (64, 64, 64, 64),
-    (32, 64, 64, 32),
-    (32, 128, 128, 32),
-    (64, 128, 128, 64),
-    (128, 128, 128, 128),
+    TritonBackward(32, 32, 32, 32),
+    TritonBackward(64, 64, 64, 64),
+    TritonBackward(32, 64, 64, 32),
+    TritonBackward(32, 128, 128, 32),
+    TritonBackward(64, 128, 128, 64),
+    TritonBackward(128, 128, 128, 128),
 )
 
 
 def _jax_triton(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
+    """The fastest of JAX's own Pallas-Triton kernels over the blocks above."""
     if case.heads != case.kv_heads:
         raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention.mha takes no grouped heads")
+    if not case.has_one_head_dim:
+        raise NotImplementedError("jax.experimental.pallas.ops.gpu.attention.mha takes values of key's head_dim alone")
+    variant = functools.partial(_triton_variant, case, sets)
+    default = _JAX_TRITON_BACKWARD[0]
+    if case.mode == "bwd":  # num_warps belongs to both directions
+        forwards = [TritonForward(64, 64, num_warps, 2) for num_warps in (4, 8)]
+        variants = [variant("bwd", forward, blocks) for blocks in _JAX_TRITON_BACKWARD for forward in forwards]
+        best = fastest(variants, oracle)
+    else:
+        by_label = {(made := variant("fwd", blocks, default)).label: (made, blocks) for blocks in _JAX_TRITON_FORWARD}
+        variants = [made for made, _ in by_label.values()]
+        best = fastest(variants, oracle.of_mode("fwd"))
+    if case.mode == "fwdbwd":  # the backward blocks on top of the fastest forward
+        _, forward = by_label[best.label]
+        variants = [variant("fwdbwd", forward, blocks) for blocks in _JAX_TRITON_BACKWARD]
+        best = fastest(variants, oracle)
+    return dataclasses.replace(best.built, plan=f"{best.label} (the fastest of {len(variants)})")
+
+
+def _triton_variant(
+    case: Case, sets: Sequence[InputSet], mode: str, forward: TritonForward, backward: TritonBackward
+) -> Variant:
+    """JAX's kernel with these blocks, in this mode; its label names the blocks that the mode uses."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
 
-    def variant(mode: str, forward: tuple, backward: tuple) -> tuple[str, Callable[[], Built]]:
-        block_q, block_k, num_warps, num_stages = forward
-        blocks = BlockSizes(block_q, block_k, *backward)
-        words = [f"num_warps={num_warps}"]
-        if mode != "bwd":
-            words += [f"block_q={block_q}", f"block_k={block_k}", f"num_stages={num_stages}"]
-        if mode != "fwd":
-            names = ("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-            words += [f"{name}={block}" for name, block in zip(names, backward, strict=True)]
+    sizes = BlockSizes(forward.block_q, forward.block_k, *backward)
+    told = {"num_warps": forward.num_warps}
+    if mode != "bwd":
+        told |= {"block_q": forward.block_q, "block_k": forward.block_k, "num_stages": forward.num_stages}
+    if mode != "fwd":
+        told |= backward._asdict()
 
-        def function(q, k, v):
-            scale = 1 / math.sqrt(case.head_dim)
-            return mha(q, k, v, None, scale, case.causal, blocks, "triton", num_warps, num_stages)
+    def function(q, k, v):
+        scale = 1 / math.sqrt(case.head_dim)
+        return mha(q, k, v, None, scale, case.causal, sizes, "triton", forward.num_warps, forward.num_stages)
 
-        label = "mha " + " ".join(words)
-        return label, lambda: from_function(function, dataclasses.replace(case, mode=mode), sets, label)
-
-    backward = _JAX_TRITON_BACKWARD[0]
-    if case.mode == "bwd":  # num_warps belongs to both directions
-        variants = [variant("bwd", (64, 64, w, 2), b) for b in _JAX_TRITON_BACKWARD for w in (4, 8)]
-    else:
-        variants = [variant("fwd", f, backward) for f in _JAX_TRITON_FORWARD]
-    forward_oracle = oracle.of_mode("fwd") if case.mode == "fwdbwd" else oracle
-    label, built = fastest(variants, forward_oracle)
-    if case.mode == "fwdbwd":  # the backward blocks on top of the fastest forward
-        forward = _JAX_TRITON_FORWARD[[v[0] for v in variants].index(label)]
-        variants = [variant("fwdbwd", forward, b) for b in _JAX_TRITON_BACKWARD]
-        label, built = fastest(variants, oracle)
-    return dataclasses.replace(built, plan=f"{label} (the fastest of {len(variants)})")
+    label = "mha " + " ".join(f"{name}={value}" for name, value in told.items())
+    return Variant(label, lambda: from_function(function, dataclasses.replace(case, mode=mode), sets, label))
 
 
 def _tokamax(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
     """tokamax with its Mosaic kernel, autotuned; where the tuning fails the plan says so."""
     import tokamax
 
-    def variant(implementation: str) -> tuple[str, Callable[[], Built]]:
+    def variant(implementation: str) -> Variant:
         function = functools.partial(
             tokamax.dot_product_attention, is_causal=case.causal, implementation=implementation
         )
-        return implementation, lambda: _tokamax_tuned(tokamax, function, case, sets, implementation)
+        return Variant(implementation, lambda: _tokamax_tuned(tokamax, function, case, sets, implementation))
 
-    _, built = fastest([variant("mosaic_gpu"), variant("mosaic")], oracle)  # one name in older, one in newer releases
-    return built
+    # One name in older, one in newer releases.
+    return fastest([variant("mosaic_gpu"), variant("mosaic")], oracle).built
 
 
 def _tokamax_tuned(tokamax: Any, function: Callable, case: Case, sets: Sequence[InputSet], name: str) -> Built:

@@ -1,0 +1,1 @@
+"""The shared parts of the benchmarks: cases, contenders, timers, options and reports."""

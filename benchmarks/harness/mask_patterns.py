@@ -1,0 +1,56 @@
+"""Masks that several benchmarks time, and how each contender of ours is given one."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from harness.cases import InputSet
+from jax_kernels import masks, prepare_mask
+from jax_kernels.masks.mask import Or
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskPattern:
+    """A mask, and how it is written as a rule where it is a window.
+
+    window: (left, right). A query sees the keys from `left` before it to `right` after it. None where the mask holds
+    more than a window and `tokens`.
+    tokens: the first `tokens` queries see every key, and every query sees the first `tokens` keys.
+    """
+
+    mask: masks.Mask
+    window: tuple[int, int] | None = None
+    tokens: int = 0
+
+    @staticmethod
+    def of_window(left: int, right: int, tokens: int = 0) -> "MaskPattern":
+        window = masks.sliding_window(left, right)
+        # An Or of one mask keeps its lists of blocks; the window alone would become flash_attention's argument.
+        mask = window | masks.global_tokens(tokens) if tokens else Or((window,))
+        return MaskPattern(mask, (left, right), tokens)
+
+
+class Given(NamedTuple):
+    """The arguments of a contender of ours: mask, and the others by name."""
+
+    mask: Any
+    named: dict[str, Any]
+
+
+def of_ours(
+    name: str, pattern: MaskPattern, keep: jax.Array | None, inputs: InputSet, implementation: str | None
+) -> Given:
+    """How the contender "window-argument", "prepared-mask", "mask", "array" or "dense" is given the pattern.
+
+    keep: the mask as a bool array [seq, seq], for "array".
+    """
+    named: dict[str, Any] = {"implementation": implementation}
+    if name == "window-argument":
+        if pattern.window is None:
+            raise ValueError("pattern: got a mask that is no window, want a window for the contender window-argument")
+        _, right = pattern.window
+        return Given(None, named | {"window": pattern.window, "is_causal": right == 0})
+    if name == "prepared-mask":
+        return Given(prepare_mask(pattern.mask, *inputs.qkv, **named), named)
+    return Given({"mask": pattern.mask, "array": keep}.get(name), named)

@@ -1,0 +1,319 @@
+"""PyTorch's operators of flash_attention, and their gradient.
+
+| operator | results |
+|---|---|
+| flash_attention | out, and rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess |
+| flash_attention_inference | out |
+| flash_attention_backward | the gradients of query, key, value, bias and sinks; empty tensors for those not asked for |
+
+The excess is the exact log-sum-exp minus lse. The backward of a bias needs it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jax_kernels.attention_inputs import AttentionResult
+from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge.once import once
+from jax_kernels.ops.attention import flash_attention as attention
+
+__all__ = [
+    "Arguments",
+    "Attention",
+    "BackwardArguments",
+    "Options",
+    "Tensors",
+    "backward_op",
+    "forward_op",
+    "inference_op",
+    "split",
+]
+
+DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call, in the operators' order. The first are those of DIFFERENTIATED."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any
+    sinks: Any
+    mask: Any
+    q_segment_ids: Any
+    kv_segment_ids: Any
+    kv_lengths: Any
+    q_offset: Any
+
+    @property
+    def differentiated(self) -> tuple[Any, ...]:
+        """The tensors of DIFFERENTIATED, in its order."""
+        return self[: len(DIFFERENTIATED)]
+
+
+class Options(NamedTuple):
+    """The static arguments of a call, in the operators' order, after the tensors. q_offset: where it is no tensor."""
+
+    is_causal: bool
+    window_left: int
+    window_right: int
+    q_offset: int
+    scale: float | None
+    softcap: float | None
+    return_lse: bool
+    deterministic: bool | None
+    precision: str | None
+    implementation: str | None
+
+
+class BackwardArguments(NamedTuple):
+    """The arguments of the backward after those of the forward.
+
+    bias_gradient: whether bias gets a gradient. dout, drows: the gradients of out and rows, or None for zeros.
+    """
+
+    bias_gradient: bool
+    out: Any
+    rows: Any
+    dout: Any
+    drows: Any
+
+
+class Arguments(NamedTuple):
+    """The arguments of an operator. backward: BackwardArguments, or None in the forward."""
+
+    tensors: Tensors
+    options: Options
+    backward: Any
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors.query.device
+
+
+TENSORS, ALL = len(Tensors._fields), len(Tensors._fields) + len(Options._fields)
+
+
+def split(arguments: Sequence[Any]) -> Arguments:
+    """The flat arguments of an operator, by name."""
+    return Arguments(
+        tensors=Tensors(*arguments[:TENSORS]),
+        options=Options(*arguments[TENSORS:ALL]),
+        backward=BackwardArguments(*arguments[ALL:]) if len(arguments) > ALL else None,
+    )
+
+
+def _prepare(options: Options, *arrays):
+    """Checks and plans a call as jax_kernels.flash_attention does: (the static half of the call, its arrays)."""
+    arguments = Tensors(*arrays)._asdict()
+    q_ids, kv_ids = arguments.pop("q_segment_ids"), arguments.pop("kv_segment_ids")
+    statics = options._asdict()
+    window = (statics.pop("window_left"), statics.pop("window_right"))
+    if arguments["q_offset"] is None:
+        del arguments["q_offset"]
+    segment_ids = None if q_ids is None else q_ids if q_ids is kv_ids else (q_ids, kv_ids)
+    return attention.prepare(**statics | arguments, window=window, segment_ids=segment_ids)
+
+
+@once
+def _forward(device: torch.device, options: Options):
+    """The jitted forward: (out, rows). A plan that is made while JAX traces holds for one device alone."""
+
+    def forward(*arrays):
+        call, inputs = _prepare(options, *arrays)
+        out, lse, excess = attention.attention_forward(call, inputs)
+        if lse is None:  # nothing reads it, but the operator's results must not depend on the plan
+            batch, length, heads = out.shape[:3]
+            lse = jnp.zeros((batch, heads, length), jnp.float32)
+            excess = None if inputs.bias is None else lse
+        return out, lse if excess is None else jnp.stack([lse, excess], axis=1)
+
+    return jax.jit(forward)
+
+
+@once
+def _inference(device: torch.device, options: Options):
+    forward = _forward(device, options)
+    return jax.jit(lambda *arrays: forward(*arrays)[:1])
+
+
+@once
+def _backward(device: torch.device, options: Options, bias_gradient: bool):
+    """The jitted backward: the gradients of the tensors of DIFFERENTIATED that are given.
+
+    It takes the arrays of Tensors, and then out, rows, dout and drows. bias_gradient: whether bias gets a gradient.
+    """
+
+    def backward(*arrays):
+        tensors = Tensors(*arrays[:TENSORS])
+        out, rows, dout, drows = arrays[TENSORS:]
+        lse, dlse, excess = rows, drows, None
+        if tensors.bias is not None:
+            lse, excess = rows[:, 0], rows[:, 1]
+            dlse = None if drows is None else drows[:, 0]
+        given = {name: x for name, x in tensors._asdict().items() if name in DIFFERENTIATED and x is not None}
+        if not bias_gradient:
+            given.pop("bias", None)
+        call, inputs = _prepare(options, *tensors)
+        call = dataclasses.replace(call, options=dataclasses.replace(call.options, bias_gradient=bias_gradient))
+        dout = jnp.zeros_like(out) if dout is None else dout
+        result = AttentionResult(out=out, lse=lse, excess=excess)
+        gradients = attention.attention_backward(call, inputs, result, dout, dlse)
+
+        # prepare changes the arrays: their shapes, and query's sign for a negative scale.
+        def prepared(given):
+            _, inputs = _prepare(options, *tensors._replace(**given))
+            return {name: getattr(inputs, name) for name in given}
+
+        _, pullback = jax.vjp(prepared, given)
+        (pulled,) = pullback({name: getattr(gradients, name) for name in given})
+        return tuple(pulled[name] for name in given)
+
+    return jax.jit(backward)
+
+
+def _forward_kernel(*arguments):
+    call = split(arguments)
+    return tuple(library.run(_forward(call.device, call.options), call.tensors))
+
+
+def _inference_kernel(*arguments):
+    call = split(arguments)
+    (out,) = library.run(_inference(call.device, call.options), call.tensors)
+    return out
+
+
+def _with_gradient(call: Arguments) -> list[bool]:
+    """Tells for each of DIFFERENTIATED whether the backward gives its gradient, or else an empty tensor."""
+    present = {name: x is not None for name, x in zip(DIFFERENTIATED, call.tensors.differentiated, strict=True)}
+    return list((present | {"bias": present["bias"] and call.backward.bias_gradient}).values())
+
+
+def _backward_kernel(*arguments):
+    call = split(arguments)
+    bias_gradient, *arrays = call.backward
+    gradients = iter(library.run(_backward(call.device, call.options, bias_gradient), (*call.tensors, *arrays)))
+    return tuple(next(gradients) if there else call.tensors.query.new_empty(0) for there in _with_gradient(call))
+
+
+class _Spec(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@functools.lru_cache(maxsize=1024)
+def _check(device: torch.device, options: Options, *tensors: _Spec | None) -> None:
+    """Runs JAX's own checks of a call, and nothing else."""
+    specs = [None if x is None else jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors]
+
+    def inputs(*tracers):
+        _, checked = _prepare(options, *tracers)
+        return checked
+
+    with library.planning_for(device):
+        jax.eval_shape(inputs, *specs)
+
+
+def _fake_forward(*arguments):
+    call = split(arguments)
+    tensors, options = call.tensors, call.options
+    sizes = [size for tensor in tensors if tensor is not None for size in tensor.shape]
+    if all(isinstance(x, int) for x in (*sizes, options.q_offset)):  # symbolic sizes are checked when it runs
+        _check(call.device, options, *(None if x is None else _Spec(tuple(x.shape), x.dtype) for x in tensors))
+    batch, length, heads, _ = tensors.query.shape
+    out = tensors.query.new_empty((batch, length, heads, tensors.value.shape[-1]))
+    rows = (batch, heads, length) if tensors.bias is None else (batch, 2, heads, length)
+    return out, tensors.query.new_empty(rows, dtype=torch.float32)
+
+
+def _fake_inference(*arguments):
+    out, _ = _fake_forward(*arguments)
+    return out
+
+
+def _fake_backward(*arguments):
+    call = split(arguments)
+    empty = lambda x: call.tensors.query.new_empty(0) if x is None else x.new_empty(x.shape)
+    given = zip(call.tensors.differentiated, _with_gradient(call), strict=True)
+    return tuple(empty(x if there else None) for x, there in given)
+
+
+class Attention(torch.autograd.Function):
+    """Attention with its gradient. A `setup_context` of its own would add 20 microseconds to each call."""
+
+    @staticmethod
+    def forward(ctx, with_rows, *arguments):
+        """(out, rows), or out alone."""
+        out, rows = library.below_function(forward_op, *arguments)
+        ctx.options = arguments[TENSORS:]
+        ctx.save_for_backward(*arguments[:TENSORS], out, rows)
+        ctx.set_materialize_grads(False)
+        return (out, rows) if with_rows else out
+
+    @staticmethod
+    def backward(ctx, dout, drows=None):
+        if dout is None and drows is None:
+            return (None,) * (1 + ALL)
+        *tensors, out, rows = ctx.saved_tensors
+        _, *needed = ctx.needs_input_grad
+        needs = Tensors(*needed[:TENSORS])
+        extra = BackwardArguments(bias_gradient=needs.bias, out=out, rows=rows, dout=dout, drows=drows)
+        gradients = library.call_in_backward(backward_op, *tensors, *ctx.options, *extra)
+        wanted = (x if is_needed else None for x, is_needed in zip(gradients, needs.differentiated, strict=True))
+        return (None, *wanted, *(None,) * (ALL - len(DIFFERENTIATED)))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        library.refuse_tangent("flash_attention")
+
+
+def _differentiate_backward(*arguments):
+    again = lambda *arguments: library.below_function(backward_op, *arguments)
+    return library.refuse_gradient("flash_attention", again, arguments)
+
+
+def _label(*arguments):
+    return "flash_attention"
+
+
+_ARGUMENTS = (
+    "Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor? sinks, Tensor? mask, Tensor? q_segment_ids, "
+    "Tensor? kv_segment_ids, Tensor? kv_lengths, Tensor? q_offset_array, "
+    "bool is_causal, int window_left, int window_right, SymInt q_offset, float? scale, float? softcap, "
+    "bool return_lse, bool? deterministic, str? precision, str? implementation"
+)
+
+forward_op = library.define(
+    "flash_attention",
+    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
+    kernel=_forward_kernel,
+    fake=_fake_forward,
+    differentiate=lambda *arguments: library.apply(Attention, True, *arguments),
+    label=_label,
+)
+inference_op = library.define(
+    "flash_attention_inference",
+    f"({_ARGUMENTS}) -> Tensor",
+    kernel=_inference_kernel,
+    fake=_fake_inference,
+    differentiate=lambda *arguments: library.apply(Attention, False, *arguments),
+    label=_label,
+)
+backward_op = library.define(
+    "flash_attention_backward",
+    f"({_ARGUMENTS}, bool bias_gradient, Tensor out, Tensor rows, Tensor? dout, Tensor? drows) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    kernel=_backward_kernel,
+    fake=_fake_backward,
+    differentiate=_differentiate_backward,
+    label=_label,
+)

@@ -1,0 +1,108 @@
+"""PyTorch's operators that run a plan of from_jax, and their derivatives.
+
+Operator `call` runs a plan's forward, `call_backward` its backward. Both take the tensors, the plan's name and the name
+of the Masks.
+"""
+
+import functools
+
+import torch
+
+from jax_kernels.bridge import library
+from jax_kernels.bridge.operands import found
+from jax_kernels.bridge.planning import make_plan
+from jax_kernels.bridge.plans import find_plan
+
+__all__ = ["Call", "backward_op", "call_op"]
+
+
+def _kernel(tensors, plan, operands=""):
+    planned = find_plan(plan)
+    for x, want in zip(tensors, planned.request.signatures, strict=True):
+        if x.shape != want.shape or x.dtype != want.dtype:  # only a graph that nobody guards comes here with others
+            raise ValueError(
+                f"{planned.label}: got a tensor of shape {tuple(x.shape)} and dtype {x.dtype} in a graph, want those "
+                f"that it was traced with, {want.shape} and {want.dtype}"
+            )
+    return library.run(functools.partial(planned.forward, found(operands).masks), tensors)
+
+
+def _backward_kernel(stored, cotangents, plan, operands=""):
+    return library.run(functools.partial(find_plan(plan).backward, found(operands).masks), (*stored, *cotangents))
+
+
+def _empty(plan, infos):
+    return [torch.empty(info.shape, dtype=info.dtype, device=plan.device) for info in infos]
+
+
+class Call(torch.autograd.Function):
+    """A call with its gradient.
+
+    Residuals are results, too, so that they depend on the inputs. Else a second gradient would not see that it must
+    raise.
+    """
+
+    @staticmethod
+    def forward(ctx, plan, operands, *tensors):
+        results = library.below_function(call_op, list(tensors), plan.name, operands.name)
+        ctx.plan = plan
+        ctx.operands = operands
+        ctx.set_materialize_grads(False)
+        stored = [tensors[index] for index in plan.inputs_read] + [results[index] for index in plan.outputs_read]
+        ctx.save_for_backward(*stored, *results[plan.count :])
+        ctx.mark_non_differentiable(*(results[index] for index in plan.fixed))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        plan, given = ctx.plan, list(cotangents[: ctx.plan.count])
+        if any(cotangent is not None for cotangent in cotangents[plan.count :]):
+            library.refuse_second_gradient(plan.label)
+        if all(cotangent is None for cotangent in given):
+            return (None,) * (2 + len(plan.needs))
+        stored = list(ctx.saved_tensors)
+        gradients = iter(library.call_in_backward(backward_op, stored, given, plan.name, ctx.operands.name))
+        return (None, None, *(next(gradients) if needed else None for needed in plan.needs))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        library.refuse_tangent(ctx.plan.label)
+
+
+def _differentiate(tensors, plan, operands=""):
+    """The call's results with a gradient, by the plan of the same request that has one."""
+    asked = find_plan(plan)
+    own = make_plan(asked.request, tuple(x.requires_grad for x in tensors))
+    results = library.apply(Call, own, found(operands), *tensors)[: own.count]
+    if not asked.has_gradient:
+        return list(results)
+    # The residuals of another level of torch.func. Its backward reads them, and must not be differentiated.
+    again = lambda *tensors: library.below_function(call_op, list(tensors), plan, operands)[own.count :]
+    return [*results, *library.refuse_gradient(asked.label, again, tensors)]
+
+
+def _differentiate_backward(stored, cotangents, plan, operands=""):
+    count = len(stored)
+
+    def again(*tensors):
+        return library.below_function(backward_op, list(tensors[:count]), list(tensors[count:]), plan, operands)
+
+    return list(library.refuse_gradient(find_plan(plan).label, again, (*stored, *cotangents)))
+
+
+call_op = library.define(
+    "call",
+    '(Tensor[] tensors, str plan, str operands="") -> Tensor[]',
+    kernel=_kernel,
+    fake=lambda tensors, plan, operands="": _empty(find_plan(plan), find_plan(plan).results),
+    differentiate=_differentiate,
+    label=lambda tensors, plan, operands="": find_plan(plan).label,
+)
+backward_op = library.define(
+    "call_backward",
+    '(Tensor[] stored, Tensor?[] cotangents, str plan, str operands="") -> Tensor[]',
+    kernel=_backward_kernel,
+    fake=lambda stored, cotangents, plan, operands="": _empty(find_plan(plan), find_plan(plan).grads),
+    differentiate=_differentiate_backward,
+    label=lambda stored, cotangents, plan, operands="": find_plan(plan).label,
+)

@@ -1,0 +1,150 @@
+"""The plans of from_jax, and where they are kept.
+
+A request is a call without its values. A plan is a request with the programs that serve it. PyTorch's operators take a
+plan's name, under which it is found as long as the process lives.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from jax_kernels.bridge.once import fresh_name
+from jax_kernels.bridge.operands import MaskSignature
+
+__all__ = [
+    "FUNCTIONS",
+    "PLANS",
+    "Info",
+    "Map",
+    "Plan",
+    "Request",
+    "Residual",
+    "Signature",
+    "find_plan",
+    "keep",
+    "new_name",
+    "register",
+]
+
+
+class Signature(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+
+
+class Map(NamedTuple):
+    """An axis of calls that torch.func.vmap has added in front: how many calls, and which tensors have it."""
+
+    size: int
+    mapped: tuple[bool, ...]
+
+
+class Request(NamedTuple):
+    """A call without its values, for which a plan is made.
+
+    function: its name in FUNCTIONS. structure: the arguments, with their constants. signatures: the tensors, with the
+    axes of all maps. masks: the Masks, or None. x64: jax_enable_x64. maps: those of torch.func.vmap, the first applied
+    first.
+    """
+
+    function: str
+    structure: Any
+    signatures: tuple[Signature, ...]
+    masks: MaskSignature | None
+    x64: bool
+    maps: tuple[Map, ...] = ()
+
+
+class Info(NamedTuple):
+    """The shape and dtype of a result."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Residual(NamedTuple):
+    """The place where the backward finds a value that it needs.
+
+    place: "mask" (an array of a Mask), "input", "output", or "extra" (a result of its own). position: its index there.
+    """
+
+    place: str
+    position: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Plan:
+    """A request, and the programs that serve it.
+
+    needs: which tensors have a gradient. outputs: their structure; count: how many. fixed: those without a gradient.
+    results: shape and dtype of the forward's results, outputs and then residuals. grads: those of the backward's.
+    inputs_read, outputs_read: what the backward reads besides residuals.
+    """
+
+    name: str
+    request: Request
+    needs: tuple[bool, ...]
+    outputs: Any
+    count: int
+    fixed: tuple[int, ...]
+    results: tuple[Info, ...]
+    grads: tuple[Info, ...]
+    inputs_read: tuple[int, ...]
+    outputs_read: tuple[int, ...]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+    @functools.cached_property
+    def has_gradient(self) -> bool:
+        return any(self.needs)
+
+    @property
+    def device(self) -> torch.device:
+        first, *_ = self.request.signatures
+        return first.device
+
+    @property
+    def label(self) -> str:
+        """Its name in error messages."""
+        return f"from_jax of {_stem(self.request)}"
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+PLANS: dict[str, Plan] = {}
+
+
+def register(function: Callable[..., Any]) -> str:
+    """A new name in FUNCTIONS. It is a string, as torch.compile may make a symbol of a number."""
+    name = fresh_name(getattr(function, "__name__", "function"))
+    FUNCTIONS[name] = function
+    return name
+
+
+def _stem(request: Request) -> str:
+    """The function's own name, without what fresh_name added."""
+    return request.function.rsplit("_", 2)[0]
+
+
+def new_name(request: Request) -> str:
+    """A name for a plan of this request, which no other plan has, in this process or another."""
+    return fresh_name(_stem(request))
+
+
+def keep(plan: Plan) -> Plan:
+    """Keeps the plan under its name, and returns it."""
+    PLANS[plan.name] = plan
+    return plan
+
+
+def find_plan(name: str) -> Plan:
+    """The plan of this name. Raises RuntimeError where another process made it."""
+    if name not in PLANS:
+        raise RuntimeError(f"{name}: a graph that calls a from_jax function runs only in the process that traced it")
+    return PLANS[name]

@@ -1,0 +1,68 @@
+"""The public ops as the command line names them: all that it imports from jax_kernels.ops to plan a call."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import dispatch
+from jax_kernels.ops.attention.block_sparse_attention import block_sparse_attention
+from jax_kernels.ops.attention.dynamic_mask_attention import dynamic_mask_attention
+from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
+from jax_kernels.ops.decode_attention import decode_attention
+from jax_kernels.ops.dilated.dilated_attention import dilated_attention
+
+__all__ = ["OPS", "Op", "spec"]
+
+LENGTH = 1024
+EVERY = ("mosaic_gpu", "triton", "cudnn", "xla")
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """A public op, and a typical call, by which `info` judges its implementations.
+
+    function: what jax_kernels.explain takes. implementations: the names that it knows.
+    q_length: the queries of the call; LENGTH keys, 8 heads of 128. dtype: None for 16 bits, as the device has them.
+    arguments: the other arguments of the call.
+    """
+
+    function: Callable[..., Any]
+    implementations: tuple[str, ...] = EVERY
+    q_length: int = LENGTH
+    dtype: str | None = None
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def plan(self, sixteen_bits: str, implementation: str) -> dispatch.Plan:
+        """The plan of the typical call by this implementation; NotImplementedError where it cannot serve."""
+        query, key = (spec((1, length, 8, 128), self.dtype or sixteen_bits) for length in (self.q_length, LENGTH))
+        return dispatch.explain(self.function, query, key, key, **self.arguments, implementation=implementation)
+
+
+def spec(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    """An array's shape and dtype, without its values."""
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+_DILATED = Op(
+    dilated_attention,
+    implementations=("mosaic_gpu", "triton", "xla"),
+    arguments={"segment_lengths": (LENGTH // 2,), "dilation_rates": (2,)},
+)
+
+OPS = {
+    "flash_attention": Op(flash_attention),
+    "flash_attention_fp8": Op(flash_attention_fp8, implementations=("mosaic_gpu", "xla"), dtype="float8_e4m3fn"),
+    "decode_attention": Op(decode_attention, implementations=("mosaic_gpu", "triton", "xla"), q_length=1),
+    "dilated_attention": _DILATED,
+    # Inside jax.shard_map each device's share has the plan of dilated_attention.
+    "sequence_parallel_dilated_attention": _DILATED,
+    "dynamic_mask_attention": Op(dynamic_mask_attention, arguments={"mask": spec((1, 1, LENGTH, LENGTH), "bool")}),
+    "block_sparse_attention": Op(
+        block_sparse_attention, arguments={"block_mask": np.ones((LENGTH // 128, LENGTH // 128), bool)}
+    ),
+}

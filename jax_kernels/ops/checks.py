@@ -1,0 +1,177 @@
+"""Checks of the arguments that several ops have. Each error names the argument, what it got and what it wants."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels.masks import checks as mask_checks
+
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
+MAX_HEAD_DIM = 256
+HEADS = "[batch, length, heads, head_dim]"
+# A position, and the limit of a window, stay below these: their sums fit an int32.
+FARTHEST = mask_checks.FARTHEST
+WIDEST = 1 << 29
+
+
+def _names(dtypes: tuple[Any, ...]) -> str:
+    *others, last = (str(dtype) for dtype in dtypes)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def check_shapes(query: Any, key: Any, value: Any, dtypes: tuple[Any, ...] = DTYPES) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_heads(name, x, query.dtype, dtypes=dtypes)
+        if x.shape[0] != query.shape[0]:
+            raise ValueError(f"{name}: got batch {x.shape[0]}, want query's batch {query.shape[0]}")
+    batch, q_length, heads, head_dim = query.shape
+    kv_length, kv_heads = key.shape[1:3]
+    if key.shape[-1] != head_dim:
+        raise ValueError(f"key: got head_dim {key.shape[-1]}, want query's head_dim {head_dim}")
+    if value.shape[1:3] != (kv_length, kv_heads):
+        raise ValueError(f"value: got (length, heads) {value.shape[1:3]}, want key's {(kv_length, kv_heads)}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"key: got {kv_heads} heads, want a divisor of query's {heads} heads")
+    if 0 in (batch, q_length, heads, kv_length):
+        raise ValueError(f"query, key: got shapes {query.shape} and {key.shape}, want no axis of length 0")
+
+
+def check_heads(name: str, x: Any, dtype: Any, axes: str = HEADS, dtypes: tuple[Any, ...] = DTYPES) -> None:
+    """That query, key or value is an array of heads, in query's dtype, which is one of `dtypes`."""
+    if x.ndim != 4:
+        raise ValueError(f"{name}: got shape {x.shape}, want 4 axes {axes}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want {_names(dtypes)}")
+    if x.dtype != dtype:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {dtype}")
+    if not 0 < x.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name}: got head_dim {x.shape[3]}, want 1 to {MAX_HEAD_DIM}")
+
+
+def checked_array(name: str, x: Any, dtypes: tuple[Any, ...] = DTYPES) -> Any:
+    """A jax.Array, or a ShapeDtypeStruct. A NumPy array becomes one if its dtype is one of `dtypes`."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if isinstance(x, np.ndarray | np.generic) and x.dtype not in dtypes:
+        raise TypeError(f"{name}: got dtype {x.dtype}, want {_names(dtypes)}")
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name}: got {type(x).__module__}.{type(x).__name__}, want a jax.Array")
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)
+
+
+def reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+    return jnp.asarray(x, dtype).reshape(shape)
+
+
+def check_number(name: str, x: Any) -> None:
+    if x is None:
+        return
+    if not isinstance(x, int | float | np.integer | np.floating) or isinstance(x, bool):
+        raise TypeError(f"{name}: got {type(x).__name__}, want a number that is known when tracing")
+    if not math.isfinite(x):
+        raise ValueError(f"{name}: got {x}, want a finite number")
+
+
+def check_softcap(softcap: Any) -> None:
+    check_number("softcap", softcap)
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap: got {softcap}, want a number above 0, or None")
+
+
+def check_implementation(implementation: Any) -> None:
+    if implementation is not None and not isinstance(implementation, str):
+        raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
+
+
+def check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name}: got {type(flag).__name__}, want a bool that is known when tracing")
+
+
+def with_positive_scale(query: jax.Array, scale: float | None) -> tuple[jax.Array, float]:
+    """A query and a scale (None: 1 / sqrt(D)) of the same scores; kernels take the maximum before they scale."""
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    if scale > 0:
+        return query, scale
+    return query * jnp.asarray(0 if scale == 0 else -1, query.dtype), -scale or 1.0
+
+
+def checked_window(window: Any, is_causal: bool) -> tuple[bool, tuple[int, int] | None]:
+    """(is_causal, window) as AttentionOptions holds them: a right side of 0 is is_causal."""
+    if window is None:
+        return is_causal, None
+    sides = window if isinstance(window, tuple | list) else (window, window)
+    want = "want an int from 0 to 2**29, or (left, right) of them; -1 is no limit on that side"
+    if not all(side is None or mask_checks.is_int(side) for side in sides):
+        raise TypeError(f"window: got {window!r}, {want}")
+    if len(sides) != 2 or not all(side is None or -1 <= side < WIDEST for side in sides):
+        raise ValueError(f"window: got {window!r}, {want}")
+    left, right = (-1 if side is None else int(side) for side in sides)
+    is_causal = is_causal or right == 0
+    right = 0 if is_causal else right
+    limits = left != -1 or right > 0
+    return is_causal, (left, right) if limits else None
+
+
+def broadcastable(name: str, x: Any, shape: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """x's shape with four axes, each of length 1 or that of `shape`."""
+    full = (1,) * (4 - x.ndim) + tuple(x.shape)
+    if x.ndim > 4 or any(got not in (1, wanted) for got, wanted in zip(full, shape, strict=True)):
+        raise ValueError(f"{name}: got shape {x.shape}, want a shape broadcastable to [B, H, T, S] = {shape}")
+    return full
+
+
+def checked_sinks(sinks: Any, heads: int) -> Any:
+    """[1, H] float32, or None."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"sinks: got {type(sinks).__name__}, want an array")
+    if sinks.dtype not in DTYPES:
+        raise TypeError(f"sinks: got dtype {sinks.dtype}, want bfloat16, float16 or float32")
+    if sinks.shape != (heads,):
+        raise ValueError(f"sinks: got shape {sinks.shape}, want [heads] = ({heads},)")
+    return reshaped(sinks, (1, heads), jnp.float32)
+
+
+def checked_integers(name: str, x: Any, want: str, within: tuple[int, int] | None = None) -> Any:
+    """An int32 array, or its spec. within: as in masks.checks.int32, which converts other dtypes."""
+    if not isinstance(x, jax.Array | np.ndarray | np.integer | list | tuple | jax.ShapeDtypeStruct):
+        raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
+    if isinstance(x, list | tuple | np.integer):
+        x = np.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}: got dtype {x.dtype}, want int32")
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.int32))
+    return mask_checks.int32(name, x, want, within=within)
+
+
+def checked_lengths(kv_lengths: Any, batch: int) -> Any:
+    if kv_lengths is None:
+        return None
+    kv_lengths = checked_integers("kv_lengths", kv_lengths, "an int32 array", mask_checks.INT32)
+    if kv_lengths.shape != (batch,):
+        raise ValueError(f"kv_lengths: got shape {kv_lengths.shape}, want [batch] = ({batch},)")
+    return kv_lengths
+
+
+def checked_offset(q_offset: Any, batch: int) -> tuple[int | None, Any]:
+    """(the offset as an int, None) or (None, [B] int32)."""
+    if mask_checks.is_int(q_offset):
+        if not -FARTHEST < q_offset < FARTHEST:
+            raise ValueError(f"q_offset: got {q_offset}, want a position within 2**30 of 0")
+        return int(q_offset), None
+    # Arrays are kept within FARTHEST, where positions do not wrap: further away, a query sees all of the keys or none.
+    q_offset = checked_integers("q_offset", q_offset, "an int or an int32 array", (-FARTHEST, FARTHEST))
+    if q_offset.shape not in ((), (batch,)):
+        raise ValueError(f"q_offset: got shape {q_offset.shape}, want an int, a scalar or [batch] = ({batch},)")
+    if isinstance(q_offset, jax.ShapeDtypeStruct):
+        return None, q_offset
+    return None, jnp.broadcast_to(q_offset, (batch,))

@@ -1,0 +1,181 @@
+"""The machinery that every op shares: a checked request becomes a plan, and the planned call runs under jit and vmap.
+
+An op is a public function and a `PlannedOp`. To write one:
+
+1. a frozen dataclass derived from dispatch.Request: the call without its arrays;
+2. `check(...)`, which takes the function's arguments by name, raises for bad input, and returns (request, arrays);
+3. a table of `Implementation`s, whose kernels are wrapped by `kernel`;
+4. `OP = PlannedOp(name, table, order)`, `@OP.explained_by(check)` above the function, and in it
+
+       request, arrays = check(query=query, ...)
+       return batched(OP, OP.call(request, options, implementation))(*arrays)
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels import dispatch
+from jax_kernels.dispatch import Implementation, Plan, Request
+
+__all__ = [
+    "Blocks",
+    "PlannedCall",
+    "PlannedOp",
+    "batched",
+    "join_batch",
+    "kernel",
+    "named_arguments",
+    "split_batch",
+    "under_defaults",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """The blocks of an op's kernels, and how many streaming multiprocessors a persistent kernel fills.
+
+    array_gradients: blocks of the kernels that compute the gradients of a bias, or of the arrays of a score_mod, where
+    the backward does not.
+    """
+
+    forward: Any
+    backward: Any = None
+    core_count: int
+    array_gradients: Any = None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class PlannedCall:
+    """The static half of a planned call: everything but the arrays. It is hashable, so that it can key a jit cache.
+
+    config: the Blocks, None for an implementation without any. options: the op's own, hashable.
+    """
+
+    implementation: str
+    config: Any
+    options: Any
+    interpret: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedOp:
+    """An op: its name in messages, its implementations by name, and order(request), their names, fastest first."""
+
+    name: str
+    implementations: Mapping[str, Implementation]
+    order: Callable[[Any], Sequence[str]]
+
+    def plan(self, request: Request, implementation: str | None = None) -> Plan:
+        """The plan for a request. Raises as dispatch.choose does."""
+        return dispatch.choose(request, self.implementations, self.order(request), implementation)
+
+    def call(self, request: Request, options: Any, implementation: str | None = None) -> PlannedCall:
+        """The planned call for a request, on this process's setting of the interpreter."""
+        plan = self.plan(request, implementation)
+        return PlannedCall(plan.implementation, plan.config, options, dispatch.interpreting())
+
+    def explained_by(self, check: Callable[..., tuple[Any, ...]]) -> Callable[[Any], Any]:
+        """A decorator that gives a public function the `plan` which jax_kernels.explain asks for.
+
+        check: takes the function's arguments by name, and returns the request first.
+        """
+
+        def decorate(function: Any) -> Any:
+            def plan(*args: Any, **kwargs: Any) -> Plan:
+                arguments = named_arguments(self.name, function, args, kwargs)
+                request, *_ = check(**arguments)
+                return self.plan(request, arguments["implementation"])
+
+            function.plan = plan
+            return function
+
+        return decorate
+
+
+def under_defaults[Function: Callable[..., Any]](function: Function) -> Function:
+    """A decorator: the function is traced under JAX's default promotion, whatever its caller has set.
+
+    jax_numpy_rank_promotion="raise" is for the caller's code. Both halves of a custom_vjp need the decorator, as JAX
+    traces them at another time.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return cast(Function, run)
+
+
+def named_arguments(op: str, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of a call by name, with the function's defaults. Raises TypeError as the call itself would."""
+    signature = inspect.signature(function)
+    positional = [name for name, x in signature.parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    if len(args) > len(positional):
+        names = ", ".join(positional)
+        raise TypeError(f"{op} takes {len(positional)} positional arguments ({names}), got {len(args)}")
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{op} {error}") from None
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def kernel(function: Callable[..., Any], direction: str = "forward") -> Callable[..., Any]:
+    """A kernel's function, which is given the blocks of its direction and core_count out of a call's Blocks."""
+
+    def run(*args: Any, config: Blocks, **rest: Any) -> Any:
+        blocks = {"config": getattr(config, direction), "core_count": config.core_count}
+        with jax.enable_x64(False):  # the kernels' indices are int32, and a Python int in them must not be int64
+            return function(*args, **blocks, **rest)
+
+    return run
+
+
+def join_batch(size: int, x: jax.Array, has_axis: bool, length: int | None = None) -> jax.Array:
+    """An array of `size` calls under a vmap, [size, batch, ...] or [batch, ...], as one of [size * batch, ...].
+
+    length: the batch's length, where x may have 1 for it.
+    """
+    x = x if has_axis else x[None]
+    length = x.shape[1] if length is None else length
+    return jnp.broadcast_to(x, (size, length, *x.shape[2:])).reshape(size * length, *x.shape[2:])
+
+
+def split_batch(size: int, x: jax.Array) -> jax.Array:
+    """The inverse of join_batch: [size * batch, ...] to [size, batch, ...]."""
+    return x.reshape(size, -1, *x.shape[1:])
+
+
+def _join_all(size: int, batched: Any, arrays: Any) -> Any:
+    return jax.tree.map(functools.partial(join_batch, size), arrays, batched)
+
+
+@functools.cache
+def batched(op: PlannedOp, call: PlannedCall, join: Callable[[int, Any, Any], Any] = _join_all) -> Callable[..., Any]:
+    """The forward of a call's implementation as a function of its arrays, with a vmap that joins its axis to the batch.
+
+    join(size, batched, arrays): the arrays of one call in place of `size`; by default the first axis of each array is
+    the batch. None stands for an array that the call lacks.
+    """
+    forward = op.implementations[call.implementation].forward
+
+    def run(*arrays: Any) -> Any:
+        return forward(*arrays, options=call.options, config=call.config, interpret=call.interpret)
+
+    wrapped = jax.custom_batching.custom_vmap(run)
+
+    @wrapped.def_vmap
+    def _(size: int, mapped: Any, *arrays: Any) -> Any:
+        results = wrapped(*join(size, tuple(mapped), arrays))
+        return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)
+
+    return wrapped

@@ -1,0 +1,273 @@
+"""The named state of the Hopper backward's kernel for a deterministic dquery."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.attention_inputs import AttentionOptions
+from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.sm90.backward_arrays import Arrays
+from jax_kernels.pallas.attention.sm90.bias import Dense, Stage
+from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED
+from jax_kernels.pallas.mosaic.registers import recomputed
+
+COMPUTE_WGS = 2
+BLOCK_Q = 64 * COMPUTE_WGS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The block of keys, and the stages of keys and of values."""
+
+    block_kv: int
+    k_stages: int
+    v_stages: int
+
+
+# By head_dim: what fits in shared memory and in registers.
+SIZES = {
+    64: Sizes(block_kv=128, k_stages=3, v_stages=3),
+    128: Sizes(block_kv=128, k_stages=2, v_stages=2),
+    256: Sizes(block_kv=64, k_stages=2, v_stages=1),
+}
+# By head_dim and bytes of a bias's numbers: what fits beside a tile of the bias.
+SIZES_BESIDE_BIAS = {
+    (64, 2): Sizes(block_kv=128, k_stages=3, v_stages=3),
+    (64, 4): Sizes(block_kv=128, k_stages=3, v_stages=2),
+    (128, 2): Sizes(block_kv=128, k_stages=2, v_stages=2),
+    (128, 4): Sizes(block_kv=128, k_stages=2, v_stages=1),
+    (256, 2): Sizes(block_kv=64, k_stages=1, v_stages=1),
+    (256, 4): Sizes(block_kv=64, k_stages=1, v_stages=1),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Sizes and features of a launch.
+
+    group: query heads per kv head. together: heads that run next to one another. has_slope: whether the score_mod's
+    derivative by the score is other than 1. natural: whether scores are in natural units, not in base 2. may_end:
+    whether a block of keys may reach past the last key.
+    """
+
+    options: AttentionOptions
+    sizes: Sizes
+    batch: int
+    q_length: int
+    kv_length: int
+    heads: int
+    group: int
+    head_dim: int
+    dtype: Any
+    together: int
+    dense: Dense
+    has_segments: bool
+    has_lists: bool
+    has_mod: bool
+    has_slope: bool
+    natural: bool
+    may_end: bool
+
+    @classmethod
+    def of(cls, arrays: Arrays, options: AttentionOptions, kv_length: int, *, heads_together: int) -> "Traits":
+        batch, q_length, heads, head_dim = arrays.query.shape
+        dense, mod = arrays.dense or Dense(), arrays.mod
+        sizes = SIZES[head_dim] if dense.tiles is None else SIZES_BESIDE_BIAS[head_dim, dense.tiles.dtype.itemsize]
+        return cls(
+            options=options,
+            sizes=sizes,
+            batch=batch,
+            q_length=q_length,
+            kv_length=kv_length,
+            heads=heads,
+            group=heads // arrays.key.shape[2],
+            head_dim=head_dim,
+            dtype=arrays.query.dtype,
+            together=math.gcd(heads_together, batch * heads),
+            dense=dense,
+            has_segments=arrays.segments is not None,
+            has_lists=arrays.lists is not None,
+            has_mod=mod is not None,
+            has_slope=mod is not None and not mod.adds_only,
+            natural=mod is not None and mod.may_mask,
+            may_end=arrays.bounds is not None or kv_length % sizes.block_kv != 0,
+        )
+
+    @property
+    def q_blocks(self) -> int:
+        return pl.cdiv(self.q_length, BLOCK_Q)
+
+    @property
+    def has_bias(self) -> bool:
+        return self.dense.has_bias
+
+    @property
+    def scores_ahead(self) -> bool:
+        """Whether the next step's scores are computed behind this step's dquery; at 256 the registers are lacking."""
+        return self.head_dim <= 128
+
+    @property
+    def factor(self) -> float:
+        """Takes scores to base 2. Biased scores, and those of a score_mod, are in their units already."""
+        return 1.0 if self.has_bias or self.has_mod else (self.options.softcap or self.options.scale) * LOG2E
+
+    @property
+    def predicate(self) -> bool:
+        """Whether a block may hold pairs that count for nothing."""
+        has_limits = self.options.is_causal or self.may_end or self.options.window is not None
+        return has_limits or self.has_segments or self.has_lists
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Smem:
+    """A CTA's shared memory and barriers, allocated in the order of the fields.
+
+    q, do: [warpgroups, 64, head_dim]. k, v: [stages, block_kv, head_dim]. lse, delta: [BLOCK_Q]. bias: of a step, None
+    without one. The barriers say that the queries, a stage of keys, or one of values is loaded, or may be overwritten.
+    """
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    lse: Any
+    delta: Any
+    q_ready: Any
+    k_ready: Any
+    v_ready: Any
+    k_free: Any
+    v_free: Any
+    bias: Stage | None
+
+    @classmethod
+    def scratch(cls, traits: Traits) -> "Smem":
+        """For pl.run_scoped."""
+        sizes, head_dim = traits.sizes, traits.head_dim
+        tile = lambda *shape: plgpu.SMEM(shape, traits.dtype, transforms=SWIZZLED)
+        barriers = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+        return cls(
+            q=tile(COMPUTE_WGS, 64, head_dim),
+            do=tile(COMPUTE_WGS, 64, head_dim),
+            k=tile(sizes.k_stages, sizes.block_kv, head_dim),
+            v=tile(sizes.v_stages, sizes.block_kv, head_dim),
+            lse=plgpu.SMEM((BLOCK_Q,), jnp.float32),
+            delta=plgpu.SMEM((BLOCK_Q,), jnp.float32),
+            q_ready=plgpu.Barrier(num_arrivals=2 * COMPUTE_WGS + 2),
+            k_ready=barriers(sizes.k_stages),
+            v_ready=barriers(sizes.v_stages),
+            k_free=barriers(sizes.k_stages, COMPUTE_WGS),
+            v_free=barriers(sizes.v_stages, COMPUTE_WGS),
+            bias=traits.dense.stage(BLOCK_Q, sizes.block_kv, sizes.block_kv, COMPUTE_WGS),
+        )
+
+
+class WorkTile(NamedTuple):
+    """The block of queries that a CTA owns: batch entry, head, first query."""
+
+    b: Any
+    head: Any
+    q_start: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What all warpgroups of a CTA share. arrays, dq_gmem: refs in device memory. wg, cta: indices, traced scalars.
+
+    blocks: the blocks of keys that meet the work tile, a block_ranges.Blocks or a block_lists.Walk. limits: None where
+    there are lists.
+    """
+
+    traits: Traits
+    arrays: Arrays
+    dq_gmem: Any
+    smem: Smem
+    wg: Any
+    cta: Any
+    tile: WorkTile
+    blocks: Any
+    limits: block_ranges.Limits | None
+
+    @classmethod
+    def of(cls, traits: Traits, arrays: Arrays, dq_gmem: Any, smem: Smem) -> "Kernel":
+        options, limits = traits.options, None
+        wg = lax.axis_index("wg")
+        cta = lax.axis_index("cta")
+        tile = _work_tile(traits, arrays, cta)
+        blocks: Any
+        if arrays.lists is not None:
+            blocks = arrays.lists.walk(cta)
+        else:
+            limits = block_ranges.limits(
+                arrays.bounds,
+                tile.b,
+                options.q_offset,
+                traits.kv_length,
+                is_causal=options.is_causal,
+                window=options.window,
+            )
+            among = None
+            if arrays.segments is not None:
+                among = arrays.segments.among(tile.b, lax.div(tile.q_start, jnp.int32(BLOCK_Q)))
+            block_kv = traits.sizes.block_kv
+            blocks = limits.key_blocks(tile.q_start, BLOCK_Q, block_kv, among, in_order=True).at_least_one()
+        return cls(
+            traits=traits,
+            arrays=arrays,
+            dq_gmem=dq_gmem,
+            smem=smem,
+            wg=wg,
+            cta=cta,
+            tile=tile,
+            blocks=blocks,
+            limits=limits,
+        )
+
+    def tile_again(self) -> WorkTile:
+        """The work tile, which would take registers through all steps."""
+        return _work_tile(self.traits, self.arrays, recomputed(self.cta))
+
+
+def _work_tile(traits: Traits, arrays: Arrays, cta: Any) -> WorkTile:
+    """The work tile of a CTA. Heads that run together alternate."""
+    if arrays.lists is not None:
+        walk = arrays.lists.walk(cta)
+        return WorkTile(walk.b, walk.head, walk.block * BLOCK_Q)
+    per_round = traits.q_blocks * traits.together
+    round_, within = lax.div(cta, per_round), lax.rem(cta, per_round)
+    batch_head = round_ * traits.together + lax.rem(within, traits.together)
+    q_index = lax.div(within, traits.together)
+    if traits.options.is_causal:  # the longest first: the last ones to start are short
+        q_index = traits.q_blocks - 1 - q_index
+    return WorkTile(lax.div(batch_head, traits.heads), lax.rem(batch_head, traits.heads), q_index * BLOCK_Q)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The 64 queries of a warpgroup. q_start: the first one. mod_numbers: score_mod.Mod.of_head, None without one."""
+
+    kernel: Kernel
+    q_start: Any
+    lse: Any
+    delta: Any
+    mod_numbers: Any
+
+    @classmethod
+    def of(cls, kernel: Kernel) -> "Rows":
+        tile, mod = kernel.tile, kernel.arrays.mod
+        q_start = tile.q_start + 64 * kernel.wg
+        mine = pl.ds(64 * kernel.wg, 64)
+        return cls(
+            kernel=kernel,
+            q_start=q_start,
+            lse=plgpu.load(kernel.smem.lse.at[mine], layout=ROW, optimized=False),
+            delta=plgpu.load(kernel.smem.delta.at[mine], layout=ROW, optimized=False),
+            mod_numbers=None if mod is None else mod.of_head(tile.b, tile.head),
+        )

@@ -1,0 +1,95 @@
+"""The modules of benchmarks/ import one another without a circle, and each can be the first one imported."""
+
+import ast
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+MODULES = {
+    ".".join(path.relative_to(BENCHMARKS).with_suffix("").parts): path
+    for path in sorted([*BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("harness/*.py")])
+    if path.name != "__init__.py"
+}
+SCRIPTS = [name for name in MODULES if not name.startswith("harness.")]
+
+# Imports each module of sys.argv, with nothing of benchmarks/ imported before it.
+FRESH = """
+import importlib, sys
+from jax._src import xla_bridge
+
+names = sys.argv[1:]
+for name in names:
+    for loaded in list(sys.modules):
+        if loaded in names or loaded.partition(".")[0] == "harness":
+            del sys.modules[loaded]
+    importlib.import_module(name)
+    assert not xla_bridge.backends_are_initialized(), f"importing {name} starts JAX's backend"
+    print(name)
+"""
+
+
+def imported(source: str) -> set[str]:
+    """The modules of benchmarks/ that a source imports, those inside its functions among them."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & MODULES.keys()
+
+
+def circle(edges: dict[str, set[str]]) -> list[str] | None:
+    """The names along one circle of a graph, or None."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str] | None:
+        if name in path:
+            return path[path.index(name) :]
+        if name in done:
+            return None
+        found = next(filter(None, (visit(other, [*path, name]) for other in sorted(edges[name]))), None)
+        done.add(name)
+        return found
+
+    return next(filter(None, (visit(name, []) for name in edges)), None)
+
+
+def test_a_circle_is_found():
+    edges = {"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}
+    assert circle(edges) is None
+    assert circle(edges | {"d": {"c"}}) == ["d", "c"]
+    source = (
+        "import sparse\ndef f():\n    from harness import cases, timing\nfrom harness.report import rows\nimport jax"
+    )
+    assert imported(source) == {"sparse", "harness.cases", "harness.timing", "harness.report"}
+
+
+def test_there_is_no_circle():
+    edges = {name: imported(path.read_text()) for name, path in MODULES.items()}
+    assert circle(edges) is None
+    # What two scripts need belongs to the harness.
+    assert {name: found & set(SCRIPTS) for name, found in edges.items() if found & set(SCRIPTS)} == {}
+
+
+def test_each_module_is_imported_first():
+    """Importing one touches no device: prepare_process has to come before that."""
+    names = list(MODULES)
+    if importlib.util.find_spec("torch") is None:
+        names.remove("harness.torch_contenders")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(BENCHMARKS.parent)])}
+    command = [sys.executable, "-c", FRESH, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, names), done.stderr
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_have_a_docstring_and_a_main(name):
+    source = MODULES[name].read_text()
+    assert f"python benchmarks/{name}.py" in (ast.get_docstring(ast.parse(source)) or "")
+    assert source.endswith('if __name__ == "__main__":\n    sys.exit(main())\n')

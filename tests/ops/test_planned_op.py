@@ -1,0 +1,108 @@
+"""The machinery that ops share, by an op of two lines."""
+
+import dataclasses
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kernels import explain
+from jax_kernels.device import device_info
+from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.ops.planned_op import Blocks, PlannedOp, batched, join_batch, kernel, split_batch, under_defaults
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleRequest(Request):
+    length: int
+
+
+def _scaled(x, y, *, options, config, core_count, interpret):
+    assert (config, core_count, interpret) == ("blocks of 8", 3, False)
+    assert not jax.config.jax_enable_x64
+    return x * options + (0 if y is None else y), x.sum(axis=1)
+
+
+def _check(*, x, y, scale, implementation):
+    return ScaleRequest("scale", device_info("a100"), x.shape[1]), (x, y)
+
+
+def scale(x, y=None, *, scale=2.0, implementation=None):
+    request, arrays = _check(x=x, y=y, scale=scale, implementation=implementation)
+    return batched(OP, OP.call(request, scale, implementation))(*arrays)
+
+
+TABLE = {
+    "short": Implementation(
+        "short",
+        lambda request: "it takes up to 4" if request.length > 4 else None,
+        lambda request: (Blocks(forward="blocks of 8", core_count=3), "block spec"),
+        kernel(_scaled),
+        None,
+    ),
+    "any": Implementation(
+        "any", lambda request: None, lambda request: (None, "heuristic"),
+        lambda x, y, *, options, config, interpret: (x * options + (0 if y is None else y), x.sum(axis=1)), None,
+    ),
+}  # fmt: skip
+OP = PlannedOp("scale", TABLE, lambda request: ("short", "any"))
+OP.explained_by(_check)(scale)
+
+
+@pytest.fixture(autouse=True)
+def _no_interpret(no_interpret):
+    pass
+
+
+def test_the_plan_is_that_of_the_call():
+    x = jnp.ones((2, 3))
+    assert explain(scale, x).implementation == "short"
+    assert explain(scale, jnp.ones((2, 5))).passed_over == (("short", "it takes up to 4"),)
+    assert explain(scale, x, implementation="any").why == "asked for by name"
+    assert "blocks of 8" in str(explain(scale, x))
+    with pytest.raises(TypeError, match=r"scale takes 2 positional arguments \(x, y\), got 3"):
+        explain(scale, x, x, 2.0)
+    with pytest.raises(TypeError, match="scale got an unexpected keyword argument 'scales'"):
+        explain(scale, x, scales=2.0)
+    with pytest.raises(TypeError, match="scale missing a required argument: 'x'"):
+        explain(scale)
+
+
+@pytest.mark.parametrize("implementation", TABLE)
+def test_a_vmap_joins_the_batch(implementation):
+    x, y = (np.random.default_rng(i).random((4, 2, 3)).astype(np.float32) for i in range(2))
+    call = lambda x, y: scale(x, y, scale=3.0, implementation=implementation)
+    for in_axes, args in (((0, 0), (x, y)), ((0, None), (x, y[0])), ((1, None), (x.swapaxes(0, 1), None))):
+        got = jax.vmap(call, in_axes)(*args)
+        wanted = x * 3 + (0 if args[1] is None else args[1])
+        np.testing.assert_allclose(got[0], wanted, rtol=1e-6)
+        np.testing.assert_allclose(got[1], x.sum(axis=2), rtol=1e-6)
+
+
+def test_a_call_keys_a_cache():
+    request = ScaleRequest("scale", device_info("a100"), 3)
+    assert batched(OP, OP.call(request, 2.0)) is batched(OP, OP.call(request, 2.0))
+    assert batched(OP, OP.call(request, 2.0)) is not batched(OP, OP.call(request, 3.0))
+
+
+def test_joining_is_undone_by_splitting():
+    x = jnp.arange(24.0).reshape(2, 3, 4)
+    np.testing.assert_array_equal(split_batch(2, join_batch(2, x, True)), x)
+    np.testing.assert_array_equal(split_batch(5, join_batch(5, x[0], False)), jnp.broadcast_to(x[0], (5, 3, 4)))
+    np.testing.assert_array_equal(join_batch(2, x[:, :1], True, length=3).reshape(2, 3, 4)[:, 2], x[:, 0])
+
+
+def test_under_defaults():
+    @under_defaults
+    def added(x, *, y=1):
+        """Its words."""
+        return x + y
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        assert added(jnp.ones((2, 2)), y=jnp.ones(2, jnp.bfloat16)).shape == (2, 2)
+        with pytest.raises(ValueError, match="rank"):
+            jnp.ones((2, 2)) + jnp.ones(2)
+    assert str(inspect.signature(added)) == "(x, *, y=1)"
+    assert added.__doc__ == "Its words."

@@ -1,0 +1,37 @@
+"""The tiers of the suite: `make test` runs what is not marked slow, `make test-all` everything that needs no GPU.
+
+A file whose cases repeat one another on other shapes names the few that `make test` runs. They keep a forward and a
+gradient of every op, a compiled case of every kernel for each GPU generation, and an interpreted case of every feature.
+"""
+
+import itertools
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def cases(names: Iterable[Any], quick: Collection[str]) -> list[Any]:
+    """The names as parameters of a test, all but those in `quick` marked slow."""
+    names = list(names)
+    assert not (unknown := set(quick) - set(map(str, names))), unknown
+    return [pytest.param(x, id=str(x), marks=() if str(x) in quick else pytest.mark.slow) for x in names]
+
+
+def pairs(names: Iterable[Any], others: Iterable[Any], quick: tuple[Any, Any]) -> list[Any]:
+    """Every pair of a name and another, as two parameters. Those with neither of the `quick` two are marked slow."""
+    both = list(itertools.product(names, others))
+    assert quick in both, quick
+    mark = lambda pair: () if quick[0] == pair[0] or quick[1] == pair[1] else pytest.mark.slow
+    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=mark(pair)) for pair in both]
+
+
+def groups(names: Iterable[str], quick: Collection[str], size: int) -> list[Any]:
+    """The names in tuples of one tier, of `size` at most, for tests whose process takes as long to start as a case."""
+    names = list(names)
+    assert not (unknown := set(quick) - set(names)), unknown
+    rest = [name for name in names if name not in quick]
+    tier = lambda members, marks: [
+        pytest.param(group, id=", ".join(group), marks=marks) for group in itertools.batched(members, size)
+    ]
+    return tier([name for name in names if name in quick], ()) + tier(rest, pytest.mark.slow)

@@ -1,0 +1,55 @@
+"""What keeps the library easy to read: short functions, arguments by name, plain words."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = [
+    path for folder in ("jax_kernels", "pallas", "bridge", "models") for path in sorted((ROOT / folder).rglob("*.py"))
+]
+MOST_LINES = {"pallas": 120, "": 100}
+
+
+def functions(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def lines_of(node) -> int:
+    """The lines of a function without its docstring and its signature."""
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_functions_are_short():
+    """At most 100 lines, 120 in the kernels' folder."""
+    most = lambda path: MOST_LINES["pallas"] if path.is_relative_to(ROOT / "pallas") else MOST_LINES[""]
+    long = {
+        f"{path.relative_to(ROOT)}:{node.name}": lines_of(node)
+        for path in LIBRARY
+        for node in functions(path)
+        if lines_of(node) > most(path)
+    }
+    assert not long
+
+
+def test_arguments_are_passed_by_name():
+    """Never as **locals(), which hides from readers and tools what is passed."""
+    found = [path.relative_to(ROOT) for path in LIBRARY if "locals()" in path.read_text()]
+    assert not found
+
+
+@pytest.mark.parametrize("word", ["Of", "What", "In", "Whose", "Where"])
+def test_docstrings_are_sentences(word):
+    found = []
+    for path in LIBRARY:
+        tree = ast.parse(path.read_text())
+        documented = [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef))]
+        docstrings = [(getattr(n, "name", "module"), ast.get_docstring(n)) for n in documented]
+        found += [
+            f"{path.relative_to(ROOT)}:{name}" for name, text in docstrings if (text or "").startswith(f"{word} ")
+        ]
+    assert not found
