@@ -2,10 +2,12 @@
 
     PYTHONPATH=. python benchmarks/accuracy.py --output results/accuracy.json
 
-Root mean square over the whole array, relative: of out, and of the gradients of query, key and value. "peaked": the
-keys are the queries, so that each row has one key that stands out. "large": queries of eight times the length.
+The error of an array is the root mean square of the difference over that of the float64 array. Each row of results has
+the errors of out and of the gradients of query, key and value. The inputs "peaked" take the queries as keys, so that
+one key of each row stands out; the queries of "large" are eight times as long.
 
-The exit status is 1 where one failed, gave a NaN, or, but for "peaked" inputs, errors that are not of rounding.
+The exit status is 1 where an implementation failed or gave a NaN, and where an error is larger than rounding explains;
+the errors of "peaked" inputs have no such limit.
 """
 
 import itertools
@@ -32,7 +34,7 @@ RESULTS = ("out", "dq", "dk", "dv")
 
 
 def right(is_causal: bool):
-    """(arrays, dout) -> out and the gradients in float64."""
+    """Makes run((query, key, value), dout), which returns out and the three gradients in float64."""
 
     @jax.jit
     def run(arrays, dout):
@@ -45,7 +47,7 @@ def right(is_causal: bool):
 
 
 def errors(is_causal: bool, implementation: str):
-    """(arrays, dout, what is right) -> the error of each of RESULTS."""
+    """Makes run(arrays, dout, want), which returns the error of each of RESULTS. want: what `right` returns."""
 
     @jax.jit
     def run(arrays, dout, want):
@@ -61,7 +63,7 @@ def errors(is_causal: bool, implementation: str):
 
 
 def draw(kind: str, shape: tuple[int, ...]):
-    """(query, key, value), dout."""
+    """The inputs of a kind: (query, key, value) and dout."""
     keys = jax.random.split(jax.random.key(sum(shape)), 4)
     query, key, value, dout = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys)
     return (query * 8 if kind == "large" else query, query if kind == "peaked" else key, value), dout
@@ -94,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 contender = Contender(name, "jax")
                 with contender.attempt():
                     found[name] = run(arrays, dout, want)
-                    # How far rounding goes where one key stands out depends on the length and on head_dim.
+                    # Where one key stands out, the rounding errors grow with the length and with head_dim.
                     tolerance = math.inf if kind == "peaked" else TOLERANCE
                     contender.judge(float(np.max(list(found[name].values()))), "float64", tolerance)
                 told[name] = {"status": contender.status, "reason": contender.reason}

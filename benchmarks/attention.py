@@ -2,10 +2,13 @@
 
     PYTHONPATH=. python benchmarks/attention.py --shapes "2,8192,16,128;2,8192,32,64" --causal both --mode fwd,bwd
 
-Every contender of a case is checked against float32 first, then all take turns of the same length, round
-after round, over inputs that overflow the L2 cache. What cannot run is listed with the reason.
+Every contender of a case is checked against float32 first. Then all take turns of the same length, round after round,
+over inputs that overflow the L2 cache. A contender that cannot run is listed with the reason. A shape may give the
+values a head_dim of their own:
 
-The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
+    PYTHONPATH=. python benchmarks/attention.py --shapes "2,8192,16,96;2,8192,8,192/128" --peers jax-cudnn,torch-cudnn
+
+The exit status is 1 where a contender failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -78,12 +81,12 @@ def cases(args: argparse.Namespace) -> list[Case]:
 
 
 class Run:
-    """One run of the benchmark: its results grow, and are written, case by case."""
+    """One run of the benchmark. Each case adds its rows to the results, which are then written."""
 
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.start = time.monotonic()
-        # What is under way when this passes still has to end within the budget.
+        # A turn that begins just before the deadline ends within the budget.
         self.deadline = self.start + 0.95 * args.budget
         names = args.implementations + args.peers
         usable = any(framework(name) == "torch" and unavailable(name) is None for name in names)
@@ -93,7 +96,7 @@ class Run:
         self.results: dict[str, Any] = {
             "schema": report.SCHEMA,
             "environment": report.environment(args.commit, usable),
-            # But for where it writes, which is the machine's own.
+            # Paths are left out: they belong to the machine.
             "arguments": {k: v for k, v in vars(args).items() if not isinstance(v, pathlib.Path)}
             | {"shapes": [shape.numbers for shape in args.shapes]},
             "timer": "",
@@ -147,7 +150,7 @@ class Run:
         self.results["rows"] += report.rows(case, contenders, ceilings, self.results["method"])
 
     def announce(self, contender: Contender) -> None:
-        """One line on a contender that was built; what is unavailable for one reason all along is told once."""
+        """Prints one line on a contender that was built. The same reason of the same contender is printed once."""
         if contender.status == "ok":
             say(f"  {contender.name}: error {contender.error:.2e}, {contender.plan}")
         elif (contender.name, contender.reason) not in self.told:
@@ -163,7 +166,7 @@ class Run:
             report.write_json(self.args.output, self.results)
 
     def stop(self) -> None:
-        """Ends a process whose budget is spent while something does not return."""
+        """Ends the process: the budget is spent and a contender has not returned."""
         say(f"the budget of {self.args.budget:.0f} s is spent and a contender has not returned: stopping")
         self.save()
         report.print_table(self.results)
@@ -171,7 +174,7 @@ class Run:
 
 
 def self_check(args: argparse.Namespace) -> int:
-    """Prints one matmul and one attention of each framework under every timer; returns how many readings failed."""
+    """Times one matmul and one attention of each framework by every timer. Returns how many readings failed."""
     case = cases(args)[0]
     say(f"{report.environment(args.commit)}")
     sets = input_sets(case)

@@ -1,10 +1,10 @@
-"""decode_attention against the bandwidth of a copy of the same cache, in one run, alternating, by device time.
+"""Compares the bandwidth of decode_attention with that of a copy of the cache, in one alternating run, by device time.
 
     PYTHONPATH=. python benchmarks/decode.py --shapes "64,1,32,128,8;1,1,32,128,8" --kv-length 16384
 
 A step reads every key and value once: its bandwidth is their bytes over its time. The copy reads and writes; its
-bandwidth counts both. "cudnn" is jax.nn.dot_product_attention, whose queries attend to all keys; ours attend to those
-up to their own. All but the copy are held against float32 before they are timed.
+bandwidth counts both. "cudnn" is jax.nn.dot_product_attention, whose queries attend to all keys. Our queries attend to
+the keys up to their own position. Every contender but the copy is checked against float32 before it is timed.
 
 The exit status is 1 where a contender failed or was wrong.
 """
@@ -31,7 +31,7 @@ PAGE = 64
 
 
 def build(name: str, function: Callable[..., Any], *arrays: Any, want: jax.Array | None = None) -> Contender:
-    """want: what is right for the first batch entry."""
+    """A contender, compiled and run once. want: the right output of the first batch entry, or None for no check."""
     contender = Contender(name, "jax")
     with contender.attempt():
         if name == "cudnn":
@@ -44,7 +44,7 @@ def build(name: str, function: Callable[..., Any], *arrays: Any, want: jax.Array
 
 
 def contenders(shape: Shape, kv_length: int, implementations: Sequence[str]) -> tuple[list[Contender], int]:
-    """The contenders of a shape, the copy first, and the bytes of keys and values."""
+    """Returns the contenders of a shape, the copy first, and the bytes of its keys and values."""
     batch, q_length, kv_heads, head_dim = shape.batch, shape.seq, shape.kv_heads, shape.head_dim
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (batch, q_length, shape.heads, head_dim), jnp.bfloat16)
@@ -52,7 +52,7 @@ def contenders(shape: Shape, kv_length: int, implementations: Sequence[str]) -> 
     key, value = (jax.random.normal(k, cache, jnp.bfloat16) for k in keys[1:])
     pages = kv_length // PAGE
     tables = np.random.default_rng(0).permutation(batch * pages).reshape(batch, pages).astype(np.int32)
-    # The same sequences, in pages that lie anywhere.
+    # The same sequences, cut into pages in random order.
     paged = [
         jnp.zeros((batch * pages, PAGE, kv_heads, head_dim), x.dtype)
         .at[tables.reshape(-1)]

@@ -1,27 +1,33 @@
-"""Dilated attention side by side, alternating, by device time: ours, by gathers and scatters, and dense attention.
+"""Dilated attention side by side, in one alternating run, by device time: ours, gathers and scatters, and dense.
 
     PYTHONPATH=. python benchmarks/dilated.py --shapes 1,32768,16,128 --mode fwd,fwdbwd
     PYTHONPATH=. python benchmarks/dilated.py --segments 2048,8192,32768 --rates 1,4,16 --output results/dilated.json
     PYTHONPATH=. python benchmarks/dilated.py --heads groups --shapes 1,32768,16,128
     PYTHONPATH=. python benchmarks/dilated.py --order hilbert --contenders ours,plain
 
-"gather" is the usual form, in one jit: for each branch the tokens of each head are gathered by index, attended to by
-this library's kernel, scattered into zeros of the full size, and the branches are merged by their lse. "gather-cudnn"
-is the same by cuDNN, where nothing is merged (--heads groups, --layout partition): its backward takes no gradient of
-the lse, so that the library's "cudnn" gives none. "torch-gather" is the same in PyTorch, by flex_attention and by
-autograd, compiled as a whole where that is faster. "dilated-attention-pytorch" is the op of the package of that name,
-if it is installed, for --heads groups, whose semantics it has, with combine="mean"; it also divides each branch's
-outputs by their sums over the sequence, so that its results are not held against others. "dense" is this library's
-attention over the whole sequence. "plain", of --order and --layout, is ours without them. "copy" is that of an array
-larger than the L2 cache.
+Contenders:
 
-Ours and the other forms are held against "gather" before they are timed, "dense" against float32, "plain" against
-nothing but a NaN.
+    ours          dilated_attention
+    plain         ours without --order and --layout
+    gather        the usual form, in one jit. For each branch it gathers the tokens of each head by index, attends to
+                  them by this library's kernel and scatters the result into zeros of the full size. The lses of the
+                  branches weigh the sum.
+    gather-cudnn  the same by cuDNN, for patterns whose branches are not merged (--heads groups, --layout partition):
+                  cuDNN's backward takes no gradient of the lse
+    torch-gather  the same in PyTorch, by flex_attention and autograd, compiled as a whole where that is faster
+    dilated-attention-pytorch
+                  the op of the package of that name, if it is installed, for --heads groups, with combine="mean". It
+                  also divides each branch's outputs by their sums over the sequence, so its results are not checked.
+    dense         this library's attention over the whole sequence
+    copy          a copy of an array larger than the L2 cache
 
-A row of ours has an ideal: the FLOPs of its branches at the rate of "dense", and query, key, value and out once (with a
-backward, once more, and dout and the three gradients) at the bandwidth of "copy", where both were timed.
+Before they are timed, "dense" is checked against float32, "plain" for NaNs, and the other forms against "gather".
 
-The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
+A row of ours has an ideal where "dense" and "copy" were timed: the FLOPs of its branches at the rate of "dense", and
+the bytes that have to move at the bandwidth of "copy". The forward moves query, key, value and out; a backward moves
+them once more, and dout and the three gradients.
+
+The exit status is 1 where a contender failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -70,11 +76,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layout", choices=("overlap", "partition"), default="overlap")
     parser.add_argument("--order", choices=("none", "hilbert"), default="none")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
-    parser.add_argument("--full", action="store_true", help="without is_causal")
+    parser.add_argument("--full", action="store_true", help="attend without is_causal")
     parser.add_argument("--mode", default="fwd,fwdbwd", help=f"comma list of {', '.join(MODES)}")
     told = f"comma list of {', '.join(CONTENDERS)}; default all, plain where there is --order or --layout"
     parser.add_argument("--contenders", help=told)
-    parser.add_argument("--implementation", help="of ours: mosaic_gpu, triton or xla; default the fastest")
+    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton or xla; default the fastest")
     args = parser.parse_args(argv)
     try:
         args.shapes = parse_shapes(args.shapes)
@@ -136,7 +142,7 @@ def built(name: str, case: Case, args: argparse.Namespace, sets: Sequence[InputS
 
 
 def build(case: Case, args: argparse.Namespace) -> list[Contender]:
-    """The contenders of a case, compiled; all forms have been checked against "gather" where that one runs."""
+    """The contenders of a case, compiled and checked against "gather" where that one runs."""
     sets = input_sets(case)
     contenders, right = [], None
     for name in sorted(args.contenders, key=lambda name: (name in OURS, name != "gather")):
@@ -153,7 +159,10 @@ def build(case: Case, args: argparse.Namespace) -> list[Contender]:
 
 
 def check(contender: Contender, case: Case, inputs: InputSet, outputs: Any, right: Any) -> Any:
-    """Judges what its first call gave. right: what "gather" gave, if it did; returned."""
+    """Judges the outputs of a first call. Returns the outputs to check the others against: those of "gather".
+
+    right: the outputs of "gather", or None before it has run.
+    """
     if contender.framework == "torch":
         outputs = tuple(map(as_numpy, outputs))
     if has_nan(outputs):
@@ -168,12 +177,12 @@ def check(contender: Contender, case: Case, inputs: InputSet, outputs: Any, righ
 
 
 def copy_bytes() -> int:
-    """Of the array that "copy" reads, an even number: four times what pushes all else out of a GPU's L2 cache."""
+    """The bytes of the array that "copy" reads, an even number: on a GPU, far more than its L2 cache holds."""
     return int(4 * ROTATION_BYTES) if jax.default_backend() == "gpu" else 1 << 20
 
 
 def moved_bytes(case: Case) -> int:
-    """Of query, key, value and out, and what a backward adds, each read or written once where it has to be."""
+    """The bytes that have to move: each input is read once and each output is written once."""
     of_query = 2 * case.batch * case.seq * case.heads * case.head_dim
     of_key = of_query * case.kv_heads // case.heads
     forward = 2 * of_query + 2 * of_key

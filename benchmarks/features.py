@@ -1,14 +1,14 @@
-"""What masks, lengths, grouped heads and the other features cost, as time over their share of a plain attention's time.
+"""Measures what masks, lengths, grouped heads and other features cost beside a plain attention.
 
     PYTHONPATH=. python benchmarks/features.py --shape 2,8192,16,128 --mode fwd,bwd --output results/features.json
 
-A group is a plain attention and its variants; they take turns in one run, by device time. A variant's share is its
-number of (query, key) pairs that may attend, over the plain one's. A cost of 1.00 is time exactly in that share.
-Each is held against float32 before it is timed.
+A group is a plain attention and its variants, which take turns in one run, by device time. A variant's share is its
+number of (query, key) pairs that may attend, over that of the plain attention. Its cost is its time over that share of
+the plain attention's time: 1.00 means that the feature itself is free. Each variant is checked against float32 first.
 
     PYTHONPATH=. python benchmarks/features.py --variants "softcap score_mod,ALiBi score_mod,8 documents"
 
-The exit status is 1 where a variant failed, was wrong, or was skipped as the budget was spent.
+The exit status is 1 where a variant failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from jax_kernels import flash_attention
 from jax_kernels.ops.attention import flash_attention as attention
 
 MODES = ("fwd", "bwd")
-# Once for all modes and variants: the backward of a variant compiles no forward that was timed before.
+# Jitted once: the backward of a variant uses the forward that was compiled to time it.
 forward = jax.jit(attention.attention_forward, static_argnums=0)
 
 
@@ -43,7 +43,7 @@ def backward(call, inputs, result, dout):
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One attention. arguments: those of flash_attention, as they are."""
+    """One attention. arguments: the keyword arguments of flash_attention."""
 
     name: str
     batch: int
@@ -55,7 +55,7 @@ class Variant:
 
     @property
     def pairs(self) -> int:
-        """How many (query, key) pairs of all heads may attend."""
+        """The number of (query, key) pairs that may attend, over all heads."""
         window, ids = self.arguments.get("window"), self.arguments.get("segment_ids")
         position = np.arange(self.seq)
         left, right = (window, window) if isinstance(window, int) else window or (self.seq, self.seq)
@@ -72,7 +72,7 @@ class Variant:
 
 
 def groups(batch: int, seq: int, heads: int, head_dim: int) -> list[list[Variant]]:
-    """Each group: what it is measured against, then the variants."""
+    """The groups. The first member of each is the plain attention that the others are measured against."""
     plain = Variant("full", batch, seq, heads, head_dim, heads)
     causal = dataclasses.replace(plain, name="causal", arguments={"is_causal": True})
     of = lambda base, name, **kwargs: dataclasses.replace(base, name=name, arguments=base.arguments | kwargs)
@@ -112,13 +112,13 @@ def groups(batch: int, seq: int, heads: int, head_dim: int) -> list[list[Variant
 
 
 def chosen(found: Sequence[list[Variant]], names: Sequence[str]) -> list[list[Variant]]:
-    """The groups that have variants of these names, with those alone and what they are measured against."""
+    """The groups that have variants of these names, without their other variants."""
     picked = [[group[0], *(variant for variant in group[1:] if variant.name in names)] for group in found]
     return [group for group in picked if len(group) > 1]
 
 
 def build(variant: Variant, mode: str, implementation: str | None) -> Contender:
-    """Compiled, run once and held against float32."""
+    """A contender, compiled, run once and checked against float32."""
     contender = Contender(variant.name, "jax")
     shape = lambda heads: (variant.batch, variant.seq, heads, variant.head_dim)
     keys = jax.random.split(jax.random.key(0), 4)
@@ -127,7 +127,7 @@ def build(variant: Variant, mode: str, implementation: str | None) -> Contender:
     with contender.attempt():
         named = dict(zip(("query", "key", "value"), arrays[:3], strict=True))
         call, inputs = attention.prepare(**named, **variant.arguments, implementation=implementation)
-        # Slopes are constants here: their gradients would be passes more.
+        # The slopes are constants here: their gradients would add kernels to the backward.
         call = dataclasses.replace(call, options=dataclasses.replace(call.options, score_mod_gradient=False))
         run = lambda index: forward(call, inputs)
         forward.lower(call, inputs).compile()

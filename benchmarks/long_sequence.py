@@ -1,15 +1,15 @@
-"""How time and memory of causal attention grow with the length: forward and backward, each length in its own process.
+"""Measures how the time and the memory of causal attention, forward and backward, grow with the length.
 
     PYTHONPATH=. python benchmarks/long_sequence.py --lengths 32768,65536,131072 --output results/long.json
     PYTHONPATH=. python benchmarks/long_sequence.py --lengths 32768,1048576 --heads 12 --head-dim 64 \\
         --segments 2048,4096,8192,16384,32768 --rates 1,2,4,6,12
 
-With --segments and --rates it is dilated attention.
+Each length runs in its own process. --segments and --rates choose dilated attention.
 
-Time is the wall clock around a call, the best of a few (a call takes tenths of a second). Memory is the most that XLA
-held at once, as a multiple of the query's bytes too: query, key, value, dout and the four results are eight of them.
+The time is the best of a few calls, by the wall clock: a call takes tenths of a second. The memory is the most that XLA
+held at once, also given as a multiple of the query's bytes: query, key, value, dout and the four results make eight.
 
-A length that fails leaves a row that says so, as one whose results hold a NaN; the exit status is 1 then.
+The exit status is 1 where a length failed or its results held a NaN; the row of that length says so.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def measure(length: int, args: argparse.Namespace) -> dict:
         jax.block_until_ready(run(query, key, value, dout))
         seconds.append(time.perf_counter() - start)
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    # Of a call of its own: results that outlive theirs would count in the peak.
+    # Another call, after the peak is read: results that are kept would count in it.
     nan = bool(has_nan(run(query, key, value, dout)))
     return {
         "length": length,
@@ -67,7 +67,7 @@ def measure(length: int, args: argparse.Namespace) -> dict:
 
 
 def in_its_own_process(length: int, words: Sequence[str]) -> dict[str, Any]:
-    """The row that measure gives there, or one that says how the process ended."""
+    """The row that measure returns in a process of its own, or a row that tells how the process ended."""
     command = [sys.executable, __file__, *words, "--one", str(length)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode == 0:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", default="32768,65536,131072", help="comma list of tokens")
     parser.add_argument("--heads", type=command_line.positive(int), default=16)
     parser.add_argument("--head-dim", type=command_line.positive(int), default=128)
-    parser.add_argument("--segments", help="comma list of segment_lengths, of dilated attention")
+    parser.add_argument("--segments", help="comma list of segment_lengths of dilated attention")
     parser.add_argument("--rates", help="comma list of dilation_rates")
     parser.add_argument("--implementation", default=None)
     parser.add_argument("--repeats", type=command_line.positive(int), default=3)
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.output is not None:
             report.write_json(args.output, results)
     if args.output is not None:
-        # Last, as it takes hold of the device, whose memory the processes measure.
+        # Last: it takes hold of the device, whose memory the other processes measure.
         report.write_json(args.output, {"environment": report.environment(args.commit)} | results)
     return report.exit_status(row["status"] for row in rows)
 

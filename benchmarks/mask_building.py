@@ -1,26 +1,32 @@
-"""What making a mask costs, by device time: beside the attention under it, and as the bandwidth of a dense one's pass.
+"""Measures what making a mask costs, by device time: beside the attention under it, and beside a copy of it.
 
     PYTHONPATH=. python benchmarks/mask_building.py --output results/mask-building.json
     PYTHONPATH=. python benchmarks/mask_building.py --table builders --num-heads 16 --kv-heads 4 --seq-len 4096
     PYTHONPATH=. python benchmarks/mask_building.py --table dense,lists
 
-Tables, of which each mask's parts take turns in one run:
+There are three tables. The parts of each mask take turns in one run.
 
-"builders": top_k of --keep keys, causal or not, threshold at 0, and top_k_blocks of pooled scores with a quarter of the
-blocks, causal or not. Parts: "build", the mask from its scores, with the lists that attention under it needs
-(prepare_mask); "attention", the forward of dynamic_mask_attention under what was built; "together", both in one
-program. "share" is build over attention. A bias is [batch, key heads, 1, keys]; that of "top_k of each query" has a row
-for each query.
+"builders" makes masks from scores: top_k of --keep keys, causal or not; threshold at 0; top_k_blocks of pooled scores,
+with a quarter of the blocks, causal or not. The scores of top_k and threshold are a bias [batch, key heads, 1, keys];
+those of "top_k of each query" have a row for each query.
 
-"dense": a bool array [1, heads, --dense-len, --dense-len] reduced to which of its blocks are live and full. "status"
-reads the array; "copy" reads and writes as many bytes, and its bandwidth counts both. --bar is the share of it that is
-wanted.
+    build      the mask from its scores, with the lists of blocks that prepare_mask makes for attention
+    attention  the forward of dynamic_mask_attention under that mask; "share" is a part's time over this one's
+    together   both in one program
 
-"lists": the block lists of block, window and segments masks at --lists-len, and of a function at --function-len. Parts:
-"lists", those by query and by key; "prepare", all that attention needs, under jit.
+"dense" finds which blocks of a bool array [1, heads, --dense-len, --dense-len] are live and which are full.
 
-Attention is held against float32, statuses and lists against those of the same mask in another form. The exit status is
-1 where something failed, was wrong, or was skipped as the budget was spent.
+    status     reads the array; --bar is the share of the copy's bandwidth that is wanted
+    copy       reads and writes the same number of bytes; its bandwidth counts both
+
+"lists" makes the lists of blocks of block, window and segments masks at --lists-len, and of a function at
+--function-len.
+
+    lists      the lists by query and by key
+    prepare    all that attention needs, under jit
+
+Attention is checked against float32. Statuses and lists are checked against those of the same mask in another form. The
+exit status is 1 where something failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -48,7 +54,7 @@ TABLES = ("builders", "dense", "lists")
 BUILDERS = ("top_k", "top_k, causal", "top_k of each query", "threshold", "top_k_blocks", "top_k_blocks, causal")
 LISTS = ("block", "window", "segments", "function")
 BLOCK = 128
-# Of the function: keys before the query that it sees, and first keys.
+# A query of the mask "function" sees the NEAR keys before it and the FIRST keys of the sequence.
 NEAR, FIRST = 4096, 64
 
 
@@ -57,9 +63,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     number = command_line.positive(int)
     parser.add_argument("--table", default=",".join(TABLES), help=f"comma list of {', '.join(TABLES)}")
     parser.add_argument("--batch-size", type=int, default=2)
-    parser.add_argument("--seq-len", type=int, default=4096, help="of the builders' attention")
+    parser.add_argument("--seq-len", type=int, default=4096, help="length of the builders' attention")
     parser.add_argument("--num-heads", type=int, default=16)
-    parser.add_argument("--kv-heads", type=int, help="default as many as --num-heads")
+    parser.add_argument("--kv-heads", type=int, help="default --num-heads")
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--keep", type=number, default=1024, help="keys of top_k")
     parser.add_argument("--dense-len", type=number, default=8192)
@@ -67,7 +73,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--function-len", type=number, default=131072)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--bar", type=command_line.positive(float), default=0.7, help="default 0.7")
-    parser.add_argument("--implementation", help="of ours: mosaic_gpu, triton or xla; default the fastest")
+    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton or xla; default the fastest")
     args = parser.parse_args(argv)
     try:
         args.table = command_line.names("table", args.table, TABLES)
@@ -81,7 +87,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def contender(name: str, function: Callable[..., Any], *arrays: Any, plan: str = "") -> Contender:
-    """Compiled, and run once."""
+    """A contender of a function, compiled and run once."""
     made = Contender(name, "jax")
     with made.attempt():
         jitted = jax.jit(function)
@@ -91,7 +97,7 @@ def contender(name: str, function: Callable[..., Any], *arrays: Any, plan: str =
 
 
 def builder(name: str, args: argparse.Namespace) -> tuple[Callable[..., masks.Mask], list[jax.Array]]:
-    """(the mask of its scores, the scores)."""
+    """The function of the builder, from scores to a mask, and its scores."""
     case, inputs = args.case, input_sets(args.case)[0]
     if name.startswith("top_k_blocks"):
         count = max(1, -(-case.seq // BLOCK) // 4)
@@ -118,7 +124,7 @@ def of_builder(name: str, args: argparse.Namespace) -> list[Contender]:
 
     def build(*scores):
         mask = make(*scores)
-        # A mask of key's heads is no argument of flash_attention: it needs no lists.
+        # A mask over the heads of key is no argument of flash_attention and needs no lists.
         return prepare_mask(mask, *shapes, **named) if mask.heads in (1, case.heads) else mask
 
     attend = lambda mask, *qkv: dynamic_mask_attention(*qkv, mask, **named)
@@ -152,13 +158,13 @@ def right(case: Case, mask: masks.Mask, inputs: InputSet) -> np.ndarray:
 
 
 def status_of(mask: masks.Mask, length: int) -> tuple[jax.Array, jax.Array]:
-    """Which blocks are live, and which are full."""
+    """Which blocks are live, and which blocks are full."""
     offset = jnp.zeros(1, jnp.int32)
     return block_status(mask, offset, lengths=(length, length), blocks=(BLOCK, BLOCK), static_offset=0)
 
 
 def of_dense(name: str, args: argparse.Namespace) -> list[Contender]:
-    """Of a half of the blocks nothing is kept, of the others each pair."""
+    """The contenders of the table "dense". A random half of the array's blocks is empty, the other half full."""
     length, heads = args.dense_len, args.num_heads
     cells = jax.random.bernoulli(jax.random.key(2), 0.5, (1, heads, *[-(-length // BLOCK)] * 2))
 
@@ -169,7 +175,7 @@ def of_dense(name: str, args: argparse.Namespace) -> list[Contender]:
 
     array = whole(cells)
     found = [
-        # As many bytes in words: XLA copies an array of bools at half the bandwidth.
+        # The same number of bytes as int32: XLA copies an array of bools at half the bandwidth.
         contender("copy", lambda words: ~words, jnp.zeros(array.size // 4, jnp.int32)),
         contender("status", lambda array: status_of(masks.dense(array), length), array),
     ]
@@ -183,7 +189,7 @@ def _near_or_first(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def mask_of(name: str, args: argparse.Namespace) -> tuple[int, masks.Mask, masks.Mask]:
-    """(a length, a mask, the same in another form)."""
+    """The length, the mask of this name, and the same mask in another form."""
     if name == "function":
         same = masks.causal() & (masks.sliding_window(NEAR, 0) | masks.prefix(FIRST))
         return args.function_len, masks.from_function(_near_or_first), same
@@ -209,7 +215,7 @@ def of_lists(name: str, args: argparse.Namespace) -> list[Contender]:
             pairs = zip(*(x._replace(indices=x.indices[..., :width]) for x in (got, want)), strict=True)
             if not all(np.array_equal(x, y) for x, y in pairs):
                 found[0].give_up("wrong", "its lists are others than those of the same mask in another form")
-    if name != "function":  # of which all bits have room under jit
+    if name != "function":  # under jit, all bits of its mask would be stored
         shape = jax.ShapeDtypeStruct((1, length, args.num_heads, args.head_dim), DTYPES[args.dtype])
         prepare = lambda mask: prepare_mask(mask, shape, shape, implementation=args.implementation)
         found.append(contender("prepare", prepare, mask))
@@ -217,7 +223,7 @@ def of_lists(name: str, args: argparse.Namespace) -> list[Contender]:
 
 
 def groups(args: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], list[Contender]]]]:
-    """(table, mask, what makes its parts)."""
+    """Yields the table, the mask and the function that makes the mask's contenders."""
     of = {"builders": (of_builder, BUILDERS), "dense": (of_dense, ("dense",)), "lists": (of_lists, LISTS)}
     for table in args.table:
         make, names = of[table]

@@ -1,4 +1,4 @@
-"""Sparse attention side by side, alternating, by device time: under a mask of blocks, a window, a random or mixed one.
+"""Sparse attention side by side, in one alternating run, by device time.
 
     PYTHONPATH=. python benchmarks/sparse.py --pattern block,window,random,structured --sparsity 0.5,0.9
     PYTHONPATH=. python benchmarks/sparse.py --seq-len 16384 --num-heads 16 --head-dim 128 --output results/sparse.json
@@ -6,19 +6,27 @@
     PYTHONPATH=. python benchmarks/sparse.py --pattern random --sparsity 0.7,0.1 --contenders dense,array
     PYTHONPATH=. python benchmarks/sparse.py --pattern causal-window --window 1024 --mode fwd,bwd,fwdbwd
 
-Patterns: "block", random blocks, as many in each row of blocks; "window", keys near the query; "random", pairs drawn
-one by one, so that no block is dead; "structured", a window and global tokens. None of these is causal, and a sparsity
-is the share of pairs that are masked out. "causal-window" has no sparsity: each query sees the --window last keys, its
-own among them.
+Patterns:
 
-Contenders: "prepared-mask", ours under the Mask, with the lists of blocks that prepare_mask made before; "mask", ours
-under the same Mask, with the lists made in each call; "window-argument", ours by flash_attention's window, where the
-pattern is one; "array", ours under the same mask as a bool array; "dense", ours without one, causal or not, which the
-others are measured against; "jax-cudnn-bias", cuDNN with a bias of -1e30 where the mask is False; "torch-flex",
-compiled flex_attention with a block mask made before, of the window's rule or of the array. All are held against
-float32 before they are timed.
+    block          random blocks, the same number in each row of blocks
+    window         keys near the query
+    random         pairs drawn one by one, so that no block is dead
+    structured     a window and global tokens
+    causal-window  the --window last keys of each query, its own among them
 
-The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
+The first four are not causal. Their sparsity is the share of pairs that are masked out; causal-window has none.
+
+Contenders, each checked against float32 before it is timed:
+
+    dense            ours without a mask, which the others are measured against
+    prepared-mask    ours under the Mask, whose lists of blocks prepare_mask made before
+    mask             ours under the same Mask, with the lists made in each call
+    window-argument  ours by flash_attention's window, where the pattern is one
+    array            ours under the same mask as a bool array
+    jax-cudnn-bias   cuDNN with a bias of -1e30 where the mask is False
+    torch-flex       compiled flex_attention; its block mask, of the window's rule or of the array, is made before
+
+The exit status is 1 where a contender failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -45,7 +53,7 @@ from jax_kernels import dynamic_mask_attention, explain, flash_attention, masks
 OF_SPARSITY = ("block", "window", "random", "structured")
 PATTERNS = (*OF_SPARSITY, "causal-window")
 CONTENDERS = ("dense", "prepared-mask", "mask", "window-argument", "array", "jax-cudnn-bias", "torch-flex")
-# Of the blocks that the kernels skip, and that a row of results counts.
+# The size of the blocks that the kernels skip and that a row of results counts.
 BLOCK = 128
 
 
@@ -59,11 +67,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--num-heads", type=int, default=16)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, default=BLOCK, help="of the pattern block")
+    parser.add_argument("--block-size", type=int, default=BLOCK, help="block size of the pattern block")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--mode", default="fwd,bwd", help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"comma list of {', '.join(CONTENDERS)}")
-    parser.add_argument("--implementation", help="of ours: mosaic_gpu, triton, cudnn or xla; default the fastest")
+    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton, cudnn or xla; default the fastest")
     args = parser.parse_args(argv)
     try:
         for name, known in (("pattern", PATTERNS), ("mode", MODES), ("contenders", CONTENDERS)):
@@ -81,7 +89,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def pattern_of(name: str, sparsity: float | None, seq: int, block: int, window: int) -> MaskPattern:
-    """Over seq queries and keys; every query has a key. sparsity: about, of all but the pattern causal-window."""
+    """The pattern of this name over seq queries and keys, in which every query has a key.
+
+    sparsity: the pattern's own is about this. None for causal-window.
+    """
     if sparsity is None:
         return MaskPattern.of_window(window - 1, 0)
     random, keep = np.random.default_rng(0), 1 - sparsity
@@ -99,19 +110,19 @@ def pattern_of(name: str, sparsity: float | None, seq: int, block: int, window: 
 
 
 def _pairs(seq: int, side: int, tokens: int) -> int:
-    """How many pairs stand within `side` of the diagonal, or among the first `tokens` queries or keys."""
+    """The number of pairs within `side` of the diagonal or among the first `tokens` queries or keys."""
     of_window = lambda n: n * n - (n - side) * (n - side - 1) if side < n else n * n
-    # Without the first tokens, what is left is a window over the others.
+    # Without the first tokens, the rest is a window over the other tokens.
     return of_window(seq - tokens) + tokens * (2 * seq - tokens)
 
 
 def kept_share(keep: jax.Array) -> float:
-    """Of all pairs, counted by rows: all of them may not fit an int32."""
+    """The share of pairs that a mask keeps. Counted row by row: the whole count may overflow an int32."""
     return np.asarray(keep.sum(axis=1)).sum(dtype=np.int64) / keep.size
 
 
 def in_torch(pattern: MaskPattern, keep: jax.Array, case: Case, sets: Sequence[InputSet]) -> Built:
-    """flex_attention, compiled, under a block mask made from the pattern's rule or from the bool array `keep`."""
+    """Compiled flex_attention under a block mask, made of the pattern's rule or of the bool array `keep`."""
     import torch
     from harness import torch_contenders
     from torch.nn.attention.flex_attention import create_block_mask
@@ -143,7 +154,7 @@ def names_of(pattern: str, args: argparse.Namespace) -> list[str]:
 def build(
     name: str, case: Case, pattern: MaskPattern, keep: jax.Array, sets: Sequence[InputSet], args: argparse.Namespace
 ) -> Contender:
-    """keep: the mask as a bool array [seq, seq]."""
+    """A contender, compiled and run once. keep: the mask as a bool array [seq, seq]."""
     contender = Contender(name, framework(name))
     with contender.attempt():
         if name == "torch-flex":
@@ -167,7 +178,7 @@ def build(
 
 
 def right(case: Case, keep: jax.Array | None, inputs: InputSet) -> list[np.ndarray]:
-    """Float32 results of the first head of the first batch entry: those of the case's mode. keep: None for no mask."""
+    """Float32 results, in the case's mode, of the first head of the first batch entry. keep: None for no mask."""
     arrays = [x[:1, :, :1].astype(jnp.float32) for x in (*inputs.qkv, inputs.dout)]
     _in_float32.lower(case.mode, keep, *arrays).compile()
     with gpu_alone():
@@ -184,7 +195,7 @@ def _in_float32(mode, keep, query, key, value, dout):
 
 
 def check(contender: Contender, want: Sequence[np.ndarray]) -> None:
-    """Judges what the contender's first call gives."""
+    """Judges the outputs of the contender's first call."""
     assert contender.call is not None
     with gpu_alone():
         got = [as_numpy(x[:1, :, :1]) for x in contender.call(0)]
@@ -218,7 +229,7 @@ def row_of(contender: Contender, case: Case, facts: dict[str, Any], dense: Seque
     if contender.times:
         share = 1.0 if contender.name == "dense" else 1 - facts["sparsity"]
         row |= {
-            "tflops": case.flops * share / row["median_ms"] / 1e9,  # of the pairs that are kept
+            "tflops": case.flops * share / row["median_ms"] / 1e9,  # only the pairs that are kept count
             "faster_than_dense_by": speed_ratio(contender.times, dense) if dense else None,
         }
         if dense:
@@ -245,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, sparsity in asked:
         facts: dict[str, Any] = {"pattern": name, "sparsity_asked": sparsity}
         names = names_of(name, args)
-        # The mask of a pattern may take longer than its contenders.
+        # Making the mask may take longer than timing its contenders.
         if time.monotonic() < deadline:
             pattern = pattern_of(name, sparsity, args.seq_len, args.block_size, args.window)
             facts["window"] = pattern.window

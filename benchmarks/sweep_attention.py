@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from harness import report
+from harness import command_line, report
 from harness.cases import DTYPES, Case, InputSet, Oracle, input_sets, parse_shape, relative_error
 from harness.contenders import build
 from harness.process import prepare_process, say
@@ -62,17 +62,17 @@ KERNELS: dict[tuple[str, str], Kernel] = {
     ("triton", "fwd"): Kernel(forward_triton.attention_forward, AttentionForwardTriton),
     ("triton", "bwd"): Kernel(backward_triton.attention_backward, AttentionBackwardTriton),
 }
-SHARED_MEMORY = 227 << 10  # of a block on Hopper
-LOST = 75  # exit status of a process that one config has made useless for the others
+SHARED_MEMORY = 227 << 10  # bytes for a block on Hopper
+LOST = 75  # exit status of a process whose GPU context one config has broken
 
-# Forward on Hopper: (compute_warpgroups, block_kv) and stages by head_dim; share_q_out and take_turns vary over all.
+# Forward on Hopper, by head_dim: (compute_warpgroups, block_kv), and stages. share_q_out and take_turns: both values.
 FORWARD_SM90 = {
     64: ((3, 128), (2, 128), (3, 192), (2, 192), (2, 256), (3, 64), (2, 64)),
     128: ((2, 128), (2, 192), (2, 64), (3, 128), (3, 64)),
     256: ((2, 64), (2, 128), (3, 64)),
 }
 STAGES = {64: (3, 4, 2, 5), 128: (2, 3, 4), 256: (2, 1)}
-# Backward on Hopper: block_q by head_dim, as the kernel's registers allow it.
+# Backward on Hopper, by head_dim: the largest block_q for which the kernel has registers.
 BACKWARD_SM90_BLOCK_Q = {64: 128, 128: 64, 256: 64}
 BACKWARD_SM90_STAGES = ((2, 2), (2, 1), (3, 2), (1, 1), (3, 1), (3, 3))
 ROTATE = (5, 0, 1, 3, 7, 11)  # full attention only: causal work starts at the diagonal
@@ -92,14 +92,14 @@ WARPS_AND_STAGES = ((4, 2), (8, 2), (4, 3), (8, 3), (4, 1), (4, 4))
 
 
 def grid(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
-    """The configs to try: the row that stands for Hopper, then the lists above, the likely ones first."""
+    """The configs to try: the one of Hopper's row, then the lists above, the likely ones first."""
     row, _ = attention_row((9, 0), implementation, head_dim=head_dim, bits=16, is_causal=causal)
     standing = row.forward if direction == "fwd" else row.backward
     return list(dict.fromkeys([standing, *_listed(implementation, direction, head_dim, causal)]))
 
 
 def _listed(implementation: str, direction: str, head_dim: int, causal: bool) -> list[Any]:
-    """Every combination, without those whose tiles overflow shared memory."""
+    """Every combination of the lists above whose tiles fit in shared memory."""
     width = next(w for w in (64, 128, 256) if head_dim <= w)
     if (implementation, direction) == ("mosaic_gpu", "fwd"):
         free = itertools.product(STAGES[width], (False, True), (True, False))
@@ -122,13 +122,13 @@ def _listed(implementation: str, direction: str, head_dim: int, causal: bool) ->
 
 
 def forward_sm90_bytes(config: AttentionForwardSm90, head_dim: int) -> int:
-    """Shared memory of the tiles: query, out, and stages of keys and values, two bytes an element."""
+    """Bytes of shared memory for the tiles: query, out, and stages of keys and values, two bytes an element."""
     queries = config.block_q * head_dim * 2 * (1 if config.share_q_out else 2)
     return queries + config.stages * 2 * config.block_kv * head_dim * 2
 
 
 def backward_sm90_bytes(config: AttentionBackwardSm90, head_dim: int) -> int:
-    """Shared memory of the tiles: keys, values, stages of queries and dout, dS, and dq in float32."""
+    """Bytes of shared memory for the tiles: keys, values, stages of queries and dout, dS, and dq in float32."""
     block_kv = 64 if head_dim > 128 else 128
     stages = (config.q_stages + config.do_stages) * config.block_q * head_dim * 2
     return 2 * block_kv * head_dim * 2 + stages + block_kv * config.block_q * 2 + 2 * 64 * 64 * 4
@@ -136,23 +136,24 @@ def backward_sm90_bytes(config: AttentionBackwardSm90, head_dim: int) -> int:
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    count, seconds = command_line.positive(int), command_line.positive(float)
     parser.add_argument("--implementation", choices=("mosaic_gpu", "triton"), default="mosaic_gpu")
     parser.add_argument("--direction", choices=("fwd", "bwd"), default="fwd")
     parser.add_argument("--causal", choices=("no", "yes"), default="no")
-    parser.add_argument("--head-dim", type=int, default=128, help="with the shape 2, 8192, 2048 / head_dim, head_dim")
+    parser.add_argument("--head-dim", type=int, default=128, help="of the shape 2, 8192, 2048 / head_dim, head_dim")
     parser.add_argument("--shape", help="batch,seq,heads,head_dim[,kv_heads] instead of --head-dim")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16")
     parser.add_argument("--configs", help="fields in order instead of the grid: '2,128,2;3,128,3,False,False'")
-    parser.add_argument("--seconds", type=float, default=0.1, help="queued work of one turn")
-    parser.add_argument("--turns", type=int, default=2, help="turns of a config when it is first timed")
-    parser.add_argument("--control-every", type=int, default=4, help="configs between two turns of the control")
-    parser.add_argument("--limit", type=float, default=60, help="seconds that one config may take in all")
+    parser.add_argument("--seconds", type=seconds, default=0.1, help="queued work of one turn")
+    parser.add_argument("--turns", type=count, default=2, help="turns of a config when it is first timed")
+    parser.add_argument("--control-every", type=count, default=4, help="configs between two turns of the control")
+    parser.add_argument("--limit", type=seconds, default=60, help="seconds that one config may take in all")
     parser.add_argument("--finalists", type=int, default=4, help="how many alternate with the control at the end")
-    parser.add_argument("--rounds", type=int, default=7, help="rounds of that alternation")
-    parser.add_argument("--budget", type=float, default=240, help="seconds after which the run ends")
+    parser.add_argument("--rounds", type=count, default=7, help="rounds of that alternation")
+    parser.add_argument("--budget", type=seconds, default=240, help="seconds after which the run ends")
     parser.add_argument("--timer", choices=tuple(METHODS), default="cupti")
     parser.add_argument("--output", type=pathlib.Path, required=True, help="JSON file")
-    parser.add_argument("--commit", help="what to record as the commit where the tree has no .git")
+    parser.add_argument("--commit", help="commit to record where the tree has no .git")
     parser.add_argument("--worker-until", type=float, help=argparse.SUPPRESS)  # time.time() of the budget's end
     args = parser.parse_args(argv)
     try:
@@ -171,7 +172,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make(args: argparse.Namespace, config: Any, sets: Sequence[InputSet], saved: Sequence[tuple]) -> Call:
-    """The kernel itself, jitted, with this config. saved: (out, lse) of each input set, for a backward."""
+    """Makes the call of the kernel with this config. saved: (out, lse) of each input set, for a backward."""
     kernel = KERNELS[args.implementation, args.direction].function
     options = AttentionOptions(scale=1 / math.sqrt(args.case.head_dim), is_causal=args.case.causal)
     statics = {
@@ -224,7 +225,7 @@ class Sweep:
             raise RuntimeError(f"the control {control.name} does not run: {control.reason}")
         self.wanted = control.call(0)  # type: ignore[misc]
         saved: list = []
-        if args.direction == "bwd":  # of the reference: every config gets the same, right, residuals
+        if args.direction == "bwd":  # the reference makes them: every config gets the same residuals, which are right
             options = AttentionOptions(1 / math.sqrt(case.head_dim), is_causal=case.causal, precision="fp32")
             forward = jax.jit(functools.partial(reference.forward, options=options, out_dtype=DTYPES[case.dtype]))
             saved = [forward(AttentionInputs(*s.qkv)) for s in sets]
@@ -293,7 +294,7 @@ class Sweep:
         os._exit(LOST)
 
     def check_device(self, control: Contender) -> None:
-        """After a failure: an illegal access breaks the process's GPU context, and all that would come after it."""
+        """Ends the process after a failure that broke its GPU context, as an illegal access does."""
         try:
             wait(control.call(0), "jax")  # type: ignore[misc]
         except Exception as error:
@@ -301,7 +302,7 @@ class Sweep:
             os._exit(LOST)
 
     def finals(self, control: Contender) -> None:
-        """The fastest configs of this process and the control, round after round."""
+        """Times the fastest configs of this process and the control, round after round."""
         best = sorted(self.contenders.values(), key=lambda c: spread(c.times)["median"])[: self.args.finalists]
         trials = [dataclasses.replace(c, times=[]) for c in (control, *best)]
         end = time.monotonic() + self.args.worker_until - time.time() - 2  # the process has to end by then

@@ -1,12 +1,12 @@
-"""This library beside an earlier version of itself: whether a change made any call slower.
+"""Times this library beside an earlier version of itself, to see whether a change made a call slower.
 
     python benchmarks/versions.py --export v0.1 --base .base           # once, where git is
     PYTHONPATH=. python benchmarks/versions.py --base .base --cases bias,causal --output results/versions.json
 
---export writes that commit's package into the folder of --base under another name, so that one process imports both.
-The two take turns, and the order of the turns changes from round to round: at the power limit, the second of two is a
-few percent slower. The backward is timed alone. ratio: the median over rounds of this version's time by the other's.
-The two results have to agree before they are timed. The exit status is 1 where one failed or they did not agree.
+--export writes a commit's package into the folder of --base under another name, so that one process imports both. The
+two versions take turns. Their order changes from round to round, because at the power limit the second of two is a few
+percent slower. The backward is timed alone. The ratio is this version's time over the other's: the median over rounds.
+The results of the two have to agree before they are timed. The exit status is 1 where one failed or they disagree.
 """
 
 import argparse
@@ -39,7 +39,7 @@ MODES = ("fwd", "bwd")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One flash_attention. arguments: made by the library that is timed, of its own masks."""
+    """One flash_attention. arguments(case, library) makes its arguments, with masks of that library."""
 
     name: str
     batch: int = 2
@@ -49,10 +49,10 @@ class Case:
     kv_heads: int = 16
     arguments: Callable[["Case", Any], dict[str, Any]] = lambda case, library: {}
     implementation: str | None = None
-    frozen: bool = False  # no gradients but those of query, key and value
+    frozen: bool = False  # only query, key and value have gradients
 
     def inputs(self) -> tuple[jax.Array, ...]:
-        """query, key, value, dout"""
+        """Standard normal query, key, value and dout."""
         keys = jax.random.split(jax.random.key(0), 4)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
         shape = lambda count: (self.batch, self.seq, count, self.head_dim)
@@ -60,7 +60,7 @@ class Case:
 
 
 def bias(*dimensions: str, **more: Any) -> Callable[[Case, Any], dict[str, Any]]:
-    """A normal bias over those of "b", "h", "t" and "s"; its other dimensions are 1.
+    """The `arguments` of a Case with a normal bias over some of "b", "h", "t" and "s"; its other dimensions are 1.
 
     mask: "dense" for a bool array that keeps 0.9 of the pairs, "blocks" for a Mask that keeps 0.2. segment_ids: True
     for eight documents.
@@ -112,7 +112,7 @@ def _cases() -> list[Case]:
         Case("lengths deterministic", arguments=lambda *given: lengths(*given) | {"deterministic": True}),
         Case("sinks", arguments=lambda case, _: {"sinks": jnp.zeros(case.heads)}),
         Case("softcap score_mod", arguments=always(score_mod=softcap_mod)),
-        # Made when it is asked for: its slopes are an array, and this is run before prepare_process.
+        # Lazily: the slopes are an array, and an array made here would start JAX's backend before prepare_process.
         Case("ALiBi score_mod", arguments=lambda case, _: {"score_mod": alibi_mod(case.heads), "is_causal": True}),
         Case("masking score_mod", arguments=always(score_mod=masking_mod)),
         Case("bias hts", **short, arguments=bias("h", "t", "s")),
@@ -135,7 +135,7 @@ CASES = {case.name: case for case in _cases()}
 
 
 def export(commit: str, folder: pathlib.Path) -> None:
-    """The package of a commit as BASE in the folder, beside a file COMMIT."""
+    """Writes the package of a commit as BASE into the folder, and the commit into its file COMMIT."""
     archive = subprocess.run(["git", "archive", commit, *FOLDERS], cwd=report.ROOT, capture_output=True, check=True)
     target = folder / BASE
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
@@ -154,7 +154,7 @@ def export(commit: str, folder: pathlib.Path) -> None:
 
 
 def prepare(case: Case, mode: str, library: Any) -> Callable[[], Callable[[int], Any]]:
-    """Compiles. What it returns puts the inputs on the GPU and returns what makes a call."""
+    """Compiles a case. Returns start(), which puts the inputs on the GPU and returns call(index)."""
     arguments = jax.eval_shape(
         lambda: {k: x for k, x in case.arguments(case, library).items() if isinstance(x, jax.Array)}
     )
@@ -193,7 +193,7 @@ def prepare(case: Case, mode: str, library: Any) -> Callable[[], Callable[[int],
 def compare(
     case: Case, mode: str, prepared: Sequence[Future], timer: Timer, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """A row of the results."""
+    """Checks and times the two versions of a case. Returns a row of the results."""
     contenders, outputs = [], []
     for name, future in zip(("jax_kernels", BASE), prepared, strict=True):
         contender = Contender(name, "jax")
@@ -222,12 +222,12 @@ def compare(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.timing_parser(__doc__, rounds=6, seconds=0.05, budget=540)
-    parser.add_argument("--base", type=pathlib.Path, required=True, help="the folder of the other version")
-    parser.add_argument("--export", help="write this commit's package there, and end")
+    parser.add_argument("--base", type=pathlib.Path, required=True, help="folder of the other version")
+    parser.add_argument("--export", help="a commit: write its package into --base, and end")
     parser.add_argument("--mode", default=",".join(MODES))
     parser.add_argument("--cases", default=",".join(CASES), help="comma list of names; default all")
-    parser.add_argument("--seq", type=command_line.positive(int), help="of every case; default its own")
-    parser.add_argument("--threads", type=command_line.positive(int), default=12, help="that compile at once")
+    parser.add_argument("--seq", type=command_line.positive(int), help="length of every case; default each case's own")
+    parser.add_argument("--threads", type=command_line.positive(int), default=12, help="cases that compile at once")
     args = parser.parse_args(argv)
     if args.export is not None:
         export(args.export, args.base)

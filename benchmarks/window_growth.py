@@ -1,15 +1,16 @@
-"""How time and memory of attention in a window of fixed width grow with the length, by device time.
+"""Measures how the time and the memory of attention in a window of fixed width grow with the length, by device time.
 
     PYTHONPATH=. python benchmarks/window_growth.py --lengths 16384,32768,65536,131072,262144 --window 1024
 
 Each query sees the --window last keys, its own among them. Contenders: "window-argument", by flash_attention's window;
 "prepared-mask", by a mask's lists of blocks, made before; "mask", with the lists made in each call.
 
-Memory is what XLA's program holds at once: its arguments, results and temporaries. Time and memory of a token are over
-those of the first length: 1.00 is linear growth, and up to --bar counts as linear. Results are held against float32
-before they are timed: the first head of the last tokens, which depend on no others than the last two windows'.
+Memory is what XLA's program holds at once: its arguments, results and temporaries. The time and the memory of a token
+are divided by those at the first length: 1.00 is linear growth, and up to --bar counts as linear. Before a contender is
+timed, the first head of its last tokens is checked against float32; they depend on the tokens of the last two windows
+alone.
 
-The exit status is 1 where a contender failed, was wrong, or was skipped as the budget was spent.
+The exit status is 1 where a contender failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", default=",".join(MODES), help=f"comma list of {', '.join(MODES)}")
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help=f"comma list of {', '.join(CONTENDERS)}")
     parser.add_argument("--bar", type=command_line.positive(float), default=1.1, help="default 1.1")
-    parser.add_argument("--implementation", help="of ours: mosaic_gpu, triton or xla; default the fastest")
+    parser.add_argument("--implementation", help="for ours: mosaic_gpu, triton or xla; default the fastest")
     args = parser.parse_args(argv)
     try:
         for name, known in (("mode", MODES), ("contenders", CONTENDERS)):
@@ -63,7 +64,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def build(name: str, case: Case, inputs: InputSet, args: argparse.Namespace) -> tuple[Contender, int | None]:
-    """The contender, checked, and the bytes that its program holds at once, where XLA tells."""
+    """The contender, checked, and the bytes that its program holds at once, or None where XLA does not tell."""
     contender, held = Contender(name, "jax"), None
     with contender.attempt():
         mask, named = of_ours(name, MaskPattern.of_window(args.window - 1, 0), None, inputs, args.implementation)
@@ -89,7 +90,7 @@ def _in_mode(mode, mask, query, key, value, dout, **named):
 
 
 def error(outputs: Sequence[jax.Array], inputs: InputSet, case: Case, window: int) -> float:
-    """Of the tokens at the end: keys of the last window are seen from there alone, and see no more than another."""
+    """The error of the last tokens. Queries and keys of the last window depend on the last two windows alone."""
     tail = [x[:1, -2 * window :, :1].astype(jnp.float32) for x in (*inputs.qkv, inputs.dout)]
     last = case.seq if case.seq <= 2 * window else window
     wanted = _right(case.mode, window, *tail)
@@ -102,7 +103,7 @@ def _right(mode, window, query, key, value, dout):
 
 
 def row_of(contender: Contender, held: int | None, case: Case, first: dict[Any, dict[str, Any]], bar: float) -> dict:
-    """first: the rows of the first length, by mode and contender."""
+    """A row of the results. first: the rows of the first length, by mode and contender."""
     row: dict[str, Any] = {"contender": contender.name, "case": case.label, "mode": case.mode, "length": case.seq}
     row |= contender.findings
     if not contender.times:
@@ -150,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = [contender for contender, _ in built]
             alternate(found, timer, rounds=args.rounds, seconds=args.seconds, deadline=deadline, say=say)
         rows += [row_of(contender, held, case, first, args.bar) for contender, held in built]
-        # Their arrays go before those of the next length come.
+        # Frees their arrays before the next length makes its own.
         for contender, _ in built:
             contender.call = None
         if args.output is not None:

@@ -11,9 +11,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from jax_kernels.bridge.attention import flash_attention
-from jax_kernels.bridge.dilated_attention import MultiheadDilatedAttention, dilated_attention
+from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.bridge.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.bridge.layers import LayerNorm, Linear, RMSNorm, rotary_embedding
+from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
 
 __all__ = [
     "MLP",

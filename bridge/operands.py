@@ -71,8 +71,8 @@ def found(name: str) -> Operands:
     operands = _FOUND.get(name)
     if operands is None:
         raise RuntimeError(
-            "mask: a graph that calls a function with a Mask runs only in the process that traced it, while that call "
-            "is held"
+            "mask: a graph that calls a function with a Mask runs only in the process that traced it, and only while "
+            "the traced call is alive"
         )
     return operands
 
@@ -85,7 +85,9 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
     target = dlpack.jax_device(device)
     leaves = jax.tree.leaves(mask)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        raise TypeError("mask: got a Mask of arrays that JAX traces, want known ones: call jax_kernels inside of jit")
+        raise TypeError(
+            "mask: got a Mask whose arrays JAX traces, want known ones; in jax.jit, call jax_kernels itself"
+        )
     if not all(isinstance(x, jax.Array) for x in leaves):
         return jax.tree.map(functools.partial(_leaf, device), mask)
     if all(x.devices() == {target} for x in leaves):

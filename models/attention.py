@@ -262,6 +262,8 @@ def _check_length(cache: KVCache, *, new_tokens: int) -> None:
     known = np.asarray(cache.length)
     if known.min() < 0:
         raise ValueError(f"cache: got a length of {known.min()}, want 0 or more")
+    if known.max() > cache.max_length:
+        raise ValueError(f"cache: got a length of {known.max()}, want at most max_length={cache.max_length}")
     if known.max() + new_tokens > cache.max_length:
         raise ValueError(
             f"cache: got {new_tokens} tokens after {known.max()}, want at most max_length={cache.max_length} in all"

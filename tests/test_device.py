@@ -1,4 +1,4 @@
-"""What device_info says of real and named devices."""
+"""device_info of real and named devices."""
 
 import dataclasses
 import types

@@ -16,11 +16,11 @@ from jax_kernels.reference import attention as reference
 
 MODES = ("fwd", "bwd", "fwdbwd")
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
-# Twice the L2 cache of an H200 (60 MB): what one call reads, the calls before it have pushed out.
+# Twice the L2 cache of an H200 (60 MB), so that a call finds none of its inputs in the cache.
 ROTATION_BYTES = 120e6
 # Relative error (2-norm, against float32) above which a result counts as wrong. bf16 rounding alone gives 0.003.
 TOLERANCE = 2e-2
-# Of softcap_mod, and of the softcap that it is timed beside.
+# The cap of softcap_mod, and of the softcap argument that it is timed beside.
 CAP = 30.0
 
 
@@ -28,7 +28,7 @@ CAP = 30.0
 class Shape:
     """The sizes of one attention. seq is the length of query, key and value.
 
-    value_head_dim: of value and out; None for head_dim, and head_dim where it was None.
+    value_head_dim is the head_dim of value and out. None stands for head_dim, and is replaced by it.
     """
 
     batch: int
@@ -62,7 +62,7 @@ class Shape:
 class Case(Shape):
     """One attention. dtype: "bf16" or "fp16".
 
-    mode: "fwd"; "bwd", the whole backward op on its own; "fwdbwd", both in one call.
+    mode: "fwd", the forward; "bwd", the whole backward op on its own; "fwdbwd", both in one call.
     """
 
     dtype: str
@@ -107,7 +107,7 @@ class Case(Shape):
 def parse_shape(text: str, *, values: bool = False) -> Shape:
     """The shape behind "2,8192,16,128" or, with grouped heads, "2,8192,16,128,4".
 
-    values: whether head_dim may be "192/128", where those of value have 128. Raises ValueError for anything else.
+    values: whether head_dim may be "192/128", so that value has a head_dim of 128. Raises ValueError for other texts.
     """
     words = [word.strip() for word in text.split(",")]
     value_head_dim = None
@@ -124,7 +124,7 @@ def parse_shape(text: str, *, values: bool = False) -> Shape:
 
 
 def parse_shapes(text: str, *, values: bool = False) -> list[Shape]:
-    """One or more, separated by ";"."""
+    """The shapes behind one or more texts with ";" between them."""
     parts = [part for part in text.split(";") if part.strip()] or [text]
     return [parse_shape(part, values=values) for part in parts]
 
@@ -144,7 +144,7 @@ class InputSet:
 
 
 def input_sets(case: Case, seed: int = 0) -> list[InputSet]:
-    """Standard normal inputs: as many sets as it takes for one round of them to overflow the L2 cache."""
+    """Standard normal inputs. One round over all sets overflows the L2 cache."""
     queries = (case.batch, case.seq, case.heads, case.head_dim)
     keys = (case.batch, case.seq, case.kv_heads, case.head_dim)
     values, outs = ((*shape[:3], case.value_head_dim) for shape in (keys, queries))
@@ -162,7 +162,10 @@ def input_sets(case: Case, seed: int = 0) -> list[InputSet]:
 
 
 class Oracle:
-    """Float32 results of the first and the last (batch, key head) of an input set, with every query head of it."""
+    """Float32 results of an input set: those of the first and of the last (batch entry, key head).
+
+    Every query head of such a key head is among them.
+    """
 
     def __init__(self, case: Case, inputs: InputSet):
         group = case.heads // case.kv_heads
@@ -176,7 +179,7 @@ class Oracle:
         self.mode = case.mode
 
     def of_mode(self, mode: str) -> "Oracle":
-        """The same results, to judge outputs of another mode."""
+        """The same results, for outputs of another mode."""
         other = copy.copy(self)
         other.mode = mode
         return other
@@ -203,15 +206,16 @@ def as_numpy(x) -> np.ndarray:
 
 
 def relative_error(outputs: Sequence[Any], wanted: Sequence[Any]) -> float:
-    """The largest relative error (2-norm, over a whole array) among outputs; NaN if any is, which max() would lose.
+    """The largest relative error (2-norm, over a whole array) among outputs, or NaN if one of them holds a NaN.
 
-    The error is absolute where all that is wanted is zero.
+    The error is absolute where a wanted array is all zeros.
     """
     return float(_relative_error(tuple(outputs), tuple(wanted)))
 
 
 @jax.jit
 def has_nan(outputs: Any) -> jax.Array:
+    """Whether an array of the tree holds a NaN."""
     return jnp.any(jnp.stack([jnp.isnan(x).any() for x in jax.tree.leaves(outputs)]))
 
 
@@ -231,10 +235,11 @@ def _float32_attention(q, k, v, do, causal):
 
 
 def softcap_mod(score, b, h, q_idx, kv_idx):
+    """The score_mod that does what flash_attention's softcap does."""
     return CAP * jnp.tanh(score / CAP)
 
 
 def alibi_mod(heads: int):
-    """Press, Smith and Lewis, "Train Short, Test Long" (2021), arXiv:2108.12409."""
+    """The score_mod of ALiBi: Press, Smith and Lewis, "Train Short, Test Long" (2021), arXiv:2108.12409."""
     slopes = 2.0 ** (-8 * jnp.arange(1, heads + 1) / heads)
     return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx).astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""The options that the benchmarks have in common."""
+"""The options that several benchmarks share."""
 
 import argparse
 import math
@@ -10,17 +10,17 @@ from harness.timing import METHODS
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """With --output and --commit."""
+    """A parser with --output and --commit."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--output", type=pathlib.Path, help="JSON file")
-    made.add_argument("--commit", help="what to record as the commit where the tree has no .git")
+    made.add_argument("--commit", help="commit to record where the tree has no .git")
     return made
 
 
 def timing_parser(
     description: str | None, *, rounds: int, seconds: float, budget: float | None = None
 ) -> argparse.ArgumentParser:
-    """With what timing.alternate takes, too. budget: None for a benchmark that ends when it is done."""
+    """A parser with the options of timing.alternate, too. budget: None for a benchmark that has no time limit."""
     made = parser(description)
     made.add_argument("--rounds", type=positive(int), default=rounds)
     made.add_argument("--seconds", type=positive(float), default=seconds, help="queued work of one turn")
@@ -32,7 +32,7 @@ def timing_parser(
 
 
 def positive(kind: type) -> Any:
-    """The type of an option that is an int or a float above zero."""
+    """The argparse type of an int or a float above zero."""
 
     def number(text: str) -> Any:
         value = kind(text)
@@ -44,7 +44,7 @@ def positive(kind: type) -> Any:
 
 
 def numbers(text: str) -> list[int]:
-    """Of a comma list. Raises ValueError for what is no positive integer."""
+    """The integers of a comma list. Raises ValueError for a word that is no positive integer."""
     try:
         found = [int(word) for word in text.split(",")]
     except ValueError:
@@ -55,7 +55,7 @@ def numbers(text: str) -> list[int]:
 
 
 def names(option: str, text: str, known: Sequence[str], *, optional: bool = False) -> list[str]:
-    """Of a comma list, each once. Raises ValueError for one that is not known, and for none if it is not optional."""
+    """The names of a comma list, each once. Raises ValueError for an unknown name, and for no name unless optional."""
     found = [name.strip() for name in text.split(",") if name.strip()]
     for name in found or ([] if optional else [text]):
         if name not in known:

@@ -1,7 +1,7 @@
 """The registry of contenders, and those that run in JAX.
 
-A builder takes (Case, list of InputSet) and returns Built: call(i) queues one op on input set i and returns
-its outputs, [B, T, H, D] each: (out,) for "fwd", (dq, dk, dv) for "bwd", (out, dq, dk, dv) for "fwdbwd".
+A builder takes a Case, its input sets and its Oracle, and returns Built. It raises NotImplementedError for a case that
+its contender does not serve.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from jax_kernels.ops.attention.table import IMPLEMENTATIONS
 
 PEERS = ("torch-cudnn", "torch-fa2", "torch-flex", "jax-cudnn", "jax-triton", "tokamax", "fa4")
 OURS = tuple(IMPLEMENTATIONS)
-# The modules that a peer needs, the most telling last.
+# The modules that a peer needs. unavailable names the first one that is missing.
 _NEEDS = {
     "torch-cudnn": ("torch",),
     "torch-fa2": ("torch",),
@@ -40,7 +40,7 @@ def framework(name: str) -> str:
 
 
 def unavailable(name: str) -> str | None:
-    """Why a contender cannot run here, or None; nothing is compiled to find out."""
+    """The reason why a contender cannot run here, or None. Compiles nothing."""
     for module in _NEEDS.get(name, ()):
         if importlib.util.find_spec(module) is None:
             return f"the Python module {module} is not installed"
@@ -55,14 +55,14 @@ def unavailable(name: str) -> str | None:
 
 
 def need(name: str) -> None:
-    """Raises NotImplementedError, with the reason, for a contender that cannot run here."""
+    """Raises NotImplementedError, with the reason, where a contender cannot run."""
     reason = unavailable(name)
     if reason is not None:
         raise NotImplementedError(reason)
 
 
 def build(name: str, case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Contender:
-    """A contender, compiled, run once on the first input set and checked: its status says what came of it."""
+    """Compiles a contender, runs it once on the first input set and checks it. Its status tells the outcome."""
     contender = Contender(name, framework(name))
     with contender.attempt():
         need(name)
@@ -84,9 +84,9 @@ def _builder(name: str) -> Callable[[Case, Sequence[InputSet], Oracle], Built]:
 def from_function(
     function: Callable[..., jax.Array], case: Case, sets: Sequence[InputSet], plan: str, *given: Any
 ) -> Built:
-    """Any differentiable function(*given, query, key, value) -> out, compiled, in the case's mode.
+    """Compiles a differentiable function(*given, query, key, value) -> out in the case's mode.
 
-    given: arrays that all input sets share, which have no gradient and which no program holds as constants.
+    given: arrays that all input sets share. They are arguments of the program, not constants, and get no gradient.
     """
     if case.mode == "fwd":
         forward = jax.jit(lambda given, *qkv: (function(*given, *qkv),))
@@ -105,7 +105,7 @@ def from_function(
 
 
 def split_backward(function: Callable[..., jax.Array], sets: Sequence[InputSet], *given: Any) -> Call:
-    """call(i) -> (dq, dk, dv): the backward of function alone. Its forward runs once a set, here."""
+    """Makes call(i) -> (dq, dk, dv), the backward of function alone. The forward runs here, once for each set."""
     forward = jax.jit(lambda given, *qkv: jax.vjp(functools.partial(function, *given), *qkv)[1])
     forward.lower(given, *sets[0].qkv).compile()
     with gpu_alone():
@@ -277,7 +277,7 @@ def _triton_variant(
 
 
 def _tokamax(case: Case, sets: Sequence[InputSet], oracle: Oracle) -> Built:
-    """tokamax with its Mosaic kernel, autotuned; where the tuning fails the plan says so."""
+    """Tokamax's Mosaic kernel, autotuned. The plan says so where the tuning failed."""
     import tokamax
 
     def variant(implementation: str) -> Variant:

@@ -32,7 +32,7 @@ _Completed = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_uint32, _Bytes, ct
 class _Record(ctypes.Structure):
     """The fields that kernels, memsets and copies have at the same place since CUDA 11.
 
-    name is read of kernels alone: the others end, or have something else, there.
+    Only the records of kernels have a name at _NAME_OFFSET.
     """
 
     _fields_ = (
@@ -43,11 +43,11 @@ class _Record(ctypes.Structure):
     )
 
 
-_NAME_OFFSET = 104  # of CUpti_ActivityKernel5 to CUpti_ActivityKernel11
+_NAME_OFFSET = 104  # the same in CUpti_ActivityKernel5 to CUpti_ActivityKernel11
 
 
 def find_library() -> str:
-    """The libcupti that the process has loaded, else that of the nvidia packages, else the linker's."""
+    """The path of the libcupti that the process has loaded, else of the nvidia packages', else the linker's name."""
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists():
         for line in maps.read_text().splitlines():
@@ -73,9 +73,9 @@ def busy(intervals: Sequence[tuple[int, int]]) -> int:
 
 
 class DeviceActivity:
-    """The "cupti" timer. Collects from its making until the process ends; make one, before anything is compiled.
+    """The "cupti" timer. It collects until it is closed or the process ends. Make one before anything is compiled.
 
-    Raises RuntimeError, with CUPTI's own words, where CUPTI refuses; OSError where it is not to be found.
+    Raises RuntimeError with CUPTI's own words where CUPTI refuses, and OSError where there is no libcupti.
     """
 
     def __init__(self, library: Any = None):
@@ -110,7 +110,7 @@ class DeviceActivity:
             raise RuntimeError(f"{function}: {(words.value or b'').decode()} ({result})")
 
     def _collect(self) -> list[tuple[str, int, int]]:
-        """(name, start, end) in ns of all that has run since the last call."""
+        """The (name, start, end), in ns, of each activity since the last call."""
         self._do("cuptiActivityFlushAll", ctypes.c_uint32(FLUSH_FORCED))
         dropped = ctypes.c_size_t(0)
         self._do("cuptiActivityGetNumDroppedRecords", None, ctypes.c_uint32(0), ctypes.byref(dropped))
@@ -139,7 +139,7 @@ class DeviceActivity:
 
 
 def records(next_record: Callable[..., int], buffer: Any, valid: int) -> list[tuple[str, int, int]]:
-    """(name, start, end) of the kernels, memsets and copies in a buffer of `valid` bytes."""
+    """The (name, start, end) of each kernel, memset and copy in a buffer of `valid` bytes."""
     found = []
     record = ctypes.c_void_p(None)
     while next_record(buffer, ctypes.c_size_t(valid), ctypes.byref(record)) == 0 and record.value:
@@ -153,7 +153,10 @@ def records(next_record: Callable[..., int], buffer: Any, valid: int) -> list[tu
 
 
 def reading(found: Sequence[tuple[str, int, int]], calls: int) -> Reading:
-    """One call's share of (name, start, end) in ns. Raises RuntimeError for no records or unfinished ones."""
+    """The Reading of one of `calls` calls, whose activities are (name, start, end) in ns.
+
+    Raises RuntimeError for no activities, and for one that had not finished.
+    """
     if not found:
         raise RuntimeError("CUPTI saw no device activity")
     if any(end < start or end == 0 for _, start, end in found):

@@ -1,4 +1,4 @@
-"""Dilated attention by index, in JAX and in PyTorch: as it is written where nothing is known of views.
+"""Dilated attention by index, in JAX and in PyTorch: the usual way to write it.
 
 For each branch the tokens of each head are gathered by index, attended to, and scattered into zeros of the full size.
 """
@@ -17,13 +17,13 @@ from harness.contenders import Variant, fastest
 from harness.timing import Built
 from jax_kernels import flash_attention, hilbert_order
 
-# Query, key and value [entries, rows, heads, D], of one shape -> (out, lse [entries, heads, rows] in natural log).
+# Maps query, key and value, [entries, rows, heads, D], to out and lse, [entries, heads, rows], in natural log.
 Attend = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Of dilated_attention. heads: "groups" goes with combine="mean", as in dilated-attention-pytorch."""
+    """The pattern of a dilated_attention. heads: "groups" goes with combine="mean", as in dilated-attention-pytorch."""
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
@@ -33,22 +33,22 @@ class Pattern:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """dilated_attention's."""
+        """The keyword arguments of dilated_attention."""
         return dataclasses.asdict(self) | {"combine": "mean" if self.heads == "groups" else "lse"}
 
     @property
     def is_merged(self) -> bool:
-        """Whether a token of a head may be in several branches, which their lses weigh then."""
+        """Whether a token of a head may be in several branches. Their lses then weigh the branches."""
         return self.heads == "all" and self.layout == "overlap"
 
     @property
     def share(self) -> float:
-        """What each branch is multiplied by where they are not merged by their lses."""
+        """The factor of each branch where the lses do not weigh them."""
         return 1 / len(self.segment_lengths) if self.heads == "groups" else 1.0
 
     def flops(self, case: Case) -> float:
-        """Of the branches, counted as Case counts those of dense attention."""
-        pairs = 0.0  # of a batch entry: a class has size / rate tokens
+        """The operations of all branches, counted as Case counts those of dense attention."""
+        pairs = 0.0  # in a batch entry; a class has size / rate tokens
         if self.layout == "partition":
             for size, rate in self._partition(case.seq):
                 pairs += case.heads * size * size / rate
@@ -59,10 +59,11 @@ class Pattern:
         return case.flops * pairs / (case.heads * case.seq**2)
 
     def places(self, length: int, num_heads: int, is_causal: bool) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """For each branch the token of each row, int [entries, rows, heads], and the head, int [heads].
+        """Yields for each branch the tokens of its rows, int [entries, rows, heads], and its heads, int [heads].
 
-        A row that a segment lacks is that of the token `length`; it is the last one of its class, so that where
-        is_causal no other row attends to it. Raises NotImplementedError for what that does not cover.
+        A row that a segment lacks has the token `length`. It is the last row of its class, so that under is_causal no
+        other row attends to it. Raises NotImplementedError where a segment does not divide the length, and, unless
+        is_causal, where a rate does not divide its segment.
         """
         if self.layout == "partition":
             start = 0
@@ -82,7 +83,7 @@ class Pattern:
             yield np.where(rows < size, np.arange(0, length, size)[:, None, None] + rows, length), heads
 
     def _classes(self, size: int, rate: int, is_causal: bool) -> np.ndarray:
-        """Int [rows, rate]: the tokens of each class of a segment, ascending; `size` where there is none."""
+        """The tokens of each class of a segment, int [rows, rate], ascending; `size` where a class has no more."""
         if size % rate and not is_causal:
             raise NotImplementedError("if not causal its rates must divide its segments")
         tokens = np.full((-(-size // rate), rate), size)
@@ -98,7 +99,7 @@ class Pattern:
         return [every] * count if self.heads == "all" else np.array_split(every, count)
 
     def _partition(self, length: int) -> Iterator[tuple[int, int]]:
-        """(segment length, rate) of each segment one after another, and of what is past them."""
+        """Yields (segment length, rate) of one segment after another, and of the tokens past the last."""
         for size, rate in (*zip(self.segment_lengths, self.dilation_rates, strict=True), (length, 1)):
             size = min(size, length)
             if size:
@@ -107,7 +108,7 @@ class Pattern:
 
 
 def gathered(query, key, value, *, pattern: Pattern, is_causal: bool, implementation: str | None):
-    """In JAX, by this library's attention."""
+    """Dilated attention in JAX, by this library's attention."""
     batch, length, heads, _ = query.shape
     key, value = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (key, value))
     outs, lses = [], []
@@ -135,10 +136,10 @@ def gathered(query, key, value, *, pattern: Pattern, is_causal: bool, implementa
 
 
 def gathered_in_torch(query, key, value, *, pattern: Pattern, places: Sequence[tuple], attend: Attend):
-    """In PyTorch, by rows of an array [B * T * H, D]; the last row of one that is longer takes what is dropped.
+    """Dilated attention in PyTorch, over query, key and value as arrays of rows, [B * T * H, D].
 
-    places: row numbers [entries, rows, heads] of each branch, for the whole batch, that the rows are taken from, and
-    those where they go.
+    places: for each branch of the whole batch, the numbers of the rows to gather, [entries, rows, heads], and those of
+    the rows to scatter to. Row B * T * H takes what is dropped.
     """
     import torch
 
@@ -166,7 +167,7 @@ def gathered_in_torch(query, key, value, *, pattern: Pattern, places: Sequence[t
 
 
 def places_in_torch(pattern: Pattern, case: Case, device: Any) -> list[tuple]:
-    """What gathered_in_torch takes."""
+    """The `places` of gathered_in_torch."""
     import torch
 
     batch, length, heads = case.batch, case.seq, case.heads
@@ -181,9 +182,9 @@ def places_in_torch(pattern: Pattern, case: Case, device: Any) -> list[tuple]:
 
 
 def flex(is_causal: bool, rows: Sequence[int], device: Any, wrap: Callable[[Any], Any] = lambda f: f) -> Attend:
-    """flex_attention with its lse, which has a gradient; the lse of PyTorch's flash attention has none.
+    """Makes an Attend of flex_attention, whose lse has a gradient; that of PyTorch's flash attention has none.
 
-    rows: of each call that may come. wrap: for flex_attention itself: torch.compile.
+    rows: the number of rows of each call that may come. wrap: applied to flex_attention, such as torch.compile.
     """
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
@@ -200,7 +201,7 @@ def flex(is_causal: bool, rows: Sequence[int], device: Any, wrap: Callable[[Any]
 
 
 def in_torch(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
-    """The faster of two: flex_attention compiled alone, and with the gathers, the scatters and the merge."""
+    """The faster of two: flex_attention compiled alone, or with the gathers, the scatters and the merge."""
     import torch
 
     from harness import torch_contenders
@@ -223,7 +224,7 @@ def in_torch(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
 
 
 def by_package(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
-    """dilated-attention-pytorch's own op."""
+    """The op of the package dilated-attention-pytorch."""
     if pattern.heads != "groups" or pattern.layout != "overlap" or pattern.order is not None:
         raise NotImplementedError("it has heads='groups' alone, in the order of the sequence")
     if case.heads != case.kv_heads or case.heads % len(pattern.segment_lengths):
@@ -238,6 +239,6 @@ def by_package(pattern: Pattern, case: Case, sets: Sequence[Any]) -> Built:
         raise NotImplementedError(f"dilated_attention_pytorch cannot be imported: {error}") from error
     op = DilatedAttention(list(pattern.segment_lengths), list(pattern.dilation_rates))
     tensors = torch_contenders.tensors(sets, heads_first=False)
-    # The flag has another name in older releases.
+    # By position: the flag has another name in older releases.
     call = torch_contenders.in_mode(lambda q, k, v: op(q, k, v, case.causal), case.mode, tensors, heads_first=False)
     return Built(call, "dilated_attention_pytorch.DilatedAttention, whose outputs are divided by their sums")

@@ -12,7 +12,7 @@ from jax_kernels.masks.mask import Or
 
 @dataclasses.dataclass(frozen=True)
 class MaskPattern:
-    """A mask, and how it is written as a rule where it is a window.
+    """A mask, and its rule where it is a window.
 
     window: (left, right). A query sees the keys from `left` before it to `right` after it. None where the mask holds
     more than a window and `tokens`.
@@ -32,7 +32,7 @@ class MaskPattern:
 
 
 class Given(NamedTuple):
-    """The arguments of a contender of ours: mask, and the others by name."""
+    """The arguments of a contender of ours: the mask, and the others by name."""
 
     mask: Any
     named: dict[str, Any]
@@ -41,7 +41,7 @@ class Given(NamedTuple):
 def of_ours(
     name: str, pattern: MaskPattern, keep: jax.Array | None, inputs: InputSet, implementation: str | None
 ) -> Given:
-    """How the contender "window-argument", "prepared-mask", "mask", "array" or "dense" is given the pattern.
+    """The arguments by which "window-argument", "prepared-mask", "mask", "array" or "dense" gets the pattern.
 
     keep: the mask as a bool array [seq, seq], for "array".
     """

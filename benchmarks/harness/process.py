@@ -1,4 +1,4 @@
-"""The process of a benchmark: its settings, its lines on the terminal, and how it ends when it cannot run."""
+"""The process of a benchmark: its settings, its lines on the terminal, and its end where it cannot run."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the environment it ran in, its rows, the table, the JSON file and the plot."""
+"""The record of a run: its environment, its rows, the table, the JSON file and the plot."""
 
 import collections
 import importlib.metadata
@@ -28,7 +28,7 @@ _PACKAGES = (
 
 
 def _command(*words: str) -> str | None:
-    """What a program prints, or None where it is not there or fails."""
+    """The output of a program, or None where there is no such program or it fails."""
     if shutil.which(words[0]) is None:
         return None
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -43,7 +43,7 @@ def _version(package: str) -> str | None:
 
 
 def environment(commit: str | None = None, with_torch: bool = False) -> dict[str, Any]:
-    """Device, versions and git state; what cannot be found out is None. commit: for a tree without .git."""
+    """The device, the versions and the state of git. Unknown facts are None. commit: for a tree without .git."""
     status = _command("git", "status", "--porcelain")
     result = {
         "device": jax.devices()[0].device_kind,
@@ -65,7 +65,7 @@ def environment(commit: str | None = None, with_torch: bool = False) -> dict[str
 def rows(
     case: Case, contenders: Sequence[Contender], ceilings: dict[str, float | None], method: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """One JSON row a contender. ceilings: TFLOP/s of the matmul, by framework."""
+    """One JSON row for each contender. ceilings: TFLOP/s of the matmul, by framework."""
     times = {c.name: c.times for c in contenders if c.status == "ok" and c.times}
     result = []
     for contender in contenders:
@@ -111,12 +111,12 @@ def rows(
 
 
 def exit_status(statuses: Iterable[str]) -> int:
-    """Of a script whose contenders ended like that: 1 unless each was timed, or cannot run on this machine."""
+    """The exit status of a script: 0 where each contender was timed or cannot run on this machine, else 1."""
     return 0 if all(status in ("ok", "unavailable") for status in statuses) else 1
 
 
 def write_json(path: pathlib.Path, results: dict[str, Any]) -> None:
-    """Replaces the file in one step, so that a run that is killed leaves the last whole one. NaN is null there."""
+    """Replaces the file in one step: a run that is killed leaves the last whole file. NaN is written as null."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".part")
     draft.write_text(json.dumps(_in_json(results), indent=1, allow_nan=False) + "\n")
@@ -124,7 +124,7 @@ def write_json(path: pathlib.Path, results: dict[str, Any]) -> None:
 
 
 def _in_json(x: Any) -> Any:
-    """x with None for each number that JSON has not."""
+    """x with None for each number that is not finite, which JSON cannot hold."""
     if isinstance(x, dict):
         return {key: _in_json(value) for key, value in x.items()}
     if isinstance(x, (list, tuple)):
@@ -133,12 +133,12 @@ def _in_json(x: Any) -> Any:
 
 
 def figure(x: float) -> str:
-    """A rate in words: whole from 100 on, three digits below, so that a slow machine's is no zero."""
+    """A rate as text: a whole number from 100 on, three digits below, so that no slow machine reads 0."""
     return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def table(results: dict[str, Any]) -> Table:
-    """What ran, one section a case; a ratio above 1 is faster than that control."""
+    """The table of the contenders, one section for each case. A ratio above 1 is faster than that control."""
     made = Table(title=f"{results['environment']['device']}, timer: {results['timer']}")
     for column in (
         "case",
@@ -165,7 +165,7 @@ def table(results: dict[str, Any]) -> Table:
 
 
 def absent(results: dict[str, Any]) -> list[str]:
-    """One line for each contender and reason that kept it out, with the number of cases."""
+    """One line for each unavailable contender and reason, with the number of cases."""
     reasons = collections.Counter(
         (row["contender"], row["reason"]) for row in results["rows"] if row["status"] == "unavailable"
     )
@@ -206,7 +206,7 @@ def print_table(results: dict[str, Any]) -> None:
 
 
 def plot(results: dict[str, Any], path: pathlib.Path) -> None:
-    """Bars of TFLOP/s, one group a case, with the matmul ceilings as lines."""
+    """Draws bars of TFLOP/s, one group for each case, and the matmul ceilings as lines."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,12 @@
-"""Benchmarks side by side: processes that compile at the same time, and use the GPU one after another.
+"""Lets several benchmarks run side by side: they compile at the same time and use the GPU one after another.
 
     export BENCHMARK_LOCK=/tmp/gpu.lock
     python benchmarks/sparse.py ... & python benchmarks/dilated.py ... & wait
 
-Most of a benchmark is compiling, on the host. Those with the same file in BENCHMARK_LOCK take turns at the GPU, a case
-a turn, so that none times while another runs there; what waits for a turn counts towards its --budget. What compilers
-and PyTorch's first calls run on the GPU is not timed: some of it may run at once, but no turn begins before it ends.
+Most of a benchmark's time is compiling, on the host. Processes with the same file in BENCHMARK_LOCK take turns at the
+GPU, one turn for each case, so that none is timed while another runs there. Waiting for a turn counts towards --budget.
+Compilers and PyTorch's first calls also run work on the GPU, which is not timed: several processes may do so at once,
+but no turn begins before it ends.
 """
 
 import contextlib
@@ -16,17 +17,17 @@ from typing import IO
 
 IDLE, AMONG_OTHERS, ALONE = range(3)
 _FLOCK = {IDLE: fcntl.LOCK_UN, AMONG_OTHERS: fcntl.LOCK_SH, ALONE: fcntl.LOCK_EX}
-_state = IDLE  # of this process
+_state = IDLE  # the kind of lock that this process holds
 _files: dict[str, IO[str]] = {}
 
 
 def gpu_alone() -> contextlib.AbstractContextManager[None]:
-    """A turn, which may hold others of the same process."""
+    """A turn at the GPU. Turns of one process may be nested."""
     return _holding(ALONE)
 
 
 def gpu_among_others() -> contextlib.AbstractContextManager[None]:
-    """For work on the GPU that is not timed, and takes too long on the host to keep others from theirs."""
+    """Admits several processes at once, for work on the GPU that is not timed and takes long on the host."""
     return _holding(AMONG_OTHERS)
 
 
@@ -39,7 +40,7 @@ def _holding(wanted: int) -> Iterator[None]:
         return
     if path not in _files:
         _files[path] = open(path, "w")  # noqa: SIM115
-    # From one kind to another it lets go in between, so that two who wait for the same do not wait for each other.
+    # flock releases the lock before it takes the other kind, so two processes cannot block each other.
     fcntl.flock(_files[path], _FLOCK[wanted])
     _state = wanted
     try:

@@ -12,7 +12,7 @@ from harness.timing import METHODS, Call, Contender, Reading, Timer, first_line,
 
 
 def events_timer(call: Call, calls: int, framework: str) -> Reading:
-    """From the end of one call to the end of the last of `calls` more, by CUDA events on a torch stream."""
+    """The time from the end of one call to the end of the last of `calls` more, by CUDA events."""
     import torch
 
     stream = torch.cuda.Stream() if framework == "jax" else torch.cuda.current_stream()
@@ -31,14 +31,14 @@ def events_timer(call: Call, calls: int, framework: str) -> Reading:
 
 
 def profilers_timer(call: Call, calls: int, framework: str) -> Reading:
-    """Each framework's own profiler. CUPTI takes one subscriber: each session ends before the next begins."""
+    """Reads each framework's own profiler. CUPTI takes one subscriber, so each session ends before the next begins."""
     read = _mosaic_profiler if framework == "jax" else _torch_profiler
     return summed(read(call, calls), calls)
 
 
 def _mosaic_profiler(call: Call, calls: int) -> list[tuple[str, float]]:
-    # The two calls behind jax.experimental.mosaic.gpu.profiler.Cupti.measure, which gives every call the same
-    # arguments; here they rotate.
+    # jax.experimental.mosaic.gpu.profiler.Cupti.measure makes these two calls, with the same arguments for every call
+    # between them. Here the arguments rotate.
     from jax._src.lib import mosaic_gpu
 
     mosaic_gpu._mosaic_gpu_ext._cupti_init()
@@ -61,7 +61,7 @@ def _torch_profiler(call: Call, calls: int) -> list[tuple[str, float]]:
 
 
 def summed(timings: Sequence[tuple[str, float]], calls: int) -> Reading:
-    """The Reading behind (kernel name, ms) of every device activity of `calls` calls."""
+    """The Reading of one of `calls` calls, whose device activities are (kernel name, ms)."""
     if not timings:
         raise RuntimeError("the profiler saw no device activity")
     kernels: dict[str, float] = {}
@@ -71,7 +71,7 @@ def summed(timings: Sequence[tuple[str, float]], calls: int) -> Reading:
 
 
 def make_timer(name: str) -> Timer:
-    """The timer of --timer. Raises RuntimeError where it needs a GPU and there is none, ValueError if unknown."""
+    """The timer of this name. Raises RuntimeError where it needs a GPU and there is none, ValueError if unknown."""
     if name not in METHODS:
         raise ValueError(f"timer: got {name!r}, want one of {', '.join(METHODS)}")
     if name == "host":
@@ -84,7 +84,7 @@ def make_timer(name: str) -> Timer:
 
 
 def matmul(which: str, size: int) -> Contender:
-    """The contender behind a ceiling: bf16 [size, size] @ [size, size] in "jax" or "torch"."""
+    """The contender of a ceiling: bf16 [size, size] @ [size, size]. which: "jax" or "torch"."""
     contender = Contender(f"matmul-{which}", which, plan=f"bf16 {size}^3 matmul")
     key_x, key_w = jax.random.split(jax.random.key(1))
     x, w = (jax.random.normal(key, (size, size), jnp.bfloat16) for key in (key_x, key_w))

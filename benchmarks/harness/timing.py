@@ -21,7 +21,7 @@ Call = Callable[[int], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """ms: of one call. By device timers also kernels: name -> ms of one call, and launches: activities of one call."""
+    """The ms of one call. A device timer also reads the ms of each kernel, by name, and the number of launches."""
 
     ms: float
     kernels: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -43,7 +43,7 @@ class Built:
     plan: str
 
 
-# What each --timer reads, by framework; the report prints it beside the figures.
+# The reading of each --timer, by framework, as the report prints it beside the figures.
 METHODS = {
     "cupti": {
         "jax": "CUPTI: device time in which a kernel, memset or copy of the call ran",
@@ -92,8 +92,9 @@ def host_timer(call: Call, calls: int, framework: str) -> Reading:
 class Contender:
     """One implementation of one case, and what was found.
 
-    status: "ok", "unavailable", "failed", "wrong" or "skipped", with the reason in words. times: ms of one
-    call, one entry a round, None where its turn did not come. note: anything odd about the readings.
+    status: "ok", "unavailable", "failed", "wrong" or "skipped", with the reason in words.
+    times: ms of one call, one entry for each round that it had a turn in.
+    note: anything odd about the readings.
     """
 
     name: str
@@ -113,7 +114,7 @@ class Contender:
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
-        """Around what builds it: an exception becomes its status, and ends no more than that."""
+        """Wraps the code that builds the contender: an exception becomes its status, and the run goes on."""
         try:
             yield
         except NotImplementedError as error:
@@ -122,7 +123,7 @@ class Contender:
             self.give_up("failed", first_line(error))
 
     def start(self, call: Call, plan: str = "") -> Any:
-        """Takes its call and makes it once: its outputs."""
+        """Sets the call and the plan, makes one call and returns its outputs."""
         self.call, self.plan = call, plan
         if self.framework == "torch":
             with gpu_among_others():
@@ -134,7 +135,7 @@ class Contender:
 
     @property
     def findings(self) -> dict[str, Any]:
-        """What was found, for a row of a results file: what every benchmark tells of a contender, and if timed, how."""
+        """The facts of a row of results: the status, and the times where there are any."""
         found = {"status": self.status, "reason": self.reason, "plan": self.plan, "error": self.error}
         if self.times:
             kernels = self.reading.kernels if self.reading else {}
@@ -142,14 +143,14 @@ class Contender:
         return found
 
     def judge(self, error: float, against: str, tolerance: float = TOLERANCE) -> None:
-        """Sets the error of its results; above the tolerance, or with NaN, they are wrong and are not timed."""
+        """Sets the error of the results. Above the tolerance, or NaN, the contender is wrong and is not timed."""
         self.error = error
         if not error <= tolerance:
             self.give_up("wrong", f"relative error {error:.2g} against {against}, want at most {tolerance}")
 
 
 def skipped(name: str, framework: str) -> Contender:
-    """A contender whose turn to be built came too late."""
+    """A contender that was not built, because the budget was spent."""
     contender = Contender(name, framework)
     contender.give_up("skipped", "the time budget was spent before it was built")
     return contender
@@ -161,7 +162,7 @@ def first_line(error: BaseException) -> str:
 
 
 def take_turn(contender: Contender, timer: Timer, seconds: float) -> None:
-    """One turn: an untimed call, then as many queued calls as fill `seconds` (3 to 2000)."""
+    """Gives a contender one turn: an untimed call, then as many queued calls as fill `seconds`, 3 to 2000."""
     call = contender.call
     assert call is not None
     if contender.reading is None:
@@ -184,7 +185,7 @@ def alternate(
     deadline: float = float("inf"),
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Gives every contender one turn a round, in order, until the rounds or the time (time.monotonic) are spent.
+    """Gives every contender one turn in each round, in order. Stops early at the deadline, by time.monotonic.
 
     A contender that raises is marked as failed and left out; the others go on.
     """
@@ -215,7 +216,7 @@ def _alternate(contenders, timer, rounds, seconds, deadline, say) -> None:
 
 
 def spread(times: Sequence[float]) -> dict[str, float]:
-    """Median, least, greatest and interquartile range of times (one or more)."""
+    """The median, the least, the greatest and the interquartile range of one or more times."""
     quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [times[0]] * 3
     return {
         "median": statistics.median(times),
@@ -226,6 +227,6 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def speed_ratio(times: Sequence[float], control: Sequence[float]) -> float:
-    """How many times faster than the control: the median over the rounds that both have, which cancels drift."""
+    """How many times as fast as the control: the median over the rounds that both have, which cancels drift."""
     pairs = list(zip(control, times, strict=False))
     return statistics.median(theirs / ours for theirs, ours in pairs)

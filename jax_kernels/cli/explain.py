@@ -271,7 +271,7 @@ class OpGroup(TyperGroup):
         name = args[0]
         if name == "sequence_parallel_dilated_attention":
             raise UserError(
-                f"op: got {name}, which jax.shard_map plans; want dilated_attention, of the tokens of one device"
+                f"op: got {name}, whose plan needs a jax.shard_map; want dilated_attention, with one device's tokens"
             )
         if name not in COMMANDS:
             raise UserError(f"op: got {name!r}, want one of {', '.join(COMMANDS)}")

@@ -1,1 +1,1 @@
-"""Parts of any Mosaic kernel: its launch, barriers, tiles in shared memory, registers, and scheduler."""
+"""The parts that any Mosaic kernel needs: launch, barriers, tiles in shared memory, registers, the tile scheduler."""

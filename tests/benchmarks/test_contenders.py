@@ -1,5 +1,6 @@
 """The contenders: what cannot run says why, what is wrong is not timed, a backward runs no forward."""
 
+import functools
 import importlib
 import sys
 import types
@@ -208,3 +209,18 @@ def test_torch_modes(mode, heads_first, make_case):
     call = torch_contenders.in_mode(function, mode, tensors, heads_first)
     for index in range(3):
         assert cases.Oracle(given, sets[index % 2]).error(call(index)) < 1e-2
+
+
+@pytest.mark.parametrize("mode", ["fwd", "bwd", "fwdbwd"])
+def test_torch_attention_with_values_of_another_head_dim(mode, monkeypatch):
+    torch_contenders = importlib.import_module("harness.torch_contenders")
+    from torch.nn.attention import SDPBackend
+
+    math = functools.partial(torch_contenders._sdpa, SDPBackend.MATH)
+    monkeypatch.setitem(torch_contenders._MAKERS, "torch-math", math)
+    given = cases.Case(1, 64, 4, 24, 4, "bf16", True, mode, value_head_dim=16)
+    sets = cases.input_sets(given)[:1]
+    oracle = cases.Oracle(given, sets[0])
+    built = torch_contenders.build("torch-math", given, sets, oracle)
+    assert built.plan == "scaled_dot_product_attention, MATH"
+    assert oracle.error(built.call(0)) < 1e-2

@@ -36,6 +36,9 @@ def test_sweep_arguments(capsys):
     with pytest.raises(SystemExit):
         sweep.arguments(["--output", "x.json", "--configs", "7,128,3"])
     assert "compute_warpgroups=7 must be 2 or 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sweep.arguments(["--output", "x.json", "--control-every", "0"])
+    assert "--control-every: got 0, want a positive number" in capsys.readouterr().err
 
 
 def test_sweep(tmp_path, monkeypatch, capsys, without_gpu):

@@ -1,4 +1,4 @@
-"""What the bridge's tests share: attention in float64, in plain PyTorch."""
+"""Fixtures of the bridge's tests: attention in float64, in plain PyTorch."""
 
 import math
 

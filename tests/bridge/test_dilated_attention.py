@@ -66,7 +66,7 @@ def test_errors(make_qkv):
 
 
 def by_hand(weights, x, keys=None, values=None, segment_ids=None):
-    """What a causal module of 4 heads gives for x, in float64, from weights by their names in its state_dict."""
+    """The output of a causal module of 4 heads, in float64, from weights by their names in its state_dict."""
     p = {name: weight.detach().double().numpy() for name, weight in weights.items()}
     project = lambda x, name: x @ p[f"{name}_proj.weight"].T + p.get(f"{name}_proj.bias", 0)
     batch, length, _ = x.shape
@@ -121,7 +121,7 @@ def test_module_takes_weights_of_the_public_names(bias, layer_norm):
 
 
 def test_module_shows_no_token_a_later_one():
-    """In batch entry j, token j is not what it is in the last entry: no output before j differs."""
+    """Batch entry j has another token j than the last entry. No output before j differs."""
     module = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values())
     x = torch.randn(1, 15, 32)
     changed = torch.eye(16, 15, dtype=torch.bool)[:, :, None]
@@ -201,7 +201,7 @@ def test_module_errors(arguments, error, message):
 def test_module_backend_follows_the_parameters(monkeypatch):
     make = lambda **options: bridge.nn.MultiheadDilatedAttention(128, 2, *PATTERN.values(), **options)
     module, timed, named = make(), make(benchmark_backends=True), make(attention_backend="xla")
-    library = importlib.import_module("jax_kernels.bridge.dilated_attention").library
+    library = importlib.import_module("jax_kernels.bridge.multihead_dilated_attention").library
     monkeypatch.setattr(library, "planning_for", lambda device: on_device("H200"))
     assert [x.attention_backend for x in (module, timed, named)] == ["triton", "xla", "xla"]
     for x in (module, timed, named):
@@ -214,7 +214,7 @@ def test_module_backend_follows_the_parameters(monkeypatch):
 
 @pytest.mark.gpu
 def test_module_backend_on_gpu():
-    """What was timed on the CPU is not kept, and what runs can serve."""
+    """A backend that was timed on the CPU is not kept for the GPU."""
     module = bridge.nn.MultiheadDilatedAttention(128, 2, *PATTERN.values(), benchmark_backends=True)
     assert module.attention_backend == "xla"
     module.cuda().bfloat16()

@@ -1,4 +1,4 @@
-"""What crosses between PyTorch and JAX, and in which form."""
+"""Arrays that cross between PyTorch and JAX, and their form there."""
 
 import threading
 import time

@@ -273,7 +273,7 @@ MASK_SHAPE = (2, 512, 4, 128)
 
 
 def masks_of(seed, device="cuda"):
-    """Of blocks, of lengths, and of both with a window: other values for each seed."""
+    """Masks of blocks, of lengths, and of both with a window; each seed gives other values."""
     generator = torch.Generator().manual_seed(seed)
     blocks = (torch.rand(2, 4, 4, 4, generator=generator) < 0.5).to(device)
     lengths = torch.randint(1, 512, (2,), generator=generator, dtype=torch.int32).to(device)
@@ -309,7 +309,7 @@ def test_masks(case, is_prepared, implementation, reference):
 
 
 def test_a_prepared_mask_has_its_lists_on_the_gpu():
-    """Where Mosaic's kernels read them: on Hopper."""
+    """Only Hopper's Mosaic kernels read lists."""
     inputs = make(shape=MASK_SHAPE)
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")

@@ -89,7 +89,7 @@ def test_builders(case):
 
 
 def test_a_mask_keeps_its_values():
-    """What is written to a tensor afterwards does not reach it, aligned to JAX's needs or not."""
+    """Later writes to a tensor do not reach the mask, whether JAX could read the tensor in place or not."""
     for tensor in (torch.zeros(64, 64, dtype=torch.bool), torch.zeros(64 * 64 + 1, dtype=torch.bool)[1:].view(64, 64)):
         mask, scores = masks.dense(tensor), masks.threshold(tensor.float(), 0.5)
         tensor.fill_(True)

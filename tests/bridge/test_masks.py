@@ -50,7 +50,7 @@ def check(out, inputs, **arguments):
 
 @pytest.fixture
 def plans():
-    """How many plans from_jax has made since."""
+    """Counts the plans that from_jax has made since the start of the test."""
     before = len(kept.PLANS)
     return lambda: len(kept.PLANS) - before
 
@@ -202,7 +202,7 @@ def test_errors(make_qkv):
         attend(1.0)
     with pytest.raises(TypeError, match=r"^mask: got dtype torch\.int64, which JAX narrows"):
         attend(torch.zeros(1, LENGTH, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"^mask: got a Mask of arrays that JAX traces"):
+    with pytest.raises(TypeError, match=r"^mask: got a Mask whose arrays JAX traces"):
         jax.jit(attend)(leaves[0])
     with pytest.raises(ValueError, match=r"^segments: got q_ids of shape \(1, 7\), want \[batch, 24\]"):
         bridge.flash_attention(*inputs, mask=masks.segments(np.zeros(7, np.int32)))

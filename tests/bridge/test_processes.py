@@ -79,7 +79,7 @@ print("forked")
 
 
 def run(code, folder, which):
-    """What the code prints, in a process of its own."""
+    """Runs the code in a process of its own. Returns the lines that it prints."""
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", COMMON + code, str(folder), which]

@@ -10,7 +10,7 @@ from jax_kernels import bridge, masks
 
 
 def stacked(function, count, *inputs):
-    """What vmap should give: the function of each slice."""
+    """The right result of vmap: the function of each slice."""
     results = [function(*(x[i] for x in inputs)) for i in range(count)]
     return (
         tuple(torch.stack(x) for x in zip(*results, strict=True))

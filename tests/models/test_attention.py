@@ -72,7 +72,7 @@ def test_mask_combines_with_causal():
 
 
 def test_mask_objects():
-    """Of a call, of the module, and both; one with an array is a leaf of the module's state."""
+    """A call or the module may have a Mask, or both. Its arrays are leaves of the module's state."""
     window, ids = masks.sliding_window(3, 0), jnp.arange(LENGTH) // 6
     some = jax.random.bernoulli(jax.random.key(2), 0.5, (BATCH, 4, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
     dense = lambda mask: mask.to_dense(LENGTH, LENGTH)
@@ -87,7 +87,7 @@ def test_mask_objects():
 
 
 def test_prepared_masks():
-    """Of the module: its arrays are leaves of the state, read by calls of the shapes that it was prepared for."""
+    """The arrays of a prepared Mask are leaves of the state. Calls of the shapes that it was prepared for read them."""
     cells = np.random.default_rng(0).random((3, 3)) < 0.6
     mask = masks.block_sparse(cells, 4) | masks.sliding_window(1, 1)
     query, key = (jax.ShapeDtypeStruct((BATCH, LENGTH, heads, 8), jnp.bfloat16) for heads in (4, 2))
@@ -280,7 +280,7 @@ def test_bad_lengths_are_named():
             cache.with_length(length)
         with pytest.raises(error, match=message):
             attention(inputs(), cache=KVCache(cache.key, cache.value, length))
-    with pytest.raises(ValueError, match="cache: got 0 tokens after 17, want at most max_length=16 in all"):
+    with pytest.raises(ValueError, match="cache: got a length of 17, want at most max_length=16"):
         cache.with_length([3, 17])
     assert cache.with_length(5).length.dtype == jnp.int32
 

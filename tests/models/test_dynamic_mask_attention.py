@@ -55,7 +55,7 @@ def test_equals_a_plain_evaluation(options):
 
 
 def test_keys_compete_within_the_masks():
-    """Of the module and of the call: a key that these rule out takes nobody's place."""
+    """A key that a mask of the module or of the call rules out takes no other key's place."""
     some = jax.random.bernoulli(jax.random.key(2), 0.6, (BATCH, KV_HEADS, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
     window, x = masks.sliding_window(9, 3), inputs()
     for attention, mask, want in (

@@ -1,4 +1,4 @@
-"""What `from jax_kernels.models import *` gives."""
+"""The names that `from jax_kernels.models import *` gives."""
 
 import inspect
 

@@ -169,7 +169,7 @@ class Smem:
         )
 
 
-class WorkTile(NamedTuple):
+class QueryBlock(NamedTuple):
     """The block of queries that a CTA owns: batch entry, head, first query."""
 
     b: Any
@@ -181,7 +181,7 @@ class WorkTile(NamedTuple):
 class Kernel:
     """What all warpgroups of a CTA share. arrays, dq_gmem: refs in device memory. wg, cta: indices, traced scalars.
 
-    blocks: the blocks of keys that meet the work tile, a block_ranges.Blocks or a block_lists.Walk. limits: None where
+    blocks: the blocks of keys that the queries meet, a block_ranges.Blocks or a block_lists.Walk. limits: None where
     there are lists.
     """
 
@@ -191,7 +191,7 @@ class Kernel:
     smem: Smem
     wg: Any
     cta: Any
-    tile: WorkTile
+    tile: QueryBlock
     blocks: Any
     limits: block_ranges.Limits | None
 
@@ -200,7 +200,7 @@ class Kernel:
         options, limits = traits.options, None
         wg = lax.axis_index("wg")
         cta = lax.axis_index("cta")
-        tile = _work_tile(traits, arrays, cta)
+        tile = _query_block(traits, arrays, cta)
         blocks: Any
         if arrays.lists is not None:
             blocks = arrays.lists.walk(cta)
@@ -230,23 +230,23 @@ class Kernel:
             limits=limits,
         )
 
-    def tile_again(self) -> WorkTile:
-        """The work tile, which would take registers through all steps."""
-        return _work_tile(self.traits, self.arrays, recomputed(self.cta))
+    def tile_again(self) -> QueryBlock:
+        """The block of queries, worked out again: it would take registers through all steps."""
+        return _query_block(self.traits, self.arrays, recomputed(self.cta))
 
 
-def _work_tile(traits: Traits, arrays: Arrays, cta: Any) -> WorkTile:
-    """The work tile of a CTA. Heads that run together alternate."""
+def _query_block(traits: Traits, arrays: Arrays, cta: Any) -> QueryBlock:
+    """The block of queries of a CTA. Heads that run together alternate."""
     if arrays.lists is not None:
         walk = arrays.lists.walk(cta)
-        return WorkTile(walk.b, walk.head, walk.block * BLOCK_Q)
+        return QueryBlock(walk.b, walk.head, walk.block * BLOCK_Q)
     per_round = traits.q_blocks * traits.together
     round_, within = lax.div(cta, per_round), lax.rem(cta, per_round)
     batch_head = round_ * traits.together + lax.rem(within, traits.together)
     q_index = lax.div(within, traits.together)
     if traits.options.is_causal:  # the longest first: the last ones to start are short
         q_index = traits.q_blocks - 1 - q_index
-    return WorkTile(lax.div(batch_head, traits.heads), lax.rem(batch_head, traits.heads), q_index * BLOCK_Q)
+    return QueryBlock(lax.div(batch_head, traits.heads), lax.rem(batch_head, traits.heads), q_index * BLOCK_Q)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
