@@ -62,7 +62,7 @@ def mma_step(work: WorkTile, accs: Accumulators, i: Any, carry: Carry) -> Carry:
     s = scores_sm90.masked(step, carry.scores) if traits.mask_first else carry.scores
     # S^T = K Q^T, P^T = exp2(S^T - lse), dP^T = V dO^T, dS^T = P^T (dP^T - delta)
     weights = _weights_of(step, accs, s, carry.dbias)
-    if weights.p is not None:
+    if weights.p is not None:  # else its product is issued already, behind dP's
         # dV += P^T dO
         _add_product(accs.dv, weights.p, smem.do.mma.at[step.do_slot, step.half])
     _give_ds(step, weights.ds)
@@ -132,7 +132,7 @@ def _weights_of(step: QStep, accs: Accumulators, s: Any, dbias: Any) -> Weights:
 
 
 def _weights(step: QStep, accs: Accumulators, s: Any, dbias: Any, dp_acc: Any, s_acc: Any) -> Weights:
-    """s_acc: of S^T, whose products are issued; None if Traits.scores_ahead."""
+    """P^T and dS^T. s_acc: the accumulator of S^T, whose products are issued; None if Traits.scores_ahead."""
     traits, smem, early_dv = step.traits, step.kernel.smem, step.traits.config.early_dv
     # dP^T = V dO^T
     for half in range(traits.halves):

@@ -85,7 +85,7 @@ class Store:
         pl.when(self.tile >= split.whole)(lambda: self.store_part(dk, dv))
 
     def store(self, dk: list[Any], dv: list[Any]) -> None:
-        """dk: without the scale. Both: float32 [64, width], in one or more arrays of columns."""
+        """Stores both. dk: without the scale. dk, dv: float32 [64, width], in one or more arrays of columns."""
         traits, dv_gmem, v_tiles = self.kernel.traits, self.kernel.results.dvalue, self.kernel.traits.v_tiles
         b, kv_head, kv_index = self.kernel.block(recomputed(self.tile))
         row_group, half = self.row_group, self.half
@@ -110,13 +110,9 @@ class Store:
         self._store_through_keys(dk, self.kernel.results.dkey, *place)
 
     def store_part(self, dk: list[Any], dv: list[Any]) -> None:
-        """Adds dk and dv to those of the tile's other parts; the last one to do so stores the sums."""
-        split, arrays, arrived_smem, width = (
-            self.kernel.schedule.split,
-            self.kernel.arrays,
-            self.kernel.smem.arrived,
-            self.kernel.traits.width,
-        )
+        """Adds dk and dv to those of the work tile's other parts. The last part to do so stores the sums."""
+        split, arrays = self.kernel.schedule.split, self.kernel.arrays
+        arrived_smem, width = self.kernel.smem.arrived, self.kernel.traits.width
         nth = split.tile(recomputed(self.tile)) - split.whole
         rows = pl.ds(64 * self.row_group, 64)
         for which, sums in enumerate((dk, dv)):
@@ -139,6 +135,7 @@ class Store:
             self.store([load(0)], [load(1)])
 
     def _store_through_keys(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
+        """Stores x, arrays of columns, by way of the keys' shared memory."""
         for c, chunk in enumerate(self.chunks):
             self.k_smem.mma.at[chunk, self.row_group, 0][...] = _columns(x, 64 * c, 64)
         plgpu.commit_smem()
