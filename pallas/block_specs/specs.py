@@ -34,7 +34,7 @@ class AttentionForwardSm90:
     heads_together: int = 1
     # The CTAs take their tiles off a counter in device memory, not each its own: long and short ones even out.
     dynamic: bool = False
-    # Long walks look up the longest query and key beforehand: where these bound the scores, no maximum is kept.
+    # Long kv loops look up the longest query and key beforehand: where these bound the scores, no maximum is kept.
     bounded: bool = True
     # Of these two, keys alone: a warpgroup measures the queries that it has loaded.
     measures_q: bool = False
@@ -90,7 +90,7 @@ class AttentionBackwardSm90:
     block_q: int
     q_stages: int = 2
     do_stages: int = 2
-    # Where every block of keys meets every query, they start their walks this many blocks apart, which spreads the
+    # Where every block of keys meets every query, they start their loops this many blocks apart, which spreads the
     # additions to dq.
     rotate: int = 0
     # Heads that run next to one another, so that the long and the short key blocks of causal work mix.
@@ -127,7 +127,7 @@ class AttentionForwardTriton:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardTriton:
-    """Blocks of the two passes: dkv owns a block of keys and walks the queries, dq the other way round."""
+    """Blocks of the two passes: dkv owns a block of keys and loops over the queries, dq the other way round."""
 
     block_q_dkv: int
     block_kv_dkv: int

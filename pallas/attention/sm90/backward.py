@@ -30,7 +30,7 @@ from jax_kernels.pallas.varying import as_varying, varying_axes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What the kernels of a call are given.
+    """The arguments of a call's kernels.
 
     inputs, options: without the limits that lists of blocks stand for. dq_lists, dq_end: in place of the lists and the
     end of arrays, for a deterministic dquery.
@@ -117,7 +117,7 @@ def _prepared(
     config: AttentionBackwardSm90,
     interpret: bool,
 ) -> Prepared:
-    """What the kernels are given, with blocks of keys. width: the head dim that they are compiled for."""
+    """The arguments of the kernels, with blocks of keys. width: the head dim that they are compiled for."""
     query, key, value = inputs[:3]
     block_kv = block_kv_of(width)
     dq_block_q, dq_block_kv = dquery_state.BLOCK_Q, dquery_state.SIZES[width].block_kv

@@ -1,4 +1,4 @@
-"""What the memory warpgroup of the Hopper backward does: it loads blocks of keys, and the queries that meet them."""
+"""The memory warpgroup of the Hopper backward: it loads blocks of keys, and the queries that meet them."""
 
 import dataclasses
 import functools

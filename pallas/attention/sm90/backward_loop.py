@@ -1,4 +1,4 @@
-"""Where a compute warpgroup of the Hopper backward stands: its work tile, and the step of its q_loop."""
+"""The place of a compute warpgroup of the Hopper backward: its work tile, and the step of its q_loop."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ class QStep:
         return self.work.kernel.traits
 
     def numbers(self) -> StepNumbers:
-        """What the memory warpgroup of a persistent CTA left for this step, read again."""
+        """The numbers that the memory warpgroup of a persistent CTA left for this step, read again."""
         return StepNumbers.read(self.kernel.smem.steps, self.slot)
 
     def place_again(self) -> StepPlace:

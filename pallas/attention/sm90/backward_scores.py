@@ -1,4 +1,4 @@
-"""What becomes of a step's scores in the Hopper backward: bias, softcap, score_mod, masks, and the probabilities.
+"""The scores of a step in the Hopper backward: bias, softcap, score_mod, masks, and the probabilities.
 
 Scores are transposed: their rows are a warpgroup's 64 keys, their columns the step's queries.
 """

@@ -182,7 +182,7 @@ class Results(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What all warpgroups of a CTA share. arrays: refs in device memory. wg, cta: indices, traced scalars."""
+    """The state that all warpgroups of a CTA share. arrays: refs in device memory. wg, cta: indices, traced scalars."""
 
     traits: Traits
     arrays: Arrays

@@ -27,7 +27,7 @@ class Accumulators(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Carry:
-    """What a step leaves for the next one.
+    """The values that a step leaves for the next one.
 
     scores: S^T of the next step, where Traits.scores_ahead. dbias: [64, PART], the sum of a bias's gradient. goes_on:
     whether the work tile of a persistent CTA has another step.
@@ -48,7 +48,10 @@ class Weights(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextStep:
-    """Where the next step's keys and queries are. goes_on: whether they are of the same work tile, if that is known."""
+    """The place of the next step's keys and queries.
+
+    goes_on: whether they are of the same work tile, if that is known.
+    """
 
     k_stage: Any
     slot: Any

@@ -1,4 +1,4 @@
-"""What is known of a Hopper backward when its kernel is traced: sizes, and which features a call has."""
+"""The static facts of a Hopper backward when its kernel is traced: sizes, and which features a call has."""
 
 import dataclasses
 from collections.abc import Callable

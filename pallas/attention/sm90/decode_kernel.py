@@ -48,7 +48,7 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is known of a call when it is traced.
+    """The static facts of a call when it is traced.
 
     group: query heads for each head of key. capacity: keys that a sequence has room for. left: of the window, -1 is
     none. rows: of the packed query, whole tiles. page_size: None for a contiguous cache.
@@ -200,7 +200,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Warpgroup:
-    """What the warpgroups of a CTA share."""
+    """The state that the warpgroups of a CTA share."""
 
     plan: Plan
     arrays: Arrays

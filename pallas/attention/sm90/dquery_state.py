@@ -179,7 +179,9 @@ class QueryBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What all warpgroups of a CTA share. arrays, dq_gmem: refs in device memory. wg, cta: indices, traced scalars.
+    """The state that all warpgroups of a CTA share.
+
+    arrays, dq_gmem: refs in device memory. wg, cta: indices, traced scalars.
 
     blocks: the blocks of keys that the queries meet, a block_ranges.Blocks or a block_lists.Walk. limits: None where
     there are lists.

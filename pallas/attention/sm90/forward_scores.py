@@ -35,7 +35,7 @@ class QueryTile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreOps:
-    """What compute warpgroup number w does to its scores."""
+    """The operations of compute warpgroup number w on its scores."""
 
     plan: Plan
     arrays: Arrays

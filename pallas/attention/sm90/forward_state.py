@@ -67,7 +67,7 @@ class Results:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is known of a launch when it is traced.
+    """The static facts of a launch when it is traced.
 
     natural: scores are in natural units, with a bias for each query and under a score_mod that may mask. Else they are
     in base 2 with a bias for each key or under another score_mod, and unscaled without either.
