@@ -65,7 +65,7 @@ KERNELS: dict[tuple[str, str], Kernel] = {
 SHARED_MEMORY = 227 << 10  # bytes for a block on Hopper
 LOST = 75  # exit status of a process whose GPU context one config has broken
 
-# Forward on Hopper, by head_dim: (compute_warpgroups, block_kv), and stages. share_q_out and take_turns: both values.
+# Forward on Hopper, by head_dim: (compute_warpgroups, block_kv), and stages. share_q_out and pingpong: both values.
 FORWARD_SM90 = {
     64: ((3, 128), (2, 128), (3, 192), (2, 192), (2, 256), (3, 64), (2, 64)),
     128: ((2, 128), (2, 192), (2, 64), (3, 128), (3, 64)),
@@ -104,7 +104,7 @@ def _listed(implementation: str, direction: str, head_dim: int, causal: bool) ->
     if (implementation, direction) == ("mosaic_gpu", "fwd"):
         free = itertools.product(STAGES[width], (False, True), (True, False))
         configs: list[Any] = [
-            AttentionForwardSm90(wgs, block_kv, stages, share_q_out=share, take_turns=turns)
+            AttentionForwardSm90(wgs, block_kv, stages, share_q_out=share, pingpong=turns)
             for (stages, share, turns), (wgs, block_kv) in itertools.product(free, FORWARD_SM90[width])
         ]
         return [c for c in configs if forward_sm90_bytes(c, width) <= SHARED_MEMORY]

@@ -28,7 +28,7 @@ class AttentionForwardSm90:
     # The output is staged in the query's shared memory: room for more key and value stages.
     share_q_out: bool = False
     # Warpgroups take turns to issue their products (a named barrier), so that softmax and wgmma alternate.
-    take_turns: bool = True
+    pingpong: bool = True
     # Heads whose tiles alternate. With causal masks the long tiles of all of them come first, which balances
     # the SMs; too many push one another's keys and values out of the L2 cache.
     heads_together: int = 1
@@ -59,12 +59,12 @@ class AttentionForwardSm90:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionForwardFp8Sm90:
-    """Blocks of the 8-bit Hopper forward. take_turns, heads_together, dynamic: as in AttentionForwardSm90."""
+    """Blocks of the 8-bit Hopper forward. pingpong, heads_together, dynamic: as in AttentionForwardSm90."""
 
     compute_warpgroups: int
     block_kv: int
     stages: int
-    take_turns: bool = True
+    pingpong: bool = True
     heads_together: int = 1
     dynamic: bool = False
 

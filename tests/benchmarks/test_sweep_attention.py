@@ -31,7 +31,7 @@ def test_sweep_arguments(capsys):
     assert args.case == cases.Case(2, 8192, 32, 64, 32, "bf16", False, "fwd")
     assert args.configs == [
         sweep.AttentionForwardSm90(2, 128, 3),
-        sweep.AttentionForwardSm90(3, 128, 2, share_q_out=True, take_turns=False),
+        sweep.AttentionForwardSm90(3, 128, 2, share_q_out=True, pingpong=False),
     ]
     with pytest.raises(SystemExit):
         sweep.arguments(["--output", "x.json", "--configs", "7,128,3"])

@@ -123,7 +123,7 @@ class PingPong:
 
     @classmethod
     def of(cls, config: Any, *, interpret: bool) -> "PingPong":
-        return cls(warpgroups=config.compute_warpgroups, is_on=config.take_turns and not interpret)
+        return cls(warpgroups=config.compute_warpgroups, is_on=config.pingpong and not interpret)
 
     def wait(self, w: int) -> None:
         """Waits for the turn of a warpgroup."""
