@@ -83,6 +83,7 @@ def test_trains_samples_compares_and_writes(invoke, text, tmp_path):
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("only_training")
+@pytest.mark.slow
 def test_resuming_equals_never_having_stopped(invoke, text, tmp_path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     for args in (

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import mask_cases as cases
 import numpy as np
 import pytest
+import tiers
 from mask_cases import BLOCKS, CASES, B, H, S, T, block_status, unlist
 
 from jax_kernels import masks
@@ -86,7 +87,7 @@ def check_bitmaps(packed, listed, dense, by, blocks):
 WITH_BITMAPS = ("block_sparse_odd", "dense", "causal_dense", "function")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers.cases(CASES, set(list(CASES)[::2])))
 def test_cases(name):
     check(CASES[name], 7 if name == "window" else 0, with_bitmaps=name in WITH_BITMAPS)
 

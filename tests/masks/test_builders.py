@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from mask_cases import block_status
 
 from jax_kernels import masks
@@ -62,8 +63,7 @@ AMONG = {
 }
 
 
-@pytest.mark.parametrize("k", [1, 9, 64, 129])
-@pytest.mark.parametrize("name", AMONG)
+@pytest.mark.parametrize(("name", "k"), tiers.pairs(AMONG, [1, 9, 64, 129], (next(iter(AMONG)), 9)))
 def test_one_row_among_intervals(name, k, monkeypatch):
     """The keys are sorted once, of all queries together."""
     among, arguments = AMONG[name]
@@ -102,6 +102,7 @@ def test_threshold_between_two_numbers_of_16_bits(dtype):
     assert jax.jit(lambda tau: masks.threshold(bias, tau).to_dense(2, 3))(tau).all()
 
 
+@pytest.mark.slow
 def test_ranked():
     """Of a bias of one row a mask of ranks: the same as that of its array in every form."""
     bias = jax.random.normal(jax.random.key(0), (2, 3, 1, 40))

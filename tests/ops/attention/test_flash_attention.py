@@ -349,7 +349,9 @@ def any_case(draw):
     )
 
 
-@pytest.mark.parametrize(("implementation", "examples"), [("xla", 12), ("triton", 5)])
+@pytest.mark.parametrize(
+    ("implementation", "examples"), [("xla", 12), pytest.param("triton", 5, marks=pytest.mark.slow)]
+)
 def test_any_case(implementation, examples, check_dead, monkeypatch):
     """Any combination of arguments and shapes; the kernels, which have no GPU here, interpreted."""
     if implementation != "xla":

@@ -407,7 +407,10 @@ MASKING = [("xla", name) for name in ("lowest_64", "lowest_of_key", "lowest_tabl
 MASKING += [("triton", name) for name in ("lowest_128", "lowest_of_key")]
 
 
-@pytest.mark.parametrize(("implementation", "name"), MASKING)
+QUICK_MASKING = [pytest.param(*case, marks=pytest.mark.slow if i > 1 else ()) for i, case in enumerate(MASKING[::-1])]
+
+
+@pytest.mark.parametrize(("implementation", "name"), QUICK_MASKING)
 def test_rows_that_it_masks_whole(implementation, name, monkeypatch):
     if implementation == "triton":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from mask_cases import CASES, B, H, S, T
 
 from jax_kernels import masks
@@ -124,7 +125,7 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize("name", tiers.cases(ARGUMENTS, set(list(ARGUMENTS)[::3])))
 def test_against_all_pairs(name, small_blocks):
     mod, arguments = ARGUMENTS[name]
     check(*both_ways(mod, **arguments))

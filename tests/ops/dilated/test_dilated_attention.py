@@ -93,7 +93,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "is_causal", "order", "packed", "heads", "kv_heads"), CASES)
+SLOW = [pytest.param(*case, marks=() if i % 2 else pytest.mark.slow) for i, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("mode", "is_causal", "order", "packed", "heads", "kv_heads"), SLOW)
 def test_is_its_definition(mode, is_causal, order, packed, heads, kv_heads):
     arguments = PATTERN | MODES[mode] | {"is_causal": is_causal, "order": order}
     length = 16 if mode == "one_call" else 24

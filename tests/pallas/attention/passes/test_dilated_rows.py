@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from dilated_cases import PATTERNS, calls_of, random_results
 
 from jax_kernels.ops.dilated import views as dilated_views
@@ -16,7 +17,10 @@ from jax_kernels.pallas.attention.sm90 import head_views
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+QUICK = {"longnet", "divides_nothing", "groups", "masked", "hilbert_partition"}
+
+
+@pytest.mark.parametrize("name", tiers.cases(PATTERNS, QUICK))
 def test_merge(name):
     calls, heads, _, length = calls_of(name)
     results = random_results(calls, heads, "heads", 6)
@@ -48,7 +52,7 @@ def test_merge(name):
         np.testing.assert_allclose(g, w, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", tiers.cases(PATTERNS, QUICK))
 def test_total(name):
     calls, heads, kv_heads, length = calls_of(name)
     parts, _ = random_results(calls, heads, "kv_heads", 20)
@@ -75,7 +79,7 @@ def test_total(name):
     np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", tiers.cases(PATTERNS, QUICK))
 def test_gather(name):
     calls, heads, kv_heads, length = calls_of(name)
     random = np.random.default_rng(0)

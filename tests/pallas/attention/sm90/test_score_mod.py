@@ -5,7 +5,7 @@ import pytest
 import score_mod_cases
 import tiers
 
-QUICK = {"tanh_deterministic", "packed", "relative_64", "lowest_of_key"}
+QUICK = {"tanh_deterministic", "relative_64"}
 
 
 @pytest.mark.timeout(300)
