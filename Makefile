@@ -20,11 +20,21 @@ endif
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
 
+# In three runs of pytest: a process that compiles too many programs runs out of memory maps, and dies.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist=worksteal
+FIRST := tests/benchmarks tests/bridge tests/cli
+SECOND := tests/masks tests/models tests/ops
+THIRD := tests $(foreach folder,$(FIRST) $(SECOND),--ignore=$(folder))
+
 test: .venv/.dev lint
-	$(BIN)/python -m pytest -n 2 --dist=worksteal -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS) $(FIRST)
+	$(PYTEST) -m "not slow" $(ARGS) $(SECOND)
+	$(PYTEST) -m "not slow" $(ARGS) $(THIRD)
 
 test-all: .venv/.dev lint
-	$(BIN)/python -m pytest -n 2 --dist=worksteal $(ARGS)
+	$(PYTEST) $(ARGS) $(FIRST)
+	$(PYTEST) $(ARGS) $(SECOND)
+	$(PYTEST) $(ARGS) $(THIRD)
 	$(MAKE) newest
 
 test-gpu: .venv/.dev

@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
-MOST_MAPS = 30_000
+MOST_MAPS = 15_000
 
 
 @pytest.fixture(autouse=True, scope="module")
