@@ -1,4 +1,4 @@
-"""What is timed: one attention of one shape, its inputs, its operation count, and the check of its results."""
+"""A case to time: one attention of one shape, its inputs, its operation count, and the check of its results."""
 
 import copy
 import dataclasses

@@ -145,63 +145,31 @@ def flash_attention(
         lse = logaddexp(logsumexp(scores, axis=-1), sinks[:, None])
         out = jnp.einsum("bhts,bshd->bthd", exp(scores - lse[..., None]), value)
 
-    Every implementation skips what is_causal, window, segment_ids and kv_lengths rule out in whole blocks, but
-    "xla" and "cudnn"; the gradients are those of query, key, value, bias, sinks and what score_mod closes over.
+    The gradients are those of query, key, value, bias, sinks and the arrays that score_mod closes over.
+    docs/implementations.md says what each implementation takes, skips and computes.
 
     Args:
-      query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. Its products with key must be numbers that
-        float32 holds.
+      query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. float32 must hold its products with key.
       key: [B, S, Hkv, D] in query's dtype; Hkv divides H (grouped-query and multi-query attention).
-      value: [B, S, Hkv, Dv] in query's dtype; Dv up to 256. A query's sum of weighted values, before it is divided by
-        the sum of the weights, which are 1 at most, must be a number that float32 holds.
-      bias: added to the scores after scale and softcap, broadcastable to [B, H, T, S], in query's dtype or
-        float32; -inf masks out. A query all of whose keys a finite number masks, such as finfo(float32).min, attends to
-        those that have its highest score in float32, as in the code above and in PyTorch: to all of them alike where
-        the number is the same. It is read in place, never broadcast in memory. Its gradient has its shape and
-        dtype, is summed in float32 over the axes that it is broadcast over, and is computed only where it is asked
-        for: by two more products, or in "mosaic_gpu", for a bias for each key that the heads which share keys share,
-        without a softcap, by the sums of what is there.
-      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Zeros and ones in float32, bfloat16 or
-        float16 are taken too. Other floats (an additive mask is a bias) are a ValueError where they are known, and
-        where they are traced they make out, lse and the gradients NaN. "triton" does not take a mask. "mosaic_gpu"
-        packs it into bits, skips the blocks that it keeps nothing of, and forward masks nothing in those that it keeps
-        all of. Or a masks.Mask, whose queries stand at q_offset + i. One of causal,
-        sliding_window, segments, prefix and dense masks joined by `&` is the same as is_causal, window, segment_ids,
-        kv_lengths and mask. Any other "mosaic_gpu" runs as lists of the blocks that it keeps a pair of: the others, and
-        their part of a bias, are neither loaded nor visited, in either direction. The lists are made anew in each call,
-        unless prepare_mask made them before, with a bit for each pair of the blocks that it may keep in part: in a mask
-        of segments or dilated, of all blocks that its windows and other limits leave, and in one that has dense or
-        from_function in it, of all blocks. "xla" evaluates it for a chunk of queries at a time.
+      value: [B, S, Hkv, Dv] in query's dtype; Dv up to 256. float32 must hold its sum by weights of 1 at most.
+      bias: broadcastable to [B, H, T, S], in query's dtype or float32; -inf masks out. A query whose keys are all
+        masked by a finite number, such as finfo(float32).min, attends to those of its highest score, as in PyTorch.
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend; or a masks.Mask. Floats of 0 and 1 are
+        taken too. Other floats raise ValueError where they are known; traced, they make results and gradients NaN.
       is_causal: keep key j for query i where q_offset + i >= j.
       window: (left, right), or an int for both: keep key j for query i where q_offset + i - left <= j and
-        j <= q_offset + i + right, as jax.nn's local_window_size and flash-attn's window_size count. -1 or None is
-        no limit on that side. With is_causal the right side is 0. At most 2**29.
-      segment_ids: int32 [B, T] where T == S, or a (query, key) pair [B, T], [B, S]: packed sequences. A query
-        attends to the keys that have its id; one with an id below 0 attends to nothing and is not attended
-        to. The ids need not be sorted, but where they are, blocks of other segments cost nothing. Of another integer
-        dtype they are taken where int32 holds it, or the values are known and fit. What key and value hold where an
-        id is below 0, and query too, must be finite.
-      kv_lengths: [B] int32, how many keys of each batch entry count; the others are never attended to, and what key and
-        value hold there is without effect, be it NaN. (What a mask, a window or is_causal leaves out must be finite.)
-        A number below 0 counts as 0, one above S as S. Traced integers of any dtype are taken.
-      q_offset: position of query 0: an int within 2**30 of 0, a scalar array, or [B] int32. 0 aligns the causal mask
-        top-left, as jax.nn and PyTorch do; S - T aligns it bottom-right, as flash-attn does. In an array, a number
-        further from 0 counts as 2**30 or -2**30, which is the same for is_causal and window.
-      score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any jnp code, called with scalars: float32
-        query @ key * scale, and the int32 indices of the batch entry, the query head, the query (its row in this
-        call: q_offset does not shift it) and the key. The bias is added, and masks apply, to what it returns;
-        softcap is not taken beside it. The gradients are exact, also of the arrays that it closes over, summed in
-        float32 over the pairs of a chunk of queries and over the chunks; where a pair is masked out, its score
-        passes none, but those arrays may get a NaN from it, as through jnp.where. A query all of whose scores it makes
-        one finite number, such as finfo(float32).min, attends to its keys alike. It is traced in each call that is
-        not under jax.jit, and vmap is a loop over calls. "mosaic_gpu" and "triton" inline it in their kernels where it
-        looks arrays up by the query or by the key, with b and h or without (slopes[h], ids[b, q] == ids[b, k]), and
-        without a bias. "mosaic_gpu" also inlines what it looks up, or computes at some cost, by q_idx - kv_idx
-        (table[h, clip(q - k, -n, n) + n], T5's buckets), of which it reads a number for each difference. "xla" serves
-        any. In "mosaic_gpu" the gradients of the arrays are passes more, by "triton" or, with a mask or a look-up by
-        the difference, by XLA over the blocks that may have a pair.
-      sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator, and nothing else. -inf is
-        no sink.
+        j <= q_offset + i + right. -1 or None is no limit on that side. At most 2**29. With is_causal, right is 0.
+      segment_ids: int32 [B, T] where T == S, or a (query, key) pair [B, T], [B, S]: packed sequences. A query attends
+        to the keys that have its id. An id below 0 attends to nothing and is not attended to; all arrays must be
+        finite there. Other integer dtypes are taken where int32 holds them, or the values are known and fit.
+      kv_lengths: [B] integers: how many keys of each batch entry count, kept to 0 ... S. What key and value hold past
+        them is without effect, be it NaN. (What a mask, a window or is_causal leaves out must be finite.)
+      q_offset: position of query 0: an int within 2**30 of 0, or integers, a scalar array or [B], kept to that. 0
+        aligns the causal mask top-left, as jax.nn and PyTorch do; S - T aligns it bottom-right, as flash-attn does.
+      score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score, any jnp code of scalars: query @ key * scale in
+        float32, and int32 indices (q_idx: the query's row in this call, without q_offset). softcap is not taken beside
+        it. Where a pair is masked out, the arrays that it closes over may get a NaN, as through jnp.where.
+      sinks: [H], bfloat16, float16 or float32: logits that join the softmax's denominator alone. -inf is no sink.
       scale: a number, multiplies the scores; default 1 / sqrt(D).
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
       return_lse: also return the log-sum-exp of the scores, and of the sink. Gradients through it are exact.
@@ -211,18 +179,16 @@ def flash_attention(
       implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the fastest that can serve.
 
     Returns:
-      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log.
-      A query that may attend to no key has out = 0 and lse = -inf (with sinks, the sink), and passes no gradient
-      but the sink's.
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
+      without a key has out = 0 and lse = -inf (with sinks, the sink), and passes no gradient but the sink's.
 
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: an argument, or a named implementation, that cannot serve this call, and why.
+      NotImplementedError: a named implementation cannot serve this call, and why.
 
-    Source: Dao, "FlashAttention-2" (2023), arXiv:2307.08691; Shah et al., "FlashAttention-3" (2024),
-    arXiv:2407.08608. score_mod: Dong et al., "Flex Attention" (2024), arXiv:2412.05496. Sinks: Xiao
-    et al., "Efficient Streaming Language Models with Attention Sinks" (2023), arXiv:2309.17453.
+    Source: Dao (2023), arXiv:2307.08691; Shah et al. (2024), arXiv:2407.08608; score_mod: Dong et al. (2024),
+    arXiv:2412.05496; sinks: Xiao et al. (2023), arXiv:2309.17453.
     """
     mask, is_valid = with_validity("mask", mask)
     call, inputs = prepare(
