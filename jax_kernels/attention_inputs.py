@@ -8,13 +8,14 @@ class AttentionInputs(NamedTuple):
     """The arrays of a call. Those that a call lacks are None.
 
     query: [B, T, H, D]. key: [B, S, Hkv, D], Hkv dividing H. value: [B, S, Hkv, Dv].
-    mask: bool, [B or 1, H or 1, T or 1, S or 1], True where a query may attend, or a masks.Mask.
+    mask: bool, [B or 1, H or 1, T or 1, S or 1], True where a query may attend, or a masks.Mask that is not prepared.
     bias: added to the scores, [B or 1, H or 1, T or 1, S or 1], in query's dtype or float32; -inf masks out.
     sinks: [B or 1, H] float32, logits that join the softmax's denominator and nothing else.
     q_segment_ids, kv_segment_ids: [B, T] and [B, S] int32; a query attends to keys with its id, if that is >= 0.
     kv_lengths: [B] int32, the number of keys that count.
     q_offset: [B] int32, the position of query 0; None where AttentionOptions.q_offset has it.
     score_mod: a ScoreMod.
+    lists: the block lists of a prepared mask, which hold all limits of the calls that they are for.
     """
 
     query: Any
@@ -28,6 +29,7 @@ class AttentionInputs(NamedTuple):
     kv_lengths: Any = None
     q_offset: Any = None
     score_mod: Any = None
+    lists: Any = None
 
 
 class AttentionResult(NamedTuple):

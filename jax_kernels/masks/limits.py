@@ -1,26 +1,97 @@
-"""Joins all limits on the keys of an attention call into one mask."""
+"""All that limits the keys of an attention call, joined once into one description.
 
-from typing import Any
+A caller may limit keys by is_causal, window, segment_ids and kv_lengths, by an array, and by a Mask. `joined` makes
+`Limits` of them. Its arrays travel to the kernels in AttentionInputs, its static half in AttentionOptions.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.masks.arrays import dense, segments
+from jax_kernels.masks.arrays import DenseMask, Segments, dense, segments
 from jax_kernels.masks.mask import And, Mask
-from jax_kernels.masks.positions import Prefix, causal, prefix, sliding_window
+from jax_kernels.masks.positions import Band, Prefix, causal, prefix, sliding_window
+from jax_kernels.masks.prepared import PreparedMask
 
-__all__ = ["key_lengths", "whole_mask"]
+__all__ = ["Limits", "joined", "key_lengths", "whole_mask", "without_limits"]
+
+
+class Limits(NamedTuple):
+    """The limits on the keys of a call. A query attends to a key that every part keeps.
+
+    mask: a bool array with four axes, or a Mask without lists, or None. is_causal: keep no later key. window: (left,
+    right), -1 for no limit, its right 0 where is_causal; None for none. segment_ids: a pair of [B, length], or None.
+    kv_lengths: [B], or None. lists: the block lists of a PreparedMask, of all these parts together, or None.
+    """
+
+    mask: Any = None
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
+    segment_ids: Any = None
+    kv_lengths: Any = None
+    lists: Any = None
+
+
+def joined(given: Limits, batch: int) -> Limits:
+    """The limits of a call in their simplest form. given: those of the caller, whose mask may be any Mask.
+
+    Causal, sliding_window, segments, prefix and dense masks joined by `&` become the other parts: such a call is served
+    by kernels that take no Mask. Of segments and of dense masks there may be one, and of segments none beside
+    segment_ids. Any other Mask stays whole. Lists are dropped where segment_ids or kv_lengths stand beside their mask.
+    """
+    if not isinstance(given.mask, Mask):
+        return given
+    is_alone = given.segment_ids is None and given.kv_lengths is None
+    lists = given.mask.lists or None if isinstance(given.mask, PreparedMask) and is_alone else None
+    given = given._replace(mask=given.mask.unprepared, lists=lists)
+    left, right = given.window or (-1, 0 if given.is_causal else -1)
+    array, segment_ids, kv_lengths = None, given.segment_ids, given.kv_lengths
+    for part in given.mask.masks if isinstance(given.mask, And) else (given.mask,):
+        if isinstance(part, Band) and (part.low or 0) <= 0 <= (part.high or 0):
+            left = _tighter(left, -1 if part.low is None else -part.low)
+            right = _tighter(right, -1 if part.high is None else part.high)
+        elif isinstance(part, Prefix):
+            kv_lengths = _shorter(kv_lengths, part, batch)
+        elif isinstance(part, Segments) and segment_ids is None:
+            segment_ids = tuple(jnp.broadcast_to(x, (batch, x.shape[1])) for x in (part.q_ids, part.kv_ids))
+        elif isinstance(part, DenseMask) and array is None:
+            array = part.array
+        else:
+            return given
+    window = (left, right) if left != -1 or right > 0 else None
+    return Limits(
+        mask=array,
+        is_causal=given.is_causal or right == 0,
+        window=window,
+        segment_ids=segment_ids,
+        kv_lengths=kv_lengths,
+        lists=None if array is None else lists,
+    )
+
+
+def _tighter(side: int, other: int) -> int:
+    """The smaller of two limits, of which -1 is none."""
+    return max(side, other) if -1 in (side, other) else min(side, other)
+
+
+def _shorter(lengths: Any, prefix: Prefix, batch: int) -> Any:
+    """[B] int32. Where only a plan is wanted, lengths may be a ShapeDtypeStruct."""
+    limits = jnp.broadcast_to(prefix.per_batch[:, 0], (batch,))
+    if lengths is None or isinstance(lengths, jax.ShapeDtypeStruct):
+        return limits if lengths is None else lengths
+    return jnp.minimum(lengths, limits)
 
 
 def whole_mask(inputs: Any, options: Any) -> Mask:
-    """Joins the mask of a call with every other limit on its keys, except a bias of -inf.
+    """The limits of a call as one Mask.
 
     inputs: AttentionInputs. options: AttentionOptions.
     """
     mask = inputs.mask
     if not isinstance(mask, Mask):
         mask = sliding_window(None, None) if mask is None else dense(mask)
-    mask = mask.unprepared
     if options.is_causal:
         mask &= causal()
     if options.window is not None:
@@ -32,6 +103,13 @@ def whole_mask(inputs: Any, options: Any) -> Mask:
     return mask
 
 
+def without_limits(inputs: Any, options: Any) -> tuple[Any, Any]:
+    """The call without limits: for a kernel whose block lists hold them all."""
+    arrays = ("mask", "q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset", "lists")
+    options = dataclasses.replace(options, is_causal=False, window=None, q_offset=0)
+    return inputs._replace(**dict.fromkeys(arrays)), options
+
+
 def key_lengths(inputs: Any) -> jax.Array | None:
     """How many keys of each batch entry count, [B] int32; None where the call does not limit them.
 
@@ -41,8 +119,7 @@ def key_lengths(inputs: Any) -> jax.Array | None:
     batch, kv_length = inputs.key.shape[:2]
     limits = [] if inputs.kv_lengths is None else [inputs.kv_lengths]
     if isinstance(inputs.mask, Mask):
-        mask = inputs.mask.unprepared
-        parts = mask.masks if isinstance(mask, And) else (mask,)
+        parts = inputs.mask.masks if isinstance(inputs.mask, And) else (inputs.mask,)
         limits += [part.per_batch[:, 0] for part in parts if isinstance(part, Prefix)]
     if not limits:
         return None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import sparse
 
-from jax_kernels.ops.attention import mask_arguments
+from jax_kernels.masks import limits
 
 
 @pytest.mark.parametrize("pattern", sparse.OF_SPARSITY)
@@ -31,8 +31,8 @@ def test_a_causal_window_is_that_of_the_argument():
     i, j = np.ogrid[:50, :50]
     np.testing.assert_array_equal(made.mask.to_dense(50, 50)[0, 0], (i - 6 <= j) & (j <= i))
     np.testing.assert_array_equal(sparse._window_rule(*made.window, 0, i, j), (i - 6 <= j) & (j <= i))
-    arguments = mask_arguments.MaskArguments(made.mask, False, None, None, None)
-    assert mask_arguments.as_arguments(arguments, 1) is arguments
+    given = limits.Limits(mask=made.mask)
+    assert limits.joined(given, 1) == given
 
 
 def test_pairs_are_counted():

@@ -1,4 +1,4 @@
-"""How many keys count, of all that says so in a call: what stands past them may be no number."""
+"""The limits of a call: what `joined` makes of them, and how many keys count, past which may stand anything."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 from jax_kernels import masks
 from jax_kernels.attention_inputs import AttentionInputs
-from jax_kernels.masks.limits import key_lengths
+from jax_kernels.masks.limits import Limits, joined, key_lengths
 
 STRIPES = masks.from_function(lambda b, h, q, k: k % 3 > 0)
 
@@ -36,3 +36,47 @@ def test_key_lengths(mask, kv_lengths, want):
 )
 def test_nothing_says_how_many(mask):
     assert key_lengths(_inputs(mask, None)) is None
+
+
+LENGTHS, ARRAY = jnp.asarray([20, 60]), jnp.ones((1, 1, 50, 50), bool)
+IDS = jnp.arange(50)[None] // 10
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        (Limits(mask=ARRAY, is_causal=True), Limits(mask=ARRAY, is_causal=True)),
+        (Limits(mask=masks.causal() & masks.sliding_window(9, 4)), Limits(is_causal=True, window=(9, 0))),
+        (Limits(mask=masks.prefix(LENGTHS), kv_lengths=jnp.asarray([30, 30])), Limits(kv_lengths=[20, 30])),
+        (Limits(mask=masks.segments(IDS) & masks.dense(ARRAY)), Limits(mask=ARRAY, segment_ids=(IDS, IDS))),
+        (Limits(mask=STRIPES & masks.causal()), Limits(mask=STRIPES & masks.causal())),
+        (Limits(mask=~masks.causal(), window=(3, 3)), Limits(mask=~masks.causal(), window=(3, 3))),
+    ],
+    ids=["array", "bands", "lengths", "ids_and_array", "others", "negated"],
+)
+def test_masks_become_arguments_where_they_can(given, want):
+    got = joined(given, 2)
+    assert (got.is_causal, got.window, got.lists) == (want.is_causal, want.window, None)
+    for x, y in zip((got.mask, got.kv_lengths), (want.mask, want.kv_lengths), strict=True):
+        assert x == y if isinstance(y, masks.Mask | None) else np.array_equal(x, y)
+    assert (got.segment_ids is None) == (want.segment_ids is None)
+    for x, y in zip(got.segment_ids or (), want.segment_ids or (), strict=True):
+        np.testing.assert_array_equal(x, np.broadcast_to(y, (2, 50)))
+
+
+def test_ids_beside_segments_stay_apart():
+    mask, ids = masks.segments(IDS), (jnp.zeros((2, 50), jnp.int32),) * 2
+    assert joined(Limits(mask=mask, segment_ids=ids), 2) == Limits(mask=mask, segment_ids=ids)
+
+
+def test_lists_stay_where_they_hold_all_limits():
+    lists = ("lists",)
+    for mask in (masks.dense(ARRAY) & masks.prefix(20), STRIPES):
+        prepared = masks.PreparedMask(mask, lists)
+        got = joined(Limits(mask=prepared, is_causal=True), 2)
+        assert got.lists == lists
+        assert not isinstance(got.mask, masks.PreparedMask)
+        for name, beside in {"kv_lengths": LENGTHS, "segment_ids": (IDS, IDS)}.items():
+            assert joined(Limits(mask=prepared)._replace(**{name: beside}), 2).lists is None
+    assert joined(Limits(mask=masks.PreparedMask(masks.prefix(20), lists)), 2).lists is None
+    assert joined(Limits(mask=masks.PreparedMask(STRIPES, ())), 2).lists is None

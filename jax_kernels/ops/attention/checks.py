@@ -11,8 +11,8 @@ from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.masks import Mask
 from jax_kernels.masks import checks as mask_checks
+from jax_kernels.masks.limits import Limits, joined
 from jax_kernels.ops import checks
-from jax_kernels.ops.attention.mask_arguments import MaskArguments, as_arguments
 from jax_kernels.ops.attention.table import AttentionRequest
 from jax_kernels.score_mod.tiles import why_not
 from jax_kernels.score_mod.trace import trace
@@ -51,13 +51,16 @@ def check(
         raise ValueError(f"precision: got {precision!r} with {query.dtype} inputs, want None: it is for float32 inputs")
 
     is_causal, window = checks.checked_window(window, bool(is_causal))
-    mask, bias = _mask(mask, scores), _bias(bias, scores, query.dtype)
-    ids = _segment_ids(segment_ids, (batch, q_length), (batch, kv_length))
-    lengths = checks.checked_lengths(kv_lengths, batch)
-    call = MaskArguments(mask, is_causal, window, None if segment_ids is None else ids, lengths)
-    reads_lists = implementation in (None, "mosaic_gpu")
-    mask, is_causal, window, segment_ids, kv_lengths = as_arguments(call, batch, reads_lists=reads_lists)
-    q_segment_ids, kv_segment_ids = segment_ids or (None, None)
+    given = Limits(
+        mask=_mask(mask, scores),
+        is_causal=is_causal,
+        window=window,
+        segment_ids=_segment_ids(segment_ids, (batch, q_length), (batch, kv_length)),
+        kv_lengths=checks.checked_lengths(kv_lengths, batch),
+    )
+    limits, bias = joined(given, batch), _bias(bias, scores, query.dtype)
+    mask = limits.mask
+    q_segment_ids, kv_segment_ids = limits.segment_ids or (None, None)
     static_offset, q_offset = checks.checked_offset(q_offset, batch)
     inputs = AttentionInputs(
         query=query,
@@ -68,9 +71,10 @@ def check(
         sinks=checks.checked_sinks(sinks, heads),
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
-        kv_lengths=kv_lengths,
+        kv_lengths=limits.kv_lengths,
         q_offset=q_offset,
         score_mod=score_mod,
+        lists=limits.lists,
     )
     request = AttentionRequest(
         op="flash_attention",
@@ -83,16 +87,17 @@ def check(
         head_dim=head_dim,
         v_head_dim=value.shape[-1],
         dtype=str(query.dtype),
-        is_causal=is_causal,
-        window=window,
+        is_causal=limits.is_causal,
+        window=limits.window,
         softcap=None if softcap is None else float(softcap),
         mask_shape=None if mask is None or isinstance(mask, Mask) else tuple(mask.shape),
         has_mask_object=isinstance(mask, Mask),
+        has_lists=isinstance(mask, Mask) or limits.lists is not None,
         bias_shape=None if bias is None else tuple(bias.shape),
         bias_dtype=None if bias is None else str(bias.dtype),
         has_sinks=sinks is not None,
-        has_segment_ids=segment_ids is not None,
-        has_kv_lengths=kv_lengths is not None,
+        has_segment_ids=limits.segment_ids is not None,
+        has_kv_lengths=limits.kv_lengths is not None,
         has_score_mod=score_mod is not None,
         not_in_tiles=None if score_mod is None else why_not(score_mod),
         not_in_mosaic_tiles=None if score_mod is None else why_not(score_mod, mosaic=True),
@@ -139,10 +144,10 @@ def _bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
     return checks.reshaped(bias, checks.broadcastable("bias", bias, shape), bias.dtype)
 
 
-def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int, int]) -> tuple[Any, Any]:
-    """([B, T], [B, S]) int32, or Nones."""
+def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int, int]) -> tuple[Any, Any] | None:
+    """([B, T], [B, S]) int32, or None."""
     if segment_ids is None:
-        return None, None
+        return None
     want = "want an int32 array [B, T], or a (query, key) pair of them, [B, T] and [B, S]"
     if isinstance(segment_ids, tuple | list):
         if len(segment_ids) != 2 or any(x is None for x in segment_ids):

@@ -10,7 +10,7 @@ from jax_kernels import dispatch, masks
 from jax_kernels.masks import Mask, checks
 from jax_kernels.masks.arrays import DenseMask
 from jax_kernels.ops.attention.flash_attention import flash_attention
-from jax_kernels.ops.attention.mask_arguments import mask_or_nan, with_validity
+from jax_kernels.ops.attention.mask_validity import mask_or_nan, with_validity
 from jax_kernels.ops.checks import check_shapes, checked_array, checked_sinks, reshaped
 from jax_kernels.ops.planned_op import under_defaults
 

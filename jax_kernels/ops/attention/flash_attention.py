@@ -14,7 +14,7 @@ from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, At
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import table
 from jax_kernels.ops.attention.checks import check
-from jax_kernels.ops.attention.mask_arguments import mask_or_nan, with_validity
+from jax_kernels.ops.attention.mask_validity import mask_or_nan, with_validity
 from jax_kernels.ops.checks import with_positive_scale
 from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, join_batch, split_batch, under_defaults
 from jax_kernels.pallas.varying import as_varying, varying_axes
@@ -410,8 +410,7 @@ def _batched(function, call):
     @wrapped.def_vmap
     def _(size, batched, inputs, *results):
         length = inputs.query.shape[1 if batched[0].query else 0]
-        own_mask = isinstance(inputs.mask, Mask) and (any(jax.tree.leaves(batched[0].mask)) or inputs.mask.batch > 1)
-        if own_mask or inputs.score_mod is not None:
+        if _has_own_lists(inputs, batched[0]) or inputs.score_mod is not None:
             return _one_by_one(wrapped, batched, (inputs, *results))
 
         def join(x, has_axis):
@@ -424,7 +423,7 @@ def _batched(function, call):
             inputs = inputs._replace(bias=bias.astype(jnp.float32))
 
         def join_input(name, x, has_axis):
-            if isinstance(x, Mask):
+            if isinstance(x, Mask) or name == "lists":
                 return x
             is_shared = x is not None and not has_axis and x.shape[0] == 1 and name in _SHARED
             return x if is_shared and not (name == "bias" and with_gradient) else join(x, has_axis)
@@ -436,6 +435,15 @@ def _batched(function, call):
         return outs, jax.tree.map(lambda _: True, outs)
 
     return wrapped
+
+
+def _has_own_lists(inputs: AttentionInputs, batched: AttentionInputs) -> bool:
+    """Whether batch entries, or the calls under a vmap, have block lists of their own. batched: as in def_vmap."""
+    mask = inputs.mask
+    if not isinstance(mask, Mask) and inputs.lists is None:
+        return False
+    batch = mask.batch if isinstance(mask, Mask) else mask.shape[int(batched.mask)]
+    return batch > 1 or any(jax.tree.leaves((batched.mask, batched.lists)))
 
 
 def _one_by_one(function, batched, arguments):

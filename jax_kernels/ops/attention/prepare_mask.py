@@ -1,5 +1,6 @@
 """prepare_mask: the block lists of a Mask, made once for all calls of one shape."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,9 +8,8 @@ import jax
 from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.masks.checks import is_int
-from jax_kernels.masks.mask import Or
 from jax_kernels.ops.attention.checks import check
-from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.attention.flash_attention import OP
 from jax_kernels.ops.attention.table import prepared_lists
 from jax_kernels.ops.planned_op import under_defaults
 
@@ -68,12 +68,8 @@ def prepare_mask(
         raise TypeError(f"q_offset: got {type(arguments['q_offset']).__name__}, want an int that is known when tracing")
     mask, value = mask.unprepared, key if value is None else value
     request, inputs = check(query, key, value, mask=mask, **arguments)
-    whole: Mask = mask
-    if inputs.mask is not None and not isinstance(inputs.mask, Mask):
-        whole = Or((mask,))  # which no arguments say, so that an array has lists, too
-        request, inputs = check(query, key, value, mask=whole, **arguments)
-        inputs = inputs._replace(mask=mask)
-    plan = flash_attention.plan(query, key, value, mask=whole, **arguments)  # type: ignore[attr-defined]
+    request = dataclasses.replace(request, has_lists=inputs.mask is not None)  # of an array, too
+    plan = OP.plan(request, arguments.get("implementation"))
     options = AttentionOptions(
         scale=1.0,
         is_causal=request.is_causal,

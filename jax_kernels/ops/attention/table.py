@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.dispatch import Implementation, Plan, Request, interpreting
-from jax_kernels.masks import Mask
 from jax_kernels.masks.lists import count_arrays_by
 from jax_kernels.ops import reasons
 from jax_kernels.ops.attention import block_counts
@@ -30,7 +29,10 @@ from jax_kernels.score_mod.trace import moving
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRequest(Request):
-    """A flash_attention call without its arrays. is_causal, window and q_offset: as in AttentionOptions."""
+    """A flash_attention call without its arrays. is_causal, window and q_offset: as in AttentionOptions.
+
+    has_lists: whether lists of blocks say which keys a query has: those of a prepared mask, or of a Mask object.
+    """
 
     batch: int
     q_length: int
@@ -45,6 +47,7 @@ class AttentionRequest(Request):
     softcap: float | None
     mask_shape: tuple[int, ...] | None
     has_mask_object: bool
+    has_lists: bool
     bias_shape: tuple[int, ...] | None
     bias_dtype: str | None
     has_sinks: bool
@@ -73,9 +76,10 @@ class AttentionRequest(Request):
         has_tiles = self.bias_shape is not None and self.bias_shape[2] > 1
         if has_tiles and self.bias_dtype == "float32":
             return 32
-        if self.bias_shape is None and self.mask_shape is not None and self.mask_shape[2] > 1:
+        mask_shape = None if self.has_lists else self.mask_shape
+        if self.bias_shape is None and mask_shape is not None and mask_shape[2] > 1:
             return 1
-        return 16 if self.has_mask or self.bias_shape is not None else 0
+        return 16 if mask_shape is not None or self.bias_shape is not None else 0
 
 
 def order(request: AttentionRequest) -> tuple[str, ...]:
@@ -93,7 +97,7 @@ def _row(name: str, request: AttentionRequest):
         is_limited=request.window is not None or request.has_segment_ids,
         has_segments=request.has_segment_ids,
         dense_bits=request.dense_bits,
-        has_lists=request.has_mask_object and request.bias_shape is None,
+        has_lists=request.has_lists and request.bias_shape is None,
         kv_length=request.kv_length,
     )
 
@@ -102,7 +106,7 @@ def _config(name: str):
     def config(request: AttentionRequest) -> tuple[Any, str]:
         row, source = _row(name, request)
         array_gradients = None
-        wants_triton = request.bias_shape is not None or (request.has_score_mod and not request.has_mask_object)
+        wants_triton = request.bias_shape is not None or (request.has_score_mod and not request.has_lists)
         if name == "mosaic_gpu" and wants_triton:
             array_gradients = _row("triton", request)[0].backward
         blocks = Blocks(
@@ -300,7 +304,7 @@ def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, 
 
 def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOptions) -> tuple[Any, ...]:
     """The lists that a PreparedMask carries for calls of this plan: those that "mosaic_gpu" reads."""
-    if plan.implementation != "mosaic_gpu" or not isinstance(inputs.mask, Mask):
+    if plan.implementation != "mosaic_gpu" or inputs.mask is None:
         return ()
     widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
     of_backward = backward_sm90.listed_blocks(plan.config.backward, widest, options)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
+from jax_kernels.masks.limits import without_limits
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.sm90 import (
     backward_deterministic,
@@ -135,7 +136,8 @@ def _prepared(
     q, k, v, do = (pad_for_tma(x, width, any_rows=any_rows) for x in (query, key, value, dout))
     end = clean_end.clean_end(inputs, k, v, KEYS_AT_ONCE)
     dq_end = clean_end.clean_end(inputs, k, v, dq_block_kv) if options.deterministic else None
-    inputs, options = block_lists.without_limits(inputs, options)
+    if lists is not None:
+        inputs, options = without_limits(inputs, options)
     dense = bias_sm90.dense_of(inputs, transposed=True)
     # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
     short = -query.shape[1] % (dq_block_q if options.deterministic else config.block_q)

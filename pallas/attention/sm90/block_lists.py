@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, first_position
-from jax_kernels.masks import Mask, PreparedMask
+from jax_kernels.masks import Mask
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import whole_mask
 from jax_kernels.masks.lists import BlockLists, block_status, compress, packed_lists, sided
@@ -30,7 +30,6 @@ from jax_kernels.pallas.attention.sm90 import mask_bits
 from jax_kernels.pallas.attention.sm90.bias import of_head
 from jax_kernels.pallas.mosaic.layouts import PART
 
-_LIMITING_ARRAYS = ("q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset")
 UNKNOWN = 4  # how many times longer lists can be than they are taken to be where nothing tells
 MOST_PAIRS = 1 << 32  # that are evaluated at once, but for those of an array that is there already
 COLUMNS = 8  # of the table: numbers that are read together stand in one sector
@@ -175,12 +174,12 @@ class PreparedLists:
 
 
 def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
-    """Whether a call's mask is one of lists: a Mask, or an array that tells queries apart.
+    """Whether a call's limits are in lists: of a prepared mask, a Mask, or an array that tells queries apart.
 
     One for all queries is a bias for each key where it may be: beside a bias for each query, or a score_mod, and where
     the backward is deterministic, there is none.
     """
-    if isinstance(inputs.mask, Mask):
+    if isinstance(inputs.mask, Mask) or inputs.lists is not None:
         return True
     if inputs.mask is None:
         return False
@@ -192,18 +191,17 @@ def has_lists(inputs: AttentionInputs, options: AttentionOptions) -> bool:
 def lists_of(
     inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool = True, **blocks: Any
 ) -> Lists | None:
-    """The call's lists, None where its mask has none. What else limits its keys is in them.
+    """The call's lists, which hold all its limits; None where they are not in lists.
 
-    interpret: whether XLA alone makes them. blocks: ListedCall.of's. A PreparedMask's lists are taken where they are of
-    this very call.
+    interpret: whether XLA alone makes them. blocks: ListedCall.of's. Prepared lists are taken where they are of this
+    very call.
     """
     if not has_lists(inputs, options):
         return None
     call = ListedCall.of(inputs, options, **blocks)
-    if isinstance(inputs.mask, PreparedMask) and not _limiting_arrays(inputs):
-        for prepared in inputs.mask.lists:
-            if (lists := prepared.of(call)) is not None:
-                return lists
+    for prepared in inputs.lists or ():
+        if (lists := prepared.of(call)) is not None:
+            return lists
     static_offset, offset = offset_of(first_position(inputs, options))
     statics = {"static_offset": static_offset, "interpret": interpret}
     return _built(whole_mask(inputs, options), offset, call=call, **statics)
@@ -309,19 +307,6 @@ def _words_of_threads(words: jax.Array) -> jax.Array:
     bits = words[:, :, None, :, None] >> (part[:, None, None] * PART + column) & 1
     bits = bits << (word[:, None, None, None] * per_word + part[:, None, None])
     return lax.bitcast_convert_type(bits.sum(axis=(1, 2), dtype=jnp.uint32), jnp.int32)
-
-
-def without_limits(inputs: AttentionInputs, options: AttentionOptions) -> tuple[AttentionInputs, AttentionOptions]:
-    """The call without what lists_of has in its lists; as it is where there are none."""
-    if not has_lists(inputs, options):
-        return inputs, options
-    options = dataclasses.replace(options, is_causal=False, window=None, q_offset=0)
-    return inputs._replace(**dict.fromkeys(("mask", *_LIMITING_ARRAYS))), options
-
-
-def _limiting_arrays(inputs: AttentionInputs) -> bool:
-    """Whether arrays beside the mask limit the call's keys."""
-    return any(getattr(inputs, name) is not None for name in _LIMITING_ARRAYS)
 
 
 def _tiles(count: Any, full: Any, batch: int, heads: int, width: int, heads_together: int) -> jax.Array:

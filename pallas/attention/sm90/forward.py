@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.masks.limits import without_limits
 from jax_kernels.pallas.attention import block_ranges, softmax
 from jax_kernels.pallas.attention.passes import row_norms
 from jax_kernels.pallas.attention.sm90 import bias as bias_sm90
@@ -51,7 +52,8 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     keys = keys if lists is None else min(keys, lists.keys)
     query, key, value = _padded([inputs])[0]
     end = clean_end.clean_end(inputs, key, value, config.block_kv)
-    inputs, options = block_lists.without_limits(inputs, options)
+    if lists is not None:
+        inputs, options = without_limits(inputs, options)
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
     dense = bias_sm90.dense_of(inputs, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)

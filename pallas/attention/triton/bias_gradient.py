@@ -70,8 +70,7 @@ class Pairs(NamedTuple):
                 return cls(None, mask=aligned(inputs.mask))
             alive, _ = block_status(dense(inputs.mask), offset, **sizes, static_offset=static_offset)
             return cls(jnp.where(alive, WHOLE, DEAD), mask=aligned(inputs.mask))
-        mask = inputs.mask.unprepared
-        alive, full, entries, words = packed_status(mask, offset, **sizes, static_offset=static_offset)
+        alive, full, entries, words = packed_status(inputs.mask, offset, **sizes, static_offset=static_offset)
         entries = jnp.where(full, WHOLE, jnp.where(alive, entries, DEAD))
         return cls(entries, lax.bitcast_convert_type(words, jnp.int32))
 

@@ -11,7 +11,7 @@ from mask_cases import CASES, B, H, S, T
 
 from jax_kernels import block_sparse_attention, explain, flash_attention, masks
 from jax_kernels.dispatch import on_device
-from jax_kernels.ops.attention.mask_arguments import MaskArguments, as_arguments
+from jax_kernels.masks.limits import Limits, joined
 from jax_kernels.pallas.block_specs import attention_row
 from jax_kernels.reference import attention as reference
 from jax_kernels.testing import rms_error
@@ -192,8 +192,7 @@ def test_masks_that_are_arguments(beside):
         got, want = jit(attend)(mask), jit(attend)(mask.to_dense(T, S, q_offset=2))
         for x, y in zip(got, want, strict=True):
             assert rms_error(x, y) < 2e-6, mask
-    batch = as_arguments(MaskArguments(OF_ARGUMENTS[0], False, (5, -1), None, None), B)
-    assert batch == MaskArguments(None, False, (5, 4), None, None)
+    assert joined(Limits(mask=OF_ARGUMENTS[0], window=(5, -1)), B) == Limits(window=(5, 4))
 
 
 def test_block_sparse_attention():

@@ -19,6 +19,7 @@ from jax_kernels import (
 )
 from jax_kernels.dispatch import on_device
 from jax_kernels.masks import PreparedMask
+from jax_kernels.masks.arrays import DenseMask
 from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
 from jax_kernels.testing import rms_error
 
@@ -100,11 +101,13 @@ def test_an_array():
         (masks.dense(array), {}),
         (masks.dense(array), {"is_causal": True}),
         (masks.dense(array) & masks.causal(), {}),
+        (masks.dense(array) & masks.sliding_window(200, 10) & masks.prefix(300), {"is_causal": True}),
+        (masks.dense(array[:, :1, :1]), {}),
         (masks.dense(array), {"deterministic": True}),
     ):
         prepared = prepared_on_hopper(mask, **arguments)
         assert len(prepared.lists) == 2 + len({"deterministic"} & set(arguments))
-        assert sorts(mask, **arguments) > 0
+        assert (sorts(mask, **arguments) > 0) == (not isinstance(mask, DenseMask) or mask.array.shape[2] > 1)
         assert sorts(prepared, **arguments) == 0
         np.testing.assert_array_equal(prepared.to_dense(T, T), mask.to_dense(T, T))
     prepared, bias = prepared_on_hopper(masks.dense(array)), jnp.zeros((1, 1, 1, T), jnp.bfloat16)
@@ -118,11 +121,21 @@ def test_an_array():
         assert sorts(prepared_on_hopper(masks.dense(array), bias=bias), bias=bias) == 0
 
 
-@pytest.mark.parametrize("arguments", [{"is_causal": True}, {"window": 200}, {"q_offset": 8}, {"kv_lengths": True}])
-def test_other_calls_make_theirs(arguments):
-    if "kv_lengths" in arguments:
-        arguments = {"kv_lengths": jnp.array([T, 100])}
-    assert sorts(prepared_on_hopper(), **arguments) == 4
+OTHER_CALLS = {
+    "is_causal": lambda: True,
+    "window": lambda: 200,
+    "q_offset": lambda: 8,
+    "kv_lengths": lambda: jnp.array([T, 100]),
+    "segment_ids": lambda: jnp.zeros((B, T), jnp.int32),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_other_calls_make_theirs(name):
+    given = {name: OTHER_CALLS[name]()}
+    assert sorts(prepared_on_hopper(), **given) == sorts(MASK, **given) >= 4
+    array = masks.dense(np.random.default_rng(2).random((1, H, T, T)) < 0.5)
+    assert sorts(prepared_on_hopper(array), **given) == sorts(array, **given) >= 4
 
 
 def test_it_crosses_scan_shard_map_and_vmap():

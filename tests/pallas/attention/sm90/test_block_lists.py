@@ -10,7 +10,7 @@ import pytest
 
 from jax_kernels import masks
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.masks import PreparedMask
+from jax_kernels.masks.limits import without_limits
 from jax_kernels.pallas.attention.sm90 import block_lists
 from jax_kernels.reference import attention as reference
 
@@ -95,7 +95,7 @@ def test_lists_keep_what_the_call_keeps(name, by):
     assert (lists.tiles[:, 3] >= 1).all(), "a kernel visits a block of every tile"
     for round_ in lists.tiles.reshape(-1, 4 * blocks, block_lists.COLUMNS):
         assert (np.diff(round_[:, 3]) <= 0).all(), "the longest lists come first"
-    inputs, options = block_lists.without_limits(inputs, options)
+    inputs, options = without_limits(inputs, options)
     assert len(jax.tree.leaves(inputs)) == 3
     assert (options.is_causal, options.window, options.q_offset) == (False, None, 0)
 
@@ -125,8 +125,7 @@ def listed(inputs, *, options, by):
 
 def prepared_of(mask, options, by, **shapes):
     sides = SIZES | {"by": by}
-    made = block_lists.prepared_lists(inputs_of(mask, {}), options, **sides | shapes)
-    return PreparedMask(mask, (made,))
+    return block_lists.prepared_lists(inputs_of(mask, {}), options, **sides | shapes)
 
 
 def in_order(lists):
@@ -151,8 +150,8 @@ def test_prepared_lists_are_those_of_the_call(name, by):
     mask, options = PREPARED[name]
     prepared = prepared_of(mask, options, by)
     want = listed(inputs_of(mask, {}), options=options, by=by)
-    got = block_lists.lists_of(inputs_of(prepared, {}), options, **SIZES, by=by)
-    assert got is prepared.lists[0].lists
+    got = block_lists.lists_of(inputs_of(mask, {"lists": (prepared,)}), options, **SIZES, by=by)
+    assert got is prepared.lists
     assert in_order(got) == in_order(want)
     np.testing.assert_array_equal(got.tiles, want.tiles)
     width, count = got.indices.shape[-1], len(got.words)
@@ -197,12 +196,6 @@ OTHERS = {
         dataclasses.replace(OPTIONS, q_offset=None),
         {},
     ),
-    "lengths": lambda mask: (inputs_of(mask, {"kv_lengths": ARRAYS["kv_lengths"]}), OPTIONS, {}),
-    "segments": lambda mask: (
-        inputs_of(mask, {name: ARRAYS[name] for name in ("q_segment_ids", "kv_segment_ids")}),
-        OPTIONS,
-        {},
-    ),
     "q_length": lambda mask: (inputs_of(mask, {})._replace(query=jnp.zeros((B, 100, H, 8))), OPTIONS, {}),
     "kv_length": lambda mask: (inputs_of(mask, {})._replace(key=jnp.zeros((B, 200, KV_HEADS, 8))), OPTIONS, {}),
     "kv_heads": lambda mask: (inputs_of(mask, {})._replace(key=jnp.zeros((B, S, 1, 8))), OPTIONS, {"by": "key"}),
@@ -222,12 +215,12 @@ def test_in_another_call_lists_are_of_the_mask(name, monkeypatch):
     inputs, options, how = OTHERS[name](mask)
     (block_q, block_kv), by, together = how.get("blocks", BLOCKS), how.get("by", "query"), how.get("together", 4)
     sides = ("query", "key") if name != "key" else ("query",)
-    prepared = PreparedMask(mask, tuple(prepared_of(mask, OPTIONS, side).lists[0] for side in sides))
+    prepared = tuple(prepared_of(mask, OPTIONS, side) for side in sides)
     built = []
     monkeypatch.setattr(block_lists, "_built", lambda *arrays, **statics: built.append((arrays, statics)))
-    for given in (prepared, mask):
+    for lists in (prepared, None):
         sides = {"block_q": block_q, "block_kv": block_kv, "by": by, "heads_together": together}
-        block_lists.lists_of(inputs._replace(mask=given), options, **sides)
+        block_lists.lists_of(inputs._replace(lists=lists), options, **sides)
     (got, statics), want = built
     assert statics == want[1]
     assert jax.tree.structure(got) == jax.tree.structure(want[0])
@@ -242,13 +235,13 @@ def test_a_larger_batch_reads_them_for_each_entry(by):
     query, key = one.query[:1], one.key[:1]
     sides = SIZES | {"by": by}
     made = block_lists.prepared_lists(AttentionInputs(query, key, key, mask=mask), OPTIONS, **sides)
-    inputs = inputs_of(PreparedMask(mask, (made,)), {})
+    inputs = inputs_of(mask, {"lists": (made,)})
     got = jax.tree.map(np.asarray, block_lists.lists_of(inputs, OPTIONS, **sides))
     np.testing.assert_array_equal(walked(got, by), np.broadcast_to(mask.to_dense(T, S), (B, H, T, S)))
     of_entry = [row for row in in_order(got) if row[0][0] == 1]
     assert [(row[1:], *rest) for row, *rest in of_entry] == [(row[1:], *rest) for row, *rest in in_order(made.lists)]
     # Of a mask that tells batch entries apart, there is no more than was prepared.
     mask = masks.block_sparse(jnp.asarray(CELLS), BLOCKS)
-    [made] = prepared_of(mask, OPTIONS, by).lists
+    made = prepared_of(mask, OPTIONS, by)
     assert made.of(made.call) is made.lists
     assert made.of(dataclasses.replace(made.call, batch=2 * B)) is None
