@@ -1,7 +1,13 @@
 """Per-GPU block specs: one file of literal rows per compute capability, and the look-up in them."""
 
 from jax_kernels.pallas.block_specs import sm80, sm86, sm89, sm90, sm100, sm120
-from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow, AttentionFp8Row, AttentionRow
+from jax_kernels.pallas.block_specs.specs import (
+    AttentionDecodeRow,
+    AttentionDquerySm90,
+    AttentionFp8Row,
+    AttentionRow,
+    DilatedLaunches,
+)
 
 _FILES = {80: sm80, 86: sm86, 89: sm89, 90: sm90, 100: sm100, 120: sm120}
 
@@ -78,6 +84,16 @@ def fp8_row(
         ):  # fmt: skip
             return row, "block spec" if own else "heuristic"
     raise LookupError(f"no {implementation} row for 8-bit attention with head_dim={head_dim}")
+
+
+def dquery_blocks(*, head_dim: int, bias_bits: int) -> AttentionDquerySm90:
+    """The blocks of a deterministic dquery. Only Hopper has some."""
+    return next(row.blocks for row in sm90.ATTENTION_DQUERY if head_dim <= row.head_dim and bias_bits <= row.bias_bits)
+
+
+def dilated_launches(compute_capability: tuple[int, int] | None) -> DilatedLaunches:
+    """What launches and gathers of dilated attention cost. Measured on Hopper, and taken for all GPUs."""
+    return getattr(_file(compute_capability, "mosaic_gpu")[0], "DILATED_LAUNCHES", sm90.DILATED_LAUNCHES)
 
 
 def _file(compute_capability: tuple[int, int] | None, implementation: str):

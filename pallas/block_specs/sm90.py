@@ -10,15 +10,27 @@ import dataclasses
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION as SM80
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE as SM80_DECODE
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90 as Backward
-from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton, AttentionForwardTriton
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton, AttentionForwardTriton, DilatedLaunches
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeSm90 as Decode
+from jax_kernels.pallas.block_specs.specs import AttentionDqueryRow as DqueryRow
+from jax_kernels.pallas.block_specs.specs import AttentionDquerySm90 as Dquery
 from jax_kernels.pallas.block_specs.specs import AttentionForwardFp8Sm90 as ForwardFp8
 from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90 as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionFp8Row as Fp8Row
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 
 ATTENTION_ORDER = ("mosaic_gpu", "cudnn", "triton", "xla")
+
+# Forward. The numbers that all rows share are the defaults of their type.
+# bounded_from: looking norms up reads all queries and keys once, and saves a tenth of the loop over keys. It gains 2 %
+# at 2048 keys per query, and loses 10 % at 1024 (causal, 2048 long).
+# bounded_from_limited: it loses 4 % at a window of 2048 keys, and 15 % with 8 causal documents in 8192 tokens, or 3 %
+# with measures_q. How many keys a segment has is not known beforehand.
+# bounded_from_lists: with 8192 keys it loses 28 % of a call's time where a tenth of the blocks is live, loses 5 % at
+# three tenths, and gains 7 % at a half.
+# together_up_to: four calls of 0.2 to 1.9 tiles per core take 0.045 ms in one launch and 0.080 ms in four. Calls of 8
+# to 31 take 2 % more in one: a tile has to find its call and its arrays.
 
 # Forward, head_dim 64.
 # Three warpgroups are 1.2 times as fast as two. With a score_mod they spill, and are still faster: causal ALiBi takes
@@ -75,6 +87,20 @@ BACKWARD_DENSE_128 = Backward(block_q=64, do_stages=1, heads_together=4)
 # Backward, up to 256: early_dv, late_do and leave_early together take 0.96.
 WIDE_BACKWARD = Backward(block_q=64, do_stages=1, early_dv=True, late_do=True, leave_early=True)
 WIDE_BACKWARD_CAUSAL = dataclasses.replace(WIDE_BACKWARD, heads_together=4)
+
+# A deterministic dquery: what fits in shared memory and in registers, beside a tile of a bias where there is one.
+ATTENTION_DQUERY = (
+    DqueryRow(head_dim=64, bias_bits=16, blocks=Dquery(block_kv=128, k_stages=3, v_stages=3)),
+    DqueryRow(head_dim=64, bias_bits=32, blocks=Dquery(block_kv=128, k_stages=3, v_stages=2)),
+    DqueryRow(head_dim=128, bias_bits=16, blocks=Dquery(block_kv=128, k_stages=2, v_stages=2)),
+    DqueryRow(head_dim=128, bias_bits=32, blocks=Dquery(block_kv=128, k_stages=2, v_stages=1)),
+    DqueryRow(head_dim=256, bias_bits=0, blocks=Dquery(block_kv=64, k_stages=2, v_stages=1)),
+    DqueryRow(head_dim=256, bias_bits=32, blocks=Dquery(block_kv=64, k_stages=1, v_stages=1)),
+)
+
+# Causal segments of 1024 rows, 480 tiles of 128 queries and 16 heads of 128 in all: one launch takes 0.043 ms, two
+# 0.057, four 0.082. Of 360 tiles of 12 heads of 64 one takes 0.028. A gather reaches 4.0 of the data sheet's 4.8 TB/s.
+DILATED_LAUNCHES = DilatedLaunches(launch_seconds=14e-6, core_flops=4.5e12, gather_seconds=3e-6, gather_bandwidth=5 / 6)
 
 # Without a bias, a dense mask and lists.
 MOSAIC = (

@@ -41,6 +41,13 @@ class AttentionForwardSm90:
     # The next tile's queries are loaded during this one, into where the output of the tile before was staged: the two
     # change places with each tile. Else they are loaded when this tile's have been read.
     early_q: bool = False
+    # Scores are bounded beforehand from so many keys per query on: plain or causal, with a window or segments, and with
+    # a mask's lists.
+    bounded_from: int = dataclasses.field(default=2048, repr=False)
+    bounded_from_limited: int = dataclasses.field(default=8192, repr=False)
+    bounded_from_lists: int = dataclasses.field(default=3072, repr=False)
+    # Calls of up to so many tiles per streaming multiprocessor share a launch.
+    together_up_to: int = dataclasses.field(default=4, repr=False)
 
     def __post_init__(self) -> None:
         _positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
@@ -83,6 +90,18 @@ class AttentionForwardFp8Sm90:
         return (240, 24) if self.compute_warpgroups == 2 else (160, 32)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionDquerySm90:
+    """Blocks of the Hopper kernel of a deterministic dquery: 128 queries, and stages of keys and of values."""
+
+    block_kv: int
+    k_stages: int
+    v_stages: int
+
+    def __post_init__(self) -> None:
+        _positive(self, block_kv=64, k_stages=1, v_stages=1)
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionBackwardSm90:
     """Blocks of the one-pass Hopper backward: two compute warpgroups share one block of keys."""
@@ -93,8 +112,10 @@ class AttentionBackwardSm90:
     # Where every block of keys meets every query, they start their loops this many blocks apart, which spreads the
     # additions to dq.
     rotate: int = 0
-    # Heads that run next to one another, so that the long and the short key blocks of causal work mix.
+    # Heads that run next to one another, so that the long and the short key blocks of causal work mix: so many up to
+    # heads_together_up_to queries, and fewer of longer ones, as the dquery of all of them has to fit the L2 cache.
     heads_together: int = 1
+    heads_together_up_to: int = dataclasses.field(default=8192, repr=False)
     # dvalue's product is issued behind dP's, and dS is computed while it runs.
     early_dv: bool = False
     # Above head_dim 128: the scores are issued before the wait for dO.
@@ -106,6 +127,8 @@ class AttentionBackwardSm90:
     persistent: bool = False
     # Of these: stages for values. With two, the next ones need not wait for this block's last step.
     v_stages: int = 1
+    # The blocks of a deterministic dquery, None where it is summed in order of arrival.
+    dquery: AttentionDquerySm90 | None = None
 
     def __post_init__(self) -> None:
         _positive(self, block_q=64, q_stages=1, do_stages=1, heads_together=1, v_stages=1)
@@ -162,6 +185,32 @@ class AttentionRow:
     dense_bits: int | None = None
     has_lists: bool = False
     up_to: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionDqueryRow:
+    """The blocks of a deterministic dquery. The first row that matches is taken.
+
+    head_dim: as in AttentionRow. bias_bits: the most bits that a bias has for each query and key, 0 without one.
+    """
+
+    head_dim: int
+    bias_bits: int
+    blocks: AttentionDquerySm90
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DilatedLaunches:
+    """What decides which pieces of a dilated attention share a launch.
+
+    launch_seconds: what a launch costs besides its products. core_flops: of a streaming multiprocessor, per second.
+    gather_seconds: what the start of a gather costs. gather_bandwidth: the share of the GPU's bandwidth it reaches.
+    """
+
+    launch_seconds: float
+    core_flops: float
+    gather_seconds: float
+    gather_bandwidth: float
 
 
 @dataclasses.dataclass(frozen=True)

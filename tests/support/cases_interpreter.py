@@ -36,9 +36,8 @@ def main(module: str, cores: int, races: bool, names: list[str]) -> dict:
 
     from jax_kernels.device import device_info
     from jax_kernels.dispatch import on_device
-    from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
 
-    forward_sm90.BOUNDED_FROM = forward_sm90.BOUNDED_FROM_LIMITED = 0  # short walks, too, by a bound of scores
+    mosaic_interpreter.set_bounded(True)
     cases = importlib.import_module(module)
     mosaic_interpreter.install()
     plgpu.InterpretGPUParams = functools.partial(plgpu.InterpretGPUParams, detect_races=races)

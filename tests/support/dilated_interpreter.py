@@ -21,7 +21,6 @@ import numpy as np
 from jax_kernels import dilated_attention
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
-from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
 from jax_kernels.testing import rms_error
 
 module = importlib.import_module("jax_kernels.ops.dilated.dilated_attention")
@@ -30,7 +29,7 @@ module = importlib.import_module("jax_kernels.ops.dilated.dilated_attention")
 def main(case: dict) -> dict:
     mosaic_interpreter.install()
     if case.pop("bounded", False):  # short walks do without it
-        forward_sm90.BOUNDED_FROM = forward_sm90.BOUNDED_FROM_LIMITED = 0
+        mosaic_interpreter.set_bounded(True)
     # By default one at which no launch is worth a copy.
     device = dataclasses.replace(device_info("h200"), memory_bandwidth=case.pop("bandwidth", 1))
     device = dataclasses.replace(device, core_count=case.pop("cores", device.core_count))

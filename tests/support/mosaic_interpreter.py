@@ -28,13 +28,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels import prepare_mask, testing
 from jax_kernels.pallas.attention.sm90 import backward_kernel, block_lists
-from jax_kernels.pallas.attention.sm90 import forward as forward_sm90
+from jax_kernels.pallas.block_specs import sm90
 from jax_kernels.pallas.mosaic import split_tail
 
 _PARAMS, _SPLIT = plgpu.InterpretGPUParams, split_tail.SplitTail.of
 _BUILT = block_lists._built
 _KEY_GRADIENTS = backward_kernel.key_gradients
-_BOUNDED_FROM = {name: x for name, x in vars(forward_sm90).items() if name.startswith("BOUNDED_FROM")}
+_ROWS = sm90.ATTENTION
 _ADDING = threading.Lock()
 _RACES: list = []  # of every kernel: the interpreter keeps those of the last
 
@@ -184,13 +184,21 @@ def _persistent(fields: dict, *arguments, config, core_count: int, **rest):
     return _KEY_GRADIENTS(*arguments, config=config, core_count=fields["ctas"], **rest)
 
 
+def set_bounded(bounded: bool) -> None:
+    """Whether scores are bounded beforehand however few keys a query has. Else they are as the block specs say."""
+    always = {"bounded_from": 0, "bounded_from_limited": 0, "bounded_from_lists": 0}
+    of_row = lambda row: dataclasses.replace(row, forward=dataclasses.replace(row.forward, **always))
+    rows = (of_row(row) if bounded and row.implementation == "mosaic_gpu" else row for row in _ROWS)
+    sm90.ATTENTION = tuple(rows)
+
+
 def run(case: dict) -> dict:
     """Errors of the forward and the backward of one case against float64, and the races that were seen."""
     jax.clear_caches()  # what is set here is in no cache's key
     races = case.pop("races", False)
     deterministic = case.pop("deterministic", False)
     bounded = case.pop("bounded", False)  # short walks do without it
-    vars(forward_sm90).update(dict.fromkeys(_BOUNDED_FROM, 0) if bounded else _BOUNDED_FROM)
+    set_bounded(bounded)
     cores = case.pop("cores", 1)  # of a GPU that has fewer tiles, the backward splits tiles
     split_tail.SplitTail.of = lambda tiles, steps, core_count: _SPLIT(tiles, steps, cores)
     persistent = case.pop("persistent", None)

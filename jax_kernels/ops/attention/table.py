@@ -71,10 +71,16 @@ class AttentionRequest(Request):
         return self.mask_shape is not None
 
     @property
+    def bias_tile_bits(self) -> int:
+        """The bits that a bias has for every query and key; 0 without one, and for a bias that all queries share."""
+        if self.bias_shape is None or self.bias_shape[2] == 1:
+            return 0
+        return 32 if self.bias_dtype == "float32" else 16
+
+    @property
     def dense_bits(self) -> int:
         """The bits that a kernel reads for every query and key: 1 for a mask alone, 0 without a bias and a mask."""
-        has_tiles = self.bias_shape is not None and self.bias_shape[2] > 1
-        if has_tiles and self.bias_dtype == "float32":
+        if self.bias_tile_bits == 32:
             return 32
         mask_shape = None if self.has_lists else self.mask_shape
         if self.bias_shape is None and mask_shape is not None and mask_shape[2] > 1:
@@ -109,9 +115,14 @@ def _config(name: str):
         wants_triton = request.bias_shape is not None or (request.has_score_mod and not request.has_lists)
         if name == "mosaic_gpu" and wants_triton:
             array_gradients = _row("triton", request)[0].backward
+        backward = row.backward
+        if name == "mosaic_gpu" and request.deterministic:
+            widest = max(request.head_dim, request.v_head_dim)
+            dquery = block_specs.dquery_blocks(head_dim=widest, bias_bits=request.bias_tile_bits)
+            backward = dataclasses.replace(backward, dquery=dquery)
         blocks = Blocks(
             forward=row.forward,
-            backward=row.backward,
+            backward=backward,
             core_count=request.device.core_count,
             array_gradients=array_gradients,
         )

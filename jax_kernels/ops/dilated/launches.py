@@ -11,16 +11,9 @@ from collections.abc import Sequence
 from jax_kernels.ops.attention.table import AttentionRequest
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated.views import BranchCall
+from jax_kernels.pallas import block_specs
 
 __all__ = ["launches_of"]
-
-# H200, forward, causal segments of 1024 rows, 480 tiles of 128 queries and 16 heads of 128 in all: one launch takes
-# 0.043 ms, two 0.057, four 0.082. Of 360 tiles of 12 heads of 64 one takes 0.028.
-LAUNCH_SECONDS = 14e-6
-CORE_FLOPS = 4.5e12  # per second
-# Of a gather: its start, and how much of the data sheet's bandwidth it reaches (4.0 of 4.8 TB/s).
-GATHER_SECONDS = 3e-6
-GATHER_BANDWIDTH = 5 / 6
 
 
 def launches_of(call: BranchCall, request: AttentionRequest, block_q: int) -> tuple[BranchCall, ...]:
@@ -48,8 +41,11 @@ def _seconds(calls: Sequence[BranchCall], request: AttentionRequest, block_q: in
     gathered = [call for call in calls if not call.is_strided]
     copied = sum(_gathered_bytes(call, request) for call in gathered)
     assert request.device.memory_bandwidth is not None
-    gathering = copied / (GATHER_BANDWIDTH * request.device.memory_bandwidth) + GATHER_SECONDS * len(gathered)
-    return gathering + sum(_launch_seconds(call, request, block_q) for call in calls)
+    costs = block_specs.dilated_launches(request.device.compute_capability)
+    gathering = copied / (costs.gather_bandwidth * request.device.memory_bandwidth)
+    starts = costs.gather_seconds * len(gathered) + costs.launch_seconds * len(calls)
+    cores = request.device.core_count
+    return gathering + starts + sum(_flops(call, request, block_q) for call in calls) / (cores * costs.core_flops)
 
 
 def _gathered_bytes(call: BranchCall, request: AttentionRequest) -> int:
@@ -58,12 +54,11 @@ def _gathered_bytes(call: BranchCall, request: AttentionRequest) -> int:
     return 2 * _entries(call, request) * rows * request.head_dim * request.bits // 8
 
 
-def _launch_seconds(call: BranchCall, request: AttentionRequest, block_q: int) -> float:
-    cores, q_blocks = request.device.core_count, -(-call.rows // block_q)
+def _flops(call: BranchCall, request: AttentionRequest, block_q: int) -> float:
+    q_blocks = -(-call.rows // block_q)
     tiles = _entries(call, request) * call.heads * q_blocks
     share = (q_blocks + 1) / (2 * q_blocks) if request.is_causal else 1  # of the keys, that a tile has on average
-    flops = 4 * tiles * block_q * share * call.kv_rows * request.head_dim
-    return LAUNCH_SECONDS + flops / (cores * CORE_FLOPS)
+    return 4 * tiles * block_q * share * call.kv_rows * request.head_dim
 
 
 def _entries(call: BranchCall, request: AttentionRequest) -> int:

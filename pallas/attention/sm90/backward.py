@@ -90,7 +90,8 @@ def attention_backward(
         interpret=interpret,
     )
     if options.deterministic:
-        arrays = _of_queries(prepared, dquery_state.SIZES[width].block_kv)
+        assert config.dquery is not None, config
+        arrays = _of_queries(prepared, config.dquery.block_kv)
         dq = backward_deterministic.query_gradient(arrays, options, kv_length, config=config, interpret=interpret)
     else:
         dq = as_varying(jax.freeze(arrays.dquery), axes)
@@ -121,12 +122,12 @@ def _prepared(
     """The arguments of the kernels, with blocks of keys. width: the head dim that they are compiled for."""
     query, key, value = inputs[:3]
     block_kv = block_kv_of(width)
-    dq_block_q, dq_block_kv = dquery_state.BLOCK_Q, dquery_state.SIZES[width].block_kv
+    dq_block_kv = 0 if config.dquery is None else config.dquery.block_kv
     lists, *dq_lists = (
         block_lists.lists_of(inputs, options, **blocks, interpret=interpret)
         for blocks in listed_blocks(config, width, options)
     )
-    mod = score_mod_sm90.mod_of(inputs, options, max(dq_block_q, config.block_q), max(dq_block_kv, block_kv))
+    mod = score_mod_sm90.mod_of(inputs, options, max(dquery_state.BLOCK_Q, config.block_q), max(dq_block_kv, block_kv))
     natural = mod is not None and mod.may_mask
     if natural:
         # P comes out exp(excess) times too large, and P passes on dout and delta alone.
@@ -140,7 +141,7 @@ def _prepared(
         inputs, options = without_limits(inputs, options)
     dense = bias_sm90.dense_of(inputs, transposed=True)
     # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
-    short = -query.shape[1] % (dq_block_q if options.deterministic else config.block_q)
+    short = -query.shape[1] % (dquery_state.BLOCK_Q if options.deterministic else config.block_q)
     rows = [(0, 0), (0, 0), (0, short)]
     # With a bias, far_rows adds what far rows pass.
     lse = jnp.where(is_far(lse), jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
@@ -193,8 +194,11 @@ def listed_blocks(config: AttentionBackwardSm90, widest: int, options: Attention
     """
     width, together = _width(widest), {"heads_together": config.heads_together}
     of_keys = {"block_q": config.block_q, "block_kv": block_kv_of(width), "by": "key"}
-    of_queries = {"block_q": dquery_state.BLOCK_Q, "block_kv": dquery_state.SIZES[width].block_kv, "by": "query"}
-    return [blocks | together for blocks in ([of_keys, of_queries] if options.deterministic else [of_keys])]
+    every = [of_keys]
+    if options.deterministic:
+        assert config.dquery is not None, config
+        every.append({"block_q": dquery_state.BLOCK_Q, "block_kv": config.dquery.block_kv, "by": "query"})
+    return [blocks | together for blocks in every]
 
 
 def _width(widest: int) -> int:

@@ -37,7 +37,7 @@ def query_gradient(
     All arrays have the same head_dim, 64, 128 or 256. lse (in base 2) and delta: [B, H, a multiple of BLOCK_Q] float32.
     """
     arrays = dataclasses.replace(arrays, dquery=None)
-    traits = Traits.of(arrays, options, kv_length, heads_together=config.heads_together)
+    traits = Traits.of(arrays, options, kv_length, config=config)
     leaves, tree = jax.tree.flatten(arrays)
 
     def entry(*refs):
@@ -95,7 +95,7 @@ def _load(kernel: Kernel) -> None:
 def _load_step(kernel: Kernel, kv_head: Any, step: Any) -> None:
     """Loads a block of keys and values, and its bias."""
     traits, arrays, smem, tile, blocks = kernel.traits, kernel.arrays, kernel.smem, kernel.tile, kernel.blocks
-    block_kv = traits.sizes.block_kv
+    block_kv = traits.blocks.block_kv
     rows = pl.ds(blocks.at(step) * block_kv, block_kv)
 
     def load(gmem, of_end, stage_smem, ready, free, stages):
@@ -113,8 +113,8 @@ def _load_step(kernel: Kernel, kv_head: Any, step: Any) -> None:
             from_end = lambda: copy(of_end(arrays.end).at[tile.b, :, kv_head])
             arrays.end.load(tile.b, blocks.at(step) * block_kv, block_kv, whole, from_end)
 
-    load(arrays.key, lambda end: end.key, smem.k, smem.k_ready, smem.k_free, traits.sizes.k_stages)
-    load(arrays.value, lambda end: end.value, smem.v, smem.v_ready, smem.v_free, traits.sizes.v_stages)
+    load(arrays.key, lambda end: end.key, smem.k, smem.k_ready, smem.k_free, traits.blocks.k_stages)
+    load(arrays.value, lambda end: end.value, smem.v, smem.v_ready, smem.v_free, traits.blocks.v_stages)
     bias, dense = smem.bias, arrays.dense
     if bias is not None and dense is not None:
 
@@ -134,7 +134,7 @@ def _kv_loop(rows: Rows, dq_acc: Any) -> Any:
         plgpu.wgmma(s_acc, smem.q.at[rows.kernel.wg], smem.k.at[0].T)
         return s_acc[...]
 
-    s = pl.run_scoped(first_scores, plgpu.ACC((64, traits.sizes.block_kv))) if traits.scores_ahead else None
+    s = pl.run_scoped(first_scores, plgpu.ACC((64, traits.blocks.block_kv))) if traits.scores_ahead else None
     lax.fori_loop(0, rows.kernel.blocks.count, functools.partial(_mma_step, rows, dq_acc), s)
     return dq_acc[...]
 
@@ -143,11 +143,11 @@ def _mma_step(rows: Rows, dq_acc: Any, i: Any, s: Any) -> Any:
     """Adds a block of keys to dquery. s, and what is returned: S of this step and of the next, if scores_ahead."""
     step = KvStep.of(rows, i)
     traits, smem, blocks = step.traits, step.kernel.smem, step.kernel.blocks
-    acc = plgpu.ACC((64, traits.sizes.block_kv))
+    acc = plgpu.ACC((64, traits.blocks.block_kv))
     # S = Q K^T, P = exp2(S - lse), dP = dO V^T, dS = P (dP - delta)
     accs = [acc] if traits.scores_ahead else [acc, acc]
     ds = pl.run_scoped(functools.partial(_dscores, step, s), *accs)
-    next_slot = lax.rem(i + 1, jnp.int32(traits.sizes.k_stages))
+    next_slot = lax.rem(i + 1, jnp.int32(traits.blocks.k_stages))
     if traits.scores_ahead:
 
         @pl.when(i + 1 < blocks.count)

@@ -23,9 +23,6 @@ from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length
 from jax_kernels.pallas.mosaic.split_tail import SplitTail
 from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
 
-# Up to this many queries, heads_together is as the block spec row has it. Longer sequences run fewer heads together.
-HEADS_TOGETHER_UP_TO = 8192
-
 
 class KeyBlock(NamedTuple):
     """The block of keys of a work tile: batch entry, kv head, index of the block."""
@@ -97,9 +94,8 @@ class Schedule:
         batch, q_length = arrays.query.shape[:2]
         heads, kv_heads = head_views.head_counts(arrays.query, arrays.key, options)
         group = heads // kv_heads
-        # Heads of a group read the same keys, so more of them run together at the same cost in cache. The dquery of the
-        # heads that run together has to fit the cache.
-        longer = max(1, q_length // HEADS_TOGETHER_UP_TO)
+        # Heads of a group read the same keys, so more of them run together at the same cost in cache.
+        longer = max(1, q_length // config.heads_together_up_to)
         together = max(1, config.heads_together // longer) * group
         visits_all = not (options.is_causal or options.window is not None or arrays.segments is not None)
         shape = Shape.of(batch, kv_heads, kv_length, block_kv)

@@ -30,10 +30,10 @@ class KvStep:
     def of(cls, rows: Rows, i: Any) -> "KvStep":
         """Finds the stages of step `i`, and waits for what it reads."""
         traits, smem = rows.kernel.traits, rows.kernel.smem
-        sizes = traits.sizes
+        blocks = traits.blocks
         wg = recomputed(rows.kernel.wg)
-        slot = lax.rem(i, jnp.int32(sizes.k_stages))
-        v_slot = lax.rem(i, jnp.int32(sizes.v_stages)) if sizes.v_stages > 1 else recomputed(0)
+        slot = lax.rem(i, jnp.int32(blocks.k_stages))
+        v_slot = lax.rem(i, jnp.int32(blocks.v_stages)) if blocks.v_stages > 1 else recomputed(0)
         # Every wait stands before the accumulators: one between zeroing and product costs a fence (C7519).
         if not traits.scores_ahead:
             plgpu.barrier_wait(smem.k_ready.at[slot])
@@ -51,7 +51,7 @@ class KvStep:
         return self.rows.kernel.traits
 
     def kv_start(self) -> Any:
-        return self.kernel.blocks.at(self.index) * self.traits.sizes.block_kv
+        return self.kernel.blocks.at(self.index) * self.traits.blocks.block_kv
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def _under_predicate(step: KvStep, s: Any) -> Any:
     assert limits is not None
     kv_start = step.kv_start()
     if segments is not None:
-        ids = segments.load(kernel.tile.b, rows.q_start, 64, kv_start, traits.sizes.block_kv)
+        ids = segments.load(kernel.tile.b, rows.q_start, 64, kv_start, traits.blocks.block_kv)
     if traits.options.window is not None:
         keep = limits.keep(s.shape, kv_start, rows.q_start, layout=WGMMA, kv_axis=1, may_end=traits.may_end, ids=ids)
         return jnp.where(keep, s, -jnp.inf)

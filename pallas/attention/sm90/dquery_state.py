@@ -15,37 +15,12 @@ from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.sm90.backward_arrays import Arrays
 from jax_kernels.pallas.attention.sm90.bias import Dense, Stage
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90, AttentionDquerySm90
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED
 from jax_kernels.pallas.mosaic.registers import recomputed
 
 COMPUTE_WGS = 2
 BLOCK_Q = 64 * COMPUTE_WGS
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The block of keys, and the stages of keys and of values."""
-
-    block_kv: int
-    k_stages: int
-    v_stages: int
-
-
-# By head_dim: what fits in shared memory and in registers.
-SIZES = {
-    64: Sizes(block_kv=128, k_stages=3, v_stages=3),
-    128: Sizes(block_kv=128, k_stages=2, v_stages=2),
-    256: Sizes(block_kv=64, k_stages=2, v_stages=1),
-}
-# By head_dim and bytes of a bias's numbers: what fits beside a tile of the bias.
-SIZES_BESIDE_BIAS = {
-    (64, 2): Sizes(block_kv=128, k_stages=3, v_stages=3),
-    (64, 4): Sizes(block_kv=128, k_stages=3, v_stages=2),
-    (128, 2): Sizes(block_kv=128, k_stages=2, v_stages=2),
-    (128, 4): Sizes(block_kv=128, k_stages=2, v_stages=1),
-    (256, 2): Sizes(block_kv=64, k_stages=1, v_stages=1),
-    (256, 4): Sizes(block_kv=64, k_stages=1, v_stages=1),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +33,7 @@ class Traits:
     """
 
     options: AttentionOptions
-    sizes: Sizes
+    blocks: AttentionDquerySm90
     batch: int
     q_length: int
     kv_length: int
@@ -76,13 +51,15 @@ class Traits:
     may_end: bool
 
     @classmethod
-    def of(cls, arrays: Arrays, options: AttentionOptions, kv_length: int, *, heads_together: int) -> "Traits":
+    def of(
+        cls, arrays: Arrays, options: AttentionOptions, kv_length: int, *, config: AttentionBackwardSm90
+    ) -> "Traits":
         batch, q_length, heads, head_dim = arrays.query.shape
         dense, mod = arrays.dense or Dense(), arrays.mod
-        sizes = SIZES[head_dim] if dense.tiles is None else SIZES_BESIDE_BIAS[head_dim, dense.tiles.dtype.itemsize]
+        assert config.dquery is not None, config
         return cls(
             options=options,
-            sizes=sizes,
+            blocks=config.dquery,
             batch=batch,
             q_length=q_length,
             kv_length=kv_length,
@@ -90,14 +67,14 @@ class Traits:
             group=heads // arrays.key.shape[2],
             head_dim=head_dim,
             dtype=arrays.query.dtype,
-            together=math.gcd(heads_together, batch * heads),
+            together=math.gcd(config.heads_together, batch * heads),
             dense=dense,
             has_segments=arrays.segments is not None,
             has_lists=arrays.lists is not None,
             has_mod=mod is not None,
             has_slope=mod is not None and not mod.adds_only,
             natural=mod is not None and mod.may_mask,
-            may_end=arrays.bounds is not None or kv_length % sizes.block_kv != 0,
+            may_end=arrays.bounds is not None or kv_length % config.dquery.block_kv != 0,
         )
 
     @property
@@ -150,22 +127,22 @@ class Smem:
     @classmethod
     def scratch(cls, traits: Traits) -> "Smem":
         """For pl.run_scoped."""
-        sizes, head_dim = traits.sizes, traits.head_dim
+        blocks, head_dim = traits.blocks, traits.head_dim
         tile = lambda *shape: plgpu.SMEM(shape, traits.dtype, transforms=SWIZZLED)
         barriers = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
         return cls(
             q=tile(COMPUTE_WGS, 64, head_dim),
             do=tile(COMPUTE_WGS, 64, head_dim),
-            k=tile(sizes.k_stages, sizes.block_kv, head_dim),
-            v=tile(sizes.v_stages, sizes.block_kv, head_dim),
+            k=tile(blocks.k_stages, blocks.block_kv, head_dim),
+            v=tile(blocks.v_stages, blocks.block_kv, head_dim),
             lse=plgpu.SMEM((BLOCK_Q,), jnp.float32),
             delta=plgpu.SMEM((BLOCK_Q,), jnp.float32),
             q_ready=plgpu.Barrier(num_arrivals=2 * COMPUTE_WGS + 2),
-            k_ready=barriers(sizes.k_stages),
-            v_ready=barriers(sizes.v_stages),
-            k_free=barriers(sizes.k_stages, COMPUTE_WGS),
-            v_free=barriers(sizes.v_stages, COMPUTE_WGS),
-            bias=traits.dense.stage(BLOCK_Q, sizes.block_kv, sizes.block_kv, COMPUTE_WGS),
+            k_ready=barriers(blocks.k_stages),
+            v_ready=barriers(blocks.v_stages),
+            k_free=barriers(blocks.k_stages, COMPUTE_WGS),
+            v_free=barriers(blocks.v_stages, COMPUTE_WGS),
+            bias=traits.dense.stage(BLOCK_Q, blocks.block_kv, blocks.block_kv, COMPUTE_WGS),
         )
 
 
@@ -218,7 +195,7 @@ class Kernel:
             among = None
             if arrays.segments is not None:
                 among = arrays.segments.among(tile.b, lax.div(tile.q_start, jnp.int32(BLOCK_Q)))
-            block_kv = traits.sizes.block_kv
+            block_kv = traits.blocks.block_kv
             blocks = limits.key_blocks(tile.q_start, BLOCK_Q, block_kv, among, in_order=True).at_least_one()
         return cls(
             traits=traits,

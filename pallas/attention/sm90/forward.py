@@ -29,19 +29,6 @@ from jax_kernels.pallas.attention.sm90.softcap import TANH_UP_TO
 from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length, pad_for_tma
 from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
 
-# The norms are computed from so many keys per query on. This reads all queries and keys once, and saves a tenth of the
-# loop over keys. It gains 2 % at 2048 keys per query, and loses 10 % at 1024 (causal, 2048 long).
-BOUNDED_FROM = 2048
-# The same with a window or segments. It loses 4 % at a window of 2048 keys, and 15 % with 8 causal documents in 8192
-# tokens, or 3 % where only the keys' norms are computed. How many keys a segment has is not known beforehand.
-BOUNDED_FROM_LIMITED = 8192
-# The same with a mask's lists. With 8192 keys it loses 28 % of a call's time where a tenth of the blocks is live, loses
-# 5 % at three tenths, and gains 7 % at a half.
-BOUNDED_FROM_LISTS = 3072
-# Calls with up to so many tiles per core share a launch. Four calls of 0.2 to 1.9 tiles per core take 0.045 ms in one
-# launch and 0.080 ms in four. Calls of 8 to 31 take 2 % more in one: a tile has to find its call and its arrays.
-TOGETHER_UP_TO = 4
-
 
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
     """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
@@ -59,7 +46,8 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
     largest = small = None
     is_limited = options.window is not None or segments is not None
-    bounded_from = BOUNDED_FROM_LISTS if lists is not None else BOUNDED_FROM_LIMITED if is_limited else BOUNDED_FROM
+    bounded_from = config.bounded_from_limited if is_limited else config.bounded_from
+    bounded_from = config.bounded_from_lists if lists is not None else bounded_from
     # The bounds under a score_mod, and whether scores are small, are those of a whole head.
     measures_q = config.measures_q and mod is None and not options.softcap
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
@@ -102,8 +90,8 @@ def attention_forward_together(inputs, options, *, out_dtype, config, core_count
     keys = [_keys_per_query(of, call.kv_length) for of, call in zip(options, calls, strict=True)]
 
     def is_small(i: int) -> bool:
-        looks = config.bounded and _look_pays(keys[i], BOUNDED_FROM, inputs[i].query, calls[i].heads)
-        return not looks and _shape_of(calls[i], config).tiles <= TOGETHER_UP_TO * core_count
+        looks = config.bounded and _look_pays(keys[i], config.bounded_from, inputs[i].query, calls[i].heads)
+        return not looks and _shape_of(calls[i], config).tiles <= config.together_up_to * core_count
 
     # Calls with the most keys per query first, as tiles within a call.
     together = sorted(filter(is_small, range(len(calls))), key=lambda i: -keys[i])
