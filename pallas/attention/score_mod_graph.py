@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from jax_kernels.pallas.attention.softmax import NEAR
+
 WHOLE = frozenset("qk")
 
 
@@ -92,9 +94,6 @@ def _traced(jaxpr: Jaxpr, consts: Any, inputs: list[Node]) -> list[Node]:
     return [node(x) for x in jaxpr.outvars]
 
 
-LARGE = 2.0**13  # up to which a score in base 2 is rounded by 2**-10 at most
-
-
 def reads_large(result: Node) -> bool:
     """Whether a finite constant in the program is far from 0, as one that means to mask is."""
     seen, rest = set(), [result]
@@ -104,7 +103,7 @@ def reads_large(result: Node) -> bool:
             continue
         seen.add(node)
         rest += node.inputs
-        if node.kind == "literal" and node.is_float and LARGE < abs(float(node.value)) < float("inf"):
+        if node.kind == "literal" and node.is_float and NEAR < abs(float(node.value)) < float("inf"):
             return True
     return False
 

@@ -17,7 +17,7 @@ WARPS = 4
 
 
 def longest(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """[B, heads] float32: the largest squared length of a row of x [B, T, heads, D]."""
+    """[B, heads] float32: the largest squared norm of a row of x [B, T, heads, D]."""
     batch, length, heads, head_dim = x.shape
     width = padded(head_dim)
     block = ELEMENTS // width
@@ -36,6 +36,6 @@ def longest(x: jax.Array, *, interpret: bool) -> jax.Array:
         out_shape=result_types(jax.ShapeDtypeStruct((batch, blocks, heads), jnp.float32), x),
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
-        name="attention_row_lengths",
+        name="attention_row_norms",
     )(x)
     return lax.reduce_max(parts, axes=(1,))

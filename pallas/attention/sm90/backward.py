@@ -22,8 +22,7 @@ from jax_kernels.pallas.attention.sm90.backward_arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward_load import KEYS_AT_ONCE
 from jax_kernels.pallas.attention.sm90.backward_traits import block_kv_of
 from jax_kernels.pallas.attention.sm90.segments import segments_of
-from jax_kernels.pallas.attention.softmax import LOG2E
-from jax_kernels.pallas.attention.triton.far_rows import is_far
+from jax_kernels.pallas.attention.softmax import LOG2E, is_far
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
 from jax_kernels.pallas.varying import as_varying, varying_axes
@@ -61,7 +60,7 @@ def attention_backward(
 
     excess: from the forward, under a score_mod that may mask.
 
-    With a bias, far rows (far_rows.is_far) pass nothing to dquery, dkey and dvalue here, nor to the gradient of a bias
+    With a bias, far rows (softmax.is_far) pass nothing to dquery, dkey and dvalue here, nor to the gradient of a bias
     for each key. far_rows adds what they pass.
 
     dquery: float32, with query's shape, or with only the heads that the call takes. The gradient of query over
@@ -139,7 +138,7 @@ def _prepared(
     dq_end = clean_end.clean_end(inputs, k, v, dq_block_kv) if options.deterministic else None
     if lists is not None:
         inputs, options = without_limits(inputs, options)
-    dense = bias_sm90.dense_of(inputs, transposed=True)
+    bias = bias_sm90.bias_of(inputs, transposed=True)
     # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
     short = -query.shape[1] % (dquery_state.BLOCK_Q if options.deterministic else config.block_q)
     rows = [(0, 0), (0, 0), (0, short)]
@@ -149,7 +148,7 @@ def _prepared(
     arrays = Arrays(
         bounds=block_ranges.bounds_array(inputs, options),
         segments=segments_of(inputs, config.block_q, block_kv, of_keys=True),
-        dense=dense,
+        bias=bias,
         lists=lists,
         mod=mod,
         query=q,
@@ -173,7 +172,7 @@ def _of_queries(prepared: Prepared, block_kv: int) -> Arrays:
         segments=segments_of(inputs, dquery_state.BLOCK_Q, block_kv, of_keys=False),
         lists=prepared.dq_lists,
         end=prepared.dq_end,
-        dense=bias_sm90.dense_of(inputs, transposed=False),
+        bias=bias_sm90.bias_of(inputs, transposed=False),
     )
 
 

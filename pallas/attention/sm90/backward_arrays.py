@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jax_kernels.pallas.attention.sm90.bias import Dense
+from jax_kernels.pallas.attention.sm90.bias import Bias
 from jax_kernels.pallas.attention.sm90.block_lists import Lists
 from jax_kernels.pallas.attention.sm90.clean_end import CleanEnd
 from jax_kernels.pallas.attention.sm90.score_mod import Mod
@@ -29,7 +29,7 @@ class Arrays:
     bounds: Any
     counter: Any = None
     delta: Any
-    dense: Dense | None
+    bias: Bias | None
     dout: Any
     dquery: Any = None
     end: CleanEnd | None

@@ -115,15 +115,15 @@ def _load_step(kernel: Kernel, kv_head: Any, step: Any) -> None:
 
     load(arrays.key, lambda end: end.key, smem.k, smem.k_ready, smem.k_free, traits.blocks.k_stages)
     load(arrays.value, lambda end: end.value, smem.v, smem.v_ready, smem.v_free, traits.blocks.v_stages)
-    bias, dense = smem.bias, arrays.dense
-    if bias is not None and dense is not None:
+    stage, bias = smem.bias, arrays.bias
+    if stage is not None and bias is not None:
 
         @pl.when(step > 0)
         def _wait_for_bias():
-            plgpu.barrier_wait(bias.free)
+            plgpu.barrier_wait(stage.free)
 
         kv_start = blocks.at(step) * block_kv
-        bias.fill(dense, tile.b, tile.head, tile.q_start, kv_start, kv_start)
+        stage.fill(bias, tile.b, tile.head, tile.q_start, kv_start, kv_start)
 
 
 def _kv_loop(rows: Rows, dq_acc: Any) -> Any:

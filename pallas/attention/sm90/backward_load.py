@@ -200,17 +200,17 @@ def _load_block(kernel: Kernel, tile: Any, turn: Any, *, keys: bool = True, valu
 
 def _load_bias(kernel: Kernel, tile: Any, nth: Any, head: Any, q_block: Any) -> None:
     """Loads the bias of the CTA's step number `nth`, behind the step before."""
-    schedule, bias, dense = kernel.schedule, kernel.smem.bias, kernel.arrays.dense
+    schedule, stage, bias = kernel.schedule, kernel.smem.bias, kernel.arrays.bias
+    assert stage is not None
     assert bias is not None
-    assert dense is not None
 
     @pl.when(nth > 0)
     def _wait():
-        plgpu.barrier_wait(bias.free)
+        plgpu.barrier_wait(stage.free)
 
     block = kernel.block(recomputed(tile))
     kv_start = block.kv_index * schedule.block_kv
-    bias.fill(dense, block.b, head, kv_start, q_block * schedule.block_q, kv_start)
+    stage.fill(bias, block.b, head, kv_start, q_block * schedule.block_q, kv_start)
 
 
 def _following(kernel: Kernel, tile: Any, turn: Any, first: Any, steps: Any) -> tuple[Any, Any]:

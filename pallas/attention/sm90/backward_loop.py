@@ -92,7 +92,7 @@ class QStep:
         q_start = place.q_block * traits.block_q
         words, lists = None, kernel.arrays.lists
         if lists is not None and traits.has_words:
-            listed = lists.walk(recomputed(work.tile))
+            listed = lists.blocks_of(recomputed(work.tile))
             words = listed.words(place.head, place.q_block, 64 * row_group, 64)
         _wait_for_loads(kernel, slot, do_slot)
         return cls(

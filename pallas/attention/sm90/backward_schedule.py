@@ -165,8 +165,8 @@ class Schedule:
     def block(self, arrays: Arrays, tile: Any) -> KeyBlock:
         """The block of keys of a work tile. Heads that run together alternate."""
         if arrays.lists is not None:
-            walk = arrays.lists.walk(tile)
-            return KeyBlock(walk.b, walk.head, walk.block)
+            listed = arrays.lists.blocks_of(tile)
+            return KeyBlock(listed.b, listed.head, listed.block)
         return KeyBlock(*self.scheduler.place(self.split.tile(tile)))
 
     def limits(self, arrays: Arrays, b: Any) -> block_ranges.Limits:
@@ -181,10 +181,10 @@ class Schedule:
         b, kv_head, kv_index = block
         group, q_blocks = self.group, pl.cdiv(self.q_length, self.block_q)
         if arrays.lists is not None:
-            walk = arrays.lists.walk(recomputed(tile))
-            listed = lambda step: StepPlace(*walk.query_place(step, group, q_blocks))
+            listed = arrays.lists.blocks_of(recomputed(tile))
+            of_step = lambda step: StepPlace(*listed.query_place(step, group, q_blocks))
             # As the compiler is to know: around a loop that may not run it keeps more in registers.
-            return QLoop(jnp.maximum(walk.count, 1), listed)
+            return QLoop(jnp.maximum(listed.count, 1), of_step)
         among = None if arrays.segments is None else arrays.segments.among(b, kv_index)
         sizes = self.block_kv, self.block_q, self.q_length
         blocks = self.limits(arrays, b).query_blocks(kv_index * self.block_kv, *sizes, among, in_order=True)

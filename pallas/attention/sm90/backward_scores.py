@@ -54,7 +54,7 @@ def _under_predicate(step: QStep, s: Any) -> Any:
     """The scores of a partial block, -inf where the predicate is False."""
     kernel = step.kernel
     if kernel.arrays.lists is not None:
-        return kernel.arrays.lists.walk(recomputed(step.work.tile)).masked(s, step.index, step.row, by_word=False)
+        return kernel.arrays.lists.blocks_of(recomputed(step.work.tile)).masked(s, step.index, step.row, by_word=False)
     b, segments = step.b_again(), kernel.arrays.segments
     ids = None
     if segments is not None:

@@ -98,7 +98,7 @@ class Smem:
             delta=plgpu.SMEM((do_stages, block_q), jnp.float32),
             ids=plgpu.SMEM((q_stages, block_q), jnp.int32) if traits.has_segments else None,
             barriers=barriers.scratch(),
-            bias=traits.dense.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
+            bias=traits.bias.stage(block_kv, block_q, block_kv, COMPUTE_WGS),
             arrived=plgpu.SMEM((COMPUTE_WGS,), jnp.int32) if schedule.split.parts > 1 else None,
             dbias=plgpu.SMEM((COMPUTE_WGS, 64), jnp.float32) if traits.bias_gradient else None,
             tile=plgpu.SMEM((schedule.k_stages,), jnp.int32) if schedule.is_persistent else None,

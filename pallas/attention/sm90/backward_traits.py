@@ -8,7 +8,7 @@ from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.pallas.attention.sm90 import head_views
 from jax_kernels.pallas.attention.sm90.backward_arrays import Arrays
 from jax_kernels.pallas.attention.sm90.backward_schedule import Schedule
-from jax_kernels.pallas.attention.sm90.bias import Dense
+from jax_kernels.pallas.attention.sm90.bias import Bias
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles, has_odd_length
@@ -36,7 +36,7 @@ class Traits:
     config: AttentionBackwardSm90
     head_dim: int
     dtype: Any
-    dense: Dense
+    bias: Bias
     dquery_head: Callable[[Any], Any]
     has_dquery: bool
     bias_gradient: bool
@@ -83,7 +83,7 @@ class Traits:
             config=config,
             head_dim=head_dim,
             dtype=arrays.key.dtype,
-            dense=arrays.dense or Dense(),
+            bias=arrays.bias or Bias(),
             dquery_head=head_views.dquery_head_map(arrays.query, arrays.dquery, options),
             has_dquery=arrays.dquery is not None,
             bias_gradient=bias_gradient,
@@ -126,7 +126,7 @@ class Traits:
 
     @property
     def has_bias(self) -> bool:
-        return self.dense.has_bias
+        return self.bias.has_bias
 
     @property
     def splits_columns(self) -> bool:

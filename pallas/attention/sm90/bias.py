@@ -20,7 +20,7 @@ from jax_kernels.pallas.attention.softmax import LN2, LOG2E
 from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, SWIZZLED, SWIZZLED_F32, WGMMA
 
 
-class Dense(NamedTuple):
+class Bias(NamedTuple):
     """The bias of a call as a kernel reads it.
 
     A tile's rows are queries and its columns keys, or if transposed the other way round. by_key: [B or 1, H or 1, S]
@@ -64,14 +64,14 @@ class Stage(NamedTuple):
     ready: Any
     free: Any
 
-    def fill(self, dense: Dense, b, h, row_start, column_start, key_start) -> None:
+    def fill(self, bias: Bias, b, h, row_start, column_start, key_start) -> None:
         """Copies a step's bias, for a thread that has waited for `free`."""
         if self.tile is not None:
             starts = zip((row_start, column_start), self.tile.shape, strict=True)
-            source = of_head(dense.tiles, b, h).at[tuple(pl.ds(start, size) for start, size in starts)]
+            source = of_head(bias.tiles, b, h).at[tuple(pl.ds(start, size) for start, size in starts)]
             plgpu.copy_gmem_to_smem(source, self.tile, self.ready)
         if self.by_key is not None:
-            source = of_head(dense.by_key, b, h).at[pl.ds(key_start, self.by_key.shape[0])]
+            source = of_head(bias.by_key, b, h).at[pl.ds(key_start, self.by_key.shape[0])]
             plgpu.copy_gmem_to_smem(source, self.by_key, self.ready)
 
     def added(self, scores, factor: float, row_start, *, transposed: bool, natural: bool = False):
@@ -131,7 +131,7 @@ def with_bias_as_in_lse(inputs: AttentionInputs) -> AttentionInputs:
     return inputs._replace(bias=ByKey.of(inputs.bias).natural[:, :, None])
 
 
-def dense_of(inputs: AttentionInputs, *, transposed: bool) -> Dense | None:
+def bias_of(inputs: AttentionInputs, *, transposed: bool) -> Bias | None:
     """The call's bias and what is left of its mask, which all queries share; None where it has neither.
 
     Their last axis is not 1. by_key is small. A bias for each query, beside which no mask is left, is copied where a
@@ -142,11 +142,11 @@ def dense_of(inputs: AttentionInputs, *, transposed: bool) -> Dense | None:
         return None
     if bias is not None and bias.shape[2] > 1:
         tiles = _padded(bias.swapaxes(2, 3) if transposed else bias, 8, 64 if bias.dtype.itemsize == 2 else 32)
-        return Dense(tiles=tiles)
+        return Bias(tiles=tiles)
     by_key = jnp.float32(0) if bias is None else ByKey.of(bias).base2
     if mask is not None:
         by_key = by_key + jnp.where(mask[:, :, 0], 0.0, -jnp.inf)
-    return Dense(jnp.pad(by_key, [(0, 0), (0, 0), (0, -by_key.shape[2] % 8)]))
+    return Bias(jnp.pad(by_key, [(0, 0), (0, 0), (0, -by_key.shape[2] % 8)]))
 
 
 def _padded(x: jax.Array, rows: int, columns: int) -> jax.Array:

@@ -60,11 +60,11 @@ class Lists:
     def has_all_words(self) -> bool:
         return self.entries is None
 
-    def walk(self, tile: Any) -> "Walk":
-        return Walk(self, *(self.tiles[tile, i] for i in range(5)))
+    def blocks_of(self, tile: Any) -> "ListedBlocks":
+        return ListedBlocks(self, *(self.tiles[tile, i] for i in range(5)))
 
 
-class Walk(NamedTuple):
+class ListedBlocks(NamedTuple):
     """A tile and its blocks, numbered in the order it visits them."""
 
     lists: Lists

@@ -133,8 +133,8 @@ def _under_predicate(step: KvStep, s: Any) -> Any:
     """The scores of a partial block, -inf where the predicate is False."""
     traits, kernel, rows = step.traits, step.kernel, step.rows
     if kernel.arrays.lists is not None:
-        walk = kernel.arrays.lists.walk(recomputed(kernel.cta))
-        return walk.masked(s, step.index, 64 * step.wg, by_word=False)
+        listed = kernel.arrays.lists.blocks_of(recomputed(kernel.cta))
+        return listed.masked(s, step.index, 64 * step.wg, by_word=False)
     limits, segments, ids = kernel.limits, kernel.arrays.segments, None
     assert limits is not None
     kv_start = step.kv_start()

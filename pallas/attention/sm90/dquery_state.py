@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.sm90.backward_arrays import Arrays
-from jax_kernels.pallas.attention.sm90.bias import Dense, Stage
+from jax_kernels.pallas.attention.sm90.bias import Bias, Stage
 from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90, AttentionDquerySm90
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED
@@ -42,7 +42,7 @@ class Traits:
     head_dim: int
     dtype: Any
     together: int
-    dense: Dense
+    bias: Bias
     has_segments: bool
     has_lists: bool
     has_mod: bool
@@ -55,7 +55,7 @@ class Traits:
         cls, arrays: Arrays, options: AttentionOptions, kv_length: int, *, config: AttentionBackwardSm90
     ) -> "Traits":
         batch, q_length, heads, head_dim = arrays.query.shape
-        dense, mod = arrays.dense or Dense(), arrays.mod
+        bias, mod = arrays.bias or Bias(), arrays.mod
         assert config.dquery is not None, config
         return cls(
             options=options,
@@ -68,7 +68,7 @@ class Traits:
             head_dim=head_dim,
             dtype=arrays.query.dtype,
             together=math.gcd(config.heads_together, batch * heads),
-            dense=dense,
+            bias=bias,
             has_segments=arrays.segments is not None,
             has_lists=arrays.lists is not None,
             has_mod=mod is not None,
@@ -83,7 +83,7 @@ class Traits:
 
     @property
     def has_bias(self) -> bool:
-        return self.dense.has_bias
+        return self.bias.has_bias
 
     @property
     def scores_ahead(self) -> bool:
@@ -142,7 +142,7 @@ class Smem:
             v_ready=barriers(blocks.v_stages),
             k_free=barriers(blocks.k_stages, COMPUTE_WGS),
             v_free=barriers(blocks.v_stages, COMPUTE_WGS),
-            bias=traits.dense.stage(BLOCK_Q, blocks.block_kv, blocks.block_kv, COMPUTE_WGS),
+            bias=traits.bias.stage(BLOCK_Q, blocks.block_kv, blocks.block_kv, COMPUTE_WGS),
         )
 
 
@@ -160,8 +160,8 @@ class Kernel:
 
     arrays, dq_gmem: refs in device memory. wg, cta: indices, traced scalars.
 
-    blocks: the blocks of keys that the queries meet, a block_ranges.Blocks or a block_lists.Walk. limits: None where
-    there are lists.
+    blocks: the blocks of keys that the queries meet, block_ranges.Blocks or block_lists.ListedBlocks. limits: None
+    where there are lists.
     """
 
     traits: Traits
@@ -182,7 +182,7 @@ class Kernel:
         tile = _query_block(traits, arrays, cta)
         blocks: Any
         if arrays.lists is not None:
-            blocks = arrays.lists.walk(cta)
+            blocks = arrays.lists.blocks_of(cta)
         else:
             limits = block_ranges.limits(
                 arrays.bounds,
@@ -217,8 +217,8 @@ class Kernel:
 def _query_block(traits: Traits, arrays: Arrays, cta: Any) -> QueryBlock:
     """The block of queries of a CTA. Heads that run together alternate."""
     if arrays.lists is not None:
-        walk = arrays.lists.walk(cta)
-        return QueryBlock(walk.b, walk.head, walk.block * BLOCK_Q)
+        listed = arrays.lists.blocks_of(cta)
+        return QueryBlock(listed.b, listed.head, listed.block * BLOCK_Q)
     per_round = traits.q_blocks * traits.together
     round_, within = lax.div(cta, per_round), lax.rem(cta, per_round)
     batch_head = round_ * traits.together + lax.rem(within, traits.together)

@@ -32,7 +32,7 @@ from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
 
 def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, config, core_count, interpret):
     """See the package's docstring. config: AttentionForwardSm90. 16-bit inputs only."""
-    call = head_views.Call.of(inputs, options)
+    call = head_views.LaunchCall.of(inputs, options)
     lists = block_lists.lists_of(inputs, options, **listed_blocks(config), interpret=interpret)
     no_later_keys = options.is_causal and inputs.q_offset is None and options.q_offset == 0
     keys = _keys_per_query(options, call.kv_length)
@@ -42,7 +42,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     if lists is not None:
         inputs, options = without_limits(inputs, options)
     segments = segments_of(inputs, config.block_q, config.block_kv, of_keys=False)
-    dense = bias_sm90.dense_of(inputs, transposed=False)
+    bias = bias_sm90.bias_of(inputs, transposed=False)
     mod = score_mod_sm90.mod_of(inputs, options, config.block_q, config.block_kv)
     largest = small = None
     is_limited = options.window is not None or segments is not None
@@ -51,7 +51,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     # The bounds under a score_mod, and whether scores are small, are those of a whole head.
     measures_q = config.measures_q and mod is None and not options.softcap
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
-    if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and dense is None:
+    if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and bias is None:
         named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
         largest, small = _bounds(query, key, mod, options, **named)
     sinks = inputs.sinks
@@ -63,7 +63,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         value=[value],
         bounds=block_ranges.bounds_array(inputs, options),
         segments=segments,
-        dense=dense,
+        bias=bias,
         lists=lists,
         mod=mod,
         sinks=None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
@@ -86,7 +86,7 @@ def attention_forward_together(inputs, options, *, out_dtype, config, core_count
     The calls have query, key and value alone. Their options differ only in which heads they take.
     """
     named = {"out_dtype": out_dtype, "config": config, "core_count": core_count, "interpret": interpret}
-    calls = [head_views.Call.of(*call) for call in zip(inputs, options, strict=True)]
+    calls = [head_views.LaunchCall.of(*call) for call in zip(inputs, options, strict=True)]
     keys = [_keys_per_query(of, call.kv_length) for of, call in zip(options, calls, strict=True)]
 
     def is_small(i: int) -> bool:
@@ -98,7 +98,7 @@ def attention_forward_together(inputs, options, *, out_dtype, config, core_count
     others = (i for i in range(len(calls)) if i not in together)
     results = {i: attention_forward(inputs[i], options[i], **named) for i in others}
     if together:
-        # The options differ only in the heads, which each Call has too.
+        # The options differ only in the heads, which each LaunchCall has too.
         shared, of_launch = options[together[0]], tuple(calls[i] for i in together)
         query, key, value = zip(*_padded([inputs[i] for i in together]), strict=True)
         scheduler = _scheduler(of_launch, shared, config, core_count, interpret=interpret)
@@ -121,7 +121,7 @@ def _launch(
     arrays: Arrays,
     scheduler: TileScheduler,
     options: AttentionOptions,
-    calls: tuple[head_views.Call, ...],
+    calls: tuple[head_views.LaunchCall, ...],
     *,
     out_dtype,
     config,
@@ -139,7 +139,7 @@ def _launch(
 
 
 def _scheduler(
-    calls: tuple[head_views.Call, ...], options: AttentionOptions, config, core_count: int, *, interpret: bool
+    calls: tuple[head_views.LaunchCall, ...], options: AttentionOptions, config, core_count: int, *, interpret: bool
 ) -> TileScheduler:
     return TileScheduler(
         shapes=tuple(_shape_of(call, config) for call in calls),
@@ -150,7 +150,7 @@ def _scheduler(
     )
 
 
-def _shape_of(call: head_views.Call, config) -> Shape:
+def _shape_of(call: head_views.LaunchCall, config) -> Shape:
     return Shape.of(call.batch, call.heads, call.q_length, config.block_q)
 
 

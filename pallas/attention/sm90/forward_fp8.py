@@ -32,7 +32,7 @@ from jax_kernels.pallas.attention.sm90.forward_compute import (
     with_accumulators,
 )
 from jax_kernels.pallas.attention.sm90.forward_loop import KvLoop, PingPong, Ring, WorkTile, run_warpgroups
-from jax_kernels.pallas.attention.sm90.head_views import Call
+from jax_kernels.pallas.attention.sm90.head_views import LaunchCall
 from jax_kernels.pallas.mosaic import interpreter, registers
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import SWIZZLED, WGMMA
@@ -168,11 +168,13 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, factor
         value=value,
         counter=scheduler.counter(),
     )
-    out, lse = _run(arrays, scheduler, options, Call.of(inputs, options), config=config, interpret=interpret)
+    out, lse = _run(arrays, scheduler, options, LaunchCall.of(inputs, options), config=config, interpret=interpret)
     return out[:, :q_length, :, :v_head_dim], lse[..., :q_length]
 
 
-def _run(arrays: Arrays, scheduler: TileScheduler, options: AttentionOptions, call: Call, *, config, interpret: bool):
+def _run(
+    arrays: Arrays, scheduler: TileScheduler, options: AttentionOptions, call: LaunchCall, *, config, interpret: bool
+):
     """Launches the kernel: (out, lse). The rows of lse are whole blocks."""
     batch, q_length, heads, head_dim = arrays.query.shape
     v_head_dim = arrays.value.shape[2]

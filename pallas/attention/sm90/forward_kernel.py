@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.attention import softmax
-from jax_kernels.pallas.attention.sm90.bias import Dense
+from jax_kernels.pallas.attention.sm90.bias import Bias
 from jax_kernels.pallas.attention.sm90.forward_compute import (
     Accumulators,
     ComputeWarpgroup,
@@ -35,7 +35,7 @@ from jax_kernels.pallas.attention.sm90.forward_load import Loader
 from jax_kernels.pallas.attention.sm90.forward_loop import PingPong, WorkTile, run_warpgroups
 from jax_kernels.pallas.attention.sm90.forward_scores import QueryTile, ScoreOps
 from jax_kernels.pallas.attention.sm90.forward_state import Arrays, Plan, Results, Scratch, Smem
-from jax_kernels.pallas.attention.sm90.head_views import Call, of_call
+from jax_kernels.pallas.attention.sm90.head_views import LaunchCall, of_call
 from jax_kernels.pallas.attention.sm90.softcap import tanh_polynomial
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import WGMMA
@@ -47,7 +47,7 @@ def run(
     arrays: Arrays,
     scheduler: TileScheduler,
     options: Any,
-    calls: tuple[Call, ...],
+    calls: tuple[LaunchCall, ...],
     *,
     out_dtype: Any,
     config: Any,
@@ -56,13 +56,13 @@ def run(
     """Launches the kernel. With a bias, or a score_mod that may mask, the results have an excess."""
     plan = Plan.of(arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret)
     leaves, tree = jax.tree.flatten(arrays)
-    dense = arrays.dense or Dense()
+    bias = arrays.bias or Bias()
 
     def entry(*refs):
         given = jax.tree.unflatten(tree, refs[: len(leaves)])
         results = Results.of(refs[len(leaves) :], len(calls))
         body = functools.partial(_body, plan, given, results)
-        pl.run_scoped(body, Scratch.of(plan, dense), collective_axes="wg")
+        pl.run_scoped(body, Scratch.of(plan, bias), collective_axes="wg")
 
     shape = jax.ShapeDtypeStruct
     outs = [
@@ -167,7 +167,7 @@ class Compute(ComputeWarpgroup):
         score_bound = arrays.score_bounds[own.b, own.q_head] if self.has_bounds else None
         if self.has_bounds and plan.config.measures_q:
             parts = [plgpu.load(q_smem.at[c], layout=WGMMA) for c in range(plan.qk_tiles.count)]
-            score_bound = score_bound * softmax.lengths(parts)
+            score_bound = score_bound * softmax.norms(parts)
             plgpu.commit_smem()  # behind what was read, which the next queries overwrite
         return QueryTile(
             index=index,

@@ -76,8 +76,8 @@ class Loader:
 
     def _load_bias(self, tile: WorkTile, step: Any) -> None:
         """Runs behind the values: it waits until the last step's bias has been read."""
-        dense, bias = self.arrays.dense, self.scratch.bias
-        if dense is not None and bias is not None:
-            plgpu.barrier_wait(bias.free)
+        bias, stage = self.arrays.bias, self.scratch.bias
+        if bias is not None and stage is not None:
+            plgpu.barrier_wait(stage.free)
             kv_start = self._kv_start(tile, step)
-            bias.fill(dense, tile.b, tile.h, tile.q_start, kv_start, kv_start)
+            stage.fill(bias, tile.b, tile.h, tile.q_start, kv_start, kv_start)

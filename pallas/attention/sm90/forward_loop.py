@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
-from jax_kernels.pallas.attention.sm90.head_views import Call, of_call
+from jax_kernels.pallas.attention.sm90.head_views import LaunchCall, of_call
 from jax_kernels.pallas.mosaic.barriers import named_barrier
 from jax_kernels.pallas.mosaic.layouts import WGMMA
 from jax_kernels.pallas.mosaic.tile_scheduler import TileScheduler
@@ -157,7 +157,7 @@ class KvLoop:
     cta: Any
     scheduler: TileScheduler
     options: AttentionOptions
-    calls: tuple[Call, ...]
+    calls: tuple[LaunchCall, ...]
     block_q: int
     block_kv: int
     bounds: Any = None
@@ -246,7 +246,7 @@ class KvLoop:
         )
 
     def _listed_tile(self, index: Any) -> WorkTile:
-        blocks = self.lists.walk(index)
+        blocks = self.lists.blocks_of(index)
         q_head, kv_head = self.calls[0].array_heads(blocks.head)
         return WorkTile(
             b=blocks.b,

@@ -12,9 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.pallas.attention import softmax
-from jax_kernels.pallas.attention.sm90.bias import Dense, Stage
+from jax_kernels.pallas.attention.sm90.bias import Bias, Stage
 from jax_kernels.pallas.attention.sm90.forward_loop import KvLoop, Ring
-from jax_kernels.pallas.attention.sm90.head_views import Call
+from jax_kernels.pallas.attention.sm90.head_views import LaunchCall
 from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles, has_odd_length
 from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, TileScheduler
 
@@ -34,7 +34,7 @@ class Arrays:
 
     bounds: Any = None
     counter: Any = None
-    dense: Dense | None = None
+    bias: Bias | None = None
     end: Any = None
     key: list[Any]
     score_bounds: Any = None
@@ -75,7 +75,7 @@ class Plan:
 
     config: Any  # AttentionForwardSm90
     options: AttentionOptions
-    calls: tuple[Call, ...]
+    calls: tuple[LaunchCall, ...]
     scheduler: TileScheduler
     interpret: bool
     dtype: Any
@@ -95,13 +95,13 @@ class Plan:
         arrays: Arrays,
         scheduler: TileScheduler,
         options: AttentionOptions,
-        calls: tuple[Call, ...],
+        calls: tuple[LaunchCall, ...],
         *,
         out_dtype: Any,
         config: Any,
         interpret: bool,
     ) -> "Plan":
-        dense = arrays.dense or Dense()
+        bias = arrays.bias or Bias()
         return cls(
             config=config,
             options=options,
@@ -113,11 +113,11 @@ class Plan:
             head_dim=arrays.query[0].shape[-1],
             v_head_dim=arrays.value[0].shape[-1],
             any_rows=has_odd_length(*arrays.query, *arrays.key),
-            has_bias=dense.has_bias,
+            has_bias=bias.has_bias,
             has_mod=arrays.mod is not None,
             has_segments=arrays.segments is not None,
             has_sinks=arrays.sinks is not None,
-            natural=dense.tiles is not None or (arrays.mod is not None and arrays.mod.may_mask),
+            natural=bias.tiles is not None or (arrays.mod is not None and arrays.mod.may_mask),
         )
 
     @property
@@ -212,7 +212,7 @@ class Scratch:
         return self.rows.at[0, w], self.rows.at[1, w] if plan.has_excess else None
 
     @classmethod
-    def of(cls, plan: Plan, dense: Dense) -> "Scratch":
+    def of(cls, plan: Plan, bias: Bias) -> "Scratch":
         config, qk_tiles, v_tiles, has_segments = plan.config, plan.qk_tiles, plan.v_tiles, plan.has_segments
         compute_wgs, block_kv, stages = config.compute_warpgroups, config.block_kv, config.stages
         own_out = None if plan.share_q_out or plan.early_q else plan.out_tiles
@@ -226,7 +226,7 @@ class Scratch:
             kv_ids=plgpu.SMEM((stages, block_kv), jnp.int32) if has_segments else None,
             q_ready=plgpu.Barrier(num_arrivals=qk_tiles.copies(64) + has_segments, num_barriers=compute_wgs),
             ring=Ring.scratch(stages, compute_wgs, qk_tiles.copies(block_kv) + has_segments, v_tiles.copies(block_kv)),
-            bias=dense.stage(config.block_q, block_kv, block_kv, compute_wgs),
+            bias=bias.stage(config.block_q, block_kv, block_kv, compute_wgs),
             fetched=plan.scheduler.scratch(compute_wgs + 1),
         )
 

@@ -16,7 +16,7 @@ from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions, Head
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class LaunchCall:
     """A call that a launch serves, as its kernel sees it when tracing. Lengths are those of its arrays, unpadded."""
 
     batch: int
@@ -28,7 +28,7 @@ class Call:
     key_heads: HeadView | None = None
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "Call":
+    def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "LaunchCall":
         batch, q_length = inputs.query.shape[:2]
         heads, kv_heads = head_counts(inputs.query, inputs.key, options)
         return cls(batch, q_length, inputs.key.shape[1], heads, kv_heads, options.query_heads, options.kv_heads)

@@ -191,9 +191,9 @@ class TracedCall:
         """A number in natural units, such as lse, in those that exp2 subtracts: base 2, unless may_mask."""
         return x if self.may_mask else x * LOG2E
 
-    def shrinking(self, highest: jax.Array, new: jax.Array) -> jax.Array:
+    def shrinking(self, row_max: jax.Array, new: jax.Array) -> jax.Array:
         """The factor of the sums where the maximum becomes `new`."""
-        return jnp.exp2((highest - new) * LOG2E if self.may_mask else highest - new)
+        return jnp.exp2((row_max - new) * LOG2E if self.may_mask else row_max - new)
 
     def exp2(self, x: jax.Array, shift: jax.Array, excess: jax.Array | None = None) -> jax.Array:
         """exp2(x * factor - shift), but if may_mask exp(x - shift - excess), and at most 1; float32.

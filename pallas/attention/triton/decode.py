@@ -196,23 +196,23 @@ def _merge_kernel(out_ref, lse_ref, merged_ref, merged_lse_ref, *, parts, v_head
     """
 
     def step(index, state):
-        acc, highest, total = state
+        acc, row_max, row_sum = state
         start = index * MERGED_AT_ONCE
         exists = start + iota(MERGED_AT_ONCE) < parts
         these = pl.ds(start, MERGED_AT_ONCE)
         lse = plgpu.load(lse_ref.at[these], mask=exists, other=-jnp.inf)
-        new = jnp.maximum(highest, lse.max())
+        new = jnp.maximum(row_max, lse.max())
         shift = jnp.where(new == -jnp.inf, 0.0, new)
         weights = jnp.exp2((lse - shift) * LOG2E)
-        alpha = jnp.exp2((highest - shift) * LOG2E)
+        alpha = jnp.exp2((row_max - shift) * LOG2E)
         out = load(out_ref.at[these, :], start, parts, v_head_dim)
-        return acc * alpha + (out * weights[:, None]).sum(axis=0), new, total * alpha + weights.sum()
+        return acc * alpha + (out * weights[:, None]).sum(axis=0), new, row_sum * alpha + weights.sum()
 
     state = jnp.zeros((padded(v_head_dim),), jnp.float32), jnp.float32(-jnp.inf), jnp.float32(0)
-    acc, highest, total = lax.fori_loop(0, pl.cdiv(parts, MERGED_AT_ONCE), step, state)
-    safe = jnp.where(total == 0.0, 1.0, total)
+    acc, row_max, row_sum = lax.fori_loop(0, pl.cdiv(parts, MERGED_AT_ONCE), step, state)
+    safe = jnp.where(row_sum == 0.0, 1.0, row_sum)
     store(merged_ref, (acc / safe)[None].astype(merged_ref.dtype), 0, 1, v_head_dim)
-    lse = jnp.where(total == 0.0, -jnp.inf, highest + jnp.log2(safe) / LOG2E)
+    lse = jnp.where(row_sum == 0.0, -jnp.inf, row_max + jnp.log2(safe) / LOG2E)
     plgpu.store(merged_lse_ref, jnp.full((1,), lse))
 
 
@@ -264,7 +264,7 @@ def _kernel(refs: Refs, call: TracedCall) -> None:
     stop = jnp.minimum(begin + per_split, end)
 
     def step(index, state):
-        acc, highest, total, page = state
+        acc, row_max, row_sum, page = state
         start = index * block_kv
         k = _load_block(call, refs.key, page, start, length, call.head_dim)
         s = lax.dot_general(q, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
@@ -275,10 +275,10 @@ def _kernel(refs: Refs, call: TracedCall) -> None:
         if call.left >= 0:
             keep = keep & (keys >= limits[:, None] - (call.left + 1))
         s = jnp.where(keep, s, -jnp.inf)
-        new = jnp.maximum(highest, s.max(axis=1) * factor)
+        new = jnp.maximum(row_max, s.max(axis=1) * factor)
         # A row may have met no key so far: -inf - -inf would be NaN.
         shift = jnp.where(new == -jnp.inf, 0.0, new)
-        alpha = jnp.exp2(highest - shift)
+        alpha = jnp.exp2(row_max - shift)
         p = jnp.exp2(s * factor - shift[:, None])
         v = _load_block(call, refs.value, page, start, length, call.v_head_dim)
         product = lax.dot_general(
@@ -286,19 +286,21 @@ def _kernel(refs: Refs, call: TracedCall) -> None:
         )  # fmt: skip
         # One block ahead: the loads of keys and values do not wait for it.
         page = _load_pages(call, refs.tables, start + block_kv, length)
-        return acc * alpha[:, None] + product, new, total * alpha + p.sum(axis=1), page
+        return acc * alpha[:, None] + product, new, row_sum * alpha + p.sum(axis=1), page
 
-    highest, total = jnp.full((tile,), -jnp.inf, jnp.float32), jnp.zeros((tile,), jnp.float32)
+    row_max, row_sum = jnp.full((tile,), -jnp.inf, jnp.float32), jnp.zeros((tile,), jnp.float32)
     if refs.sinks is not None:  # a key before all others, with no value: the first split's
         is_first = split == 0
-        highest = jnp.where(is_first, refs.sinks[...] * LOG2E, -jnp.inf)
-        total = jnp.where(is_first & (highest > -jnp.inf), 1.0, total)
+        row_max = jnp.where(is_first, refs.sinks[...] * LOG2E, -jnp.inf)
+        row_sum = jnp.where(is_first & (row_max > -jnp.inf), 1.0, row_sum)
     acc = jnp.zeros((tile, padded(call.v_head_dim)), jnp.float32)
     page = _load_pages(call, refs.tables, begin * block_kv, length)
-    acc, highest, total, _ = lax.fori_loop(begin, stop, step, (acc, highest, total, page))
-    dead = total == 0.0
-    total = jnp.where(dead, 1.0, total)
-    lse = jnp.where(dead, -jnp.inf, (highest + jnp.log2(total)) / LOG2E)
+    acc, row_max, row_sum, _ = lax.fori_loop(begin, stop, step, (acc, row_max, row_sum, page))
+    dead = row_sum == 0.0
+    row_sum = jnp.where(dead, 1.0, row_sum)
+    lse = jnp.where(dead, -jnp.inf, (row_max + jnp.log2(row_sum)) / LOG2E)
     out_ref, lse_ref = refs.outs
     plgpu.store(lse_ref, lse)
-    store(out_ref, (acc / total[:, None]).astype(out_ref.dtype), row_start, call.group * call.q_length, call.v_head_dim)
+    store(
+        out_ref, (acc / row_sum[:, None]).astype(out_ref.dtype), row_start, call.group * call.q_length, call.v_head_dim
+    )

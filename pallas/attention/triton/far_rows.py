@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.softmax import is_far
 from jax_kernels.pallas.attention.triton.bias_gradient import Pairs, Tile, gradient_of_tiles, is_kept
 from jax_kernels.pallas.attention.triton.common import (
     Queries,
@@ -41,14 +42,7 @@ from jax_kernels.pallas.attention.triton.common import (
 )
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
 
-# An lse up to which its rounding, in base 2, is off by 2**-10 at most.
-NEAR = 2.0**13
 PROGRAMS = 1  # for each multiprocessor
-
-
-def is_far(lse: jax.Array) -> jax.Array:
-    """Which rows have an lse so large that its rounding counts, as where a bias of -1e9 masks all their keys."""
-    return jnp.isfinite(lse) & (jnp.abs(lse) > NEAR)
 
 
 def far_rows(

@@ -68,7 +68,7 @@ def _kernel(refs: Refs, *, call: TracedCall, q_block):
     queries = Queries.of(limits, q_start, block_q, q_ids)
 
     def step(index, state, *, partial):
-        acc, highest, total = state
+        acc, row_max, row_sum = state
         start = blocks.at(index) * block_kv
         these = pl.ds(start, block_kv)
         length = limits.kv_length if partial else None
@@ -81,34 +81,34 @@ def _kernel(refs: Refs, *, call: TracedCall, q_block):
             if q_ids is not None:
                 kv_ids = load_rows(refs.kv_ids.at[these], start, call.kv_length, block_ranges.NO_KEY)
             s = jnp.where(queries.keep(start + iota(block_kv), kv_ids), s, -jnp.inf)
-        new = jnp.maximum(highest, s.max(axis=1) * call.factor)
+        new = jnp.maximum(row_max, s.max(axis=1) * call.factor)
         # A row may have met no key so far: -inf - -inf would be NaN.
         shift = jnp.where(new == -jnp.inf, 0.0, new) if partial or call.may_mask else new
-        alpha = call.shrinking(highest, shift)
+        alpha = call.shrinking(row_max, shift)
         p = call.exp2(s, shift[:, None])
-        total = total * alpha + p.sum(axis=1)
+        row_sum = row_sum * alpha + p.sum(axis=1)
         v = load(refs.value.at[these, :], start, length, call.v_head_dim)
         acc = acc * alpha[:, None] + call.dot(p.astype(v.dtype), v, (1, 0))
-        return acc, new, total
+        return acc, new, row_sum
 
-    highest, total = jnp.full((block_q,), -jnp.inf, jnp.float32), jnp.zeros((block_q,), jnp.float32)
+    row_max, row_sum = jnp.full((block_q,), -jnp.inf, jnp.float32), jnp.zeros((block_q,), jnp.float32)
     if refs.sinks is not None:  # a key before all others, with no value
         of_batch = batch_index if refs.sinks.shape[0] > 1 else 0
-        highest = jnp.broadcast_to(call.in_units(refs.sinks[of_batch, head]), (block_q,))
-        total = total + 1.0
-    state = (jnp.zeros((block_q, padded(call.v_head_dim)), jnp.float32), highest, total)
-    acc, highest, total = block_loop(blocks, step, state)
-    dead = total == 0.0
+        row_max = jnp.broadcast_to(call.in_units(refs.sinks[of_batch, head]), (block_q,))
+        row_sum = row_sum + 1.0
+    state = (jnp.zeros((block_q, padded(call.v_head_dim)), jnp.float32), row_max, row_sum)
+    acc, row_max, row_sum = block_loop(blocks, step, state)
+    dead = row_sum == 0.0
     if call.may_mask:  # whose excess would be a NaN where a sink of -inf has counted itself
-        dead = dead | (highest == -jnp.inf)
-    total = jnp.where(dead, 1.0, total)
+        dead = dead | (row_max == -jnp.inf)
+    row_sum = jnp.where(dead, 1.0, row_sum)
     out_ref, lse_ref, *excess_ref = refs.outs
     if call.may_mask:
-        log = jnp.log2(total) / LOG2E
-        lse = jnp.where(dead, -jnp.inf, highest + log)
-        excess = jnp.where(dead, 0.0, log + (highest - lse))
+        log = jnp.log2(row_sum) / LOG2E
+        lse = jnp.where(dead, -jnp.inf, row_max + log)
+        excess = jnp.where(dead, 0.0, log + (row_max - lse))
         plgpu.store(excess_ref[0], excess, mask=rows)
     else:
-        lse = jnp.where(dead, -jnp.inf, (highest + jnp.log2(total)) / LOG2E)
-    store(out_ref, (acc / total[:, None]).astype(out_ref.dtype), q_start, call.q_length, call.v_head_dim)
+        lse = jnp.where(dead, -jnp.inf, (row_max + jnp.log2(row_sum)) / LOG2E)
+    store(out_ref, (acc / row_sum[:, None]).astype(out_ref.dtype), q_start, call.q_length, call.v_head_dim)
     plgpu.store(lse_ref, lse, mask=rows)
