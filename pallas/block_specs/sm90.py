@@ -178,9 +178,9 @@ MOSAIC = (
         is_causal=True,
     ),
     # 192 takes the blocks of 256. Its time over cuDNN's, forward: 0.90 full and 0.84 causal at 192, 0.98 at 160.
-    # Backward: 1.09 and 1.11 at 192, 1.02 and 1.10 at 160; both together 1.06 and 1.06, 1.02 and 1.08. In JAX
-    # cuDNN takes no value of another head_dim; in torch its backward of 192/128 takes 0.88 full and 0.58 causal of this one's
-    # time.
+    # Backward: 1.09 and 1.11 at 192, 1.02 and 1.10 at 160; both together 1.06 and 1.06, 1.02 and 1.08.
+    # In JAX, cuDNN takes no value of another head_dim. In torch its backward of 192/128 takes 0.88 of this one's time
+    # where full, and 0.58 where causal.
     Row(
         implementation="mosaic_gpu",
         head_dim=192,
