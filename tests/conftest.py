@@ -1,4 +1,4 @@
-"""What every test of the suite shares: the platform, the gpu marker, hypothesis' settings."""
+"""The things that every test shares: the platform, the gpu marker, hypothesis' settings."""
 
 import os
 import shutil

@@ -11,6 +11,7 @@ LIBRARY = [
     for folder in ("jax_kernels", "pallas", "bridge", "models", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MOST_LINES = {"pallas": 120, "": 100}
 
 
@@ -53,7 +54,7 @@ def test_arguments_are_passed_by_name():
 @pytest.mark.parametrize("word", ["Of", "What", "In", "Whose", "Where"])
 def test_docstrings_are_sentences(word):
     found = []
-    for path in LIBRARY:
+    for path in LIBRARY + TESTS:
         tree = ast.parse(path.read_text())
         documented = [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef))]
         docstrings = [(getattr(n, "name", "module"), ast.get_docstring(n)) for n in documented]

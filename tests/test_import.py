@@ -1,4 +1,4 @@
-"""What `import jax_kernels` gives, and what it leaves alone. Also run on the newest JAX, without torch and flax."""
+"""`import jax_kernels`: its names, and the modules it leaves alone. Also on the newest JAX, without torch and flax."""
 
 import importlib
 import importlib.metadata

@@ -92,7 +92,7 @@ def dquery_blocks(*, head_dim: int, bias_bits: int) -> AttentionDquerySm90:
 
 
 def dilated_launches(compute_capability: tuple[int, int] | None) -> DilatedLaunches:
-    """What launches and gathers of dilated attention cost. Measured on Hopper, and taken for all GPUs."""
+    """The costs of launches and gathers of dilated attention. Measured on Hopper, and taken for all GPUs."""
     return getattr(_file(compute_capability, "mosaic_gpu")[0], "DILATED_LAUNCHES", sm90.DILATED_LAUNCHES)
 
 

@@ -201,7 +201,7 @@ class AttentionDqueryRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DilatedLaunches:
-    """What decides which pieces of a dilated attention share a launch.
+    """The costs that decide which pieces of a dilated attention share a launch.
 
     launch_seconds: what a launch costs besides its products. core_flops: of a streaming multiprocessor, per second.
     gather_seconds: what the start of a gather costs. gather_bandwidth: the share of the GPU's bandwidth it reaches.

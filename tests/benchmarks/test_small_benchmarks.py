@@ -95,7 +95,7 @@ def test_score_mods_of_features(mode, monkeypatch):
 
 @pytest.mark.parametrize("place", range(3))
 def test_a_nan_of_features_is_wrong(place, monkeypatch, run_features):
-    """Of any one gradient."""
+    """A NaN in any one gradient counts."""
     honest = features.backward
 
     def poisoned(call, inputs, *arguments):

@@ -260,7 +260,7 @@ def test_cupti_trouble_is_told():
 
 
 def test_attempts_end_in_a_status():
-    """What cannot run is told from what failed, and neither ends the run; what started has made a call."""
+    """A contender that cannot run is told from one that failed; neither ends the run. One that started has a call."""
 
     def ended(action):
         contender = timing.Contender("x", "jax")

@@ -1,4 +1,4 @@
-"""What each script says where it finds no GPU: one line on what is wanted, or one on each contender that cannot run."""
+"""Each script without a GPU says one line on what is wanted, or one on each contender that cannot run."""
 
 import importlib
 import json

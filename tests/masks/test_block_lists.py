@@ -233,7 +233,7 @@ def test_long_sequences_fit(mask, limit):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_evaluation_in_chunks(rows, monkeypatch):
-    """Of so many rows of blocks, seven in all."""
+    """Chunks of so many rows of blocks, seven in all."""
     case = CASES["function"]
     monkeypatch.setattr(lists, "_CHUNK", B * H * BLOCKS[0] * S * rows)
     got = lists.counts(case.mask, Grid(T, S, *BLOCKS, jnp.zeros(1, jnp.int32), 0))
@@ -252,7 +252,7 @@ def test_64_bit_mode():
 
 
 def test_only_the_partial_blocks_that_there_are_have_bitmaps():
-    """Where their number is known."""
+    """This holds where their number is known."""
     mask = masks.causal() & masks.dense(np.ones((128, 128), bool))
     assert mask.packed_partial(128, 128, 16, 16).words.shape == (9, 1, 16)
     assert jit(lambda mask: mask.packed_partial(128, 128, 16, 16))(mask).words.shape == (65, 1, 16)

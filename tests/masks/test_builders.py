@@ -104,7 +104,7 @@ def test_threshold_between_two_numbers_of_16_bits(dtype):
 
 @pytest.mark.slow
 def test_ranked():
-    """Of a bias of one row a mask of ranks: the same as that of its array in every form."""
+    """A bias of one row gives a mask of ranks: the same as that of its array in every form."""
     bias = jax.random.normal(jax.random.key(0), (2, 3, 1, 40))
     make = lambda bias: masks.top_k(bias, 5, among=masks.causal(), q_length=30, q_offset=8)
     mask = make(bias)
@@ -295,7 +295,7 @@ def test_bad_input(name):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("keys", "k"), [(100, 7), (257, 256), (64, 1), (300, 100)])
 def test_top_k_by_search(dtype, keys, k, monkeypatch):
-    """Of many scores, which are not sorted: the same keys, with ties, both zeros, infinities and rows of few scores."""
+    """Many unsorted scores give the same keys: with ties, both zeros, infinities and rows of few scores."""
     x = np.random.default_rng(0).standard_normal((2, 3, 6, keys))
     x[0] = np.round(x[0])
     x[0, 0, 1, 5] = np.inf

@@ -32,7 +32,7 @@ def test_elements(name):
 
 @pytest.mark.parametrize("name", ["everything_packed", "dense", "block_sparse_odd", "function"])
 def test_rows(name):
-    """Of some queries, in any order."""
+    """Rows of some queries, in any order."""
     rows = np.array([7, 0, 49, 7, 13], np.int32)
     got = CASES[name].mask.rows(rows, S, q_offset=jnp.array([4, -4], jnp.int32))
     np.testing.assert_array_equal(np.broadcast_to(got, (B, H, 5, S)), CASES[name].dense((4, -4))[:, :, rows])

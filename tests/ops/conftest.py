@@ -1,4 +1,4 @@
-"""What attention's tests share."""
+"""Fixtures of attention's tests."""
 
 import numpy as np
 import pytest

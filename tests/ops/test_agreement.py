@@ -86,7 +86,7 @@ class Call:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What flash_attention is given beside query, key and value, in NumPy."""
+        """The arguments of flash_attention beside query, key and value, in NumPy."""
         random = np.random.default_rng([self.seed, 1])
         found: dict[str, Any] = dict.fromkeys(("bias", "mask", "sinks", "segment_ids"))
         if self.bias is not None:

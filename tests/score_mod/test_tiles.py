@@ -1,4 +1,4 @@
-"""What a score_mod reads of arrays beforehand, and what it computes of that: against the score_mod itself."""
+"""The numbers that a score_mod reads beforehand, and the scores that it makes of them, against the score_mod itself."""
 
 import jax
 import jax.numpy as jnp

@@ -42,7 +42,7 @@ TIMEOUT = 240  # seconds for one compile
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What to compile: the gradient of flash_attention (so its forward too), or the forward alone.
+    """A program to compile: the gradient of flash_attention (so its forward too), or the forward alone.
 
     row: compile with the blocks of this row of the GPU's block spec file, instead of the one that is planned.
     kv_lengths, q_offsets, segment_ids, sinks: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
@@ -104,7 +104,7 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True)
 class _Generation:
-    """What XLA wants to know of a GPU and DeviceInfo lacks. shared_memory in bytes, l2 in bytes, clock in GHz.
+    """The facts that XLA wants of a GPU and DeviceInfo lacks. shared_memory in bytes, l2 in bytes, clock in GHz.
 
     kind: a device name of this generation that the Pallas-Triton lowering knows without the device.
     """
@@ -345,7 +345,7 @@ def _run(dump: Path, script: str, *words: str) -> subprocess.CompletedProcess:
 
 
 class Compiled(NamedTuple):
-    """What a script printed, and the figures of its kernels by name: those of Mosaic, and XLA's with Triton's."""
+    """The output of a script, and the figures of its kernels by name: those of Mosaic, and XLA's with Triton's."""
 
     printed: str
     mosaic: dict[str, dict[str, Any]]

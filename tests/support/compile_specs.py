@@ -1,4 +1,4 @@
-"""What is compiled for GPUs that are not there: every block spec row, and features of the Hopper kernels."""
+"""Programs compiled for GPUs that are not there: every block spec row, and features of the Hopper kernels."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def rows():
 
 
 def _dense(gpu, row):
-    """Of a row for biases and masks, under a causal mask: with the widest bias, also beside lists, and with a mask."""
+    """Cases of a row for biases and masks, causal: with the widest bias, also beside lists, and with a mask."""
     spec = _spec(row, row.is_causal is not False, "")
     bias = dataclasses.replace(spec, bias="hts", bias_dtype="float32" if row.dense_bits == 32 else "")
     if row.dense_bits > 1:

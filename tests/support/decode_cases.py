@@ -142,7 +142,7 @@ def definition(case: DecodeCase, arrays: dict[str, Any], rounded: bool = False):
 
 
 def errors(case: DecodeCase, arrays: dict[str, Any], got) -> dict[str, tuple[float, float]]:
-    """Of out and lse: (the error, the largest that it may have). out: 1.1 times that of a plain evaluation."""
+    """Errors of out and lse: (the error, its bound). out: 1.1 times that of a plain evaluation."""
     want, plain = definition(case, arrays), definition(case, arrays, rounded=True)
     if case.dtype == "float32":
         bound = 2e-6

@@ -38,7 +38,7 @@ def calls_of(name):
 
 
 def random_results(calls, heads, per_entry, head_dim):
-    """Of each call [entries, its heads, its rows] and [..., rows, heads, head_dim]."""
+    """The results of each call, [entries, its heads, its rows] and [..., rows, heads, head_dim]."""
     random = np.random.default_rng(0)
     outs, lses = [], []
     for call in calls:

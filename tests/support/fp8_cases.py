@@ -125,7 +125,7 @@ def definition(case: Fp8Case, arrays: dict[str, Any], rounded: bool = False, sco
 
 
 def errors(case: Fp8Case, arrays: dict[str, Any], got, implementation: str) -> dict[str, tuple[float, float]]:
-    """Of out and lse: (the error, the largest that it may have).
+    """The errors of out and lse: (the error, the largest that it may have).
 
     out by "xla": what bfloat16 rounds by, 2**-9 at most. By the kernel: as much, and 1.2 times what a plain 8-bit
     evaluation has, whose P are rounded relative to other maxima. On a GPU, whose tensor cores add products of 8 bits

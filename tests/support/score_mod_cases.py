@@ -44,7 +44,7 @@ def packed(score, b, h, q, k, columns):
 
 
 def many(score, b, h, q, k, columns):
-    """Of every operation that kernels take."""
+    """A score_mod of every operation that kernels take."""
     x = jax.nn.sigmoid(score) + jnp.log1p(score**2) - jnp.expm1(-jnp.abs(score)) + jnp.sqrt(score**2 + 1.0)
     x = x + jnp.exp2(jnp.minimum(score, 1.0)) * jnp.exp(-jnp.square(score)) + jax.lax.rsqrt(2.0 + score**4)
     x = (jnp.maximum(x, 0.5) + jnp.log(columns[b, k] ** 2 + jnp.square(score))) / (2.0 + jnp.sign(score))
@@ -78,7 +78,7 @@ def singular(score, b, h, q, k):
 
 
 def over(score, b, h, q, k, rows, columns):
-    """What divides by numbers of queries and of keys, of which there are none past the ends."""
+    """A score_mod that divides by numbers of queries and of keys, of which there are none past the ends."""
     return score / rows[b, q] - 1 / columns[b, k]
 
 
@@ -161,7 +161,7 @@ def dense(case: dict[str, Any]) -> np.ndarray:
 
 
 def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
-    """Of flash_attention, beside the arrays that have gradients."""
+    """The arguments of flash_attention beside the arrays that have gradients."""
     given = {name: case[name] for name in ("is_causal", "window", "q_offset", "deterministic") if name in case}
     lengths = case["q_length"], case["kv_length"]
     if "kv_lengths" in case:
@@ -196,7 +196,7 @@ def kept(case: dict[str, Any]) -> np.ndarray:
 
 
 def closed_over(case: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the case's mod closes over."""
+    """The arrays that the case's mod closes over."""
     sizes = dict.fromkeys(("slopes", "temperature"), (case["heads"],))
     sizes |= {"columns": (case["batch"], case["kv_length"]), "rows": (case["batch"], case["q_length"])}
     sizes |= {"table": (case["heads"], 81), "embedding": (32, case["heads"])}

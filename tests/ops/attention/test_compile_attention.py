@@ -48,7 +48,7 @@ def test_equals_flash_attention(pattern, options, mask):
 
 
 def test_density_is_of_blocks():
-    """Of 128: 10 of the 16 of a causal mask; none is half of a window that reaches into it."""
+    """Blocks of 128: 10 of the 16 of a causal mask; none is half of a window that reaches into it."""
     assert compile_attention("causal", 512, 64).density == 10 / 16
     assert compile_attention("sliding_window", 512, 64, left=1, right=0).density == 7 / 16
     assert compile_attention("causal", 256, 64, kv_len=512).density == 3 / 8
@@ -104,7 +104,7 @@ def test_it_runs_the_implementation_that_it_was_asked_for():
 
 
 def test_inside_jit():
-    """What is kept is of no trace."""
+    """The call keeps nothing of a trace."""
 
     @jax.jit
     def attend(*qkv):

@@ -45,7 +45,7 @@ def errors(case, got, want=None):
 
 
 def dtypes(case):
-    """What each result should have."""
+    """The dtype that each result should have."""
     own = dict.fromkeys(("out", "dq", "dk", "dv"), case.dtype)
     return own | {"lse": "float32", "dbias": case.bias_dtype or case.dtype, "dsinks": "float32"}
 
@@ -157,7 +157,7 @@ def test_on_gpu_queries_that_a_low_bias_masks(implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["long_128_causal", "long_gqa_64", "long_fp32", "long_cells_causal"])
 def test_on_gpu_the_same_bits(name, implementation, deterministic):
-    """Of the forward always, of the backward with deterministic=True."""
+    """The forward gives them always, the backward with deterministic=True."""
     case = next(case for case in GPU_ATTENTION_CASES if case.name == name)
     skip_where_not_served(case, implementation)
     if deterministic and implementation == "cudnn":

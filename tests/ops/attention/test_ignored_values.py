@@ -1,4 +1,4 @@
-"""What stands past kv_lengths is not read: NaN and infinities there change no result and no gradient."""
+"""Values past kv_lengths are not read: NaN and infinities there change no result and no gradient."""
 
 import functools
 

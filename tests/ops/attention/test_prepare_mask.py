@@ -44,7 +44,7 @@ def primitives(jaxpr):
 
 
 def sorts(mask, query=QUERY, key=KEY, wrap=lambda attend: attend, **arguments):
-    """Of flash_attention and its gradients: each list that is made sorts blocks, and its tiles."""
+    """The sorts in flash_attention and its gradients: each list that is made sorts blocks, and its tiles."""
 
     def loss(query, key, value, mask):
         attend = wrap(lambda *qkv: flash_attention(*qkv, mask=mask, **arguments))

@@ -83,7 +83,7 @@ def definition(mod, keep, q, k, v, closed):
 
 
 def loss(out, lse):
-    """Of which every gradient, through both results, is some number."""
+    """A loss whose every gradient, through both results, is some number."""
     return jnp.sum(out * jnp.cos(out)) + jnp.sum(jnp.where(jnp.isneginf(lse), 0, jnp.sin(lse)))
 
 
@@ -280,7 +280,7 @@ def capped(score, b, h, q, k, slopes, columns):
 
 
 def over(score, b, h, q, k, rows):
-    """What divides by numbers of queries, of which there are none past the end."""
+    """A score_mod that divides by numbers of queries, of which there are none past the end."""
     return score / rows[b, q]
 
 
@@ -436,7 +436,7 @@ def test_masking_on_a_gpu(implementation, name):
 )
 @pytest.mark.parametrize("arguments", [{}, {"is_causal": True, "q_offset": 5}], ids=["full", "causal"])
 def test_kernels_on_a_gpu(implementation, name, arguments):
-    """In bfloat16, over many blocks and at odd lengths, against exact products of the same inputs."""
+    """Kernels in bfloat16, over many blocks and at odd lengths, against exact products of the same inputs."""
     q_length, kv_length, heads, kv_heads = 777, 781, 8, 2
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)

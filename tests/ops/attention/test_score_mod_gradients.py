@@ -56,7 +56,7 @@ CLOSED = {
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Of 16 queries and keys, a few at a time, so that the last chunk has places past the last block."""
+    """Blocks of 16 queries and keys, a few at a time, so that the last chunk has places past the last block."""
     monkeypatch.setattr(score_mod_gradients, "BLOCK", 16)
     monkeypatch.setattr(reference, "CHUNK_BYTES", 5 * 4 * 16 * 16 * H)
 
@@ -139,7 +139,7 @@ def test_key_heads_of_a_mask_of_heads(small_blocks):
 
 
 def test_whole_blocks():
-    """Of the size that it has without a test's, beyond which the lengths end; and in 16 bits."""
+    """Blocks of the size that it has without a test's, beyond which the lengths end; and in 16 bits."""
     got, want = both_ways(of_all, dtype=jnp.bfloat16, mask=CASES["strided"].mask)
     check(got, want, 1e-5)
 

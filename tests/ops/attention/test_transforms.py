@@ -133,7 +133,7 @@ SHARED_BIAS, OWN_BIAS = (1, 4, 9, 11), (3, 1, 4, 9, 11)
     ids=["shared", "shared_triton", "own", "each_entry", "moved"],
 )
 def test_vmap_of_bias_sinks_and_segments(bias_axis, bias, sinks_axis, implementation, monkeypatch):
-    """What the mapped calls share has a gradient for each call under vmap(grad), and their sum under grad(vmap)."""
+    """A shared array has a gradient for each call under vmap(grad), and their sum under grad(vmap)."""
     if implementation == "triton":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     random = np.random.default_rng(0)
@@ -164,7 +164,7 @@ def test_vmap_of_bias_sinks_and_segments(bias_axis, bias, sinks_axis, implementa
 
 
 def test_the_gradient_of_a_16_bit_bias_under_vmap_is_rounded_once(monkeypatch):
-    """Of a bias that 32 batch entries share, and that mapped calls share too: its error is that without vmap. A second
+    """A bias that 32 batch entries and mapped calls share: its gradient's error is that without vmap. A second
     rounding, of each entry's, would give it 1.5 times as much.
     """
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")  # of "xla", the compiler may leave out a rounding

@@ -206,7 +206,7 @@ def weights_of(length, heads, kv_heads, **arguments):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("order", [None, "hilbert"])
 def test_no_token_sees_a_later_one(mode, order):
-    """In batch entry j, token j is not what it is in the last entry: neither out nor lse before j differs."""
+    """Token j of batch entry j is not what it is in the last entry: neither out nor lse before j differs."""
     arguments = PATTERN | MODES[mode] | {"order": order, "is_causal": True}
     for differs in differences(21, 4, 4, **arguments):
         assert not np.tril(differs, -1).any()

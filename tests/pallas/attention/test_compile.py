@@ -23,7 +23,7 @@ BUDGET = Path(__file__).with_name("compile_budget.json")
 
 
 def figures(report):
-    """What the budget says of each kernel. Registers are given out in eights."""
+    """The budget's figures of each kernel. Registers are given out in eights."""
     found = {}
     for kernel, got in sorted(report["kernels"].items()):
         found[kernel] = {

@@ -14,7 +14,7 @@ ROW = ("implementation=mosaic_gpu", "head_dim=64", "is_causal=1")
 
 
 def of_version(folder: Path, edits: dict[str, tuple[str, str]]) -> dict:
-    """What programs.py finds in a copy of the library. edits: by file, what to replace and what by."""
+    """The programs that programs.py finds in a copy of the library. edits: by file, what to replace and what by."""
     for name in ("jax_kernels", "pallas", "bridge", "models"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True)
     for name, (old, new) in edits.items():

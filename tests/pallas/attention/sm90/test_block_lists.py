@@ -47,7 +47,7 @@ def inputs_of(mask, arrays):
 
 
 def walked(lists, by):
-    """What the lists keep: bool [B, H, T, S]; each tile once, and each of its blocks."""
+    """The pairs that the lists keep: bool [B, H, T, S]; each tile once, and each of its blocks."""
     (block_q, block_kv), group = BLOCKS, H // KV_HEADS
     q_blocks = -(-T // block_q)
     kept = np.zeros((B, H, q_blocks * block_q, -(-S // block_kv) * block_kv), bool)

@@ -47,7 +47,7 @@ def places(layout, shape):
 
 
 def test_p_is_an_operand_where_it_stands():
-    """What as_operand relies on: the numbers of a thread are those of its part of the operand, in KEY_ORDER."""
+    """as_operand relies on this: the numbers of a thread are those of its part of the operand, in KEY_ORDER."""
     from jax.experimental.mosaic.gpu import fragmented_array
 
     shape = (64, 64)

@@ -1,4 +1,4 @@
-"""What a score_mod's graph tells of the largest result, against the results themselves."""
+"""The largest result that a score_mod's graph tells, against the results themselves."""
 
 import math
 
