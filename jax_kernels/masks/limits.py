@@ -15,7 +15,7 @@ from jax_kernels.masks.mask import And, Mask
 from jax_kernels.masks.positions import Band, Prefix, causal, prefix, sliding_window
 from jax_kernels.masks.prepared import PreparedMask
 
-__all__ = ["Limits", "joined", "key_lengths", "whole_mask", "without_limits"]
+__all__ = ["Limits", "dense_part", "joined", "key_lengths", "whole_mask", "without_limits"]
 
 
 class Limits(NamedTuple):
@@ -48,7 +48,7 @@ def joined(given: Limits, batch: int) -> Limits:
     given = given._replace(mask=given.mask.unprepared, lists=lists)
     left, right = given.window or (-1, 0 if given.is_causal else -1)
     array, segment_ids, kv_lengths = None, given.segment_ids, given.kv_lengths
-    for part in given.mask.masks if isinstance(given.mask, And) else (given.mask,):
+    for part in _parts(given.mask):
         if isinstance(part, Band) and (part.low or 0) <= 0 <= (part.high or 0):
             left = _tighter(left, -1 if part.low is None else -part.low)
             right = _tighter(right, -1 if part.high is None else part.high)
@@ -69,6 +69,15 @@ def joined(given: Limits, batch: int) -> Limits:
         kv_lengths=kv_lengths,
         lists=None if array is None else lists,
     )
+
+
+def dense_part(mask: Mask) -> DenseMask | None:
+    """The mask whose array `joined` makes of this one; None where it makes no array of it."""
+    return next((part for part in _parts(mask) if isinstance(part, DenseMask)), None)
+
+
+def _parts(mask: Mask) -> tuple[Mask, ...]:
+    return mask.masks if isinstance(mask, And) else (mask,)
 
 
 def _tighter(side: int, other: int) -> int:
@@ -119,8 +128,7 @@ def key_lengths(inputs: Any) -> jax.Array | None:
     batch, kv_length = inputs.key.shape[:2]
     limits = [] if inputs.kv_lengths is None else [inputs.kv_lengths]
     if isinstance(inputs.mask, Mask):
-        parts = inputs.mask.masks if isinstance(inputs.mask, And) else (inputs.mask,)
-        limits += [part.per_batch[:, 0] for part in parts if isinstance(part, Prefix)]
+        limits += [part.per_batch[:, 0] for part in _parts(inputs.mask) if isinstance(part, Prefix)]
     if not limits:
         return None
     lengths = jnp.full((batch,), kv_length, jnp.int32)

@@ -8,6 +8,7 @@ import jax
 from jax_kernels.attention_inputs import AttentionOptions
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.masks.checks import is_int
+from jax_kernels.masks.limits import dense_part
 from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.flash_attention import OP
 from jax_kernels.ops.attention.table import prepared_lists
@@ -69,6 +70,8 @@ def prepare_mask(
     mask, value = mask.unprepared, key if value is None else value
     request, inputs = check(query, key, value, mask=mask, **arguments)
     request = dataclasses.replace(request, has_lists=inputs.mask is not None)  # of an array, too
+    if inputs.mask is not None and not isinstance(inputs.mask, Mask):
+        inputs = inputs._replace(mask=dense_part(mask))  # its blocks may be found without the array
     plan = OP.plan(request, arguments.get("implementation"))
     options = AttentionOptions(
         scale=1.0,
