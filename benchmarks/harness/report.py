@@ -8,6 +8,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -116,9 +117,12 @@ def exit_status(statuses: Iterable[str]) -> int:
 
 
 def write_json(path: pathlib.Path, results: dict[str, Any]) -> None:
-    """Replaces the file in one step: a run that is killed leaves the last whole file. NaN is written as null."""
+    """Replaces the file in one step: a run that is killed leaves the last whole file. NaN is written as null.
+
+    Threads may write at once: each has a draft of its own.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".part")
+    draft = path.with_name(f"{path.name}.{threading.get_ident()}.part")
     draft.write_text(json.dumps(_in_json(results), indent=1, allow_nan=False) + "\n")
     draft.replace(path)
 

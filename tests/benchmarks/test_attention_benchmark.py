@@ -1,5 +1,6 @@
 """The attention benchmark as it runs without a GPU: arguments, results, whole runs by a host clock."""
 
+import concurrent.futures
 import json
 import types
 
@@ -120,6 +121,20 @@ def test_what_is_no_number_is_null(tmp_path):
     report.write_json(tmp_path / "x.json", {"rows": [row], "ok": True})
     read = json.loads((tmp_path / "x.json").read_text())
     assert read == {"rows": [{"error": None, "times": [1.5, None], "calls": 3}], "ok": True}
+
+
+def test_threads_that_write_at_once_leave_whole_files(tmp_path):
+    """A file that is read at any time is that of one of the writers."""
+    path, rows = tmp_path / "x.json", [{"number": i} for i in range(200)]
+    write = lambda name: [report.write_json(path, {"name": name, "rows": rows}) for _ in range(40)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        writers = [pool.submit(write, name) for name in "abcd"]
+        while not all(writer.done() for writer in writers):
+            if path.exists():
+                assert json.loads(path.read_text())["rows"] == rows
+        for writer in writers:
+            writer.result()
+    assert [x.name for x in tmp_path.iterdir()] == ["x.json"]
 
 
 @pytest.mark.timeout(300)
