@@ -7,6 +7,7 @@ from jax_kernels.pallas.block_specs.specs import (
     AttentionFp8Row,
     AttentionRow,
     DilatedLaunches,
+    NormRow,
 )
 
 _FILES = {80: sm80, 86: sm86, 89: sm89, 90: sm90, 100: sm100, 120: sm120}
@@ -94,6 +95,22 @@ def dquery_blocks(*, head_dim: int, bias_bits: int) -> AttentionDquerySm90:
 def dilated_launches(compute_capability: tuple[int, int] | None) -> DilatedLaunches:
     """The costs of launches and gathers of dilated attention. Measured on Hopper, and taken for all GPUs."""
     return getattr(_file(compute_capability, "mosaic_gpu")[0], "DILATED_LAUNCHES", sm90.DILATED_LAUNCHES)
+
+
+def norm_order(compute_capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """The implementations of layer_norm and rms_norm on this GPU, the fastest first; only "xla" without a GPU."""
+    if compute_capability is None or compute_capability < (8, 0):
+        return ("xla",)
+    return nearest(compute_capability)[0].NORM_ORDER
+
+
+def norm_row(compute_capability: tuple[int, int] | None, implementation: str, *, columns: int) -> tuple[NormRow, str]:
+    """The row for a normalisation, as attention_row gives it."""
+    file, own = _file(compute_capability, implementation)
+    for row in file.NORM:
+        if row.implementation == implementation and (row.columns is None or columns <= row.columns):
+            return row, "block spec" if own else "heuristic"
+    raise LookupError(f"no {implementation} row for normalisation with columns={columns}")
 
 
 def _file(compute_capability: tuple[int, int] | None, implementation: str):

@@ -3,12 +3,12 @@
 Their tensor cores have half to a quarter of sm_80's rate: small blocks feed them. No row spills. None is measured yet.
 """
 
-from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE
+from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE, NORM, NORM_ORDER
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 
-__all__ = ["ATTENTION", "ATTENTION_DECODE", "ATTENTION_ORDER"]
+__all__ = ["ATTENTION", "ATTENTION_DECODE", "ATTENTION_ORDER", "NORM", "NORM_ORDER"]
 
 ATTENTION_ORDER = ("triton", "cudnn", "xla")
 

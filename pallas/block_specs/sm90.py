@@ -9,6 +9,7 @@ import dataclasses
 
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION as SM80
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE as SM80_DECODE
+from jax_kernels.pallas.block_specs.sm80 import NORM, NORM_ORDER
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90 as Backward
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton, AttentionForwardTriton, DilatedLaunches
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
@@ -19,6 +20,17 @@ from jax_kernels.pallas.block_specs.specs import AttentionForwardFp8Sm90 as Forw
 from jax_kernels.pallas.block_specs.specs import AttentionForwardSm90 as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionFp8Row as Fp8Row
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
+
+__all__ = [
+    "ATTENTION",
+    "ATTENTION_DECODE",
+    "ATTENTION_DQUERY",
+    "ATTENTION_FP8",
+    "ATTENTION_ORDER",
+    "DILATED_LAUNCHES",
+    "NORM",
+    "NORM_ORDER",
+]
 
 ATTENTION_ORDER = ("mosaic_gpu", "cudnn", "triton", "xla")
 

@@ -255,3 +255,39 @@ class AttentionFp8Row:
     head_dim: int
     config: Any
     is_causal: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormTriton:
+    """Blocks of the forward of a normalisation: a program holds block_rows rows of up to `chunk` columns at once."""
+
+    block_rows: int
+    chunk: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        _powers_of_two(self, "block_rows", "chunk", "num_warps")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormBackwardTriton:
+    """Blocks of the backward of a normalisation. programs: on each streaming multiprocessor."""
+
+    block_rows: int
+    chunk: int
+    num_warps: int
+    programs: int
+
+    def __post_init__(self) -> None:
+        _positive(self, programs=1)
+        _powers_of_two(self, "block_rows", "chunk", "num_warps")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormRow:
+    """The blocks of a normalisation. The first row that matches is taken. columns: the most it serves, None for any."""
+
+    implementation: str
+    columns: int | None
+    forward: Any
+    backward: Any

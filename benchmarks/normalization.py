@@ -1,0 +1,262 @@
+"""layer_norm and rms_norm against their peers, forward and backward, in one alternating run.
+
+    PYTHONPATH=. python benchmarks/normalization.py --shapes "32768,4096;65536,1024" --output results/normalization.json
+
+Peers: XLA, torch, torch.compile, and Liger and QuACK where they are installed. The copy of an array of x's size gives
+the bandwidth of the run: a forward moves as many bytes, a backward 1.5 times as many. --sweep times other blocks of
+this library's kernels instead, as "block_rows,num_warps" forward and
+"block_rows,num_warps,programs[,chunk]" backward.
+
+The exit status is 1 where a contender failed or was wrong.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import command_line, report
+from harness.process import prepare_process, say
+from harness.timers import choose_timer, close
+from harness.timing import Contender, alternate, spread
+
+from jax_kernels import explain, layer_norm, rms_norm
+from jax_kernels.ops import normalization
+
+SHAPES = "32768,4096;16384,8192;65536,1024;8192,16384"
+OPS = {"layer_norm": layer_norm, "rms_norm": rms_norm}
+EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    op: str
+    mode: str
+    rows: int
+    columns: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.op} {self.mode} {self.rows}x{self.columns} bf16"
+
+    @property
+    def megabytes(self) -> float:
+        """That pass through device memory at least."""
+        return {"fwd": 2, "bwd": 3}[self.mode] * 2 * self.rows * self.columns / 1e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrays:
+    """x, dout: [rows, columns]; scale, bias: [columns]; all bfloat16."""
+
+    x: Any
+    scale: Any
+    bias: Any
+    dout: Any
+
+    @classmethod
+    def of(cls, case: Case) -> "Arrays":
+        keys = jax.random.split(jax.random.key(0), 4)
+        shapes = (case.rows, case.columns), (case.columns,), (case.columns,), (case.rows, case.columns)
+        return cls(*(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)))
+
+    def weights(self, op: str) -> tuple[Any, ...]:
+        return (self.scale, self.bias) if op == "layer_norm" else (self.scale,)
+
+    def in_torch(self) -> "Arrays":
+        import torch
+
+        return Arrays(*(torch.from_dlpack(x) for x in (self.x, self.scale, self.bias, self.dout)))
+
+
+def ours(case: Case, arrays: Arrays, implementation: str, blocks: dict[str, int] | None = None) -> Callable[[int], Any]:
+    """The call. blocks: to replace in the forward's or the backward's, by name."""
+    op, weights = OPS[case.op], arrays.weights(case.op)
+    attend = lambda x, *weights: op(x, *weights, eps=EPS, implementation=implementation)
+    config = normalization._config
+    if blocks:
+        direction = {"fwd": "forward", "bwd": "backward"}[case.mode]
+
+        def swept(request):
+            found, source = config(request)
+            changed = dataclasses.replace(getattr(found, direction), **blocks)
+            return dataclasses.replace(found, **{direction: changed}), source
+
+        triton = normalization.IMPLEMENTATIONS["triton"]
+        normalization.IMPLEMENTATIONS["triton"] = dataclasses.replace(triton, config=swept)
+    try:
+        if case.mode == "fwd":
+            run = jax.jit(attend).lower(arrays.x, *weights).compile()
+            return lambda index: run(arrays.x, *weights)
+        _, vjp = jax.vjp(attend, arrays.x, *weights)
+        backward = jax.jit(lambda vjp, dout: vjp(dout)).lower(vjp, arrays.dout).compile()
+        return lambda index: backward(vjp, arrays.dout)
+    finally:
+        if blocks:
+            normalization.IMPLEMENTATIONS["triton"] = triton
+
+
+def by_torch(case: Case, arrays: Arrays, function: Callable[..., Any]) -> Callable[[int], Any]:
+    """The call of function(x, *weights), or of its backward."""
+    import torch
+
+    given = arrays.in_torch()
+    if case.mode == "fwd":
+        with torch.no_grad():
+            function(given.x, *given.weights(case.op))
+
+        def forward(index):
+            with torch.no_grad():
+                return function(given.x, *given.weights(case.op))
+
+        return forward
+    leaves = [x.detach().requires_grad_() for x in (given.x, *given.weights(case.op))]
+    out = function(*leaves)
+    return lambda index: torch.autograd.grad(out, leaves, given.dout, retain_graph=True)
+
+
+def torch_functions(op: str) -> dict[str, Callable[[], Callable[..., Any]]]:
+    """By name, what gives a function of (x, *weights). It may raise ImportError."""
+
+    def plain():
+        from torch.nn import functional
+
+        norm = {"layer_norm": functional.layer_norm, "rms_norm": functional.rms_norm}[op]
+        return lambda x, *weights: norm(x, x.shape[-1:], *weights, eps=EPS)
+
+    def compiled():
+        import torch
+
+        torch._dynamo.reset()  # else the shapes of the cases before count among its recompilations
+        torch._functorch.config.donated_buffer = False  # the graph is kept from one backward to the next
+        return torch.compile(plain())
+
+    def liger():
+        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        function = {"layer_norm": LigerLayerNormFunction, "rms_norm": LigerRMSNormFunction}[op]
+        return lambda x, *weights: function.apply(x, *weights, EPS)
+
+    def quack():
+        import quack
+
+        if op == "layer_norm":
+            from quack.layernorm import layernorm
+
+            return lambda x, scale, bias: layernorm(x, scale.float(), bias.float(), eps=EPS)
+        return lambda x, scale: quack.rmsnorm(x, scale, eps=EPS)
+
+    return {"torch": plain, "torch.compile": compiled, "liger": liger, "quack": quack}
+
+
+def _error(outputs: Any, wanted: Any) -> float:
+    """The largest relative error of the outputs, in the 2-norm."""
+    leaves = lambda tree: [np.asarray(x) for x in jax.tree.leaves(tree)]
+    numbers = lambda x: x.astype(np.float32)
+    return max(
+        float(np.linalg.norm(numbers(x) - numbers(y)) / np.linalg.norm(numbers(y)))
+        for x, y in zip(leaves(outputs), leaves(wanted), strict=True)
+    )
+
+
+def contenders_of(case: Case, arrays: Arrays, args: argparse.Namespace) -> list[Contender]:
+    """Those that were built, each judged against XLA in bfloat16."""
+    found: list[Contender] = []
+    wanted: Any = None
+
+    def add(name: str, framework: str, build: Callable[[], Callable[[int], Any]], plan: str = "") -> None:
+        contender = Contender(name, framework)
+        found.append(contender)
+        with contender.attempt():
+            try:
+                outputs = contender.start(build(), plan)
+            except ImportError as error:
+                raise NotImplementedError(f"not installed: {error}") from None
+            if framework == "jax" and name != "copy" and wanted is not None:
+                contender.judge(_error(outputs, wanted), "xla")
+
+    wanted = jax.block_until_ready(ours(case, arrays, "xla")(0))
+    if args.sweep:
+        for blocks in _blocks(case, args.sweep):
+            name = " ".join(f"{key}={x}" for key, x in blocks.items())
+            add(name or "row", "jax", lambda blocks=blocks: ours(case, arrays, "triton", blocks))
+        return found
+    plan = str(explain(OPS[case.op], arrays.x, *arrays.weights(case.op)))
+    add("triton", "jax", lambda: ours(case, arrays, "triton"), plan)
+    add("xla", "jax", lambda: ours(case, arrays, "xla"))
+    for name, function in torch_functions(case.op).items():
+        if name in args.peers:
+            add(name, "torch", lambda function=function: by_torch(case, arrays, function()))
+    copy = jax.jit(jnp.copy).lower(arrays.x).compile()
+    add("copy", "jax", lambda: lambda index: copy(arrays.x))
+    return found
+
+
+def _blocks(case: Case, text: str) -> list[dict[str, int]]:
+    """The blocks of --sweep that are for the case's direction, after those of its row."""
+    names = {2: "fwd", 3: "bwd", 4: "bwd"}
+    keys = ("block_rows", "num_warps", "programs", "chunk")
+    numbers = [[int(word) for word in part.split(",")] for part in text.split(";")]
+    return [{}] + [dict(zip(keys, x, strict=False)) for x in numbers if names[len(x)] == case.mode]
+
+
+def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    arrays = Arrays.of(case)
+    contenders = contenders_of(case, arrays, args)
+    alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
+    row: dict[str, Any] = dataclasses.asdict(case) | {"label": case.label, "contenders": []}
+    for contender in contenders:
+        found = {"name": contender.name, "framework": contender.framework, **contender.findings}
+        if contender.times:
+            found["gigabytes_per_second"] = case.megabytes / spread(contender.times)["median"]
+        row["contenders"].append(found)
+    times = {c.name: spread(c.times)["median"] for c in contenders if c.times}
+    say(f"{case.label}: " + ", ".join(f"{name} {ms:.4f}" for name, ms in sorted(times.items(), key=lambda x: x[1])))
+    for c in contenders:
+        if c.status not in ("ok", "unavailable"):
+            say(f"  {c.name}: {c.status}: {c.reason}")
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05, budget=1e9)
+    parser.add_argument("--shapes", default=SHAPES, help="rows,columns, separated by ';'")
+    parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--modes", default="fwd,bwd")
+    parser.add_argument("--peers", default="torch,torch.compile,liger,quack")
+    parser.add_argument("--sweep", help="blocks, separated by ';'")
+    args = parser.parse_args(argv)
+    shapes = [[int(word) for word in part.split(",")] for part in args.shapes.split(";")]
+    ops = command_line.names("ops", args.ops, tuple(OPS))
+    modes = command_line.names("modes", args.modes, ("fwd", "bwd"))
+    args.peers = args.peers.split(",")
+    prepare_process()
+    until = time.monotonic() + args.budget
+    with_torch = not args.sweep and bool(args.peers)
+    name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
+    results: dict[str, Any] = {
+        "schema": report.SCHEMA,
+        "environment": report.environment(args.commit, with_torch),
+        "timer": name,
+        "rows": [],
+    }
+    for shape in shapes:
+        for case in (Case(op, mode, *shape) for op in ops for mode in modes):
+            if time.monotonic() > until:
+                say(f"{case.label}: the budget is spent")
+                continue
+            results["rows"].append(measure(case, timer, args))
+            if args.output is not None:
+                report.write_json(args.output, results)
+    close(timer)
+    return report.exit_status(x["status"] for row in results["rows"] for x in row["contenders"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The arrays, options and results of a normalisation, from the public op down to a kernel."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+
+class NormInputs(NamedTuple):
+    """The arrays of a call. Those that a call lacks are None.
+
+    x: [rows, columns], bfloat16, float16 or float32. residual: like x, added to it first. scale, bias: [columns], in
+    x's dtype or float32.
+    """
+
+    x: Any
+    residual: Any = None
+    scale: Any = None
+    bias: Any = None
+
+
+class NormResult(NamedTuple):
+    """The result of a forward.
+
+    out: like x. total: x + residual in x's dtype, None without a residual. mean, inverse: [rows] float32, the mean of
+    each row, None for rms_norm, and the inverse of its standard deviation, or root mean square.
+    """
+
+    out: Any
+    total: Any
+    mean: Any
+    inverse: Any
+
+
+class NormGradients(NamedTuple):
+    """The gradients of x (and of residual, which is the same), scale and bias. None for what has none."""
+
+    x: Any
+    scale: Any = None
+    bias: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormOptions:
+    """The static half of a call: hashable, so that it can key a jit cache.
+
+    out = (x - mean) * inverse * (scale + scale_offset) + bias, with inverse = 1 / sqrt(mean((x - mean)²) + eps). The
+    mean is taken off where is_centred (layer_norm), and counts as 0 otherwise (rms_norm).
+    """
+
+    is_centred: bool
+    eps: float
+    scale_offset: float = 0.0

@@ -1,0 +1,288 @@
+"""layer_norm and rms_norm: their checks, gradient and table of implementations."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import dispatch
+from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
+from jax_kernels.ops import checks, reasons
+from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, kernel, under_defaults
+from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.attention.triton.common import reaches
+from jax_kernels.pallas.normalization.triton import backward as backward_triton
+from jax_kernels.pallas.normalization.triton import forward as forward_triton
+from jax_kernels.pallas.varying import as_varying, varying_axes
+from jax_kernels.reference import normalization as reference
+
+__all__ = ["IMPLEMENTATIONS", "NormRequest", "layer_norm", "rms_norm"]
+
+
+@dataclasses.dataclass(frozen=True)
+class NormRequest(Request):
+    """A call of layer_norm or rms_norm without its arrays. rows: how many rows of `columns` numbers x has."""
+
+    rows: int
+    columns: int
+    dtype: str
+
+
+@under_defaults
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    eps: float = 1e-6,
+    scale_offset: float = 0.0,
+    implementation: str | None = None,
+) -> Any:
+    """Layer normalisation over the last axis, with an addition before it where there is a residual.
+
+    Equivalent to the following JAX code, with statistics in float32::
+
+        x = x if residual is None else x + residual
+        mean = x.mean(-1, keepdims=True)
+        variance = jnp.square(x - mean).mean(-1, keepdims=True)
+        out = (x - mean) / jnp.sqrt(variance + eps) * (scale + scale_offset) + bias
+        out = out if residual is None else (out, x)
+
+    The variance is that of the differences from the mean, so that it is right where the mean is much larger. The
+    kernels read x once and write it once. Gradients of x, residual, scale and bias take one pass over x and the
+    gradient of out, and are summed in float32.
+
+    Args:
+      x: [..., N], bfloat16, float16 or float32.
+      scale, bias: [N], in x's dtype or float32. None leaves it out.
+      residual: like x, added to it, rounded to x's dtype.
+      eps: added to the variance; 0 or more.
+      scale_offset: added to scale.
+      implementation: "triton" or "xla"; None picks the fastest that can serve.
+
+    Returns:
+      out, like x; with a residual, (out, x + residual).
+
+    Raises:
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, or a value is out of range.
+      NotImplementedError: a named implementation cannot serve this call, and why.
+
+    Source: Ba et al., "Layer Normalization" (2016), arXiv:1607.06450.
+    """
+    call, inputs, shape = _prepare(
+        x=x,
+        scale=scale,
+        bias=bias,
+        residual=residual,
+        eps=eps,
+        scale_offset=scale_offset,
+        implementation=implementation,
+        op="layer_norm",
+    )
+    return _run(call, inputs, shape)
+
+
+@under_defaults
+def rms_norm(
+    x: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    residual: jax.Array | None = None,
+    eps: float = 1e-6,
+    scale_offset: float = 0.0,
+    implementation: str | None = None,
+) -> Any:
+    """Normalisation by the root mean square of the last axis, with an addition before it where there is a residual.
+
+    Equivalent to the following JAX code, in float32::
+
+        x = x if residual is None else x + residual
+        out = x / jnp.sqrt(jnp.square(x).mean(-1, keepdims=True) + eps) * (scale + scale_offset)
+        out = out if residual is None else (out, x)
+
+    Args:
+      x: [..., N], bfloat16, float16 or float32.
+      scale: [N], in x's dtype or float32. None leaves it out.
+      residual: like x, added to it, rounded to x's dtype.
+      eps: added to the mean square; 0 or more.
+      scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, as Gemma's are.
+      implementation: "triton" or "xla"; None picks the fastest that can serve.
+
+    Returns:
+      out, like x; with a residual, (out, x + residual).
+
+    Raises:
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, or a value is out of range.
+      NotImplementedError: a named implementation cannot serve this call, and why.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
+    """
+    call, inputs, shape = _prepare(
+        x=x,
+        scale=scale,
+        bias=None,
+        residual=residual,
+        eps=eps,
+        scale_offset=scale_offset,
+        implementation=implementation,
+        op="rms_norm",
+    )
+    return _run(call, inputs, shape)
+
+
+def _prepare(
+    *, x, scale, bias, residual, eps, scale_offset, implementation, op
+) -> tuple[PlannedCall, NormInputs, tuple[int, ...]]:
+    """The planned call, its arrays as rows and columns, and x's shape."""
+    request, arrays = _check(
+        x=x,
+        scale=scale,
+        bias=bias,
+        residual=residual,
+        eps=eps,
+        scale_offset=scale_offset,
+        implementation=implementation,
+        op=op,
+    )
+    options = NormOptions(is_centred=op == "layer_norm", eps=float(eps), scale_offset=float(scale_offset))
+    by_rows = lambda x: None if x is None else x.reshape(request.rows, request.columns)
+    inputs = arrays._replace(x=by_rows(arrays.x), residual=by_rows(arrays.residual))
+    inputs = as_varying(inputs, varying_axes(inputs))
+    return OPS[op].call(request, options, implementation), inputs, arrays.x.shape
+
+
+def _check(*, x, scale, residual, eps, scale_offset, implementation, op, bias=None) -> tuple[NormRequest, NormInputs]:
+    """The request behind a call, and its arrays."""
+    x = checks.checked_array("x", x)
+    if x.dtype not in checks.DTYPES:
+        raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16 or float32")
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x: got shape {x.shape}, want [..., N] with N above 0")
+    if residual is not None:
+        residual = checks.checked_array("residual", residual)
+        if (residual.shape, residual.dtype) != (x.shape, x.dtype):
+            got = f"{residual.dtype}{list(residual.shape)}"
+            raise ValueError(f"residual: got {got}, want x's dtype and shape {x.dtype}{list(x.shape)}")
+    scale, bias = (_weights(name, weights, x) for name, weights in (("scale", scale), ("bias", bias)))
+    checks.check_number("eps", eps)
+    checks.check_number("scale_offset", scale_offset)
+    if eps is None or eps < 0:
+        raise ValueError(f"eps: got {eps}, want a number of 0 or more")
+    if scale_offset is None or (scale_offset and scale is None):
+        raise ValueError(f"scale_offset: got {scale_offset} with scale={scale}, want 0.0, or a scale to add it to")
+    checks.check_implementation(implementation)
+    request = NormRequest(
+        op=op,
+        device=dispatch.target_device(x),
+        rows=math.prod(x.shape[:-1]),
+        columns=x.shape[-1],
+        dtype=str(x.dtype),
+    )
+    return request, NormInputs(x=x, residual=residual, scale=scale, bias=bias)
+
+
+def _weights(name: str, weights: Any, x: Any) -> Any:
+    """scale or bias: an array [N], or None."""
+    if weights is None:
+        return None
+    if not isinstance(weights, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        raise TypeError(f"{name}: got {type(weights).__name__}, want an array")
+    if weights.dtype not in (x.dtype, jnp.dtype(jnp.float32)):
+        raise TypeError(f"{name}: got dtype {weights.dtype}, want x's dtype {x.dtype}, or float32")
+    if weights.shape != x.shape[-1:]:
+        raise ValueError(f"{name}: got shape {weights.shape}, want [N] = {x.shape[-1:]}")
+    return checks.reshaped(weights, weights.shape, weights.dtype)
+
+
+def _supports_triton(request: NormRequest) -> str | None:
+    if reason := reasons.below(request, (8, 0)):
+        return reason
+    if request.rows == 0:
+        return "there are no rows"
+    if not reaches(request.rows * request.columns * jnp.dtype(request.dtype).itemsize):
+        return "Pallas' Triton does not reach all of an array of 2 to 4 GiB"
+    return reasons.no_gpu(request)
+
+
+def _config(request: NormRequest) -> tuple[Blocks, str]:
+    row, source = block_specs.norm_row(request.device.compute_capability, "triton", columns=request.columns)
+    return Blocks(forward=row.forward, backward=row.backward, core_count=request.device.core_count), source
+
+
+def _xla_forward(inputs, options, *, config, interpret):
+    return reference.norm_forward(inputs, options)
+
+
+def _xla_backward(inputs, options, result, dout, dtotal, *, config, interpret):
+    return reference.norm_backward(inputs, options, result, dout, dtotal)
+
+
+IMPLEMENTATIONS = {
+    "triton": Implementation(
+        "triton",
+        _supports_triton,
+        _config,
+        kernel(forward_triton.norm_forward, "forward"),
+        kernel(backward_triton.norm_backward, "backward"),
+    ),
+    "xla": Implementation(
+        "xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward
+    ),
+}
+
+
+def _order(request: NormRequest) -> tuple[str, ...]:
+    return block_specs.norm_order(request.device.compute_capability)
+
+
+OPS = {name: PlannedOp(name, IMPLEMENTATIONS, _order) for name in ("layer_norm", "rms_norm")}
+OPS["layer_norm"].explained_by(functools.partial(_check, op="layer_norm"))(layer_norm)
+OPS["rms_norm"].explained_by(functools.partial(_check, op="rms_norm"))(rms_norm)
+
+
+def _run(call: PlannedCall, inputs: NormInputs, shape: tuple[int, ...]) -> Any:
+    out, total = _norm(call, inputs)
+    return out.reshape(shape) if total is None else (out.reshape(shape), total.reshape(shape))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _norm(call: PlannedCall, inputs: NormInputs):
+    """(out, total), both [rows, columns]; total is None without a residual."""
+    result = _forward(call, inputs)
+    return result.out, result.total
+
+
+def _forward(call: PlannedCall, inputs: NormInputs) -> NormResult:
+    implementation = IMPLEMENTATIONS[call.implementation]
+    return implementation.forward(inputs, call.options, config=call.config, interpret=call.interpret)
+
+
+@under_defaults
+def _norm_fwd(call, inputs):
+    result = _forward(call, inputs)
+    if result.total is not None:  # of x and residual the backward reads the sum alone
+        inputs = inputs._replace(x=result.total, residual=None)
+    return (result.out, result.total), (inputs, result._replace(out=None, total=None), result.total is not None)
+
+
+@under_defaults
+def _norm_bwd(call, residuals, cotangents):
+    inputs, result, has_residual = residuals
+    dout, dtotal = cotangents
+    backward = IMPLEMENTATIONS[call.implementation].backward
+    assert backward is not None
+    statics = {"config": call.config, "interpret": call.interpret}
+    gradients: NormGradients = backward(inputs, call.options, result, dout, dtotal if has_residual else None, **statics)
+    dresidual = gradients.x if has_residual else None
+    return (NormInputs(x=gradients.x, residual=dresidual, scale=gradients.scale, bias=gradients.bias),)
+
+
+_norm.defvjp(_norm_fwd, _norm_bwd)

@@ -1,0 +1,56 @@
+"""layer_norm and rms_norm in plain jnp: the implementation "xla", and the equations of the kernels."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
+
+__all__ = ["norm_backward", "norm_forward"]
+
+
+def norm_forward(inputs: NormInputs, options: NormOptions) -> NormResult:
+    """See NormOptions for the equations. Everything is computed in float32."""
+    total = None if inputs.residual is None else _rounded_sum(inputs.x, inputs.residual)
+    x = (inputs.x if total is None else total).astype(jnp.float32)
+    mean = x.mean(axis=1) if options.is_centred else None
+    centred = x if mean is None else x - mean[:, None]
+    inverse = jax.lax.rsqrt(jnp.square(centred).mean(axis=1) + options.eps)
+    out = centred * inverse[:, None]
+    if (weight := _weight(inputs, options)) is not None:
+        out = out * weight
+    if inputs.bias is not None:
+        out = out + inputs.bias.astype(jnp.float32)
+    return NormResult(out=out.astype(inputs.x.dtype), total=total, mean=mean, inverse=inverse)
+
+
+def norm_backward(
+    inputs: NormInputs, options: NormOptions, result: NormResult, dout: Any, dtotal: Any = None
+) -> NormGradients:
+    """The gradients, from the result of the forward and the cotangents of out and total (dtotal may be None)."""
+    x = (inputs.x if result.total is None else result.total).astype(jnp.float32)
+    dout = dout.astype(jnp.float32)
+    normed = (x if result.mean is None else x - result.mean[:, None]) * result.inverse[:, None]
+    weight = _weight(inputs, options)
+    # With g = dout * weight: dx = (g - mean(g) - normed * mean(g * normed)) * inverse
+    g = dout if weight is None else dout * weight
+    dx = g - normed * (g * normed).mean(axis=1, keepdims=True)
+    if options.is_centred:
+        dx = dx - g.mean(axis=1, keepdims=True)
+    dx = dx * result.inverse[:, None]
+    if dtotal is not None:
+        dx = dx + dtotal.astype(jnp.float32)
+    dscale = None if inputs.scale is None else (dout * normed).sum(axis=0).astype(inputs.scale.dtype)
+    dbias = None if inputs.bias is None else dout.sum(axis=0).astype(inputs.bias.dtype)
+    return NormGradients(x=dx.astype(inputs.x.dtype), scale=dscale, bias=dbias)
+
+
+def _rounded_sum(x: Any, y: Any) -> Any:
+    """x + y in their dtype. XLA would leave out the rounding of 16 bits where it computes on in float32."""
+    total, info = x.astype(jnp.float32) + y.astype(jnp.float32), jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(total, info.nexp, info.nmant).astype(x.dtype)
+
+
+def _weight(inputs: NormInputs, options: NormOptions) -> Any:
+    return None if inputs.scale is None else inputs.scale.astype(jnp.float32) + options.scale_offset

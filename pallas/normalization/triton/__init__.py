@@ -1,0 +1,1 @@
+"""Normalisation in Pallas-Triton: sm_80 and later."""

@@ -1,0 +1,184 @@
+"""The backward of layer_norm and rms_norm: one pass over x and dout gives dx, dscale and dbias.
+
+As many programs run as fit the GPU at once. Each takes one block of rows after another, and keeps its sums of dscale
+and dbias in registers, in float32. The sums of the programs are added up at the end. Per row of n numbers of 16 bits,
+6 n bytes pass through device memory.
+
+Rows of several chunks are read twice, the second time from the L2 cache. Their dscale and dbias are summed by a kernel
+of its own, whose programs own columns: registers do not hold the sums of a whole row.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
+from jax_kernels.pallas.block_specs.specs import NormBackwardTriton
+from jax_kernels.pallas.normalization.triton.rows import Place, Refs, Traits, chunk_loop
+from jax_kernels.pallas.varying import result_types
+
+
+def norm_backward(
+    inputs: NormInputs,
+    options: NormOptions,
+    result: NormResult,
+    dout: jax.Array,
+    dtotal: jax.Array | None = None,
+    *,
+    config: NormBackwardTriton,
+    core_count: int,
+    interpret: bool,
+) -> NormGradients:
+    """See the package's docstring."""
+    traits = Traits.of(inputs, options, config.block_rows, config.chunk)
+    given = {
+        "x": inputs.x if result.total is None else result.total,
+        "scale": inputs.scale,
+        "mean": result.mean,
+        "inverse": result.inverse,
+        "dout": dout,
+        "dtotal": dtotal,
+    }
+    arrays = {name: x for name, x in given.items() if x is not None}
+    sums = [name for name in ("scale", "bias") if getattr(inputs, name) is not None]
+    programs = min(core_count * config.programs, traits.row_blocks)
+    dx = jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype)
+    partial_sums = jax.ShapeDtypeStruct((programs, traits.columns), jnp.float32)
+
+    def launch(kernel, name: str, outs: dict[str, Any], grid: tuple[int, ...]) -> dict[str, Any]:
+        def body(*refs):
+            written = NormGradients(
+                **dict.fromkeys(NormGradients._fields) | dict(zip(outs, refs[len(arrays) :], strict=True))
+            )
+            kernel(Refs(**dict(zip(arrays, refs[: len(arrays)], strict=True)), outs=written), traits, programs)
+
+        found = pl.pallas_call(
+            body,
+            grid=grid,
+            out_shape=result_types(list(outs.values()), *arrays.values()),
+            compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+            interpret=interpret,
+            name=name,
+        )(*arrays.values())
+        return dict(zip(outs, found, strict=True))
+
+    if traits.chunks == 1:
+        found = launch(_rows_kernel, "norm_backward_triton", {"x": dx} | dict.fromkeys(sums, partial_sums), (programs,))
+    else:
+        found = launch(_chunked_rows_kernel, "norm_backward_dx_triton", {"x": dx}, (programs,))
+        if sums:
+            grid = (traits.chunks, programs)
+            found |= launch(_columns_kernel, "norm_backward_sums_triton", dict.fromkeys(sums, partial_sums), grid)
+    totals = {name: found[name].sum(axis=0).astype(getattr(inputs, name).dtype) for name in sums}
+    return NormGradients(**{"x": found["x"]} | totals)
+
+
+class _Rows:
+    """A block of rows in a kernel, with their statistics."""
+
+    def __init__(self, refs: Refs, traits: Traits, row: Any) -> None:
+        self.refs, self.traits, self.row = refs, traits, row
+        first = Place(traits, row, 0)
+        self.inverse = first.load_numbers(refs.inverse)
+        self.mean = None if refs.mean is None else first.load_numbers(refs.mean)
+
+    def normed(self, place: Place) -> jax.Array:
+        """(x - mean) * inverse."""
+        x = place.load(self.refs.x).astype(jnp.float32)
+        return (x if self.mean is None else x - self.mean) * self.inverse
+
+    def dx(self, place: Place, normed: jax.Array, g: jax.Array, mean_g: Any, mean_normed: jax.Array) -> jax.Array:
+        """dx = (g - mean(g) - normed * mean(g * normed)) * inverse, and what comes through total."""
+        dx = g - normed * mean_normed
+        dx = (dx if mean_g is None else dx - mean_g) * self.inverse
+        if self.refs.dtotal is not None:
+            dx = dx + place.load(self.refs.dtotal).astype(jnp.float32)
+        return dx
+
+    def means(self, g: jax.Array, normed: jax.Array) -> tuple[Any, jax.Array]:
+        """The parts of mean(g), None for rms_norm, and mean(g * normed) that these columns make, [rows, 1]."""
+        mean = lambda x: x.sum(axis=1)[:, None] / self.traits.columns
+        return (mean(g) if self.traits.options.is_centred else None), mean(g * normed)
+
+
+def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
+    """One program: all of dx's rows program, program + programs, ..., and their part of the sums."""
+    program = pl.program_id(0)
+    zeros = jnp.zeros((traits.block_rows, traits.chunk), jnp.float32)
+    names = [name for name in ("scale", "bias") if getattr(refs.outs, name) is not None]
+    weight = Place(traits, 0, 0).weight(refs)
+
+    def step(i, sums):
+        row = (program + i * programs) * traits.block_rows
+        place = Place(traits, row, 0)
+        rows = _Rows(refs, traits, row)
+        normed, dout = rows.normed(place), place.load(refs.dout).astype(jnp.float32)
+        g = dout if weight is None else dout * weight
+        mean_g, mean_normed = rows.means(g, normed)
+        place.store(refs.outs.x, rows.dx(place, normed, g, mean_g, mean_normed))
+        added = {"scale": dout * normed, "bias": dout}
+        return {name: sums[name] + added[name] for name in names}
+
+    # Blocks past the last row add nothing: every program takes as many.
+    sums = lax.fori_loop(0, pl.cdiv(traits.row_blocks, programs), step, dict.fromkeys(names, zeros))
+    for name in names:
+        _store_sums(getattr(refs.outs, name), traits, program, 0, sums[name])
+
+
+def _store_sums(ref: Any, traits: Traits, program: Any, column: Any, sums: jax.Array) -> None:
+    exists = Place(traits, 0, column).column_exists
+    plgpu.store(ref.at[program, pl.ds(column, traits.chunk)], sums.sum(axis=0), mask=exists)
+
+
+def _chunked_rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
+    """dx alone, of rows of several chunks."""
+    program = pl.program_id(0)
+    zeros = jnp.zeros((traits.block_rows, 1), jnp.float32)
+
+    def of_rows(i, _):
+        row = (program + i * programs) * traits.block_rows
+        rows = _Rows(refs, traits, row)
+
+        def terms(column):
+            place = Place(traits, row, column)
+            dout, weight = place.load(refs.dout).astype(jnp.float32), place.weight(refs)
+            return place, rows.normed(place), dout if weight is None else dout * weight
+
+        def add(column, state):
+            _, normed, g = terms(column)
+            mean_g, mean_normed = rows.means(g, normed)
+            return state[0] + (0.0 if mean_g is None else mean_g), state[1] + mean_normed
+
+        def write(column, state):
+            place, normed, g = terms(column)
+            place.store(refs.outs.x, rows.dx(place, normed, g, mean_g, mean_normed))
+            return state
+
+        mean_g, mean_normed = chunk_loop(traits, add, (zeros, zeros))
+        mean_g = mean_g if traits.options.is_centred else None
+        chunk_loop(traits, write, ())
+        return ()
+
+    lax.fori_loop(0, pl.cdiv(traits.row_blocks, programs), of_rows, ())
+
+
+def _columns_kernel(refs: Refs, traits: Traits, programs: int) -> None:
+    """The sums of a chunk of columns over the rows program, program + programs, ..."""
+    column, program = pl.program_id(0) * traits.chunk, pl.program_id(1)
+    zeros = jnp.zeros((traits.block_rows, traits.chunk), jnp.float32)
+    names = [name for name in ("scale", "bias") if getattr(refs.outs, name) is not None]
+
+    def step(i, sums):
+        row = (program + i * programs) * traits.block_rows
+        place = Place(traits, row, column)
+        dout = place.load(refs.dout).astype(jnp.float32)
+        added = {"scale": lambda: dout * _Rows(refs, traits, row).normed(place), "bias": lambda: dout}
+        return {name: sums[name] + added[name]() for name in names}
+
+    sums = lax.fori_loop(0, pl.cdiv(traits.row_blocks, programs), step, dict.fromkeys(names, zeros))
+    for name in names:
+        _store_sums(getattr(refs.outs, name), traits, program, column, sums[name])

@@ -1,0 +1,121 @@
+"""The forward of layer_norm and rms_norm: each row is read once, and written once.
+
+A program owns a few whole rows. Where a row has one chunk, it stays in registers between its statistics and its
+output. Longer rows are read a second time, from the L2 cache. Per row of n numbers of 16 bits, 4 n bytes pass through
+device memory: 0.127 ms for 32768 x 4096 at 4.24 TB/s.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.normalization_inputs import NormInputs, NormOptions, NormResult
+from jax_kernels.pallas.block_specs.specs import NormTriton
+from jax_kernels.pallas.normalization.triton.rows import Place, Refs, Traits, chunk_loop
+from jax_kernels.pallas.varying import result_types
+
+
+def norm_forward(
+    inputs: NormInputs, options: NormOptions, *, config: NormTriton, core_count: int, interpret: bool
+) -> NormResult:
+    """See the package's docstring."""
+    del core_count
+    traits = Traits.of(inputs, options, config.block_rows, config.chunk)
+    arrays = {name: x for name, x in inputs._asdict().items() if x is not None}
+    numbers = jax.ShapeDtypeStruct((traits.rows,), jnp.float32)
+    outs = {"out": jax.ShapeDtypeStruct(inputs.x.shape, inputs.x.dtype), "inverse": numbers}
+    if inputs.residual is not None:
+        outs["total"] = outs["out"]
+    if options.is_centred:
+        outs["mean"] = numbers
+
+    def kernel(*refs):
+        given, written = refs[: len(arrays)], refs[len(arrays) :]
+        results = NormResult(**dict.fromkeys(NormResult._fields) | dict(zip(outs, written, strict=True)))
+        _kernel(Refs(**dict(zip(arrays, given, strict=True)), outs=results), traits)
+
+    found = pl.pallas_call(
+        kernel,
+        grid=(traits.row_blocks,),
+        out_shape=result_types(list(outs.values()), *arrays.values()),
+        compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+        name="norm_forward_triton",
+    )(*arrays.values())
+    return NormResult(**dict.fromkeys(NormResult._fields) | dict(zip(outs, found, strict=True)))
+
+
+def _kernel(refs: Refs, traits: Traits) -> None:
+    place = functools.partial(Place, traits, pl.program_id(0) * traits.block_rows)
+    if traits.chunks == 1:
+        first = place(0)
+        x = first.inputs(refs)
+        mean, inverse = _statistics(first, x)
+        _write(refs, first, x, mean, inverse)
+    else:
+        mean, inverse = _chunked_statistics(refs, traits, place)
+
+        def write(column, state):
+            at = place(column)
+            _write(refs, at, at.inputs(refs), mean, inverse)
+            return state
+
+        chunk_loop(traits, write, ())
+    results = refs.outs
+    place(0).store_numbers(results.inverse, inverse[:, 0])
+    if results.mean is not None:
+        place(0).store_numbers(results.mean, mean[:, 0])
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    """[rows, 1]."""
+    return x.sum(axis=1)[:, None]
+
+
+def _statistics(place: Place, x: jax.Array) -> tuple[Any, jax.Array]:
+    """(mean, inverse), [block_rows, 1]. mean: None for rms_norm."""
+    traits, x = place.traits, x.astype(jnp.float32)
+    mean, centred = None, x
+    if traits.options.is_centred:
+        mean = _sum(x) / traits.columns
+        centred = jnp.where(place.exists, x - mean, 0.0)
+    return mean, jax.lax.rsqrt(_sum(jnp.square(centred)) / traits.columns + traits.options.eps)
+
+
+def _chunked_statistics(refs: Refs, traits: Traits, place: Any) -> tuple[Any, jax.Array]:
+    """The same of rows of several chunks, joined as Chan et al. (1979) join means and squared deviations."""
+    zeros = jnp.zeros((traits.block_rows, 1), jnp.float32)
+
+    def step(column, state):
+        mean, squares = state
+        at = place(column)
+        x = at.inputs(refs).astype(jnp.float32)
+        if not traits.options.is_centred:
+            return mean, squares + _sum(jnp.square(x))
+        before = column.astype(jnp.float32)
+        count = jnp.minimum(traits.columns - column, traits.chunk).astype(jnp.float32)
+        own = _sum(x) / count
+        share, apart = count / (before + count), own - mean
+        own_squares = _sum(jnp.square(jnp.where(at.exists, x - own, 0.0)))
+        return mean + apart * share, squares + own_squares + jnp.square(apart) * before * share
+
+    mean, squares = chunk_loop(traits, step, (zeros, zeros))
+    inverse = jax.lax.rsqrt(squares / traits.columns + traits.options.eps)
+    return (mean if traits.options.is_centred else None), inverse
+
+
+def _write(refs: Refs, place: Place, x: jax.Array, mean: Any, inverse: jax.Array) -> None:
+    """out, and total where there is a residual."""
+    out = x.astype(jnp.float32)
+    out = (out if mean is None else out - mean) * inverse
+    if (weight := place.weight(refs)) is not None:
+        out = out * weight
+    if refs.bias is not None:
+        out = out + place.load_columns(refs.bias)
+    place.store(refs.outs.out, out)
+    if refs.outs.total is not None:
+        place.store(refs.outs.total, x)

@@ -1,0 +1,127 @@
+"""Rows of a matrix as the Triton kernels of normalisation hold them: loads, stores, and sums over chunks of columns."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.normalization_inputs import NormInputs, NormOptions
+from jax_kernels.pallas.attention.triton.common import iota, padded
+
+
+class Refs(NamedTuple):
+    """The arrays of a kernel in device memory; None where the call lacks one. outs: what the kernel writes."""
+
+    x: Any
+    residual: Any = None
+    scale: Any = None
+    bias: Any = None
+    mean: Any = None
+    inverse: Any = None
+    dout: Any = None
+    dtotal: Any = None
+    outs: Any = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Sizes and features of a launch.
+
+    block_rows: rows that a program holds at once. chunk: columns that it holds at once, a power of two.
+    """
+
+    options: NormOptions
+    rows: int
+    columns: int
+    block_rows: int
+    chunk: int
+
+    @classmethod
+    def of(cls, inputs: NormInputs, options: NormOptions, block_rows: int, largest_chunk: int) -> "Traits":
+        rows, columns = inputs.x.shape
+        return cls(
+            options=options,
+            rows=rows,
+            columns=columns,
+            block_rows=block_rows,
+            chunk=min(largest_chunk, padded(columns)),
+        )
+
+    @property
+    def chunks(self) -> int:
+        return pl.cdiv(self.columns, self.chunk)
+
+    @property
+    def row_blocks(self) -> int:
+        return pl.cdiv(self.rows, self.block_rows)
+
+
+class Place(NamedTuple):
+    """Rows and columns of a program, and which of them exist. All start at a traced number, but for row or column 0."""
+
+    traits: Traits
+    row: Any
+    column: Any
+
+    @property
+    def row_exists(self) -> Any:
+        return self.row + iota(self.traits.block_rows) < self.traits.rows
+
+    @property
+    def column_exists(self) -> Any:
+        return self.column + iota(self.traits.chunk) < self.traits.columns
+
+    @property
+    def exists(self) -> Any:
+        """[block_rows, chunk] bool, or broadcastable to that."""
+        mask = self.row_exists[:, None]
+        if self.traits.columns % self.traits.chunk:
+            mask = mask & self.column_exists[None]
+        return jnp.broadcast_to(mask, (self.traits.block_rows, self.traits.chunk))
+
+    def _view(self, ref: Any) -> Any:
+        return ref.at[pl.ds(self.row, self.traits.block_rows), pl.ds(self.column, self.traits.chunk)]
+
+    def load(self, ref: Any) -> jax.Array:
+        """[block_rows, chunk] in the array's dtype, 0 where nothing exists."""
+        return plgpu.load(self._view(ref), mask=self.exists, other=0)
+
+    def store(self, ref: Any, x: jax.Array) -> None:
+        plgpu.store(self._view(ref), x.astype(ref.dtype), mask=self.exists)
+
+    def load_numbers(self, ref: Any) -> jax.Array:
+        """[block_rows, 1] float32, of an array with a number for each row."""
+        view = ref.at[pl.ds(self.row, self.traits.block_rows)]
+        return plgpu.load(view, mask=self.row_exists, other=0)[:, None]
+
+    def store_numbers(self, ref: Any, x: jax.Array) -> None:
+        plgpu.store(ref.at[pl.ds(self.row, self.traits.block_rows)], x, mask=self.row_exists)
+
+    def load_columns(self, ref: Any) -> jax.Array:
+        """[1, chunk] float32, of an array with a number for each column."""
+        view = ref.at[pl.ds(self.column, self.traits.chunk)]
+        return plgpu.load(view, mask=self.column_exists, other=0).astype(jnp.float32)[None]
+
+    def inputs(self, refs: Refs) -> jax.Array:
+        """x, or x + residual, in x's dtype."""
+        x = self.load(refs.x)
+        if refs.residual is None:
+            return x
+        return (x.astype(jnp.float32) + self.load(refs.residual).astype(jnp.float32)).astype(x.dtype)
+
+    def weight(self, refs: Refs) -> jax.Array | None:
+        """scale + scale_offset, [1, chunk] float32; None without a scale."""
+        if refs.scale is None:
+            return None
+        return self.load_columns(refs.scale) + self.traits.options.scale_offset
+
+
+def chunk_loop(traits: Traits, step: Any, state: Any) -> Any:
+    """lax.fori_loop over the first columns of the chunks; a call of step where there is one chunk."""
+    if traits.chunks == 1:
+        return step(jnp.int32(0), state)
+    return lax.fori_loop(0, traits.chunks, lambda i, state: step(i * traits.chunk, state), state)
