@@ -1,9 +1,12 @@
-"""The parts of the PyTorch modules beside attention: linear layers, norms and rotary embedding."""
+"""The parts of the PyTorch modules beside attention: linear layers, norms and rotary embedding.
+
+The norms are PyTorch's own operators: a call through the bridge takes the host longer.
+"""
 
 import torch
 from torch.nn import functional
 
-__all__ = ["LayerNorm", "Linear", "RMSNorm", "rotary_embedding"]
+__all__ = ["Linear", "PlainLayerNorm", "PlainRMSNorm", "rotary_embedding"]
 
 
 class Linear(torch.nn.Linear):
@@ -26,7 +29,7 @@ class Linear(torch.nn.Linear):
         return functional.linear(x, self.weight.to(x.dtype))
 
 
-class RMSNorm(torch.nn.Module):
+class PlainRMSNorm(torch.nn.Module):
     """x / sqrt(mean(x²) + eps) * weight over the last axis, computed in float32, in x's dtype."""
 
     def __init__(self, dim: int, eps: float, dtype: torch.dtype) -> None:
@@ -40,7 +43,7 @@ class RMSNorm(torch.nn.Module):
         return (wide * (inverse * self.weight.float())).to(x.dtype)
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class PlainLayerNorm(torch.nn.LayerNorm):
     """torch.nn.LayerNorm, computed in float32, in x's dtype."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,16 @@ from torch.utils.checkpoint import checkpoint
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.bridge.dynamic_mask_attention import DynamicMaskAttention
-from jax_kernels.bridge.layers import LayerNorm, Linear, RMSNorm, rotary_embedding
+from jax_kernels.bridge.layers import Linear, PlainLayerNorm, PlainRMSNorm, rotary_embedding
 from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
+from jax_kernels.bridge.normalization import LayerNorm, RMSNorm
 
 __all__ = [
     "MLP",
     "Attention",
     "Block",
     "DynamicMaskAttention",
+    "LayerNorm",
     "Linear",
     "MultiheadDilatedAttention",
     "RMSNorm",
@@ -72,7 +74,7 @@ class Attention(torch.nn.Module):
         self.v_proj = Linear(shape.model_dim, kv_heads, shape.param_dtype)
         self.out_proj = Linear(heads, shape.model_dim, shape.param_dtype)
         self.pattern = {name: getattr(shape, name) for name in _PATTERN}
-        self.out_norm = LayerNorm(heads, eps=1e-5, dtype=shape.param_dtype) if shape.layer_norm else None
+        self.out_norm = PlainLayerNorm(heads, eps=1e-5, dtype=shape.param_dtype) if shape.layer_norm else None
         if shape.gamma is not None:
             for projection, gain in (("q", 1.0), ("k", 1.0), ("v", shape.gamma), ("out", shape.gamma)):
                 torch.nn.init.xavier_normal_(getattr(self, f"{projection}_proj").weight, gain=gain)
@@ -111,9 +113,9 @@ class Block(torch.nn.Module):
 
     def __init__(self, shape: Any) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
+        self.attention_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
         self.attention = Attention(shape)
-        self.mlp_norm = RMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
+        self.mlp_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
         self.mlp = MLP(shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -141,7 +143,7 @@ class Transformer(torch.nn.Module):
         self.embed = torch.nn.Embedding(shape.vocab_size, shape.model_dim, dtype=shape.param_dtype)
         torch.nn.init.normal_(self.embed.weight, std=shape.model_dim**-0.5)
         self.layers = torch.nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
-        self.final_norm = RMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
+        self.final_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
         self.head = None if shape.tie_embeddings else Linear(shape.model_dim, shape.vocab_size, shape.param_dtype)
 
     def forward(self, tokens: torch.Tensor | None = None, *, embeddings: torch.Tensor | None = None) -> torch.Tensor:

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.normalization import RMSNorm
 
 __all__ = ["MLP", "Block", "Transformer", "flat_parameters"]
 
@@ -30,7 +31,7 @@ class Block(nnx.Module):
     """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        norm = lambda: nnx.RMSNorm(
+        norm = lambda: RMSNorm(
             config.model_dim, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )
         self.attention_norm = norm()
@@ -56,8 +57,8 @@ class Block(nnx.Module):
             attended = self.attention(self.attention_norm(x))
         else:
             attended, cache = self.attention(self.attention_norm(x), cache=cache)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), cache
+        normed, x = self.mlp_norm(attended, residual=x)  # and x + attended
+        return x + self.mlp(normed), cache
 
 
 class Transformer(nnx.Module):
@@ -96,7 +97,7 @@ class Transformer(nnx.Module):
         initialize = nnx.initializers.normal(config.model_dim**-0.5)
         self.embed = nnx.Param(initialize(rngs.params(), (config.vocab_size, config.model_dim), config.param_dtype))
         self.layers = nnx.List([self.block_type(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.final_norm = nnx.RMSNorm(
+        self.final_norm = RMSNorm(
             config.model_dim, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )
         if not config.tie_embeddings:

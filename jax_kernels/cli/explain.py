@@ -248,6 +248,30 @@ def block_sparse_attention(
     )
 
 
+def layer_norm(
+    shape: options.RowsShape,
+    dtype: options.Dtype = "bfloat16",
+    implementation: options.Implementation = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what layer_norm would run for this shape."""
+    x = options.one_array(shape, dtype)
+    options.show_plan(device, as_json, OPS["layer_norm"].function, x, implementation=implementation)
+
+
+def rms_norm(
+    shape: options.RowsShape,
+    dtype: options.Dtype = "bfloat16",
+    implementation: options.Implementation = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what rms_norm would run for this shape."""
+    x = options.one_array(shape, dtype)
+    options.show_plan(device, as_json, OPS["rms_norm"].function, x, implementation=implementation)
+
+
 # The first is the default, and "flash_attention" is the op's own name for it.
 COMMANDS: dict[str, Callable[..., None]] = {
     "attention": attention,
@@ -257,6 +281,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "dilated_attention": dilated_attention,
     "dynamic_mask_attention": dynamic_mask_attention,
     "block_sparse_attention": block_sparse_attention,
+    "layer_norm": layer_norm,
+    "rms_norm": rms_norm,
 }
 
 

@@ -13,11 +13,12 @@ from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device
 from jax_kernels.cli.ops import spec
 
-__all__ = ["arrays", "numbers", "optional_spec", "show_plan", "window_sides"]
+__all__ = ["arrays", "numbers", "one_array", "optional_spec", "show_plan", "window_sides"]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 Shape = Annotated[str, typer.Option(help="query's batch,length,heads,head_dim")]
+RowsShape = Annotated[str, typer.Option(help="x's shape, as in 8192,4096")]
 KeyShape = Annotated[str | None, typer.Option(help="key's, where it differs")]
 ValueHeadDim = Annotated[int | None, typer.Option(help="value's head_dim, where it differs")]
 Dtype = Annotated[str, typer.Option(help="bfloat16 (bf16), float16 (fp16) or float32 (fp32)")]
@@ -60,13 +61,24 @@ def arrays(
     shape: str, kv_shape: str | None, v_head_dim: int | None, dtype: str
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """query, key and value. dtype: a name of `Dtype`, or "float8_e4m3fn". Raises UserError."""
-    number = DTYPES.get(dtype, dtype)
-    if number not in (*DTYPES.values(), "float8_e4m3fn"):
-        raise UserError(f"--dtype: got {dtype!r}, want one of {', '.join([*DTYPES.values(), *DTYPES])}")
+    number = _dtype(dtype)
     q_shape = numbers("--shape", shape)
     k_shape = q_shape if kv_shape is None else numbers("--kv-shape", kv_shape)
     v_shape = k_shape if v_head_dim is None else (*k_shape[:-1], v_head_dim)
     return spec(q_shape, number), spec(k_shape, number), spec(v_shape, number)
+
+
+def one_array(shape: str, dtype: str) -> jax.ShapeDtypeStruct:
+    """The array of an op that has one. Raises UserError."""
+    return spec(numbers("--shape", shape), _dtype(dtype))
+
+
+def _dtype(name: str) -> str:
+    """JAX's name of a dtype. Raises UserError."""
+    found = DTYPES.get(name, name)
+    if found not in (*DTYPES.values(), "float8_e4m3fn"):
+        raise UserError(f"--dtype: got {name!r}, want one of {', '.join([*DTYPES.values(), *DTYPES])}")
+    return found
 
 
 def optional_spec(option: str, shape: str | None, dtype: str) -> jax.ShapeDtypeStruct | None:

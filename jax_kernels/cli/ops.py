@@ -15,6 +15,7 @@ from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
 from jax_kernels.ops.decode_attention import decode_attention
 from jax_kernels.ops.dilated.dilated_attention import dilated_attention
+from jax_kernels.ops.normalization import layer_norm, rms_norm
 
 __all__ = ["OPS", "Op", "spec"]
 
@@ -27,20 +28,23 @@ class Op:
     """A public op, and a typical call, by which `info` judges its implementations.
 
     function: what jax_kernels.explain takes. implementations: the names that it knows.
-    q_length: the queries of the call; LENGTH keys, 8 heads of 128. dtype: None for 16 bits, as the device has them.
+    q_length: the queries of the call; LENGTH keys, 8 heads of 128. shape: of the one array of an op that is no
+    attention. dtype: None for 16 bits, as the device has them.
     arguments: the other arguments of the call.
     """
 
     function: Callable[..., Any]
     implementations: tuple[str, ...] = EVERY
     q_length: int = LENGTH
+    shape: tuple[int, ...] | None = None
     dtype: str | None = None
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def plan(self, sixteen_bits: str, implementation: str) -> dispatch.Plan:
         """The plan of the typical call by this implementation; NotImplementedError where it cannot serve."""
-        query, key = (spec((1, length, 8, 128), self.dtype or sixteen_bits) for length in (self.q_length, LENGTH))
-        return dispatch.explain(self.function, query, key, key, **self.arguments, implementation=implementation)
+        shapes = [(1, length, 8, 128) for length in (self.q_length, LENGTH, LENGTH)]
+        given = (spec(shape, self.dtype or sixteen_bits) for shape in ([self.shape] if self.shape else shapes))
+        return dispatch.explain(self.function, *given, **self.arguments, implementation=implementation)
 
 
 def spec(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
@@ -65,4 +69,6 @@ OPS = {
     "block_sparse_attention": Op(
         block_sparse_attention, arguments={"block_mask": np.ones((LENGTH // 128, LENGTH // 128), bool)}
     ),
+    "layer_norm": Op(layer_norm, implementations=("triton", "xla"), shape=(LENGTH, 4096)),
+    "rms_norm": Op(rms_norm, implementations=("triton", "xla"), shape=(LENGTH, 4096)),
 }

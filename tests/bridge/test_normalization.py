@@ -1,0 +1,112 @@
+"""layer_norm and rms_norm on tensors against PyTorch's own: results, gradients, modules and their state dicts."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from jax_kernels import bridge
+
+OPS = {
+    "layer_norm": (bridge.layer_norm, functional.layer_norm, 1e-5),
+    "rms_norm": (bridge.rms_norm, functional.rms_norm, None),
+}
+MODULES = {
+    "layer_norm": (bridge.nn.LayerNorm, torch.nn.LayerNorm),
+    "rms_norm": (bridge.nn.RMSNorm, torch.nn.RMSNorm),
+}
+
+
+def tensors(*shapes, dtype=torch.float32, seed=0):
+    random = np.random.default_rng(seed)
+    return [torch.tensor(random.standard_normal(shape), dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def close(got, want, dtype):
+    tolerance = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        got.float(), want.float(), rtol=tolerance, atol=tolerance * float(want.detach().abs().max())
+    )
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
+     (torch.float32, torch.bfloat16)],
+)  # fmt: skip
+def test_against_torch(name, dtype, weights):
+    mine, theirs, eps = OPS[name]
+    (x,), given = tensors((3, 5, 40), dtype=dtype), tensors((40,), (40,), dtype=weights, seed=1)
+    given = given if name == "layer_norm" else given[:1]
+    got = mine(x, *given)
+    # In float32: PyTorch wants one dtype, and on a CPU rounds the statistics of bfloat16.
+    wide = [y.detach().float().requires_grad_() for y in (x, *given)]
+    want = theirs(wide[0], (40,), *wide[1:], eps=eps or torch.finfo(dtype).eps)
+    assert (got.dtype, got.shape) == (dtype, x.shape)
+    close(got, want, dtype)
+    dout = torch.tensor(np.random.default_rng(2).standard_normal(x.shape), dtype=dtype)
+    gradients = torch.autograd.grad(got, (x, *given), dout)
+    for a, b, of in zip(gradients, torch.autograd.grad(want, wide, dout.float()), (x, *given), strict=True):
+        assert a.dtype == of.dtype
+        close(a, b, of.dtype if of.dtype == torch.bfloat16 else dtype)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_residual(name):
+    mine, theirs, _ = OPS[name]
+    x, residual = tensors((4, 24), (4, 24))
+    out, total = mine(x, residual=residual, eps=1e-3)
+    torch.testing.assert_close(total, x + residual, rtol=0, atol=0)
+    want = theirs(x + residual, (24,), eps=1e-3)
+    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    got = torch.autograd.grad((out * out + total).sum(), (x, residual))
+    right = torch.autograd.grad((want * want + x + residual).sum(), (x, residual))
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("shape", [40, (5, 8)])
+def test_modules_are_those_of_torch(name, shape):
+    mine, theirs = (module(shape) for module in MODULES[name])
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    mine.load_state_dict(theirs.state_dict())
+    (x,) = tensors((3, 5, 8) if shape != 40 else (3, 40))
+    torch.testing.assert_close(mine(x), theirs(x), rtol=1e-5, atol=1e-5)
+    out, total = mine(x, residual=x)
+    torch.testing.assert_close((out, total), (theirs(x + x), x + x), rtol=1e-5, atol=1e-5)
+    mine(x).square().sum().backward()
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        (want,) = torch.autograd.grad(theirs(x).square().sum(), b)
+        torch.testing.assert_close(a.grad, want, rtol=1e-4, atol=1e-4)
+
+
+def test_gemma_and_no_parameters():
+    x, scale = tensors((6, 16), (16,))
+    got = bridge.rms_norm(x, scale, scale_offset=1.0, eps=1e-6)
+    torch.testing.assert_close(got, functional.rms_norm(x, (16,), scale + 1, eps=1e-6), rtol=1e-5, atol=1e-5)
+    module = bridge.nn.LayerNorm(16, elementwise_affine=False)
+    torch.testing.assert_close(module(x), functional.layer_norm(x, (16,)), rtol=1e-5, atol=1e-5)
+
+
+def test_under_torch_compile():
+    module = bridge.nn.RMSNorm(16)
+    (x,) = tensors((6, 16))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
+
+
+def test_bad_input():
+    (x,) = tensors((6, 16))
+    with pytest.raises(ValueError, match=re.escape("x: got shape (6, 16), want [..., 8]")):
+        bridge.nn.LayerNorm(8)(x)
+    with pytest.raises(ValueError, match=re.escape("scale: got shape (8,), want [N] = (16,)")):
+        bridge.layer_norm(x, torch.ones(8))
+    with pytest.raises(TypeError, match="float64"):
+        bridge.rms_norm(x.double())
+    with pytest.raises(ValueError, match=re.escape("eps: got -1.0, want a number of 0 or more")):
+        bridge.rms_norm(x, eps=-1.0)

@@ -1,0 +1,93 @@
+"""The norms of Flax against nnx's own: results, gradients, parameters, and what the kernels do not serve."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_kernels import models
+
+MODULES = {"layer_norm": (models.LayerNorm, nnx.LayerNorm), "rms_norm": (models.RMSNorm, nnx.RMSNorm)}
+SHAPE = (3, 5, 40)
+
+
+def both(name, **options):
+    """The library's module and nnx's, with the same parameters, drawn at random."""
+    init = {"scale_init": nnx.initializers.normal(1.0)}
+    init |= {"bias_init": nnx.initializers.normal(1.0)} if name == "layer_norm" else {}
+    return [module(SHAPE[-1], rngs=nnx.Rngs(0), **init | options) for module in MODULES[name]]
+
+
+def inputs(dtype, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(SHAPE) + 2, dtype)
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("float32", {}),
+        ("bfloat16", {}),
+        ("float32", {"dtype": jnp.bfloat16}),
+        ("bfloat16", {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}),
+        ("float32", {"use_scale": False, "epsilon": 1e-3}),
+    ],
+)
+def test_is_that_of_nnx(name, dtype, options):
+    x, (mine, theirs) = inputs(dtype), both(name, **options)
+    assert jax.tree.structure(nnx.state(mine)) == jax.tree.structure(nnx.state(theirs))
+    loss = lambda module, x: jnp.sin(module(x).astype(jnp.float32)).sum()
+    got, want = mine(x), theirs(x)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    tolerance = 4 * float(jnp.finfo(got.dtype).eps)
+    np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (got, want)), rtol=tolerance, atol=tolerance * 4)
+    gradients = [nnx.grad(loss, argnums=(0, 1))(module, x) for module in (mine, theirs)]
+    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(y, np.float32) for y in (a, b))
+        # nnx takes the variance from the mean square, whose rounding counts.
+        assert np.linalg.norm(a - b) <= 16 * float(jnp.finfo(got.dtype).eps) * max(1, np.linalg.norm(b)), name
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_residual(name):
+    x, residual, (mine, theirs) = inputs("float32"), inputs("float32", 1), both(name)
+    out, total = nnx.jit(lambda module, x, residual: module(x, residual=residual))(mine, x, residual)
+    np.testing.assert_array_equal(total, x + residual)
+    np.testing.assert_allclose(out, theirs(x + residual), rtol=1e-5, atol=1e-5)
+
+
+def test_scale_offset():
+    x, (mine, theirs) = inputs("float32"), both("rms_norm", scale_init=nnx.initializers.zeros)
+    assert not np.asarray(mine(x)).any()
+    mine.scale_offset = 1.0
+    theirs.scale[...] = jnp.ones(SHAPE[-1])
+    np.testing.assert_allclose(mine(x), theirs(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_rest_runs_as_in_nnx(name):
+    x, mask = inputs("float32"), np.random.default_rng(2).random(SHAPE) < 0.7
+    mine, theirs = both(name)
+    np.testing.assert_array_equal(mine(x, mask=mask), theirs(x, mask=mask))
+    with pytest.raises(ValueError, match=re.escape("residual: got one with a mask, with axes beside the last")):
+        mine(x, mask=mask, residual=x)
+    mine, theirs = both(name, reduction_axes=(-2, -1))
+    np.testing.assert_array_equal(mine(x), theirs(x))
+    if name == "rms_norm":
+        mine.scale_offset = 1.0
+        with pytest.raises(ValueError, match=re.escape("scale_offset: got 1.0 with a mask or other axes, want 0.0")):
+            mine(x)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_kernels_run(name, monkeypatch):
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    x, (mine, theirs) = inputs("float32"), both(name)
+    mine.implementation = "triton"
+    program = str(jax.make_jaxpr(lambda x: mine(x))(x))
+    assert "norm_forward_triton" in program
+    np.testing.assert_allclose(mine(x), theirs(x), rtol=1e-5, atol=1e-5)
