@@ -1,0 +1,48 @@
+"""benchmarks/normalization.py: what it times, and what it writes."""
+
+import json
+
+import normalization as benchmark
+import pytest
+
+
+def test_blocks_of_a_direction():
+    text = "1,4;2,8;1,8,2;1,16,1,8192"
+    forward, backward = (benchmark.Case("layer_norm", mode, 8, 8) for mode in ("fwd", "bwd"))
+    assert benchmark._blocks(forward, text) == [
+        {},
+        {"block_rows": 1, "num_warps": 4},
+        {"block_rows": 2, "num_warps": 8},
+    ]
+    assert benchmark._blocks(backward, text) == [
+        {},
+        {"block_rows": 1, "num_warps": 8, "programs": 2},
+        {"block_rows": 1, "num_warps": 16, "programs": 1, "chunk": 8192},
+    ]
+    assert forward.megabytes * 1.5 == backward.megabytes == 3 * 2 * 64 / 1e6
+
+
+@pytest.mark.timeout(300)
+def test_runs(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    output = tmp_path / "norms.json"
+    common = ["--shapes", "16,40", "--timer", "host", "--rounds", "2", "--seconds", "0.001", "--output", str(output)]
+    assert benchmark.main([*common, "--peers", "torch,liger"]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["label"] for row in rows] == [
+        f"{op} {mode} 16x40 bf16" for op in ("layer_norm", "rms_norm") for mode in ("fwd", "bwd")
+    ]
+    for row in rows:
+        statuses = {c["name"]: c["status"] for c in row["contenders"]}
+        assert statuses == {"triton": "ok", "xla": "ok", "torch": "ok", "liger": "unavailable", "copy": "ok"}
+        ours = row["contenders"][0]
+        assert ours["error"] < 0.01
+        assert ours["gigabytes_per_second"] > 0
+    assert benchmark.main([*common, "--sweep", "2,1;2,1,1", "--ops", "rms_norm"]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [[c["name"] for c in row["contenders"]] for row in rows] == [
+        ["row", "block_rows=2 num_warps=1"],
+        ["row", "block_rows=2 num_warps=1 programs=1"],
+    ]
+    assert all(c["status"] == "ok" for row in rows for c in row["contenders"])
