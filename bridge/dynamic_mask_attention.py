@@ -10,7 +10,7 @@ from torch.nn import functional
 from jax_kernels import masks
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_tensor
 from jax_kernels.bridge.function import from_jax
-from jax_kernels.bridge.layers import Linear, rotary_embedding
+from jax_kernels.bridge.layers import PlainLinear, rotary_embedding
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import dynamic_mask_attention as ops
 
@@ -100,11 +100,11 @@ class DynamicMaskAttention(torch.nn.Module):
 
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         of_queries, of_keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.q_proj = Linear(model_dim, of_queries, **place)
-        self.k_proj = Linear(model_dim, of_keys, **place)
-        self.v_proj = Linear(model_dim, of_keys, **place)
-        self.out_proj = Linear(of_queries, model_dim, **place)
-        self.dt_proj = Linear(of_keys, self.num_kv_heads, **place)
+        self.q_proj = PlainLinear(model_dim, of_queries, **place)
+        self.k_proj = PlainLinear(model_dim, of_keys, **place)
+        self.v_proj = PlainLinear(model_dim, of_keys, **place)
+        self.out_proj = PlainLinear(of_queries, model_dim, **place)
+        self.dt_proj = PlainLinear(of_keys, self.num_kv_heads, **place)
         self.A = torch.nn.Parameter(torch.empty(self.num_kv_heads, **place))
         torch.nn.init.normal_(self.A, std=0.02)
 

@@ -1,15 +1,15 @@
 """The parts of the PyTorch modules beside attention: linear layers, norms and rotary embedding.
 
-The norms are PyTorch's own operators: a call through the bridge takes the host longer.
+They are PyTorch's own operators: a call through the bridge takes the host longer.
 """
 
 import torch
 from torch.nn import functional
 
-__all__ = ["Linear", "PlainLayerNorm", "PlainRMSNorm", "rotary_embedding"]
+__all__ = ["PlainLayerNorm", "PlainLinear", "PlainRMSNorm", "rotary_embedding"]
 
 
-class Linear(torch.nn.Linear):
+class PlainLinear(torch.nn.Linear):
     """torch.nn.Linear without bias, its weight cast to the input's dtype."""
 
     def __init__(

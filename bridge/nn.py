@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.bridge.dynamic_mask_attention import DynamicMaskAttention
-from jax_kernels.bridge.layers import Linear, PlainLayerNorm, PlainRMSNorm, rotary_embedding
+from jax_kernels.bridge.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, rotary_embedding
+from jax_kernels.bridge.matmul import Linear
 from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.normalization import LayerNorm, RMSNorm
 
@@ -69,10 +70,10 @@ class Attention(torch.nn.Module):
         self.rope_theta = shape.rope_theta
         self.implementation = shape.implementation
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = Linear(shape.model_dim, heads, shape.param_dtype)
-        self.k_proj = Linear(shape.model_dim, kv_heads, shape.param_dtype)
-        self.v_proj = Linear(shape.model_dim, kv_heads, shape.param_dtype)
-        self.out_proj = Linear(heads, shape.model_dim, shape.param_dtype)
+        self.q_proj = PlainLinear(shape.model_dim, heads, shape.param_dtype)
+        self.k_proj = PlainLinear(shape.model_dim, kv_heads, shape.param_dtype)
+        self.v_proj = PlainLinear(shape.model_dim, kv_heads, shape.param_dtype)
+        self.out_proj = PlainLinear(heads, shape.model_dim, shape.param_dtype)
         self.pattern = {name: getattr(shape, name) for name in _PATTERN}
         self.out_norm = PlainLayerNorm(heads, eps=1e-5, dtype=shape.param_dtype) if shape.layer_norm else None
         if shape.gamma is not None:
@@ -100,9 +101,9 @@ class MLP(torch.nn.Module):
 
     def __init__(self, shape: Any) -> None:
         super().__init__()
-        self.gate_proj = Linear(shape.model_dim, shape.mlp_dim, shape.param_dtype)
-        self.up_proj = Linear(shape.model_dim, shape.mlp_dim, shape.param_dtype)
-        self.down_proj = Linear(shape.mlp_dim, shape.model_dim, shape.param_dtype)
+        self.gate_proj = PlainLinear(shape.model_dim, shape.mlp_dim, shape.param_dtype)
+        self.up_proj = PlainLinear(shape.model_dim, shape.mlp_dim, shape.param_dtype)
+        self.down_proj = PlainLinear(shape.mlp_dim, shape.model_dim, shape.param_dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -144,7 +145,7 @@ class Transformer(torch.nn.Module):
         torch.nn.init.normal_(self.embed.weight, std=shape.model_dim**-0.5)
         self.layers = torch.nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.final_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
-        self.head = None if shape.tie_embeddings else Linear(shape.model_dim, shape.vocab_size, shape.param_dtype)
+        self.head = None if shape.tie_embeddings else PlainLinear(shape.model_dim, shape.vocab_size, shape.param_dtype)
 
     def forward(self, tokens: torch.Tensor | None = None, *, embeddings: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of the next token at every position.

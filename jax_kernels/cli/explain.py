@@ -248,6 +248,24 @@ def block_sparse_attention(
     )
 
 
+def matmul(
+    shape: options.RowsShape,
+    columns: Annotated[int, typer.Option(help="of w, N")],
+    dtype: options.Dtype = "bfloat16",
+    activation: Annotated[str | None, typer.Option(help="silu, gelu, ...")] = None,
+    transpose_w: Annotated[bool, typer.Option("--transpose-w", help="w is [N, K]")] = False,
+    precision: options.Precision = None,
+    implementation: options.Implementation = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what matmul would run for x of this shape and w of so many columns."""
+    x = options.one_array(shape, dtype)
+    w = spec((columns, x.shape[-1]) if transpose_w else (x.shape[-1], columns), x.dtype.name)
+    arguments = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
+    options.show_plan(device, as_json, OPS["matmul"].function, x, w, **arguments, implementation=implementation)
+
+
 def layer_norm(
     shape: options.RowsShape,
     dtype: options.Dtype = "bfloat16",
@@ -281,6 +299,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "dilated_attention": dilated_attention,
     "dynamic_mask_attention": dynamic_mask_attention,
     "block_sparse_attention": block_sparse_attention,
+    "matmul": matmul,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
 }

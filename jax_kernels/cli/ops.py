@@ -15,6 +15,7 @@ from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
 from jax_kernels.ops.decode_attention import decode_attention
 from jax_kernels.ops.dilated.dilated_attention import dilated_attention
+from jax_kernels.ops.matmul import matmul
 from jax_kernels.ops.normalization import layer_norm, rms_norm
 
 __all__ = ["OPS", "Op", "spec"]
@@ -28,22 +29,22 @@ class Op:
     """A public op, and a typical call, by which `info` judges its implementations.
 
     function: what jax_kernels.explain takes. implementations: the names that it knows.
-    q_length: the queries of the call; LENGTH keys, 8 heads of 128. shape: of the one array of an op that is no
-    attention. dtype: None for 16 bits, as the device has them.
+    q_length: the queries of the call; LENGTH keys, 8 heads of 128. shapes: of the arrays of an op that is no attention.
+    dtype: None for 16 bits, as the device has them.
     arguments: the other arguments of the call.
     """
 
     function: Callable[..., Any]
     implementations: tuple[str, ...] = EVERY
     q_length: int = LENGTH
-    shape: tuple[int, ...] | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
     dtype: str | None = None
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def plan(self, sixteen_bits: str, implementation: str) -> dispatch.Plan:
         """The plan of the typical call by this implementation; NotImplementedError where it cannot serve."""
         shapes = [(1, length, 8, 128) for length in (self.q_length, LENGTH, LENGTH)]
-        given = (spec(shape, self.dtype or sixteen_bits) for shape in ([self.shape] if self.shape else shapes))
+        given = (spec(shape, self.dtype or sixteen_bits) for shape in self.shapes or shapes)
         return dispatch.explain(self.function, *given, **self.arguments, implementation=implementation)
 
 
@@ -69,6 +70,7 @@ OPS = {
     "block_sparse_attention": Op(
         block_sparse_attention, arguments={"block_mask": np.ones((LENGTH // 128, LENGTH // 128), bool)}
     ),
-    "layer_norm": Op(layer_norm, implementations=("triton", "xla"), shape=(LENGTH, 4096)),
-    "rms_norm": Op(rms_norm, implementations=("triton", "xla"), shape=(LENGTH, 4096)),
+    "matmul": Op(matmul, implementations=("mosaic_gpu", "xla"), shapes=((LENGTH, 4096), (4096, 4096))),
+    "layer_norm": Op(layer_norm, implementations=("triton", "xla"), shapes=((LENGTH, 4096),)),
+    "rms_norm": Op(rms_norm, implementations=("triton", "xla"), shapes=((LENGTH, 4096),)),
 }

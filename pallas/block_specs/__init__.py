@@ -7,6 +7,7 @@ from jax_kernels.pallas.block_specs.specs import (
     AttentionFp8Row,
     AttentionRow,
     DilatedLaunches,
+    MatmulRow,
     NormRow,
 )
 
@@ -95,6 +96,25 @@ def dquery_blocks(*, head_dim: int, bias_bits: int) -> AttentionDquerySm90:
 def dilated_launches(compute_capability: tuple[int, int] | None) -> DilatedLaunches:
     """The costs of launches and gathers of dilated attention. Measured on Hopper, and taken for all GPUs."""
     return getattr(_file(compute_capability, "mosaic_gpu")[0], "DILATED_LAUNCHES", sm90.DILATED_LAUNCHES)
+
+
+def matmul_order(compute_capability: tuple[int, int] | None) -> tuple[str, ...]:
+    """The implementations of matmul on this GPU, the fastest first."""
+    if compute_capability is None or compute_capability < (8, 0):
+        return ("xla",)
+    return getattr(nearest(compute_capability)[0], "MATMUL_ORDER", ("xla",))
+
+
+def matmul_row(
+    compute_capability: tuple[int, int] | None, implementation: str, *, columns: int, out_bits: int
+) -> tuple[MatmulRow, str]:
+    """The row for a matmul, as attention_row gives it. Only Hopper has some."""
+    file, own = _file(compute_capability, implementation)
+    for row in file.MATMUL:
+        fits = (row.columns is None or columns <= row.columns) and out_bits <= row.out_bits
+        if row.implementation == implementation and fits:
+            return row, "block spec" if own else "heuristic"
+    raise LookupError(f"no {implementation} row for matmul with columns={columns}")
 
 
 def norm_order(compute_capability: tuple[int, int] | None) -> tuple[str, ...]:

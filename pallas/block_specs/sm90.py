@@ -11,7 +11,13 @@ from jax_kernels.pallas.block_specs.sm80 import ATTENTION as SM80
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE as SM80_DECODE
 from jax_kernels.pallas.block_specs.sm80 import NORM, NORM_ORDER
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90 as Backward
-from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton, AttentionForwardTriton, DilatedLaunches
+from jax_kernels.pallas.block_specs.specs import (
+    AttentionBackwardTriton,
+    AttentionForwardTriton,
+    DilatedLaunches,
+    MatmulRow,
+    MatmulSm90,
+)
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeSm90 as Decode
 from jax_kernels.pallas.block_specs.specs import AttentionDqueryRow as DqueryRow
@@ -28,6 +34,8 @@ __all__ = [
     "ATTENTION_FP8",
     "ATTENTION_ORDER",
     "DILATED_LAUNCHES",
+    "MATMUL",
+    "MATMUL_ORDER",
     "NORM",
     "NORM_ORDER",
 ]
@@ -398,5 +406,31 @@ ATTENTION_FP8 = (
         head_dim=256,
         config=dataclasses.replace(FP8_256, dynamic=True, heads_together=8),
         is_causal=True,
+    ),
+)
+
+# Until the Hopper kernel is timed beside cuBLAS, which "xla" calls, it serves by its name alone.
+MATMUL_ORDER = ("xla", "mosaic_gpu")
+
+# As many stages as shared memory holds. Not measured.
+MATMUL = (
+    MatmulRow(
+        implementation="mosaic_gpu",
+        columns=128,
+        out_bits=32,
+        config=MatmulSm90(block_n=128, stages=5, rows_together=8),
+    ),
+    MatmulRow(
+        implementation="mosaic_gpu",
+        columns=None,
+        out_bits=16,
+        config=MatmulSm90(block_n=256, stages=4, rows_together=8),
+    ),
+    # The parts of a float32 result take two stages' room.
+    MatmulRow(
+        implementation="mosaic_gpu",
+        columns=None,
+        out_bits=32,
+        config=MatmulSm90(block_n=256, stages=3, rows_together=8),
     ),
 )

@@ -291,3 +291,33 @@ class NormRow:
     columns: int | None
     forward: Any
     backward: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulSm90:
+    """Blocks of the Hopper matmul: 128 rows and block_n columns, through a ring of stages of 64 of the inner dimension.
+
+    rows_together: so many rows of work tiles are done side by side, whose x the L2 cache holds.
+    """
+
+    block_n: int
+    stages: int
+    rows_together: int
+
+    def __post_init__(self) -> None:
+        _positive(self, block_n=64, stages=1, rows_together=1)
+        if self.block_n > 256:
+            raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 256")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulRow:
+    """The blocks of a matmul. The first row that matches is taken.
+
+    columns: the most of w it serves, None for any. out_bits: the most bits of a number of out.
+    """
+
+    implementation: str
+    columns: int | None
+    out_bits: int
+    config: Any

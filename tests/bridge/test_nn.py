@@ -7,6 +7,7 @@ import torch
 from flax import nnx
 
 from jax_kernels import bridge, models
+from jax_kernels.bridge.layers import PlainLinear
 
 SHAPE = {"vocab_size": 61, "model_dim": 48, "num_layers": 2, "num_heads": 4}
 CONFIGS = {
@@ -69,7 +70,7 @@ def test_config_as_a_mapping():
     module = bridge.nn.Transformer(SHAPE)
     flax = models.Transformer(models.TransformerConfig(**SHAPE), rngs=nnx.Rngs(0))
     module.load_flax_state(models.flat_parameters(flax))
-    std = float(bridge.nn.Linear(400, 500, torch.float32).weight.detach().std())
+    std = float(PlainLinear(400, 500, torch.float32).weight.detach().std())
     assert abs(std - 400**-0.5) < 0.03 * 400**-0.5
 
 

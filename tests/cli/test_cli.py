@@ -65,7 +65,7 @@ def test_info_gives_the_reason_where_one_cannot_run(run):
 
 
 def test_info_has_every_public_op_with_every_implementation():
-    public = {name for name in vars(jax_kernels) if name.endswith(("attention", "attention_fp8", "_norm"))}
+    public = {name for name in vars(jax_kernels) if name.endswith(("attention", "attention_fp8", "_norm", "matmul"))}
     assert set(OPS) == public - {"compile_attention"}
     for name, op in OPS.items():
         with pytest.raises(ValueError, match="is not known for") as raised, dispatch.on_device("h200"):

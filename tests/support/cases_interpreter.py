@@ -1,10 +1,10 @@
-"""The Hopper kernels of decode_cases and fp8_cases in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
+"""The Hopper kernels of decode, fp8 and matmul in JAX's Mosaic interpreter, as a script: see mosaic_interpreter.py.
 
     python tests/support/cases_interpreter.py MODULE CORES RACES NAME...
 
-MODULE: decode_cases or fp8_cases. CORES: the multiprocessors to plan for. RACES: 1 to look for races; the interpreter
-takes the registers of one CTA for those of another, so that only with one core it finds true ones alone. Prints a JSON
-object by name of the case.
+MODULE: decode_cases, fp8_cases or matmul_cases. CORES: the multiprocessors to plan for. RACES: 1 to look for races; the
+interpreter takes the registers of one CTA for those of another, so that only with one core it finds true ones alone.
+Prints a JSON object by name of the case.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def main(module: str, cores: int, races: bool, names: list[str]) -> dict:
     found = {}
     for name in names:
         with on_device(dataclasses.replace(device_info("h200"), core_count=cores)):
-            errors = cases.errors_by(cases.CASES[name], "mosaic_gpu")
+            errors = cases.errors_by((getattr(cases, "HOPPER", {}) or cases.CASES)[name], "mosaic_gpu")
         found[name] = {"errors": errors, "races": mosaic_interpreter.races_found()}
     return found
 

@@ -1,0 +1,126 @@
+"""matmul and linear on PyTorch tensors, and the module made of them."""
+
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.function import from_jax
+from jax_kernels.ops import matmul as ops
+
+__all__ = ["Linear", "linear", "matmul"]
+
+_matmul = from_jax(ops.matmul)
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    residual: torch.Tensor | None = None,
+    transpose_w: bool = False,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """jax_kernels.matmul on PyTorch tensors, with gradients of x, w, bias and residual.
+
+    Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast casts x, w and bias,
+    as it does for torch.matmul.
+
+    Args:
+      x: [..., K], bfloat16, float16 or float32, on a CPU or a CUDA device.
+      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device.
+      bias: [N], in x's dtype or float32.
+      activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      residual: [..., N] in out_dtype, added last.
+      out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is x's dtype.
+      precision: for float32 inputs, "fp32" or "tf32"; None is as torch.set_float32_matmul_precision says.
+      implementation: "mosaic_gpu" or "xla"; None picks the fastest that can serve.
+
+    Returns:
+      out [..., N] in out_dtype: activation(x @ w + bias) + residual.
+
+    It raises what jax_kernels.matmul does, or from_jax where the two differ.
+    """
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(f"activation: got {type(activation).__name__}, want a name or None")
+    if out_dtype is not None and out_dtype not in _NAMES:
+        raise TypeError(f"out_dtype: got {out_dtype}, want torch.bfloat16, torch.float16, torch.float32 or None")
+    x, w, bias = _under_autocast(x, w, bias)
+    if precision is None and x.dtype == torch.float32 and _takes_tf32():
+        precision = "tf32"
+    return _matmul(
+        x,
+        w,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        transpose_w=transpose_w,
+        out_dtype=None if out_dtype is None else _NAMES[out_dtype],
+        precision=precision,
+        implementation=implementation,
+    )
+
+
+@torch.compiler.assume_constant_result
+def _takes_tf32() -> bool:
+    """Whether torch.set_float32_matmul_precision allows tf32. A compiled function keeps what was set when it was."""
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **arguments: Any) -> torch.Tensor:
+    """torch.nn.functional.linear, weight [N, K]; with the arguments of bridge.matmul but transpose_w."""
+    if "transpose_w" in arguments:
+        raise TypeError("transpose_w: linear's weight is [N, K]; want bridge.matmul for another one")
+    return matmul(x, weight, bias=bias, transpose_w=True, **arguments)
+
+
+def _under_autocast(*tensors: torch.Tensor | None) -> list[Any]:
+    """The tensors in autocast's dtype where it is on, as they are otherwise."""
+    device = next(x for x in tensors if x is not None).device.type
+    if not torch.is_autocast_enabled(device):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device)
+    return [x if x is None or not x.is_floating_point() else x.to(dtype) for x in tensors]
+
+
+class Linear(torch.nn.Linear):
+    """torch.nn.Linear by this library's matmul, with an activation and a residual in the same pass.
+
+    It has torch.nn.Linear's arguments, parameters, initialisation and state dict.
+
+    Args:
+      activation, precision, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        activation: str | None = None,
+        precision: str | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+        self.precision = precision
+        self.implementation = implementation
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [..., in_features]. residual: [..., out_features], added last."""
+        return linear(
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            residual=residual,
+            precision=self.precision,
+            implementation=self.implementation,
+        )

@@ -1,0 +1,49 @@
+"""The arrays, options and results of a matmul, from the public op down to a kernel."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class MatmulInputs(NamedTuple):
+    """The arrays of a call. Those that a call lacks are None.
+
+    x: [M, K]; [K, M] with transpose_x. w: [K, N] in x's dtype; [N, K] with transpose_w. bias: [N], x's dtype or
+    float32. residual: [M, N], out's dtype.
+    """
+
+    x: Any
+    w: Any
+    bias: Any = None
+    residual: Any = None
+
+
+class MatmulResult(NamedTuple):
+    """The result of a kernel, [M, N].
+
+    out: in the call's out_dtype. preactivation: x @ w + bias in the same dtype, None where it is not asked for.
+    """
+
+    out: Any
+    preactivation: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulOptions:
+    """The static half of a call: hashable, so that it can key a jit cache.
+
+    out = activation(x @ w + bias) + residual, in float32 from the product on. activation: of numbers, in jnp; None for
+    none. precision: of products of float32, "fp32" or "tf32"; None for 16 bits.
+    """
+
+    out_dtype: str
+    transpose_x: bool = False
+    transpose_w: bool = False
+    activation: Callable[[Any], Any] | None = None
+    precision: str | None = None
+    saves_preactivation: bool = False
+
+    def sizes(self, inputs: MatmulInputs) -> tuple[int, int, int]:
+        """(M, N, K)."""
+        rows, depth = reversed(inputs.x.shape) if self.transpose_x else inputs.x.shape
+        return rows, inputs.w.shape[0 if self.transpose_w else 1], depth

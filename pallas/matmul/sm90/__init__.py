@@ -1,0 +1,1 @@
+"""Matmul on Hopper: wgmma, TMA, warp specialisation, persistent CTAs."""

@@ -1,0 +1,191 @@
+"""The product of two matrices on Hopper, with its epilogue: out = activation(x @ w + bias) + residual.
+
+As many CTAs run as there are multiprocessors. Each takes one work tile of 128 x block_n after another. A memory
+warpgroup loads blocks of 64 of the inner dimension through a ring of stages, and runs ahead into the next work tile
+while the compute warpgroups store this one. Each of two compute warpgroups owns 64 rows, whose sums stay in registers.
+
+Per step a CTA does 2 * 128 * block_n * 64 FLOPs on (128 + block_n) * 64 numbers: at block_n = 256 and 16 bits, 85 FLOPs
+for each byte that the L2 cache gives.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.pallas.block_specs.specs import MatmulSm90
+from jax_kernels.pallas.matmul.sm90.state import BLOCK_K, BLOCK_M, COLUMNS, COMPUTE_WGS, ROWS, Smem, Traits, WorkTile
+from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.layouts import COLUMN, WGMMA
+
+COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # per thread of a compute and of the memory warpgroup
+
+
+def matmul(
+    inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulSm90, core_count: int, interpret: bool
+) -> MatmulResult:
+    """See the package's docstring. m is a multiple of 8, n and k are multiples of 64."""
+    traits = Traits.of(inputs, options, config)
+    out = jax.ShapeDtypeStruct((traits.m, traits.n), traits.out_dtype)
+    leaves, tree = jax.tree.flatten(inputs)
+    count, ctas = 2 if options.saves_preactivation else 1, min(core_count, traits.tiles)
+
+    def entry(*refs):
+        given, results = jax.tree.unflatten(tree, refs[: len(leaves)]), MatmulResult(*refs[len(leaves) :])
+        pl.run_scoped(
+            lambda smem: _kernel(_Kernel(traits=traits, ctas=ctas, inputs=given, results=results, smem=smem)),
+            Smem.scratch(traits),
+            collective_axes="wg",
+        )
+
+    results = launch(
+        entry,
+        "matmul_sm90",
+        out_type=[out] * count,
+        ctas=ctas,
+        warpgroups=COMPUTE_WGS + 1,
+        semantics=plgpu.LoweringSemantics.Warpgroup,
+        interpret=interpret,
+    )(*leaves)
+    return MatmulResult(*results)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kernel:
+    """The state that all warpgroups of a CTA share. ctas: of the launch. inputs, results: refs in device memory."""
+
+    traits: Traits
+    ctas: int
+    inputs: MatmulInputs
+    results: MatmulResult
+    smem: Smem
+
+    def for_each_tile(self, run) -> None:
+        """Calls run(tile, nth) for the CTA's work tiles; nth counts them."""
+
+        def body(carry):
+            index, nth = carry
+            run(self.traits.place(index), nth)
+            return index + self.ctas, nth + 1
+
+        start = lax.axis_index("cta"), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[0] < self.traits.tiles, body, start)
+
+
+def _kernel(kernel: _Kernel) -> None:
+    """One warpgroup of a CTA."""
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg == COMPUTE_WGS)
+    def _memory():
+        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        kernel.for_each_tile(functools.partial(_load_tile, kernel))
+
+    @pl.when(wg < COMPUTE_WGS)
+    def _compute():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        kernel.for_each_tile(functools.partial(_compute_tile, kernel, wg))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _load_tile(kernel: _Kernel, tile: WorkTile, nth: Any) -> None:
+    """Loads the operands of a work tile, step by step."""
+    traits, inputs, smem = kernel.traits, kernel.inputs, kernel.smem
+    rows, columns = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, traits.config.block_n)
+
+    def step(i, _):
+        number = nth * traits.k_steps + i
+        slot = lax.rem(number, jnp.int32(traits.config.stages))
+
+        @pl.when(number >= traits.config.stages)
+        def _wait():
+            plgpu.barrier_wait(smem.free.at[slot])
+
+        depth = pl.ds(i * BLOCK_K, BLOCK_K)
+        x = inputs.x.at[depth, rows] if traits.options.transpose_x else inputs.x.at[rows, depth]
+        w = inputs.w.at[columns, depth] if traits.options.transpose_w else inputs.w.at[depth, columns]
+        plgpu.copy_gmem_to_smem(x, smem.x.at[slot], smem.ready.at[slot])
+        plgpu.copy_gmem_to_smem(w, smem.w.at[slot], smem.ready.at[slot])
+
+    lax.fori_loop(0, traits.k_steps, step, None)
+
+
+def _compute_tile(kernel: _Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
+    """A warpgroup's 64 rows of a work tile: sums in registers, then the epilogue."""
+    traits, smem = kernel.traits, kernel.smem
+
+    def slot_of(i):
+        return lax.rem(nth * traits.k_steps + i, jnp.int32(traits.config.stages))
+
+    def multiply(acc, i):
+        """acc += x w of a step."""
+        slot, mine = slot_of(i), pl.ds(wg * ROWS, ROWS)
+        plgpu.barrier_wait(smem.ready.at[slot])
+        x = smem.x.at[slot, :, mine].T if traits.options.transpose_x else smem.x.at[slot, mine]
+        w = smem.w.at[slot].T if traits.options.transpose_w else smem.w.at[slot]
+        plgpu.wgmma(acc, x, w)
+
+    def sums(acc):
+        def step(i, _):
+            multiply(acc, i)
+            plgpu.wgmma_wait(1)
+            plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its products have ended
+
+        multiply(acc, 0)
+        lax.fori_loop(1, traits.k_steps, step, None)
+        result = acc[...]
+        plgpu.barrier_arrive(smem.free.at[slot_of(traits.k_steps - 1)])
+        return result
+
+    result = pl.run_scoped(sums, plgpu.ACC((ROWS, traits.config.block_n)))
+    _epilogue(kernel, wg, tile, result)
+
+
+def _epilogue(kernel: _Kernel, wg: Any, tile: WorkTile, sums: Any) -> None:
+    """Stores a warpgroup's rows in parts of 64 columns, through two buffers that take turns."""
+    traits, smem, results = kernel.traits, kernel.smem, kernel.results
+    rows = pl.ds(tile.row + wg * ROWS, ROWS)
+    for part in range(traits.config.block_n // COLUMNS):
+        column = tile.column + part * COLUMNS
+        z = sums[:, part * COLUMNS : (part + 1) * COLUMNS]
+        buffer = smem.out.at[wg, 0 if results.preactivation is not None else part % 2]
+
+        if part == 0:  # the last work tile may have ended at either buffer
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when((column < traits.n) & (tile.row + wg * ROWS < traits.m))
+        def _store(column=column, z=z, buffer=buffer):
+            columns = pl.ds(column, COLUMNS)
+            if traits.has_bias:
+                bias = plgpu.load(kernel.inputs.bias.at[columns], layout=COLUMN, optimized=False)
+                z = z + lax.broadcast_in_dim(bias.astype(jnp.float32), z.shape, [1])
+            out = z if traits.options.activation is None else traits.options.activation(z)
+            if traits.has_residual:
+                out = out + _residual(buffer, smem.residual_ready.at[wg], kernel.inputs.residual.at[rows, columns])
+            _store_part(buffer, out, results.out.at[rows, columns])
+            if results.preactivation is not None:
+                _store_part(smem.out.at[wg, 1], z, results.preactivation.at[rows, columns])
+
+
+def _store_part(smem: Any, x: Any, gmem: Any) -> None:
+    """Stores 64 x 64 numbers through the buffer that the last store did not take."""
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    smem[...] = x.astype(smem.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(smem, gmem)
+
+
+def _residual(smem: Any, ready: Any, gmem: Any) -> Any:
+    """64 x 64 numbers of the residual, in float32, by way of the buffer that the result goes through."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.copy_gmem_to_smem(gmem, smem, ready)
+    plgpu.barrier_wait(ready)
+    found = plgpu.load(smem, layout=WGMMA).astype(jnp.float32)
+    plgpu.commit_smem()
+    return found

@@ -1,0 +1,117 @@
+"""The named state of the Hopper matmul: sizes, shared memory, and the order of the work tiles."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.pallas.block_specs.specs import MatmulSm90
+from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_F32
+
+COMPUTE_WGS = 2
+ROWS = 64  # of a warpgroup's part of a work tile
+BLOCK_M = ROWS * COMPUTE_WGS
+BLOCK_K = 64
+COLUMNS = 64  # of the parts in which a work tile is stored
+
+
+class WorkTile(NamedTuple):
+    """A block of the product: the first row and the first column."""
+
+    row: Any
+    column: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Sizes and features of a launch: [m, k] @ [k, n]."""
+
+    options: MatmulOptions
+    config: MatmulSm90
+    m: int
+    n: int
+    k: int
+    dtype: Any
+    has_bias: bool
+    has_residual: bool
+
+    @classmethod
+    def of(cls, inputs: MatmulInputs, options: MatmulOptions, config: MatmulSm90) -> "Traits":
+        m, n, k = options.sizes(inputs)
+        return cls(
+            options=options,
+            config=config,
+            m=m,
+            n=n,
+            k=k,
+            dtype=inputs.x.dtype,
+            has_bias=inputs.bias is not None,
+            has_residual=inputs.residual is not None,
+        )
+
+    @property
+    def out_dtype(self) -> Any:
+        return jnp.dtype(self.options.out_dtype)
+
+    @property
+    def m_blocks(self) -> int:
+        return pl.cdiv(self.m, BLOCK_M)
+
+    @property
+    def n_blocks(self) -> int:
+        return pl.cdiv(self.n, self.config.block_n)
+
+    @property
+    def k_steps(self) -> int:
+        return pl.cdiv(self.k, BLOCK_K)
+
+    @property
+    def tiles(self) -> int:
+        return self.m_blocks * self.n_blocks
+
+    def place(self, index: Any) -> WorkTile:
+        """The work tile number `index`. rows_together rows of tiles are done column by column: L2 holds their x."""
+        together = min(self.config.rows_together, self.m_blocks)
+        per_band = together * self.n_blocks
+        band, within = lax.div(index, jnp.int32(per_band)), lax.rem(index, jnp.int32(per_band))
+        rows = jnp.minimum(self.m_blocks - band * together, together)  # of the last band, fewer
+        m_block, n_block = band * together + lax.rem(within, rows), lax.div(within, rows)
+        return WorkTile(m_block * BLOCK_M, n_block * self.config.block_n)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Smem:
+    """A CTA's shared memory. None marks what a call does not need.
+
+    x, w: [stages, ...], a step's operands. out: [warpgroups, 2, 64, 64], parts of a work tile on their way to device
+    memory; the residual comes the same way. ready, free: [stages], a step's operands are there, or have been read.
+    residual_ready: [warpgroups].
+    """
+
+    x: Any
+    w: Any
+    out: Any
+    ready: Any
+    free: Any
+    residual_ready: Any
+
+    @classmethod
+    def scratch(cls, traits: Traits) -> "Smem":
+        """For pl.run_scoped."""
+        options, stages, block_n = traits.options, traits.config.stages, traits.config.block_n
+        operand = lambda *shape: plgpu.SMEM((stages, *shape), traits.dtype, transforms=SWIZZLED)
+        out_tiles = SWIZZLED if traits.out_dtype.itemsize == 2 else SWIZZLED_F32
+        return cls(
+            x=operand(BLOCK_K, BLOCK_M) if options.transpose_x else operand(BLOCK_M, BLOCK_K),
+            w=operand(block_n, BLOCK_K) if options.transpose_w else operand(BLOCK_K, block_n),
+            out=plgpu.SMEM((COMPUTE_WGS, 2, ROWS, COLUMNS), traits.out_dtype, transforms=out_tiles),
+            ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            free=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=stages),
+            residual_ready=plgpu.Barrier(num_barriers=COMPUTE_WGS) if traits.has_residual else None,
+        )

@@ -1,0 +1,153 @@
+"""matmul against float64: results, gradients, epilogues, transforms and errors."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import matmul_cases
+import numpy as np
+import pytest
+
+from jax_kernels import explain, matmul
+from jax_kernels.dispatch import on_device
+from jax_kernels.ops.activations import ACTIVATIONS
+
+
+@pytest.mark.parametrize("name", matmul_cases.CASES)
+def test_against_float64(name):
+    for result, (error, bound) in matmul_cases.errors_by(matmul_cases.CASES[name], "xla").items():
+        assert error <= bound, result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*matmul_cases.HOPPER, *ACTIVATIONS])
+def test_on_hopper(name):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs Hopper")
+    large = {x: matmul_cases.Case((4096, 1024), 512, bias="float32", activation=x) for x in ACTIVATIONS}
+    for result, (error, bound) in matmul_cases.errors_by((matmul_cases.HOPPER | large)[name], "mosaic_gpu").items():
+        assert error <= bound, result
+
+
+def test_a_function_as_activation():
+    x, w = (jnp.asarray(np.random.default_rng(i).standard_normal((8, 8)), jnp.float32) for i in range(2))
+    swish = lambda z: z * jax.nn.sigmoid(1.7 * z)
+    got, vjp = jax.vjp(lambda x: matmul(x, w, activation=swish), x)
+    want, right = jax.vjp(lambda x: swish(jnp.dot(x, w, precision="highest")), x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(vjp(got)[0], right(got)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_activations_at_extremes():
+    """NaN stays NaN, and derivatives are finite where the functions have long become flat; relu's at 0 is 0."""
+    for name, activation in ACTIVATIONS.items():
+        assert np.isnan(activation(jnp.float32(jnp.nan))), name
+        slopes = jax.vmap(jax.grad(activation))(jnp.asarray([-1e4, -100.0, 100.0, 1e4]))
+        assert np.isfinite(slopes).all(), name
+    assert jax.grad(ACTIVATIONS["relu"])(0.0) == 0
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
+def test_vmap(in_axes):
+    random = np.random.default_rng(1)
+    arrays = [jnp.asarray(random.standard_normal((3, 4, 4)), jnp.float32) for _ in range(2)]
+    given = [x if axis == 0 else x[0] for x, axis in zip(arrays, in_axes, strict=True)]
+    both = jax.value_and_grad(lambda x, w: matmul(x, w, activation="tanh").sum(), (0, 1))
+    got = jax.jit(jax.vmap(both, in_axes))(*given)
+    for i in range(3):
+        want = both(*(x[i] if axis == 0 else x for x, axis in zip(given, in_axes, strict=True)))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
+
+
+def test_empty():
+    for x, w in (((0, 8), (8, 4)), ((3, 0), (0, 4)), ((3, 8), (8, 0))):
+        out, vjp = jax.vjp(matmul, jnp.zeros(x), jnp.zeros(w))
+        assert out.shape == (x[0], w[1])
+        assert [y.shape for y in vjp(out)] == [x, w]
+
+
+def test_plans():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 1000, 512), (512, 1024)))
+    with on_device("H200"):
+        assert explain(matmul, x, w).implementation == "xla"
+        plan = explain(matmul, x, w, implementation="mosaic_gpu", activation="silu")
+        assert plan.config.forward.block_n == 256
+        program = str(jax.make_jaxpr(lambda x, w: matmul(x, w, implementation="mosaic_gpu"))(x, w))
+        assert "wgmma" in program
+    with on_device("A100"):
+        assert explain(matmul, x, w).implementation == "xla"
+
+
+X, W = jnp.zeros((2, 8), jnp.bfloat16), jnp.zeros((8, 4), jnp.bfloat16)
+BAD = {
+    "dtype": (
+        lambda: matmul(np.zeros((2, 8)), W),
+        TypeError,
+        "x: got dtype float64, want bfloat16, float16 or float32",
+    ),
+    "other_dtype": (
+        lambda: matmul(X, W.astype(jnp.float32)),
+        TypeError,
+        "w: got dtype float32, want x's dtype bfloat16",
+    ),
+    "depth": (lambda: matmul(X, W[:7]), ValueError, "w: got shape (7, 4), want [K, N] with x's K = 8"),
+    "depth_t": (lambda: matmul(X, W, transpose_w=True), ValueError, "w: got shape (8, 4), want [N, K] with x's K = 8"),
+    "axes": (
+        lambda: matmul(X, W[None]),
+        ValueError,
+        "x, w: got shapes (2, 8) and (1, 8, 4), want [..., K] and two axes",
+    ),
+    "flag": (lambda: matmul(X, W, transpose_w=1), TypeError, "transpose_w: got int, want a bool"),
+    "bias": (lambda: matmul(X, W, bias=jnp.zeros(3)), ValueError, "bias: got shape (3,), want [N] = (4,)"),
+    "bias_dtype": (
+        lambda: matmul(X, W, bias=jnp.zeros(4, jnp.float16)),
+        TypeError,
+        "bias: got dtype float16, want x's dtype bfloat16, or float32",
+    ),
+    "residual": (
+        lambda: matmul(X, W, residual=jnp.zeros((2, 4))),
+        TypeError,
+        "residual: got dtype float32, want out_dtype bfloat16",
+    ),
+    "residual_shape": (
+        lambda: matmul(X, W, residual=jnp.zeros((4,), jnp.bfloat16)),
+        ValueError,
+        "residual: got shape (4,), want [..., N] = (2, 4)",
+    ),
+    "activation": (
+        lambda: matmul(X, W, activation="swish"),
+        ValueError,
+        "activation: got 'swish', want a function or one",
+    ),
+    "activation_type": (lambda: matmul(X, W, activation=3), TypeError, "activation: got int, want a name"),
+    "out_dtype": (lambda: matmul(X, W, out_dtype="int8"), TypeError, "out_dtype: got int8, want bfloat16, float16"),
+    "precision": (lambda: matmul(X, W, precision="tf32"), ValueError, "it is for float32 inputs"),
+    "precision_name": (lambda: matmul(X, W, precision="fp8"), ValueError, "precision: got 'fp8', want 'fp32', 'tf32'"),
+    "name": (lambda: matmul(X, W, implementation="triton"), ValueError, "is not known for matmul; want one of"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, error, message = BAD[name]
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+REASONS = {
+    "activation": ({"activation": lambda z: z}, "of activations it takes those that have names"),
+    "columns": ({"w": (512, 1000)}, "it needs rows by 8 and columns by 64 in x, w and out"),
+    "rows": ({"x": (1001, 512)}, "it needs rows by 8 and columns by 64 in x, w and out"),
+    "dtype": ({"dtype": "float32"}, "its wgmma products take bfloat16 and float16 here, not float32"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_what_the_hopper_kernel_does_not_serve(name):
+    given, reason = REASONS[name]
+    given = {"x": (1000, 512), "w": (512, 1024), "dtype": "bfloat16"} | given
+    x, w = (jax.ShapeDtypeStruct(given.pop(key), given["dtype"]) for key in ("x", "w"))
+    del given["dtype"]
+    with on_device("H200"), pytest.raises(NotImplementedError, match=re.escape(reason)):
+        explain(matmul, x, w, implementation="mosaic_gpu", **given)

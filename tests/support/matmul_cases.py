@@ -1,0 +1,118 @@
+"""Calls of matmul with their definitions in float64, and bounds of their errors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import matmul
+from jax_kernels.ops.activations import ACTIVATIONS
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call. shape: x's rows in one or more axes, then K; columns: N."""
+
+    shape: tuple[int, ...]
+    columns: int
+    dtype: str = "bfloat16"
+    out_dtype: str | None = None
+    bias: str | None = None
+    activation: str | None = None
+    has_residual: bool = False
+    transpose_w: bool = False
+    precision: str | None = None
+
+    def arrays(self):
+        """x, w, bias and residual by name, and the cotangent of out."""
+        random = np.random.default_rng(0)
+        normal = lambda shape, dtype: jnp.asarray(random.standard_normal(shape), dtype)
+        depth, shape = self.shape[-1], (*self.shape[:-1], self.columns)
+        out_dtype = self.out_dtype or self.dtype
+        w = normal((self.columns, depth) if self.transpose_w else (depth, self.columns), jnp.float32) / depth**0.5
+        found = {"x": normal(self.shape, self.dtype), "w": w.astype(self.dtype)}
+        if self.bias:
+            found["bias"] = normal((self.columns,), self.bias)
+        if self.has_residual:
+            found["residual"] = normal(shape, out_dtype)
+        return found, normal(shape, out_dtype)
+
+    def run(self, implementation=None):
+        """The results by name."""
+        arrays, dout = self.arrays()
+        names = ("activation", "out_dtype", "precision", "transpose_w")
+        statics = {name: getattr(self, name) for name in names} | {"implementation": implementation}
+
+        @jax.jit
+        def both(arrays, dout):
+            def call(given):
+                epilogue = {name: y for name, y in given.items() if name not in ("x", "w")}
+                return matmul(given["x"], given["w"], **epilogue, **statics)
+
+            out, vjp = jax.vjp(call, arrays)
+            return out, call(arrays), vjp(dout)[0]
+
+        out, primal, gradients = both(arrays, dout)
+        np.testing.assert_array_equal(out, primal)
+        return {"out": out} | {f"d{name}": x for name, x in gradients.items()}
+
+    def definition(self):
+        """The same in float64."""
+        arrays, dout = self.arrays()
+        with jax.enable_x64(True):
+            wide = {name: jnp.asarray(np.asarray(x).astype(np.float64)) for name, x in arrays.items()}
+            activation = ACTIVATIONS[self.activation] if self.activation else lambda x: x
+
+            def call(given):
+                out = given["x"] @ (given["w"].T if self.transpose_w else given["w"]) + given.get("bias", 0)
+                return activation(out) + given.get("residual", 0)
+
+            out, vjp = jax.vjp(call, wide)
+            gradients = vjp(jnp.asarray(np.asarray(dout).astype(np.float64)))[0]
+            return {"out": np.asarray(out)} | {f"d{name}": np.asarray(x) for name, x in gradients.items()}
+
+
+def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
+    """The largest error of each result, and its bound."""
+    got, want = case.run(implementation), case.definition()
+    assert sorted(got) == sorted(want)
+    found = {}
+    for name, right in want.items():
+        error = np.abs(np.asarray(got[name]).astype(np.float64) - right).max(initial=0)
+        found[name] = float(error), _bound(case, name, got[name].dtype, right)
+    return found
+
+
+def _bound(case: Case, name: str, dtype, right: np.ndarray) -> float:
+    """One rounding of the result, and those of what goes into its sums, whose terms are of magnitude 1."""
+    of_inputs, scale = float(jnp.finfo(case.dtype).eps), np.abs(right).max(initial=0)
+    precision = 2**-10 if case.precision == "tf32" else 2**-22
+    rows = np.prod(case.shape[:-1])
+    terms = np.sqrt({"dw": rows, "dbias": rows, "dx": case.columns}.get(name, case.shape[-1]))
+    # The gradients are sums of dout, or of dz, which is rounded, and made of a rounded preactivation.
+    rounded = 0.0 if name == "out" else of_inputs * (3 if case.activation else 1)
+    return float(0.6 * float(jnp.finfo(dtype).eps) * scale + terms * (rounded + precision) + 2**-20 * scale)
+
+
+CASES = {
+    "plain": Case((5, 7, 64), 48),
+    "odd": Case((13, 63), 65),
+    "one": Case((1, 1), 1),
+    "vector": Case((31,), 17),
+    "float32": Case((6, 40), 24, dtype="float32", bias="float32"),
+    "tf32": Case((6, 40), 24, dtype="float32", precision="tf32"),
+    "wide_out": Case((9, 32), 40, out_dtype="float32", bias="float32", activation="gelu", has_residual=True),
+    "transposed": Case((9, 32), 40, transpose_w=True, bias="bfloat16", activation="silu"),
+    "residual": Case((2, 9, 32), 40, dtype="float16", has_residual=True, activation="tanh", bias="float32"),
+} | {name: Case((17, 32), 24, bias="float32", activation=name) for name in ACTIVATIONS}
+
+
+# What the Hopper kernel serves.
+HOPPER = {
+    "plain": Case((128, 64), 64),
+    "edges": Case((2, 100, 192), 320, bias="float32"),
+    "epilogue": Case((72, 128), 192, bias="bfloat16", activation="gelu_tanh", has_residual=True),
+    "transposed": Case((136, 64), 128, transpose_w=True, activation="silu", dtype="float16"),
+    "float32_out": Case((264, 64), 448, out_dtype="float32", activation="relu", bias="float32", has_residual=True),
+}
