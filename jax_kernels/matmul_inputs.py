@@ -9,31 +9,35 @@ class MatmulInputs(NamedTuple):
     """The arrays of a call. Those that a call lacks are None.
 
     x: [M, K]; [K, M] with transpose_x. w: [K, N] in x's dtype; [N, K] with transpose_w. bias: [N], x's dtype or
-    float32. residual: [M, N], out's dtype.
+    float32. residual: [M, N], out's dtype. w_up: like w, of a gated unit.
     """
 
     x: Any
     w: Any
     bias: Any = None
     residual: Any = None
+    w_up: Any = None
 
 
 class MatmulResult(NamedTuple):
     """The result of a kernel, [M, N].
 
-    out: in the call's out_dtype. preactivation: x @ w + bias in the same dtype, None where it is not asked for.
+    out: in the call's out_dtype. preactivation: x @ w + bias in the same dtype, None where it is not asked for. up:
+    x @ w_up, likewise, of a gated unit.
     """
 
     out: Any
     preactivation: Any = None
+    up: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulOptions:
     """The static half of a call: hashable, so that it can key a jit cache.
 
-    out = activation(x @ w + bias) + residual, in float32 from the product on. activation: of numbers, in jnp; None for
-    none. precision: of products of float32, "fp32" or "tf32"; None for 16 bits.
+    out = activation(x @ w + bias) * (x @ w_up) + residual, in float32 from the products on; without w_up there is no
+    second factor. activation: of numbers, in jnp; None for none. precision: of products of float32, "fp32" or "tf32";
+    None for 16 bits.
     """
 
     out_dtype: str

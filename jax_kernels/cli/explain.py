@@ -266,6 +266,26 @@ def matmul(
     options.show_plan(device, as_json, OPS["matmul"].function, x, w, **arguments, implementation=implementation)
 
 
+def gated_matmul(
+    shape: options.RowsShape,
+    columns: Annotated[int, typer.Option(help="of each weight, N")],
+    dtype: options.Dtype = "bfloat16",
+    activation: Annotated[str, typer.Option(help="silu, gelu, ...")] = "silu",
+    transpose_w: Annotated[bool, typer.Option("--transpose-w", help="the weights are [N, K]")] = False,
+    precision: options.Precision = None,
+    implementation: options.Implementation = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what gated_matmul would run for x of this shape and weights of so many columns."""
+    x = options.one_array(shape, dtype)
+    w = spec((columns, x.shape[-1]) if transpose_w else (x.shape[-1], columns), x.dtype.name)
+    arguments = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
+    options.show_plan(
+        device, as_json, OPS["gated_matmul"].function, x, w, w, **arguments, implementation=implementation
+    )
+
+
 def layer_norm(
     shape: options.RowsShape,
     dtype: options.Dtype = "bfloat16",
@@ -300,6 +320,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "dynamic_mask_attention": dynamic_mask_attention,
     "block_sparse_attention": block_sparse_attention,
     "matmul": matmul,
+    "gated_matmul": gated_matmul,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
 }

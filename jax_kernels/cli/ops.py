@@ -15,7 +15,7 @@ from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
 from jax_kernels.ops.decode_attention import decode_attention
 from jax_kernels.ops.dilated.dilated_attention import dilated_attention
-from jax_kernels.ops.matmul import matmul
+from jax_kernels.ops.matmul import gated_matmul, matmul
 from jax_kernels.ops.normalization import layer_norm, rms_norm
 
 __all__ = ["OPS", "Op", "spec"]
@@ -71,6 +71,9 @@ OPS = {
         block_sparse_attention, arguments={"block_mask": np.ones((LENGTH // 128, LENGTH // 128), bool)}
     ),
     "matmul": Op(matmul, implementations=("mosaic_gpu", "xla"), shapes=((LENGTH, 4096), (4096, 4096))),
+    "gated_matmul": Op(
+        gated_matmul, implementations=("mosaic_gpu", "xla"), shapes=((LENGTH, 4096), (4096, 4096), (4096, 4096))
+    ),
     "layer_norm": Op(layer_norm, implementations=("triton", "xla"), shapes=((LENGTH, 4096),)),
     "rms_norm": Op(rms_norm, implementations=("triton", "xla"), shapes=((LENGTH, 4096),)),
 }

@@ -21,12 +21,12 @@ from jax_kernels.pallas.matmul.sm90 import matmul as matmul_sm90
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference import matmul as reference
 
-__all__ = ["IMPLEMENTATIONS", "MatmulRequest", "matmul"]
+__all__ = ["IMPLEMENTATIONS", "MatmulRequest", "gated_matmul", "matmul"]
 
 
 @dataclasses.dataclass(frozen=True)
 class MatmulRequest(Request):
-    """A product [m, k] @ [k, n] without its arrays. shapes: those of the arrays, x, w and out."""
+    """A product [m, k] @ [k, n] without its arrays, or two of a gated unit. shapes: those of x, w and out."""
 
     m: int
     n: int
@@ -94,11 +94,80 @@ def matmul(
         precision=precision,
         implementation=implementation,
     )
-    call = OP.call(request, options, implementation)
+    return _run(OP, request, inputs, options, implementation)
+
+
+@under_defaults
+def gated_matmul(
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    activation: str | Callable[[jax.Array], jax.Array] = "silu",
+    *,
+    residual: jax.Array | None = None,
+    transpose_w: bool = False,
+    out_dtype: Any = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The gated unit activation(x @ w_gate) * (x @ w_up), in one pass over x.
+
+    Equivalent to the following JAX code, in float32 from the products on::
+
+        gate, up = (x @ (w.T if transpose_w else w) for w in (w_gate, w_up))
+        out = (activation(gate) * up + residual).astype(out_dtype)
+
+    The forward of a call that is differentiated also saves both products, in out_dtype.
+
+    Args:
+      x: [..., K], bfloat16, float16 or float32.
+      w_gate, w_up: [K, N] in x's dtype; [N, K] with transpose_w.
+      activation, residual, transpose_w, out_dtype, precision, implementation: as in matmul.
+
+    Returns:
+      out [..., N] in out_dtype.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as matmul.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202.
+    """
+    request, inputs, options = _check_gated(
+        x=x,
+        w_gate=w_gate,
+        w_up=w_up,
+        activation=activation,
+        residual=residual,
+        transpose_w=transpose_w,
+        out_dtype=out_dtype,
+        precision=precision,
+        implementation=implementation,
+    )
+    return _run(GATED, request, inputs, options, implementation)
+
+
+def _check_gated(
+    *, x, w_gate, w_up, activation="silu", **arguments
+) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:
+    """As _check, of a gated unit."""
+    w_gate, w_up = checks.checked_array("w_gate", w_gate), checks.checked_array("w_up", w_up)
+    if (w_up.shape, w_up.dtype) != (w_gate.shape, w_gate.dtype):
+        got, want = (f"{w.dtype}{list(w.shape)}" for w in (w_up, w_gate))
+        raise ValueError(f"w_up: got {got}, want w_gate's dtype and shape {want}")
+    request, inputs, options = _check(x=x, w=w_gate, activation=activation, **arguments)
+    return dataclasses.replace(request, op="gated_matmul"), inputs._replace(w_up=w_up), options
+
+
+def _run(
+    op: PlannedOp, request: MatmulRequest, inputs: MatmulInputs, options: MatmulOptions, implementation: Any
+) -> Any:
+    """The checked call, whose x and residual may have any axes before the last."""
+    call = op.call(request, options, implementation)
     rows = lambda y: None if y is None else y.reshape(request.m, y.shape[-1])
+    outer = inputs.x.shape[:-1]
     inputs = inputs._replace(x=rows(inputs.x), residual=rows(inputs.residual))
     inputs = as_varying(inputs, varying_axes(inputs))
-    return _matmul(call, inputs).reshape(*x.shape[:-1], request.n)
+    return _matmul(call, inputs).reshape(*outer, request.n)
 
 
 def _check(
@@ -198,10 +267,7 @@ def _supports_mosaic(request: MatmulRequest) -> str | None:
 
 
 def _config(request: MatmulRequest) -> tuple[Blocks, str]:
-    wide = request.out_dtype == "float32"
-    row, source = block_specs.matmul_row(
-        request.device.compute_capability, "mosaic_gpu", columns=request.n, out_bits=32 if wide else 16
-    )
+    row, source = block_specs.matmul_row(request.device.compute_capability, "mosaic_gpu", columns=request.n)
     return Blocks(forward=row.config, core_count=request.device.core_count), source
 
 
@@ -221,6 +287,8 @@ def _order(request: MatmulRequest) -> tuple[str, ...]:
 
 OP = PlannedOp("matmul", IMPLEMENTATIONS, _order)
 OP.explained_by(_check)(matmul)
+GATED = PlannedOp("gated_matmul", IMPLEMENTATIONS, _order)
+GATED.explained_by(_check_gated)(gated_matmul)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -231,38 +299,63 @@ def _matmul(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
 
 @under_defaults
 def _matmul_fwd(call, inputs):
-    saves = call.options.activation is not None
+    saves = call.options.activation is not None or inputs.w_up is not None
     result = _batched(dataclasses.replace(call, options=dataclasses.replace(call.options, saves_preactivation=saves)))(
         inputs
     )
-    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)
-    return result.out, (inputs._replace(residual=residual), result.preactivation)
+    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # tells that there was one
+    return result.out, (inputs._replace(residual=residual), result)
 
 
 @under_defaults
 def _matmul_bwd(call, residuals, dout):
-    inputs, preactivation = residuals
-    options, dz = call.options, dout.astype(jnp.float32)
-    if options.activation is not None:
-        _, vjp = jax.vjp(options.activation, preactivation.astype(jnp.float32))
-        (dz,) = vjp(dz)
+    inputs, saved = residuals
+    dz, dup = _epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
     dbias = None if inputs.bias is None else dz.sum(axis=0).astype(inputs.bias.dtype)
-    dz = dz.astype(inputs.x.dtype)
-    product = functools.partial(_product, call)
-    # dx = dz wᵀ, dw = xᵀ dz
-    dx = product(dz, inputs.w, transpose_w=not options.transpose_w)
-    dw = product(*((dz, inputs.x) if options.transpose_w else (inputs.x, dz)), transpose_x=True)
+    dx, dw = _product_gradients(call, inputs.x, inputs.w, dz, summed=dup is not None)
+    dw_up = None
+    if dup is not None:
+        dx_up, dw_up = _product_gradients(call, inputs.x, inputs.w_up, dup, summed=True)
+        dx = (dx + dx_up).astype(inputs.x.dtype)
     dresidual = None if inputs.residual is None else dout
-    return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual),)
+    return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=dw_up),)
+
+
+def _epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -> tuple[Any, Any]:
+    """The gradients of x @ w + bias, and of x @ w_up, None without one; float32."""
+    if saved.preactivation is None:
+        return dout, None
+    activated, vjp = jax.vjp(options.activation or (lambda z: z), saved.preactivation.astype(jnp.float32))
+    if saved.up is None:
+        return vjp(dout)[0], None
+    return vjp(dout * saved.up.astype(jnp.float32))[0], dout * activated
+
+
+def _product_gradients(call: PlannedCall, x: Any, w: Any, dz: Any, *, summed: bool) -> tuple[Any, Any]:
+    """dx = dz wᵀ and dw = xᵀ dz. summed: dx is added to another one, and is float32."""
+    transposed, dz = call.options.transpose_w, dz.astype(x.dtype)
+    dx = _product(call, dz, w, transpose_w=not transposed, out_dtype="float32" if summed else None)
+    return dx, _product(call, *((dz, x) if transposed else (x, dz)), transpose_x=True)
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-def _product(call: PlannedCall, x: Any, w: Any, transpose_x: bool = False, transpose_w: bool = False) -> jax.Array:
+def _product(
+    call: PlannedCall,
+    x: Any,
+    w: Any,
+    *,
+    transpose_x: bool = False,
+    transpose_w: bool = False,
+    out_dtype: str | None = None,
+) -> jax.Array:
     """A product of the backward, by the call's implementation where it serves its shapes, else by XLA."""
     options = MatmulOptions(
-        out_dtype=str(x.dtype), precision=call.options.precision, transpose_x=transpose_x, transpose_w=transpose_w
+        out_dtype=out_dtype or str(x.dtype),
+        precision=call.options.precision,
+        transpose_x=transpose_x,
+        transpose_w=transpose_w,
     )
     inputs = MatmulInputs(x, w)
     request = _request(options, x.dtype, options.sizes(inputs), dispatch.target_device(x))
@@ -286,7 +379,7 @@ def _batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
     @wrapped.def_vmap
     def _(size: int, batched: Any, inputs: MatmulInputs):
         mapped = batched[0]
-        if mapped.w or mapped.bias or call.options.transpose_x:
+        if mapped.w or mapped.bias or mapped.w_up or call.options.transpose_x:
             results = _one_by_one(wrapped, inputs, mapped)
             return results, jax.tree.map(lambda _: True, results)
         join = functools.partial(join_batch, size)

@@ -106,13 +106,12 @@ def matmul_order(compute_capability: tuple[int, int] | None) -> tuple[str, ...]:
 
 
 def matmul_row(
-    compute_capability: tuple[int, int] | None, implementation: str, *, columns: int, out_bits: int
+    compute_capability: tuple[int, int] | None, implementation: str, *, columns: int
 ) -> tuple[MatmulRow, str]:
     """The row for a matmul, as attention_row gives it. Only Hopper has some."""
     file, own = _file(compute_capability, implementation)
     for row in file.MATMUL:
-        fits = (row.columns is None or columns <= row.columns) and out_bits <= row.out_bits
-        if row.implementation == implementation and fits:
+        if row.implementation == implementation and (row.columns is None or columns <= row.columns):
             return row, "block spec" if own else "heuristic"
     raise LookupError(f"no {implementation} row for matmul with columns={columns}")
 

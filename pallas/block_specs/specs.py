@@ -297,6 +297,8 @@ class NormRow:
 class MatmulSm90:
     """Blocks of the Hopper matmul: 128 rows and block_n columns, through a ring of stages of 64 of the inner dimension.
 
+    stages: as many as shared memory has room for, up to this number. A gated unit has half of the columns, twice.
+
     rows_together: so many rows of work tiles are done side by side, whose x the L2 cache holds.
     """
 
@@ -314,10 +316,9 @@ class MatmulSm90:
 class MatmulRow:
     """The blocks of a matmul. The first row that matches is taken.
 
-    columns: the most of w it serves, None for any. out_bits: the most bits of a number of out.
+    columns: the most of w it serves, None for any.
     """
 
     implementation: str
     columns: int | None
-    out_bits: int
     config: Any

@@ -8,7 +8,7 @@ import matmul_cases
 import numpy as np
 import pytest
 
-from jax_kernels import explain, matmul
+from jax_kernels import explain, gated_matmul, matmul
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.activations import ACTIVATIONS
 
@@ -75,6 +75,10 @@ def test_plans():
         assert plan.config.forward.block_n == 256
         program = str(jax.make_jaxpr(lambda x, w: matmul(x, w, implementation="mosaic_gpu"))(x, w))
         assert "wgmma" in program
+        assert explain(gated_matmul, x, w, w).op == "gated_matmul"
+        gated = jax.make_jaxpr(lambda x, w: gated_matmul(x, w, w, implementation="mosaic_gpu"))(x, w)
+        assert "matmul_sm90" in str(gated)
+        assert "dot_general" not in str(gated)
     with on_device("A100"):
         assert explain(matmul, x, w).implementation == "xla"
 
@@ -124,6 +128,11 @@ BAD = {
     "out_dtype": (lambda: matmul(X, W, out_dtype="int8"), TypeError, "out_dtype: got int8, want bfloat16, float16"),
     "precision": (lambda: matmul(X, W, precision="tf32"), ValueError, "it is for float32 inputs"),
     "precision_name": (lambda: matmul(X, W, precision="fp8"), ValueError, "precision: got 'fp8', want 'fp32', 'tf32'"),
+    "gated": (
+        lambda: gated_matmul(X, W, W[:, :3]),
+        ValueError,
+        "w_up: got bfloat16[8, 3], want w_gate's dtype and shape",
+    ),
     "name": (lambda: matmul(X, W, implementation="triton"), ValueError, "is not known for matmul; want one of"),
 }
 

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels import matmul
+from jax_kernels import gated_matmul, matmul
 from jax_kernels.ops.activations import ACTIVATIONS
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call. shape: x's rows in one or more axes, then K; columns: N."""
+    """A call. shape: x's rows in one or more axes, then K; columns: N. is_gated: of gated_matmul."""
 
     shape: tuple[int, ...]
     columns: int
@@ -23,9 +23,10 @@ class Case:
     has_residual: bool = False
     transpose_w: bool = False
     precision: str | None = None
+    is_gated: bool = False
 
     def arrays(self):
-        """x, w, bias and residual by name, and the cotangent of out."""
+        """x, w, bias, residual and w_up by name, and the cotangent of out."""
         random = np.random.default_rng(0)
         normal = lambda shape, dtype: jnp.asarray(random.standard_normal(shape), dtype)
         depth, shape = self.shape[-1], (*self.shape[:-1], self.columns)
@@ -36,6 +37,8 @@ class Case:
             found["bias"] = normal((self.columns,), self.bias)
         if self.has_residual:
             found["residual"] = normal(shape, out_dtype)
+        if self.is_gated:
+            found["w_up"] = (normal(w.shape, jnp.float32) / depth**0.5).astype(self.dtype)
         return found, normal(shape, out_dtype)
 
     def run(self, implementation=None):
@@ -47,8 +50,10 @@ class Case:
         @jax.jit
         def both(arrays, dout):
             def call(given):
-                epilogue = {name: y for name, y in given.items() if name not in ("x", "w")}
-                return matmul(given["x"], given["w"], **epilogue, **statics)
+                rest = {name: y for name, y in given.items() if name not in ("x", "w")}
+                op = gated_matmul if self.is_gated else matmul
+                weights = [given["w"], rest.pop("w_up")] if self.is_gated else [given["w"]]
+                return op(given["x"], *weights, **rest, **statics)
 
             out, vjp = jax.vjp(call, arrays)
             return out, call(arrays), vjp(dout)[0]
@@ -65,8 +70,10 @@ class Case:
             activation = ACTIVATIONS[self.activation] if self.activation else lambda x: x
 
             def call(given):
-                out = given["x"] @ (given["w"].T if self.transpose_w else given["w"]) + given.get("bias", 0)
-                return activation(out) + given.get("residual", 0)
+                product = lambda w: given["x"] @ (w.T if self.transpose_w else w)
+                out = activation(product(given["w"]) + given.get("bias", 0))
+                out = out * product(given["w_up"]) if self.is_gated else out
+                return out + given.get("residual", 0)
 
             out, vjp = jax.vjp(call, wide)
             gradients = vjp(jnp.asarray(np.asarray(dout).astype(np.float64)))[0]
@@ -89,9 +96,9 @@ def _bound(case: Case, name: str, dtype, right: np.ndarray) -> float:
     of_inputs, scale = float(jnp.finfo(case.dtype).eps), np.abs(right).max(initial=0)
     precision = 2**-10 if case.precision == "tf32" else 2**-22
     rows = np.prod(case.shape[:-1])
-    terms = np.sqrt({"dw": rows, "dbias": rows, "dx": case.columns}.get(name, case.shape[-1]))
+    terms = np.sqrt({"dw": rows, "dw_up": rows, "dbias": rows, "dx": case.columns}.get(name, case.shape[-1]))
     # The gradients are sums of dout, or of dz, which is rounded, and made of a rounded preactivation.
-    rounded = 0.0 if name == "out" else of_inputs * (3 if case.activation else 1)
+    rounded = 0.0 if name == "out" else of_inputs * (6 if case.is_gated else 3 if case.activation else 1)
     return float(0.6 * float(jnp.finfo(dtype).eps) * scale + terms * (rounded + precision) + 2**-20 * scale)
 
 
@@ -105,6 +112,8 @@ CASES = {
     "wide_out": Case((9, 32), 40, out_dtype="float32", bias="float32", activation="gelu", has_residual=True),
     "transposed": Case((9, 32), 40, transpose_w=True, bias="bfloat16", activation="silu"),
     "residual": Case((2, 9, 32), 40, dtype="float16", has_residual=True, activation="tanh", bias="float32"),
+    "gated": Case((2, 9, 32), 40, activation="silu", is_gated=True, has_residual=True),
+    "gated_float32": Case((9, 32), 40, activation="gelu", is_gated=True, transpose_w=True, dtype="float32"),
 } | {name: Case((17, 32), 24, bias="float32", activation=name) for name in ACTIVATIONS}
 
 
@@ -115,4 +124,6 @@ HOPPER = {
     "epilogue": Case((72, 128), 192, bias="bfloat16", activation="gelu_tanh", has_residual=True),
     "transposed": Case((136, 64), 128, transpose_w=True, activation="silu", dtype="float16"),
     "float32_out": Case((264, 64), 448, out_dtype="float32", activation="relu", bias="float32", has_residual=True),
+    "gated": Case((200, 128), 192, activation="silu", is_gated=True, has_residual=True),
+    "gated_transposed": Case((136, 64), 320, activation="gelu", is_gated=True, transpose_w=True, out_dtype="float32"),
 }

@@ -1,4 +1,4 @@
-"""The product of two matrices on Hopper, with its epilogue: out = activation(x @ w + bias) + residual.
+"""The product of two matrices on Hopper, with its epilogue: out = activation(x @ w + bias) * (x @ w_up) + residual.
 
 As many CTAs run as there are multiprocessors. Each takes one work tile of 128 x block_n after another. A memory
 warpgroup loads blocks of 64 of the inner dimension through a ring of stages, and runs ahead into the next work tile
@@ -34,7 +34,7 @@ def matmul(
     traits = Traits.of(inputs, options, config)
     out = jax.ShapeDtypeStruct((traits.m, traits.n), traits.out_dtype)
     leaves, tree = jax.tree.flatten(inputs)
-    count, ctas = 2 if options.saves_preactivation else 1, min(core_count, traits.tiles)
+    ctas = min(core_count, traits.tiles)
 
     def entry(*refs):
         given, results = jax.tree.unflatten(tree, refs[: len(leaves)]), MatmulResult(*refs[len(leaves) :])
@@ -47,7 +47,7 @@ def matmul(
     results = launch(
         entry,
         "matmul_sm90",
-        out_type=[out] * count,
+        out_type=[out] * traits.results,
         ctas=ctas,
         warpgroups=COMPUTE_WGS + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
@@ -97,21 +97,23 @@ def _kernel(kernel: _Kernel) -> None:
 def _load_tile(kernel: _Kernel, tile: WorkTile, nth: Any) -> None:
     """Loads the operands of a work tile, step by step."""
     traits, inputs, smem = kernel.traits, kernel.inputs, kernel.smem
-    rows, columns = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, traits.config.block_n)
+    rows, columns = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, traits.block_n)
 
     def step(i, _):
         number = nth * traits.k_steps + i
-        slot = lax.rem(number, jnp.int32(traits.config.stages))
+        slot = lax.rem(number, jnp.int32(traits.stages))
 
-        @pl.when(number >= traits.config.stages)
+        @pl.when(number >= traits.stages)
         def _wait():
             plgpu.barrier_wait(smem.free.at[slot])
 
         depth = pl.ds(i * BLOCK_K, BLOCK_K)
         x = inputs.x.at[depth, rows] if traits.options.transpose_x else inputs.x.at[rows, depth]
-        w = inputs.w.at[columns, depth] if traits.options.transpose_w else inputs.w.at[depth, columns]
         plgpu.copy_gmem_to_smem(x, smem.x.at[slot], smem.ready.at[slot])
-        plgpu.copy_gmem_to_smem(w, smem.w.at[slot], smem.ready.at[slot])
+        for w, w_smem in ((inputs.w, smem.w), (inputs.w_up, smem.w_up)):
+            if w is not None:
+                part = w.at[columns, depth] if traits.options.transpose_w else w.at[depth, columns]
+                plgpu.copy_gmem_to_smem(part, w_smem.at[slot], smem.ready.at[slot])
 
     lax.fori_loop(0, traits.k_steps, step, None)
 
@@ -121,61 +123,68 @@ def _compute_tile(kernel: _Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
     traits, smem = kernel.traits, kernel.smem
 
     def slot_of(i):
-        return lax.rem(nth * traits.k_steps + i, jnp.int32(traits.config.stages))
+        return lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
 
-    def multiply(acc, i):
-        """acc += x w of a step."""
+    operands = [w for w in (smem.w, smem.w_up) if w is not None]
+
+    def multiply(accs, i):
+        """acc += x w of a step, for each w."""
         slot, mine = slot_of(i), pl.ds(wg * ROWS, ROWS)
         plgpu.barrier_wait(smem.ready.at[slot])
         x = smem.x.at[slot, :, mine].T if traits.options.transpose_x else smem.x.at[slot, mine]
-        w = smem.w.at[slot].T if traits.options.transpose_w else smem.w.at[slot]
-        plgpu.wgmma(acc, x, w)
+        for acc, w in zip(accs, operands, strict=True):
+            plgpu.wgmma(acc, x, w.at[slot].T if traits.options.transpose_w else w.at[slot])
 
-    def sums(acc):
+    def sums(*accs):
         def step(i, _):
-            multiply(acc, i)
-            plgpu.wgmma_wait(1)
+            multiply(accs, i)
+            plgpu.wgmma_wait(len(accs))
             plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its products have ended
 
-        multiply(acc, 0)
+        multiply(accs, 0)
         lax.fori_loop(1, traits.k_steps, step, None)
-        result = acc[...]
+        results = [acc[...] for acc in accs]
         plgpu.barrier_arrive(smem.free.at[slot_of(traits.k_steps - 1)])
-        return result
+        return results
 
-    result = pl.run_scoped(sums, plgpu.ACC((ROWS, traits.config.block_n)))
-    _epilogue(kernel, wg, tile, result)
+    accs = [plgpu.ACC((ROWS, traits.block_n)) for _ in operands]
+    _epilogue(kernel, wg, tile, *pl.run_scoped(sums, *accs))
 
 
-def _epilogue(kernel: _Kernel, wg: Any, tile: WorkTile, sums: Any) -> None:
-    """Stores a warpgroup's rows in parts of 64 columns, through two buffers that take turns."""
+def _epilogue(kernel: _Kernel, wg: Any, tile: WorkTile, sums: Any, up_sums: Any = None) -> None:
+    """Stores a warpgroup's rows in parts of 64 columns, through buffers that take turns."""
     traits, smem, results = kernel.traits, kernel.smem, kernel.results
     rows = pl.ds(tile.row + wg * ROWS, ROWS)
-    for part in range(traits.config.block_n // COLUMNS):
-        column = tile.column + part * COLUMNS
-        z = sums[:, part * COLUMNS : (part + 1) * COLUMNS]
+    for part in range(traits.block_n // COLUMNS):
+        column, columns_of_part = tile.column + part * COLUMNS, slice(part * COLUMNS, (part + 1) * COLUMNS)
+        z = sums[:, columns_of_part]
+        up = None if up_sums is None else up_sums[:, columns_of_part]
         buffer = smem.out.at[wg, 0 if results.preactivation is not None else part % 2]
 
         if part == 0:  # the last work tile may have ended at either buffer
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when((column < traits.n) & (tile.row + wg * ROWS < traits.m))
-        def _store(column=column, z=z, buffer=buffer):
+        def _store(column=column, z=z, up=up, buffer=buffer):
             columns = pl.ds(column, COLUMNS)
             if traits.has_bias:
                 bias = plgpu.load(kernel.inputs.bias.at[columns], layout=COLUMN, optimized=False)
                 z = z + lax.broadcast_in_dim(bias.astype(jnp.float32), z.shape, [1])
             out = z if traits.options.activation is None else traits.options.activation(z)
+            if up is not None:
+                out = out * up
             if traits.has_residual:
                 out = out + _residual(buffer, smem.residual_ready.at[wg], kernel.inputs.residual.at[rows, columns])
-            _store_part(buffer, out, results.out.at[rows, columns])
-            if results.preactivation is not None:
-                _store_part(smem.out.at[wg, 1], z, results.preactivation.at[rows, columns])
+            pending = traits.buffers - 1  # stores that went through the other buffers
+            _store_part(buffer, out, results.out.at[rows, columns], pending)
+            for i, (saved, y) in enumerate(((results.preactivation, z), (results.up, up))):
+                if saved is not None:
+                    _store_part(smem.out.at[wg, i + 1], y, saved.at[rows, columns], pending)
 
 
-def _store_part(smem: Any, x: Any, gmem: Any) -> None:
-    """Stores 64 x 64 numbers through the buffer that the last store did not take."""
-    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+def _store_part(smem: Any, x: Any, gmem: Any, pending: int) -> None:
+    """Stores 64 x 64 numbers through a buffer that the last `pending` stores did not take."""
+    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
     smem[...] = x.astype(smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem, gmem)

@@ -18,6 +18,7 @@ ROWS = 64  # of a warpgroup's part of a work tile
 BLOCK_M = ROWS * COMPUTE_WGS
 BLOCK_K = 64
 COLUMNS = 64  # of the parts in which a work tile is stored
+SHARED_MEMORY = 225 << 10  # of a CTA, without its barriers
 
 
 class WorkTile(NamedTuple):
@@ -39,6 +40,7 @@ class Traits:
     dtype: Any
     has_bias: bool
     has_residual: bool
+    is_gated: bool
 
     @classmethod
     def of(cls, inputs: MatmulInputs, options: MatmulOptions, config: MatmulSm90) -> "Traits":
@@ -52,6 +54,7 @@ class Traits:
             dtype=inputs.x.dtype,
             has_bias=inputs.bias is not None,
             has_residual=inputs.residual is not None,
+            is_gated=inputs.w_up is not None,
         )
 
     @property
@@ -59,12 +62,34 @@ class Traits:
         return jnp.dtype(self.options.out_dtype)
 
     @property
+    def block_n(self) -> int:
+        """Columns of a work tile. A gated unit has the sums of two products, so that it takes half as many."""
+        return self.config.block_n // 2 if self.is_gated else self.config.block_n
+
+    @property
+    def stages(self) -> int:
+        """As many as shared memory has room for beside the buffers of the results, up to the block spec's."""
+        of_stage = (BLOCK_M + self.config.block_n) * BLOCK_K * self.dtype.itemsize
+        of_results = COMPUTE_WGS * self.buffers * ROWS * COLUMNS * self.out_dtype.itemsize
+        return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
+
+    @property
+    def buffers(self) -> int:
+        """For parts of the results, of each warpgroup."""
+        return max(2, self.results)
+
+    @property
+    def results(self) -> int:
+        """How many arrays the kernel writes."""
+        return (3 if self.is_gated else 2) if self.options.saves_preactivation else 1
+
+    @property
     def m_blocks(self) -> int:
         return pl.cdiv(self.m, BLOCK_M)
 
     @property
     def n_blocks(self) -> int:
-        return pl.cdiv(self.n, self.config.block_n)
+        return pl.cdiv(self.n, self.block_n)
 
     @property
     def k_steps(self) -> int:
@@ -81,7 +106,7 @@ class Traits:
         band, within = lax.div(index, jnp.int32(per_band)), lax.rem(index, jnp.int32(per_band))
         rows = jnp.minimum(self.m_blocks - band * together, together)  # of the last band, fewer
         m_block, n_block = band * together + lax.rem(within, rows), lax.div(within, rows)
-        return WorkTile(m_block * BLOCK_M, n_block * self.config.block_n)
+        return WorkTile(m_block * BLOCK_M, n_block * self.block_n)
 
 
 @jax.tree_util.register_dataclass
@@ -89,13 +114,14 @@ class Traits:
 class Smem:
     """A CTA's shared memory. None marks what a call does not need.
 
-    x, w: [stages, ...], a step's operands. out: [warpgroups, 2, 64, 64], parts of a work tile on their way to device
-    memory; the residual comes the same way. ready, free: [stages], a step's operands are there, or have been read.
-    residual_ready: [warpgroups].
+    x, w, w_up: [stages, ...], a step's operands. out: [warpgroups, buffers, 64, 64], parts of a work tile on their way
+    to device memory; the residual comes the same way. ready, free: [stages], a step's operands are there, or have been
+    read. residual_ready: [warpgroups].
     """
 
     x: Any
     w: Any
+    w_up: Any
     out: Any
     ready: Any
     free: Any
@@ -104,14 +130,16 @@ class Smem:
     @classmethod
     def scratch(cls, traits: Traits) -> "Smem":
         """For pl.run_scoped."""
-        options, stages, block_n = traits.options, traits.config.stages, traits.config.block_n
+        options, stages, block_n = traits.options, traits.stages, traits.block_n
         operand = lambda *shape: plgpu.SMEM((stages, *shape), traits.dtype, transforms=SWIZZLED)
+        w = operand(block_n, BLOCK_K) if options.transpose_w else operand(BLOCK_K, block_n)
         out_tiles = SWIZZLED if traits.out_dtype.itemsize == 2 else SWIZZLED_F32
         return cls(
             x=operand(BLOCK_K, BLOCK_M) if options.transpose_x else operand(BLOCK_M, BLOCK_K),
-            w=operand(block_n, BLOCK_K) if options.transpose_w else operand(BLOCK_K, block_n),
-            out=plgpu.SMEM((COMPUTE_WGS, 2, ROWS, COLUMNS), traits.out_dtype, transforms=out_tiles),
-            ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            w=w,
+            w_up=w if traits.is_gated else None,
+            out=plgpu.SMEM((COMPUTE_WGS, traits.buffers, ROWS, COLUMNS), traits.out_dtype, transforms=out_tiles),
+            ready=plgpu.Barrier(num_arrivals=3 if traits.is_gated else 2, num_barriers=stages),
             free=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=stages),
             residual_ready=plgpu.Barrier(num_barriers=COMPUTE_WGS) if traits.has_residual else None,
         )
