@@ -13,6 +13,7 @@ from jax_kernels.bridge.attention import flash_attention as flash_attention  # n
 from jax_kernels.bridge.compile_attention import compile_attention as compile_attention  # noqa: E402
 from jax_kernels.bridge.dilated_attention import dilated_attention as dilated_attention  # noqa: E402
 from jax_kernels.bridge.function import from_jax as from_jax  # noqa: E402
+from jax_kernels.bridge.matmul import gated_matmul as gated_matmul  # noqa: E402
 from jax_kernels.bridge.matmul import linear as linear  # noqa: E402
 from jax_kernels.bridge.matmul import matmul as matmul  # noqa: E402
 from jax_kernels.bridge.normalization import layer_norm as layer_norm  # noqa: E402

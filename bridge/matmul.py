@@ -7,9 +7,10 @@ import torch
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.ops import matmul as ops
 
-__all__ = ["Linear", "linear", "matmul"]
+__all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul"]
 
 _matmul = from_jax(ops.matmul)
+_gated_matmul = from_jax(ops.gated_matmul)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -45,24 +46,65 @@ def matmul(
 
     It raises what jax_kernels.matmul does, or from_jax where the two differ.
     """
-    if activation is not None and not isinstance(activation, str):
-        raise TypeError(f"activation: got {type(activation).__name__}, want a name or None")
-    if out_dtype is not None and out_dtype not in _NAMES:
-        raise TypeError(f"out_dtype: got {out_dtype}, want torch.bfloat16, torch.float16, torch.float32 or None")
     x, w, bias = _under_autocast(x, w, bias)
-    if precision is None and x.dtype == torch.float32 and _takes_tf32():
-        precision = "tf32"
     return _matmul(
         x,
         w,
         bias=bias,
-        activation=activation,
+        activation=_checked_activation(activation),
         residual=residual,
         transpose_w=transpose_w,
-        out_dtype=None if out_dtype is None else _NAMES[out_dtype],
-        precision=precision,
+        out_dtype=_dtype_name(out_dtype),
+        precision=_precision(precision, x),
         implementation=implementation,
     )
+
+
+def gated_matmul(
+    x: torch.Tensor,
+    w_gate: torch.Tensor,
+    w_up: torch.Tensor,
+    activation: str = "silu",
+    *,
+    residual: torch.Tensor | None = None,
+    transpose_w: bool = False,
+    out_dtype: torch.dtype | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """jax_kernels.gated_matmul on PyTorch tensors, with gradients of x, both weights and residual.
+
+    Equivalent to activation(x @ w_gate) * (x @ w_up) + residual. The arguments are those of bridge.matmul; w_gate and
+    w_up: [K, N], or [N, K] with transpose_w, as torch.nn.Linear's weights are.
+    """
+    x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
+    return _gated_matmul(
+        x,
+        w_gate,
+        w_up,
+        _checked_activation(activation),
+        residual=residual,
+        transpose_w=transpose_w,
+        out_dtype=_dtype_name(out_dtype),
+        precision=_precision(precision, x),
+        implementation=implementation,
+    )
+
+
+def _checked_activation(activation: Any) -> str | None:
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(f"activation: got {type(activation).__name__}, want a name or None")
+    return activation
+
+
+def _dtype_name(out_dtype: torch.dtype | None) -> str | None:
+    if out_dtype is not None and out_dtype not in _NAMES:
+        raise TypeError(f"out_dtype: got {out_dtype}, want torch.bfloat16, torch.float16, torch.float32 or None")
+    return None if out_dtype is None else _NAMES[out_dtype]
+
+
+def _precision(precision: str | None, x: torch.Tensor) -> str | None:
+    return "tf32" if precision is None and x.dtype == torch.float32 and _takes_tf32() else precision
 
 
 @torch.compiler.assume_constant_result
@@ -124,3 +166,46 @@ class Linear(torch.nn.Linear):
             precision=self.precision,
             implementation=self.implementation,
         )
+
+
+class GatedMLP(torch.nn.Module):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), the first two products in one pass over x.
+
+    Parameters: gate_proj.weight, up_proj.weight [hidden_features, in_features] and down_proj.weight [in_features,
+    hidden_features], initialised as torch.nn.Linear's, without bias.
+
+    Args:
+      activation, precision, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        activation: str = "silu",
+        precision: str | None = None,
+        implementation: str | None = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
+        options |= {"precision": precision, "implementation": implementation}
+        self.gate_proj = Linear(in_features, hidden_features, **options)
+        self.up_proj = Linear(in_features, hidden_features, **options)
+        self.down_proj = Linear(hidden_features, in_features, **options)
+        self.activation = activation
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x: [..., in_features]. residual: like x, added last."""
+        hidden = gated_matmul(
+            x,
+            self.gate_proj.weight,
+            self.up_proj.weight,
+            self.activation,
+            transpose_w=True,
+            precision=self.gate_proj.precision,
+            implementation=self.gate_proj.implementation,
+        )
+        return self.down_proj(hidden, residual=residual)

@@ -14,7 +14,7 @@ from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.bridge.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.bridge.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, rotary_embedding
-from jax_kernels.bridge.matmul import Linear
+from jax_kernels.bridge.matmul import GatedMLP, Linear
 from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.normalization import LayerNorm, RMSNorm
 
@@ -23,6 +23,7 @@ __all__ = [
     "Attention",
     "Block",
     "DynamicMaskAttention",
+    "GatedMLP",
     "LayerNorm",
     "Linear",
     "MultiheadDilatedAttention",

@@ -8,13 +8,14 @@ from jax_kernels.models.attention_fn import attention_fn
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.dilated_attention import DilatedAttention, LongNet, LongNetConfig, MultiHeadDilatedAttention
 from jax_kernels.models.dynamic_mask_attention import DynamicMaskAttention
-from jax_kernels.models.linear import Linear
+from jax_kernels.models.linear import GatedMLP, Linear
 from jax_kernels.models.normalization import LayerNorm, RMSNorm
 from jax_kernels.models.transformer import Transformer, flat_parameters
 
 __all__ = [
     "DilatedAttention",
     "DynamicMaskAttention",
+    "GatedMLP",
     "KVCache",
     "LayerNorm",
     "Linear",

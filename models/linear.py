@@ -1,4 +1,4 @@
-"""Linear as an nnx module, by this library's matmul."""
+"""Linear and GatedMLP as nnx modules, by this library's matmul."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jax import lax
 
 from jax_kernels.ops import matmul as ops
 
-__all__ = ["Linear"]
+__all__ = ["GatedMLP", "Linear"]
 
 
 class Linear(nnx.Linear):
@@ -61,3 +61,41 @@ class Linear(nnx.Linear):
             precision=self.precision,
             implementation=self.implementation,
         )
+
+
+class GatedMLP(nnx.Module):
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), the first two products in one pass over x.
+
+    Parameters: gate_proj.kernel and up_proj.kernel [in_features, hidden_features], down_proj.kernel [hidden_features,
+    in_features].
+
+    Args:
+      activation, precision, implementation: as in gated_matmul. options: those of nnx.Linear, such as
+        dtype, param_dtype, kernel_init and rngs.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        activation: Any = "silu",
+        precision: str | None = None,
+        implementation: str | None = None,
+        **options: Any,
+    ) -> None:
+        options |= {"use_bias": False, "precision": precision, "implementation": implementation}
+        self.gate_proj = Linear(in_features, hidden_features, **options)
+        self.up_proj = Linear(in_features, hidden_features, **options)
+        self.down_proj = Linear(hidden_features, in_features, **options)
+        self.activation = activation
+
+    def __call__(self, x: jax.Array, *, residual: jax.Array | None = None) -> jax.Array:
+        """x: [..., in_features]. residual: like x, added last."""
+        of = self.gate_proj
+        weights = self.gate_proj.kernel[...], self.up_proj.kernel[...]
+        x, gate, up = of.promote_dtype((x, *weights), dtype=of.dtype)
+        hidden = ops.gated_matmul(
+            x, gate, up, self.activation, precision=of.precision, implementation=of.implementation
+        )
+        return self.down_proj(hidden, residual=residual)

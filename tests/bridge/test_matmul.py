@@ -62,6 +62,19 @@ def test_module_is_that_of_torch():
     assert bridge.nn.Linear(4, 8, bias=False).bias is None
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated_mlp(activation):
+    module, (x, residual) = bridge.nn.GatedMLP(24, 40, activation=activation), tensors((2, 5, 24), (2, 5, 24))
+    got = module(x, residual=residual)
+    gate, up, down = (y.weight for y in (module.gate_proj, module.up_proj, module.down_proj))
+    want = (ACTIVATIONS[activation](x @ gate.T) * (x @ up.T)) @ down.T + residual
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    given = (x, gate, up, down, residual)
+    gradients = [torch.autograd.grad(torch.sin(y).sum(), given) for y in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+    assert sorted(module.state_dict()) == ["down_proj.weight", "gate_proj.weight", "up_proj.weight"]
+
+
 def test_autocast():
     module, (x,) = bridge.nn.Linear(24, 40), tensors((3, 24))
     with torch.autocast("cpu", torch.bfloat16):

@@ -58,3 +58,15 @@ def test_what_runs_as_in_nnx_takes_no_epilogue():
     mine = models.Linear(24, 40, activation="silu", precision="highest", rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=re.escape("activation, residual: got one with an option of nnx's")):
         mine(X)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_gated_mlp(dtype):
+    module = models.GatedMLP(24, 40, dtype=dtype, rngs=nnx.Rngs(0))
+    residual = jnp.ones(X.shape)
+    got = nnx.jit(lambda module, x: module(x, residual=residual))(module, X)
+    gate, up, down = (y.kernel[...] for y in (module.gate_proj, module.up_proj, module.down_proj))
+    want = (nnx.silu(X @ gate) * (X @ up)) @ down + 1
+    assert got.dtype == (dtype or jnp.float32)
+    tolerance = 8 * float(jnp.finfo(got.dtype).eps)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=tolerance, atol=tolerance * 4)
