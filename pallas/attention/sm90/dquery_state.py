@@ -1,7 +1,6 @@
 """The named state of the Hopper backward's kernel for a deterministic dquery."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from jax_kernels.pallas.attention.softmax import LOG2E
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90, AttentionDquerySm90
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED
 from jax_kernels.pallas.mosaic.registers import recomputed
+from jax_kernels.pallas.mosaic.tile_scheduler import Shape, TileScheduler
 
 COMPUTE_WGS = 2
 BLOCK_Q = 64 * COMPUTE_WGS
@@ -27,9 +27,9 @@ BLOCK_Q = 64 * COMPUTE_WGS
 class Traits:
     """Sizes and features of a launch.
 
-    group: query heads per kv head. together: heads that run next to one another. has_slope: whether the score_mod's
-    derivative by the score is other than 1. natural: whether scores are in natural units, not in base 2. may_end:
-    whether a block of keys may reach past the last key.
+    group: query heads per kv head. scheduler: numbers the blocks of queries, one for each CTA. has_slope: whether the
+    score_mod's derivative by the score is other than 1. natural: whether scores are in natural units, not in base 2.
+    may_end: whether a block of keys may reach past the last key.
     """
 
     options: AttentionOptions
@@ -41,7 +41,7 @@ class Traits:
     group: int
     head_dim: int
     dtype: Any
-    together: int
+    scheduler: TileScheduler
     bias: Bias
     has_segments: bool
     has_lists: bool
@@ -67,7 +67,13 @@ class Traits:
             group=heads // arrays.key.shape[2],
             head_dim=head_dim,
             dtype=arrays.query.dtype,
-            together=math.gcd(config.heads_together, batch * heads),
+            scheduler=TileScheduler(
+                shapes=(Shape.of(batch, heads, q_length, BLOCK_Q),),
+                is_causal=options.is_causal,
+                heads_together=config.heads_together,
+                dynamic=False,
+                core_count=1,
+            ),
             bias=bias,
             has_segments=arrays.segments is not None,
             has_lists=arrays.lists is not None,
@@ -219,13 +225,8 @@ def _query_block(traits: Traits, arrays: Arrays, cta: Any) -> QueryBlock:
     if arrays.lists is not None:
         listed = arrays.lists.blocks_of(cta)
         return QueryBlock(listed.b, listed.head, listed.block * BLOCK_Q)
-    per_round = traits.q_blocks * traits.together
-    round_, within = lax.div(cta, per_round), lax.rem(cta, per_round)
-    batch_head = round_ * traits.together + lax.rem(within, traits.together)
-    q_index = lax.div(within, traits.together)
-    if traits.options.is_causal:  # the longest first: the last ones to start are short
-        q_index = traits.q_blocks - 1 - q_index
-    return QueryBlock(lax.div(batch_head, traits.heads), lax.rem(batch_head, traits.heads), q_index * BLOCK_Q)
+    b, head, q_index = traits.scheduler.place(cta)
+    return QueryBlock(b, head, q_index * BLOCK_Q)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
