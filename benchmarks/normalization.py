@@ -77,28 +77,33 @@ class Arrays:
 def ours(case: Case, arrays: Arrays, implementation: str, blocks: dict[str, int] | None = None) -> Callable[[int], Any]:
     """The call. blocks: to replace in the forward's or the backward's, by name."""
     op, weights = OPS[case.op], arrays.weights(case.op)
-    attend = lambda x, *weights: op(x, *weights, eps=EPS, implementation=implementation)
-    config = normalization._config
+    norm = lambda x, *weights: op(x, *weights, eps=EPS, implementation=implementation)
     if blocks:
-        direction = {"fwd": "forward", "bwd": "backward"}[case.mode]
+        norm = lambda x, scale, bias=None: _with_blocks(case, x, scale, bias, implementation, blocks)
+    if case.mode == "fwd":
+        run = jax.jit(norm).lower(arrays.x, *weights).compile()
+        return lambda index: run(arrays.x, *weights)
+    _, vjp = jax.vjp(norm, arrays.x, *weights)
+    backward = jax.jit(lambda vjp, dout: vjp(dout)).lower(vjp, arrays.dout).compile()
+    return lambda index: backward(vjp, arrays.dout)
 
-        def swept(request):
-            found, source = config(request)
-            changed = dataclasses.replace(getattr(found, direction), **blocks)
-            return dataclasses.replace(found, **{direction: changed}), source
 
-        triton = normalization.IMPLEMENTATIONS["triton"]
-        normalization.IMPLEMENTATIONS["triton"] = dataclasses.replace(triton, config=swept)
-    try:
-        if case.mode == "fwd":
-            run = jax.jit(attend).lower(arrays.x, *weights).compile()
-            return lambda index: run(arrays.x, *weights)
-        _, vjp = jax.vjp(attend, arrays.x, *weights)
-        backward = jax.jit(lambda vjp, dout: vjp(dout)).lower(vjp, arrays.dout).compile()
-        return lambda index: backward(vjp, arrays.dout)
-    finally:
-        if blocks:
-            normalization.IMPLEMENTATIONS["triton"] = triton
+def _with_blocks(case: Case, x: Any, scale: Any, bias: Any, implementation: str, blocks: dict[str, int]) -> Any:
+    """The planned call, with other blocks in its plan."""
+    call, inputs, shape = normalization.prepare(
+        x=x,
+        scale=scale,
+        bias=bias,
+        residual=None,
+        eps=EPS,
+        scale_offset=0.0,
+        implementation=implementation,
+        op=case.op,
+    )
+    direction = {"fwd": "forward", "bwd": "backward"}[case.mode]
+    changed = dataclasses.replace(getattr(call.config, direction), **blocks)
+    call = dataclasses.replace(call, config=dataclasses.replace(call.config, **{direction: changed}))
+    return normalization.run(call, inputs, shape)
 
 
 def by_torch(case: Case, arrays: Arrays, function: Callable[..., Any]) -> Callable[[int], Any]:

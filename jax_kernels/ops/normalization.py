@@ -21,7 +21,7 @@ from jax_kernels.pallas.normalization.triton import forward as forward_triton
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference import normalization as reference
 
-__all__ = ["IMPLEMENTATIONS", "NormRequest", "layer_norm", "rms_norm"]
+__all__ = ["IMPLEMENTATIONS", "NormRequest", "layer_norm", "prepare", "rms_norm", "run"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ def layer_norm(
 
     Source: Ba et al., "Layer Normalization" (2016), arXiv:1607.06450.
     """
-    call, inputs, shape = _prepare(
+    call, inputs, shape = prepare(
         x=x,
         scale=scale,
         bias=bias,
@@ -86,7 +86,7 @@ def layer_norm(
         implementation=implementation,
         op="layer_norm",
     )
-    return _run(call, inputs, shape)
+    return run(call, inputs, shape)
 
 
 @under_defaults
@@ -125,7 +125,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
     """
-    call, inputs, shape = _prepare(
+    call, inputs, shape = prepare(
         x=x,
         scale=scale,
         bias=None,
@@ -135,10 +135,10 @@ def rms_norm(
         implementation=implementation,
         op="rms_norm",
     )
-    return _run(call, inputs, shape)
+    return run(call, inputs, shape)
 
 
-def _prepare(
+def prepare(
     *, x, scale, bias, residual, eps, scale_offset, implementation, op
 ) -> tuple[PlannedCall, NormInputs, tuple[int, ...]]:
     """The planned call, its arrays as rows and columns, and x's shape."""
@@ -248,7 +248,8 @@ OPS["layer_norm"].explained_by(functools.partial(_check, op="layer_norm"))(layer
 OPS["rms_norm"].explained_by(functools.partial(_check, op="rms_norm"))(rms_norm)
 
 
-def _run(call: PlannedCall, inputs: NormInputs, shape: tuple[int, ...]) -> Any:
+def run(call: PlannedCall, inputs: NormInputs, shape: tuple[int, ...]) -> Any:
+    """out, or (out, total), of a prepared call, in x's shape; differentiable."""
     out, total = _norm(call, inputs)
     return out.reshape(shape) if total is None else (out.reshape(shape), total.reshape(shape))
 
