@@ -21,7 +21,7 @@ from jax_kernels.pallas.matmul.sm90 import matmul as matmul_sm90
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference import matmul as reference
 
-__all__ = ["IMPLEMENTATIONS", "MatmulRequest", "gated_matmul", "matmul"]
+__all__ = ["IMPLEMENTATIONS", "MatmulRequest", "check", "check_gated", "gated_matmul", "matmul", "run"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ def matmul(
       ValueError: shapes do not fit together, or a value is out of range.
       NotImplementedError: a named implementation cannot serve this call, and why.
     """
-    request, inputs, options = _check(
+    request, inputs, options = check(
         x=x,
         w=w,
         bias=bias,
@@ -94,7 +94,7 @@ def matmul(
         precision=precision,
         implementation=implementation,
     )
-    return _run(OP, request, inputs, options, implementation)
+    return run(OP.call(request, options, implementation), inputs)
 
 
 @under_defaults
@@ -132,7 +132,7 @@ def gated_matmul(
 
     Source: Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202.
     """
-    request, inputs, options = _check_gated(
+    request, inputs, options = check_gated(
         x=x,
         w_gate=w_gate,
         w_up=w_up,
@@ -143,34 +143,31 @@ def gated_matmul(
         precision=precision,
         implementation=implementation,
     )
-    return _run(GATED, request, inputs, options, implementation)
+    return run(GATED.call(request, options, implementation), inputs)
 
 
-def _check_gated(
+def check_gated(
     *, x, w_gate, w_up, activation="silu", **arguments
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:
-    """As _check, of a gated unit."""
+    """As check, of a gated unit."""
     w_gate, w_up = checks.checked_array("w_gate", w_gate), checks.checked_array("w_up", w_up)
     if (w_up.shape, w_up.dtype) != (w_gate.shape, w_gate.dtype):
         got, want = (f"{w.dtype}{list(w.shape)}" for w in (w_up, w_gate))
         raise ValueError(f"w_up: got {got}, want w_gate's dtype and shape {want}")
-    request, inputs, options = _check(x=x, w=w_gate, activation=activation, **arguments)
+    request, inputs, options = check(x=x, w=w_gate, activation=activation, **arguments)
     return dataclasses.replace(request, op="gated_matmul"), inputs._replace(w_up=w_up), options
 
 
-def _run(
-    op: PlannedOp, request: MatmulRequest, inputs: MatmulInputs, options: MatmulOptions, implementation: Any
-) -> Any:
-    """The checked call, whose x and residual may have any axes before the last."""
-    call = op.call(request, options, implementation)
-    rows = lambda y: None if y is None else y.reshape(request.m, y.shape[-1])
-    outer = inputs.x.shape[:-1]
+def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+    """The planned call, differentiable. x and residual may have any axes before the last."""
+    outer, columns = inputs.x.shape[:-1], inputs.w.shape[0 if call.options.transpose_w else 1]
+    rows = lambda y: None if y is None else y.reshape(math.prod(outer), y.shape[-1])
     inputs = inputs._replace(x=rows(inputs.x), residual=rows(inputs.residual))
     inputs = as_varying(inputs, varying_axes(inputs))
-    return _matmul(call, inputs).reshape(*outer, request.n)
+    return _matmul(call, inputs).reshape(*outer, columns)
 
 
-def _check(
+def check(
     *, x, w, bias=None, activation=None, residual=None, transpose_w=False, out_dtype=None, precision=None,
     implementation=None,
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:  # fmt: skip
@@ -286,9 +283,9 @@ def _order(request: MatmulRequest) -> tuple[str, ...]:
 
 
 OP = PlannedOp("matmul", IMPLEMENTATIONS, _order)
-OP.explained_by(_check)(matmul)
+OP.explained_by(check)(matmul)
 GATED = PlannedOp("gated_matmul", IMPLEMENTATIONS, _order)
-GATED.explained_by(_check_gated)(gated_matmul)
+GATED.explained_by(check_gated)(gated_matmul)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

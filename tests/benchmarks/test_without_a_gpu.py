@@ -15,6 +15,7 @@ ARGUMENTS = {
     "features": "--shape 1,8,2,16",
     "fp8": "",
     "mask_building": "",
+    "matmul": "",
     "normalization": "",
     "sparse": "",
     "sweep_attention": "--worker-until 1e10 --output {folder}/sweep.json",

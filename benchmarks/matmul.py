@@ -1,0 +1,211 @@
+"""matmul and gated_matmul against cuBLAS and XLA, in one alternating run.
+
+    PYTHONPATH=. python benchmarks/matmul.py --shapes "8192,8192,8192;16384,4096,4096" --output results/matmul.json
+
+Kinds: "plain"; "epilogue", which has a bias and gelu by tanh; "gated", silu(x Wg) * (x Wu). Peers: XLA, torch (cuBLAS,
+with the epilogue in operators of its own) and torch.compile. --sweep times other blocks of the Hopper kernel instead,
+as "block_n,stages,rows_together".
+
+The exit status is 1 where a contender failed or was wrong.
+"""
+
+import argparse
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import command_line, report
+from harness.cases import ROTATION_BYTES
+from harness.process import prepare_process, say
+from harness.timers import choose_timer, close
+from harness.timing import Contender, alternate, speed_ratio, spread
+
+from jax_kernels import gated_matmul, matmul
+from jax_kernels.ops import matmul as ops
+
+SHAPES = "8192,8192,8192;4096,4096,4096;16384,4096,4096;2048,2048,2048;8192,1024,512"
+KINDS = ("plain", "epilogue", "gated")
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A product [m, k] @ [k, n]; two for "gated"."""
+
+    kind: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} {self.m}x{self.n}x{self.k} {self.dtype}"
+
+    def tflops(self, milliseconds: float) -> float:
+        return 2 * self.m * self.n * self.k * (2 if self.kind == "gated" else 1) / milliseconds / 1e9
+
+    def arrays(self) -> list[tuple[Any, ...]]:
+        """Sets of (x, w, bias) or (x, w_gate, w_up), more than the L2 cache holds."""
+        size = jnp.dtype(DTYPES[self.dtype]).itemsize * (self.m * self.k + self.k * self.n + self.m * self.n)
+        second = (self.k, self.n) if self.kind == "gated" else (self.n,)
+        shapes = (self.m, self.k), (self.k, self.n), second
+        normal = lambda key, shape: jax.random.normal(key, shape, DTYPES[self.dtype]) * self.k**-(0.25)
+        sets = []
+        for seed in range(max(1, min(16, round(ROTATION_BYTES / size)))):
+            keys = jax.random.split(jax.random.key(seed), 3)
+            made = tuple(normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+            sets.append(jax.block_until_ready(made[:2] if self.kind == "plain" else made))
+        return sets
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The op on a set of arrays."""
+        if self.kind == "gated":
+            return gated_matmul
+        if self.kind == "plain":
+            return matmul
+        return lambda x, w, bias, **options: matmul(x, w, bias=bias, activation="gelu_tanh", **options)
+
+
+def ours(
+    case: Case, sets: list[Any], implementation: str, blocks: dict[str, int] | None = None
+) -> Callable[[int], Any]:
+    """The call. blocks: to replace in the plan, by name."""
+    run = functools.partial(case.function, implementation=implementation)
+    if blocks:
+        run = functools.partial(_with_blocks, case, blocks)
+    compiled = jax.jit(run).lower(*sets[0]).compile()
+    return lambda index: compiled(*sets[index % len(sets)])
+
+
+def _with_blocks(case: Case, blocks: dict[str, int], x: Any, w: Any, other: Any = None) -> Any:
+    """The Hopper kernel's planned call, with other blocks in its plan."""
+    arguments: dict[str, Any] = {"x": x, "implementation": "mosaic_gpu"}
+    if case.kind == "gated":
+        op, check, arguments = ops.GATED, ops.check_gated, arguments | {"w_gate": w, "w_up": other}
+    else:
+        epilogue = {"bias": other, "activation": "gelu_tanh"} if case.kind == "epilogue" else {}
+        op, check, arguments = ops.OP, ops.check, arguments | {"w": w} | epilogue
+    request, inputs, options = check(**arguments)
+    call = op.call(request, options, "mosaic_gpu")
+    changed = dataclasses.replace(call.config, forward=dataclasses.replace(call.config.forward, **blocks))
+    return ops.run(dataclasses.replace(call, config=changed), inputs)
+
+
+def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any]:
+    import torch
+    from torch.nn import functional
+
+    given = [tuple(torch.from_dlpack(x) for x in arrays) for arrays in sets]
+    functions = {
+        "plain": lambda x, w: x @ w,
+        "epilogue": lambda x, w, bias: functional.gelu(torch.addmm(bias, x, w), approximate="tanh"),
+        "gated": lambda x, w, up: functional.silu(x @ w) * (x @ up),
+    }
+    function = functions[case.kind]
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function)
+
+    def call(index):
+        with torch.no_grad():
+            return function(*given[index % len(given)])
+
+    return call
+
+
+def _error(output: Any, wanted: Any) -> float:
+    """The relative error in the 2-norm."""
+    x, y = (np.asarray(z).astype(np.float32) for z in (output, wanted))
+    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+
+
+def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list[Contender]:
+    """Those that were built; JAX's are judged against XLA."""
+    found: list[Contender] = []
+    wanted = ours(case, sets, "xla")(0)
+
+    def add(name: str, framework: str, build: Callable[[], Callable[[int], Any]], plan: str = "") -> None:
+        contender = Contender(name, framework)
+        found.append(contender)
+        with contender.attempt():
+            output = contender.start(build(), plan)
+            if framework == "jax":
+                contender.judge(_error(output, wanted), "xla")
+
+    if args.sweep:
+        add("row", "jax", lambda: ours(case, sets, "mosaic_gpu"))
+        for text in args.sweep.split(";"):
+            blocks = dict(zip(("block_n", "stages", "rows_together"), map(int, text.split(",")), strict=True))
+            add(text, "jax", lambda blocks=blocks: ours(case, sets, "mosaic_gpu", blocks))
+        return found
+    for name in ("mosaic_gpu", "xla"):
+        add(name, "jax", lambda name=name: ours(case, sets, name))
+    for name in ("torch", "torch.compile"):
+        if name in args.peers:
+            add(name, "torch", lambda name=name: by_torch(case, sets, name == "torch.compile"))
+    return found
+
+
+def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
+    contenders = contenders_of(case, case.arrays(), args)
+    alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
+    row: dict[str, Any] = dataclasses.asdict(case) | {"label": case.label, "contenders": []}
+    for contender in contenders:
+        found = {"name": contender.name, "framework": contender.framework, **contender.findings}
+        if contender.times:
+            found["tflops"] = case.tflops(spread(contender.times)["median"])
+        row["contenders"].append(found)
+    times = {c.name: c.times for c in contenders if c.times}
+    first, *others = times
+    for other in others:
+        row.setdefault("speed_ratios", {})[other] = speed_ratio(times[first], times[other])
+    medians = sorted((spread(x)["median"], name) for name, x in times.items())
+    say(f"{case.label}: " + ", ".join(f"{name} {ms:.4f} ms {case.tflops(ms):.0f}" for ms, name in medians))
+    for c in contenders:
+        if c.status not in ("ok", "unavailable"):
+            say(f"  {c.name}: {c.status}: {c.reason}")
+    return row
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05, budget=1e9)
+    parser.add_argument("--shapes", default=SHAPES, help="m,n,k, separated by ';'")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--peers", default="torch,torch.compile")
+    parser.add_argument("--sweep", help="blocks, separated by ';'")
+    args = parser.parse_args(argv)
+    shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
+    kinds = command_line.names("kinds", args.kinds, KINDS)
+    args.peers = args.peers.split(",")
+    prepare_process()
+    until = time.monotonic() + args.budget
+    with_torch = not args.sweep and any(args.peers)
+    name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
+    results: dict[str, Any] = {
+        "schema": report.SCHEMA,
+        "environment": report.environment(args.commit, with_torch),
+        "timer": name,
+        "rows": [],
+    }
+    for case in (Case(kind, *shape, args.dtype) for shape in shapes for kind in kinds):
+        if time.monotonic() > until:
+            say(f"{case.label}: the budget is spent")
+            continue
+        results["rows"].append(measure(case, timer, args))
+        if args.output is not None:
+            report.write_json(args.output, results)
+    close(timer)
+    return report.exit_status(x["status"] for row in results["rows"] for x in row["contenders"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

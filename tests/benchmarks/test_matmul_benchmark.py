@@ -1,0 +1,40 @@
+"""benchmarks/matmul.py: what it times, and what it writes."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import matmul as benchmark
+import pytest
+
+from jax_kernels.dispatch import on_device
+
+
+def test_operations_are_counted():
+    plain, gated = (benchmark.Case(kind, 8, 16, 32, "bf16") for kind in ("plain", "gated"))
+    assert gated.tflops(2.0) == plain.tflops(1.0) == 2 * 8 * 16 * 32 / 1e9
+
+
+@pytest.mark.parametrize("kind", benchmark.KINDS)
+def test_blocks_replace_those_of_the_plan(kind):
+    case = benchmark.Case(kind, 128, 256, 64, "bf16")
+    arrays = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in case.arrays()[0]]
+    blocks = {"block_n": 128, "stages": 3, "rows_together": 2}
+    with on_device("H200"):
+        program = str(jax.make_jaxpr(lambda *x: benchmark._with_blocks(case, blocks, *x))(*arrays))
+    assert "bf16[3,16,1,8,64]" in program, "three stages of 128 x 64"
+
+
+@pytest.mark.timeout(300)
+def test_runs(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
+    output = tmp_path / "matmul.json"
+    words = "--shapes 16,64,32 --timer host --rounds 2 --seconds 0.001 --peers torch"
+    assert benchmark.main([*words.split(), "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["label"] for row in rows] == [f"{kind} 16x64x32 bf16" for kind in benchmark.KINDS]
+    for row in rows:
+        statuses = {c["name"]: c["status"] for c in row["contenders"]}
+        assert statuses == {"mosaic_gpu": "unavailable", "xla": "ok", "torch": "ok"}
+        assert row["contenders"][1]["tflops"] > 0
+        assert row["speed_ratios"]["torch"] > 0
