@@ -8,6 +8,7 @@ Rows of several chunks are read twice, the second time from the L2 cache. Their 
 of its own, whose programs own columns: registers do not hold the sums of a whole row.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -77,14 +78,19 @@ def norm_backward(
     return NormGradients(**{"x": found["x"]} | totals)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """A block of rows in a kernel, with their statistics."""
+    """A block of rows in a kernel, with their statistics, [block_rows, 1]. mean: None for rms_norm."""
 
-    def __init__(self, refs: Refs, traits: Traits, row: Any) -> None:
-        self.refs, self.traits, self.row = refs, traits, row
-        first = Place(traits, row, 0)
-        self.inverse = first.load_numbers(refs.inverse)
-        self.mean = None if refs.mean is None else first.load_numbers(refs.mean)
+    refs: Refs
+    traits: Traits
+    inverse: jax.Array
+    mean: jax.Array | None
+
+    @classmethod
+    def load(cls, refs: Refs, place: Place) -> "_Rows":
+        mean = None if refs.mean is None else place.load_numbers(refs.mean)
+        return cls(refs=refs, traits=place.traits, inverse=place.load_numbers(refs.inverse), mean=mean)
 
     def normed(self, place: Place) -> jax.Array:
         """(x - mean) * inverse."""
@@ -110,12 +116,12 @@ def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
     program = pl.program_id(0)
     zeros = jnp.zeros((traits.block_rows, traits.chunk), jnp.float32)
     names = [name for name in ("scale", "bias") if getattr(refs.outs, name) is not None]
-    weight = Place(traits, 0, 0).weight(refs)
+    weight = Place(traits=traits, row=0, column=0).weight(refs)
 
     def step(i, sums):
         row = (program + i * programs) * traits.block_rows
-        place = Place(traits, row, 0)
-        rows = _Rows(refs, traits, row)
+        place = Place(traits=traits, row=row, column=0)
+        rows = _Rows.load(refs, place)
         normed, dout = rows.normed(place), place.load(refs.dout).astype(jnp.float32)
         g = dout if weight is None else dout * weight
         mean_g, mean_normed = rows.means(g, normed)
@@ -130,7 +136,7 @@ def _rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
 
 
 def _store_sums(ref: Any, traits: Traits, program: Any, column: Any, sums: jax.Array) -> None:
-    exists = Place(traits, 0, column).column_exists
+    exists = Place(traits=traits, row=0, column=column).column_exists
     plgpu.store(ref.at[program, pl.ds(column, traits.chunk)], sums.sum(axis=0), mask=exists)
 
 
@@ -141,10 +147,10 @@ def _chunked_rows_kernel(refs: Refs, traits: Traits, programs: int) -> None:
 
     def of_rows(i, _):
         row = (program + i * programs) * traits.block_rows
-        rows = _Rows(refs, traits, row)
+        rows = _Rows.load(refs, Place(traits=traits, row=row, column=0))
 
         def terms(column):
-            place = Place(traits, row, column)
+            place = Place(traits=traits, row=row, column=column)
             dout, weight = place.load(refs.dout).astype(jnp.float32), place.weight(refs)
             return place, rows.normed(place), dout if weight is None else dout * weight
 
@@ -174,9 +180,9 @@ def _columns_kernel(refs: Refs, traits: Traits, programs: int) -> None:
 
     def step(i, sums):
         row = (program + i * programs) * traits.block_rows
-        place = Place(traits, row, column)
+        place = Place(traits=traits, row=row, column=column)
         dout = place.load(refs.dout).astype(jnp.float32)
-        added = {"scale": lambda: dout * _Rows(refs, traits, row).normed(place), "bias": lambda: dout}
+        added = {"scale": lambda: dout * _Rows.load(refs, place).normed(place), "bias": lambda: dout}
         return {name: sums[name] + added[name]() for name in names}
 
     sums = lax.fori_loop(0, pl.cdiv(traits.row_blocks, programs), step, dict.fromkeys(names, zeros))
