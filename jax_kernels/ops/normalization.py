@@ -15,9 +15,9 @@ from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOpti
 from jax_kernels.ops import checks, reasons
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, kernel, under_defaults
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.attention.triton.common import reaches
 from jax_kernels.pallas.normalization.triton import backward as backward_triton
 from jax_kernels.pallas.normalization.triton import forward as forward_triton
+from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference import normalization as reference
 

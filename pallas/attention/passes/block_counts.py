@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.pallas.attention.triton.common import MOST_PROGRAMS, iota, reaches
+from jax_kernels.pallas.triton.tensors import MOST_PROGRAMS, iota, reaches
 
 ELEMENTS = 16384  # of a program's pairs: a thread has some eight loads of 16 bytes on their way
 WARPS = 4

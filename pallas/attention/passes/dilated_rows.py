@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.pallas.attention.triton.common import head_mask, iota, padded
+from jax_kernels.pallas.attention.triton.common import head_mask
+from jax_kernels.pallas.triton.tensors import iota, padded
 from jax_kernels.pallas.varying import result_types
 
 

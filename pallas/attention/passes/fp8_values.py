@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.pallas.attention.triton.common import iota
+from jax_kernels.pallas.triton.tensors import iota
 from jax_kernels.pallas.varying import result_types
 
 # Of 16 keys, which one stands where. A thread of wgmma holds the scores of keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 of

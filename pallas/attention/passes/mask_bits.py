@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.pallas.attention.triton.common import iota, reaches
 from jax_kernels.pallas.mosaic.layouts import PART
+from jax_kernels.pallas.triton.tensors import iota, reaches
 from jax_kernels.pallas.varying import result_types
 
 ELEMENTS = 8192  # of a program's pairs

@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.masks.ranked import Ranked, is_kept
-from jax_kernels.pallas.attention.triton.common import MOST_PROGRAMS, iota, padded
 from jax_kernels.pallas.mosaic.layouts import PART
+from jax_kernels.pallas.triton.tensors import MOST_PROGRAMS, iota, padded
 from jax_kernels.pallas.varying import result_types
 
 ROWS = 128  # of a program: a thread has words of eight

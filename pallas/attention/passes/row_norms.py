@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.pallas.attention.triton.common import head_mask, iota, padded
+from jax_kernels.pallas.attention.triton.common import head_mask
+from jax_kernels.pallas.triton.tensors import iota, padded
 from jax_kernels.pallas.varying import result_types
 
 ELEMENTS = 4096  # of a program's rows; 2048 to 16384 are alike

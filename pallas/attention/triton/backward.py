@@ -27,12 +27,10 @@ from jax_kernels.pallas.attention.triton.common import (
     all_rows,
     bias_spec,
     block_loop,
-    iota,
     limiting_arrays,
     load,
     load_rows,
     load_tile,
-    padded,
     row_mask,
     run,
     store,
@@ -40,6 +38,7 @@ from jax_kernels.pallas.attention.triton.common import (
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import array_gradients, operands_of, summed, tile_scores
+from jax_kernels.pallas.triton.tensors import iota, padded
 
 
 def attention_backward(

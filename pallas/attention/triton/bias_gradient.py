@@ -27,17 +27,16 @@ from jax_kernels.pallas.attention.triton.common import (
     bias_spec,
     block_loop,
     both,
-    iota,
     limiting_arrays,
     load,
     load_rows,
     load_tile,
-    padded,
     row_mask,
     run,
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
+from jax_kernels.pallas.triton.tensors import iota, padded
 
 DEAD, WHOLE = -2, -1  # of Pairs.entries
 WORD = 32  # bits

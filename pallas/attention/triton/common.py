@@ -18,20 +18,11 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.pallas.triton.tensors import SMALLEST, iota, padded
 from jax_kernels.pallas.varying import result_types
 from jax_kernels.score_mod.tiles import TileMod, split
 
-SMALLEST = 16  # the least size of a tensor core operand
 ALIGNED = 8  # numbers of 16 bits in 16 bytes
-MOST_PROGRAMS = 65535  # along the second and the third axis of CUDA's grid
-
-
-def reaches(size: int) -> bool:
-    """Whether a kernel reaches all of an array of so many bytes.
-
-    Pallas gives Triton offsets of 32 bits up to 2^32 bytes, which it takes for signed ones.
-    """
-    return not (1 << 31) <= size <= (1 << 32)
 
 
 class Refs(NamedTuple):
@@ -268,11 +259,6 @@ def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple
     return bounds, *block_ranges.segment_arrays(inputs.q_segment_ids, inputs.kv_segment_ids)
 
 
-def padded(head_dim: int) -> int:
-    """The columns of a tensor that holds head_dim of them."""
-    return max(SMALLEST, pl.next_power_of_2(head_dim))
-
-
 def fit(block: int, length: int) -> int:
     """A block's rows, not many more than there are."""
     return min(block, max(SMALLEST, pl.next_power_of_2(length)))
@@ -358,10 +344,6 @@ def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) ->
         return tuple(0 if n == 1 else i for n, i in zip(one, index_map(*grid), strict=True))
 
     return pl.BlockSpec(block, full_index_map)
-
-
-def iota(size: int) -> jax.Array:
-    return lax.broadcasted_iota(jnp.int32, (size,), 0)
 
 
 def row_mask(start: Any, rows: int, length: Any) -> jax.Array | None:

@@ -29,18 +29,17 @@ from jax_kernels.pallas.attention.triton.common import (
     all_rows,
     bias_spec,
     head_mask,
-    iota,
     limiting_arrays,
     load,
     load_rows,
     load_tile,
-    padded,
     row_mask,
     run,
     whole,
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
+from jax_kernels.pallas.triton.tensors import iota, padded
 
 PROGRAMS = 1  # for each multiprocessor
 

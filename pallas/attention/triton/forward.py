@@ -20,18 +20,17 @@ from jax_kernels.pallas.attention.triton.common import (
     TracedCall,
     aligned,
     block_loop,
-    iota,
     limiting_arrays,
     load,
     load_rows,
     load_tile,
-    padded,
     row_mask,
     run,
     store,
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import operands_of, tile_scores
+from jax_kernels.pallas.triton.tensors import iota, padded
 
 
 def attention_forward(

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.normalization_inputs import NormInputs, NormOptions
-from jax_kernels.pallas.attention.triton.common import iota, padded
+from jax_kernels.pallas.triton.tensors import iota, padded
 
 
 class Refs(NamedTuple):

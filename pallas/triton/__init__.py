@@ -1,0 +1,1 @@
+"""What any Pallas-Triton kernel needs: sizes of tensors and of grids."""
