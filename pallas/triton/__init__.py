@@ -1,1 +1,1 @@
-"""What any Pallas-Triton kernel needs: sizes of tensors and of grids."""
+"""Parts that any Pallas-Triton kernel needs: sizes of tensors and of grids."""
