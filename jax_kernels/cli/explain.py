@@ -260,8 +260,7 @@ def matmul(
     as_json: options.Json = False,
 ) -> None:
     """Show what matmul would run for x of this shape and w of so many columns."""
-    x = options.one_array(shape, dtype)
-    w = spec((columns, x.shape[-1]) if transpose_w else (x.shape[-1], columns), x.dtype.name)
+    x, w = options.product_arrays(shape, columns, dtype, transpose_w)
     arguments = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
     options.show_plan(device, as_json, OPS["matmul"].function, x, w, **arguments, implementation=implementation)
 
@@ -278,8 +277,7 @@ def gated_matmul(
     as_json: options.Json = False,
 ) -> None:
     """Show what gated_matmul would run for x of this shape and weights of so many columns."""
-    x = options.one_array(shape, dtype)
-    w = spec((columns, x.shape[-1]) if transpose_w else (x.shape[-1], columns), x.dtype.name)
+    x, w = options.product_arrays(shape, columns, dtype, transpose_w)
     arguments = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
     options.show_plan(
         device, as_json, OPS["gated_matmul"].function, x, w, w, **arguments, implementation=implementation

@@ -13,7 +13,7 @@ from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device
 from jax_kernels.cli.ops import spec
 
-__all__ = ["arrays", "numbers", "one_array", "optional_spec", "show_plan", "window_sides"]
+__all__ = ["arrays", "numbers", "one_array", "optional_spec", "product_arrays", "show_plan", "window_sides"]
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -71,6 +71,14 @@ def arrays(
 def one_array(shape: str, dtype: str) -> jax.ShapeDtypeStruct:
     """The array of an op that has one. Raises UserError."""
     return spec(numbers("--shape", shape), _dtype(dtype))
+
+
+def product_arrays(
+    shape: str, columns: int, dtype: str, transpose_w: bool
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """x and w of a product. Raises UserError."""
+    x = one_array(shape, dtype)
+    return x, spec((columns, x.shape[-1]) if transpose_w else (x.shape[-1], columns), x.dtype.name)
 
 
 def _dtype(name: str) -> str:

@@ -301,7 +301,7 @@ def _matmul_fwd(call, inputs):
         inputs
     )
     residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # tells that there was one
-    return result.out, (inputs._replace(residual=residual), result)
+    return result.out, (inputs._replace(residual=residual), result._replace(out=None))
 
 
 @under_defaults

@@ -1,11 +1,11 @@
-"""The backward of layer_norm and rms_norm: one pass over x and dout gives dx, dscale and dbias.
+"""The backward of layer_norm and rms_norm: dx, dscale and dbias from x and dout.
 
 As many programs run as fit the GPU at once. Each takes one block of rows after another, and keeps its sums of dscale
 and dbias in registers, in float32. The sums of the programs are added up at the end. Per row of n numbers of 16 bits,
 6 n bytes pass through device memory.
 
-Rows of several chunks are read twice, the second time from the L2 cache. Their dscale and dbias are summed by a kernel
-of its own, whose programs own columns: registers do not hold the sums of a whole row.
+Rows of several chunks take two kernels, and 10 n bytes. One computes dx; it reads a row twice, the second time from the
+L2 cache. The other sums dscale and dbias; its programs own columns, as registers do not hold the sums of a whole row.
 """
 
 import dataclasses
