@@ -15,7 +15,10 @@ from jax_kernels.pallas.block_specs import sm80
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call. centre: the mean of x, over a standard deviation of 1. weights: the dtype of scale and bias."""
+    """A call. weights: the dtype of scale and bias.
+
+    centre: the mean of x, over a standard deviation of 1. drift: by so much x rises from a row's start to its end.
+    """
 
     shape: tuple[int, ...]
     op: str = "layer_norm"
@@ -26,12 +29,14 @@ class Case:
     eps: float = 1e-6
     scale_offset: float = 0.0
     centre: float = 0.5
+    drift: float = 0.0
 
     def arrays(self):
         """x, residual, scale, bias, and the cotangents of both results."""
         random = np.random.default_rng(0)
         normal = lambda shape, dtype, centre=0.0: jnp.asarray(random.standard_normal(shape) + centre, dtype)
-        x, residual = (normal(self.shape, self.dtype, self.centre) for _ in range(2))
+        centre = self.centre + np.linspace(0, self.drift, self.shape[-1])
+        x, residual = (normal(self.shape, self.dtype, centre) for _ in range(2))
         columns = self.shape[-1:]
         scale = normal(columns, self.weights, 1.0) if self.weights else None
         bias = normal(columns, self.weights) if self.weights and self.has_bias and self.op == "layer_norm" else None
@@ -103,6 +108,7 @@ CASES = {
 LONG = {
     "long": Case((3, 40_001)),
     "long_far_mean": Case((2, 70_000), dtype="float32", centre=1e4, has_residual=True),
+    "long_drift": Case((3, 40_001), drift=8.0),
     "rms_long": Case((3, 70_000), "rms_norm", has_residual=True),
 }
 IMPLEMENTATIONS = ("triton", "xla")

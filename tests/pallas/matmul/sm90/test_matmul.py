@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
@@ -14,6 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 import aot
 import cases_interpreter
 import tiers
+
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.pallas.block_specs.specs import MatmulSm90
+from jax_kernels.pallas.matmul.sm90.state import BLOCK_M, Traits
 
 # Cores, whether races are looked for, and cases of matmul_cases.HOPPER.
 INTERPRETED = {
@@ -26,6 +32,19 @@ INTERPRETED = {
 @pytest.mark.parametrize("group", INTERPRETED)
 def test_interpreted(group):
     cases_interpreter.check("matmul_cases", *INTERPRETED[group])
+
+
+@pytest.mark.parametrize(("m", "n", "rows_together"), [(900, 640, 3), (128, 64, 8), (1024, 512, 4), (1000, 256, 5)])
+def test_every_work_tile_is_done_once(m, n, rows_together):
+    """Also those of the last band, which has fewer rows of tiles where rows_together does not divide them."""
+    inputs = MatmulInputs(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, 64), (64, n))))
+    config = MatmulSm90(block_n=128, stages=2, rows_together=rows_together)
+    traits = Traits.of(inputs, MatmulOptions(out_dtype="bfloat16"), config)
+    rows, columns = jax.vmap(traits.place)(jnp.arange(traits.tiles, dtype=jnp.int32))
+    want = {(row, column) for row in range(0, m, BLOCK_M) for column in range(0, n, 128)}
+    found = list(zip(rows.tolist(), columns.tolist(), strict=True))
+    assert len(found) == len(want)
+    assert set(found) == want
 
 
 COMPILED = {
@@ -57,9 +76,6 @@ def test_compiled(name):
 
 def _compile(options: dict) -> list[str]:
     """Compiles in this process; the names of the Triton kernels."""
-    import jax
-    import jax.numpy as jnp
-
     from jax_kernels import gated_matmul, matmul
 
     dtype, n = options.pop("dtype", "bfloat16"), options.pop("n", 4096)
