@@ -128,6 +128,8 @@ def _cases() -> list[Case]:
         Case("bias ts triton", **short, arguments=bias("t", "s"), implementation="triton"),
         Case("bias bs triton", **short, arguments=bias("b", "s"), implementation="triton"),
         Case("causal triton", **short, arguments=always(is_causal=True), implementation="triton"),
+        Case("softcap score_mod triton", **short, arguments=always(score_mod=softcap_mod), implementation="triton"),
+        Case("masking score_mod triton", **short, arguments=always(score_mod=masking_mod), implementation="triton"),
     ]
 
 
