@@ -11,10 +11,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jax_kernels.score_mod.axes import axes_of, flat
 from jax_kernels.score_mod.trace import ScoreMod
 
-__all__ = ["TileMod", "split", "why_not"]
+__all__ = ["TRITON_ELEMENTWISE", "TileMod", "primitives", "split", "why_not"]
 
 # What Pallas lowers through Triton for a tile, it and its derivative.
-ELEMENTWISE = {
+TRITON_ELEMENTWISE = {
     "abs", "add", "and", "atan", "convert_element_type", "cos", "custom_jvp_call", "div", "eq", "exp", "exp2", "expm1",
     "floor", "ge", "gt", "integer_pow", "jit", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
     "not", "or", "pow", "rem", "rsqrt", "select_n", "shift_right_arithmetic", "sign", "sin", "sqrt", "square",
@@ -22,7 +22,7 @@ ELEMENTWISE = {
 }  # fmt: skip
 # What pallas.attention.sm90.score_mod computes on a tile, it and its derivative. sin and cos are coarse there, as its
 # kernels' mathematics is approximate.
-MOSAIC_ELEMENTWISE = ELEMENTWISE - {"atan", "cos", "floor", "pow", "shift_right_arithmetic", "sin"}
+MOSAIC_ELEMENTWISE = TRITON_ELEMENTWISE - {"atan", "cos", "floor", "pow", "shift_right_arithmetic", "sin"}
 # What its kernels had better compute for a row or a column of a tile than read.
 MOSAIC_CHEAP = {
     "abs", "add", "convert_element_type", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "neg", "sub",
@@ -120,7 +120,7 @@ def split(mod: ScoreMod, *, mosaic: bool = False) -> TileMod:
     if any(x.aval.shape != () for x in (*operands, *results)):
         by = "query, by key or by their difference, not by both otherwise" if mosaic else "query or by key, not by both"
         raise NotImplementedError(f"of a score_mod it takes look-ups by {by} or by the score")
-    unknown = sorted(set(_primitives(equations)) - (MOSAIC_ELEMENTWISE if mosaic else ELEMENTWISE))
+    unknown = sorted(set(primitives(equations)) - (MOSAIC_ELEMENTWISE if mosaic else TRITON_ELEMENTWISE))
     if unknown:
         raise NotImplementedError(f"of a score_mod its kernels cannot compute {', '.join(unknown)}")
     before = {x: _leading_to([x], program.eqns, set()) for x in operands}
@@ -141,12 +141,13 @@ def _variables(atoms: Any) -> list[Any]:
     return [x for x in atoms if not isinstance(x, Literal)]
 
 
-def _primitives(equations: Any) -> Iterator[str]:
+def primitives(equations: Any) -> Iterator[str]:
+    """The names of the primitives of a program, also of those that it calls."""
     for equation in equations:
         yield str(equation.primitive)
         for parameter in equation.params.values():
             if isinstance(parameter, Jaxpr | ClosedJaxpr):
-                yield from _primitives(parameter.eqns)
+                yield from primitives(parameter.eqns)
 
 
 def _leading_to(variables: Any, equations: Any, known: set[Any]) -> list[Any]:

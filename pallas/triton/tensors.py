@@ -1,4 +1,6 @@
-"""Sizes of Triton's tensors and of its grids."""
+"""Sizes of Triton's tensors and of its grids, and masks of what exists of a tensor."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,5 +24,26 @@ def padded(columns: int) -> int:
     return max(SMALLEST, pl.next_power_of_2(columns))
 
 
+def fit(block: int, length: int) -> int:
+    """A block's rows, not many more than there are."""
+    return min(block, max(SMALLEST, pl.next_power_of_2(length)))
+
+
 def iota(size: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, (size,), 0)
+
+
+def row_mask(start: Any, rows: int, length: Any) -> jax.Array | None:
+    """Which rows from `start` exist; None where all do: length is None, or whole blocks of them."""
+    if length is None or (isinstance(length, int) and length % rows == 0):
+        return None
+    return start + iota(rows) < length
+
+
+def both(rows: jax.Array | None, columns: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
+    """The mask of a matrix whose rows and columns have masks."""
+    mask = None if rows is None else jnp.broadcast_to(rows[:, None], shape)
+    if columns is not None:
+        columns = jnp.broadcast_to(columns[None, :], shape)
+        mask = columns if mask is None else mask & columns
+    return mask

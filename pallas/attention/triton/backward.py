@@ -31,14 +31,13 @@ from jax_kernels.pallas.attention.triton.common import (
     load,
     load_rows,
     load_tile,
-    row_mask,
     run,
     store,
     whole,
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import array_gradients, operands_of, summed, tile_scores
-from jax_kernels.pallas.triton.tensors import iota, padded
+from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
 
 
 def attention_backward(

@@ -26,17 +26,15 @@ from jax_kernels.pallas.attention.triton.common import (
     all_rows,
     bias_spec,
     block_loop,
-    both,
     limiting_arrays,
     load,
     load_rows,
     load_tile,
-    row_mask,
     run,
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
-from jax_kernels.pallas.triton.tensors import iota, padded
+from jax_kernels.pallas.triton.tensors import both, iota, padded, row_mask
 
 DEAD, WHOLE = -2, -1  # of Pairs.entries
 WORD = 32  # bits

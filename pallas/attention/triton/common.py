@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.pallas.attention import block_ranges
 from jax_kernels.pallas.attention.softmax import LOG2E
-from jax_kernels.pallas.triton.tensors import SMALLEST, iota, padded
+from jax_kernels.pallas.triton.tensors import both, fit, iota, padded, row_mask
 from jax_kernels.pallas.varying import result_types
 from jax_kernels.score_mod.tiles import TileMod, split
 
@@ -259,11 +259,6 @@ def limiting_arrays(inputs: AttentionInputs, options: AttentionOptions) -> tuple
     return bounds, *block_ranges.segment_arrays(inputs.q_segment_ids, inputs.kv_segment_ids)
 
 
-def fit(block: int, length: int) -> int:
-    """A block's rows, not many more than there are."""
-    return min(block, max(SMALLEST, pl.next_power_of_2(length)))
-
-
 def all_rows(length: int, block: int) -> int:
     """Rows of a view that holds whole blocks."""
     return pl.cdiv(length, block) * block
@@ -344,22 +339,6 @@ def bias_spec(bias: jax.Array, block: tuple[int | None, ...], index_map: Any) ->
         return tuple(0 if n == 1 else i for n, i in zip(one, index_map(*grid), strict=True))
 
     return pl.BlockSpec(block, full_index_map)
-
-
-def row_mask(start: Any, rows: int, length: Any) -> jax.Array | None:
-    """Which rows from `start` exist; None where all do: length is None, or whole blocks of them."""
-    if length is None or (isinstance(length, int) and length % rows == 0):
-        return None
-    return start + iota(rows) < length
-
-
-def both(rows: jax.Array | None, columns: jax.Array | None, shape: tuple[int, int]) -> jax.Array | None:
-    """The mask of a matrix whose rows and columns have masks."""
-    mask = None if rows is None else jnp.broadcast_to(rows[:, None], shape)
-    if columns is not None:
-        columns = jnp.broadcast_to(columns[None, :], shape)
-        mask = columns if mask is None else mask & columns
-    return mask
 
 
 def head_mask(rows: jax.Array | None, count: int, head_dim: int) -> jax.Array | None:

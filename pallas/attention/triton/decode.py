@@ -15,8 +15,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.pallas.attention import decode
 from jax_kernels.pallas.attention.softmax import LOG2E
-from jax_kernels.pallas.attention.triton.common import all_rows, fit, load, store, whole, whole_array
-from jax_kernels.pallas.triton.tensors import SMALLEST, iota, padded
+from jax_kernels.pallas.attention.triton.common import all_rows, load, store, whole, whole_array
+from jax_kernels.pallas.triton.tensors import SMALLEST, fit, iota, padded
 from jax_kernels.pallas.varying import result_types
 
 # Rows of a program: more are cut into tiles.

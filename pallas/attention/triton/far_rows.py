@@ -33,13 +33,12 @@ from jax_kernels.pallas.attention.triton.common import (
     load,
     load_rows,
     load_tile,
-    row_mask,
     run,
     whole,
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
-from jax_kernels.pallas.triton.tensors import iota, padded
+from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
 
 PROGRAMS = 1  # for each multiprocessor
 

@@ -24,13 +24,12 @@ from jax_kernels.pallas.attention.triton.common import (
     load,
     load_rows,
     load_tile,
-    row_mask,
     run,
     store,
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import operands_of, tile_scores
-from jax_kernels.pallas.triton.tensors import iota, padded
+from jax_kernels.pallas.triton.tensors import iota, padded, row_mask
 
 
 def attention_forward(

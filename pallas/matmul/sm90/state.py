@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.specs import MatmulSm90
+from jax_kernels.pallas.matmul.work_tiles import banded
 from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_F32
 
 COMPUTE_WGS = 2
@@ -100,12 +100,8 @@ class Traits:
         return self.m_blocks * self.n_blocks
 
     def place(self, index: Any) -> WorkTile:
-        """The work tile number `index`. rows_together rows of tiles are done column by column: L2 holds their x."""
-        together = min(self.config.rows_together, self.m_blocks)
-        per_band = together * self.n_blocks
-        band, within = lax.div(index, jnp.int32(per_band)), lax.rem(index, jnp.int32(per_band))
-        rows = jnp.minimum(self.m_blocks - band * together, together)  # of the last band, fewer
-        m_block, n_block = band * together + lax.rem(within, rows), lax.div(within, rows)
+        """The work tile number `index`."""
+        m_block, n_block = banded(index, self.m_blocks, self.n_blocks, self.config.rows_together)
         return WorkTile(m_block * BLOCK_M, n_block * self.block_n)
 
 
