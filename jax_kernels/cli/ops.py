@@ -70,9 +70,11 @@ OPS = {
     "block_sparse_attention": Op(
         block_sparse_attention, arguments={"block_mask": np.ones((LENGTH // 128, LENGTH // 128), bool)}
     ),
-    "matmul": Op(matmul, implementations=("mosaic_gpu", "xla"), shapes=((LENGTH, 4096), (4096, 4096))),
+    "matmul": Op(matmul, implementations=("mosaic_gpu", "triton", "xla"), shapes=((LENGTH, 4096), (4096, 4096))),
     "gated_matmul": Op(
-        gated_matmul, implementations=("mosaic_gpu", "xla"), shapes=((LENGTH, 4096), (4096, 4096), (4096, 4096))
+        gated_matmul,
+        implementations=("mosaic_gpu", "triton", "xla"),
+        shapes=((LENGTH, 4096), (4096, 4096), (4096, 4096)),
     ),
     "layer_norm": Op(layer_norm, implementations=("triton", "xla"), shapes=((LENGTH, 4096),)),
     "rms_norm": Op(rms_norm, implementations=("triton", "xla"), shapes=((LENGTH, 4096),)),

@@ -1,9 +1,13 @@
 """The activations that have names, as elementwise functions that kernels can compute, too."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-__all__ = ["ACTIVATIONS"]
+from jax_kernels.score_mod.tiles import TRITON_ELEMENTWISE, primitives
+
+__all__ = ["ACTIVATIONS", "not_for_triton"]
 
 
 def relu(x: jax.Array) -> jax.Array:
@@ -41,3 +45,17 @@ def gelu(x: jax.Array) -> jax.Array:
 
 
 ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "sigmoid": sigmoid, "tanh": tanh}
+
+
+def not_for_triton(activation: Any) -> str | None:
+    """Why a Triton kernel cannot compute an activation, a function of float32 numbers or None."""
+    if activation is None or activation in ACTIVATIONS.values():
+        return None
+    try:
+        program = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct((), jnp.float32))
+    except Exception as error:
+        return f"its activation raised {type(error).__name__} when traced for a number"
+    if program.consts:
+        return "its activation closes over arrays"
+    unknown = sorted(set(primitives(program.jaxpr.eqns)) - TRITON_ELEMENTWISE)
+    return f"of its activation it cannot compute {', '.join(unknown)}" if unknown else None

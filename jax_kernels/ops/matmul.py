@@ -14,10 +14,12 @@ from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks, reasons
-from jax_kernels.ops.activations import ACTIVATIONS
+from jax_kernels.ops.activations import ACTIVATIONS, not_for_triton
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, join_batch, kernel, split_batch, under_defaults
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.matmul.sm90 import matmul as matmul_sm90
+from jax_kernels.pallas.matmul.triton import matmul as matmul_triton
+from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference import matmul as reference
 
@@ -73,7 +75,7 @@ def matmul(
       transpose_w: whether w is [N, K], as torch.nn.Linear has it.
       out_dtype: bfloat16, float16 or float32; None is x's dtype.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
-      implementation: "mosaic_gpu" or "xla" (cuBLAS on a GPU); None picks the fastest that can serve.
+      implementation: "mosaic_gpu", "triton" or "xla" (cuBLAS on a GPU); None picks the fastest that can serve.
 
     Returns:
       out [..., N] in out_dtype.
@@ -263,8 +265,34 @@ def _supports_mosaic(request: MatmulRequest) -> str | None:
     return reasons.no_mosaic(request)
 
 
-def _config(request: MatmulRequest) -> tuple[Blocks, str]:
-    row, source = block_specs.matmul_row(request.device.compute_capability, "mosaic_gpu", columns=request.n)
+def _sizes(request: MatmulRequest) -> list[int]:
+    """The bytes of a number of x, w and out."""
+    return [jnp.dtype(dtype).itemsize for dtype in (request.dtype, request.dtype, request.out_dtype)]
+
+
+def _supports_triton(request: MatmulRequest) -> str | None:
+    if reason := reasons.below(request, (8, 0)):
+        return reason
+    if request.precision == "fp32":
+        return "its products of float32 are tf32 ones, which precision='tf32' asks for"
+    if 0 in (request.m, request.n, request.k):
+        return "a size is 0"
+    if not all(reaches(math.prod(shape) * size) for shape, size in zip(request.shapes, _sizes(request), strict=True)):
+        return "Pallas' Triton does not reach all of an array of 2 to 4 GiB"
+    return not_for_triton(request.activation) or reasons.no_gpu(request)
+
+
+def _config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:
+    sizes = _sizes(request)
+    row, source = block_specs.matmul_row(
+        request.device.compute_capability,
+        implementation,
+        columns=request.n,
+        rows=request.m,
+        bits=8 * sizes[0],
+        is_gated=request.op == "gated_matmul",
+        is_aligned=all(columns * size % 16 == 0 for (_, columns), size in zip(request.shapes, sizes, strict=True)),
+    )
     return Blocks(forward=row.config, core_count=request.device.core_count), source
 
 
@@ -273,7 +301,20 @@ def _xla(inputs, options, *, config, interpret):
 
 
 IMPLEMENTATIONS = {
-    "mosaic_gpu": Implementation("mosaic_gpu", _supports_mosaic, _config, kernel(matmul_sm90.matmul), None),
+    "mosaic_gpu": Implementation(
+        "mosaic_gpu",
+        _supports_mosaic,
+        functools.partial(_config, implementation="mosaic_gpu"),
+        kernel(matmul_sm90.matmul),
+        None,
+    ),
+    "triton": Implementation(
+        "triton",
+        _supports_triton,
+        functools.partial(_config, implementation="triton"),
+        kernel(matmul_triton.matmul),
+        None,
+    ),
     "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _xla, None),
 }
 

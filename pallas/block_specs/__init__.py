@@ -102,18 +102,32 @@ def matmul_order(compute_capability: tuple[int, int] | None) -> tuple[str, ...]:
     """The implementations of matmul on this GPU, the fastest first."""
     if compute_capability is None or compute_capability < (8, 0):
         return ("xla",)
-    return getattr(nearest(compute_capability)[0], "MATMUL_ORDER", ("xla",))
+    return nearest(compute_capability)[0].MATMUL_ORDER
 
 
 def matmul_row(
-    compute_capability: tuple[int, int] | None, implementation: str, *, columns: int
+    compute_capability: tuple[int, int] | None,
+    implementation: str,
+    *,
+    columns: int,
+    rows: int,
+    bits: int,
+    is_gated: bool,
+    is_aligned: bool,
 ) -> tuple[MatmulRow, str]:
-    """The row for a matmul, as attention_row gives it. Only Hopper has some."""
+    """The row for a matmul, as attention_row gives it."""
     file, own = _file(compute_capability, implementation)
     for row in file.MATMUL:
-        if row.implementation == implementation and (row.columns is None or columns <= row.columns):
+        if (
+            row.implementation == implementation
+            and (row.columns is None or columns <= row.columns)
+            and (row.rows is None or rows <= row.rows)
+            and row.bits in (None, bits)
+            and row.is_gated in (None, is_gated)
+            and row.is_aligned in (None, is_aligned)
+        ):
             return row, "block spec" if own else "heuristic"
-    raise LookupError(f"no {implementation} row for matmul with columns={columns}")
+    raise LookupError(f"no {implementation} row for matmul with rows={rows}, columns={columns}, {bits} bits")
 
 
 def norm_order(compute_capability: tuple[int, int] | None) -> tuple[str, ...]:

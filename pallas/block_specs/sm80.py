@@ -9,7 +9,7 @@ from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeTriton as Decode
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
-from jax_kernels.pallas.block_specs.specs import NormBackwardTriton, NormRow, NormTriton
+from jax_kernels.pallas.block_specs.specs import MatmulRow, MatmulTriton, NormBackwardTriton, NormRow, NormTriton
 
 ATTENTION_ORDER = ("triton", "cudnn", "xla")
 NORM_ORDER = ("triton", "xla")
@@ -106,5 +106,51 @@ NORM = (
         columns=None,
         forward=NormTriton(block_rows=1, chunk=16384, num_warps=8),
         backward=NormBackwardTriton(block_rows=1, chunk=8192, num_warps=16, programs=2),
+    ),
+)
+
+# Until the Triton kernel is timed beside cuBLAS, which "xla" calls, it serves by its name alone.
+MATMUL_ORDER = ("xla", "triton")
+
+# Not measured.
+MATMUL = (
+    # Few rows, as in decoding: the weights pass once, and several programs share a work tile.
+    MatmulRow(
+        implementation="triton",
+        columns=None,
+        rows=64,
+        bits=16,
+        config=MatmulTriton(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4, split_steps=4),
+    ),
+    # With 128 rows a gated unit spills.
+    MatmulRow(
+        implementation="triton",
+        columns=None,
+        bits=16,
+        is_gated=True,
+        is_aligned=True,
+        config=MatmulTriton(block_m=256, block_n=128, block_k=32, num_warps=8, num_stages=4, split_steps=16),
+    ),
+    # With 64 of the inner dimension it spills beside a residual.
+    MatmulRow(
+        implementation="triton",
+        columns=None,
+        bits=16,
+        is_aligned=True,
+        config=MatmulTriton(block_m=128, block_n=256, block_k=32, num_warps=8, num_stages=4, split_steps=16),
+    ),
+    # Rows that are not aligned are loaded number by number: the addresses take the registers of half of the columns.
+    MatmulRow(
+        implementation="triton",
+        columns=None,
+        bits=16,
+        config=MatmulTriton(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4, split_steps=16),
+    ),
+    # float32, in tf32 products: a number takes twice the shared memory.
+    MatmulRow(
+        implementation="triton",
+        columns=None,
+        bits=32,
+        config=MatmulTriton(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4, split_steps=8),
     ),
 )

@@ -3,12 +3,13 @@
 Their tensor cores have half to a quarter of sm_80's rate: small blocks feed them. No row spills. None is measured yet.
 """
 
-from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE, NORM, NORM_ORDER
+from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE, MATMUL_ORDER, NORM, NORM_ORDER
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
+from jax_kernels.pallas.block_specs.specs import MatmulRow, MatmulTriton
 
-__all__ = ["ATTENTION", "ATTENTION_DECODE", "ATTENTION_ORDER", "NORM", "NORM_ORDER"]
+__all__ = ["ATTENTION", "ATTENTION_DECODE", "ATTENTION_ORDER", "MATMUL", "MATMUL_ORDER", "NORM", "NORM_ORDER"]
 
 ATTENTION_ORDER = ("triton", "cudnn", "xla")
 
@@ -56,5 +57,28 @@ ATTENTION = (
         bits=32,
         forward=Forward(block_q=32, block_kv=16, num_warps=8, num_stages=2),
         backward=Backward(block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16, num_warps=4, num_stages=2),
+    ),
+)
+
+# Not measured.
+MATMUL = (
+    MatmulRow(
+        implementation="triton",
+        columns=None,
+        rows=64,
+        bits=16,
+        config=MatmulTriton(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=4, split_steps=8),
+    ),
+    MatmulRow(
+        implementation="triton",
+        columns=None,
+        bits=16,
+        config=MatmulTriton(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4, split_steps=16),
+    ),
+    MatmulRow(
+        implementation="triton",
+        columns=None,
+        bits=32,
+        config=MatmulTriton(block_m=128, block_n=64, block_k=32, num_warps=8, num_stages=3, split_steps=16),
     ),
 )

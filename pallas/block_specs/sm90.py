@@ -9,6 +9,7 @@ import dataclasses
 
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION as SM80
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE as SM80_DECODE
+from jax_kernels.pallas.block_specs.sm80 import MATMUL as SM80_MATMUL
 from jax_kernels.pallas.block_specs.sm80 import NORM, NORM_ORDER
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90 as Backward
 from jax_kernels.pallas.block_specs.specs import (
@@ -17,6 +18,7 @@ from jax_kernels.pallas.block_specs.specs import (
     DilatedLaunches,
     MatmulRow,
     MatmulSm90,
+    MatmulTriton,
 )
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeSm90 as Decode
@@ -36,6 +38,7 @@ __all__ = [
     "DILATED_LAUNCHES",
     "MATMUL",
     "MATMUL_ORDER",
+    "MATMUL_TRITON",
     "NORM",
     "NORM_ORDER",
 ]
@@ -410,10 +413,24 @@ ATTENTION_FP8 = (
 )
 
 # Until the Hopper kernel is timed beside cuBLAS, which "xla" calls, it serves by its name alone.
-MATMUL_ORDER = ("xla", "mosaic_gpu")
+MATMUL_ORDER = ("xla", "mosaic_gpu", "triton")
+
+# Not measured. wgmma takes its operands from shared memory, so that there are registers for twice sm_80's block_k.
+MATMUL_TRITON = (
+    SM80_MATMUL[0],
+    MatmulRow(
+        implementation="triton",
+        columns=None,
+        bits=16,
+        is_aligned=True,
+        config=MatmulTriton(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4, split_steps=8),
+    ),
+    *SM80_MATMUL[-2:],
+)
 
 # Not measured.
 MATMUL = (
     MatmulRow(implementation="mosaic_gpu", columns=128, config=MatmulSm90(block_n=128, stages=6, rows_together=8)),
     MatmulRow(implementation="mosaic_gpu", columns=None, config=MatmulSm90(block_n=256, stages=4, rows_together=8)),
+    *MATMUL_TRITON,
 )

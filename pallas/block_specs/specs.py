@@ -313,12 +313,41 @@ class MatmulSm90:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulTriton:
+    """Blocks of the Triton matmul: a program has block_m rows and block_n columns, and block_k of the inner dimension.
+
+    A gated unit has half of the columns, twice. rows_together: as in MatmulSm90. split_steps: where there are at most
+    half as many work tiles as multiprocessors, programs share a tile, and each takes at least so many steps; None where
+    they never do.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    rows_together: int = 8
+    split_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, block_m=16, block_n=16, block_k=16, num_stages=1, rows_together=1)
+        _powers_of_two(self, "block_m", "block_n", "block_k", "num_warps")
+        if self.split_steps is not None:
+            _positive(self, split_steps=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulRow:
     """The blocks of a matmul. The first row that matches is taken.
 
-    columns: the most of w it serves, None for any.
+    columns: the most of w it serves, None for any. rows: of x, likewise. bits: of x's numbers, None for any. is_gated,
+    is_aligned (whether all rows in memory begin at multiples of 16 bytes): None serves both.
     """
 
     implementation: str
     columns: int | None
     config: Any
+    rows: int | None = None
+    bits: int | None = None
+    is_gated: bool | None = None
+    is_aligned: bool | None = None

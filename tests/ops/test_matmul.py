@@ -19,6 +19,21 @@ def test_against_float64(name):
         assert error <= bound, result
 
 
+@pytest.mark.parametrize("name", matmul_cases.TRITON)
+def test_triton_against_float64(name, monkeypatch):
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    for result, (error, bound) in matmul_cases.errors_by(matmul_cases.TRITON[name], "triton").items():
+        assert error <= bound, result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", matmul_cases.TRITON | matmul_cases.TRITON_GPU)
+def test_triton_on_gpu(name):
+    cases = matmul_cases.TRITON | matmul_cases.TRITON_GPU
+    for result, (error, bound) in matmul_cases.errors_by(cases[name], "triton").items():
+        assert error <= bound, result
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [*matmul_cases.HOPPER, *ACTIVATIONS])
 def test_on_hopper(name):
@@ -29,10 +44,14 @@ def test_on_hopper(name):
         assert error <= bound, result
 
 
-def test_a_function_as_activation():
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_a_function_as_activation(implementation, monkeypatch):
+    if implementation == "triton":
+        monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    options = {"implementation": implementation, "precision": "tf32"}
     x, w = (jnp.asarray(np.random.default_rng(i).standard_normal((8, 8)), jnp.float32) for i in range(2))
     swish = lambda z: z * jax.nn.sigmoid(1.7 * z)
-    got, vjp = jax.vjp(lambda x: matmul(x, w, activation=swish), x)
+    got, vjp = jax.vjp(lambda x: matmul(x, w, activation=swish, **options), x)
     want, right = jax.vjp(lambda x: swish(jnp.dot(x, w, precision="highest")), x)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(vjp(got)[0], right(got)[0], rtol=1e-5, atol=1e-5)
@@ -47,12 +66,16 @@ def test_activations_at_extremes():
     assert jax.grad(ACTIVATIONS["relu"])(0.0) == 0
 
 
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
 @pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
-def test_vmap(in_axes):
+def test_vmap(in_axes, implementation, monkeypatch):
+    if implementation == "triton":
+        monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     random = np.random.default_rng(1)
     arrays = [jnp.asarray(random.standard_normal((3, 4, 4)), jnp.float32) for _ in range(2)]
     given = [x if axis == 0 else x[0] for x, axis in zip(arrays, in_axes, strict=True)]
-    both = jax.value_and_grad(lambda x, w: matmul(x, w, activation="tanh").sum(), (0, 1))
+    options = {"activation": "tanh", "implementation": implementation, "precision": "tf32"}
+    both = jax.value_and_grad(lambda x, w: matmul(x, w, **options).sum(), (0, 1))
     got = jax.jit(jax.vmap(both, in_axes))(*given)
     for i in range(3):
         want = both(*(x[i] if axis == 0 else x for x, axis in zip(given, in_axes, strict=True)))
@@ -81,6 +104,13 @@ def test_plans():
         assert "dot_general" not in str(gated)
     with on_device("A100"):
         assert explain(matmul, x, w).implementation == "xla"
+        program = str(jax.make_jaxpr(lambda x, w: gated_matmul(x, w, w, implementation="triton"))(x, w))
+        assert "matmul_triton" in program
+        assert "dot_general" in program  # in the kernel
+        blocks = lambda op, *given: explain(op, *given, implementation="triton").config.forward
+        assert (blocks(matmul, x, w).block_n, blocks(gated_matmul, x, w, w).block_m) == (256, 256)
+        odd, few = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 1001), (1, 512)))
+        assert (blocks(matmul, x, odd).block_n, blocks(matmul, few, w).block_m) == (128, 64)
 
 
 X, W = jnp.zeros((2, 8), jnp.bfloat16), jnp.zeros((8, 4), jnp.bfloat16)
@@ -133,7 +163,7 @@ BAD = {
         ValueError,
         "w_up: got bfloat16[8, 3], want w_gate's dtype and shape",
     ),
-    "name": (lambda: matmul(X, W, implementation="triton"), ValueError, "is not known for matmul; want one of"),
+    "name": (lambda: matmul(X, W, implementation="cudnn"), ValueError, "is not known for matmul; want one of"),
 }
 
 
@@ -160,3 +190,25 @@ def test_what_the_hopper_kernel_does_not_serve(name):
     del given["dtype"]
     with on_device("H200"), pytest.raises(NotImplementedError, match=re.escape(reason)):
         explain(matmul, x, w, implementation="mosaic_gpu", **given)
+
+
+NOT_FOR_TRITON = {
+    "float32": ({"dtype": "float32"}, "its products of float32 are tf32 ones, which precision='tf32' asks for"),
+    "empty": ({"x": (0, 512)}, "a size is 0"),
+    "arrays": ({"activation": lambda z: z * TABLE[0]}, "its activation closes over arrays"),
+    "erf": ({"activation": lambda z: jax.scipy.special.erf(z)}, "of its activation it cannot compute erf"),
+    "axes": ({"activation": lambda z: z[0]}, "its activation raised IndexError when traced for a number"),
+    "large": ({"x": (1 << 21, 512)}, "Pallas' Triton does not reach all of an array of 2 to 4 GiB"),
+    "old": ({"device": "V100"}, "it needs compute capability 8.0"),
+}
+TABLE = jnp.arange(1.0, 9.0)
+
+
+@pytest.mark.parametrize("name", NOT_FOR_TRITON)
+def test_what_triton_does_not_serve(name):
+    given, reason = NOT_FOR_TRITON[name]
+    given = {"x": (1000, 512), "w": (512, 1024), "dtype": "bfloat16", "device": "A100"} | given
+    x, w = (jax.ShapeDtypeStruct(given.pop(key), given["dtype"]) for key in ("x", "w"))
+    del given["dtype"]
+    with on_device(given.pop("device")), pytest.raises(NotImplementedError, match=re.escape(reason)):
+        explain(matmul, x, w, implementation="triton", **given)

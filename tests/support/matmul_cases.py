@@ -127,3 +127,23 @@ HOPPER = {
     "gated": Case((200, 128), 192, activation="silu", is_gated=True, has_residual=True),
     "gated_transposed": Case((136, 64), 320, activation="gelu", is_gated=True, transpose_w=True, out_dtype="float32"),
 }
+
+
+# What the Triton kernel serves: one block and several, and sizes beside those of its blocks.
+TRITON = {name: CASES[name] for name in ("plain", "odd", "one", "vector", "tf32", "wide_out", "residual", "gated")} | {
+    "one_short": Case((127, 63), 255, activation="silu", bias="bfloat16"),
+    "one_more": Case((129, 65), 257, activation="silu", has_residual=True),
+    "primes": Case((131, 67), 269, out_dtype="float32", transpose_w=True),
+    "one_row": Case((1, 257), 100, bias="float32", activation="gelu"),
+    "gated_odd": Case((131, 33), 129, activation="gelu_tanh", is_gated=True, transpose_w=True, dtype="float16"),
+    "gated_tf32": Case((9, 33), 17, activation="silu", is_gated=True, dtype="float32", precision="tf32"),
+}
+TRITON_GPU = {
+    "many": Case((1000, 1024), 1536, activation="gelu", bias="float32", has_residual=True),
+    "many_odd": Case((1001, 1027), 1531, activation="silu", bias="float32"),
+    "many_gated": Case((1024, 512), 1536, activation="silu", is_gated=True, transpose_w=True),
+    "many_tf32": Case((1000, 512), 1536, dtype="float32", precision="tf32", transpose_w=True, activation="tanh"),
+    "split": Case((5, 4096), 2048, activation="silu", has_residual=True, bias="float32"),
+    "split_odd": Case((33, 4001), 1001, out_dtype="float32", transpose_w=True),
+    "split_gated": Case((64, 4096), 1024, activation="silu", is_gated=True),
+}

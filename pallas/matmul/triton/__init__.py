@@ -1,0 +1,1 @@
+"""Matmul in Pallas-Triton: sm_80 and later."""

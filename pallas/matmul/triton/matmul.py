@@ -1,0 +1,162 @@
+"""The product of two matrices through Triton, and its epilogue: out = activation(x @ w + bias) * (x @ w_up) + residual.
+
+A program owns a work tile, whose sums stay in registers while it walks the inner dimension. Per step it does
+2 * block_m * block_n * block_k FLOPs on (block_m + block_n) * block_k numbers: with blocks of 128 x 256 and 16 bits, 85
+FLOPs for each byte that the L2 cache gives.
+
+Where work tiles are few, as with the few rows of decoding, several programs share one: each sums a part of the inner
+dimension. Their sums go through device memory, in float32, to a second launch, which adds them up in order and computes
+the epilogue.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.pallas.block_specs.specs import MatmulTriton
+from jax_kernels.pallas.matmul.triton.state import Part, Span, Sums, Traits
+from jax_kernels.pallas.triton.tensors import fit
+from jax_kernels.pallas.varying import result_types
+
+# Of a program that adds up the sums of splits.
+JOINED_ROWS, JOINED_COLUMNS, JOINING_WARPS = 16, 64, 4
+# The epilogue's parts of a work tile.
+EPILOGUE_COLUMNS = 64
+
+
+def matmul(
+    inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulTriton, core_count: int, interpret: bool
+) -> MatmulResult:
+    """See the package's docstring. No size is 0."""
+    traits = Traits.of(inputs, options, config, core_count)
+    results, splits = _results(traits, is_gated=inputs.w_up is not None), traits.splits
+    launch = functools.partial(_launch, traits=traits, interpret=interpret)
+    if splits == 1:
+        return launch(_kernel, inputs, results, name="matmul_triton", grid=(traits.tiles,))
+    sums = jax.ShapeDtypeStruct((splits, traits.m, traits.n), jnp.float32)
+    found = launch(
+        _split_kernel,
+        inputs._replace(bias=None, residual=None),
+        Sums(product=sums, up=None if inputs.w_up is None else sums),
+        name="matmul_split_triton",
+        grid=(traits.tiles, splits),
+    )
+    joined = pl.cdiv(traits.m, fit(JOINED_ROWS, traits.m)), pl.cdiv(traits.n, fit(JOINED_COLUMNS, traits.n))
+    rest = inputs._replace(x=None, w=None, w_up=None)
+    return launch(_join_kernel, (rest, found), results, name="matmul_join_triton", grid=joined)
+
+
+def _results(traits: Traits, *, is_gated: bool) -> MatmulResult:
+    """The types of the arrays that a call writes."""
+    out, saves = (
+        jax.ShapeDtypeStruct((traits.m, traits.n), traits.options.out_dtype),
+        traits.options.saves_preactivation,
+    )
+    return MatmulResult(out=out, preactivation=out if saves else None, up=out if saves and is_gated else None)
+
+
+def _launch(
+    kernel: Callable[..., None],
+    given: Any,
+    written: Any,
+    *,
+    traits: Traits,
+    name: str,
+    grid: tuple[int, ...],
+    interpret: bool,
+) -> Any:
+    """pallas_call of kernel(traits, given, written): trees of refs, like those of arrays and of types here."""
+    arrays, tree = jax.tree.flatten(given)
+    types, types_tree = jax.tree.flatten(written)
+    is_join, config = kernel is _join_kernel, traits.config
+
+    def body(*refs):
+        ins, outs = refs[: len(arrays)], refs[len(arrays) :]
+        kernel(traits, jax.tree.unflatten(tree, ins), jax.tree.unflatten(types_tree, outs))
+
+    found = pl.pallas_call(
+        body,
+        grid=grid,
+        out_shape=result_types(types, *arrays),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=JOINING_WARPS if is_join else config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name=name,
+    )(*arrays)
+    return jax.tree.unflatten(types_tree, found)
+
+
+def _kernel(traits: Traits, inputs: MatmulInputs, results: MatmulResult) -> None:
+    """One work tile."""
+    tile = traits.tile(pl.program_id(0))
+    _epilogue(traits, tile, _sums(traits, inputs, tile, 0, traits.k_steps), inputs, results)
+
+
+def _split_kernel(traits: Traits, inputs: MatmulInputs, results: Sums) -> None:
+    """A part of the inner dimension of a work tile."""
+    tile, split = traits.tile(pl.program_id(0)), pl.program_id(1)
+    first = split * traits.steps_of_split
+    last = jnp.minimum(first + traits.steps_of_split, traits.k_steps)
+    for sums, ref in zip(_sums(traits, inputs, tile, first, last), results, strict=True):
+        if ref is not None:
+            tile.store(ref, sums, split)
+
+
+def _join_kernel(traits: Traits, given: tuple[MatmulInputs, Sums], results: MatmulResult) -> None:
+    """The sums of all splits, and the epilogue."""
+    inputs, sums = given
+    rows, columns = fit(JOINED_ROWS, traits.m), fit(JOINED_COLUMNS, traits.n)
+    tile = Part(
+        rows=Span(start=pl.program_id(0) * rows, size=rows, length=traits.m),
+        columns=Span(start=pl.program_id(1) * columns, size=columns, length=traits.n),
+    )
+    total = lambda ref: lax.fori_loop(
+        0, traits.splits, lambda i, found: found + tile.load(ref, i), jnp.zeros(tile.shape, jnp.float32)
+    )
+    _epilogue(traits, tile, Sums(*(None if ref is None else total(ref) for ref in sums)), inputs, results)
+
+
+def _sums(traits: Traits, inputs: MatmulInputs, tile: Part, first: Any, last: Any) -> Sums:
+    """The products of a work tile over the steps [first, last)."""
+    options = traits.options
+    weights = [w for w in (inputs.w, inputs.w_up) if w is not None]
+
+    def step(i, sums):
+        depth = traits.depth(i)
+        x = (Part(depth, tile.rows) if options.transpose_x else Part(tile.rows, depth)).load(inputs.x)
+        of_w = Part(tile.columns, depth) if options.transpose_w else Part(depth, tile.columns)
+        return [total + traits.dot(x, of_w.load(w)) for total, w in zip(sums, weights, strict=True)]
+
+    return Sums(*lax.fori_loop(first, last, step, [jnp.zeros(tile.shape, jnp.float32) for _ in weights]))
+
+
+def _epilogue(traits: Traits, tile: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
+    """All that comes after the products, in float32, and the stores: part by part, so that less is live at once."""
+    parts = tile.parts(EPILOGUE_COLUMNS)
+    of_parts = [lax.split(x, [part.columns.size for part in parts], axis=1) for x in sums if x is not None]
+    for part, *of_part in zip(parts, *of_parts, strict=True):
+        _store_part(traits, part, Sums(*of_part), inputs, results)
+
+
+def _store_part(traits: Traits, part: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
+    z = sums.product
+    if inputs.bias is not None:
+        z = z + part.load_columns(inputs.bias)
+    if results.preactivation is not None:
+        part.store(results.preactivation, z)
+    if results.up is not None:
+        part.store(results.up, sums.up)
+    out = z if traits.options.activation is None else traits.options.activation(z)
+    if sums.up is not None:
+        out = out * sums.up
+    if inputs.residual is not None:
+        out = out + part.load(inputs.residual).astype(jnp.float32)
+    part.store(results.out, out)

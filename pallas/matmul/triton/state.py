@@ -1,0 +1,158 @@
+"""The named state of the Triton matmul: sizes of a launch, and the work tiles with what exists of them."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.pallas.block_specs.specs import MatmulTriton
+from jax_kernels.pallas.matmul.work_tiles import banded
+from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, row_mask
+
+
+class Sums(NamedTuple):
+    """The float32 sums of a call's products: x @ w, and x @ w_up of a gated unit."""
+
+    product: Any
+    up: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Sizes and features of a launch: [m, k] @ [k, n] in work tiles of [block_m, block_n].
+
+    splits: so many programs share a work tile, each with a part of the inner dimension.
+    """
+
+    options: MatmulOptions
+    config: MatmulTriton
+    m: int
+    n: int
+    k: int
+    block_m: int
+    block_n: int
+    block_k: int
+    core_count: int
+
+    @classmethod
+    def of(cls, inputs: MatmulInputs, options: MatmulOptions, config: MatmulTriton, core_count: int) -> "Traits":
+        m, n, k = options.sizes(inputs)
+        # A gated unit has the sums of two products, so that it takes half as many columns.
+        block_n = config.block_n if inputs.w_up is None else max(SMALLEST, config.block_n // 2)
+        return cls(
+            options=options,
+            config=config,
+            m=m,
+            n=n,
+            k=k,
+            block_m=fit(config.block_m, m),
+            block_n=fit(block_n, n),
+            block_k=fit(config.block_k, k),
+            core_count=core_count,
+        )
+
+    @property
+    def m_blocks(self) -> int:
+        return pl.cdiv(self.m, self.block_m)
+
+    @property
+    def n_blocks(self) -> int:
+        return pl.cdiv(self.n, self.block_n)
+
+    @property
+    def tiles(self) -> int:
+        return self.m_blocks * self.n_blocks
+
+    @property
+    def k_steps(self) -> int:
+        return pl.cdiv(self.k, self.block_k)
+
+    @property
+    def steps_of_split(self) -> int:
+        """Steps of a program: at least split_steps, and no fewer than give each core a program."""
+        most = self.core_count // self.tiles
+        if self.config.split_steps is None or most < 2:
+            return self.k_steps
+        return min(self.k_steps, max(self.config.split_steps, pl.cdiv(self.k_steps, most)))
+
+    @property
+    def splits(self) -> int:
+        return pl.cdiv(self.k_steps, self.steps_of_split)
+
+    def tile(self, index: Any) -> "Part":
+        """The work tile number `index`."""
+        m_block, n_block = banded(index, self.m_blocks, self.n_blocks, self.config.rows_together)
+        return Part(
+            rows=Span(start=m_block * self.block_m, size=self.block_m, length=self.m),
+            columns=Span(start=n_block * self.block_n, size=self.block_n, length=self.n),
+        )
+
+    def depth(self, step: Any) -> "Span":
+        """The part of the inner dimension of a step."""
+        return Span(start=step * self.block_k, size=self.block_k, length=self.k)
+
+    def dot(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """The float32 product of a step's operands, as they lie in memory. Products of float32 are tf32."""
+        axes = ((0 if self.options.transpose_x else 1,), (1 if self.options.transpose_w else 0,))
+        return lax.dot_general(
+            x, w, (axes, ((), ())), precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+        )
+
+
+class Span(NamedTuple):
+    """A part of an axis: `size` numbers from `start`, a traced number, on. length: of the axis."""
+
+    start: Any
+    size: int
+    length: int
+
+    @property
+    def slice(self) -> Any:
+        return pl.ds(self.start, self.size)
+
+    @property
+    def exists(self) -> jax.Array | None:
+        """Which of them the axis has, [size] bool; None where all do."""
+        return row_mask(self.start, self.size, self.length)
+
+
+class Part(NamedTuple):
+    """A part of a matrix."""
+
+    rows: Span
+    columns: Span
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.size, self.columns.size
+
+    @property
+    def exists(self) -> jax.Array | None:
+        return both(self.rows.exists, self.columns.exists, self.shape)
+
+    def parts(self, columns: int) -> list["Part"]:
+        """The same in parts of so many columns, at most."""
+        size = min(columns, self.columns.size)
+        starts = [self.columns.start + start for start in range(0, self.columns.size, size)]
+        return [self._replace(columns=self.columns._replace(start=start, size=size)) for start in starts]
+
+    def load(self, ref: Any, *leading: Any) -> jax.Array:
+        """[rows, columns] in the array's dtype, 0 where nothing exists. leading: where in the axes before them."""
+        exists = self.exists
+        other = None if exists is None else jnp.zeros((), ref.dtype)
+        return plgpu.load(ref.at[(*leading, self.rows.slice, self.columns.slice)], mask=exists, other=other)
+
+    def load_columns(self, ref: Any) -> jax.Array:
+        """[1, columns] float32, of an array with a number for each column."""
+        exists = self.columns.exists
+        other = None if exists is None else jnp.zeros((), ref.dtype)
+        return plgpu.load(ref.at[self.columns.slice], mask=exists, other=other).astype(jnp.float32)[None]
+
+    def store(self, ref: Any, x: jax.Array, *leading: Any) -> None:
+        view = ref.at[(*leading, self.rows.slice, self.columns.slice)]
+        plgpu.store(view, x.astype(ref.dtype), mask=self.exists)
