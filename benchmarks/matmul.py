@@ -4,7 +4,8 @@
 
 Kinds: "plain"; "epilogue", which has a bias and gelu by tanh; "gated", silu(x Wg) * (x Wu). Peers: XLA, torch (cuBLAS,
 with the epilogue in operators of its own) and torch.compile. --sweep times other blocks of the Hopper kernel instead,
-as "block_n,stages,rows_together".
+as "block_n,stages,rows_together", and --sweep-triton those of the Triton kernel, as
+"block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
 
 The exit status is 1 where a contender failed or was wrong.
 """
@@ -31,6 +32,11 @@ from jax_kernels.ops import matmul as ops
 
 SHAPES = "8192,8192,8192;4096,4096,4096;16384,4096,4096;2048,2048,2048;8192,1024,512"
 KINDS = ("plain", "epilogue", "gated")
+# The blocks of a sweep, by implementation.
+SWEPT = {
+    "mosaic_gpu": ("block_n", "stages", "rows_together"),
+    "triton": ("block_m", "block_n", "block_k", "num_warps", "num_stages", "rows_together", "split_steps"),
+}
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
 
@@ -80,21 +86,21 @@ def ours(
     """The call. blocks: to replace in the plan, by name."""
     run = functools.partial(case.function, implementation=implementation)
     if blocks:
-        run = functools.partial(_with_blocks, case, blocks)
+        run = functools.partial(_with_blocks, case, implementation, blocks)
     compiled = jax.jit(run).lower(*sets[0]).compile()
     return lambda index: compiled(*sets[index % len(sets)])
 
 
-def _with_blocks(case: Case, blocks: dict[str, int], x: Any, w: Any, other: Any = None) -> Any:
-    """The Hopper kernel's planned call, with other blocks in its plan."""
-    arguments: dict[str, Any] = {"x": x, "implementation": "mosaic_gpu"}
+def _with_blocks(case: Case, implementation: str, blocks: dict[str, int], x: Any, w: Any, other: Any = None) -> Any:
+    """The planned call of a kernel, with other blocks in its plan."""
+    arguments: dict[str, Any] = {"x": x, "implementation": implementation}
     if case.kind == "gated":
         op, check, arguments = ops.GATED, ops.check_gated, arguments | {"w_gate": w, "w_up": other}
     else:
         epilogue = {"bias": other, "activation": "gelu_tanh"} if case.kind == "epilogue" else {}
         op, check, arguments = ops.OP, ops.check, arguments | {"w": w} | epilogue
     request, inputs, options = check(**arguments)
-    call = op.call(request, options, "mosaic_gpu")
+    call = op.call(request, options, implementation)
     changed = dataclasses.replace(call.config, forward=dataclasses.replace(call.config.forward, **blocks))
     return ops.run(dataclasses.replace(call, config=changed), inputs)
 
@@ -140,13 +146,14 @@ def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list
             if framework == "jax":
                 contender.judge(_error(output, wanted), "xla")
 
-    if args.sweep:
-        add("row", "jax", lambda: ours(case, sets, "mosaic_gpu"))
-        for text in args.sweep.split(";"):
-            blocks = dict(zip(("block_n", "stages", "rows_together"), map(int, text.split(",")), strict=True))
-            add(text, "jax", lambda blocks=blocks: ours(case, sets, "mosaic_gpu", blocks))
-        return found
-    for name in ("mosaic_gpu", "xla"):
+    for implementation, text in (("mosaic_gpu", args.sweep), ("triton", args.sweep_triton)):
+        if text:
+            add("row", "jax", lambda name=implementation: ours(case, sets, name))
+            for part in text.split(";"):
+                blocks = dict(zip(SWEPT[implementation], command_line.numbers(part), strict=True))
+                add(part, "jax", lambda name=implementation, blocks=blocks: ours(case, sets, name, blocks))
+            return found
+    for name in ("mosaic_gpu", "triton", "xla"):
         add(name, "jax", lambda name=name: ours(case, sets, name))
     for name in ("torch", "torch.compile"):
         if name in args.peers:
@@ -181,14 +188,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--peers", default="torch,torch.compile")
-    parser.add_argument("--sweep", help="blocks, separated by ';'")
+    parser.add_argument("--sweep", help="blocks of the Hopper kernel, separated by ';'")
+    parser.add_argument("--sweep-triton", help="blocks of the Triton kernel, separated by ';'")
     args = parser.parse_args(argv)
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     kinds = command_line.names("kinds", args.kinds, KINDS)
     args.peers = args.peers.split(",")
     prepare_process()
     until = time.monotonic() + args.budget
-    with_torch = not args.sweep and any(args.peers)
+    with_torch = not (args.sweep or args.sweep_triton) and any(args.peers)
     name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
     results: dict[str, Any] = {
         "schema": report.SCHEMA,

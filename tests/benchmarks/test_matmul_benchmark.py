@@ -21,8 +21,12 @@ def test_blocks_replace_those_of_the_plan(kind):
     arrays = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in case.arrays()[0]]
     blocks = {"block_n": 128, "stages": 3, "rows_together": 2}
     with on_device("H200"):
-        program = str(jax.make_jaxpr(lambda *x: benchmark._with_blocks(case, blocks, *x))(*arrays))
-    assert "bf16[3,16,1,8,64]" in program, "three stages of 128 x 64"
+        program = str(jax.make_jaxpr(lambda *x: benchmark._with_blocks(case, "mosaic_gpu", blocks, *x))(*arrays))
+        assert "bf16[3,16,1,8,64]" in program, "three stages of 128 x 64"
+        blocks = {"block_m": 64, "num_warps": 2}
+        program = str(jax.make_jaxpr(lambda *x: benchmark._with_blocks(case, "triton", blocks, *x))(*arrays))
+        assert "num_warps=2" in program
+        assert "bf16[64,64]" in program, "64 rows"
 
 
 @pytest.mark.timeout(300)
@@ -35,6 +39,6 @@ def test_runs(tmp_path, monkeypatch, without_gpu):
     assert [row["label"] for row in rows] == [f"{kind} 16x64x32 bf16" for kind in benchmark.KINDS]
     for row in rows:
         statuses = {c["name"]: c["status"] for c in row["contenders"]}
-        assert statuses == {"mosaic_gpu": "unavailable", "xla": "ok", "torch": "ok"}
-        assert row["contenders"][1]["tflops"] > 0
+        assert statuses == {"mosaic_gpu": "unavailable", "triton": "unavailable", "xla": "ok", "torch": "ok"}
+        assert row["contenders"][2]["tflops"] > 0
         assert row["speed_ratios"]["torch"] > 0
