@@ -28,7 +28,7 @@ from harness.timers import choose_timer, close
 from harness.timing import Contender, alternate, speed_ratio, spread
 
 from jax_kernels import gated_matmul, matmul
-from jax_kernels.ops import matmul as ops
+from jax_kernels.ops.matmul import matmul as ops
 
 SHAPES = "8192,8192,8192;4096,4096,4096;16384,4096,4096;2048,2048,2048;8192,1024,512"
 KINDS = ("plain", "epilogue", "gated")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.function import from_jax
-from jax_kernels.ops import matmul as ops
+from jax_kernels.ops.matmul import matmul as ops
 
 __all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul"]
 

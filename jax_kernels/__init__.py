@@ -18,8 +18,8 @@ from jax_kernels.ops.dilated.dilated_attention import dilated_attention as dilat
 from jax_kernels.ops.dilated.sequence_parallel import (
     sequence_parallel_dilated_attention as sequence_parallel_dilated_attention,
 )
-from jax_kernels.ops.matmul import gated_matmul as gated_matmul
-from jax_kernels.ops.matmul import matmul as matmul
+from jax_kernels.ops.matmul.matmul import gated_matmul as gated_matmul
+from jax_kernels.ops.matmul.matmul import matmul as matmul
 from jax_kernels.ops.normalization import layer_norm as layer_norm
 from jax_kernels.ops.normalization import rms_norm as rms_norm
 from jax_kernels.quantization import quantize_fp8 as quantize_fp8

@@ -10,6 +10,10 @@ class MatmulInputs(NamedTuple):
 
     x: [M, K]; [K, M] with transpose_x. w: [K, N] in x's dtype; [N, K] with transpose_w. bias: [N], x's dtype or
     float32. residual: [M, N], out's dtype. w_up: like w, of a gated unit.
+
+    x_scale, w_scale, w_up_scale: float32, of 8-bit operands, to multiply them by. By MatmulOptions.scaling: "tensor":
+    []; "row": one for each row of x and column of w, [M] and [N]; "block": one for each 128 x 128 numbers,
+    [ceil(M / 128), ceil(K / 128)] and [ceil(K / 128), ceil(N / 128)], the last transposed with transpose_w.
     """
 
     x: Any
@@ -17,6 +21,9 @@ class MatmulInputs(NamedTuple):
     bias: Any = None
     residual: Any = None
     w_up: Any = None
+    x_scale: Any = None
+    w_scale: Any = None
+    w_up_scale: Any = None
 
 
 class MatmulResult(NamedTuple):
@@ -37,7 +44,7 @@ class MatmulOptions:
 
     out = activation(x @ w + bias) * (x @ w_up) + residual, in float32 from the products on; without w_up there is no
     second factor. activation: of numbers, in jnp; None for none. precision: of products of float32, "fp32" or "tf32";
-    None for 16 bits.
+    None for others. scaling: how the scales of 8-bit operands lie, see MatmulInputs; None for others.
     """
 
     out_dtype: str
@@ -46,6 +53,7 @@ class MatmulOptions:
     activation: Callable[[Any], Any] | None = None
     precision: str | None = None
     saves_preactivation: bool = False
+    scaling: str | None = None
 
     def sizes(self, inputs: MatmulInputs) -> tuple[int, int, int]:
         """(M, N, K)."""

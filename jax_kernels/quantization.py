@@ -1,5 +1,6 @@
-"""quantize_fp8: numbers in 8 bits, with float32 scales."""
+"""Numbers in 8 bits with float32 scales: quantize, dequantize, and QuantizedArray, what the first gives."""
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +8,169 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["quantize_fp8"]
+__all__ = ["QuantizedArray", "dequantize", "quantize", "quantize_fp8"]
+
+FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+SCALINGS = ("tensor", "row", "block")
+BLOCK = 128  # rows and columns that share a scale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedArray:
+    """An array as values * scale.
+
+    values: float8_e4m3fn or float8_e5m2. scale: float32. By scaling: "tensor": one number, []. "row": one for all
+    numbers along `axis` (-1, the last, or -2), values' shape without that axis. "block": one for 128 x 128 numbers of
+    the last two axes, [..., ceil(rows / 128), ceil(columns / 128)].
+    """
+
+    values: jax.Array
+    scale: jax.Array
+    scaling: str = dataclasses.field(default="tensor", metadata={"static": True})
+    axis: int = dataclasses.field(default=-1, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """The values' dtype."""
+        return self.values.dtype
+
+
+def quantize(
+    x: Any, format: str = "e4m3", *, scaling: str = "tensor", axis: int = -1, scale: Any = None
+) -> QuantizedArray:
+    """Rounds x to 8 bits, with scales that make its largest numbers the largest of the format.
+
+    Equivalent to the following JAX code, for scaling="row"::
+
+        largest = jnp.abs(x).max(axis, keepdims=True)
+        scale = where(largest > 0, largest / finfo(float8_e4m3fn).max, 1)
+        values = (x / scale).astype(float8_e4m3fn)
+
+    Args:
+      x: a float array with at least two axes, for "block", or one, for "row".
+      format: "e4m3" (float8_e4m3fn: 3 bits behind the point, up to 448) or "e5m2" (2 bits, up to 57,344).
+      scaling: which numbers share a scale: all ("tensor"), those along `axis` ("row"), or 128 x 128 of the last two
+        axes ("block").
+      axis: for "row", -1 or -2.
+      scale: a scale that was found before ("delayed scaling"), positive float32 of the shape that scaling gives.
+        Numbers beyond its range become the largest of the format, with their sign.
+
+    Returns:
+      A QuantizedArray. Numbers that share a scale with a NaN or an infinity become NaN; with a given scale NaN stays
+      NaN, and an infinity stays one in e5m2, and becomes NaN in e4m3.
+
+    Raises:
+      TypeError: x is no float array, or scale no float32 array.
+      ValueError: format, scaling, axis or scale's shape is wrong.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
+    """
+    x = _checked(x)
+    if format not in FORMATS:
+        raise ValueError(f"format: got {format!r}, want 'e4m3' or 'e5m2'")
+    check_scaling(scaling)
+    if axis not in (-1, -2):
+        raise ValueError(f"axis: got {axis!r}, want -1 or -2")
+    if x.ndim < {"tensor": 0, "row": -axis, "block": 2}[scaling]:
+        raise ValueError(f"x: got shape {x.shape}, want more axes for scaling={scaling!r}, axis={axis}")
+    dtype, x = jnp.dtype(FORMATS[format]), x.astype(jnp.float32)
+    if scale is None:
+        scale = _scale_of(_largest(x, scaling, axis), dtype)
+        spread = _spread(scale, scaling, axis, x.shape)
+        values = jnp.where(jnp.isfinite(spread), x / spread, jnp.nan).astype(dtype)
+    else:
+        scale = checked_scale("scale", scale, scale_shape(x.shape, scaling, axis))
+        values = _saturated(x / _spread(scale, scaling, axis, x.shape), dtype)
+    return QuantizedArray(values=values, scale=scale, scaling=scaling, axis=axis)
+
+
+def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:
+    """The array values * scale, rounded to dtype once.
+
+    Raises:
+      TypeError: x is no QuantizedArray.
+    """
+    if not isinstance(x, QuantizedArray):
+        raise TypeError(f"x: got {type(x).__name__}, want a QuantizedArray")
+    return (x.values.astype(jnp.float32) * _spread(x.scale, x.scaling, x.axis, x.shape)).astype(dtype)
+
+
+def check_scaling(scaling: Any) -> None:
+    """Raises ValueError."""
+    if scaling not in SCALINGS:
+        raise ValueError(f"scaling: got {scaling!r}, want 'tensor', 'row' or 'block'")
+
+
+def scale_shape(shape: tuple[int, ...], scaling: str, axis: int = -1) -> tuple[int, ...]:
+    """The shape of the scales of an array."""
+    if scaling == "tensor":
+        return ()
+    if scaling == "row":
+        at = len(shape) + axis
+        return (*shape[:at], *shape[at + 1 :])
+    return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+
+
+def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
+    """scale, float32 of this shape; a number becomes an array. Raises TypeError or ValueError."""
+    if isinstance(scale, int | float) and not isinstance(scale, bool):
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"{name}: got {scale}, want a positive number")
+        scale = jnp.float32(scale)
+    if getattr(scale, "dtype", None) != jnp.float32:
+        raise TypeError(f"{name}: got {getattr(scale, 'dtype', type(scale).__name__)}, want float32")
+    if scale.shape != shape:
+        raise ValueError(f"{name}: got shape {scale.shape}, want {shape}")
+    return scale
+
+
+def _largest(x: jax.Array, scaling: str, axis: int) -> jax.Array:
+    """The largest magnitudes of the numbers that share a scale."""
+    if scaling == "tensor":
+        return jnp.abs(x).max(initial=0)
+    if scaling == "row":
+        return jnp.abs(x).max(axis, initial=0)
+    *outer, rows, columns = scale_shape(x.shape, "block")
+    ends = [n * BLOCK - size for n, size in zip((rows, columns), x.shape[-2:], strict=True)]
+    padded = jnp.pad(jnp.abs(x), [(0, 0)] * len(outer) + [(0, end) for end in ends])
+    return padded.reshape(*outer, rows, BLOCK, columns, BLOCK).max((-3, -1), initial=0)
+
+
+def _spread(scale: jax.Array, scaling: str, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    """The scales, in a shape that broadcasts to the array's."""
+    if scaling == "tensor":
+        return scale
+    if scaling == "row":
+        return jnp.expand_dims(scale, axis)
+    wide = jnp.repeat(jnp.repeat(scale, BLOCK, axis=-2), BLOCK, axis=-1)
+    return wide[..., : shape[-2], : shape[-1]]
+
+
+def _scale_of(largest: jax.Array, dtype: Any) -> jax.Array:
+    """The scale of numbers up to `largest`: a normal number, so that its reciprocal is finite."""
+    tiny, top = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(dtype).max)
+    return jnp.where(largest == 0, 1, jnp.maximum(largest / top, tiny))
+
+
+def _saturated(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in this dtype; finite numbers beyond its largest become that."""
+    top = float(jnp.finfo(dtype).max)
+    return jnp.where(jnp.isfinite(x), jnp.clip(x, -top, top), x).astype(dtype)
+
+
+def _checked(x: Any) -> jax.Array:
+    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, want a float array")
+    return jnp.asarray(x)
 
 
 def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.Array, jax.Array]:
@@ -36,17 +199,13 @@ def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.A
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
     """
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, want a float array")
+    x = _checked(x)
     axes = tuple(range(x.ndim)) if axis is None else _axes(axis)
     shared = {a % x.ndim for a in axes if -x.ndim <= a < x.ndim}
     if len(shared) != len(axes):
         raise ValueError(f"axis: got {axis}, want different axes of an array of shape {x.shape}")
-    x = jnp.asarray(x).astype(jnp.float32)
-    largest = jnp.abs(x).max(axes, keepdims=True, initial=0)
-    # The least scale is a normal number: its reciprocal is finite.
-    tiny, top = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float8_e4m3fn).max)
-    scales = jnp.where(largest == 0, 1, jnp.maximum(largest / top, tiny))
+    x = x.astype(jnp.float32)
+    scales = _scale_of(jnp.abs(x).max(axes, keepdims=True, initial=0), jnp.float8_e4m3fn)
     values = jnp.where(jnp.isfinite(scales), x / scales, jnp.nan).astype(jnp.float8_e4m3fn)
     return values, jnp.squeeze(scales, tuple(shared))
 

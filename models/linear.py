@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 from jax import lax
 
-from jax_kernels.ops import matmul as ops
+from jax_kernels.ops.matmul import matmul as ops
 
 __all__ = ["GatedMLP", "Linear"]
 

@@ -15,7 +15,7 @@ from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
 from jax_kernels.ops.decode_attention import decode_attention
 from jax_kernels.ops.dilated.dilated_attention import dilated_attention
-from jax_kernels.ops.matmul import gated_matmul, matmul
+from jax_kernels.ops.matmul.matmul import gated_matmul, matmul
 from jax_kernels.ops.normalization import layer_norm, rms_norm
 
 __all__ = ["OPS", "Op", "spec"]

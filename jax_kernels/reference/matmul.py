@@ -1,5 +1,6 @@
 """matmul in plain jnp: the implementation "xla", and the equations of the kernels."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.quantization import QuantizedArray, dequantize
 
 __all__ = ["matmul"]
 
@@ -15,12 +17,13 @@ PRECISIONS = {None: None, "fp32": lax.Precision.HIGHEST, "tf32": lax.DotAlgorith
 
 def matmul(inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
     """See MatmulOptions for the equation. Products are summed in float32."""
-    product = _product(inputs.x, inputs.w, options)
+    product = _product(inputs.x, inputs.w, inputs.x_scale, inputs.w_scale, options)
     if inputs.bias is not None:
         product = product + inputs.bias.astype(jnp.float32)
     out = product if options.activation is None else options.activation(product)
-    up = None if inputs.w_up is None else _product(inputs.x, inputs.w_up, options)
-    if up is not None:
+    up = None
+    if inputs.w_up is not None:
+        up = _product(inputs.x, inputs.w_up, inputs.x_scale, inputs.w_up_scale, options)
         out = out * up
     if inputs.residual is not None:
         out = out + inputs.residual.astype(jnp.float32)
@@ -29,8 +32,23 @@ def matmul(inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
     return MatmulResult(out.astype(dtype), *saved)
 
 
-def _product(x: Any, w: Any, options: MatmulOptions) -> Any:
-    """x @ w in float32."""
+def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions) -> Any:
+    """x @ w in float32, with the scales of 8-bit operands, which have their inner dimension last."""
+    if options.scaling == "block":
+        x, w = (
+            dequantize(QuantizedArray(values=y, scale=scale, scaling="block"))
+            for y, scale in ((x, x_scale), (w, w_scale))
+        )
+        return _sums(x, w, dataclasses.replace(options, precision="fp32"))
+    if options.scaling is None:
+        return _sums(x, w, options)
+    product = _sums(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), options)  # exact; XLA finds the 8 bits
+    if options.scaling == "tensor":
+        return product * (x_scale * w_scale)
+    return product * x_scale[:, None] * w_scale
+
+
+def _sums(x: Any, w: Any, options: MatmulOptions) -> Any:
     axes = ((0 if options.transpose_x else 1,), (1 if options.transpose_w else 0,))
     precision: Any = PRECISIONS[options.precision]
     if options.precision == "tf32" and jax.default_backend() != "gpu":

@@ -1,14 +1,16 @@
 """The product of two matrices on Hopper, with its epilogue: out = activation(x @ w + bias) * (x @ w_up) + residual.
 
+The operands have 16 bits, or 8 with scales.
+
 As many CTAs run as there are multiprocessors. Each takes one work tile of 128 x block_n after another. A memory
-warpgroup loads blocks of 64 of the inner dimension through a ring of stages, and runs ahead into the next work tile
-while the compute warpgroups store this one. Each of two compute warpgroups owns 64 rows, whose sums stay in registers.
+warpgroup loads blocks of 128 bytes of the inner dimension through a ring of stages, and runs ahead into the next work
+tile while the compute warpgroups store this one. Each of two compute warpgroups owns 64 rows, whose sums stay in
+registers.
 
 Per step a CTA does 2 * 128 * block_n * 64 FLOPs on (128 + block_n) * 64 numbers: at block_n = 256 and 16 bits, 85 FLOPs
 for each byte that the L2 cache gives.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -20,7 +22,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.specs import MatmulSm90
-from jax_kernels.pallas.matmul.sm90.state import BLOCK_K, BLOCK_M, COLUMNS, COMPUTE_WGS, ROWS, Smem, Traits, WorkTile
+from jax_kernels.pallas.matmul.sm90.products import (
+    Sums,
+    columns_of,
+    plain_sums,
+    promoted_sums,
+    scaled,
+    with_scales_to_load,
+)
+from jax_kernels.pallas.matmul.sm90.state import (
+    BLOCK_M,
+    COLUMNS,
+    COMPUTE_WGS,
+    ROWS,
+    Kernel,
+    Smem,
+    Traits,
+    WorkTile,
+)
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import COLUMN, WGMMA
 
@@ -30,8 +49,12 @@ COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # per thread of a compute and of 
 def matmul(
     inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulSm90, core_count: int, interpret: bool
 ) -> MatmulResult:
-    """See the package's docstring. m is a multiple of 8, n and k are multiples of 64."""
+    """See the package's docstring. m is a multiple of 8, n and k are multiples of 64.
+
+    8-bit operands have k along their last axes, a multiple of 128.
+    """
     traits = Traits.of(inputs, options, config)
+    inputs = with_scales_to_load(inputs, options)
     out = jax.ShapeDtypeStruct((traits.m, traits.n), traits.out_dtype)
     leaves, tree = jax.tree.flatten(inputs)
     ctas = min(core_count, traits.tiles)
@@ -39,7 +62,7 @@ def matmul(
     def entry(*refs):
         given, results = jax.tree.unflatten(tree, refs[: len(leaves)]), MatmulResult(*refs[len(leaves) :])
         pl.run_scoped(
-            lambda smem: _kernel(_Kernel(traits=traits, ctas=ctas, inputs=given, results=results, smem=smem)),
+            lambda smem: _kernel(Kernel(traits=traits, ctas=ctas, inputs=given, results=results, smem=smem)),
             Smem.scratch(traits),
             collective_axes="wg",
         )
@@ -56,29 +79,7 @@ def matmul(
     return MatmulResult(*results)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Kernel:
-    """The state that all warpgroups of a CTA share. ctas: of the launch. inputs, results: refs in device memory."""
-
-    traits: Traits
-    ctas: int
-    inputs: MatmulInputs
-    results: MatmulResult
-    smem: Smem
-
-    def for_each_tile(self, run) -> None:
-        """Calls run(tile, nth) for the CTA's work tiles; nth counts them."""
-
-        def body(carry):
-            index, nth = carry
-            run(self.traits.place(index), nth)
-            return index + self.ctas, nth + 1
-
-        start = lax.axis_index("cta"), jnp.int32(0)
-        lax.while_loop(lambda carry: carry[0] < self.traits.tiles, body, start)
-
-
-def _kernel(kernel: _Kernel) -> None:
+def _kernel(kernel: Kernel) -> None:
     """One warpgroup of a CTA."""
     wg = lax.axis_index("wg")
 
@@ -94,7 +95,7 @@ def _kernel(kernel: _Kernel) -> None:
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load_tile(kernel: _Kernel, tile: WorkTile, nth: Any) -> None:
+def _load_tile(kernel: Kernel, tile: WorkTile, nth: Any) -> None:
     """Loads the operands of a work tile, step by step."""
     traits, inputs, smem = kernel.traits, kernel.inputs, kernel.smem
     rows, columns = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, traits.block_n)
@@ -107,7 +108,7 @@ def _load_tile(kernel: _Kernel, tile: WorkTile, nth: Any) -> None:
         def _wait():
             plgpu.barrier_wait(smem.free.at[slot])
 
-        depth = pl.ds(i * BLOCK_K, BLOCK_K)
+        depth = pl.ds(i * traits.block_k, traits.block_k)
         x = inputs.x.at[depth, rows] if traits.options.transpose_x else inputs.x.at[rows, depth]
         plgpu.copy_gmem_to_smem(x, smem.x.at[slot], smem.ready.at[slot])
         for w, w_smem in ((inputs.w, smem.w), (inputs.w_up, smem.w_up)):
@@ -118,47 +119,19 @@ def _load_tile(kernel: _Kernel, tile: WorkTile, nth: Any) -> None:
     lax.fori_loop(0, traits.k_steps, step, None)
 
 
-def _compute_tile(kernel: _Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
+def _compute_tile(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
     """A warpgroup's 64 rows of a work tile: sums in registers, then the epilogue."""
-    traits, smem = kernel.traits, kernel.smem
-
-    def slot_of(i):
-        return lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
-
-    operands = [w for w in (smem.w, smem.w_up) if w is not None]
-
-    def multiply(accs, i):
-        """acc += x w of a step, for each w."""
-        slot, mine = slot_of(i), pl.ds(wg * ROWS, ROWS)
-        plgpu.barrier_wait(smem.ready.at[slot])
-        x = smem.x.at[slot, :, mine].T if traits.options.transpose_x else smem.x.at[slot, mine]
-        for acc, w in zip(accs, operands, strict=True):
-            plgpu.wgmma(acc, x, w.at[slot].T if traits.options.transpose_w else w.at[slot])
-
-    def sums(*accs):
-        def step(i, _):
-            multiply(accs, i)
-            plgpu.wgmma_wait(len(accs))
-            plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its products have ended
-
-        multiply(accs, 0)
-        lax.fori_loop(1, traits.k_steps, step, None)
-        results = [acc[...] for acc in accs]
-        plgpu.barrier_arrive(smem.free.at[slot_of(traits.k_steps - 1)])
-        return results
-
-    accs = [plgpu.ACC((ROWS, traits.block_n)) for _ in operands]
-    _epilogue(kernel, wg, tile, *pl.run_scoped(sums, *accs))
+    sums = promoted_sums if kernel.traits.is_8_bit else plain_sums
+    _epilogue(kernel, wg, tile, sums(kernel, wg, tile, nth))
 
 
-def _epilogue(kernel: _Kernel, wg: Any, tile: WorkTile, sums: Any, up_sums: Any = None) -> None:
+def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, sums: Sums) -> None:
     """Stores a warpgroup's rows in parts of 64 columns, through buffers that take turns."""
-    traits, smem, results = kernel.traits, kernel.smem, kernel.results
+    traits, smem, results, inputs = kernel.traits, kernel.smem, kernel.results, kernel.inputs
     rows = pl.ds(tile.row + wg * ROWS, ROWS)
     for part in range(traits.block_n // COLUMNS):
-        column, columns_of_part = tile.column + part * COLUMNS, slice(part * COLUMNS, (part + 1) * COLUMNS)
-        z = sums[:, columns_of_part]
-        up = None if up_sums is None else up_sums[:, columns_of_part]
+        column = tile.column + part * COLUMNS
+        z, up = columns_of(sums.product, part), None if sums.up is None else columns_of(sums.up, part)
         buffer = smem.out.at[wg, 0 if results.preactivation is not None else part % 2]
 
         if part == 0:  # the last work tile may have ended at either buffer
@@ -167,14 +140,16 @@ def _epilogue(kernel: _Kernel, wg: Any, tile: WorkTile, sums: Any, up_sums: Any 
         @pl.when((column < traits.n) & (tile.row + wg * ROWS < traits.m))
         def _store(column=column, z=z, up=up, buffer=buffer):
             columns = pl.ds(column, COLUMNS)
+            z = scaled(kernel, z, inputs.w_scale, rows, columns)
+            up = None if up is None else scaled(kernel, up, inputs.w_up_scale, rows, columns)
             if traits.has_bias:
-                bias = plgpu.load(kernel.inputs.bias.at[columns], layout=COLUMN, optimized=False)
+                bias = plgpu.load(inputs.bias.at[columns], layout=COLUMN, optimized=False)
                 z = z + lax.broadcast_in_dim(bias.astype(jnp.float32), z.shape, [1])
             out = z if traits.options.activation is None else traits.options.activation(z)
             if up is not None:
                 out = out * up
             if traits.has_residual:
-                out = out + _residual(buffer, smem.residual_ready.at[wg], kernel.inputs.residual.at[rows, columns])
+                out = out + _residual(buffer, smem.residual_ready.at[wg], inputs.residual.at[rows, columns])
             pending = traits.buffers - 1  # stores that went through the other buffers
             _store_part(buffer, out, results.out.at[rows, columns], pending)
             for i, (saved, y) in enumerate(((results.preactivation, z), (results.up, up))):

@@ -5,18 +5,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.specs import MatmulSm90
 from jax_kernels.pallas.matmul.work_tiles import banded
-from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_F32
+from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_8BIT, SWIZZLED_F32
 
 COMPUTE_WGS = 2
 ROWS = 64  # of a warpgroup's part of a work tile
 BLOCK_M = ROWS * COMPUTE_WGS
-BLOCK_K = 64
+DEPTH_BYTES = 128  # of the inner dimension in a step: 64 numbers of 16 bits
+SCALE_BLOCK = 128  # rows and columns that share a scale
+PROMOTED = 128  # columns that are summed by the tensor cores before float32 sums take them over
 COLUMNS = 64  # of the parts in which a work tile is stored
 SHARED_MEMORY = 225 << 10  # of a CTA, without its barriers
 
@@ -38,6 +41,7 @@ class Traits:
     n: int
     k: int
     dtype: Any
+    w_dtype: Any
     has_bias: bool
     has_residual: bool
     is_gated: bool
@@ -52,6 +56,7 @@ class Traits:
             n=n,
             k=k,
             dtype=inputs.x.dtype,
+            w_dtype=inputs.w.dtype,
             has_bias=inputs.bias is not None,
             has_residual=inputs.residual is not None,
             is_gated=inputs.w_up is not None,
@@ -67,9 +72,18 @@ class Traits:
         return self.config.block_n // 2 if self.is_gated else self.config.block_n
 
     @property
+    def is_8_bit(self) -> bool:
+        return self.dtype.itemsize == 1
+
+    @property
+    def block_k(self) -> int:
+        """How much of the inner dimension a step takes."""
+        return DEPTH_BYTES // self.dtype.itemsize
+
+    @property
     def stages(self) -> int:
         """As many as shared memory has room for beside the buffers of the results, up to the block spec's."""
-        of_stage = (BLOCK_M + self.config.block_n) * BLOCK_K * self.dtype.itemsize
+        of_stage = (BLOCK_M + self.config.block_n) * DEPTH_BYTES
         of_results = COMPUTE_WGS * self.buffers * ROWS * COLUMNS * self.out_dtype.itemsize
         return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
 
@@ -93,7 +107,7 @@ class Traits:
 
     @property
     def k_steps(self) -> int:
-        return pl.cdiv(self.k, BLOCK_K)
+        return pl.cdiv(self.k, self.block_k)
 
     @property
     def tiles(self) -> int:
@@ -126,12 +140,13 @@ class Smem:
     @classmethod
     def scratch(cls, traits: Traits) -> "Smem":
         """For pl.run_scoped."""
-        options, stages, block_n = traits.options, traits.stages, traits.block_n
-        operand = lambda *shape: plgpu.SMEM((stages, *shape), traits.dtype, transforms=SWIZZLED)
-        w = operand(block_n, BLOCK_K) if options.transpose_w else operand(BLOCK_K, block_n)
+        options, stages, block_n, block_k = traits.options, traits.stages, traits.block_n, traits.block_k
+        transforms = SWIZZLED_8BIT if traits.is_8_bit else SWIZZLED
+        operand = lambda dtype, *shape: plgpu.SMEM((stages, *shape), dtype, transforms=transforms)
+        w = operand(traits.w_dtype, *((block_n, block_k) if options.transpose_w else (block_k, block_n)))
         out_tiles = SWIZZLED if traits.out_dtype.itemsize == 2 else SWIZZLED_F32
         return cls(
-            x=operand(BLOCK_K, BLOCK_M) if options.transpose_x else operand(BLOCK_M, BLOCK_K),
+            x=operand(traits.dtype, *((block_k, BLOCK_M) if options.transpose_x else (BLOCK_M, block_k))),
             w=w,
             w_up=w if traits.is_gated else None,
             out=plgpu.SMEM((COMPUTE_WGS, traits.buffers, ROWS, COLUMNS), traits.out_dtype, transforms=out_tiles),
@@ -139,3 +154,25 @@ class Smem:
             free=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=stages),
             residual_ready=plgpu.Barrier(num_barriers=COMPUTE_WGS) if traits.has_residual else None,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """The state that all warpgroups of a CTA share. ctas: of the launch. inputs, results: refs in device memory."""
+
+    traits: Traits
+    ctas: int
+    inputs: MatmulInputs
+    results: MatmulResult
+    smem: Smem
+
+    def for_each_tile(self, run) -> None:
+        """Calls run(tile, nth) for the CTA's work tiles; nth counts them."""
+
+        def body(carry):
+            index, nth = carry
+            run(self.traits.place(index), nth)
+            return index + self.ctas, nth + 1
+
+        start = lax.axis_index("cta"), jnp.int32(0)
+        lax.while_loop(lambda carry: carry[0] < self.traits.tiles, body, start)

@@ -1,0 +1,185 @@
+"""Products of 8 bits: how their operands are quantised, in the forward and in the backward.
+
+The forward's operands are e4m3. The backward's are the cotangent in e5m2, which has more range, and x and w in e4m3.
+The tensor cores take 8-bit operands only with the axis that is summed over last, so that w and, for dw, both operands
+are transposed where they are quantised.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels import dispatch
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.ops import checks
+from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients
+from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
+from jax_kernels.ops.planned_op import PlannedCall, under_defaults
+from jax_kernels.quantization import QuantizedArray, check_scaling, checked_scale, quantize, scale_shape
+
+__all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "planned"]
+
+DTYPES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
+NEEDS = (8, 9)  # the first compute capability with products of 8 bits
+
+
+def as_arrays(name: str, x: Any, scale: Any, axis: int) -> tuple[Any, Any, str | None]:
+    """The values and the scale of an operand that may be a QuantizedArray, and how the scales of that lie.
+
+    axis: the operand's axis that is summed over, of its last two. Raises ValueError.
+    """
+    if not isinstance(x, QuantizedArray):
+        return x, scale, None
+    if scale is not None:
+        raise ValueError(f"{name}_scale: got one beside a QuantizedArray, which has its own; want None")
+    if x.scaling == "row" and x.axis != axis:
+        raise ValueError(
+            f"{name}: got scales of rows along axis {x.axis}, want them along axis {axis}, which is summed"
+        )
+    return x.values, x.scale, x.scaling
+
+
+def check_device(device: Any, implementation: str | None) -> None:
+    """Raises NotImplementedError on a GPU without products of 8 bits, unless an implementation is named."""
+    capability = device.compute_capability
+    if implementation is None and capability is not None and capability < NEEDS:
+        raise NotImplementedError(
+            f"precision: {device.name} has no products of 8 bits; Ada (L4, L40S, RTX 40), Hopper (H100, H200) and "
+            "Blackwell GPUs have. implementation='xla' emulates them"
+        )
+
+
+def checked_scales(
+    x: Any, w: Any, x_scale: Any, w_scale: Any, scaling: str | None, transpose_w: bool
+) -> dict[str, Any]:
+    """x_scale, w_scale and scaling by name.
+
+    Arrays of 8 bits have scales, 1 where none is given, whose shapes tell the scaling. Those of 16 or 32 bits that are
+    still to be quantised have None, or scales that were found before.
+    """
+    is_quantized = x.dtype in DTYPES
+    if scaling is None:
+        scaling = _scaling_of(x_scale, w_scale, 1 if x.ndim == 1 else 2)
+    check_scaling(scaling)
+    rows = math.prod(x.shape[:-1])
+    of_x = x.shape if scaling == "row" else (rows, x.shape[-1])
+    shapes = scale_shape(of_x, scaling, -1), scale_shape(w.shape, scaling, -1 if transpose_w else -2)
+    found = {}
+    for name, scale, shape in zip(("x_scale", "w_scale"), (x_scale, w_scale), shapes, strict=True):
+        if scale is None and is_quantized:
+            scale = 1.0
+        if scale is not None and jnp.ndim(scale) == 0 and scaling != "tensor":
+            scale = jnp.broadcast_to(checked_scale(name, scale, ()), shape)
+        found[name] = None if scale is None else checked_scale(name, scale, shape)
+    if found["x_scale"] is not None and scaling == "row":
+        found["x_scale"] = checks.reshaped(found["x_scale"], (rows,), jnp.float32)
+    return found | {"scaling": scaling}
+
+
+def _scaling_of(x_scale: Any, w_scale: Any, axes: int) -> str:
+    """What the shapes of scales tell; w's are the clearer ones, as w has two axes."""
+    if jnp.ndim(w_scale) == 2 or (w_scale is None and axes == 2 and jnp.ndim(x_scale) == 2):
+        return "block"
+    return "row" if jnp.ndim(w_scale) or jnp.ndim(x_scale) else "tensor"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+    """The planned call on x [M, K], differentiable unless x and w have 8 bits: out [M, N]."""
+    return _run(call, inputs, saves=False).out
+
+
+def _run(call: PlannedCall, inputs: MatmulInputs, *, saves: bool) -> MatmulResult:
+    """The forward, of which `saves` asks for what the backward of an epilogue reads."""
+    options = dataclasses.replace(call.options, transpose_w=True, saves_preactivation=saves)
+    x = _operand(inputs.x, inputs.x_scale, options.scaling)
+    w = _summed_last(inputs.w, inputs.w_scale, call.options)
+    quantized = inputs._replace(x=x.values, x_scale=x.scale, w=w.values, w_scale=w.scale)
+    if inputs.w_up is not None:
+        w_up = _summed_last(inputs.w_up, inputs.w_up_scale, call.options)
+        quantized = quantized._replace(w_up=w_up.values, w_up_scale=w_up.scale)
+    return batched(dataclasses.replace(call, options=options))(quantized)
+
+
+def _operand(x: Any, scale: Any, scaling: Any, format: str = "e4m3") -> QuantizedArray:
+    """An operand whose last axis is summed over. Arrays of 8 bits are taken as they are."""
+    if x.dtype in DTYPES:
+        return QuantizedArray(values=x, scale=scale, scaling=scaling)
+    return quantize(x, format, scaling=scaling, scale=scale)
+
+
+def _summed_last(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
+    """The weights as [N, K]."""
+    if options.transpose_w:
+        return _operand(w, scale, options.scaling)
+    return _operand(w.T, scale.T if options.scaling == "block" and scale is not None else scale, options.scaling)
+
+
+@under_defaults
+def _forward(call, inputs):
+    if inputs.x.dtype in DTYPES:
+        raise NotImplementedError(
+            "matmul: arrays of 8 bits have no gradients, want 16- or 32-bit arrays with precision='fp8'"
+        )
+    result = _run(call, inputs, saves=call.options.activation is not None or inputs.w_up is not None)
+    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # tells that there was one
+    return result.out, (inputs._replace(residual=residual), result._replace(out=None))
+
+
+@under_defaults
+def _backward(call, residuals, dout):
+    inputs, saved = residuals
+    dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
+    dbias = None if inputs.bias is None else dz.sum(axis=0).astype(inputs.bias.dtype)
+    dx, dw = _product_gradients(call, inputs, inputs.w, inputs.w_scale, dz, summed=dup is not None)
+    dw_up = None
+    if dup is not None:
+        dx_up, dw_up = _product_gradients(call, inputs, inputs.w_up, inputs.w_up_scale, dup, summed=True)
+        dx = (dx + dx_up).astype(inputs.x.dtype)
+    dresidual = None if inputs.residual is None else dout
+    return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=dw_up),)
+
+
+def _product_gradients(call: PlannedCall, inputs: MatmulInputs, w: Any, w_scale: Any, dz: Any, *, summed: bool) -> Any:
+    """dx = dz wᵀ and dw = xᵀ dz. summed: dx is added to another one, and is float32."""
+    options, x = call.options, inputs.x
+    dz_of_rows, dz_of_columns = _both_ways(dz, None, options.scaling, "e5m2")
+    x_of_columns = _both_ways(x, inputs.x_scale, options.scaling)[1]
+    w_of_rows, w_of_columns = _both_ways(w, w_scale, options.scaling, axis=-1 if options.transpose_w else -2)
+    dx = _product(
+        call, dz_of_rows, w_of_columns if options.transpose_w else w_of_rows, "float32" if summed else x.dtype
+    )
+    of_dw = (dz_of_columns, x_of_columns) if options.transpose_w else (x_of_columns, dz_of_columns)
+    return dx, _product(call, *of_dw, w.dtype)
+
+
+def _both_ways(
+    x: Any, scale: Any, scaling: Any, format: str = "e4m3", axis: int = -1
+) -> tuple[QuantizedArray, QuantizedArray]:
+    """x and its transpose, quantised along their last axes.
+
+    scale: None, or x's of the forward, where x was summed over `axis`. Scales of rows serve that axis alone.
+    """
+    if scaling == "row":
+        quantized = functools.partial(quantize, format=format, scaling=scaling)
+        given, of_transpose = (scale, None) if axis == -1 else (None, scale)
+        return quantized(x, scale=given), quantized(x.T, scale=of_transpose)
+    plain = quantize(x, format, scaling=scaling, scale=scale)
+    transposed = plain.scale.T if scaling == "block" else plain.scale
+    return plain, quantize(x.T, format, scaling=scaling, scale=transposed)
+
+
+planned.defvjp(_forward, _backward)
+
+
+def _product(call: PlannedCall, x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> jax.Array:
+    """x @ wᵀ by the call's implementation where it serves their shapes, else by XLA."""
+    options = MatmulOptions(out_dtype=str(jnp.dtype(out_dtype)), transpose_w=True, scaling=call.options.scaling)
+    inputs = MatmulInputs(x=x.values, w=w.values, x_scale=x.scale, w_scale=w.scale)
+    request = request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x.values))
+    serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
+    return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs).out

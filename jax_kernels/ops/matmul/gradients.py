@@ -1,0 +1,124 @@
+"""The planned matmul with its gradients, which are products of the same kind."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels import dispatch
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
+from jax_kernels.ops.planned_op import PlannedCall, join_batch, split_batch, under_defaults
+
+__all__ = ["batched", "epilogue_gradients", "planned"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+    """The planned call on x [M, K], differentiable: out [M, N]."""
+    return batched(call)(inputs).out
+
+
+@under_defaults
+def _forward(call, inputs):
+    saves = call.options.activation is not None or inputs.w_up is not None
+    result = batched(dataclasses.replace(call, options=dataclasses.replace(call.options, saves_preactivation=saves)))(
+        inputs
+    )
+    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # tells that there was one
+    return result.out, (inputs._replace(residual=residual), result._replace(out=None))
+
+
+@under_defaults
+def _backward(call, residuals, dout):
+    inputs, saved = residuals
+    dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
+    dbias = None if inputs.bias is None else dz.sum(axis=0).astype(inputs.bias.dtype)
+    dx, dw = _product_gradients(call, inputs.x, inputs.w, dz, summed=dup is not None)
+    dw_up = None
+    if dup is not None:
+        dx_up, dw_up = _product_gradients(call, inputs.x, inputs.w_up, dup, summed=True)
+        dx = (dx + dx_up).astype(inputs.x.dtype)
+    dresidual = None if inputs.residual is None else dout
+    return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=dw_up),)
+
+
+def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -> tuple[Any, Any]:
+    """The gradients of x @ w + bias, and of x @ w_up, None without one; float32."""
+    if saved.preactivation is None:
+        return dout, None
+    activated, vjp = jax.vjp(options.activation or (lambda z: z), saved.preactivation.astype(jnp.float32))
+    if saved.up is None:
+        return vjp(dout)[0], None
+    return vjp(dout * saved.up.astype(jnp.float32))[0], dout * activated
+
+
+def _product_gradients(call: PlannedCall, x: Any, w: Any, dz: Any, *, summed: bool) -> tuple[Any, Any]:
+    """dx = dz wᵀ and dw = xᵀ dz. summed: dx is added to another one, and is float32."""
+    transposed, dz = call.options.transpose_w, dz.astype(x.dtype)
+    dx = _product(call, dz, w, transpose_w=not transposed, out_dtype="float32" if summed else None)
+    return dx, _product(call, *((dz, x) if transposed else (x, dz)), transpose_x=True)
+
+
+planned.defvjp(_forward, _backward)
+
+
+def _product(
+    call: PlannedCall,
+    x: Any,
+    w: Any,
+    *,
+    transpose_x: bool = False,
+    transpose_w: bool = False,
+    out_dtype: str | None = None,
+) -> jax.Array:
+    """A product of the backward, by the call's implementation where it serves its shapes, else by XLA."""
+    options = MatmulOptions(
+        out_dtype=out_dtype or str(x.dtype),
+        precision=call.options.precision,
+        transpose_x=transpose_x,
+        transpose_w=transpose_w,
+    )
+    inputs = MatmulInputs(x, w)
+    request = request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x))
+    serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
+    return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs).out
+
+
+@functools.cache
+def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
+    """The call's implementation, with a vmap that joins its axis to the rows where all calls share w and bias."""
+
+    def run(inputs: MatmulInputs) -> MatmulResult:
+        return IMPLEMENTATIONS[call.implementation].forward(
+            inputs, call.options, config=call.config, interpret=call.interpret
+        )
+
+    if call.implementation == "xla":
+        return run
+    wrapped = jax.custom_batching.custom_vmap(run)
+
+    @wrapped.def_vmap
+    def _(size: int, moves: Any, inputs: MatmulInputs):
+        mapped = moves[0]
+        others = any(mapped._replace(x=None, residual=None))
+        if others or call.options.scaling in ("row", "block") or call.options.transpose_x:
+            results = _one_by_one(wrapped, inputs, mapped)
+            return results, jax.tree.map(lambda _: True, results)
+        join = functools.partial(join_batch, size)
+        rows = {name: join(getattr(inputs, name), getattr(mapped, name)) for name in ("x", "residual")
+                if getattr(inputs, name) is not None}  # fmt: skip
+        results = wrapped(inputs._replace(**rows))
+        return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)
+
+    return wrapped
+
+
+def _one_by_one(function: Any, inputs: MatmulInputs, mapped: MatmulInputs) -> MatmulResult:
+    """A vmap by a loop."""
+    moving = {name: x for name, x in inputs._asdict().items() if x is not None and getattr(mapped, name)}
+    return lax.map(lambda of_call: function(inputs._replace(**of_call)), moving)

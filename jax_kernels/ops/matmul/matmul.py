@@ -1,0 +1,309 @@
+"""matmul and gated_matmul: a product of matrices, or two, with their epilogue."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels import dispatch
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.ops import checks
+from jax_kernels.ops.activations import ACTIVATIONS
+from jax_kernels.ops.matmul import fp8, gradients
+from jax_kernels.ops.matmul.table import GATED, OP, MatmulRequest, request_of
+from jax_kernels.ops.planned_op import PlannedCall, under_defaults
+from jax_kernels.pallas.varying import as_varying, varying_axes
+
+__all__ = ["GATED", "OP", "check", "check_gated", "gated_matmul", "matmul", "run"]
+
+DTYPES = (*checks.DTYPES, *fp8.DTYPES)
+
+
+@under_defaults
+def matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    activation: str | Callable[[jax.Array], jax.Array] | None = None,
+    residual: jax.Array | None = None,
+    x_scale: jax.Array | float | None = None,
+    w_scale: jax.Array | float | None = None,
+    transpose_w: bool = False,
+    out_dtype: Any = None,
+    precision: str | None = None,
+    scaling: str | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The product of x and w, with a bias, an activation and a residual in the same pass.
+
+    Equivalent to the following JAX code, in float32 from the product on::
+
+        out = x @ (w.T if transpose_w else w)
+        out = out + bias
+        out = activation(out)
+        out = (out + residual).astype(out_dtype)
+
+    With precision="fp8" the products are of 8 bits: x and w are rounded to e4m3 and, where gradients are taken, the
+    cotangent to e5m2, each with float32 scales. Arrays of 8 bits are taken as they are, times their scales.
+
+    Gradients are products of the same kind, as if rounding to 8 bits changed nothing; the scales have none. With an
+    activation, the forward of a call that is differentiated also saves x @ w + bias, in out_dtype; the activation's
+    derivative is taken there.
+
+    Args:
+      x: [..., K], bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; or a QuantizedArray.
+      w: [K, N] in x's dtype; [N, K] with transpose_w. Where x has 8 bits, any dtype of 8 bits, or a QuantizedArray.
+      bias: [N], in x's dtype or float32. Where x has 8 bits, in any dtype of more.
+      activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise function in jnp,
+        which is given float32. It may not close over arrays that are traced.
+      residual: [..., N] in out_dtype, added last.
+      x_scale, w_scale: float32, of 8-bit products: what the 8-bit numbers are to be multiplied by. For arrays that are
+        still to be rounded None finds scales from their largest numbers; others are scales that were found before
+        ("delayed scaling"), beyond whose range numbers saturate. For arrays of 8 bits None is 1.
+      transpose_w: whether w is [N, K], as torch.nn.Linear has it.
+      out_dtype: bfloat16, float16 or float32; None is x's dtype, or bfloat16 where that has 8 bits.
+      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32"; for all, "fp8". None for others.
+      scaling: of 8-bit products, which numbers share a scale. "tensor": all, scales []. "row": the rows of x and the
+        columns of w, x_scale [...] and w_scale [N]. "block": 128 x 128 numbers, x_scale [ceil(M / 128), ceil(K / 128)]
+        with M the product of x's axes but the last, and w_scale [ceil(K / 128), ceil(N / 128)], transposed with
+        transpose_w. None: what the given scales' shapes tell, or "tensor".
+      implementation: "mosaic_gpu", "triton" or "xla" (cuBLAS on a GPU); None picks the fastest that can serve.
+
+    Returns:
+      out [..., N] in out_dtype.
+
+    Raises:
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, or a value is out of range.
+      NotImplementedError: a named implementation cannot serve this call, and why; the GPU has no products of 8 bits,
+        and no implementation is named; or a gradient of arrays of 8 bits is taken.
+
+    Source of the 8-bit formats: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
+    """
+    request, inputs, options = check(
+        x=x,
+        w=w,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        x_scale=x_scale,
+        w_scale=w_scale,
+        transpose_w=transpose_w,
+        out_dtype=out_dtype,
+        precision=precision,
+        scaling=scaling,
+        implementation=implementation,
+    )
+    return run(OP.call(request, options, implementation), inputs)
+
+
+@under_defaults
+def gated_matmul(
+    x: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    activation: str | Callable[[jax.Array], jax.Array] = "silu",
+    *,
+    residual: jax.Array | None = None,
+    x_scale: jax.Array | float | None = None,
+    w_gate_scale: jax.Array | float | None = None,
+    w_up_scale: jax.Array | float | None = None,
+    transpose_w: bool = False,
+    out_dtype: Any = None,
+    precision: str | None = None,
+    scaling: str | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The gated unit activation(x @ w_gate) * (x @ w_up), in one pass over x.
+
+    Equivalent to the following JAX code, in float32 from the products on::
+
+        gate, up = (x @ (w.T if transpose_w else w) for w in (w_gate, w_up))
+        out = (activation(gate) * up + residual).astype(out_dtype)
+
+    The forward of a call that is differentiated also saves both products, in out_dtype.
+
+    Args:
+      x, activation, residual, x_scale, transpose_w, out_dtype, precision, scaling, implementation: as in matmul.
+      w_gate, w_up: as matmul's w, of one shape and dtype. w_gate_scale, w_up_scale: as its w_scale, of one shape.
+
+    Returns:
+      out [..., N] in out_dtype.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as matmul.
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202.
+    """
+    request, inputs, options = check_gated(
+        x=x,
+        w_gate=w_gate,
+        w_up=w_up,
+        activation=activation,
+        residual=residual,
+        x_scale=x_scale,
+        w_gate_scale=w_gate_scale,
+        w_up_scale=w_up_scale,
+        transpose_w=transpose_w,
+        out_dtype=out_dtype,
+        precision=precision,
+        scaling=scaling,
+        implementation=implementation,
+    )
+    return run(GATED.call(request, options, implementation), inputs)
+
+
+def check_gated(
+    *, x, w_gate, w_up, activation="silu", w_gate_scale=None, w_up_scale=None, transpose_w=False, **arguments
+) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:
+    """As check, of a gated unit."""
+    axis = -1 if transpose_w else -2
+    found = ("w_gate", w_gate, w_gate_scale), ("w_up", w_up, w_up_scale)
+    (w_gate, gate_scale, of_gate), (w_up, up_scale, of_up) = (fp8.as_arrays(*given, axis) for given in found)
+    w_gate, w_up = (checks.checked_array(*given, DTYPES) for given in (("w_gate", w_gate), ("w_up", w_up)))
+    if (w_up.shape, w_up.dtype, of_up) != (w_gate.shape, w_gate.dtype, of_gate):
+        got, want = (f"{w.dtype}{list(w.shape)}" for w in (w_up, w_gate))
+        raise ValueError(f"w_up: got {got}, want w_gate's dtype, shape and scaling: {want}")
+    if jnp.shape(gate_scale) != jnp.shape(up_scale):
+        raise ValueError(f"w_up_scale: got shape {jnp.shape(up_scale)}, want w_gate_scale's {jnp.shape(gate_scale)}")
+    arguments |= {"x": x, "activation": activation, "transpose_w": transpose_w}
+    request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
+    if options.scaling is not None and up_scale is not None:
+        _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
+        inputs = inputs._replace(w_up_scale=of_second.w_scale)
+    elif inputs.w_scale is not None:
+        inputs = inputs._replace(w_up_scale=inputs.w_scale)  # 8 bits without scales
+    return dataclasses.replace(request, op="gated_matmul"), inputs._replace(w_up=w_up), options
+
+
+def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+    """The planned call, differentiable. x and residual may have any axes before the last."""
+    outer, columns = inputs.x.shape[:-1], inputs.w.shape[0 if call.options.transpose_w else 1]
+    rows = lambda y: None if y is None else y.reshape(math.prod(outer), y.shape[-1])
+    inputs = inputs._replace(x=rows(inputs.x), residual=rows(inputs.residual))
+    inputs = as_varying(inputs, varying_axes(inputs))
+    planned = gradients.planned if call.options.scaling is None else fp8.planned
+    return planned(call, inputs).reshape(*outer, columns)
+
+
+def check(
+    *, x, w, bias=None, activation=None, residual=None, x_scale=None, w_scale=None, transpose_w=False, out_dtype=None,
+    precision=None, scaling=None, implementation=None,
+) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:  # fmt: skip
+    """The request behind a call, its arrays and its options."""
+    checks.check_flags(transpose_w=transpose_w)
+    checks.check_implementation(implementation)
+    x, x_scale, of_x = fp8.as_arrays("x", x, x_scale, -1)
+    w, w_scale, of_w = fp8.as_arrays("w", w, w_scale, -1 if transpose_w else -2)
+    x, w = _checked_operands(x, w, transpose_w)
+    is_quantized = x.dtype in fp8.DTYPES
+    precision = _checked_precision(precision, x.dtype)
+    scales: dict[str, Any] = {"scaling": None}
+    if precision == "fp8":
+        fp8.check_device(dispatch.target_device(x), implementation)
+        scaling = _one_of(scaling, of_x, of_w)
+        scales = fp8.checked_scales(x, w, x_scale, w_scale, scaling, transpose_w)
+    elif (x_scale, w_scale, scaling) != (None, None, None):
+        raise ValueError("x_scale, w_scale, scaling: got one without precision='fp8' or arrays of 8 bits, want None")
+    out_dtype = (jnp.dtype(jnp.bfloat16) if is_quantized else x.dtype) if out_dtype is None else _out_dtype(out_dtype)
+    depth, columns = reversed(w.shape) if transpose_w else w.shape
+    options = MatmulOptions(
+        out_dtype=str(out_dtype),
+        transpose_w=bool(transpose_w),
+        activation=_activation(activation),
+        precision=None if precision == "fp8" else precision,
+        scaling=scales.pop("scaling"),
+    )
+    inputs = MatmulInputs(
+        x=x,
+        w=w,
+        bias=None if bias is None else _checked_bias(bias, x.dtype, columns),
+        residual=None if residual is None else _checked_residual(residual, out_dtype, (*x.shape[:-1], columns)),
+        **scales,
+    )
+    sizes = math.prod(x.shape[:-1]), columns, depth
+    return request_of(options, x.dtype, sizes, dispatch.target_device(x)), inputs, options
+
+
+def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
+    x, w = checks.checked_array("x", x, DTYPES), checks.checked_array("w", w, DTYPES)
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x: got dtype {x.dtype}, want bfloat16, float16, float32, float8_e4m3fn or float8_e5m2")
+    if w.dtype != x.dtype and not (x.dtype in fp8.DTYPES and w.dtype in fp8.DTYPES):
+        raise TypeError(f"w: got dtype {w.dtype}, want x's dtype {x.dtype}")
+    if x.ndim == 0 or w.ndim != 2:
+        raise ValueError(f"x, w: got shapes {x.shape} and {w.shape}, want [..., K] and two axes")
+    if x.shape[-1] != w.shape[1 if transpose_w else 0]:
+        want = "[N, K]" if transpose_w else "[K, N]"
+        raise ValueError(f"w: got shape {w.shape}, want {want} with x's K = {x.shape[-1]}")
+    return x, w
+
+
+def _checked_precision(precision: str | None, dtype: Any) -> str | None:
+    """The precision, which is a choice for float32 alone, but for "fp8"."""
+    if precision not in (None, "fp32", "tf32", "fp8"):
+        raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32', 'fp8' or None")
+    if dtype in fp8.DTYPES or precision == "fp8":
+        if precision not in (None, "fp8"):
+            raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want 'fp8' or None")
+        return "fp8"
+    if precision is not None and dtype != jnp.float32:
+        raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want None: it is for float32 inputs")
+    return (precision or "fp32") if dtype == jnp.float32 else None
+
+
+def _one_of(scaling: str | None, of_x: str | None, of_w: str | None) -> str | None:
+    """The scaling of a call whose operands may have their own."""
+    found = {x for x in (scaling, of_x, of_w) if x is not None}
+    if len(found) > 1:
+        raise ValueError(f"scaling: got {scaling!r} with x's {of_x!r} and w's {of_w!r}, want one for all")
+    return found.pop() if found else None
+
+
+def _checked_bias(bias: Any, dtype: Any, columns: int) -> Any:
+    bias = checks.checked_array("bias", bias)
+    if bias.dtype not in (dtype, jnp.dtype(jnp.float32)) and dtype not in fp8.DTYPES:
+        raise TypeError(f"bias: got dtype {bias.dtype}, want x's dtype {dtype}, or float32")
+    if bias.dtype not in checks.DTYPES:
+        raise TypeError(f"bias: got dtype {bias.dtype}, want bfloat16, float16 or float32")
+    if bias.shape != (columns,):
+        raise ValueError(f"bias: got shape {bias.shape}, want [N] = {(columns,)}")
+    return bias
+
+
+def _checked_residual(residual: Any, out_dtype: Any, shape: tuple[int, ...]) -> Any:
+    residual = checks.checked_array("residual", residual)
+    if residual.dtype != out_dtype:
+        raise TypeError(f"residual: got dtype {residual.dtype}, want out_dtype {out_dtype}")
+    if residual.shape != shape:
+        raise ValueError(f"residual: got shape {residual.shape}, want [..., N] = {shape}")
+    return residual
+
+
+def _out_dtype(dtype: Any) -> Any:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found not in checks.DTYPES:
+        raise TypeError(f"out_dtype: got {dtype}, want bfloat16, float16, float32 or None")
+    return found
+
+
+def _activation(activation: Any) -> Callable[[Any], Any] | None:
+    if activation is None or callable(activation):
+        return activation
+    if not isinstance(activation, str):
+        raise TypeError(f"activation: got {type(activation).__name__}, want a name, a function or None")
+    if activation not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"activation: got {activation!r}, want a function or one of {known}")
+    return ACTIVATIONS[activation]
+
+
+OP.explained_by(check)(matmul)
+GATED.explained_by(check_gated)(gated_matmul)

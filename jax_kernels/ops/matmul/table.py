@@ -1,0 +1,139 @@
+"""matmul's request, and its implementations."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.matmul_inputs import MatmulOptions
+from jax_kernels.ops import reasons
+from jax_kernels.ops.activations import ACTIVATIONS, not_for_triton
+from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
+from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.matmul.sm90 import matmul as matmul_sm90
+from jax_kernels.pallas.matmul.triton import matmul as matmul_triton
+from jax_kernels.pallas.triton.tensors import reaches
+from jax_kernels.reference import matmul as reference
+
+__all__ = ["GATED", "IMPLEMENTATIONS", "OP", "MatmulRequest", "request_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulRequest(Request):
+    """A product [m, k] @ [k, n] without its arrays, or two of a gated unit.
+
+    shapes: those of x, w and out, as a kernel takes them. scaling: of 8-bit products, see MatmulInputs; else None.
+    """
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    out_dtype: str
+    shapes: tuple[tuple[int, int], ...]
+    activation: Any
+    precision: str | None
+    scaling: str | None
+
+
+def request_of(options: MatmulOptions, dtype: Any, sizes: tuple[int, int, int], device: Any) -> MatmulRequest:
+    """The request of a product of x in `dtype`. A kernel of 8 bits is given w as [n, k]."""
+    m, n, k = sizes
+    transpose_w = options.transpose_w or options.scaling is not None
+    of_x, of_w = (k, m) if options.transpose_x else (m, k), (n, k) if transpose_w else (k, n)
+    return MatmulRequest(
+        op="matmul",
+        device=device,
+        m=m,
+        n=n,
+        k=k,
+        dtype=str(dtype),
+        out_dtype=options.out_dtype,
+        shapes=(of_x, of_w, (m, n)),
+        activation=options.activation,
+        precision=options.precision,
+        scaling=options.scaling,
+    )
+
+
+def _supports_mosaic(request: MatmulRequest) -> str | None:
+    if reason := reasons.no_gpu(request) or reasons.not_hopper(request):
+        return reason
+    if request.dtype == "float32" and request.scaling is None:
+        return "its wgmma products take bfloat16, float16 and 8 bits here, not float32"
+    if request.activation is not None and request.activation not in ACTIVATIONS.values():
+        return "of activations it takes those that have names"
+    if request.scaling is not None and (request.k % 128 or not request.k):
+        return "its products of 8 bits need K by 128"
+    if 0 in (request.m, request.n, request.k) or any(rows % 8 or columns % 64 for rows, columns in request.shapes):
+        return "it needs rows by 8 and columns by 64 in x, w and out"
+    return reasons.no_mosaic(request)
+
+
+def _sizes(request: MatmulRequest) -> list[int]:
+    """The bytes of a number of x, w and out, as a kernel takes them."""
+    if request.scaling is not None:
+        return [1, 1, jnp.dtype(request.out_dtype).itemsize]
+    return [jnp.dtype(dtype).itemsize for dtype in (request.dtype, request.dtype, request.out_dtype)]
+
+
+def _supports_triton(request: MatmulRequest) -> str | None:
+    if reason := reasons.below(request, (8, 0)):
+        return reason
+    if request.scaling is not None:
+        return "it has no products of 8 bits"
+    if request.precision == "fp32":
+        return "its products of float32 are tf32 ones, which precision='tf32' asks for"
+    if 0 in (request.m, request.n, request.k):
+        return "a size is 0"
+    if not all(reaches(math.prod(shape) * size) for shape, size in zip(request.shapes, _sizes(request), strict=True)):
+        return "Pallas' Triton does not reach all of an array of 2 to 4 GiB"
+    return not_for_triton(request.activation) or reasons.no_gpu(request)
+
+
+def _config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:
+    sizes = _sizes(request)
+    row, source = block_specs.matmul_row(
+        request.device.compute_capability,
+        implementation,
+        columns=request.n,
+        rows=request.m,
+        bits=8 * sizes[0],
+        is_gated=request.op == "gated_matmul",
+        is_aligned=all(columns * size % 16 == 0 for (_, columns), size in zip(request.shapes, sizes, strict=True)),
+    )
+    return Blocks(forward=row.config, core_count=request.device.core_count), source
+
+
+def _xla(inputs, options, *, config, interpret):
+    return reference.matmul(inputs, options)
+
+
+IMPLEMENTATIONS = {
+    "mosaic_gpu": Implementation(
+        "mosaic_gpu",
+        _supports_mosaic,
+        functools.partial(_config, implementation="mosaic_gpu"),
+        kernel(matmul_sm90.matmul),
+        None,
+    ),
+    "triton": Implementation(
+        "triton",
+        _supports_triton,
+        functools.partial(_config, implementation="triton"),
+        kernel(matmul_triton.matmul),
+        None,
+    ),
+    "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _xla, None),
+}
+
+
+def _order(request: MatmulRequest) -> tuple[str, ...]:
+    return block_specs.matmul_order(request.device.compute_capability)
+
+
+OP = PlannedOp("matmul", IMPLEMENTATIONS, _order)
+GATED = PlannedOp("gated_matmul", IMPLEMENTATIONS, _order)

@@ -1,0 +1,124 @@
+"""The sums of a warpgroup's 64 rows of a work tile: products of 16 bits, and of 8 bits with scales.
+
+The tensor cores add up products of 8 bits with some 14 bits. Float32 sums in registers take them over after each 128 of
+the inner dimension, 128 columns at a time: meanwhile the other warpgroup's products run.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.pallas.matmul.sm90.state import COLUMNS, PROMOTED, ROWS, SCALE_BLOCK, Kernel, WorkTile
+from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sums:
+    """x @ w and x @ w_up (None without one), each as float32 arrays of 64 rows that stand side by side."""
+
+    product: list[Any]
+    up: list[Any] | None
+
+
+def columns_of(arrays: list[Any], part: int) -> Any:
+    """The 64 columns number `part` of arrays that stand side by side."""
+    nth, start = divmod(part * COLUMNS, arrays[0].shape[1])
+    return arrays[nth] if arrays[0].shape[1] == COLUMNS else arrays[nth][:, start : start + COLUMNS]
+
+
+def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
+    """Products of 16 bits. All of a step's run while the one before is waited for."""
+    del tile
+    traits, smem = kernel.traits, kernel.smem
+    operands = [w for w in (smem.w, smem.w_up) if w is not None]
+
+    def slot_of(i):
+        return lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
+
+    def multiply(accs, i):
+        """acc += x w of a step, for each w."""
+        slot, mine = slot_of(i), pl.ds(wg * ROWS, ROWS)
+        plgpu.barrier_wait(smem.ready.at[slot])
+        x = smem.x.at[slot, :, mine].T if traits.options.transpose_x else smem.x.at[slot, mine]
+        for acc, w in zip(accs, operands, strict=True):
+            plgpu.wgmma(acc, x, w.at[slot].T if traits.options.transpose_w else w.at[slot])
+
+    def sums(*accs):
+        def step(i, _):
+            multiply(accs, i)
+            plgpu.wgmma_wait(len(accs))
+            plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its products have ended
+
+        multiply(accs, 0)
+        lax.fori_loop(1, traits.k_steps, step, None)
+        results = [acc[...] for acc in accs]
+        plgpu.barrier_arrive(smem.free.at[slot_of(traits.k_steps - 1)])
+        return results
+
+    product, *up = pl.run_scoped(sums, *(plgpu.ACC((ROWS, traits.block_n)) for _ in operands))
+    return Sums(product=[product], up=up or None)
+
+
+def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
+    """Products of 8 bits, with the scales of blocks; scaled() applies other scales."""
+    traits, smem, inputs = kernel.traits, kernel.smem, kernel.inputs
+    width = min(PROMOTED, traits.block_n)
+    of_operand = traits.block_n // width
+    operands = [(smem.w, inputs.w_scale), (smem.w_up, inputs.w_up_scale)][: 2 if traits.is_gated else 1]
+    parts = [(w, scale, part * width) for w, scale in operands for part in range(of_operand)]
+
+    def product(slot, w, first):
+        def run(acc):
+            plgpu.wgmma(acc, smem.x.at[slot, pl.ds(wg * ROWS, ROWS)], w.at[slot, pl.ds(first, width)].T)
+            return acc[...]
+
+        return pl.run_scoped(run, plgpu.ACC((ROWS, width)))
+
+    def factor(i, scale, first):
+        """x_scale * w_scale of a step's blocks."""
+        row, column = lax.div(tile.row, SCALE_BLOCK), lax.div(tile.column + first, SCALE_BLOCK)
+        column = jnp.minimum(column, pl.cdiv(traits.n, SCALE_BLOCK) - 1)  # a part may lie past the last column
+        return inputs.x_scale[row, i] * scale[column, i]
+
+    def step(i, totals):
+        slot = lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
+        plgpu.barrier_wait(smem.ready.at[slot])
+        found = []
+        for total, (w, scale, first) in zip(totals, parts, strict=True):
+            if traits.options.scaling == "block":
+                found.append(total + product(slot, w, first) * factor(i, scale, first))
+            else:
+                found.append(total + product(slot, w, first))
+        plgpu.barrier_arrive(smem.free.at[slot])
+        return found
+
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), WGMMA)
+    totals = lax.fori_loop(0, traits.k_steps, step, [zeros] * len(parts))
+    return Sums(product=totals[:of_operand], up=totals[of_operand:] if traits.is_gated else None)
+
+
+def scaled(kernel: Kernel, x: Any, w_scale: Any, rows: Any, columns: Any) -> Any:
+    """Sums of 64 x 64 with the scales of 8-bit operands, where those are not of blocks."""
+    if kernel.traits.options.scaling == "tensor":
+        return x * (kernel.inputs.x_scale[0] * w_scale[0])
+    if kernel.traits.options.scaling == "row":
+        of_rows = plgpu.load(kernel.inputs.x_scale.at[rows], layout=ROW, optimized=False)
+        of_columns = plgpu.load(w_scale.at[columns], layout=COLUMN, optimized=False)
+        return x * lax.broadcast_in_dim(of_rows, x.shape, [0]) * lax.broadcast_in_dim(of_columns, x.shape, [1])
+    return x
+
+
+def with_scales_to_load(inputs: MatmulInputs, options: MatmulOptions) -> MatmulInputs:
+    """The inputs with scales of one axis or two. Those of rows reach to the end of the last work tile."""
+    if options.scaling == "tensor":
+        scales = inputs.x_scale, inputs.w_scale, inputs.w_up_scale
+        x_scale, w_scale, w_up_scale = (None if x is None else x.reshape(1) for x in scales)
+        return inputs._replace(x_scale=x_scale, w_scale=w_scale, w_up_scale=w_up_scale)
+    if options.scaling == "row" and (past := -inputs.x_scale.shape[0] % ROWS):
+        return inputs._replace(x_scale=jnp.pad(inputs.x_scale, (0, past)))
+    return inputs
