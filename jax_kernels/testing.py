@@ -1,6 +1,7 @@
 """Shared cases of attention, the float64 oracle, and the error that a result may have.
 
-Tests, benchmarks and `jax-kernels check` read the same ones; the cases stand in jax_kernels.testing_cases.
+Tests, benchmarks and `jax-kernels check` read the same ones; the cases stand in jax_kernels.testing_cases. Those of
+other ops stand in jax_kernels.testing_matmul and jax_kernels.testing_normalization.
 """
 
 import functools
@@ -24,6 +25,7 @@ __all__ = [
     "AttentionResults",
     "attention_float64",
     "attention_inputs",
+    "largest_error",
     "plain_attention",
     "rms_error",
     "run_attention",
@@ -246,6 +248,15 @@ def rms_error(got: Any, want: Any) -> float:
         return math.inf
     difference = np.linalg.norm(got[finite] - want[finite])
     return float(difference / (np.linalg.norm(want[finite]) or math.sqrt(want.size)))
+
+
+def largest_error(got: Any, want: Any, floor: float | None = None) -> float:
+    """The largest |got - want|, or with a floor the largest |got - want| / (|want| + floor); a NaN is kept."""
+    got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+    if got.shape != want.shape:
+        raise ValueError(f"got: shape {got.shape}, want {want.shape}")
+    error = np.abs(got - want)
+    return float((error if floor is None else error / (np.abs(want) + floor)).max(initial=0))
 
 
 @functools.cache

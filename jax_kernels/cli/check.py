@@ -1,7 +1,9 @@
 """jax-kernels check: compares every implementation that this machine can run with float64."""
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,9 +13,12 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from jax_kernels import testing_matmul, testing_normalization
 from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS
+from jax_kernels.ops.matmul import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
+from jax_kernels.ops.normalization import IMPLEMENTATIONS as NORM_IMPLEMENTATIONS
 from jax_kernels.testing import (
     ATTENTION_CASES,
     GPU_ATTENTION_CASES,
@@ -27,10 +32,102 @@ from jax_kernels.testing import (
     why_not,
 )
 
-QUICK = (
-    "full", "causal", "odd_causal", "gqa", "head_dim_128", "offset_negative", "kv_lengths", "fp16", "fp32", "tf32",
-    "window", "segments_causal", "softcap", "sinks", "bias_heads",
-)  # fmt: skip
+# The cases that run without --full, by op.
+QUICK = {
+    "flash_attention": (
+        "full", "causal", "odd_causal", "gqa", "head_dim_128", "offset_negative", "kv_lengths", "fp16", "fp32", "tf32",
+        "window", "segments_causal", "softcap", "sinks", "bias_heads",
+    ),
+    "matmul": ("plain", "odd", "one_more", "float32", "tf32", "wide_out", "transposed", "residual", "tiles_epilogue"),
+    "gated_matmul": ("gated", "gated_odd", "gated_tf32", "tiles_gated"),
+    "layer_norm": ("plain", "odd", "residual", "no_weights", "float32", "far_mean", "wide"),
+    "rms_norm": ("rms", "rms_residual", "rms_offset", "rms_no_scale", "rms_wide"),
+}  # fmt: skip
+
+Errors = dict[str, tuple[float, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+    """The cases of an op by name. probe: a case that every implementation serves where it can run at all.
+
+    gpu_cases: those for a GPU alone. why_not(case, implementation): None where it can run here. run(case,
+    implementation): the results by name. judge(case, results): the error and the bound of each. error: what these are.
+    """
+
+    implementations: tuple[str, ...]
+    cases: dict[str, Any]
+    gpu_cases: dict[str, Any]
+    probe: Any
+    why_not: Callable[[Any, str], str | None]
+    run: Callable[[Any, str], dict[str, Any]]
+    judge: Callable[[Any, dict[str, Any]], Errors]
+    error: str
+
+    def chosen(self, quick: tuple[str, ...] | None, has_gpu: bool) -> dict[str, Any]:
+        """The cases by name: those named in `quick`, or all that this machine takes."""
+        if quick is None:
+            return self.cases | (self.gpu_cases if has_gpu else {})
+        return {name: self.cases[name] for name in quick}
+
+
+def _run_attention(case: AttentionCase, implementation: str) -> dict[str, Any]:
+    return run_attention(case, attention_inputs(case), implementation)
+
+
+def _judge_attention(case: AttentionCase, got: dict[str, Any]) -> Errors:
+    arrays, bounds = attention_inputs(case), tolerance(case)
+    want = attention_float64(case, *(arrays if "lse" in got else arrays[:-1]))
+    return {name: (rms_error(x, getattr(want, name)), bounds[name]) for name, x in got.items()}
+
+
+def _matmul_suite(is_gated: bool) -> Suite:
+    tiles = {f"tiles_{name}": case for name, case in testing_matmul.HOPPER.items()}
+    cases = testing_matmul.CASES | testing_matmul.TRITON | tiles
+    these = lambda cases: {name: case for name, case in cases.items() if case.is_gated == is_gated}
+    return Suite(
+        implementations=tuple(MATMUL_IMPLEMENTATIONS),
+        cases=these(cases),
+        gpu_cases=these(testing_matmul.GPU),
+        probe=testing_matmul.HOPPER["gated" if is_gated else "plain"],
+        why_not=testing_matmul.why_not,
+        run=lambda case, implementation: case.run(implementation),
+        judge=testing_matmul.errors_of,
+        error="largest error",
+    )
+
+
+def _norm_suite(op: str) -> Suite:
+    these = lambda cases: {name: case for name, case in cases.items() if case.op == op}
+    cases = these(testing_normalization.CASES)
+    return Suite(
+        implementations=tuple(NORM_IMPLEMENTATIONS),
+        cases=cases | these(testing_normalization.LONG),
+        gpu_cases={f"many_{name}": case.of_rows(1000) for name, case in cases.items()},
+        probe=next(iter(cases.values())),
+        why_not=testing_normalization.why_not,
+        run=lambda case, implementation: case.run(implementation),
+        judge=testing_normalization.errors_of,
+        error="largest relative error",
+    )
+
+
+SUITES = {
+    "flash_attention": Suite(
+        implementations=tuple(IMPLEMENTATIONS),
+        cases={case.name: case for case in ATTENTION_CASES},
+        gpu_cases={case.name: case for case in GPU_ATTENTION_CASES},
+        probe=AttentionCase("probe"),
+        why_not=lambda case, implementation: why_not(case, implementation),
+        run=_run_attention,
+        judge=_judge_attention,
+        error="root mean square error",
+    ),
+    "matmul": _matmul_suite(is_gated=False),
+    "gated_matmul": _matmul_suite(is_gated=True),
+    "layer_norm": _norm_suite("layer_norm"),
+    "rms_norm": _norm_suite("rms_norm"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +137,7 @@ class Result:
     errors, bounds: of each result, by name. skipped: why it was not run. raised: the exception that it raised.
     """
 
+    op: str
     implementation: str
     case: str
     errors: dict[str, float]
@@ -52,80 +150,101 @@ class Result:
         return self.raised is None and all(error <= self.bounds[name] for name, error in self.errors.items())
 
 
-def run_case(case: AttentionCase, implementation: str) -> Result:
-    reason = why_not(case, implementation)
+def run_case(op: str, name: str, case: Any, implementation: str) -> Result:
+    suite, result = SUITES[op], functools.partial(Result, op, implementation, name)
+    reason = suite.why_not(case, implementation)
     if reason is not None:
-        return Result(implementation, case.name, {}, {}, skipped=reason)
-    arrays = attention_inputs(case)
+        return result({}, {}, skipped=reason)
     try:
-        got = run_attention(case, arrays, implementation)
+        got = suite.run(case, implementation)
     except Exception as error:  # a kernel that does not compile or run is a result too
-        return Result(implementation, case.name, {}, {}, raised=f"{type(error).__name__}: {error}")
-    want = attention_float64(case, *(arrays if "lse" in got else arrays[:-1]))
-    errors = {name: rms_error(x, getattr(want, name)) for name, x in got.items()}
-    return Result(implementation, case.name, errors, tolerance(case))
+        return result({}, {}, raised=f"{type(error).__name__}: {error}")
+    judged = suite.judge(case, got)
+    return result({x: error for x, (error, _) in judged.items()}, {x: bound for x, (_, bound) in judged.items()})
 
 
-def _implementations(asked: list[str] | None) -> list[str]:
-    available = {name: why_not(AttentionCase("probe"), name) for name in IMPLEMENTATIONS}
-    if not asked:
-        return [name for name, reason in available.items() if reason is None]
-    for name in asked:
-        if name not in available:
-            raise UserError(f"--implementation: got {name!r}, want one of {', '.join(available)}")
-        if available[name] is not None:
-            raise UserError(str(available[name]))
-    return asked
+def _ops(asked: list[str] | None) -> list[str]:
+    for name in asked or ():
+        if name not in SUITES:
+            raise UserError(f"--op: got {name!r}, want one of {', '.join(SUITES)}")
+    return [name for name in SUITES if not asked or name in asked]
 
 
-def _show(console: Console, results: list[Result]) -> None:
-    table = Table(title="root mean square error against float64", box=box.SIMPLE_HEAD, padding=0)
-    for heading in ("implementation", "case", *AttentionResults._fields, "of bound", ""):
+def _implementations(asked: list[str] | None, ops: list[str]) -> dict[str, list[str]]:
+    """The implementations to check, by op: those asked for, or every one that can run here."""
+    reasons = {
+        op: {name: SUITES[op].why_not(SUITES[op].probe, name) for name in SUITES[op].implementations} for op in ops
+    }
+    for name in asked or ():
+        found = [of_op[name] for of_op in reasons.values() if name in of_op]
+        if not found:
+            known = dict.fromkeys(name for of_op in reasons.values() for name in of_op)
+            raise UserError(f"--implementation: got {name!r}, want one of {', '.join(known)}")
+        if None not in found:
+            raise UserError(str(found[0]))
+    wanted = lambda name, reason: reason is None and (not asked or name in asked)
+    return {op: [name for name, reason in of_op.items() if wanted(name, reason)] for op, of_op in reasons.items()}
+
+
+def _show(console: Console, op: str, results: list[Result]) -> None:
+    """The results of an op."""
+    names = list(dict.fromkeys(name for result in results for name in result.errors))
+    if op == "flash_attention":  # in the order of the call, whichever of them a first case has
+        names = [name for name in AttentionResults._fields if name in names]
+    table = Table(title=f"{op}: {SUITES[op].error} against float64", box=box.SIMPLE_HEAD, padding=0)
+    for heading in ("implementation", "case", *names, "of bound", ""):
         table.add_column(heading, no_wrap=True)
     for result in results:
         if result.skipped is not None:
             continue
-        cells = [f"{result.errors[x]:.1e}" if x in result.errors else "" for x in AttentionResults._fields]
+        cells = [f"{result.errors[x]:.1e}" if x in result.errors else "" for x in names]
         ratios = [error / result.bounds[name] for name, error in result.errors.items()]
         worst = f"{max(ratios):.2f}" if ratios else ""
         table.add_row(result.implementation, result.case, *cells, worst, "pass" if result.passed else "[red]FAIL")
     console.print(table)
     for result in results:
         if result.raised is not None:
-            console.print(f"{result.implementation}, {result.case}: {result.raised}", markup=False)
+            console.print(f"{op}, {result.implementation}, {result.case}: {result.raised}", markup=False)
 
 
 def check(
+    op: Annotated[
+        list[str] | None, typer.Option(help=f"only this one (repeatable), of {', '.join(SUITES)}; default: all")
+    ] = None,
     implementation: Annotated[
         list[str] | None, typer.Option(help="only this one (repeatable); default: every one that can run here")
     ] = None,
     full: Annotated[bool, typer.Option("--full/--quick", help="every case of the test suite, or some")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
 ) -> None:
-    """Compare attention and its gradients with float64, for every implementation that can run here.
+    """Compare the ops and their gradients with float64, for every implementation that can run here.
 
     JAX_KERNELS_INTERPRET=1 adds the GPU kernels, interpreted. Exits with 1 where an error is above its bound.
     """
-    names = _implementations(implementation)
+    implementations = _implementations(implementation, _ops(op))
     device = find_device(None)
-    cases = [case for case in ATTENTION_CASES if full or case.name in QUICK]
-    if full and device.compute_capability is not None:
-        cases += GPU_ATTENTION_CASES
     if json_path is not None and not json_path.parent.is_dir():
         raise UserError(f"--json: got {str(json_path)!r}, want a file in a folder that exists")
 
-    pairs = [(case, name) for case in cases for name in names]
+    calls = [
+        (name, case_name, case, by)
+        for name, of_op in implementations.items()
+        for by in of_op
+        for case_name, case in SUITES[name]
+        .chosen(None if full else QUICK[name], device.compute_capability is not None)
+        .items()
+    ]
     progress = Console(stderr=True)
-    tracked = track(pairs, f"{', '.join(names)} on {device.name}", console=progress, transient=True)
-    results = sorted(
-        (run_case(case, name) for case, name in tracked), key=lambda result: names.index(result.implementation)
-    )
+    tracked = track(calls, f"{', '.join(implementations)} on {device.name}", console=progress, transient=True)
+    results = [run_case(*call) for call in tracked]
     failed = sum(not result.passed for result in results)
     skipped = sum(result.skipped is not None for result in results)
 
     console = Console()
     console.width = max(console.width, 110)  # a table is not cut off, in a file or in a narrow window
-    _show(console, results)
+    for name in implementations:
+        if of_op := [result for result in results if result.op == name]:
+            _show(console, name, of_op)
     console.print(f"{device.name}: {len(results) - failed - skipped} passed, {failed} failed, {skipped} not served")
     if json_path is not None:
         report: dict[str, Any] = {"device": dataclasses.asdict(device), "versions": versions(), "failed": failed}

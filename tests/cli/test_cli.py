@@ -1,5 +1,6 @@
 """The jax-kernels command: info, check, explain, and what a user who errs is told."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -65,7 +66,8 @@ def test_info_gives_the_reason_where_one_cannot_run(run):
 
 
 def test_info_has_every_public_op_with_every_implementation():
-    public = {name for name in vars(jax_kernels) if name.endswith(("attention", "attention_fp8", "_norm", "matmul"))}
+    ends = ("attention", "attention_fp8", "_norm", "matmul")
+    public = {name for name, x in vars(jax_kernels).items() if name.endswith(ends) and callable(x)}
     assert set(OPS) == public - {"compile_attention"}
     for name, op in OPS.items():
         with pytest.raises(ValueError, match="is not known for") as raised, dispatch.on_device("h200"):
@@ -209,6 +211,8 @@ def test_explain_without_arguments_lists_the_ops(run):
         ),
         ("explain attention --shape 1,8,4,64 --device nope", ("device: got 'nope'",)),
         ("check --implementation nope", ("--implementation: got 'nope', want one of mosaic_gpu, triton",)),
+        ("check --op nope", ("--op: got 'nope', want one of flash_attention, matmul",)),
+        ("check --op rms_norm --implementation cudnn", ("--implementation: got 'cudnn', want one of triton, xla",)),
         ("check --json /no/such/folder/x.json", ("--json: got '/no/such/folder/x.json', want a file in a folder",)),
     ],
 )
@@ -216,18 +220,21 @@ def test_bad_input_is_one_line(run, arguments, words):
     assert_one_line(run(*arguments.split()), *words)
 
 
+CHECK = ("check", "--op", "flash_attention")
+
+
 def test_check_by_an_implementation_that_is_not_here(run, monkeypatch):
     monkeypatch.setattr(check, "why_not", lambda case, name: f"{name} needs a moon")
-    assert_one_line(run("check", "--implementation", "triton"), "triton needs a moon")
+    assert_one_line(run(*CHECK, "--implementation", "triton"), "triton needs a moon")
 
 
 @pytest.fixture
 def two_cases(monkeypatch):
-    monkeypatch.setattr(check, "QUICK", ("one_query", "fp32"))
+    monkeypatch.setitem(check.QUICK, "flash_attention", ("one_query", "fp32"))
 
 
 def test_check_passes(run, two_cases, tmp_path):
-    code, out, _ = run("check", "--implementation", "xla", "--json", str(tmp_path / "report.json"))
+    code, out, _ = run(*CHECK, "--implementation", "xla", "--json", str(tmp_path / "report.json"))
     assert code == 0
     assert "2 passed, 0 failed, 0 not served" in out
     report = json.loads((tmp_path / "report.json").read_text())
@@ -250,7 +257,7 @@ def test_check_fails_where_a_result_is_wrong(run, two_cases, monkeypatch):
         return results | {"dk": results["dk"] * 1.01} if case.name == "fp32" else results
 
     monkeypatch.setattr(check, "run_attention", wrong)
-    code, out, _ = run("check", "--implementation", "xla")
+    code, out, _ = run(*CHECK, "--implementation", "xla")
     assert code == 1
     assert "1 passed, 1 failed" in out
     verdicts = {line.split()[1]: line.split()[-1] for line in out.splitlines() if line.startswith(" xla")}
@@ -262,7 +269,7 @@ def test_check_reports_an_implementation_that_raises(run, two_cases, monkeypatch
         raise RuntimeError("ptxas [exited]")
 
     monkeypatch.setattr(check, "run_attention", broken)
-    code, out, _ = run("check", "--implementation", "xla", "--json", str(tmp_path / "report.json"))
+    code, out, _ = run(*CHECK, "--implementation", "xla", "--json", str(tmp_path / "report.json"))
     assert code == 1
     assert "xla, fp32: RuntimeError: ptxas [exited]" in out
     assert json.loads((tmp_path / "report.json").read_text())["failed"] == 2
@@ -270,15 +277,56 @@ def test_check_reports_an_implementation_that_raises(run, two_cases, monkeypatch
 
 def test_check_counts_what_is_not_served(run, two_cases, monkeypatch):
     monkeypatch.setattr(check, "why_not", lambda case, name: "too exact" if case.precision == "fp32" else None)
-    code, out, _ = run("check", "--implementation", "xla")
+    code, out, _ = run(*CHECK, "--implementation", "xla")
     assert code == 0
     assert "1 passed, 0 failed, 1 not served" in out
 
 
 def test_check_takes_interpreted_kernels_when_asked(monkeypatch):
-    here = check._implementations(None)
+    here = check._implementations(None, list(check.SUITES))
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
-    assert set(check._implementations(None)) == {*here, "triton"}
+    for op, names in check._implementations(None, list(check.SUITES)).items():
+        assert set(names) == {*here[op], "triton"}, op
+
+
+def test_check_of_every_op(run, monkeypatch, tmp_path):
+    """An implementation that one of them lacks is checked for the others."""
+    assert set(check.QUICK) == set(check.SUITES)
+    quick = {"flash_attention": "one_query", "matmul": "odd", "gated_matmul": "gated_odd", "layer_norm": "residual"}
+    for op, name in quick.items():
+        monkeypatch.setitem(check.QUICK, op, (name,))
+    monkeypatch.setitem(check.QUICK, "rms_norm", ())
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    names = [word for name in ("triton", "xla") for word in ("--implementation", name)]
+    code, out, _ = run("check", *names, "--json", str(tmp_path / "report.json"))
+    assert code == 0
+    assert "8 passed, 0 failed, 0 not served" in out
+    results = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert [(x["op"], x["implementation"], x["case"]) for x in results] == [
+        (op, by, case) for op, case in quick.items() for by in ("triton", "xla")
+    ]
+    for result in results:
+        assert result["passed"]
+        assert result["errors"].keys() == result["bounds"].keys()
+    assert {"dx", "dw", "dw_up"} <= results[4]["errors"].keys()
+    assert {"total", "dscale"} <= results[6]["errors"].keys()
+
+
+@pytest.mark.parametrize("op", ["matmul", "layer_norm"])
+def test_check_fails_where_another_op_is_wrong(run, monkeypatch, op):
+    right = check.SUITES[op]
+    wrong = lambda case, by: (got := right.run(case, by)) | {"dx": got["dx"] * 1.05}
+    monkeypatch.setitem(check.SUITES, op, dataclasses.replace(right, run=wrong))
+    monkeypatch.setitem(check.QUICK, op, ("plain",))
+    code, out, _ = run("check", "--op", op, "--implementation", "xla")
+    assert code == 1
+    assert "0 passed, 1 failed" in out
+
+
+def test_quick_cases_are_cases():
+    for op, names in check.QUICK.items():
+        assert set(names) <= set(check.SUITES[op].cases), op
+        assert check.SUITES[op].chosen(None, True).keys() > check.SUITES[op].chosen(None, False).keys()
 
 
 def fake_demo(monkeypatch, function):

@@ -4,11 +4,11 @@ import re
 
 import jax
 import jax.numpy as jnp
-import matmul_cases
 import numpy as np
 import pytest
 
 from jax_kernels import explain, gated_matmul, matmul
+from jax_kernels import testing_matmul as matmul_cases
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.activations import ACTIVATIONS
 
@@ -27,9 +27,9 @@ def test_triton_against_float64(name, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", matmul_cases.TRITON | matmul_cases.TRITON_GPU)
+@pytest.mark.parametrize("name", matmul_cases.TRITON | matmul_cases.GPU)
 def test_triton_on_gpu(name):
-    cases = matmul_cases.TRITON | matmul_cases.TRITON_GPU
+    cases = matmul_cases.TRITON | matmul_cases.GPU
     for result, (error, bound) in matmul_cases.errors_by(cases[name], "triton").items():
         assert error <= bound, result
 

@@ -21,7 +21,7 @@ from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.specs import MatmulSm90
 from jax_kernels.pallas.matmul.sm90.state import BLOCK_M, Traits
 
-# Cores, whether races are looked for, and cases of matmul_cases.HOPPER.
+# Cores, whether races are looked for, and cases of testing_matmul.HOPPER.
 INTERPRETED = {
     "one_core": (1, True, ["plain", "edges", "transposed", "gated"]),
     "three_cores": (3, False, ["edges", "epilogue", "float32_out", "gated_transposed"]),
@@ -31,7 +31,7 @@ INTERPRETED = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", INTERPRETED)
 def test_interpreted(group):
-    cases_interpreter.check("matmul_cases", *INTERPRETED[group])
+    cases_interpreter.check("jax_kernels.testing_matmul", *INTERPRETED[group])
 
 
 @pytest.mark.parametrize(("m", "n", "rows_together"), [(900, 640, 3), (128, 64, 8), (1024, 512, 4), (1000, 256, 5)])

@@ -15,9 +15,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 
 import aot
-import matmul_cases
 import tiers
 
+from jax_kernels import testing_matmul as matmul_cases
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions

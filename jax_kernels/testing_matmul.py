@@ -1,13 +1,20 @@
-"""Calls of matmul with their definitions in float64, and bounds of their errors."""
+"""The cases of matmul that tests and `jax-kernels check` share, their definitions in float64, and bounds of errors."""
 
 import dataclasses
+import functools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels import gated_matmul, matmul
+from jax_kernels.dispatch import explain
 from jax_kernels.ops.activations import ACTIVATIONS
+from jax_kernels.ops.matmul import gated_matmul, matmul
+from jax_kernels.testing import largest_error
+
+__all__ = ["CASES", "GPU", "HOPPER", "TRITON", "Case", "errors_by", "errors_of", "why_not"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,47 +32,62 @@ class Case:
     precision: str | None = None
     is_gated: bool = False
 
-    def arrays(self):
-        """x, w, bias, residual and w_up by name, and the cotangent of out."""
-        random = np.random.default_rng(0)
-        normal = lambda shape, dtype: jnp.asarray(random.standard_normal(shape), dtype)
-        depth, shape = self.shape[-1], (*self.shape[:-1], self.columns)
-        out_dtype = self.out_dtype or self.dtype
-        w = normal((self.columns, depth) if self.transpose_w else (depth, self.columns), jnp.float32) / depth**0.5
-        found = {"x": normal(self.shape, self.dtype), "w": w.astype(self.dtype)}
-        if self.bias:
-            found["bias"] = normal((self.columns,), self.bias)
-        if self.has_residual:
-            found["residual"] = normal(shape, out_dtype)
-        if self.is_gated:
-            found["w_up"] = (normal(w.shape, jnp.float32) / depth**0.5).astype(self.dtype)
-        return found, normal(shape, out_dtype)
+    @property
+    def op(self) -> Any:
+        return gated_matmul if self.is_gated else matmul
 
-    def run(self, implementation=None):
-        """The results by name."""
+    @property
+    def statics(self) -> dict[str, Any]:
+        """The arguments of the op that are no arrays."""
+        return {name: getattr(self, name) for name in ("activation", "out_dtype", "precision", "transpose_w")}
+
+    @property
+    def types(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """x, w, bias, residual and w_up by name, as far as the call has them, and dout, the cotangent of out."""
+        depth, out = self.shape[-1], ((*self.shape[:-1], self.columns), self.out_dtype or self.dtype)
+        w = ((self.columns, depth) if self.transpose_w else (depth, self.columns)), self.dtype
+        found: dict[str, Any] = {"x": (self.shape, self.dtype), "w": w}
+        if self.bias:
+            found["bias"] = (self.columns,), self.bias
+        if self.has_residual:
+            found["residual"] = out
+        if self.is_gated:
+            found["w_up"] = w
+        found["dout"] = out
+        return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in found.items()}
+
+    def arrays(self) -> tuple[dict[str, jax.Array], jax.Array]:
+        """The arrays of the call by name, and the cotangent of out: normal random numbers, w over the root of K."""
+        random = np.random.default_rng(0)
+        found = {}
+        for name, of_type in self.types.items():
+            scale = self.shape[-1] ** -0.5 if name.startswith("w") else 1.0
+            found[name] = jnp.asarray(scale * random.standard_normal(of_type.shape), of_type.dtype)
+        return found, found.pop("dout")
+
+    def call(self, given: dict[str, Any], implementation: str | None, op: Any) -> Any:
+        """op(x, w, ...) or op(x, w_gate, w_up, ...)."""
+        rest = {name: y for name, y in given.items() if name not in ("x", "w")}
+        weights = [given["w"], rest.pop("w_up")] if self.is_gated else [given["w"]]
+        return op(given["x"], *weights, **rest, **self.statics, implementation=implementation)
+
+    def run(self, implementation: str | None = None) -> dict[str, jax.Array]:
+        """The results by name. primal: out of the call where it is not differentiated."""
         arrays, dout = self.arrays()
-        names = ("activation", "out_dtype", "precision", "transpose_w")
-        statics = {name: getattr(self, name) for name in names} | {"implementation": implementation}
 
         @jax.jit
         def both(arrays, dout):
-            def call(given):
-                rest = {name: y for name, y in given.items() if name not in ("x", "w")}
-                op = gated_matmul if self.is_gated else matmul
-                weights = [given["w"], rest.pop("w_up")] if self.is_gated else [given["w"]]
-                return op(given["x"], *weights, **rest, **statics)
-
+            call = lambda given: self.call(given, implementation, self.op)
             out, vjp = jax.vjp(call, arrays)
             return out, call(arrays), vjp(dout)[0]
 
         out, primal, gradients = both(arrays, dout)
-        np.testing.assert_array_equal(out, primal)
-        return {"out": out} | {f"d{name}": x for name, x in gradients.items()}
+        return {"out": out, "primal": primal} | {f"d{name}": x for name, x in gradients.items()}
 
-    def definition(self):
+    def definition(self) -> dict[str, np.ndarray]:
         """The same in float64."""
         arrays, dout = self.arrays()
-        with jax.enable_x64(True):
+        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
             wide = {name: jnp.asarray(np.asarray(x).astype(np.float64)) for name, x in arrays.items()}
             activation = ACTIVATIONS[self.activation] if self.activation else lambda x: x
 
@@ -77,28 +99,45 @@ class Case:
 
             out, vjp = jax.vjp(call, wide)
             gradients = vjp(jnp.asarray(np.asarray(dout).astype(np.float64)))[0]
-            return {"out": np.asarray(out)} | {f"d{name}": np.asarray(x) for name, x in gradients.items()}
+            found = {"out": out, "primal": out} | {f"d{name}": x for name, x in gradients.items()}
+            return {name: np.asarray(x) for name, x in found.items()}
+
+
+def why_not(case: Case, implementation: str) -> str | None:
+    """Why a case cannot run by this implementation here; None where it can."""
+    given = {name: x for name, x in case.types.items() if name != "dout"}
+    try:
+        case.call(given, implementation, functools.partial(explain, case.op))
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
     """The largest error of each result, and its bound."""
-    got, want = case.run(implementation), case.definition()
-    assert sorted(got) == sorted(want)
-    found = {}
-    for name, right in want.items():
-        error = np.abs(np.asarray(got[name]).astype(np.float64) - right).max(initial=0)
-        found[name] = float(error), _bound(case, name, got[name].dtype, right)
-    return found
+    return errors_of(case, case.run(implementation))
+
+
+def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """errors_by, of the results of `run`."""
+    want = case.definition()
+    if sorted(got) != sorted(want):
+        raise ValueError(f"got: results {sorted(got)}, want {sorted(want)}")
+    return {
+        name: (largest_error(got[name], right), _bound(case, name, got[name].dtype, right))
+        for name, right in want.items()
+    }
 
 
 def _bound(case: Case, name: str, dtype, right: np.ndarray) -> float:
     """One rounding of the result, and those of what goes into its sums, whose terms are of magnitude 1."""
     of_inputs, scale = float(jnp.finfo(case.dtype).eps), np.abs(right).max(initial=0)
     precision = 2**-10 if case.precision == "tf32" else 2**-22
-    rows = np.prod(case.shape[:-1])
-    terms = np.sqrt({"dw": rows, "dw_up": rows, "dbias": rows, "dx": case.columns}.get(name, case.shape[-1]))
+    rows = math.prod(case.shape[:-1])
+    counts = {"dw": rows, "dw_up": rows, "dbias": rows, "dx": case.columns}
+    terms = math.sqrt(counts.get(name, case.shape[-1]))
     # The gradients are sums of dout, or of dz, which is rounded, and made of a rounded preactivation.
-    rounded = 0.0 if name == "out" else of_inputs * (6 if case.is_gated else 3 if case.activation else 1)
+    rounded = 0.0 if name in ("out", "primal") else of_inputs * (6 if case.is_gated else 3 if case.activation else 1)
     return float(0.6 * float(jnp.finfo(dtype).eps) * scale + terms * (rounded + precision) + 2**-20 * scale)
 
 
@@ -138,7 +177,8 @@ TRITON = {name: CASES[name] for name in ("plain", "odd", "one", "vector", "tf32"
     "gated_odd": Case((131, 33), 129, activation="gelu_tanh", is_gated=True, transpose_w=True, dtype="float16"),
     "gated_tf32": Case((9, 33), 17, activation="silu", is_gated=True, dtype="float32", precision="tf32"),
 }
-TRITON_GPU = {
+# For a GPU: many work tiles, and few that programs share.
+GPU = {
     "many": Case((1000, 1024), 1536, activation="gelu", bias="float32", has_residual=True),
     "many_odd": Case((1001, 1027), 1531, activation="silu", bias="float32"),
     "many_gated": Case((1024, 512), 1536, activation="silu", is_gated=True, transpose_w=True),
