@@ -3,9 +3,9 @@
     PYTHONPATH=. python benchmarks/matmul.py --shapes "8192,8192,8192;16384,4096,4096" --output results/matmul.json
 
 Kinds: "plain"; "epilogue", which has a bias and gelu by tanh; "gated", silu(x Wg) * (x Wu). Peers: XLA, torch (cuBLAS,
-with the epilogue in operators of its own) and torch.compile. --sweep times other blocks of the Hopper kernel instead,
-as "block_n,stages,rows_together", and --sweep-triton those of the Triton kernel, as
-"block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
+with the epilogue in operators of its own) and torch.compile; of fp8, torch._scaled_mm with and without fast sums.
+--sweep times other blocks of the Hopper kernel instead, as "block_n,stages,rows_together", and --sweep-triton those of
+the Triton kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
 
 The exit status is 1 where a contender failed or was wrong.
 """
@@ -29,6 +29,7 @@ from harness.timing import Contender, alternate, speed_ratio, spread
 
 from jax_kernels import gated_matmul, matmul
 from jax_kernels.ops.matmul import matmul as ops
+from jax_kernels.quantization import quantize
 
 SHAPES = "8192,8192,8192;4096,4096,4096;16384,4096,4096;2048,2048,2048;8192,1024,512"
 KINDS = ("plain", "epilogue", "gated")
@@ -37,22 +38,28 @@ SWEPT = {
     "mosaic_gpu": ("block_n", "stages", "rows_together"),
     "triton": ("block_m", "block_n", "block_k", "num_warps", "num_stages", "rows_together", "split_steps"),
 }
-DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "tf32": jnp.float32, "fp8": jnp.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A product [m, k] @ [k, n]; two for "gated"."""
+    """A product [m, k] @ [k, n]; two for "gated". scaling: of fp8, whose operands are rounded beforehand."""
 
     kind: str
     m: int
     n: int
     k: int
     dtype: str
+    scaling: str | None = None
 
     @property
     def label(self) -> str:
-        return f"{self.kind} {self.m}x{self.n}x{self.k} {self.dtype}"
+        return " ".join([f"{self.kind} {self.m}x{self.n}x{self.k} {self.dtype}", *filter(None, [self.scaling])])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the op, beside the arrays."""
+        return {"fp8": {"transpose_w": True}, "tf32": {"precision": "tf32"}}.get(self.dtype, {})
 
     def tflops(self, milliseconds: float) -> float:
         return 2 * self.m * self.n * self.k * (2 if self.kind == "gated" else 1) / milliseconds / 1e9
@@ -67,17 +74,25 @@ class Case:
         for seed in range(max(1, min(16, round(ROTATION_BYTES / size)))):
             keys = jax.random.split(jax.random.key(seed), 3)
             made = tuple(normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+            if self.dtype == "fp8":
+                made = tuple(self._quantized(x, i) for i, x in enumerate(made))
             sets.append(jax.block_until_ready(made[:2] if self.kind == "plain" else made))
         return sets
+
+    def _quantized(self, x: jax.Array, nth: int) -> Any:
+        """x, or a w as [n, k], in 8 bits; a bias stays."""
+        if x.ndim == 1:
+            return x
+        return jax.jit(functools.partial(quantize, scaling=self.scaling))(x.T if nth else x)
 
     @property
     def function(self) -> Callable[..., Any]:
         """The op on a set of arrays."""
         if self.kind == "gated":
-            return gated_matmul
+            return functools.partial(gated_matmul, **self.options)
         if self.kind == "plain":
-            return matmul
-        return lambda x, w, bias, **options: matmul(x, w, bias=bias, activation="gelu_tanh", **options)
+            return functools.partial(matmul, **self.options)
+        return lambda x, w, bias, **given: matmul(x, w, bias=bias, activation="gelu_tanh", **self.options, **given)
 
 
 def ours(
@@ -93,7 +108,7 @@ def ours(
 
 def _with_blocks(case: Case, implementation: str, blocks: dict[str, int], x: Any, w: Any, other: Any = None) -> Any:
     """The planned call of a kernel, with other blocks in its plan."""
-    arguments: dict[str, Any] = {"x": x, "implementation": implementation}
+    arguments: dict[str, Any] = {"x": x, "implementation": implementation} | case.options
     if case.kind == "gated":
         op, check, arguments = ops.GATED, ops.check_gated, arguments | {"w_gate": w, "w_up": other}
     else:
@@ -109,6 +124,9 @@ def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any
     import torch
     from torch.nn import functional
 
+    if case.dtype == "fp8":
+        return _scaled_mm(case, sets, is_fast=compiled)
+    torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
     given = [tuple(torch.from_dlpack(x) for x in arrays) for arrays in sets]
     functions = {
         "plain": lambda x, w: x @ w,
@@ -123,6 +141,27 @@ def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any
     def call(index):
         with torch.no_grad():
             return function(*given[index % len(given)])
+
+    return call
+
+
+def _scaled_mm(case: Case, sets: list[Any], is_fast: bool) -> Callable[[int], Any]:
+    """torch._scaled_mm, of 8-bit operands; is_fast: with sums that stay in the tensor cores."""
+    import torch
+
+    if case.kind != "plain" or case.scaling == "block":
+        raise NotImplementedError("torch has no such product of 8 bits in one operator")
+    given = []
+    for x, w in sets:
+        values = [torch.from_dlpack(y.values.view(jnp.uint8)).view(torch.float8_e4m3fn) for y in (x, w)]
+        scales = [torch.from_dlpack(y.scale) for y in (x, w)]
+        if case.scaling == "row":
+            scales = [scales[0][:, None], scales[1][None]]
+        given.append((values[0], values[1].t(), *scales))
+
+    def call(index):
+        x, w, x_scale, w_scale = given[index % len(given)]
+        return torch._scaled_mm(x, w, x_scale, w_scale, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
 
     return call
 
@@ -157,7 +196,8 @@ def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list
         add(name, "jax", lambda name=name: ours(case, sets, name))
     for name in ("torch", "torch.compile"):
         if name in args.peers:
-            add(name, "torch", lambda name=name: by_torch(case, sets, name == "torch.compile"))
+            told = {"torch": "_scaled_mm", "torch.compile": "_scaled_mm fast"}[name] if case.dtype == "fp8" else name
+            add(told, "torch", lambda name=name: by_torch(case, sets, name == "torch.compile"))
     return found
 
 
@@ -187,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", default=SHAPES, help="m,n,k, separated by ';'")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--scaling", default="tensor", help="of fp8: tensor, row, block; a comma list")
     parser.add_argument("--peers", default="torch,torch.compile")
     parser.add_argument("--sweep", help="blocks of the Hopper kernel, separated by ';'")
     parser.add_argument("--sweep-triton", help="blocks of the Triton kernel, separated by ';'")
@@ -204,7 +245,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "timer": name,
         "rows": [],
     }
-    for case in (Case(kind, *shape, args.dtype) for shape in shapes for kind in kinds):
+    scalings = args.scaling.split(",") if args.dtype == "fp8" else [None]
+    cases = [Case(kind, *shape, args.dtype, scaling) for shape in shapes for kind in kinds for scaling in scalings]
+    for case in cases:
         if time.monotonic() > until:
             say(f"{case.label}: the budget is spent")
             continue
