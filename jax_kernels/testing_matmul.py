@@ -11,7 +11,7 @@ import numpy as np
 
 from jax_kernels.dispatch import explain
 from jax_kernels.ops.activations import ACTIVATIONS
-from jax_kernels.ops.matmul import gated_matmul, matmul
+from jax_kernels.ops.matmul.matmul import gated_matmul, matmul
 from jax_kernels.testing import largest_error
 
 __all__ = ["CASES", "GPU", "HOPPER", "TRITON", "Case", "errors_by", "errors_of", "why_not"]
