@@ -17,7 +17,7 @@ from jax_kernels import testing_matmul, testing_normalization
 from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS
-from jax_kernels.ops.matmul import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
+from jax_kernels.ops.matmul.table import IMPLEMENTATIONS as MATMUL_IMPLEMENTATIONS
 from jax_kernels.ops.normalization import IMPLEMENTATIONS as NORM_IMPLEMENTATIONS
 from jax_kernels.testing import (
     ATTENTION_CASES,
