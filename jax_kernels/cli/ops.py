@@ -74,6 +74,6 @@ OPS = {
     "gated_matmul": Op(
         gated_matmul, implementations=("mosaic_gpu", "xla"), shapes=((LENGTH, 4096), (4096, 4096), (4096, 4096))
     ),
-    "layer_norm": Op(layer_norm, implementations=("triton", "xla"), shapes=((LENGTH, 4096),)),
-    "rms_norm": Op(rms_norm, implementations=("triton", "xla"), shapes=((LENGTH, 4096),)),
+    "layer_norm": Op(layer_norm, implementations=("triton", "mosaic_gpu", "xla"), shapes=((LENGTH, 4096),)),
+    "rms_norm": Op(rms_norm, implementations=("triton", "mosaic_gpu", "xla"), shapes=((LENGTH, 4096),)),
 }
