@@ -296,9 +296,10 @@ class NormSm90:
     stages: int
 
     def __post_init__(self) -> None:
-        _positive(self, warpgroups=1, stages=1)
-        if self.stages == 1:
+        if self.stages < 2:
             raise ValueError(f"NormSm90.stages={self.stages} must be 2 or more")
+        if self.warpgroups not in (1, 2, 3, 4):
+            raise ValueError(f"NormSm90.warpgroups={self.warpgroups} must be 1, 2, 3 or 4")
         if self.row_warps not in (1, 4, 8, 16):
             raise ValueError(f"NormSm90.row_warps={self.row_warps} must be 1, 4, 8 or 16")
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic.launch import launch
-from jax_kernels.pallas.mosaic.registers import recomputed
+from jax_kernels.pallas.mosaic.registers import as_float32
 from jax_kernels.pallas.normalization.sm90.state import (
     BLOCK,
     LINE,
@@ -183,7 +183,7 @@ class _Backward:
 
     def _read(self, array: int, place: Place, line: int) -> jax.Array:
         ref = self.worker.slot(array, place).at[:, pl.ds(line, 1)]
-        return plgpu.load(ref, layout=BLOCK, optimized=False).astype(jnp.float32)
+        return as_float32(plgpu.load(ref, layout=BLOCK, optimized=False), BLOCK)
 
     def _line(self, place: Place, numbers: _Numbers, line: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x - mean, dout and dout * weight of a line of each part, [4, 1, 128]."""
@@ -199,18 +199,10 @@ class _Backward:
     def _means(self, place: Place, numbers: _Numbers) -> tuple[Any, Any]:
         """mean(g), None for rms_norm, and mean(g * normed) of the rows, with g = dout * weight."""
         traits = self.worker.traits
-        together = 2 if traits.lines % 2 == 0 else 1
-
-        def add(step, found):
-            for line in range(together):
-                centred, _, g = self._line(place, numbers, step * together + line)
-                terms = [g * centred] if numbers.mean is None else [g * centred, g]
-                found = [x + y for x, y in zip(found, terms, strict=True)]
-            return found
-
-        zeros = [_zeros() for _ in range(1 if numbers.mean is None else 2)]
-        # An opaque count: unrolled, it takes more registers than the sums over rows leave.
-        found = lax.fori_loop(0, recomputed(traits.lines // together), add, zeros)
+        found = [_zeros() for _ in range(1 if numbers.mean is None else 2)]
+        for line in range(traits.lines):
+            centred, _, g = self._line(place, numbers, line)
+            found = [x + y for x, y in zip(found, (g * centred, g), strict=False)]
         found = [sum_of_parts(x) for x in found]
         if traits.is_split:
             found = [sum(of_parts) for of_parts in self.worker.exchange(place, *found)]

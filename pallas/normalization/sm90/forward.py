@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.normalization_inputs import NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.registers import as_float32
 from jax_kernels.pallas.normalization.sm90.state import (
     BLOCK,
     LINE,
@@ -122,13 +123,13 @@ class _Forward:
     def _load(self, place: Place) -> jax.Array:
         """x in float32, or x + residual, which takes the place of x."""
         worker = self.worker
-        read = lambda i: plgpu.load(worker.slot(i, place), layout=BLOCK, optimized=False).astype(jnp.float32)
+        read = lambda i: as_float32(plgpu.load(worker.slot(i, place), layout=BLOCK, optimized=False), BLOCK)
         if worker.traits.copies == 1:
             return read(0)
         to = worker.slot(0, place)
         total = (read(0) + read(1)).astype(to.dtype)
         to[...] = total
-        return total.astype(jnp.float32)
+        return as_float32(total, BLOCK)
 
     def _statistics(self, place: Place, x: jax.Array) -> tuple[Any, Any]:
         """(mean, inverse) of the rows; mean is None for rms_norm.

@@ -19,6 +19,7 @@ from jax_kernels.normalization_inputs import NormOptions
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.barriers import group_barrier
+from jax_kernels.pallas.mosaic.registers import as_float32
 
 LINE = 128  # columns: 4 for each lane of a warp
 WARPS = 4  # of a warpgroup
@@ -286,7 +287,7 @@ class Warpgroup:
 
     def wide_weights(self, weights: Any, offset: float = 0.0) -> jax.Array:
         """Weights + offset as float32 [4 parts, lines, 128]."""
-        weights = weights.astype(jnp.float32)
+        weights = as_float32(weights, BLOCK if self.traits.is_split else LINES)
         weights = weights + offset if offset else weights
         if self.traits.is_split:
             return weights
