@@ -6,6 +6,7 @@ those of the CTAs.
 """
 
 import dataclasses
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -116,6 +117,7 @@ def _kernel(traits: Traits, given: _Arrays, gradients: NormGradients, smem: Smem
     arrays = tuple(x for x in (given.x, given.dout, given.dtotal) if x is not None)
     worker = Warpgroup(traits=traits, smem=smem, rings=rings, arrays=arrays, wg=lax.axis_index("wg"))
     backward = _Backward(worker=worker, given=given, gradients=gradients, names=names)
+    worker.load_first()
     backward.load_scale()
     sums = {name: [_zeros() for _ in range(traits.lines)] for name in names}
     _, sums = worker.for_each_block(backward.step, (backward.load_numbers(worker.first), sums), stores=1)
@@ -214,30 +216,35 @@ class _Backward:
         worker, traits = self.worker, self.worker.traits
         if not self.names:
             return
-        to = lambda name: getattr(self.gradients, name).at[lax.axis_index("cta")]
         mine = pl.ds(worker.member * WARPS, WARPS)
         if traits.is_split and traits.groups == 1:
             for name in self.names:
                 for line in range(traits.lines):
-                    to(name)[mine, pl.ds(line, 1)] = sums[name][line]
+                    self._sums_of_cta(name)[mine, pl.ds(line, 1)] = sums[name][line]
             return
         worker.wait_for_all()  # the totals take the place of all rings
         for i, name in enumerate(self.names):
             for line in range(traits.lines):
                 totals[i, worker.group, mine, pl.ds(line, 1)] = sums[name][line]
         worker.wait_for_all()
+        for step in range(pl.cdiv(traits.lines, traits.groups)):  # the groups share out the lines
+            line = step * traits.groups + worker.group
+            pl.when(line < traits.lines)(functools.partial(self._add_up_line, line, totals))
 
-        @pl.when(worker.group == 0)
-        def _add_up():
-            for i, name in enumerate(self.names):
-                for line in range(traits.lines):
-                    if traits.is_split:
-                        of = [totals.at[i, group, mine, pl.ds(line, 1)] for group in range(traits.groups)]
-                        to(name)[mine, pl.ds(line, 1)] = _sum_of(of, BLOCK)
-                    else:
-                        rows = itertools.product(range(traits.groups), range(WARPS))
-                        of = [totals.at[i, group, part, pl.ds(line, 1)] for group, part in rows]
-                        to(name)[0, pl.ds(line, 1)] = _sum_of(of, LINES)
+    def _sums_of_cta(self, name: str) -> Any:
+        return getattr(self.gradients, name).at[lax.axis_index("cta")]
+
+    def _add_up_line(self, line: Any, totals: Any) -> None:
+        worker, traits, line = self.worker, self.worker.traits, pl.ds(line, 1)
+        mine = pl.ds(worker.member * WARPS, WARPS)
+        for i, name in enumerate(self.names):
+            to = self._sums_of_cta(name)
+            if traits.is_split:
+                of_groups = [totals.at[i, group, mine, line] for group in range(traits.groups)]
+                to[mine, line] = _sum_of(of_groups, BLOCK)
+            else:
+                rows = itertools.product(range(traits.groups), range(WARPS))
+                to[0, line] = _sum_of([totals.at[i, group, part, line] for group, part in rows], LINES)
 
 
 def _zeros() -> jax.Array:

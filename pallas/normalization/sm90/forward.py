@@ -83,6 +83,7 @@ def _kernel(traits: Traits, given: NormInputs, results: NormResult, smem: Smem) 
     """One warpgroup of a CTA."""
     arrays = (given.x,) if given.residual is None else (given.x, given.residual)
     worker = Warpgroup(traits=traits, smem=smem, rings=smem.memory, arrays=arrays, wg=lax.axis_index("wg"))
+    worker.load_first()
     scale, bias = (None if x is None else worker.load_weights(x) for x in (given.scale, given.bias))
     forward = _Forward(worker=worker, results=results, scale=scale, bias=bias)
     worker.for_each_block(forward.step, (), stores=traits.copies)

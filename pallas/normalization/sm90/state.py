@@ -237,18 +237,26 @@ class Warpgroup:
         """A slice of the 4 parts that this warpgroup has of a block."""
         return pl.ds(block * self.traits.block_parts + self.member * WARPS, WARPS)
 
-    def for_each_block(self, step: Callable[[Place, Any], Any], state: Any, stores: int) -> Any:
-        """Calls step(place, state) -> state for the group's blocks. stores: copies to device memory that step starts.
+    @property
+    def count(self) -> Any:
+        """How many blocks the group has."""
+        stride = self.traits.stride
+        return lax.div(self.traits.blocks - self.first + (stride - 1), jnp.int32(stride))
 
-        Each block is loaded stages - 1 turns ahead, when the copies from its slot have been read.
+    def load_first(self) -> None:
+        """Starts to load the first blocks: all slots but one."""
+        for turn in range(self.traits.stages - 1):
+            pl.when(turn < self.count)(functools.partial(self._load, self.first + turn * self.traits.stride, turn))
+
+    def for_each_block(self, step: Callable[[Place, Any], Any], state: Any, stores: int) -> Any:
+        """Calls step(place, state) -> state for the group's blocks, behind load_first.
+
+        Each block is loaded stages - 1 turns ahead, when the copies from its slot have been read. stores: copies to
+        device memory that step starts.
         """
         traits, ready = self.traits, self.smem.ready
-        stride = traits.stride
-        first = self.first
-        count = lax.div(traits.blocks - first + (stride - 1), jnp.int32(stride))
+        first, count, stride = self.first, self.count, traits.stride
         ahead, last = traits.stages - 1, traits.stages - 1
-        for turn in range(ahead):
-            pl.when(turn < count)(functools.partial(self._load, first + turn * stride, turn))
 
         def body(turn, carry):
             slot, state = carry

@@ -59,6 +59,20 @@ def test_supports():
         plan(x(4096))
 
 
+def test_traced_under_vmap_and_shard_map():
+    """Results have the types that the caller's transformations ask for; nothing runs."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    norm = lambda x, scale: layer_norm(x, scale, implementation="mosaic_gpu")
+    gradients = lambda norm: jax.grad(lambda *given: norm(*given).astype(jnp.float32).sum(), (0, 1))
+    sharded = jax.shard_map(norm, mesh=mesh, in_specs=(jax.P("rows"), jax.P()), out_specs=jax.P("rows"))
+    x, scale = jax.ShapeDtypeStruct((3, 8, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.float32)
+    with on_device("H200"):
+        mapped = jax.eval_shape(jax.vmap(gradients(norm), (0, None)), x, scale)
+        split = jax.eval_shape(gradients(sharded), x, scale)
+    assert [y.shape for y in mapped] == [(3, 8, 256), (3, 256)]
+    assert [y.shape for y in split] == [(3, 8, 256), (256,)]
+
+
 # Rows, columns, the op, the dtype of its weights, and whether there is a residual.
 COMPILED = [f"{shape}-layer_norm-bfloat16-0" for shape in ("32768-4096", "16384-8192", "65536-1024", "8192-16384")]
 COMPILED += ["32768-4096-layer_norm-float32-1", "8192-16384-layer_norm-float32-1", "16384-14336-layer_norm-bfloat16-1"]
