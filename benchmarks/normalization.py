@@ -4,14 +4,16 @@
 
 Peers: XLA, torch, torch.compile, and Liger and QuACK where they are installed. The copy of an array of x's size gives
 the bandwidth of the run: a forward moves as many bytes, a backward 1.5 times as many. --sweep times other blocks of
-this library's kernels instead, as "block_rows,num_warps" forward and
-"block_rows,num_warps,programs[,chunk]" backward.
+this library's kernels instead, beside those of the block specs: of Triton's as "block_rows,num_warps" forward and
+"block_rows,num_warps,programs[,chunk]" backward, of Hopper's as "sm90:row_warps,warpgroups,stages" for both. The Hopper
+blocks that do not fit a shape are left out.
 
 The exit status is 1 where a contender failed or was wrong.
 """
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,11 +28,16 @@ from harness.timers import choose_timer, close
 from harness.timing import Contender, alternate, spread
 
 from jax_kernels import explain, layer_norm, rms_norm
+from jax_kernels.normalization_inputs import NormOptions
 from jax_kernels.ops import normalization
+from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.normalization.sm90.state import Traits, row_warps_of
 
 SHAPES = "32768,4096;16384,8192;65536,1024;8192,16384"
 OPS = {"layer_norm": layer_norm, "rms_norm": rms_norm}
 EPS = 1e-6
+TRITON_BLOCKS = ("block_rows", "num_warps", "programs", "chunk")
+HOPPER_BLOCKS = ("row_warps", "warpgroups", "stages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,27 +195,51 @@ def contenders_of(case: Case, arrays: Arrays, args: argparse.Namespace) -> list[
 
     wanted = jax.block_until_ready(ours(case, arrays, "xla")(0))
     if args.sweep:
-        for blocks in _blocks(case, args.sweep):
-            name = " ".join(f"{key}={x}" for key, x in blocks.items())
-            add(name or "row", "jax", lambda blocks=blocks: ours(case, arrays, "triton", blocks))
+        for implementation, blocks in _blocks(case, args.sweep):
+            name = " ".join([implementation, *(f"{key}={x}" for key, x in blocks.items())])
+            build = functools.partial(ours, case, arrays, implementation, blocks)
+            add(name, "jax", build)
+        add("copy", "jax", lambda: copy_of(arrays))
         return found
     plan = str(explain(OPS[case.op], arrays.x, *arrays.weights(case.op)))
     add("triton", "jax", lambda: ours(case, arrays, "triton"), plan)
+    add("mosaic_gpu", "jax", lambda: ours(case, arrays, "mosaic_gpu"))
     add("xla", "jax", lambda: ours(case, arrays, "xla"))
     for name, function in torch_functions(case.op).items():
         if name in args.peers:
             add(name, "torch", lambda function=function: by_torch(case, arrays, function()))
-    copy = jax.jit(jnp.copy).lower(arrays.x).compile()
-    add("copy", "jax", lambda: lambda index: copy(arrays.x))
+    add("copy", "jax", lambda: copy_of(arrays))
     return found
 
 
-def _blocks(case: Case, text: str) -> list[dict[str, int]]:
-    """The blocks of --sweep that are for the case's direction, after those of its row."""
-    names = {2: "fwd", 3: "bwd", 4: "bwd"}
-    keys = ("block_rows", "num_warps", "programs", "chunk")
-    numbers = [[int(word) for word in part.split(",")] for part in text.split(";")]
-    return [{}] + [dict(zip(keys, x, strict=False)) for x in numbers if names[len(x)] == case.mode]
+def copy_of(arrays: Arrays) -> Callable[[int], Any]:
+    """The call that copies x."""
+    copy = jax.jit(jnp.copy).lower(arrays.x).compile()
+    return lambda index: copy(arrays.x)
+
+
+def _blocks(case: Case, text: str) -> list[tuple[str, dict[str, int]]]:
+    """(implementation, blocks) of --sweep for the case's direction and columns, after those of the block specs."""
+    modes = {2: "fwd", 3: "bwd", 4: "bwd"}
+    found: list[tuple[str, dict[str, int]]] = [("triton", {}), ("mosaic_gpu", {})]
+    for part in text.split(";"):
+        is_hopper, numbers = part.startswith("sm90:"), [int(word) for word in part.removeprefix("sm90:").split(",")]
+        if is_hopper and _fits(case, NormSm90(**dict(zip(HOPPER_BLOCKS, numbers, strict=True)))):
+            found.append(("mosaic_gpu", dict(zip(HOPPER_BLOCKS, numbers, strict=True))))
+        elif not is_hopper and modes[len(numbers)] == case.mode:
+            found.append(("triton", dict(zip(TRITON_BLOCKS, numbers, strict=False))))
+    return found
+
+
+def _fits(case: Case, blocks: NormSm90) -> bool:
+    """Whether the Hopper kernel takes these blocks as they are, not ones that fit the columns better."""
+    x = jax.ShapeDtypeStruct((case.rows, case.columns), jnp.bfloat16)
+    if row_warps_of(case.columns, blocks.row_warps) != blocks.row_warps:
+        return False
+    sizes = {"fwd": {"copies": 1}, "bwd": {"copies": 2, "scale_bytes": 2 * case.columns}}[case.mode]
+    options = NormOptions(is_centred=case.op == "layer_norm", eps=EPS)
+    traits = Traits.of(x, options, blocks, core_count=1, **sizes)
+    return (traits.warpgroups, traits.stages) == (blocks.warpgroups, blocks.stages)
 
 
 def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:

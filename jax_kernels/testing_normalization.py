@@ -12,7 +12,7 @@ from jax_kernels.dispatch import explain
 from jax_kernels.ops.normalization import layer_norm, rms_norm
 from jax_kernels.testing import largest_error
 
-__all__ = ["CASES", "LONG", "Case", "errors_of", "why_not"]
+__all__ = ["CASES", "HOPPER", "LONG", "Case", "errors_by", "errors_of", "why_not"]
 
 OPS = {"layer_norm": layer_norm, "rms_norm": rms_norm}
 
@@ -131,6 +131,11 @@ def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]
     return found
 
 
+def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
+    """errors_of the results by an implementation."""
+    return errors_of(case, case.run(implementation))
+
+
 CASES = {
     "plain": Case((5, 7, 64)),
     "odd": Case((13, 63)),
@@ -156,4 +161,17 @@ LONG = {
     "long_far_mean": Case((2, 70_000), dtype="float32", centre=1e4, has_residual=True),
     "long_drift": Case((3, 40_001), drift=8.0),
     "rms_long": Case((3, 70_000), "rms_norm", has_residual=True),
+}
+# What the Hopper kernels serve: a row for each warp, and rows of 1, 2 and 4 warpgroups.
+HOPPER = {
+    "row_for_each_warp": Case((2, 3, 256)),
+    "many_short_rows": Case((37, 384), "rms_norm", weights="bfloat16", has_residual=True, scale_offset=1.0),
+    "no_weights": Case((5, 128), weights=None, dtype="float16"),
+    "one_warpgroup": Case((19, 2560), centre=100.0, has_residual=True),
+    "rms_one_warpgroup": Case((6, 2560), "rms_norm", dtype="float16", weights="float16"),
+    "no_bias": Case((6, 2560), has_bias=False, drift=8.0),
+    "two_warpgroups": Case((7, 5120)),
+    "wide_two_warpgroups": Case((3, 13312), "rms_norm"),
+    "four_warpgroups": Case((7, 16384), has_residual=True, drift=8.0),
+    "rms_four_warpgroups": Case((5, 16384), "rms_norm", has_residual=True, weights="bfloat16"),
 }

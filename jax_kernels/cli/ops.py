@@ -76,6 +76,6 @@ OPS = {
         implementations=("mosaic_gpu", "triton", "xla"),
         shapes=((LENGTH, 4096), (4096, 4096), (4096, 4096)),
     ),
-    "layer_norm": Op(layer_norm, implementations=("triton", "xla"), shapes=((LENGTH, 4096),)),
-    "rms_norm": Op(rms_norm, implementations=("triton", "xla"), shapes=((LENGTH, 4096),)),
+    "layer_norm": Op(layer_norm, implementations=("triton", "mosaic_gpu", "xla"), shapes=((LENGTH, 4096),)),
+    "rms_norm": Op(rms_norm, implementations=("triton", "mosaic_gpu", "xla"), shapes=((LENGTH, 4096),)),
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,9 @@ from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOpti
 from jax_kernels.ops import checks, reasons
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, kernel, under_defaults
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.normalization.sm90 import backward as backward_sm90
+from jax_kernels.pallas.normalization.sm90 import forward as forward_sm90
+from jax_kernels.pallas.normalization.sm90.state import row_warps_of
 from jax_kernels.pallas.normalization.triton import backward as backward_triton
 from jax_kernels.pallas.normalization.triton import forward as forward_triton
 from jax_kernels.pallas.triton.tensors import reaches
@@ -64,7 +68,7 @@ def layer_norm(
       residual: like x, added to it, rounded to x's dtype.
       eps: added to the variance; 0 or more.
       scale_offset: added to scale.
-      implementation: "triton" or "xla"; None picks the fastest that can serve.
+      implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that can serve.
 
     Returns:
       out, like x; with a residual, (out, x + residual).
@@ -113,7 +117,7 @@ def rms_norm(
       residual: like x, added to it, rounded to x's dtype.
       eps: added to the mean square; 0 or more.
       scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, as Gemma's are.
-      implementation: "triton" or "xla"; None picks the fastest that can serve.
+      implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that can serve.
 
     Returns:
       out, like x; with a residual, (out, x + residual).
@@ -203,9 +207,34 @@ def _supports_triton(request: NormRequest) -> str | None:
     return reasons.no_gpu(request)
 
 
-def _config(request: NormRequest) -> tuple[Blocks, str]:
-    row, source = block_specs.norm_row(request.device.compute_capability, "triton", columns=request.columns)
+def _supports_mosaic(request: NormRequest) -> str | None:
+    if reason := reasons.no_gpu(request) or reasons.not_hopper(request):
+        return reason
+    if request.rows == 0:
+        return "there are no rows"
+    if request.dtype == "float32":
+        return "its rings in shared memory are for rows of bfloat16 and float16, not of float32"
+    if row_warps_of(request.columns, 1) is None:
+        return (
+            "it needs columns that are a multiple of 128 up to 2048, of 512 up to 8192 or of 1024 up to 16384, "
+            f"and these are {request.columns}"
+        )
+    return reasons.no_mosaic(request)
+
+
+def _config(implementation: str, request: NormRequest) -> tuple[Blocks, str]:
+    row, source = block_specs.norm_row(request.device.compute_capability, implementation, columns=request.columns)
     return Blocks(forward=row.forward, backward=row.backward, core_count=request.device.core_count), source
+
+
+def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel's function with a vmap, which is a loop: Pallas has none for Mosaic kernels."""
+
+    def run(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
+        call = lambda inputs, *arrays: function(inputs, options, *arrays, **statics)
+        return jax.custom_batching.sequential_vmap(call)(inputs, *arrays)
+
+    return run
 
 
 def _xla_forward(inputs, options, *, config, interpret):
@@ -220,9 +249,16 @@ IMPLEMENTATIONS = {
     "triton": Implementation(
         "triton",
         _supports_triton,
-        _config,
+        functools.partial(_config, "triton"),
         kernel(forward_triton.norm_forward, "forward"),
         kernel(backward_triton.norm_backward, "backward"),
+    ),
+    "mosaic_gpu": Implementation(
+        "mosaic_gpu",
+        _supports_mosaic,
+        functools.partial(_config, "mosaic_gpu"),
+        _one_by_one(kernel(forward_sm90.norm_forward, "forward")),
+        _one_by_one(kernel(backward_sm90.norm_backward, "backward")),
     ),
     "xla": Implementation(
         "xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward

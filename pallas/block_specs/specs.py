@@ -284,6 +284,27 @@ class NormBackwardTriton:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NormSm90:
+    """Blocks of a Hopper kernel of normalisation, forward or backward.
+
+    row_warps: warps that share a row, 1, 4, 8 or 16; others where these do not divide the columns. warpgroups: of a
+    CTA; each has a ring of stages. stages: as many as shared memory has room for, up to this number.
+    """
+
+    row_warps: int
+    warpgroups: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        if self.stages < 2:
+            raise ValueError(f"NormSm90.stages={self.stages} must be 2 or more")
+        if self.warpgroups not in (1, 2, 3, 4):
+            raise ValueError(f"NormSm90.warpgroups={self.warpgroups} must be 1, 2, 3 or 4")
+        if self.row_warps not in (1, 4, 8, 16):
+            raise ValueError(f"NormSm90.row_warps={self.row_warps} must be 1, 4, 8 or 16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NormRow:
     """The blocks of a normalisation. The first row that matches is taken. columns: the most it serves, None for any."""
 

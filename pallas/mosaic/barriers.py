@@ -63,6 +63,27 @@ def named_barrier(kind: str, index: int, threads: int) -> None:
     barrier()
 
 
+def group_barrier(members: int, first: int) -> None:
+    """Waits for all threads of the group of `members` neighbouring warpgroups that the calling one is in.
+
+    first: the hardware barrier of the first group.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=None)
+    def barrier(_):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm
+
+        i32 = ir.IntegerType.get_signless(32)
+        group = arith.divui(utils.warpgroup_idx(sync=False), utils.c(members, i32))
+        index = arith.addi(group, utils.c(first, i32))
+        assembly = f"bar.sync $0, {members * utils.WARPGROUP_SIZE};"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [index], assembly, "r,~{memory}", has_side_effects=True)
+
+    barrier()
+
+
 def count_up(counter_ref, out_ref, first: int = 0, *, release: bool = False) -> None:
     """Adds 1 to a counter [1] in device memory: out_ref[0] = first + the counter's value before.
 

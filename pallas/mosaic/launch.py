@@ -17,14 +17,18 @@ def launch(
     warpgroups: int,
     semantics: plgpu.LoweringSemantics,
     interpret: bool,
+    auto_barriers: bool | None = None,
     **params: Any,
 ) -> Callable[..., Any]:
-    """plgpu.kernel over axes "cta" and "wg". With Warpgroup semantics the kernel places all barriers itself.
+    """plgpu.kernel over axes "cta" and "wg".
+
+    auto_barriers: whether Pallas places barriers around stores to shared memory. None: with Lane semantics alone.
 
     Inside jax.shard_map the results vary over the mesh axes that the arguments vary over. params: further fields of
     plgpu.CompilerParams.
     """
-    is_lane = semantics == plgpu.LoweringSemantics.Lane
+    if auto_barriers is None:
+        auto_barriers = semantics == plgpu.LoweringSemantics.Lane
     kernel = plgpu.kernel(
         entry,
         out_type=out_type,
@@ -34,7 +38,7 @@ def launch(
         thread_name="wg",
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=semantics, unsafe_no_auto_barriers=not is_lane, **params
+            approx_math=True, lowering_semantics=semantics, unsafe_no_auto_barriers=not auto_barriers, **params
         ),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )

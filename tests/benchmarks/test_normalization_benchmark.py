@@ -7,19 +7,24 @@ import pytest
 
 
 def test_blocks_of_a_direction():
-    text = "1,4;2,8;1,8,2;1,16,1,8192"
-    forward, backward = (benchmark.Case("layer_norm", mode, 8, 8) for mode in ("fwd", "bwd"))
+    text = "1,4;2,8;1,8,2;1,16,1,8192;sm90:4,4,3;sm90:4,4,5;sm90:16,4,3;sm90:4,3,2"
+    forward, backward = (benchmark.Case("layer_norm", mode, 8, 4096) for mode in ("fwd", "bwd"))
+    hopper = lambda *numbers: ("mosaic_gpu", dict(zip(("row_warps", "warpgroups", "stages"), numbers, strict=True)))
     assert benchmark._blocks(forward, text) == [
-        {},
-        {"block_rows": 1, "num_warps": 4},
-        {"block_rows": 2, "num_warps": 8},
+        ("triton", {}),
+        ("mosaic_gpu", {}),
+        ("triton", {"block_rows": 1, "num_warps": 4}),
+        ("triton", {"block_rows": 2, "num_warps": 8}),
+        *(hopper(4, 4, 3), hopper(4, 4, 5), hopper(16, 4, 3), hopper(4, 3, 2)),
     ]
     assert benchmark._blocks(backward, text) == [
-        {},
-        {"block_rows": 1, "num_warps": 8, "programs": 2},
-        {"block_rows": 1, "num_warps": 16, "programs": 1, "chunk": 8192},
+        ("triton", {}),
+        ("mosaic_gpu", {}),
+        ("triton", {"block_rows": 1, "num_warps": 8, "programs": 2}),
+        ("triton", {"block_rows": 1, "num_warps": 16, "programs": 1, "chunk": 8192}),
+        *(hopper(4, 4, 3), hopper(16, 4, 3), hopper(4, 3, 2)),  # for five stages shared memory has no room
     ]
-    assert forward.megabytes * 1.5 == backward.megabytes == 3 * 2 * 64 / 1e6
+    assert forward.megabytes * 1.5 == backward.megabytes == 3 * 2 * 8 * 4096 / 1e6
 
 
 @pytest.mark.timeout(300)
@@ -35,14 +40,22 @@ def test_runs(tmp_path, monkeypatch, without_gpu):
     ]
     for row in rows:
         statuses = {c["name"]: c["status"] for c in row["contenders"]}
-        assert statuses == {"triton": "ok", "xla": "ok", "torch": "ok", "liger": "unavailable", "copy": "ok"}
+        assert statuses == {
+            "triton": "ok",
+            "mosaic_gpu": "unavailable",
+            "xla": "ok",
+            "torch": "ok",
+            "liger": "unavailable",
+            "copy": "ok",
+        }
         ours = row["contenders"][0]
         assert ours["error"] < 0.01
         assert ours["gigabytes_per_second"] > 0
     assert benchmark.main([*common, "--sweep", "2,1;2,1,1", "--ops", "rms_norm"]) == 0
     rows = json.loads(output.read_text())["rows"]
     assert [[c["name"] for c in row["contenders"]] for row in rows] == [
-        ["row", "block_rows=2 num_warps=1"],
-        ["row", "block_rows=2 num_warps=1 programs=1"],
+        ["triton", "mosaic_gpu", "triton block_rows=2 num_warps=1", "copy"],
+        ["triton", "mosaic_gpu", "triton block_rows=2 num_warps=1 programs=1", "copy"],
     ]
-    assert all(c["status"] == "ok" for row in rows for c in row["contenders"])
+    statuses = {c["name"].split()[0]: c["status"] for row in rows for c in row["contenders"]}
+    assert statuses == {"triton": "ok", "mosaic_gpu": "unavailable", "copy": "ok"}

@@ -10,13 +10,13 @@ import pytest
 from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.dispatch import on_device
 from jax_kernels.pallas.block_specs import sm80
-from jax_kernels.testing_normalization import CASES, LONG, Case, errors_of
+from jax_kernels.testing_normalization import CASES, HOPPER, LONG, Case, errors_by
 
 IMPLEMENTATIONS = ("triton", "xla")
 
 
-def check(case, got):
-    for name, (error, bound) in errors_of(case, got).items():
+def check(case, implementation=None):
+    for name, (error, bound) in errors_by(case, implementation).items():
         assert error <= bound, name
 
 
@@ -26,13 +26,13 @@ def test_against_float64(name, implementation, monkeypatch):
     if implementation == "triton":
         monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     case = CASES[name]
-    check(case, case.run(implementation))
+    check(case, implementation)
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_long_rows(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
-    check(LONG[name], LONG[name].run("triton"))
+    check(LONG[name], "triton")
 
 
 @pytest.mark.gpu
@@ -40,8 +40,23 @@ def test_long_rows(name, monkeypatch):
 @pytest.mark.parametrize("name", [*CASES, *LONG])
 def test_on_gpu(name, implementation):
     case = (CASES | LONG)[name]
-    check(case, case.run(implementation))
-    check(case.of_rows(1000), case.of_rows(1000).run(implementation))
+    check(case, implementation)
+    check(case.of_rows(1000), implementation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HOPPER)
+def test_hopper_on_gpu(name):
+    check(HOPPER[name], "mosaic_gpu")
+    check(HOPPER[name].of_rows(1000), "mosaic_gpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("columns", [1024, 4096, 8192, 16384])
+def test_hopper_serves_every_row_of_its_block_specs_on_gpu(columns, op):
+    """The rings take many turns."""
+    check(Case((4099, columns), op, has_residual=op == "rms_norm", weights="bfloat16"), "mosaic_gpu")
 
 
 def test_every_row_of_the_block_specs(monkeypatch):
@@ -50,7 +65,7 @@ def test_every_row_of_the_block_specs(monkeypatch):
     for row in sm80.NORM:
         rows = row.backward.block_rows + 1
         case = Case((rows, (row.columns or 20_000) - 1), has_residual=True, dtype="float32")
-        check(case, case.run("triton"))
+        check(case, "triton")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

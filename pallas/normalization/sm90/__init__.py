@@ -1,0 +1,1 @@
+"""Normalisation on Hopper, in Pallas Mosaic."""

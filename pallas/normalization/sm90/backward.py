@@ -1,0 +1,257 @@
+"""The backward of layer_norm and rms_norm on Hopper: x and dout are read once, and dx is written once.
+
+It runs as the forward does. dx takes the place of x in the ring. The sums of dscale and dbias stay in float32 registers
+from a warpgroup's first block to its last. A CTA then adds up the sums of its groups in shared memory, and XLA adds up
+those of the CTAs.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
+from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.registers import as_float32
+from jax_kernels.pallas.normalization.sm90.state import (
+    BLOCK,
+    LINE,
+    LINES,
+    WARPS,
+    Place,
+    Smem,
+    Traits,
+    Warpgroup,
+    sum_of_parts,
+    wide,
+)
+
+SUMS = ("scale", "bias")
+X, DOUT, DTOTAL = range(3)  # of the rings
+
+
+class _Arrays(NamedTuple):
+    """The arrays that the kernel reads. x, dout, dtotal: by parts. scale: by parts of a row."""
+
+    x: Any
+    dout: Any
+    dtotal: Any
+    scale: Any
+    mean: Any
+    inverse: Any
+
+
+def norm_backward(
+    inputs: NormInputs,
+    options: NormOptions,
+    result: NormResult,
+    dout: jax.Array,
+    dtotal: jax.Array | None = None,
+    *,
+    config: NormSm90,
+    core_count: int,
+    interpret: bool,
+) -> NormGradients:
+    """See the package's docstring."""
+    x = inputs.x if result.total is None else result.total
+    rows, columns = x.shape
+    traits = Traits.of(
+        x,
+        options,
+        config,
+        core_count=core_count,
+        copies=2 if dtotal is None else 3,
+        scale_bytes=0 if inputs.scale is None else inputs.scale.size * inputs.scale.dtype.itemsize,
+    )
+    optional = lambda function, x: None if x is None else function(x)
+    missing = traits.numbers().shape[0] - rows
+    whole_blocks = lambda x: jnp.pad(x, (0, missing)) if missing else x
+    given = _Arrays(
+        x=traits.by_parts(x),
+        dout=traits.by_parts(dout),
+        dtotal=optional(traits.by_parts, dtotal),
+        scale=optional(traits.weights_by_parts, inputs.scale),
+        mean=optional(whole_blocks, result.mean),
+        inverse=whole_blocks(result.inverse),
+    )
+    leaves, tree = jax.tree.flatten(given)
+    sums = jax.ShapeDtypeStruct((traits.ctas, traits.row_warps, traits.lines, LINE), jnp.float32)
+    wanted = {name: sums for name in SUMS if getattr(inputs, name) is not None}
+    out_leaves, out_tree = jax.tree.flatten(NormGradients(x=jax.ShapeDtypeStruct(given.x.shape, x.dtype), **wanted))
+
+    def entry(*refs):
+        given = jax.tree.unflatten(tree, refs[: len(leaves)])
+        gradients = jax.tree.unflatten(out_tree, refs[len(leaves) :])
+        run = lambda smem: _kernel(traits, given, gradients, smem)
+        scale_dtype = None if inputs.scale is None else inputs.scale.dtype
+        pl.run_scoped(run, Smem.scratch(traits, x.dtype, len(wanted), scale_dtype), collective_axes="wg")
+
+    found = launch(
+        entry,
+        "norm_backward_sm90",
+        out_type=out_leaves,
+        ctas=traits.ctas,
+        warpgroups=traits.warpgroups,
+        semantics=plgpu.LoweringSemantics.Lane,
+        auto_barriers=False,
+        reduction_scratch_bytes=0,  # each warp adds up its own part
+        interpret=interpret,
+    )(*leaves)
+    found = jax.tree.unflatten(out_tree, found)
+    add_up = lambda weights, sums: sums.reshape(traits.ctas, columns).sum(axis=0).astype(weights.dtype)
+    totals = {name: add_up(getattr(inputs, name), getattr(found, name)) for name in wanted}
+    return NormGradients(x=found.x.reshape(rows, columns), **totals)
+
+
+def _kernel(traits: Traits, given: _Arrays, gradients: NormGradients, smem: Smem) -> None:
+    """One warpgroup of a CTA."""
+    names = tuple(name for name in SUMS if getattr(gradients, name) is not None)
+    rings, totals = tuple(smem.memory) if names else (smem.memory, None)
+    arrays = tuple(x for x in (given.x, given.dout, given.dtotal) if x is not None)
+    worker = Warpgroup(traits=traits, smem=smem, rings=rings, arrays=arrays, wg=lax.axis_index("wg"))
+    backward = _Backward(worker=worker, given=given, gradients=gradients, names=names)
+    worker.load_first()
+    backward.load_scale()
+    sums = {name: [_zeros() for _ in range(traits.lines)] for name in names}
+    _, sums = worker.for_each_block(backward.step, (backward.load_numbers(worker.first), sums), stores=1)
+    backward.store_sums(sums, totals)
+
+
+class _Numbers(NamedTuple):
+    """The mean (None for rms_norm) and the inverse of each row of a block."""
+
+    mean: Any
+    inverse: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Backward:
+    """A warpgroup of the backward. names: of the weights that have gradients."""
+
+    worker: Warpgroup
+    given: _Arrays
+    gradients: NormGradients
+    names: tuple[str, ...]
+
+    def load_scale(self) -> None:
+        """Copies the scale to shared memory, if that has room. Beside the sums over rows registers have none."""
+        if self.worker.smem.scale is None:
+            return
+
+        @pl.when(self.worker.group == 0)
+        def _copy():
+            for line in range(self.worker.traits.lines):
+                to = self.worker.weights_at(self.worker.smem.scale, line)
+                to[...] = self.worker.load_weights(self.given.scale, line)
+
+        self.worker.wait_for_all()
+
+    def load_numbers(self, block: Any) -> _Numbers:
+        """The statistics of a block, or of the last one."""
+        block = jnp.minimum(block, self.worker.traits.blocks - 1)
+        mean = None if self.given.mean is None else self.worker.load_numbers(block, self.given.mean)
+        return _Numbers(mean=mean, inverse=self.worker.load_numbers(block, self.given.inverse))
+
+    def step(self, place: Place, state: tuple[_Numbers, Any]) -> tuple[_Numbers, Any]:
+        """A block: the sums of its rows, then dx and the sums over rows, line by line."""
+        worker, (numbers, sums) = self.worker, state
+        following = self.load_numbers(place.block + worker.traits.stride)  # there when the next step begins
+        mean_g, mean_normed = self._means(place, numbers)
+        factor = mean_normed * numbers.inverse
+        sums = {name: list(of_lines) for name, of_lines in sums.items()}
+        for line in range(worker.traits.lines):
+            centred, dout, g = self._line(place, numbers, line)
+            normed = centred * wide(numbers.inverse, centred)
+            added = {"scale": dout * normed, "bias": dout}
+            for name in self.names:
+                # Without a barrier LLVM adds at the end of the loop's body, and keeps all terms in registers so long.
+                sums[name][line] = lax.optimization_barrier(sums[name][line] + added[name])
+            dx = g * wide(numbers.inverse, g)
+            dx = (dx if mean_g is None else dx - wide(mean_g * numbers.inverse, g)) - normed * wide(factor, g)
+            if self.given.dtotal is not None:
+                dx = dx + self._read(DTOTAL, place, line)
+            to = worker.slot(X, place).at[:, pl.ds(line, 1)]
+            to[...] = dx.astype(to.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(worker.slot(X, place), self.gradients.x.at[worker.parts(place.block)])
+        return following, sums
+
+    def _read(self, array: int, place: Place, line: int) -> jax.Array:
+        ref = self.worker.slot(array, place).at[:, pl.ds(line, 1)]
+        return as_float32(plgpu.load(ref, layout=BLOCK, optimized=False), BLOCK)
+
+    def _line(self, place: Place, numbers: _Numbers, line: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x - mean, dout and dout * weight of a line of each part, [4, 1, 128]."""
+        x, dout = (self._read(array, place, line) for array in (X, DOUT))
+        centred = x if numbers.mean is None else x - wide(numbers.mean, x)
+        if self.given.scale is None:
+            return centred, dout, dout
+        scale = self.given.scale if self.worker.smem.scale is None else self.worker.smem.scale
+        weight = self.worker.load_weights(scale, line)
+        weight = self.worker.wide_weights(weight, self.worker.traits.options.scale_offset)
+        return centred, dout, dout * weight
+
+    def _means(self, place: Place, numbers: _Numbers) -> tuple[Any, Any]:
+        """mean(g), None for rms_norm, and mean(g * normed) of the rows, with g = dout * weight."""
+        traits = self.worker.traits
+        found = [_zeros() for _ in range(1 if numbers.mean is None else 2)]
+        for line in range(traits.lines):
+            centred, _, g = self._line(place, numbers, line)
+            found = [x + y for x, y in zip(found, (g * centred, g), strict=False)]
+        found = [sum_of_parts(x) for x in found]
+        if traits.is_split:
+            found = [sum(of_parts) for of_parts in self.worker.exchange(place, *found)]
+        found = [x * (1 / traits.columns) for x in found]
+        return (None if numbers.mean is None else found[1]), found[0] * numbers.inverse
+
+    def store_sums(self, sums: Any, totals: Any) -> None:
+        """Adds up the sums over rows of the groups, and of the parts where these are rows, and stores them."""
+        worker, traits = self.worker, self.worker.traits
+        if not self.names:
+            return
+        mine = pl.ds(worker.member * WARPS, WARPS)
+        if traits.is_split and traits.groups == 1:
+            for name in self.names:
+                for line in range(traits.lines):
+                    self._sums_of_cta(name)[mine, pl.ds(line, 1)] = sums[name][line]
+            return
+        worker.wait_for_all()  # the totals take the place of all rings
+        for i, name in enumerate(self.names):
+            for line in range(traits.lines):
+                totals[i, worker.group, mine, pl.ds(line, 1)] = sums[name][line]
+        worker.wait_for_all()
+        for step in range(pl.cdiv(traits.lines, traits.groups)):  # the groups share out the lines
+            line = step * traits.groups + worker.group
+            pl.when(line < traits.lines)(functools.partial(self._add_up_line, line, totals))
+
+    def _sums_of_cta(self, name: str) -> Any:
+        return getattr(self.gradients, name).at[lax.axis_index("cta")]
+
+    def _add_up_line(self, line: Any, totals: Any) -> None:
+        worker, traits, line = self.worker, self.worker.traits, pl.ds(line, 1)
+        mine = pl.ds(worker.member * WARPS, WARPS)
+        for i, name in enumerate(self.names):
+            to = self._sums_of_cta(name)
+            if traits.is_split:
+                of_groups = [totals.at[i, group, mine, line] for group in range(traits.groups)]
+                to[mine, line] = _sum_of(of_groups, BLOCK)
+            else:
+                rows = itertools.product(range(traits.groups), range(WARPS))
+                to[0, line] = _sum_of([totals.at[i, group, part, line] for group, part in rows], LINES)
+
+
+def _zeros() -> jax.Array:
+    """A line of each part."""
+    return plgpu.layout_cast(jnp.zeros((WARPS, 1, LINE), jnp.float32), BLOCK)
+
+
+def _sum_of(refs: list[Any], layout: Any) -> jax.Array:
+    first, *rest = (plgpu.load(ref, layout=layout, optimized=False) for ref in refs)
+    return sum(rest, start=first)

@@ -1,0 +1,162 @@
+"""The forward of layer_norm and rms_norm on Hopper: each row is read once, and written once.
+
+As many CTAs run as there are multiprocessors. Each warpgroup, or group of warpgroups that share a row, has a ring of
+blocks of rows in shared memory, and loads blocks ahead of the one it computes. The output takes the place of x in the
+ring, from where it is copied to device memory.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.normalization_inputs import NormInputs, NormOptions, NormResult
+from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.registers import as_float32
+from jax_kernels.pallas.normalization.sm90.state import (
+    BLOCK,
+    LINE,
+    Place,
+    Smem,
+    Traits,
+    Warpgroup,
+    sum_of_parts,
+    wide,
+)
+
+
+def norm_forward(
+    inputs: NormInputs, options: NormOptions, *, config: NormSm90, core_count: int, interpret: bool
+) -> NormResult:
+    """See the package's docstring."""
+    rows, columns = inputs.x.shape
+    traits = Traits.of(inputs.x, options, config, core_count=core_count, copies=1 if inputs.residual is None else 2)
+    optional = lambda function, x: None if x is None else function(x)
+    given = NormInputs(
+        x=traits.by_parts(inputs.x),
+        residual=optional(traits.by_parts, inputs.residual),
+        scale=optional(traits.weights_by_parts, inputs.scale),
+        bias=optional(traits.weights_by_parts, inputs.bias),
+    )
+    leaves, tree = jax.tree.flatten(given)
+    like_x = jax.ShapeDtypeStruct(given.x.shape, inputs.x.dtype)
+    wanted = NormResult(
+        out=like_x,
+        total=None if inputs.residual is None else like_x,
+        mean=traits.numbers() if options.is_centred else None,
+        inverse=traits.numbers(),
+    )
+    out_leaves, out_tree = jax.tree.flatten(wanted)
+
+    def entry(*refs):
+        given = jax.tree.unflatten(tree, refs[: len(leaves)])
+        results = jax.tree.unflatten(out_tree, refs[len(leaves) :])
+        run = lambda smem: _kernel(traits, given, results, smem)
+        pl.run_scoped(run, Smem.scratch(traits, inputs.x.dtype), collective_axes="wg")
+
+    found = launch(
+        entry,
+        "norm_forward_sm90",
+        out_type=out_leaves,
+        ctas=traits.ctas,
+        warpgroups=traits.warpgroups,
+        semantics=plgpu.LoweringSemantics.Lane,
+        auto_barriers=False,
+        reduction_scratch_bytes=0,  # each warp adds up its own part
+        interpret=interpret,
+    )(*leaves)
+    found = jax.tree.unflatten(out_tree, found)
+    return NormResult(
+        out=found.out.reshape(rows, columns),
+        total=optional(lambda x: x.reshape(rows, columns), found.total),
+        mean=optional(lambda x: x[:rows], found.mean),
+        inverse=found.inverse[:rows],
+    )
+
+
+def _kernel(traits: Traits, given: NormInputs, results: NormResult, smem: Smem) -> None:
+    """One warpgroup of a CTA."""
+    arrays = (given.x,) if given.residual is None else (given.x, given.residual)
+    worker = Warpgroup(traits=traits, smem=smem, rings=smem.memory, arrays=arrays, wg=lax.axis_index("wg"))
+    worker.load_first()
+    scale, bias = (None if x is None else worker.load_weights(x) for x in (given.scale, given.bias))
+    forward = _Forward(worker=worker, results=results, scale=scale, bias=bias)
+    worker.for_each_block(forward.step, (), stores=traits.copies)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Forward:
+    """A warpgroup with the weights of its columns in registers."""
+
+    worker: Warpgroup
+    results: NormResult
+    scale: Any
+    bias: Any
+
+    def step(self, place: Place, state: Any) -> Any:
+        """A block: its statistics, out, and the start of its copies to device memory."""
+        worker, options = self.worker, self.worker.traits.options
+        x = self._load(place)
+        mean, inverse = self._statistics(place, x)
+        out = x if mean is None else x - wide(mean, x)
+        out = out * wide(inverse, x)
+        if self.scale is not None:
+            out = out * worker.wide_weights(_kept(self.scale), options.scale_offset)
+        if self.bias is not None:
+            out = out + worker.wide_weights(_kept(self.bias))
+        to = worker.slot(worker.traits.copies - 1, place)
+        to[...] = out.astype(to.dtype)
+        plgpu.commit_smem()
+        parts = worker.parts(place.block)
+        plgpu.copy_smem_to_gmem(to, self.results.out.at[parts])
+        if self.results.total is not None:
+            plgpu.copy_smem_to_gmem(worker.slot(0, place), self.results.total.at[parts])
+        worker.store_numbers(place, self.results.inverse, inverse)
+        if mean is not None:
+            worker.store_numbers(place, self.results.mean, mean)
+        return state
+
+    def _load(self, place: Place) -> jax.Array:
+        """x in float32, or x + residual, which takes the place of x."""
+        worker = self.worker
+        read = lambda i: as_float32(plgpu.load(worker.slot(i, place), layout=BLOCK, optimized=False), BLOCK)
+        if worker.traits.copies == 1:
+            return read(0)
+        to = worker.slot(0, place)
+        total = (read(0) + read(1)).astype(to.dtype)
+        to[...] = total
+        return as_float32(total, BLOCK)
+
+    def _statistics(self, place: Place, x: jax.Array) -> tuple[Any, Any]:
+        """(mean, inverse) of the rows; mean is None for rms_norm.
+
+        Each warp takes the mean and the squared deviations of its part. Chan et al. (1979) join those of parts.
+        """
+        traits = self.worker.traits
+        count = traits.lines * LINE
+        if not traits.options.is_centred:
+            squares = sum_of_parts(jnp.square(x))
+            if traits.is_split:
+                squares = sum(self.worker.exchange(place, squares)[0])
+            return None, self._inverse(squares)
+        mean = sum_of_parts(x) * (1 / count)
+        squares = sum_of_parts(jnp.square(x - wide(mean, x)))
+        if traits.is_split:
+            means, of_parts = self.worker.exchange(place, mean, squares)
+            mean = sum(means) * (1 / traits.row_warps)
+            squares = sum(of_parts) + sum(jnp.square(x - mean) for x in means) * count
+        return mean, self._inverse(squares)
+
+    def _inverse(self, squares: Any) -> Any:
+        traits = self.worker.traits
+        return lax.rsqrt(squares * (1 / traits.columns) + traits.options.eps)
+
+
+def _kept(weights: Any) -> Any:
+    """The same weights, which stay in their dtype between blocks: in float32 they take twice the registers."""
+    return lax.optimization_barrier(weights)

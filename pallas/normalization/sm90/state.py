@@ -1,0 +1,353 @@
+"""The named state of the Hopper kernels of normalisation: sizes, layouts, shared memory, and sums over a row.
+
+A warp owns a part of a row: lines of 128 columns. Short rows have one part. Others have 4, 8 or 16, so that the warps
+of 1, 2 or 4 warpgroups share a row. A warpgroup always holds a block of 4 parts, one for each of its warps.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.normalization_inputs import NormOptions
+from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.mosaic import interpreter
+from jax_kernels.pallas.mosaic.barriers import group_barrier
+from jax_kernels.pallas.mosaic.registers import as_float32
+
+LINE = 128  # columns: 4 for each lane of a warp
+WARPS = 4  # of a warpgroup
+MOST_LINES = 16  # of a part
+FEW_LINES = 8  # for which the registers of four warpgroups suffice
+FIRST_BARRIER = 8  # of the hardware barriers that Mosaic leaves alone
+MOST_BARRIERS = 32  # of an array, whose phases a thread keeps in one register
+SHARED_MEMORY = 225 << 10  # of a CTA, for its rings and its scale
+# [4 parts, lines, 128] in registers: a part for each warp, 4 neighbouring columns for each lane.
+_TILING = plgpu.Tiling(((WARPS, 1, LINE), (LINE // 32,)))
+BLOCK = plgpu.Layout.TILED(_TILING, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
+PARTS = BLOCK.reduce((1, 2))  # a number for each part
+LINES = BLOCK.reduce(0)  # numbers that all parts share
+
+
+def row_warps_of(columns: int, most: int) -> int | None:
+    """How many warps share a row of so many columns: the most up to `most`, else the fewest; None where none can."""
+    most_lines = {1: MOST_LINES, 4: MOST_LINES, 8: MOST_LINES, 16: FEW_LINES}
+    fit = [
+        warps
+        for warps, lines in most_lines.items()
+        if columns % (warps * LINE) == 0 and columns <= warps * LINE * lines
+    ]
+    few = [warps for warps in fit if warps <= most]
+    return max(few) if few else min(fit, default=None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Sizes of a launch.
+
+    row_warps: warps that share a row. copies: arrays that go through a ring. scale_bytes: of a scale to keep in shared
+    memory beside the rings.
+    """
+
+    options: NormOptions
+    config: NormSm90
+    rows: int
+    columns: int
+    row_warps: int
+    itemsize: int
+    copies: int
+    core_count: int
+    scale_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        x: jax.Array,
+        options: NormOptions,
+        config: NormSm90,
+        *,
+        core_count: int,
+        copies: int,
+        scale_bytes: int = 0,
+    ) -> "Traits":
+        rows, columns = x.shape
+        row_warps = row_warps_of(columns, config.row_warps)
+        assert row_warps is not None
+        return cls(
+            options=options,
+            config=config,
+            rows=rows,
+            columns=columns,
+            row_warps=row_warps,
+            itemsize=x.dtype.itemsize,
+            copies=copies,
+            core_count=core_count,
+            scale_bytes=scale_bytes,
+        )
+
+    @property
+    def lines(self) -> int:
+        """Lines of a part."""
+        return self.columns // (LINE * self.row_warps)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether warps share rows."""
+        return self.row_warps > 1
+
+    @property
+    def members(self) -> int:
+        """Warpgroups that share a row."""
+        return max(1, self.row_warps // WARPS)
+
+    @property
+    def warpgroups(self) -> int:
+        """Whole groups of members, and no more warpgroups than have registers for their lines."""
+        most = min(self.config.warpgroups, 2) if self.lines > FEW_LINES else self.config.warpgroups
+        return max(1, most // self.members) * self.members
+
+    @property
+    def groups(self) -> int:
+        """Groups of warpgroups of a CTA. Each takes one block after another."""
+        return self.warpgroups // self.members
+
+    @property
+    def block_parts(self) -> int:
+        """Parts of a group's block: those of one row, or of 4 short ones."""
+        return WARPS * self.members
+
+    @property
+    def blocks(self) -> int:
+        return pl.cdiv(self.rows * self.row_warps, self.block_parts)
+
+    @property
+    def ctas(self) -> int:
+        return min(self.core_count, pl.cdiv(self.blocks, self.groups))
+
+    @property
+    def stride(self) -> int:
+        """From a block of a group to its next one."""
+        return self.ctas * self.groups
+
+    @property
+    def stages(self) -> int:
+        """As many as shared memory has room for, up to the block spec's."""
+        scale_bytes = self.scale_bytes if self.keeps_scale else 0
+        room = (SHARED_MEMORY - scale_bytes) // self.stage_bytes
+        return min(self.config.stages, room, MOST_BARRIERS // self.warpgroups)
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether shared memory has room for the scale beside two stages."""
+        return 0 < self.scale_bytes <= SHARED_MEMORY - 2 * self.stage_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.warpgroups * self.copies * WARPS * self.lines * LINE * self.itemsize
+
+    def by_parts(self, x: jax.Array) -> jax.Array:
+        """An array [rows, columns] as [parts, lines, 128]."""
+        return x.reshape(self.rows * self.row_warps, self.lines, LINE)
+
+    def weights_by_parts(self, x: jax.Array) -> jax.Array:
+        """An array [columns] as [parts of a row, lines, 128]."""
+        return x.reshape(self.row_warps, self.lines, LINE)
+
+    def numbers(self) -> jax.ShapeDtypeStruct:
+        """A number for each row, of whole blocks."""
+        return jax.ShapeDtypeStruct((self.blocks * (1 if self.is_split else WARPS),), jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Smem:
+    """A CTA's shared memory.
+
+    memory: the rings, and what takes their place at the end. ready: [warpgroups * stages]. sums: [groups, 2, values,
+    parts], sums of parts, in turns. scale: by parts of a row, or None. row_ready: [groups] and all_ready: [1], for the
+    interpreter alone.
+    """
+
+    memory: Any
+    ready: Any
+    sums: Any
+    scale: Any
+    row_ready: Any
+    all_ready: Any
+
+    @classmethod
+    def scratch(cls, traits: Traits, dtype: Any, weights: int = 0, scale_dtype: Any = None) -> "Smem":
+        """For pl.run_scoped. weights: how many arrays of weights have sums over the rows."""
+        shape = (traits.warpgroups, traits.stages, WARPS, traits.lines, LINE)
+        rings = tuple(plgpu.SMEM(shape, dtype) for _ in range(traits.copies))
+        totals = plgpu.SMEM((max(1, weights), traits.groups, traits.block_parts, traits.lines, LINE), jnp.float32)
+        interpreted = interpreter.INTERPRETED
+        return cls(
+            memory=plgpu.RefUnion(rings, totals) if weights else rings,
+            ready=plgpu.Barrier(num_arrivals=traits.copies, num_barriers=traits.warpgroups * traits.stages),
+            sums=plgpu.SMEM((traits.groups, 2, 2, traits.row_warps), jnp.float32) if traits.is_split else None,
+            scale=plgpu.SMEM((traits.row_warps, traits.lines, LINE), scale_dtype) if traits.keeps_scale else None,
+            row_ready=plgpu.Barrier(num_arrivals=traits.members, num_barriers=traits.groups) if interpreted else None,
+            all_ready=plgpu.Barrier(num_arrivals=traits.warpgroups) if interpreted else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """A block of a warpgroup: its number, that of the warpgroup's turn, and its slot in the rings."""
+
+    block: Any
+    turn: Any
+    slot: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Warpgroup:
+    """A warpgroup of a CTA. rings: for each array [warpgroups, stages, 4 parts, lines, 128].
+
+    arrays: refs in device memory that the rings take, by parts.
+    """
+
+    traits: Traits
+    smem: Smem
+    rings: tuple[Any, ...]
+    arrays: tuple[Any, ...]
+    wg: Any
+
+    @property
+    def group(self) -> Any:
+        return lax.div(self.wg, jnp.int32(self.traits.members))
+
+    @property
+    def member(self) -> Any:
+        return lax.rem(self.wg, jnp.int32(self.traits.members))
+
+    @property
+    def first(self) -> Any:
+        """The group's first block."""
+        return lax.axis_index("cta") * self.traits.groups + self.group
+
+    def parts(self, block: Any) -> Any:
+        """A slice of the 4 parts that this warpgroup has of a block."""
+        return pl.ds(block * self.traits.block_parts + self.member * WARPS, WARPS)
+
+    @property
+    def count(self) -> Any:
+        """How many blocks the group has."""
+        stride = self.traits.stride
+        return lax.div(self.traits.blocks - self.first + (stride - 1), jnp.int32(stride))
+
+    def load_first(self) -> None:
+        """Starts to load the first blocks: all slots but one."""
+        for turn in range(self.traits.stages - 1):
+            pl.when(turn < self.count)(functools.partial(self._load, self.first + turn * self.traits.stride, turn))
+
+    def for_each_block(self, step: Callable[[Place, Any], Any], state: Any, stores: int) -> Any:
+        """Calls step(place, state) -> state for the group's blocks, behind load_first.
+
+        Each block is loaded stages - 1 turns ahead, when the copies from its slot have been read. stores: copies to
+        device memory that step starts.
+        """
+        traits, ready = self.traits, self.smem.ready
+        first, count, stride = self.first, self.count, traits.stride
+        ahead, last = traits.stages - 1, traits.stages - 1
+
+        def body(turn, carry):
+            slot, state = carry
+            plgpu.barrier_wait(ready.at[self.wg * traits.stages + slot])
+            state = step(Place(block=first + turn * stride, turn=turn, slot=slot), state)
+
+            @pl.when(turn + ahead < count)
+            def _load():
+                plgpu.wait_smem_to_gmem(stores, wait_read_only=True)
+                self._load(first + (turn + ahead) * stride, jnp.where(slot == 0, last, slot - 1))
+
+            return jnp.where(slot == last, 0, slot + 1), state
+
+        _, state = lax.fori_loop(0, count, body, (jnp.int32(0), state))
+        plgpu.wait_smem_to_gmem(0)
+        return state
+
+    def _load(self, block: Any, slot: Any) -> None:
+        for gmem, ring in zip(self.arrays, self.rings, strict=True):
+            ready = self.smem.ready.at[self.wg * self.traits.stages + slot]
+            plgpu.copy_gmem_to_smem(gmem.at[self.parts(block)], ring.at[self.wg, slot], ready)
+
+    def slot(self, array: int, place: Place) -> Any:
+        """The ref [4 parts, lines, 128] of an array's slot."""
+        return self.rings[array].at[self.wg, place.slot]
+
+    def weights_at(self, ref: Any, line: int | None = None) -> Any:
+        """The ref of this warpgroup's weights in [parts of a row, lines, 128], or of one line of each part."""
+        lines = pl.ds(0, self.traits.lines) if line is None else pl.ds(line, 1)
+        return ref.at[pl.ds(self.member * WARPS, WARPS) if self.traits.is_split else 0, lines]
+
+    def load_weights(self, ref: Any, line: int | None = None) -> Any:
+        """Those weights, in their dtype."""
+        layout = BLOCK if self.traits.is_split else LINES
+        return plgpu.load(self.weights_at(ref, line), layout=layout, optimized=False)
+
+    def wide_weights(self, weights: Any, offset: float = 0.0) -> jax.Array:
+        """Weights + offset as float32 [4 parts, lines, 128]."""
+        weights = as_float32(weights, BLOCK if self.traits.is_split else LINES)
+        weights = weights + offset if offset else weights
+        if self.traits.is_split:
+            return weights
+        return plgpu.layout_cast(lax.broadcast_in_dim(weights, (WARPS, *weights.shape), [1, 2]), BLOCK)
+
+    def load_numbers(self, block: Any, gmem: Any) -> Any:
+        """A number for each row of a block."""
+        if self.traits.is_split:
+            return gmem[block]
+        return plgpu.load(gmem.at[self.parts(block)], layout=PARTS, optimized=False)
+
+    def store_numbers(self, place: Place, gmem: Any, numbers: Any) -> None:
+        """Stores a number for each row of a block."""
+        if not self.traits.is_split:
+            gmem[self.parts(place.block)] = numbers
+            return
+
+        @pl.when(self.member == 0)
+        def _store():
+            gmem[place.block] = numbers
+
+    def exchange(self, place: Place, *values: Any) -> list[list[Any]]:
+        """For each value [4], the numbers of all parts of the row."""
+        traits, sums = self.traits, self.smem.sums.at[self.group, lax.rem(place.turn, jnp.int32(2))]
+        for i, value in enumerate(values):
+            sums[i, pl.ds(self.member * WARPS, WARPS)] = value
+        self._wait_for_group()
+        return [[sums[i, part] for part in range(traits.row_warps)] for i in range(len(values))]
+
+    def _wait_for_group(self) -> None:
+        if not interpreter.INTERPRETED:
+            group_barrier(self.traits.members, FIRST_BARRIER)
+        else:
+            plgpu.barrier_arrive(self.smem.row_ready.at[self.group])
+            plgpu.barrier_wait(self.smem.row_ready.at[self.group])
+
+    def wait_for_all(self) -> None:
+        """Waits for all warpgroups of the CTA."""
+        if not interpreter.INTERPRETED:
+            group_barrier(self.traits.warpgroups, FIRST_BARRIER + self.traits.groups)
+        else:
+            plgpu.barrier_arrive(self.smem.all_ready)
+            plgpu.barrier_wait(self.smem.all_ready)
+
+
+def sum_of_parts(x: jax.Array) -> jax.Array:
+    """[4], the sums of [4 parts, lines, 128]."""
+    return x.sum(axis=1).sum(axis=1)
+
+
+def wide(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Broadcasts a number for each part, or one number, to a block's shape."""
+    if x.ndim == 0:
+        return x
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, like.shape, [0]), BLOCK)

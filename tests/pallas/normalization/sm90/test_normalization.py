@@ -1,0 +1,113 @@
+"""The Hopper norms in the Mosaic interpreter, with gradients and races; and their block specs, compiled without a GPU.
+
+As a script it compiles a forward and a backward: `python .../test_normalization.py 32768-4096-layer_norm-bfloat16-0`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
+
+import aot
+import cases_interpreter
+from tiers import cases
+
+from jax_kernels import explain, layer_norm, rms_norm
+from jax_kernels.dispatch import on_device
+from jax_kernels.pallas.normalization.sm90.state import row_warps_of
+
+# Cores, whether races are looked for, and cases of norm_cases.HOPPER.
+INTERPRETED = {
+    "races": (1, True, ["row_for_each_warp", "no_weights", "no_bias", "rms_four_warpgroups"]),
+    "one_core": (1, False, ["one_warpgroup", "two_warpgroups", "many_short_rows"]),
+    "three_cores": (3, False, ["rms_one_warpgroup", "wide_two_warpgroups", "four_warpgroups"]),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("group", INTERPRETED)
+def test_interpreted(group):
+    cases_interpreter.check("jax_kernels.testing_normalization", *INTERPRETED[group])
+
+
+# Columns, the most warps that may share a row, and how many do.
+ROW_WARPS = [(1024, 1, 1), (4096, 4, 4), (8192, 8, 8), (16384, 16, 16), (768, 4, 1), (2560, 16, 4), (14336, 16, 16)]
+ROW_WARPS += [(13312, 16, 8), (16384, 4, 8), (4096, 1, 4), (2048, 1, 1)]
+ROW_WARPS += [(100, 4, None), (2176, 4, None), (16896, 16, None), (32768, 16, None)]
+
+
+@pytest.mark.parametrize(("columns", "most", "want"), ROW_WARPS)
+def test_warps_that_share_a_row(columns, most, want):
+    assert row_warps_of(columns, most) == want
+
+
+def test_supports():
+    x = lambda columns, dtype="bfloat16": jax.ShapeDtypeStruct((64, columns), jnp.dtype(dtype))
+    plan = lambda *x: explain(layer_norm, *x, implementation="mosaic_gpu")
+    with on_device("H200"):
+        assert plan(x(4096, "float16")).config.backward.row_warps == 4
+        with pytest.raises(NotImplementedError, match="not of float32"):
+            plan(x(4096, "float32"))
+        with pytest.raises(NotImplementedError, match=r"a multiple of 128 up to 2048.* these are 1000"):
+            plan(x(1000))
+    with on_device("A100"), pytest.raises(NotImplementedError, match="needs Hopper"):
+        plan(x(4096))
+
+
+def test_traced_under_vmap_and_shard_map():
+    """Results have the types that the caller's transformations ask for; nothing runs."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    norm = lambda x, scale: layer_norm(x, scale, implementation="mosaic_gpu")
+    gradients = lambda norm: jax.grad(lambda *given: norm(*given).astype(jnp.float32).sum(), (0, 1))
+    sharded = jax.shard_map(norm, mesh=mesh, in_specs=(jax.P("rows"), jax.P()), out_specs=jax.P("rows"))
+    x, scale = jax.ShapeDtypeStruct((3, 8, 256), jnp.bfloat16), jax.ShapeDtypeStruct((256,), jnp.float32)
+    with on_device("H200"):
+        mapped = jax.eval_shape(jax.vmap(gradients(norm), (0, None)), x, scale)
+        split = jax.eval_shape(gradients(sharded), x, scale)
+    assert [y.shape for y in mapped] == [(3, 8, 256), (3, 256)]
+    assert [y.shape for y in split] == [(3, 8, 256), (256,)]
+
+
+# Rows, columns, the op, the dtype of its weights, and whether there is a residual.
+COMPILED = [f"{shape}-layer_norm-bfloat16-0" for shape in ("32768-4096", "16384-8192", "65536-1024", "8192-16384")]
+COMPILED += ["32768-4096-layer_norm-float32-1", "8192-16384-layer_norm-float32-1", "16384-14336-layer_norm-bfloat16-1"]
+COMPILED += ["65537-1024-rms_norm-float32-1", "16384-8192-rms_norm-bfloat16-0", "16384-2048-layer_norm-float32-1"]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("call", cases(COMPILED, COMPILED[:4]))
+def test_compiled(call):
+    """Two launches, neither of which spills."""
+    printed, mosaic, _ = aot.compile_script(__file__, call)
+    assert json.loads(printed) == []
+    assert sorted(mosaic) == [f"norm_{direction}_sm90_mosaic_gpu_kernel" for direction in ("backward", "forward")]
+    for name, figures in mosaic.items():
+        assert figures["spill_stores"] + figures["spill_loads"] == 0, name
+        assert figures["shared_memory"] <= 232448
+
+
+def _compile(rows: str, columns: str, op: str, weights: str, has_residual: str) -> list[str]:
+    """Compiles in this process; the names of the Triton kernels."""
+    x = jax.ShapeDtypeStruct((int(rows), int(columns)), jnp.bfloat16)
+    given = {"x": x, "scale": jax.ShapeDtypeStruct(x.shape[1:], jnp.dtype(weights))}
+    if op == "layer_norm":
+        given["bias"] = given["scale"]
+    if int(has_residual):
+        given["residual"] = x
+    norm = {"layer_norm": layer_norm, "rms_norm": rms_norm}[op]
+
+    def both(given, dout):
+        results, vjp = jax.vjp(lambda given: norm(**given, implementation="mosaic_gpu"), given)
+        return results, vjp(dout)
+
+    return aot.lower_and_compile("h200", both, given, (x, x) if int(has_residual) else x)[1]
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(*sys.argv[1].split("-"))))
