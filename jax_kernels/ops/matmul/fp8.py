@@ -82,9 +82,10 @@ def checked_scales(
 
 def _scaling_of(x_scale: Any, w_scale: Any, axes: int) -> str:
     """What the shapes of scales tell; w's are the clearer ones, as w has two axes."""
-    if jnp.ndim(w_scale) == 2 or (w_scale is None and axes == 2 and jnp.ndim(x_scale) == 2):
+    of_x, of_w = (0 if scale is None else jnp.ndim(scale) for scale in (x_scale, w_scale))
+    if of_w == 2 or (w_scale is None and axes == 2 and of_x == 2):
         return "block"
-    return "row" if jnp.ndim(w_scale) or jnp.ndim(x_scale) else "tensor"
+    return "row" if of_w or of_x else "tensor"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
