@@ -53,7 +53,7 @@ def quantize(
 
         largest = jnp.abs(x).max(axis, keepdims=True)
         scale = where(largest > 0, largest / finfo(float8_e4m3fn).max, 1)
-        values = (x / scale).astype(float8_e4m3fn)
+        values = (x * (1 / scale)).astype(float8_e4m3fn)
 
     Args:
       x: a float array with at least two axes, for "block", or one, for "row".
@@ -86,10 +86,11 @@ def quantize(
     if scale is None:
         scale = _scale_of(_largest(x, scaling, axis), dtype)
         spread = _spread(scale, scaling, axis, x.shape)
-        values = jnp.where(jnp.isfinite(spread), x / spread, jnp.nan).astype(dtype)
+        # Times the reciprocal: a compiled division by one number is that, and rounds otherwise than an exact one.
+        values = jnp.where(jnp.isfinite(spread), x * (1 / spread), jnp.nan).astype(dtype)
     else:
         scale = checked_scale("scale", scale, scale_shape(x.shape, scaling, axis))
-        values = _saturated(x / _spread(scale, scaling, axis, x.shape), dtype)
+        values = _saturated(x * (1 / _spread(scale, scaling, axis, x.shape)), dtype)
     return QuantizedArray(values=values, scale=scale, scaling=scaling, axis=axis)
 
 

@@ -39,10 +39,11 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
             dequantize(QuantizedArray(values=y, scale=scale, scaling="block"))
             for y, scale in ((x, x_scale), (w, w_scale))
         )
-        return _sums(x, w, dataclasses.replace(options, precision="fp32"))
+        return _sums(x, w, dataclasses.replace(options, precision="tf32"))
     if options.scaling is None:
         return _sums(x, w, options)
-    product = _sums(x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), options)  # exact; XLA finds the 8 bits
+    wide = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32  # both exact; there XLA finds the 8 bits
+    product = _sums(x.astype(wide), w.astype(wide), options)
     if options.scaling == "tensor":
         return product * (x_scale * w_scale)
     return product * x_scale[:, None] * w_scale

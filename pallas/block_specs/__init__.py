@@ -98,11 +98,11 @@ def dilated_launches(compute_capability: tuple[int, int] | None) -> DilatedLaunc
     return getattr(_file(compute_capability, "mosaic_gpu")[0], "DILATED_LAUNCHES", sm90.DILATED_LAUNCHES)
 
 
-def matmul_order(compute_capability: tuple[int, int] | None) -> tuple[str, ...]:
-    """The implementations of matmul on this GPU, the fastest first."""
+def matmul_order(compute_capability: tuple[int, int] | None, *, rows: int, columns: int) -> tuple[str, ...]:
+    """The implementations of a matmul with these rows of x and columns of w on this GPU, the fastest first."""
     if compute_capability is None or compute_capability < (8, 0):
         return ("xla",)
-    return nearest(compute_capability)[0].MATMUL_ORDER
+    return next(row.names for row in nearest(compute_capability)[0].MATMUL_ORDER if row.serves(rows, columns))
 
 
 def matmul_row(

@@ -9,7 +9,14 @@ from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
 from jax_kernels.pallas.block_specs.specs import AttentionDecodeTriton as Decode
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
-from jax_kernels.pallas.block_specs.specs import MatmulRow, MatmulTriton, NormBackwardTriton, NormRow, NormTriton
+from jax_kernels.pallas.block_specs.specs import (
+    MatmulOrder,
+    MatmulRow,
+    MatmulTriton,
+    NormBackwardTriton,
+    NormRow,
+    NormTriton,
+)
 
 ATTENTION_ORDER = ("triton", "cudnn", "xla")
 NORM_ORDER = ("triton", "xla")
@@ -110,7 +117,7 @@ NORM = (
 )
 
 # Until the Triton kernel is timed beside cuBLAS, which "xla" calls, it serves by its name alone.
-MATMUL_ORDER = ("xla", "triton")
+MATMUL_ORDER = (MatmulOrder(names=("xla", "triton")),)
 
 # Not measured.
 MATMUL = (

@@ -358,6 +358,22 @@ class MatmulTriton:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulOrder:
+    """The implementations of a matmul, the fastest first. The first row that matches is taken.
+
+    rows: of x, the most it serves, None for any. tiles: of 128 x 256 numbers of out, likewise.
+    """
+
+    names: tuple[str, ...]
+    rows: int | None = None
+    tiles: int | None = None
+
+    def serves(self, rows: int, columns: int) -> bool:
+        tiles = -(-rows // 128) * -(-columns // 256)
+        return (self.rows is None or rows <= self.rows) and (self.tiles is None or tiles <= self.tiles)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulRow:
     """The blocks of a matmul. The first row that matches is taken.
 

@@ -168,9 +168,9 @@ def check_gated(
     if (w_up.shape, w_up.dtype, of_up) != (w_gate.shape, w_gate.dtype, of_gate):
         got, want = (f"{w.dtype}{list(w.shape)}" for w in (w_up, w_gate))
         raise ValueError(f"w_up: got {got}, want w_gate's dtype, shape and scaling: {want}")
-    got, want = (None if x is None else jnp.shape(x) for x in (up_scale, gate_scale))
-    if got != want:
-        raise ValueError(f"w_up_scale: got shape {got}, want w_gate_scale's {want}")
+    up_shape, gate_shape = (None if x is None else jnp.shape(x) for x in (up_scale, gate_scale))
+    if up_shape != gate_shape:
+        raise ValueError(f"w_up_scale: got shape {up_shape}, want w_gate_scale's {gate_shape}")
     arguments |= {"x": x, "activation": activation, "transpose_w": transpose_w}
     request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
     if options.scaling is not None and up_scale is not None:

@@ -132,7 +132,7 @@ IMPLEMENTATIONS = {
 
 
 def _order(request: MatmulRequest) -> tuple[str, ...]:
-    return block_specs.matmul_order(request.device.compute_capability)
+    return block_specs.matmul_order(request.device.compute_capability, rows=request.m, columns=request.n)
 
 
 OP = PlannedOp("matmul", IMPLEMENTATIONS, _order)

@@ -90,10 +90,11 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
         plgpu.barrier_wait(smem.ready.at[slot])
         found = []
         for total, (w, scale, first) in zip(totals, parts, strict=True):
+            sums = product(slot, w, first)
             if traits.options.scaling == "block":
-                found.append(total + product(slot, w, first) * factor(i, scale, first))
-            else:
-                found.append(total + product(slot, w, first))
+                sums = sums * factor(i, scale, first)
+            # Here, and not at the step's end, where the sums of all parts would be in registers.
+            found.append(lax.optimization_barrier(total + sums))
         plgpu.barrier_arrive(smem.free.at[slot])
         return found
 

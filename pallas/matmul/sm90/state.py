@@ -81,6 +81,16 @@ class Traits:
         return DEPTH_BYTES // self.dtype.itemsize
 
     @property
+    def promoted(self) -> int:
+        """How many columns of 8-bit products are promoted at a time."""
+        return min(PROMOTED, self.block_n)
+
+    @property
+    def has_second_part(self) -> bool:
+        """Whether two parts of columns of 8-bit products are promoted in turn."""
+        return self.is_8_bit and (self.is_gated or self.block_n > PROMOTED)
+
+    @property
     def stages(self) -> int:
         """As many as shared memory has room for beside the buffers of the results, up to the block spec's."""
         of_stage = (BLOCK_M + self.config.block_n) * DEPTH_BYTES
@@ -126,7 +136,8 @@ class Smem:
 
     x, w, w_up: [stages, ...], a step's operands. out: [warpgroups, buffers, 64, 64], parts of a work tile on their way
     to device memory; the residual comes the same way. ready, free: [stages], a step's operands are there, or have been
-    read. residual_ready: [warpgroups].
+    read. second_ready: [stages], as ready, of the weights of the second part of 8-bit products. residual_ready:
+    [warpgroups].
     """
 
     x: Any
@@ -134,6 +145,7 @@ class Smem:
     w_up: Any
     out: Any
     ready: Any
+    second_ready: Any
     free: Any
     residual_ready: Any
 
@@ -150,7 +162,8 @@ class Smem:
             w=w,
             w_up=w if traits.is_gated else None,
             out=plgpu.SMEM((COMPUTE_WGS, traits.buffers, ROWS, COLUMNS), traits.out_dtype, transforms=out_tiles),
-            ready=plgpu.Barrier(num_arrivals=3 if traits.is_gated else 2, num_barriers=stages),
+            ready=plgpu.Barrier(num_arrivals=3 if traits.is_gated and not traits.is_8_bit else 2, num_barriers=stages),
+            second_ready=plgpu.Barrier(num_barriers=stages) if traits.has_second_part else None,
             free=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=stages),
             residual_ready=plgpu.Barrier(num_barriers=COMPUTE_WGS) if traits.has_residual else None,
         )

@@ -34,6 +34,12 @@ def test_interpreted(group):
     cases_interpreter.check("jax_kernels.testing_matmul", *INTERPRETED[group])
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("cores", "names"), [(1, ["row", "block_edges"]), (3, ["tensor", "edges", "block"])])
+def test_8_bits_interpreted(cores, names):
+    cases_interpreter.check("fp8_matmul_cases", cores, cores == 1, names)
+
+
 @pytest.mark.parametrize(("m", "n", "rows_together"), [(900, 640, 3), (128, 64, 8), (1024, 512, 4), (1000, 256, 5)])
 def test_every_work_tile_is_done_once(m, n, rows_together):
     """Also those of the last band, which has fewer rows of tiles where rows_together does not divide them."""
@@ -56,13 +62,18 @@ COMPILED = {
     "relu": {"activation": "relu"},
     "silu": {"activation": "silu", "has_bias": True},
     "gated": {"activation": "silu", "is_gated": True},
+    "fp8": {"precision": "fp8"},
+    "fp8_rows": {"precision": "fp8", "scaling": "row", "activation": "gelu_tanh", "has_bias": True},
+    "fp8_blocks": {"precision": "fp8", "scaling": "block", "has_bias": True, "has_residual": True},
+    "fp8_gated": {"precision": "fp8", "activation": "silu", "is_gated": True},
+    "fp8_gated_blocks": {"precision": "fp8", "scaling": "block", "activation": "silu", "is_gated": True},
     "gated_float32_out": {"activation": "gelu", "is_gated": True, "out_dtype": "float32", "has_residual": True},
 }
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
-@pytest.mark.parametrize("name", tiers.cases(COMPILED, ["plain", "transposed", "gated"]))
+@pytest.mark.parametrize("name", tiers.cases(COMPILED, ["plain", "transposed", "gated", "fp8", "fp8_gated_blocks"]))
 def test_compiled(name):
     """Forward and backward: three launches, none of which spills."""
     printed, mosaic, _ = aot.compile_script(__file__, json.dumps(COMPILED[name]))

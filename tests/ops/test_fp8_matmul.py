@@ -1,0 +1,224 @@
+"""matmul and gated_matmul in 8 bits: against float64 of the rounded operands, scales, transforms and errors."""
+
+import re
+
+import fp8_matmul_cases as cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kernels import explain, gated_matmul, matmul
+from jax_kernels.dispatch import on_device
+from jax_kernels.quantization import QuantizedArray, dequantize, quantize
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_against_float64(name):
+    for result, (error, bound) in cases.errors_by(cases.CASES[name], "xla").items():
+        assert error <= bound, result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", cases.HOPPER)
+def test_on_hopper(name):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs Hopper")
+    for implementation in ("mosaic_gpu", "xla"):
+        for result, (error, bound) in cases.errors_by(cases.HOPPER[name], implementation).items():
+            assert error <= bound * (1 if implementation == "mosaic_gpu" else 50), (implementation, result)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_gated_on_hopper(scaling):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs Hopper")
+    for transpose_w in (False, True):
+        errors = cases.gated_errors(scaling, transpose_w, "mosaic_gpu", size=128)
+        assert max(errors.values()) < 0.1, errors
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_gated(scaling, transpose_w):
+    errors = cases.gated_errors(scaling, transpose_w, "xla")
+    assert sorted(errors) == ["out", "w_gate", "w_up", "x"]
+    assert all(0.01 < error < 0.1 for error in errors.values()), errors
+
+
+def _normal(*shape, dtype=jnp.bfloat16, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@pytest.mark.parametrize("transpose_w", [False, True])
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_quantized_arrays(scaling, transpose_w):
+    """They, and their values and scales by name, give what the call that rounds gives."""
+    x, w = _normal(140, 200), _normal(150, 200, seed=1)
+    w = w if transpose_w else w.T
+    quantized = quantize(x, scaling=scaling), quantize(w, scaling=scaling, axis=-1 if transpose_w else -2)
+    options = {"transpose_w": transpose_w, "out_dtype": jnp.float32}
+    got = matmul(*quantized, **options)
+    values = matmul(
+        *(y.values for y in quantized),
+        **dict(zip(("x_scale", "w_scale"), (y.scale for y in quantized), strict=True)),
+        **options,
+    )
+    want = matmul(x, w, precision="fp8", scaling=scaling, **options)
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(values, want)
+    dense = [dequantize(y) for y in quantized]
+    right = jnp.dot(dense[0], dense[1].T if transpose_w else dense[1], precision="highest")
+    np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-3)
+    gated = gated_matmul(quantized[0], quantized[1], quantized[1], **options)
+    np.testing.assert_allclose(gated, jax.nn.silu(right) * right, rtol=1e-4, atol=1e-2)
+
+
+def test_formats_mix_and_bfloat16_is_the_default():
+    x, w = quantize(_normal(8, 16), "e5m2"), quantize(_normal(16, 4), "e4m3")
+    out = matmul(x, w, bias=jnp.ones(4), activation="relu")
+    assert out.dtype == jnp.bfloat16
+    want = jax.nn.relu(dequantize(x) @ dequantize(w) + 1)
+    np.testing.assert_allclose(out.astype(jnp.float32), want, rtol=2**-8, atol=1e-5)
+
+
+def test_values_without_scales():
+    x, w = _normal(8, 16).astype(jnp.float8_e4m3fn), _normal(16, 4).astype(jnp.float8_e4m3fn)
+    wide = [y.astype(jnp.float32) for y in (x, w)]
+    np.testing.assert_allclose(matmul(x, w, out_dtype="float32"), wide[0] @ wide[1], rtol=1e-6)
+    rows = jnp.arange(1, 9, dtype=jnp.float32)
+    got = matmul(x, w, x_scale=rows, out_dtype="float32")
+    np.testing.assert_allclose(got, rows[:, None] * (wide[0] @ wide[1]), rtol=1e-6)
+    out = gated_matmul(x, w, w, out_dtype="float32")
+    np.testing.assert_allclose(out, jax.nn.silu(wide[0] @ wide[1]) * (wide[0] @ wide[1]), rtol=1e-5)
+
+
+def test_delayed_scales():
+    """Numbers beyond a given scale's range saturate; the scale has no gradient."""
+    x, w = _normal(8, 16, dtype=jnp.float32), _normal(16, 4, dtype=jnp.float32)
+    dynamic = quantize(x).scale
+    call = lambda x_scale: matmul(x, w, precision="fp8", x_scale=x_scale)
+    np.testing.assert_array_equal(call(dynamic), matmul(x, w, precision="fp8"))
+    narrow = matmul(x, w, precision="fp8", x_scale=1e-3)
+    clipped = matmul(jnp.clip(x, -0.448, 0.448), w, precision="fp8")
+    np.testing.assert_allclose(narrow, clipped, rtol=0.05, atol=0.05)
+    assert np.isfinite(narrow).all()
+    assert jax.grad(lambda scale: call(scale).sum())(dynamic) == 0
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_what_is_not_finite_stays_so(bad):
+    x, w = _normal(8, 16).at[3, 5].set(bad), _normal(16, 4)
+    assert np.isnan(matmul(x, w, precision="fp8")).all()
+    rows = np.isnan(matmul(x, w, precision="fp8", scaling="row"))
+    np.testing.assert_array_equal(rows, np.arange(8)[:, None] == np.full(4, 3))
+
+
+def test_zeros():
+    x, w = jnp.zeros((8, 16)), _normal(16, 4, dtype=jnp.float32)
+    out, vjp = jax.vjp(lambda x, w: matmul(x, w, precision="fp8", scaling="block"), x, w)
+    assert not out.any()
+    assert np.isfinite(vjp(jnp.zeros_like(out))[0]).all()
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)])
+def test_vmap(in_axes, scaling):
+    arrays = [_normal(3, 4, 4, dtype=jnp.float32, seed=seed) for seed in range(2)]
+    given = [x if axis == 0 else x[0] for x, axis in zip(arrays, in_axes, strict=True)]
+    both = jax.value_and_grad(
+        lambda x, w: matmul(x, w, precision="fp8", scaling=scaling, implementation="xla").sum(), (0, 1)
+    )
+    got = jax.jit(jax.vmap(both, in_axes))(*given)
+    for i in range(3):
+        want = both(*(x[i] if axis == 0 else x for x, axis in zip(given, in_axes, strict=True)))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
+
+
+def test_plans():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (512, 8192)))
+    with on_device("H200"):
+        for scaling in ("tensor", "row", "block"):
+            plan = explain(matmul, x, w, precision="fp8", scaling=scaling, implementation="mosaic_gpu")
+            assert plan.config.forward.block_n == 256
+            options = {"precision": "fp8", "scaling": scaling, "implementation": "mosaic_gpu"}
+            total = lambda x, w, options=options: matmul(x, w, **options).sum().astype(jnp.float32)
+            program = str(jax.make_jaxpr(jax.grad(total, (0, 1)))(x, w))
+            assert program.count("wgmma_ref") == 6, "three products, each in two parts"
+            assert "f8_e5m2" in program
+    with on_device("A100"):
+        assert explain(matmul, x, w, precision="fp8", implementation="xla").implementation == "xla"
+
+
+X, W = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 4), jnp.bfloat16)
+X8, W8 = X.astype(jnp.float8_e4m3fn), W.astype(jnp.float8_e4m3fn)
+ERRORS = {
+    "scaling": (lambda: matmul(X, W, precision="fp8", scaling="column"), ValueError, "scaling: got 'column', want"),
+    "no_fp8": (lambda: matmul(X, W, scaling="row"), ValueError, "without precision='fp8'"),
+    "scale_alone": (lambda: matmul(X, W, x_scale=1.0), ValueError, "without precision='fp8'"),
+    "precision": (lambda: matmul(X8, W8, precision="tf32"), ValueError, "precision: got 'tf32' with float8_e4m3fn"),
+    "mixed": (lambda: matmul(X8, W), TypeError, "w: got dtype bfloat16, want x's dtype float8_e4m3fn"),
+    "scale_shape": (lambda: matmul(X8, W8, w_scale=jnp.ones(5)), ValueError, "w_scale: got shape (5,), want (4,)"),
+    "scale_dtype": (lambda: matmul(X8, W8, x_scale=jnp.ones((), jnp.bfloat16)), TypeError, "x_scale: got bfloat16"),
+    "negative": (lambda: matmul(X8, W8, x_scale=-1.0), ValueError, "x_scale: got -1.0, want a positive number"),
+    "axis": (
+        lambda: matmul(quantize(X, scaling="row", axis=-2), W8),
+        ValueError,
+        "x: got scales of rows along axis -2",
+    ),
+    "two_scales": (
+        lambda: matmul(quantize(X), W8, x_scale=1.0),
+        ValueError,
+        "x_scale: got one beside a QuantizedArray",
+    ),
+    "two_scalings": (
+        lambda: matmul(quantize(X, scaling="row"), quantize(W, scaling="block")),
+        ValueError,
+        "want one for all",
+    ),
+    "gradient": (
+        lambda: jax.grad(lambda x: matmul(x, W8).astype(jnp.float32).sum())(X8),
+        NotImplementedError,
+        "arrays of 8 bits have no gradients",
+    ),
+    "up": (
+        lambda: gated_matmul(quantize(X), quantize(W), quantize(W, scaling="block")),
+        ValueError,
+        "w_up: got",
+    ),
+    "up_scale": (
+        lambda: gated_matmul(X8, W8, W8, w_up_scale=1.0),
+        ValueError,
+        "w_up_scale: got shape (), want w_gate_scale's None",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_input(name):
+    call, error, message = ERRORS[name]
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+def test_a_gpu_without_products_of_8_bits():
+    x, w = (jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (X, W))
+    with on_device("A100"), pytest.raises(NotImplementedError, match=r"Ada .* Hopper .* Blackwell"):
+        explain(matmul, x, w, precision="fp8")
+
+
+@pytest.mark.parametrize("sizes", [(1000, 64, 448), (1004, 64, 512), (1000, 96, 512)])
+def test_what_the_hopper_kernel_does_not_serve(sizes):
+    m, n, k = sizes
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n)))
+    with on_device("H200"), pytest.raises(NotImplementedError, match=r"it needs rows by 8|need K by 128"):
+        explain(matmul, x, w, precision="fp8", implementation="mosaic_gpu")
+
+
+def test_quantized_arrays_are_pytrees():
+    x = quantize(_normal(8, 16), scaling="row")
+    assert isinstance(jax.jit(lambda y: y)(x), QuantizedArray)
+    got = jax.jit(lambda x, w: matmul(x, w, out_dtype="float32"))(x, quantize(W, scaling="row", axis=-2))
+    np.testing.assert_allclose(got, dequantize(x) @ W.astype(jnp.float32), rtol=1e-5)

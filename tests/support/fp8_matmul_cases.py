@@ -1,0 +1,141 @@
+"""Products of 8 bits with their definitions: float64 products of the operands as quantize rounds them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kernels import gated_matmul, matmul
+from jax_kernels.quantization import dequantize, quantize
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call with precision="fp8". shape: x's rows in one or more axes, then K; columns: N. Without an activation."""
+
+    shape: tuple[int, ...]
+    columns: int
+    scaling: str = "tensor"
+    dtype: str = "bfloat16"
+    out_dtype: str = "float32"
+    has_bias: bool = False
+    has_residual: bool = False
+    transpose_w: bool = False
+
+    def arrays(self):
+        """x, w, bias and residual by name, and the cotangent of out."""
+        random = np.random.default_rng(0)
+        normal = lambda *shape, dtype=self.dtype: jnp.asarray(random.standard_normal(shape), dtype)
+        depth, shape = self.shape[-1], (*self.shape[:-1], self.columns)
+        found = {"x": normal(*self.shape)}
+        found["w"] = normal(*((self.columns, depth) if self.transpose_w else (depth, self.columns)))
+        if self.has_bias:
+            found["bias"] = normal(self.columns, dtype="float32")
+        if self.has_residual:
+            found["residual"] = normal(*shape, dtype=self.out_dtype)
+        return found, normal(*shape, dtype=self.out_dtype)
+
+    def run(self, implementation=None):
+        """The results by name."""
+        arrays, dout = self.arrays()
+        names = ("scaling", "transpose_w", "out_dtype")
+        statics = {name: getattr(self, name) for name in names} | {"precision": "fp8", "implementation": implementation}
+
+        @jax.jit
+        def both(arrays, dout):
+            out, vjp = jax.vjp(lambda given: matmul(**given, **statics), arrays)
+            return out, vjp(dout)[0]
+
+        out, gradients = both(arrays, dout)
+        return {"out": out} | {f"d{name}": x for name, x in gradients.items()}
+
+    def definition(self):
+        """The same in float64."""
+        arrays, dout = self.arrays()
+        x, dout = (y.reshape(-1, y.shape[-1]) for y in (arrays["x"], dout))
+        w = arrays["w"].T if self.transpose_w else arrays["w"]
+        of_last = lambda y, format="e4m3": _rounded(y, format, self.scaling)
+        out = of_last(x) @ of_last(w.T).T
+        out = out.reshape(*self.shape[:-1], self.columns)
+        dx = of_last(dout, "e5m2") @ of_last(w).T
+        dw = of_last(x.T) @ of_last(dout.T, "e5m2").T
+        found = {"dx": dx.reshape(self.shape), "dw": dw.T if self.transpose_w else dw}
+        if self.has_bias:
+            out = out + _wide(arrays["bias"])
+            found["dbias"] = _wide(dout).sum(0)
+        if self.has_residual:
+            out = out + _wide(arrays["residual"])
+            found["dresidual"] = _wide(dout).reshape(out.shape)
+        return found | {"out": out}
+
+
+def _wide(x) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def _rounded(x, format: str, scaling: str) -> np.ndarray:
+    """x as numbers of 8 bits have it, whose last axis is summed over."""
+    # Compiled, as the op is: a compiled division may round otherwise, and a number end at the other side of a tie.
+    rounds = jax.jit(lambda x: dequantize(quantize(x, format, scaling=scaling)))
+    return _wide(rounds(x))
+
+
+def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
+    """The largest error of each result, and its bound: of sums in float32, and one rounding."""
+    got, want = case.run(implementation), case.definition()
+    assert sorted(got) == sorted(want)
+    found = {}
+    for name, right in want.items():
+        error = np.abs(_wide(got[name]) - right).max(initial=0)
+        # The tensor cores round the sum of 32 products to 14 bits, of magnitudes up to that of the largest.
+        sums = (
+            2**-13 * np.sqrt(max(case.shape[-1], case.columns, len(right)))
+            if implementation == "mosaic_gpu"
+            else 2**-16
+        )
+        found[name] = (
+            float(error),
+            float((0.51 * float(jnp.finfo(got[name].dtype).eps) + 1e-5) * np.abs(right).max() + sums),
+        )
+    return found
+
+
+CASES = {
+    f"{name}_{scaling}": dataclasses.replace(case, scaling=scaling)
+    for scaling in ("tensor", "row", "block")
+    for name, case in {
+        "plain": Case((5, 7, 64), 48),
+        "odd": Case((13, 131), 257, dtype="float32"),
+        "one": Case((1, 1), 1),
+        "transposed": Case((2, 70, 136), 40, transpose_w=True, has_bias=True, has_residual=True),
+        "bfloat16_out": Case((9, 32), 40, out_dtype="bfloat16", dtype="float16", has_bias=True),
+    }.items()
+}
+# What the Hopper kernel serves, in all three products.
+HOPPER = {
+    "tensor": Case((128, 128), 256),
+    "row": Case((2, 128, 256), 384, "row", has_bias=True, out_dtype="bfloat16"),
+    "block": Case((384, 128), 128, "block", has_residual=True, transpose_w=True),
+    "edges": Case((200, 256), 192, "row"),
+    "block_edges": Case((136, 384), 320, "block"),
+}
+
+
+def gated_errors(scaling: str, transpose_w: bool, implementation: str | None, size: int = 32) -> dict[str, float]:
+    """The relative errors (2-norm) of a gated unit in 8 bits over one in float32, by result."""
+    random = np.random.default_rng(1)
+    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
+    depth, columns = 3 * size, 4 * size
+    weights = [normal(depth, columns) / depth**0.5 for _ in range(2)]
+    arrays = {"x": normal(6 * size, depth)}
+    arrays |= {name: w.T if transpose_w else w for name, w in zip(("w_gate", "w_up"), weights, strict=True)}
+    dout = normal(6 * size, columns)
+
+    def run(**options):
+        call = lambda given: gated_matmul(**given, transpose_w=transpose_w, **options)
+        out, vjp = jax.vjp(call, arrays)
+        return {"out": out} | vjp(dout)[0]
+
+    got, want = run(precision="fp8", scaling=scaling, implementation=implementation), run(implementation="xla")
+    return {name: float(jnp.linalg.norm(got[name] - y) / jnp.linalg.norm(y)) for name, y in want.items()}
