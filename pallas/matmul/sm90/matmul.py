@@ -25,6 +25,7 @@ from jax_kernels.pallas.block_specs.specs import MatmulSm90
 from jax_kernels.pallas.matmul.sm90.products import (
     Sums,
     columns_of,
+    load_parts,
     plain_sums,
     promoted_sums,
     scaled,
@@ -111,6 +112,9 @@ def _load_tile(kernel: Kernel, tile: WorkTile, nth: Any) -> None:
         depth = pl.ds(i * traits.block_k, traits.block_k)
         x = inputs.x.at[depth, rows] if traits.options.transpose_x else inputs.x.at[rows, depth]
         plgpu.copy_gmem_to_smem(x, smem.x.at[slot], smem.ready.at[slot])
+        if traits.is_8_bit:
+            load_parts(kernel, tile.column, depth, slot)
+            return
         for w, w_smem in ((inputs.w, smem.w), (inputs.w_up, smem.w_up)):
             if w is not None:
                 part = w.at[columns, depth] if traits.options.transpose_w else w.at[depth, columns]

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
-from jax_kernels.pallas.matmul.sm90.state import COLUMNS, PROMOTED, ROWS, SCALE_BLOCK, Kernel, WorkTile
+from jax_kernels.pallas.matmul.sm90.state import COLUMNS, ROWS, SCALE_BLOCK, Kernel, WorkTile
 from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
 
 
@@ -64,43 +64,79 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
     return Sums(product=[product], up=up or None)
 
 
-def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
-    """Products of 8 bits, with the scales of blocks; scaled() applies other scales."""
-    traits, smem, inputs = kernel.traits, kernel.smem, kernel.inputs
-    width = min(PROMOTED, traits.block_n)
-    of_operand = traits.block_n // width
-    operands = [(smem.w, inputs.w_scale), (smem.w_up, inputs.w_up_scale)][: 2 if traits.is_gated else 1]
-    parts = [(w, scale, part * width) for w, scale in operands for part in range(of_operand)]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Columns whose 8-bit products are promoted together: of w or w_up, from the tile's column `first` on.
 
-    def product(slot, w, first):
+    gmem, smem, scale: of the weights. ready: [stages], they are in shared memory, and x with those of the first part.
+    """
+
+    gmem: Any
+    smem: Any
+    scale: Any
+    first: int
+    ready: Any
+
+
+def _parts(kernel: Kernel) -> list[_Part]:
+    """The parts in the order of their products: x @ w's, then x @ w_up's."""
+    inputs, smem, traits = kernel.inputs, kernel.smem, kernel.traits
+    given = [(inputs.w, smem.w, inputs.w_scale), (inputs.w_up, smem.w_up, inputs.w_up_scale)]
+    barriers = iter((smem.ready, smem.second_ready))
+    return [
+        _Part(gmem=gmem, smem=of_stage, scale=scale, first=first, ready=next(barriers))
+        for gmem, of_stage, scale in given[: 2 if traits.is_gated else 1]
+        for first in range(0, traits.block_n, traits.promoted)
+    ]
+
+
+def load_parts(kernel: Kernel, column: Any, depth: Any, slot: Any) -> None:
+    """Loads a step's 8-bit weights."""
+    width = kernel.traits.promoted
+    for part in _parts(kernel):
+        place = part.smem.at[slot, pl.ds(part.first, width)]
+        plgpu.copy_gmem_to_smem(part.gmem.at[pl.ds(column + part.first, width), depth], place, part.ready.at[slot])
+
+
+def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
+    """Products of 8 bits, with the scales of blocks; scaled() applies other scales.
+
+    Each part waits for its weights. That keeps ptxas from starting a part's products before the sums have taken over
+    the part before, whose registers it would spill.
+    """
+    traits, smem, inputs = kernel.traits, kernel.smem, kernel.inputs
+    parts = _parts(kernel)
+
+    def product(slot, part):
         def run(acc):
-            plgpu.wgmma(acc, smem.x.at[slot, pl.ds(wg * ROWS, ROWS)], w.at[slot, pl.ds(first, width)].T)
+            w = part.smem.at[slot, pl.ds(part.first, traits.promoted)]
+            plgpu.wgmma(acc, smem.x.at[slot, pl.ds(wg * ROWS, ROWS)], w.T)
             return acc[...]
 
-        return pl.run_scoped(run, plgpu.ACC((ROWS, width)))
+        return pl.run_scoped(run, plgpu.ACC((ROWS, traits.promoted)))
 
-    def factor(i, scale, first):
+    def factor(i, part):
         """x_scale * w_scale of a step's blocks."""
-        row, column = lax.div(tile.row, SCALE_BLOCK), lax.div(tile.column + first, SCALE_BLOCK)
+        row, column = lax.div(tile.row, SCALE_BLOCK), lax.div(tile.column + part.first, SCALE_BLOCK)
         column = jnp.minimum(column, pl.cdiv(traits.n, SCALE_BLOCK) - 1)  # a part may lie past the last column
-        return inputs.x_scale[row, i] * scale[column, i]
+        return inputs.x_scale[row, i] * part.scale[column, i]
 
     def step(i, totals):
         slot = lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
-        plgpu.barrier_wait(smem.ready.at[slot])
         found = []
-        for total, (w, scale, first) in zip(totals, parts, strict=True):
-            sums = product(slot, w, first)
+        for total, part in zip(totals, parts, strict=True):
+            plgpu.barrier_wait(part.ready.at[slot])
+            sums = product(slot, part)
             if traits.options.scaling == "block":
-                sums = sums * factor(i, scale, first)
-            # Here, and not at the step's end, where the sums of all parts would be in registers.
-            found.append(lax.optimization_barrier(total + sums))
+                sums = sums * factor(i, part)
+            found.append(lax.optimization_barrier(total + sums))  # here, not after all products
         plgpu.barrier_arrive(smem.free.at[slot])
         return found
 
-    zeros = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), WGMMA)
+    zeros = plgpu.layout_cast(jnp.zeros((ROWS, traits.promoted), jnp.float32), WGMMA)
     totals = lax.fori_loop(0, traits.k_steps, step, [zeros] * len(parts))
-    return Sums(product=totals[:of_operand], up=totals[of_operand:] if traits.is_gated else None)
+    of_product = len(parts) // 2 if traits.is_gated else len(parts)
+    return Sums(product=totals[:of_product], up=totals[of_product:] or None)
 
 
 def scaled(kernel: Kernel, x: Any, w_scale: Any, rows: Any, columns: Any) -> Any:
