@@ -160,3 +160,28 @@ def as_float32(x, layout):
         return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     return widen(x)
+
+
+def kept(x, layout):
+    """The same numbers, whose conversions to float32 are not taken out of a loop. layout: of x, with 4 to a vector.
+
+    lax.optimization_barrier does this for float32; 16-bit vectors of more than two numbers it gives back permuted.
+    """
+    if interpreter.INTERPRETED or x.dtype.itemsize != 2:
+        return lax.optimization_barrier(x)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout))
+    def keep(_, x):
+        import numpy as np
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm
+
+        i64 = ir.IntegerType.get_signless(64)
+        registers = np.empty(x.registers.shape, dtype=object)
+        for place, numbers in np.ndenumerate(x.registers):
+            same = llvm.inline_asm(i64, [utils.bitcast(numbers, i64)], "", "=l,0", has_side_effects=True)
+            registers[place] = utils.bitcast(same, numbers.type)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return keep(x)

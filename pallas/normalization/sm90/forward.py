@@ -106,9 +106,9 @@ class _Forward:
         out = x if mean is None else x - wide(mean, x)
         out = out * wide(inverse, x)
         if self.scale is not None:
-            out = out * worker.wide_weights(_kept(self.scale), options.scale_offset)
+            out = out * worker.wide_weights(worker.kept(self.scale), options.scale_offset)
         if self.bias is not None:
-            out = out + worker.wide_weights(_kept(self.bias))
+            out = out + worker.wide_weights(worker.kept(self.bias))
         to = worker.slot(worker.traits.copies - 1, place)
         to[...] = out.astype(to.dtype)
         plgpu.commit_smem()
@@ -155,8 +155,3 @@ class _Forward:
     def _inverse(self, squares: Any) -> Any:
         traits = self.worker.traits
         return lax.rsqrt(squares * (1 / traits.columns) + traits.options.eps)
-
-
-def _kept(weights: Any) -> Any:
-    """The same weights, which stay in their dtype between blocks: in float32 they take twice the registers."""
-    return lax.optimization_barrier(weights)

@@ -19,7 +19,7 @@ from jax_kernels.normalization_inputs import NormOptions
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.barriers import group_barrier
-from jax_kernels.pallas.mosaic.registers import as_float32
+from jax_kernels.pallas.mosaic.registers import as_float32, kept
 
 LINE = 128  # columns: 4 for each lane of a warp
 WARPS = 4  # of a warpgroup
@@ -290,12 +290,19 @@ class Warpgroup:
 
     def load_weights(self, ref: Any, line: int | None = None) -> Any:
         """Those weights, in their dtype."""
-        layout = BLOCK if self.traits.is_split else LINES
-        return plgpu.load(self.weights_at(ref, line), layout=layout, optimized=False)
+        return plgpu.load(self.weights_at(ref, line), layout=self._weights_layout, optimized=False)
+
+    @property
+    def _weights_layout(self) -> Any:
+        return BLOCK if self.traits.is_split else LINES
+
+    def kept(self, weights: Any) -> Any:
+        """The same weights, which stay in their dtype between blocks: in float32 they take twice the registers."""
+        return kept(weights, self._weights_layout)
 
     def wide_weights(self, weights: Any, offset: float = 0.0) -> jax.Array:
         """Weights + offset as float32 [4 parts, lines, 128]."""
-        weights = as_float32(weights, BLOCK if self.traits.is_split else LINES)
+        weights = as_float32(weights, self._weights_layout)
         weights = weights + offset if offset else weights
         if self.traits.is_split:
             return weights
