@@ -35,7 +35,7 @@ SHAPES = "8192,8192,8192;4096,4096,4096;16384,4096,4096;2048,2048,2048;8192,1024
 KINDS = ("plain", "epilogue", "gated")
 # The blocks of a sweep, by implementation.
 SWEPT = {
-    "mosaic_gpu": ("block_n", "stages", "rows_together"),
+    "mosaic_gpu": ("block_n", "stages", "rows_together", "promoted_steps"),
     "triton": ("block_m", "block_n", "block_k", "num_warps", "num_stages", "rows_together", "split_steps"),
 }
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "tf32": jnp.float32, "fp8": jnp.bfloat16}

@@ -91,7 +91,8 @@ def quantize(
     else:
         scale = checked_scale("scale", scale, scale_shape(x.shape, scaling, axis))
         values = _saturated(x * (1 / _spread(scale, scaling, axis, x.shape)), dtype)
-    return QuantizedArray(values=values, scale=scale, scaling=scaling, axis=axis)
+    # XLA on GPUs takes a conversion to 8 bits and back for nothing, unless it is told to keep it.
+    return QuantizedArray(values=jax.lax.optimization_barrier(values), scale=scale, scaling=scaling, axis=axis)
 
 
 def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:

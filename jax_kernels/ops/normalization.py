@@ -267,7 +267,7 @@ IMPLEMENTATIONS = {
 
 
 def _order(request: NormRequest) -> tuple[str, ...]:
-    return block_specs.norm_order(request.device.compute_capability)
+    return block_specs.norm_order(request.device.compute_capability, columns=request.columns)
 
 
 OPS = {name: PlannedOp(name, IMPLEMENTATIONS, _order) for name in ("layer_norm", "rms_norm")}

@@ -130,11 +130,12 @@ def matmul_row(
     raise LookupError(f"no {implementation} row for matmul with rows={rows}, columns={columns}, {bits} bits")
 
 
-def norm_order(compute_capability: tuple[int, int] | None) -> tuple[str, ...]:
+def norm_order(compute_capability: tuple[int, int] | None, *, columns: int) -> tuple[str, ...]:
     """The implementations of layer_norm and rms_norm on this GPU, the fastest first; only "xla" without a GPU."""
     if compute_capability is None or compute_capability < (8, 0):
         return ("xla",)
-    return nearest(compute_capability)[0].NORM_ORDER
+    rows = nearest(compute_capability)[0].NORM_ORDER
+    return next(row.names for row in rows if row.columns is None or columns <= row.columns)
 
 
 def norm_row(compute_capability: tuple[int, int] | None, implementation: str, *, columns: int) -> tuple[NormRow, str]:

@@ -14,12 +14,13 @@ from jax_kernels.pallas.block_specs.specs import (
     MatmulRow,
     MatmulTriton,
     NormBackwardTriton,
+    NormOrder,
     NormRow,
     NormTriton,
 )
 
 ATTENTION_ORDER = ("triton", "cudnn", "xla")
-NORM_ORDER = ("triton", "xla")
+NORM_ORDER = (NormOrder(names=("triton", "xla")),)
 
 # 8 warps for 128 x 128 scores: with 4, kernels spill on sm_80, and on Hopper ptxas serialises wgmma for want of
 # registers. The backward's blocks of 64 x 128 are twice what one warpgroup can hold. They halve the bytes that are read

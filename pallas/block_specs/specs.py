@@ -315,20 +315,34 @@ class NormRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class NormOrder:
+    """The implementations of a normalisation, the fastest first. The first row that matches is taken.
+
+    columns: the most it serves, None for any.
+    """
+
+    names: tuple[str, ...]
+    columns: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulSm90:
     """Blocks of the Hopper matmul: 128 rows and block_n columns, through a ring of stages of 64 of the inner dimension.
 
     stages: as many as shared memory has room for, up to this number. A gated unit has half of the columns, twice.
 
     rows_together: so many rows of work tiles are done side by side, whose x the L2 cache holds.
+
+    promoted_steps: after so many stages float32 sums take over the products of 8 bits, whose sums have 14 bits.
     """
 
     block_n: int
     stages: int
     rows_together: int
+    promoted_steps: int = 1
 
     def __post_init__(self) -> None:
-        _positive(self, block_n=64, stages=1, rows_together=1)
+        _positive(self, block_n=64, stages=1, rows_together=1, promoted_steps=1)
         if self.block_n > 256:
             raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 256")
 

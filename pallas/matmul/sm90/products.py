@@ -1,7 +1,7 @@
 """The sums of a warpgroup's 64 rows of a work tile: products of 16 bits, and of 8 bits with scales.
 
-The tensor cores add up products of 8 bits with some 14 bits. Float32 sums in registers take them over after each 128 of
-the inner dimension, 128 columns at a time: meanwhile the other warpgroup's products run.
+The tensor cores add up products of 8 bits with some 14 bits. Float32 sums in registers take them over after some
+steps of 128 of the inner dimension, 128 columns at a time: meanwhile the other warpgroup's products run.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.matmul.sm90.state import COLUMNS, ROWS, SCALE_BLOCK, Kernel, WorkTile
 from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
+from jax_kernels.pallas.mosaic.registers import zeros_stay
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,11 +108,21 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
     traits, smem, inputs = kernel.traits, kernel.smem, kernel.inputs
     parts = _parts(kernel)
 
-    def product(slot, part):
+    def slot_of(i):
+        return lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
+
+    def product(first, count, part):
+        """x w of `count` steps from the step `first` on."""
+
         def run(acc):
-            w = part.smem.at[slot, pl.ds(part.first, traits.promoted)]
-            plgpu.wgmma(acc, smem.x.at[slot, pl.ds(wg * ROWS, ROWS)], w.T)
-            return acc[...]
+            for i in range(count):
+                slot = slot_of(first + i)
+                plgpu.barrier_wait(part.ready.at[slot])
+                w = part.smem.at[slot, pl.ds(part.first, traits.promoted)]
+                plgpu.wgmma(acc, smem.x.at[slot, pl.ds(wg * ROWS, ROWS)], w.T)
+            sums = acc[...]
+            zeros_stay()
+            return sums
 
         return pl.run_scoped(run, plgpu.ACC((ROWS, traits.promoted)))
 
@@ -121,20 +132,23 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
         column = jnp.minimum(column, pl.cdiv(traits.n, SCALE_BLOCK) - 1)  # a part may lie past the last column
         return inputs.x_scale[row, i] * part.scale[column, i]
 
-    def step(i, totals):
-        slot = lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
+    def steps(first, count, totals):
         found = []
         for total, part in zip(totals, parts, strict=True):
-            plgpu.barrier_wait(part.ready.at[slot])
-            sums = product(slot, part)
+            sums = product(first, count, part)
             if traits.options.scaling == "block":
-                sums = sums * factor(i, part)
+                sums = sums * factor(first, part)
             found.append(lax.optimization_barrier(total + sums))  # here, not after all products
-        plgpu.barrier_arrive(smem.free.at[slot])
+        for i in range(count):
+            plgpu.barrier_arrive(smem.free.at[slot_of(first + i)])
         return found
 
-    zeros = plgpu.layout_cast(jnp.zeros((ROWS, traits.promoted), jnp.float32), WGMMA)
-    totals = lax.fori_loop(0, traits.k_steps, step, [zeros] * len(parts))
+    totals = [plgpu.layout_cast(jnp.zeros((ROWS, traits.promoted), jnp.float32), WGMMA)] * len(parts)
+    together = traits.promoted_steps
+    turns, rest = divmod(traits.k_steps, together)
+    totals = lax.fori_loop(0, turns, lambda i, totals: steps(i * together, together, totals), totals)
+    if rest:
+        totals = steps(turns * together, rest, totals)
     of_product = len(parts) // 2 if traits.is_gated else len(parts)
     return Sums(product=totals[:of_product], up=totals[of_product:] or None)
 

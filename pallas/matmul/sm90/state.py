@@ -86,6 +86,17 @@ class Traits:
         return min(PROMOTED, self.block_n)
 
     @property
+    def promoted_steps(self) -> int:
+        """After how many steps 8-bit products are promoted.
+
+        The scales of blocks are of one step. After one step the sums have no error beside that of float32. After two it
+        is 2**-12 of the sums' magnitude, which float32 results would show.
+        """
+        if self.options.scaling == "block" or self.out_dtype == jnp.float32:
+            return 1
+        return min(self.config.promoted_steps, self.stages - 1)
+
+    @property
     def has_second_part(self) -> bool:
         """Whether two parts of columns of 8-bit products are promoted in turn."""
         return self.is_8_bit and (self.is_gated or self.block_n > PROMOTED)
