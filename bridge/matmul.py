@@ -151,8 +151,8 @@ def _under_autocast(*tensors: torch.Tensor | None) -> list[Any]:
     if not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    is_cast = lambda x: x is not None and x.is_floating_point() and x.dtype not in _EIGHT_BITS
-    return [x.to(dtype) if is_cast(x) else x for x in tensors]
+    stays = lambda x: not x.is_floating_point() or x.dtype in _EIGHT_BITS
+    return [x if x is None or stays(x) else x.to(dtype) for x in tensors]
 
 
 class Linear(torch.nn.Linear):
