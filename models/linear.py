@@ -30,6 +30,7 @@ class Linear(nnx.Linear):
 
     Raises, when called:
       ValueError: an activation, a residual or "fp8" meets an option that runs as in nnx; or as matmul.
+      TypeError: dtype, or what x and the parameters promote to, has 8 bits.
       NotImplementedError: as matmul.
     """
 
@@ -65,7 +66,7 @@ class Linear(nnx.Linear):
                 )
             return super().__call__(x, out_sharding)
         bias = None if self.bias is None else self.bias[...]
-        x, kernel, _ = self.promote_dtype((x, self.kernel[...], bias), dtype=self.dtype)
+        x, kernel, _ = _promoted(self, x, self.kernel[...], bias)
         if bias is not None and bias.dtype != jax.numpy.float32:
             bias = bias.astype(x.dtype)
         return ops.matmul(
@@ -78,6 +79,14 @@ class Linear(nnx.Linear):
             scaling=self.scaling,
             implementation=self.implementation,
         )
+
+
+def _promoted(module: nnx.Linear, x: jax.Array, *others: Any) -> Any:
+    """x and the others in the dtype of the module's computation. Raises TypeError where that has 8 bits."""
+    x, *others = module.promote_dtype((x, *others), dtype=module.dtype)
+    if x.dtype.itemsize == 1:
+        raise TypeError(f"dtype: got {x.dtype} for the computation, want 16 or 32 bits, also with precision='fp8'")
+    return x, *others
 
 
 class GatedMLP(nnx.Module):
@@ -112,7 +121,7 @@ class GatedMLP(nnx.Module):
         """x: [..., in_features]. residual: like x, added last."""
         of = self.gate_proj
         weights = self.gate_proj.kernel[...], self.up_proj.kernel[...]
-        x, gate, up = of.promote_dtype((x, *weights), dtype=of.dtype)
+        x, gate, up = _promoted(of, x, *weights)
         hidden = ops.gated_matmul(
             x,
             gate,

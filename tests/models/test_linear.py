@@ -136,3 +136,6 @@ def test_bad_options_of_8_bits():
         linear(scaling="rows", precision="fp8")
     with pytest.raises(ValueError, match=re.escape("precision: got 'fp8' with an option of nnx's (dot_general")):
         linear(precision="fp8", preferred_element_type=jnp.float32)(X)
+    for module in (models.Linear, models.GatedMLP):
+        with pytest.raises(TypeError, match="dtype: got float8_e4m3fn for the computation, want 16 or 32 bits"):
+            module(24, 40, precision="fp8", dtype=jnp.float8_e4m3fn, rngs=nnx.Rngs(0))(X)
