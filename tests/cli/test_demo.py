@@ -151,23 +151,19 @@ def test_dilated_attention(invoke, text, tmp_path, monkeypatch):
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("only_training")
 def test_products_of_8_bits(invoke, text, tmp_path, monkeypatch):
-    eight, plain = tmp_path / "eight", tmp_path / "plain"
-    result = invoke("--text", text, "--out", eight, "--precision", "fp8", "--steps", 40)
+    out = tmp_path / "out"
+    result = invoke("--text", text, "--out", out, "--precision", "fp8", "--steps", 40)
     assert result.exit_code == 0, result.output
     assert "float32, its blocks' products in 8 bits; " in result.output
-    assert "products in 8 bits" not in invoke("--text", text, "--out", plain, "--steps", 40).output
-    got, want = record_of(eight), record_of(plain)
-    assert (got["config"]["model"]["precision"], want["config"]["model"]["precision"]) == ("fp8", None)
-    assert got["losses_nats_per_byte"][:2] != want["losses_nats_per_byte"][:2]
-    bits = [record["final_held_out_bits_per_byte"] for record in (got, want)]
-    assert bits[0] == pytest.approx(bits[1], rel=0.03)
+    record = record_of(out)
+    assert record["config"]["model"]["precision"] == "fp8"
+    assert record["final_held_out_bits_per_byte"] < 0.5 * record["unigram_entropy_bits_per_byte"]
 
-    assert "nothing left to train" in invoke("--out", eight, "--resume", "--precision", "fp8").output
-    result = invoke("--out", plain, "--resume", "--precision", "fp8")
+    result = invoke("--out", out, "--resume", "--precision", "none")
     assert result.exit_code == 2
-    assert "--precision: got fp8, but the checkpoint was trained with None" in result.output
+    assert "--precision: got none, but the checkpoint was trained with fp8" in result.output
     monkeypatch.setattr(jax_kernels, "device_info", lambda: device_info("a100"))
-    for args in (("--out", tmp_path / "no", "--text", text, "--precision", "fp8"), ("--out", eight, "--resume")):
+    for args in (("--out", tmp_path / "no", "--text", text, "--precision", "fp8"), ("--out", out, "--resume")):
         result = invoke(*args)
         assert result.exit_code == 2
         assert re.search("--precision: .*A100.* has no products of 8 bits; Ada .* Hopper .* have", result.output)
