@@ -11,6 +11,7 @@ __all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul"]
 
 _matmul = from_jax(ops.matmul)
 _gated_matmul = from_jax(ops.gated_matmul)
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -21,24 +22,33 @@ def matmul(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     residual: torch.Tensor | None = None,
+    x_scale: torch.Tensor | float | None = None,
+    w_scale: torch.Tensor | float | None = None,
     transpose_w: bool = False,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
+    scaling: str | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
     """jax_kernels.matmul on PyTorch tensors, with gradients of x, w, bias and residual.
 
     Calls run, and may be compiled, differentiated and captured, as bridge.from_jax says. Autocast casts x, w and bias,
-    as it does for torch.matmul.
+    as it does for torch.matmul, also with precision="fp8"; tensors of 8 bits stay as they are.
 
     Args:
-      x: [..., K], bfloat16, float16 or float32, on a CPU or a CUDA device.
-      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device.
-      bias: [N], in x's dtype or float32.
+      x: [..., K], bfloat16, float16 or float32, on a CPU or a CUDA device; or, forward only, float8_e4m3fn or
+        float8_e5m2.
+      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; where x has 8 bits, any dtype of 8 bits.
+      bias: [N], in x's dtype or float32. Where x has 8 bits, in any dtype of more.
       activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh".
       residual: [..., N] in out_dtype, added last.
-      out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is x's dtype.
-      precision: for float32 inputs, "fp32" or "tf32"; None is as torch.set_float32_matmul_precision says.
+      x_scale, w_scale: of 8-bit products, as in jax_kernels.matmul; float32 tensors, or numbers, each of which compiles
+        a program of its own. They get no gradients.
+      out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is x's dtype, or torch.bfloat16 where that has 8
+        bits.
+      precision: for float32 inputs, "fp32" or "tf32", where None is as torch.set_float32_matmul_precision says. For
+        all, "fp8": products of 8 bits, as in jax_kernels.matmul.
+      scaling: of 8-bit products, "tensor", "row" or "block", as in jax_kernels.matmul.
       implementation: "mosaic_gpu" or "xla"; None picks the fastest that can serve.
 
     Returns:
@@ -53,9 +63,12 @@ def matmul(
         bias=bias,
         activation=_checked_activation(activation),
         residual=residual,
+        x_scale=_without_gradient(x_scale),
+        w_scale=_without_gradient(w_scale),
         transpose_w=transpose_w,
         out_dtype=_dtype_name(out_dtype),
         precision=_precision(precision, x),
+        scaling=scaling,
         implementation=implementation,
     )
 
@@ -67,15 +80,19 @@ def gated_matmul(
     activation: str = "silu",
     *,
     residual: torch.Tensor | None = None,
+    x_scale: torch.Tensor | float | None = None,
+    w_gate_scale: torch.Tensor | float | None = None,
+    w_up_scale: torch.Tensor | float | None = None,
     transpose_w: bool = False,
     out_dtype: torch.dtype | None = None,
     precision: str | None = None,
+    scaling: str | None = None,
     implementation: str | None = None,
 ) -> torch.Tensor:
     """jax_kernels.gated_matmul on PyTorch tensors, with gradients of x, both weights and residual.
 
     Equivalent to activation(x @ w_gate) * (x @ w_up) + residual. The arguments are those of bridge.matmul; w_gate and
-    w_up: [K, N], or [N, K] with transpose_w, as torch.nn.Linear's weights are.
+    w_up: [K, N], or [N, K] with transpose_w, as torch.nn.Linear's weights are. w_gate_scale and w_up_scale: as w_scale.
     """
     x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
     return _gated_matmul(
@@ -84,11 +101,19 @@ def gated_matmul(
         w_up,
         _checked_activation(activation),
         residual=residual,
+        x_scale=_without_gradient(x_scale),
+        w_gate_scale=_without_gradient(w_gate_scale),
+        w_up_scale=_without_gradient(w_up_scale),
         transpose_w=transpose_w,
         out_dtype=_dtype_name(out_dtype),
         precision=_precision(precision, x),
+        scaling=scaling,
         implementation=implementation,
     )
+
+
+def _without_gradient(scale: Any) -> Any:
+    return scale.detach() if isinstance(scale, torch.Tensor) else scale
 
 
 def _checked_activation(activation: Any) -> str | None:
@@ -121,12 +146,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _under_autocast(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors in autocast's dtype where it is on, as they are otherwise."""
+    """The tensors in autocast's dtype where it is on, but for those of 8 bits; as they are otherwise."""
     device = next(x for x in tensors if x is not None).device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    return [x if x is None or not x.is_floating_point() else x.to(dtype) for x in tensors]
+    stays = lambda x: not x.is_floating_point() or x.dtype in _EIGHT_BITS
+    return [x if x is None or stays(x) else x.to(dtype) for x in tensors]
 
 
 class Linear(torch.nn.Linear):
@@ -135,7 +161,7 @@ class Linear(torch.nn.Linear):
     It has torch.nn.Linear's arguments, parameters, initialisation and state dict.
 
     Args:
-      activation, precision, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+      activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
     """
 
     def __init__(
@@ -148,22 +174,34 @@ class Linear(torch.nn.Linear):
         *,
         activation: str | None = None,
         precision: str | None = None,
+        scaling: str | None = None,
         implementation: str | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         self.precision = precision
+        self.scaling = scaling
         self.implementation = implementation
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [..., in_features]. residual: [..., out_features], added last."""
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        x_scale: torch.Tensor | float | None = None,
+        w_scale: torch.Tensor | float | None = None,
+    ) -> torch.Tensor:
+        """x: [..., in_features]. residual: [..., out_features], added last. x_scale, w_scale: as in bridge.matmul."""
         return linear(
             x,
             self.weight,
             self.bias,
             activation=self.activation,
             residual=residual,
+            x_scale=x_scale,
+            w_scale=w_scale,
             precision=self.precision,
+            scaling=self.scaling,
             implementation=self.implementation,
         )
 
@@ -175,7 +213,7 @@ class GatedMLP(torch.nn.Module):
     hidden_features], initialised as torch.nn.Linear's, without bias.
 
     Args:
-      activation, precision, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+      activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
     """
 
     def __init__(
@@ -185,13 +223,14 @@ class GatedMLP(torch.nn.Module):
         *,
         activation: str = "silu",
         precision: str | None = None,
+        scaling: str | None = None,
         implementation: str | None = None,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__()
         options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
-        options |= {"precision": precision, "implementation": implementation}
+        options |= {"precision": precision, "scaling": scaling, "implementation": implementation}
         self.gate_proj = Linear(in_features, hidden_features, **options)
         self.up_proj = Linear(in_features, hidden_features, **options)
         self.down_proj = Linear(hidden_features, in_features, **options)
@@ -206,6 +245,7 @@ class GatedMLP(torch.nn.Module):
             self.activation,
             transpose_w=True,
             precision=self.gate_proj.precision,
+            scaling=self.gate_proj.scaling,
             implementation=self.gate_proj.implementation,
         )
         return self.down_proj(hidden, residual=residual)

@@ -14,7 +14,7 @@ from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.bridge.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.bridge.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, rotary_embedding
-from jax_kernels.bridge.matmul import GatedMLP, Linear
+from jax_kernels.bridge.matmul import GatedMLP, Linear, gated_matmul, linear
 from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.normalization import LayerNorm, RMSNorm
 
@@ -46,6 +46,8 @@ _DEFAULTS = {
     "param_dtype": "float32",
     "remat": False,
     "implementation": None,
+    "precision": None,
+    "scaling": None,
 }
 # The fields that a LongNetConfig adds.
 _PATTERN = {
@@ -57,6 +59,24 @@ _PATTERN = {
     "order": None,
 }
 _DEFAULTS |= _PATTERN | {"layer_norm": False, "gamma": None}
+
+
+class LinearOf8Bits(PlainLinear):
+    """PlainLinear by a product of 8 bits."""
+
+    def __init__(self, in_features: int, out_features: int, shape: Any) -> None:
+        super().__init__(in_features, out_features, shape.param_dtype)
+        self.scaling = shape.scaling
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight.to(x.dtype), precision="fp8", scaling=self.scaling)
+
+
+def _linear(in_features: int, out_features: int, shape: Any) -> PlainLinear:
+    """A product of a block, of the kind that the config's precision says."""
+    if shape.precision == "fp8":
+        return LinearOf8Bits(in_features, out_features, shape)
+    return PlainLinear(in_features, out_features, shape.param_dtype)
 
 
 class Attention(torch.nn.Module):
@@ -71,10 +91,10 @@ class Attention(torch.nn.Module):
         self.rope_theta = shape.rope_theta
         self.implementation = shape.implementation
         heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        self.q_proj = PlainLinear(shape.model_dim, heads, shape.param_dtype)
-        self.k_proj = PlainLinear(shape.model_dim, kv_heads, shape.param_dtype)
-        self.v_proj = PlainLinear(shape.model_dim, kv_heads, shape.param_dtype)
-        self.out_proj = PlainLinear(heads, shape.model_dim, shape.param_dtype)
+        self.q_proj = _linear(shape.model_dim, heads, shape)
+        self.k_proj = _linear(shape.model_dim, kv_heads, shape)
+        self.v_proj = _linear(shape.model_dim, kv_heads, shape)
+        self.out_proj = _linear(heads, shape.model_dim, shape)
         self.pattern = {name: getattr(shape, name) for name in _PATTERN}
         self.out_norm = PlainLayerNorm(heads, eps=1e-5, dtype=shape.param_dtype) if shape.layer_norm else None
         if shape.gamma is not None:
@@ -102,11 +122,16 @@ class MLP(torch.nn.Module):
 
     def __init__(self, shape: Any) -> None:
         super().__init__()
-        self.gate_proj = PlainLinear(shape.model_dim, shape.mlp_dim, shape.param_dtype)
-        self.up_proj = PlainLinear(shape.model_dim, shape.mlp_dim, shape.param_dtype)
-        self.down_proj = PlainLinear(shape.mlp_dim, shape.model_dim, shape.param_dtype)
+        self.precision = shape.precision
+        self.scaling = shape.scaling
+        self.gate_proj = _linear(shape.model_dim, shape.mlp_dim, shape)
+        self.up_proj = _linear(shape.model_dim, shape.mlp_dim, shape)
+        self.down_proj = _linear(shape.mlp_dim, shape.model_dim, shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.precision == "fp8":
+            gate, up = (projection.weight.to(x.dtype) for projection in (self.gate_proj, self.up_proj))
+            return self.down_proj(gated_matmul(x, gate, up, transpose_w=True, precision="fp8", scaling=self.scaling))
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -227,6 +252,13 @@ def _shape(config: Any) -> types.SimpleNamespace:
         raise ValueError("config: got one of segment_lengths and dilation_rates, want both or neither")
     if shape.segment_lengths is None and (shape.layer_norm or shape.gamma is not None):
         raise ValueError("config: got layer_norm or gamma without segment_lengths, want them with dilated attention")
+    if shape.precision not in (None, "fp8"):
+        raise ValueError(f"config: got precision={shape.precision!r}, want 'fp8' or None")
+    if shape.scaling not in (None, "tensor", "row", "block") or (shape.scaling is not None and shape.precision is None):
+        raise ValueError(
+            f"config: got scaling={shape.scaling!r} with precision={shape.precision!r}, want None, or 'tensor', 'row' "
+            "or 'block' with 'fp8'"
+        )
     for name in ("dtype", "param_dtype"):
         if getattr(shape, name) not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"config: got {name}={getattr(shape, name)!r}, want 'float32', 'bfloat16' or 'float16'")

@@ -22,6 +22,9 @@ from jax_kernels.ops.matmul.matmul import gated_matmul as gated_matmul
 from jax_kernels.ops.matmul.matmul import matmul as matmul
 from jax_kernels.ops.normalization import layer_norm as layer_norm
 from jax_kernels.ops.normalization import rms_norm as rms_norm
+from jax_kernels.quantization import QuantizedArray as QuantizedArray
+from jax_kernels.quantization import dequantize as dequantize
+from jax_kernels.quantization import quantize as quantize
 from jax_kernels.quantization import quantize_fp8 as quantize_fp8
 
 __version__ = "0.1.0"

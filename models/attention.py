@@ -10,7 +10,8 @@ import numpy as np
 from flax import nnx
 
 from jax_kernels import masks
-from jax_kernels.models.config import check_heads
+from jax_kernels.models.config import check_heads, check_precision
+from jax_kernels.models.linear import Linear
 from jax_kernels.ops.attention.flash_attention import flash_attention
 
 __all__ = ["KVCache", "MultiHeadAttention", "rotary_embedding"]
@@ -104,6 +105,8 @@ class MultiHeadAttention(nnx.Module):
         with this is_causal, calls without a mask and a cache use its lists.
       dtype: dtype of the computation and of the output; param_dtype: of the parameters.
       implementation: of the attention, as in flash_attention.
+      precision: "fp8" for projections by products of 8 bits, as in matmul; None for those of dtype. scaling: with
+        "fp8", as in matmul.
       rngs: initialises the kernels (LeCun normal), from its stream `params`.
 
     Raises:
@@ -124,10 +127,13 @@ class MultiHeadAttention(nnx.Module):
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         implementation: str | None = None,
+        precision: str | None = None,
+        scaling: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         if mask is not None and not isinstance(mask, masks.Mask):
             raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask, or None; an array goes to a call")
+        check_precision("", precision, scaling)
         num_kv_heads, head_dim = check_heads("", model_dim, num_heads, num_kv_heads, head_dim)
         if use_rotary and head_dim % 2:
             raise ValueError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
@@ -143,9 +149,10 @@ class MultiHeadAttention(nnx.Module):
         self.implementation = implementation
 
         def linear(in_features: int, out_features: int) -> nnx.Linear:
-            return nnx.Linear(
-                in_features, out_features, use_bias=False, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs
-            )
+            options = {"use_bias": False, "dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
+            if precision is None:
+                return nnx.Linear(in_features, out_features, **options)
+            return Linear(in_features, out_features, precision=precision, scaling=scaling, **options)
 
         self.q_proj = linear(model_dim, num_heads * head_dim)
         self.k_proj = linear(model_dim, num_kv_heads * head_dim)

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-__all__ = ["TransformerConfig", "check_heads"]
+from jax_kernels import quantization
+
+__all__ = ["TransformerConfig", "check_heads", "check_precision", "check_scaling"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -26,6 +28,9 @@ class TransformerConfig:
     dtype: dtype of the computation, by name; bfloat16 is what to train in on GPUs. param_dtype: of the parameters.
     remat: recompute each block in the backward instead of keeping its activations.
     implementation: of the attention, as in flash_attention.
+    precision: "fp8" for products of 8 bits in the blocks (q, k, v, out, gate, up and down), as in matmul; None for
+      those of dtype. The parameters are the same. scaling: with "fp8", as in matmul; "row" gives each token a scale of
+      its own, so that no token depends on a later one.
 
     The value that None stands for replaces it. A bad field raises ValueError or TypeError, with its name.
     """
@@ -44,6 +49,8 @@ class TransformerConfig:
     param_dtype: str = "float32"
     remat: bool = False
     implementation: str | None = None
+    precision: str | None = None
+    scaling: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "model_dim", "num_layers"):
@@ -71,6 +78,7 @@ class TransformerConfig:
             object.__setattr__(self, name, dtype)
         if self.implementation is not None and not isinstance(self.implementation, str):
             raise TypeError(f"TransformerConfig.implementation={self.implementation!r} must be a name or None")
+        check_precision("TransformerConfig.", self.precision, self.scaling)
         object.__setattr__(self, "num_kv_heads", kv_heads)
         object.__setattr__(self, "head_dim", head_dim)
         object.__setattr__(self, "mlp_dim", mlp_dim)
@@ -93,6 +101,23 @@ def check_heads(
     if head_dim > 256:
         raise ValueError(f"{prefix}head_dim={head_dim} must be at most 256")
     return kv_heads, head_dim
+
+
+def check_precision(prefix: str, precision: object, scaling: object) -> None:
+    """Raises ValueError, naming `prefix` + the argument, unless the precision is "fp8" or None."""
+    if precision not in (None, "fp8"):
+        raise ValueError(f"{prefix}precision={precision!r} must be 'fp8' or None")
+    check_scaling(prefix, precision, scaling)
+
+
+def check_scaling(prefix: str, precision: object, scaling: object) -> None:
+    """Raises ValueError, naming `prefix` + the argument, for a scaling that is not known or has no precision="fp8"."""
+    if scaling is None:
+        return
+    if scaling not in quantization.SCALINGS:
+        raise ValueError(f"{prefix}scaling={scaling!r} must be 'tensor', 'row', 'block' or None")
+    if precision != "fp8":
+        raise ValueError(f"{prefix}scaling={scaling!r} must be None with precision={precision!r}: it is for 'fp8'")
 
 
 def positive(name: str, value: object) -> None:

@@ -83,8 +83,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
     [num_heads * head_dim].
 
     Args:
-      model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, dtype, param_dtype, rngs: as in
-        MultiHeadAttention.
+      model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, dtype, param_dtype, precision, scaling,
+        rngs: as in MultiHeadAttention.
       segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
         implementation: as in dilated_attention.
       layer_norm: a LayerNorm over all heads before out_proj; layer_norm_eps: its epsilon.
@@ -120,6 +120,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         implementation: str | None = None,
+        precision: str | None = None,
+        scaling: str | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         _check_magneto("", layer_norm, gamma)
@@ -145,6 +147,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
             dtype=dtype,
             param_dtype=param_dtype,
             implementation=implementation,
+            precision=precision,
+            scaling=scaling,
             rngs=rngs,
         )
         if heads == "groups" and len(self.attention.segment_lengths) > num_heads:
@@ -250,6 +254,8 @@ class LongNetBlock(Block):
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             implementation=config.implementation,
+            precision=config.precision,
+            scaling=config.scaling,
             rngs=rngs,
         )
 

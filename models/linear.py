@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 from jax import lax
 
+from jax_kernels.models.config import check_scaling
 from jax_kernels.ops.matmul import matmul as ops
 
 __all__ = ["GatedMLP", "Linear"]
@@ -15,14 +16,22 @@ class Linear(nnx.Linear):
     """nnx.Linear by jax_kernels.matmul, with an activation and a residual in the same pass.
 
     It has nnx.Linear's arguments, parameters and results, but that bias counts in float32. A dot_general, a
-    preferred_element_type or an out_sharding of the caller's runs as in nnx, without activation and residual.
+    preferred_element_type or an out_sharding of the caller's runs as in nnx, without activation, residual and "fp8".
 
     Args:
-      activation: as in matmul. precision: of float32, "fp32" or "tf32"; or any of nnx.Linear's, which runs as in nnx.
+      activation: as in matmul.
+      precision: of float32, "fp32" or "tf32"; of any dtype, "fp8", for products of 8 bits; or any of nnx.Linear's,
+        which runs as in nnx.
+      scaling: with "fp8", as in matmul.
       implementation: of the op. The others are nnx.Linear's.
 
+    Raises:
+      ValueError: scaling is not known, or given without "fp8".
+
     Raises, when called:
-      ValueError: an activation or a residual meets an option that runs as in nnx; or as matmul.
+      ValueError: an activation, a residual or "fp8" meets an option that runs as in nnx; or as matmul.
+      TypeError: dtype, or what x and the parameters promote to, has 8 bits.
+      NotImplementedError: as matmul.
     """
 
     def __init__(
@@ -31,17 +40,25 @@ class Linear(nnx.Linear):
         out_features: int,
         *,
         activation: Any = None,
+        scaling: str | None = None,
         implementation: str | None = None,
         **options: Any,
     ) -> None:
+        check_scaling("", options.get("precision"), scaling)
         super().__init__(in_features, out_features, **options)
         self.activation = activation
+        self.scaling = scaling
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None) -> jax.Array:
         """x: [..., in_features]. residual: [..., out_features], added last."""
         is_plain = self.dot_general is lax.dot_general and self.preferred_element_type is None and out_sharding is None
-        if not is_plain or self.precision not in (None, "fp32", "tf32"):
+        if not is_plain or self.precision not in (None, "fp32", "tf32", "fp8"):
+            if self.precision == "fp8":
+                raise ValueError(
+                    "precision: got 'fp8' with an option of nnx's (dot_general, preferred_element_type, "
+                    "out_sharding), want none of these"
+                )
             if self.activation is not None or residual is not None:
                 raise ValueError(
                     "activation, residual: got one with an option of nnx's (precision, dot_general, "
@@ -49,7 +66,7 @@ class Linear(nnx.Linear):
                 )
             return super().__call__(x, out_sharding)
         bias = None if self.bias is None else self.bias[...]
-        x, kernel, _ = self.promote_dtype((x, self.kernel[...], bias), dtype=self.dtype)
+        x, kernel, _ = _promoted(self, x, self.kernel[...], bias)
         if bias is not None and bias.dtype != jax.numpy.float32:
             bias = bias.astype(x.dtype)
         return ops.matmul(
@@ -59,8 +76,17 @@ class Linear(nnx.Linear):
             activation=self.activation,
             residual=None if residual is None else residual.astype(x.dtype),
             precision=self.precision,
+            scaling=self.scaling,
             implementation=self.implementation,
         )
+
+
+def _promoted(module: nnx.Linear, x: jax.Array, *others: Any) -> Any:
+    """x and the others in the dtype of the module's computation. Raises TypeError where that has 8 bits."""
+    x, *others = module.promote_dtype((x, *others), dtype=module.dtype)
+    if x.dtype.itemsize == 1:
+        raise TypeError(f"dtype: got {x.dtype} for the computation, want 16 or 32 bits, also with precision='fp8'")
+    return x, *others
 
 
 class GatedMLP(nnx.Module):
@@ -70,7 +96,7 @@ class GatedMLP(nnx.Module):
     in_features].
 
     Args:
-      activation, precision, implementation: as in gated_matmul. options: those of nnx.Linear, such as
+      activation, precision, scaling, implementation: as in gated_matmul. options: those of nnx.Linear, such as
         dtype, param_dtype, kernel_init and rngs.
     """
 
@@ -81,10 +107,11 @@ class GatedMLP(nnx.Module):
         *,
         activation: Any = "silu",
         precision: str | None = None,
+        scaling: str | None = None,
         implementation: str | None = None,
         **options: Any,
     ) -> None:
-        options |= {"use_bias": False, "precision": precision, "implementation": implementation}
+        options |= {"use_bias": False, "precision": precision, "scaling": scaling, "implementation": implementation}
         self.gate_proj = Linear(in_features, hidden_features, **options)
         self.up_proj = Linear(in_features, hidden_features, **options)
         self.down_proj = Linear(hidden_features, in_features, **options)
@@ -94,8 +121,14 @@ class GatedMLP(nnx.Module):
         """x: [..., in_features]. residual: like x, added last."""
         of = self.gate_proj
         weights = self.gate_proj.kernel[...], self.up_proj.kernel[...]
-        x, gate, up = of.promote_dtype((x, *weights), dtype=of.dtype)
+        x, gate, up = _promoted(of, x, *weights)
         hidden = ops.gated_matmul(
-            x, gate, up, self.activation, precision=of.precision, implementation=of.implementation
+            x,
+            gate,
+            up,
+            self.activation,
+            precision=of.precision,
+            scaling=of.scaling,
+            implementation=of.implementation,
         )
         return self.down_proj(hidden, residual=residual)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.linear import GatedMLP
 from jax_kernels.models.normalization import RMSNorm
 
 __all__ = ["MLP", "Block", "Transformer", "flat_parameters"]
@@ -27,6 +28,19 @@ class MLP(nnx.Module):
         return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def _mlp_of_8_bits(config: Any, rngs: nnx.Rngs) -> GatedMLP:
+    """The MLP of the same parameters, by gated_matmul."""
+    return GatedMLP(
+        config.model_dim,
+        config.mlp_dim,
+        precision=config.precision,
+        scaling=config.scaling,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        rngs=rngs,
+    )
+
+
 class Block(nnx.Module):
     """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -37,7 +51,7 @@ class Block(nnx.Module):
         self.attention_norm = norm()
         self.attention = self._attention(config, rngs)
         self.mlp_norm = norm()
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs) if config.precision is None else _mlp_of_8_bits(config, rngs)
 
     def _attention(self, config: Any, rngs: nnx.Rngs) -> MultiHeadAttention:
         return MultiHeadAttention(
@@ -49,6 +63,8 @@ class Block(nnx.Module):
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             implementation=config.implementation,
+            precision=config.precision,
+            scaling=config.scaling,
             rngs=rngs,
         )
 

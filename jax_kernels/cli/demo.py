@@ -45,6 +45,12 @@ def demo(
         str | None,
         typer.Option(help="Of the attention: mosaic_gpu, triton, cudnn or xla.", show_default="the fastest here"),
     ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="fp8: the blocks' products of matrices in 8 bits; emulated on a CPU.", show_default="16 or 32 bits"
+        ),
+    ] = None,
 ) -> None:
     """Train a byte-level Transformer on real text with this library's attention.
 
@@ -63,6 +69,7 @@ def demo(
         "seed": seed,
         "attention": attention,
         "implementation": implementation,
+        "precision": precision,
     }
     try:
         passed = demo_run.run(text=text, steps=steps, out=out, resume=resume, **given)

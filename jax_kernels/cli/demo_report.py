@@ -37,12 +37,13 @@ def introduce(
     unigram: float,
 ) -> None:
     settings, model = trainer.settings, trainer.settings.model
+    products = ", its blocks' products in 8 bits" if model.precision == "fp8" else ""
     console.print(
         f"[bold]Device[/] {escape(device.name)}, jax {jax.__version__}\n"
         f"[bold]Text[/] {escape(corpus.source)}: {corpus.size:,} bytes, {corpus.held_out.size:,} of them held out, "
         f"unigram entropy {unigram:.3f} bits per byte\n"
         f"[bold]Model[/] {_parameters(trainer):,} parameters: {model.num_layers} layers of width {model.model_dim}, "
-        f"{model.num_heads} heads of {model.head_dim}, {model.dtype}; "
+        f"{model.num_heads} heads of {model.head_dim}, {model.dtype}{products}; "
         f"{settings.batch_size} sequences of {settings.seq_len} bytes a step\n"
         f"[bold]Attention[/] {escape(str(plan))}",
         soft_wrap=True,

@@ -78,6 +78,7 @@ def run(*, text: Path | None, steps: int | None, out: Path, resume: bool, **give
         else:
             steps = defaults.steps if steps is None else steps
             settings, corpus = fresh(defaults, text, steps, given)
+        check_products(settings.model, device)
         plan = attention_plan(settings)
         trainer = Trainer(settings)
         if resume:
@@ -136,8 +137,10 @@ def fresh(defaults: Preset, text: Path | None, steps: int, given: dict[str, Any]
 
 
 def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> TransformerConfig:
-    """The preset's model with the attention that was asked for."""
-    config = dataclasses.replace(config, implementation=given["implementation"])
+    """The preset's model with the attention and the products that were asked for."""
+    if given["precision"] not in (None, "fp8"):
+        raise OptionError("--precision", f"got {given['precision']!r}, want fp8, or no --precision")
+    config = dataclasses.replace(config, implementation=given["implementation"], precision=given["precision"])
     if given["attention"] in (None, "dense"):
         return config
     if given["attention"] != "dilated":
@@ -160,6 +163,7 @@ def resumed(
     settings = Settings.from_json(history.pop("settings"))
     saved = dataclasses.asdict(settings) | {
         "implementation": settings.model.implementation,
+        "precision": settings.model.precision,
         "attention": "dilated" if isinstance(settings.model, LongNetConfig) else "dense",
     }
     for name, value in given.items():
@@ -179,6 +183,16 @@ def corpus_of(text: Path | None, seq_len: int) -> Corpus:
         return read_corpus(text, seq_len)
     except CorpusError as error:
         raise OptionError("--text", str(error)) from error
+
+
+def check_products(model: TransformerConfig, device: jax_kernels.DeviceInfo) -> None:
+    """Raises OptionError where the model has products of 8 bits and the GPU has none."""
+    if model.precision == "fp8" and device.compute_capability is not None and not device.supports_fp8:
+        raise OptionError(
+            "--precision",
+            f"{device.name} has no products of 8 bits; Ada (L4, L40S, RTX 40), Hopper (H100, H200) and Blackwell GPUs "
+            "have",
+        )
 
 
 def attention_plan(settings: Settings) -> jax_kernels.Plan:

@@ -176,8 +176,9 @@ def sample(trainer: Trainer, prompt: np.ndarray, length: int, seed: int, tempera
 
     Dilated attention has no cache: there, the whole sequence is run anew for each byte.
     """
-    # Decoding has other needs than training: queries that start within the sequence, and one query a step.
-    config = dataclasses.replace(trainer.settings.model, implementation=None)
+    # Decoding has other needs than training: queries that start within the sequence, and one query a step. Products
+    # of one row gain nothing from 8 bits, and would round the weights anew for each byte.
+    config = dataclasses.replace(trainer.settings.model, implementation=None, precision=None, scaling=None)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, nnx.Rngs(0))))
 
     @jax.jit

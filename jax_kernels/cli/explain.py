@@ -254,14 +254,15 @@ def matmul(
     dtype: options.Dtype = "bfloat16",
     activation: Annotated[str | None, typer.Option(help="silu, gelu, ...")] = None,
     transpose_w: Annotated[bool, typer.Option("--transpose-w", help="w is [N, K]")] = False,
-    precision: options.Precision = None,
+    precision: options.ProductPrecision = None,
+    scaling: options.Scaling = None,
     implementation: options.Implementation = None,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
     """Show what matmul would run for x of this shape and w of so many columns."""
     x, w = options.product_arrays(shape, columns, dtype, transpose_w)
-    arguments = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
+    arguments = {"activation": activation, "transpose_w": transpose_w, "precision": precision, "scaling": scaling}
     options.show_plan(device, as_json, OPS["matmul"].function, x, w, **arguments, implementation=implementation)
 
 
@@ -271,14 +272,15 @@ def gated_matmul(
     dtype: options.Dtype = "bfloat16",
     activation: Annotated[str, typer.Option(help="silu, gelu, ...")] = "silu",
     transpose_w: Annotated[bool, typer.Option("--transpose-w", help="the weights are [N, K]")] = False,
-    precision: options.Precision = None,
+    precision: options.ProductPrecision = None,
+    scaling: options.Scaling = None,
     implementation: options.Implementation = None,
     device: options.Device = None,
     as_json: options.Json = False,
 ) -> None:
     """Show what gated_matmul would run for x of this shape and weights of so many columns."""
     x, w = options.product_arrays(shape, columns, dtype, transpose_w)
-    arguments = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
+    arguments = {"activation": activation, "transpose_w": transpose_w, "precision": precision, "scaling": scaling}
     options.show_plan(
         device, as_json, OPS["gated_matmul"].function, x, w, w, **arguments, implementation=implementation
     )

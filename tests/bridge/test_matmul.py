@@ -2,11 +2,14 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
+import jax_kernels
 from jax_kernels import bridge
 
 ACTIVATIONS = {
@@ -103,3 +106,137 @@ def test_bad_input():
         bridge.linear(x, w, transpose_w=False)
     with pytest.raises(TypeError, match="float64"):
         bridge.matmul(x.double(), w.double())
+
+
+def norm_of(x):
+    return float(x.detach().double().norm())
+
+
+def in_jax(x):
+    """A tensor as a jax.Array, by way of float32, which holds all numbers of fewer bits."""
+    return jnp.asarray(x.detach().float().numpy(), str(x.dtype).removeprefix("torch."))
+
+
+def as_eight_bits(x):
+    """(values, scale) of a tensor, in e4m3."""
+    scale = x.detach().abs().max() / 448
+    return (x.detach() / scale).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("scaling", [None, "row", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_8_bits_are_those_of_jax(scaling, dtype):
+    x, weight, bias, residual = tensors((2, 5, 24), (40, 24), (40,), (2, 5, 40), dtype=dtype)
+    options = {"activation": "silu", "precision": "fp8", "scaling": scaling}
+    got = bridge.linear(x, weight, bias, residual=residual, **options)
+    gradients = torch.autograd.grad(torch.sin(got.float()).sum(), (x, weight, bias, residual))
+
+    def loss(x, weight, bias, residual):
+        out = jax_kernels.matmul(x, weight, bias=bias, residual=residual, transpose_w=True, **options)
+        return jnp.sin(out.astype(jnp.float32)).sum(), out
+
+    given = [in_jax(y) for y in (x, weight, bias, residual)]
+    wanted, want = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*given)
+    assert got.dtype == dtype
+    for a, b in zip((got, *gradients), (want, *wanted), strict=True):
+        b = torch.tensor(np.asarray(b, np.float32))
+        assert norm_of(a.float() - b) <= 0.01 * norm_of(b)  # a last bit may turn one of 8 bits
+    exact = functional.silu(functional.linear(x, weight, bias)) + residual
+    assert 0 < norm_of(got - exact) < 0.05 * norm_of(exact)
+
+
+def test_scales_that_were_found_before():
+    x, w = tensors((6, 24), (24, 40))
+    (_, x_scale), (_, w_scale) = as_eight_bits(x), as_eight_bits(w)
+    want = bridge.matmul(x, w, precision="fp8")
+    x_scale.requires_grad_()
+    for scale in (x_scale, x_scale.item()):
+        got = bridge.matmul(x, w, x_scale=scale, w_scale=w_scale, precision="fp8")
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        got.sum().backward()
+    assert x_scale.grad is None
+    layer = bridge.nn.Linear(24, 40, bias=False, precision="fp8")
+    layer.weight = torch.nn.Parameter(w.detach().T.contiguous())
+    torch.testing.assert_close(layer(x, x_scale=x_scale, w_scale=w_scale), want, rtol=1e-5, atol=1e-5)
+    halved = bridge.matmul(x, w, x_scale=x_scale / 2, precision="fp8")  # numbers above half of the largest are cut
+    assert norm_of(halved - want) > 0.05 * norm_of(want)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_tensors_of_8_bits(scaling):
+    x, w, up = (y.detach().to(torch.float8_e4m3fn) for y in tensors((6, 24), (40, 24), (40, 24)))
+    w = w.to(torch.float8_e5m2)
+    shapes = {"tensor": ((), ()), "row": ((6,), (40,)), "block": ((1, 1), (1, 1))}[scaling]
+    x_scale, w_scale = (torch.rand(shape) + 0.5 for shape in shapes)
+    spread = lambda scale: scale[:, None] if scaling == "row" else scale
+    gate = (x.float() * spread(x_scale)) @ (w.float() * spread(w_scale)).T
+    scales = {"scaling": scaling, "x_scale": x_scale, "transpose_w": True}
+    got = bridge.matmul(x, w, w_scale=w_scale, **scales)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), gate, rtol=1e-2, atol=1e-5)
+    got = bridge.matmul(x, w, w_scale=w_scale, out_dtype=torch.float32, **scales)
+    torch.testing.assert_close(got, gate, rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):  # casts no tensor of 8 bits
+        again = bridge.matmul(x, w, w_scale=w_scale, out_dtype=torch.float32, **scales)
+    torch.testing.assert_close(again, got, rtol=0, atol=0)
+    w = w.to(up.dtype)
+    got = bridge.gated_matmul(x, w, up, w_gate_scale=w_scale, w_up_scale=w_scale, **scales)
+    gate, up = ((x.float() * spread(x_scale)) @ (y.float() * spread(w_scale)).T for y in (w, up))
+    torch.testing.assert_close(got.float(), functional.silu(gate) * up, rtol=1e-2, atol=1e-4)
+
+
+def test_tensors_of_8_bits_have_no_gradients():
+    (x, w), (bias,) = (y.detach().to(torch.float8_e4m3fn) for y in tensors((6, 24), (24, 40))), tensors((40,))
+    for given in ((x.clone().requires_grad_(), w, None), (x, w, bias)):
+        with pytest.raises(NotImplementedError, match="matmul: arrays of 8 bits have no gradients"):
+            bridge.matmul(*given[:2], bias=given[2])
+        with torch.no_grad():
+            bridge.matmul(*given[:2], bias=given[2])
+
+
+def test_gated_mlp_of_8_bits():
+    module, (x,) = bridge.nn.GatedMLP(24, 40, precision="fp8", scaling="row"), tensors((2, 5, 24))
+    got = module(x)
+    gate, up, down = (y.weight for y in (module.gate_proj, module.up_proj, module.down_proj))
+    want = (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
+    assert 0 < norm_of(got - want) < 0.1 * norm_of(want)
+    gradients = [torch.autograd.grad(torch.sin(y).sum(), (x, gate, up, down)) for y in (got, want)]
+    for a, b in zip(*gradients, strict=True):
+        assert 0 < norm_of(a - b) < 0.15 * norm_of(b)
+
+
+def test_autocast_in_8_bits():
+    module, (x,) = bridge.nn.Linear(24, 40, precision="fp8"), tensors((3, 24))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = module(x)
+    x, weight, bias = (y.to(torch.bfloat16) for y in (x, module.weight, module.bias))
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, bridge.linear(x, weight, bias, precision="fp8"), rtol=0, atol=0)
+    got.sum().backward()
+    assert module.weight.grad.dtype == torch.float32
+
+
+def test_8_bits_under_torch_compile():
+    module, (x,) = bridge.nn.Linear(16, 8, precision="fp8", scaling="row"), tensors((6, 16))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
+    gradients = [torch.autograd.grad(run(x).sum(), (x, module.weight)) for run in (compiled, module)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+    (x, x_scale), (w, w_scale) = map(as_eight_bits, tensors((6, 16), (16, 8)))
+    product = lambda x, x_scale: bridge.matmul(x, w, x_scale=x_scale, w_scale=w_scale)
+    compiled = torch.compile(product, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, x_scale), product(x, x_scale), rtol=0, atol=0)
+
+
+def test_bad_input_of_8_bits():
+    x, w = tensors((6, 16), (16, 4))
+    with pytest.raises(ValueError, match="scaling: got one without precision='fp8' or arrays of 8 bits"):
+        bridge.matmul(x, w, scaling="row")
+    with pytest.raises(ValueError, match="scaling: got 'rows', want 'tensor', 'row' or 'block'"):
+        bridge.nn.GatedMLP(16, 4, precision="fp8", scaling="rows")(x)
+    with pytest.raises(ValueError, match=re.escape("x_scale: got shape (4,), want (6,)")):
+        bridge.matmul(x, w, precision="fp8", scaling="row", x_scale=torch.ones(4))
+    with pytest.raises(TypeError, match="w_scale: got float16, want float32"):
+        bridge.matmul(x, w, precision="fp8", w_scale=torch.ones((), dtype=torch.float16))
+    with pytest.raises(TypeError, match="w: got dtype float8_e4m3fn, want x's dtype float32"):
+        bridge.matmul(x, w.detach().to(torch.float8_e4m3fn))

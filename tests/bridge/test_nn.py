@@ -21,7 +21,7 @@ CONFIGS = {
 
 def both(**fields):
     is_dilated = "segment_lengths" in fields
-    config = (models.LongNetConfig if is_dilated else models.TransformerConfig)(**SHAPE, **fields)
+    config = (models.LongNetConfig if is_dilated else models.TransformerConfig)(**SHAPE | fields)
     flax = (models.LongNet if is_dilated else models.Transformer)(config, rngs=nnx.Rngs(3))
     module = bridge.nn.Transformer(config)
     module.load_flax_state(models.flat_parameters(flax))
@@ -46,6 +46,20 @@ def test_logits_and_input_gradients(case):
     scale = float(np.abs(want).max())
     np.testing.assert_allclose(x.grad.numpy(), np.asarray(want), atol=5e-6 * scale, rtol=0)
     assert all(parameter.grad is not None for name, parameter in module.named_parameters() if name != "embed.weight")
+
+
+@pytest.mark.parametrize("scaling", [None, "row"])
+def test_products_of_8_bits(scaling):
+    flax, module = both(num_layers=1, precision="fp8", scaling=scaling)
+    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (2, 19))
+    want, plain = (
+        np.asarray(nnx.jit(lambda model, x: model(x))(x, jnp.asarray(tokens))) for x in (flax, both(num_layers=1)[0])
+    )
+    got = module(torch.from_numpy(tokens))
+    assert np.linalg.norm(got.detach().numpy() - want) < 0.02 * np.linalg.norm(want)  # a last bit may turn one of 8
+    assert 0.03 * np.linalg.norm(want) < np.linalg.norm(plain - want)
+    got.square().sum().backward()
+    assert all(parameter.grad is not None for parameter in module.parameters())
 
 
 def test_bfloat16():
@@ -112,6 +126,9 @@ def test_errors():
         ({**SHAPE, "num_heads": 5}, "config: num_heads=5 must divide model_dim=48"),
         ({**SHAPE, "num_kv_heads": 3}, "config: num_kv_heads=3 must divide num_heads=4"),
         ({**SHAPE, "dtype": "int8"}, "config: got dtype='int8', want"),
+        ({**SHAPE, "precision": "tf32"}, "config: got precision='tf32', want 'fp8' or None"),
+        ({**SHAPE, "scaling": "row"}, "config: got scaling='row' with precision=None, want None, or"),
+        ({**SHAPE, "precision": "fp8", "scaling": "rows"}, "config: got scaling='rows' with precision='fp8', want"),
     ):
         with pytest.raises(ValueError, match=message):
             bridge.nn.Transformer(config)

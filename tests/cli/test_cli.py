@@ -126,6 +126,17 @@ def test_explain_takes_the_arguments_of_the_op(run, options, implementation):
     assert json.loads(out)["implementation"] == implementation
 
 
+@pytest.mark.parametrize("op", ["matmul", "gated_matmul"])
+@pytest.mark.parametrize("options", ["", "--precision fp8", "--precision fp8 --scaling row", "--dtype float8_e4m3fn"])
+def test_explain_of_products(run, op, options):
+    arguments = ("explain", op, "--shape", "1024,4096", "--columns", "4096", *options.split(), "--device")
+    code, out, err = run(*arguments, "h200", "--implementation", "mosaic_gpu")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{op}: mosaic_gpu (asked for by name)\n  blocks: ")
+    if options:
+        assert_one_line(run(*arguments, "a100"), "precision: NVIDIA A100-SXM4-80GB has no products of 8 bits; Ada")
+
+
 @pytest.mark.parametrize(
     ("arguments", "first_line"),
     [
@@ -210,9 +221,17 @@ def test_explain_without_arguments_lists_the_ops(run):
             ("it needs compute capability 8.0",),
         ),
         ("explain attention --shape 1,8,4,64 --device nope", ("device: got 'nope'",)),
+        ("explain matmul --shape 8,64 --columns 8 --scaling row", ("scaling: got one without precision='fp8'",)),
+        (
+            "explain matmul --shape 8,64 --columns 8 --precision fp8 --scaling x --device h200",
+            ("scaling: got 'x', want 'tensor', 'row' or 'block'",),
+        ),
         ("check --implementation nope", ("--implementation: got 'nope', want one of mosaic_gpu, triton",)),
         ("check --op nope", ("--op: got 'nope', want one of flash_attention, matmul",)),
-        ("check --op rms_norm --implementation cudnn", ("--implementation: got 'cudnn', want one of triton, xla",)),
+        (
+            "check --op rms_norm --implementation cudnn",
+            ("--implementation: got 'cudnn', want one of triton, mosaic_gpu, xla",),
+        ),
         ("check --json /no/such/folder/x.json", ("--json: got '/no/such/folder/x.json', want a file in a folder",)),
     ],
 )

@@ -1,5 +1,6 @@
 """`jax-kernels demo` end to end with a tiny model: what it writes, exact resumption, and how it fails."""
 
+import dataclasses
 import json
 import re
 
@@ -9,6 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import jax_kernels
+from jax_kernels import device_info
 from jax_kernels.cli import demo_compare, demo_run
 from jax_kernels.cli.demo import demo
 from jax_kernels.cli.demo_data import CorpusError, read_corpus, unigram_entropy
@@ -146,6 +149,43 @@ def test_dilated_attention(invoke, text, tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("only_training")
+def test_products_of_8_bits(invoke, text, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    result = invoke("--text", text, "--out", out, "--precision", "fp8", "--steps", 40)
+    assert result.exit_code == 0, result.output
+    assert "float32, its blocks' products in 8 bits; " in result.output
+    record = record_of(out)
+    assert record["config"]["model"]["precision"] == "fp8"
+    assert record["final_held_out_bits_per_byte"] < 0.5 * record["unigram_entropy_bits_per_byte"]
+
+    result = invoke("--out", out, "--resume", "--precision", "none")
+    assert result.exit_code == 2
+    assert "--precision: got none, but the checkpoint was trained with fp8" in result.output
+    monkeypatch.setattr(jax_kernels, "device_info", lambda: device_info("a100"))
+    for args in (("--out", tmp_path / "no", "--text", text, "--precision", "fp8"), ("--out", out, "--resume")):
+        result = invoke(*args)
+        assert result.exit_code == 2
+        assert re.search("--precision: .*A100.* has no products of 8 bits; Ada .* Hopper .* have", result.output)
+
+
+def test_settings_of_before_the_precision():
+    settings = dataclasses.asdict(Settings(MODEL, SEQ_LEN, 4, 1e-2, 8, 0, None, ""))
+    del settings["model"]["precision"], settings["model"]["scaling"]
+    assert Settings.from_json(settings).model == MODEL
+
+
+def test_pytorch_is_compared_without_8_bits(monkeypatch):
+    seen = []
+    for name in ("_flax", "_torch"):
+        monkeypatch.setattr(demo_compare, name, lambda *args: seen.extend(args) or (np.ones(1), np.ones(1)))
+    model = dataclasses.replace(MODEL, precision="fp8", scaling="row")
+    trainer = Trainer(Settings(model, SEQ_LEN, 4, 1e-2, 8, 0, None, ""))
+    assert demo_compare.compare(trainer, np.zeros((2, SEQ_LEN + 1), np.uint8)).passed
+    assert [x for x in seen if isinstance(x, TransformerConfig)] == [MODEL, MODEL]
+
+
+@pytest.mark.timeout(300)
 def test_a_model_that_did_not_learn_fails(invoke, text, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_compare, "HAS_TORCH", False)
     result = invoke("--text", text, "--out", tmp_path / "out", "--steps", 1)
@@ -186,6 +226,7 @@ def test_wrong_options_are_named(invoke, text, tmp_path):
         (("--text", binary), "--text: .*binary is not text: it has NUL bytes"),
         (("--text", text, "--implementation", "fast"), "--implementation: implementation='fast' is not known"),
         (("--text", text, "--implementation", "cudnn"), "--implementation: .*cannot serve .* needs an NVIDIA GPU"),
+        (("--text", text, "--precision", "tf32"), "--precision: got 'tf32', want fp8, or no --precision"),
         (("--text", text, "--attention", "sparse"), "--attention: got 'sparse', want dense or dilated"),
         (("--resume",), "--resume: there is no checkpoint in "),
         (("--steps", 0), "'--steps'"),

@@ -68,7 +68,12 @@ def test_all_arguments_reach_dilated_attention(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"heads": "groups", "combine": "mean", "order": "hilbert"}, {"layout": "partition", "norm_eps": 1e-3}]
+    "fields",
+    [
+        {"heads": "groups", "combine": "mean", "order": "hilbert"},
+        {"layout": "partition", "norm_eps": 1e-3},
+        {"precision": "fp8", "scaling": "row"},
+    ],
 )
 def test_longnet_has_the_fields_of_its_config(fields):
     fields |= {"rope_theta": 500.0, "head_dim": 6, "dtype": "bfloat16", "param_dtype": "float16"}
@@ -85,6 +90,9 @@ def test_longnet_has_the_fields_of_its_config(fields):
         np.asarray(x.kernel[...], np.float32).std() for x in (block.attention.q_proj, block.attention.v_proj)
     )
     assert value > 5 * query
+    for projection in (block.attention.out_proj, block.mlp.gate_proj, block.mlp.down_proj):
+        for name in ("precision", "scaling"):
+            assert getattr(projection, name, None) == getattr(config, name)
     assert block.attention_norm.epsilon == config.norm_eps
 
 

@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_kernels import models
+from jax_kernels import gated_matmul, matmul, models
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((3, 5, 24)), jnp.float32)
 
 
+def linear(module=models.Linear, **options):
+    return module(24, 40, bias_init=nnx.initializers.normal(1.0), rngs=nnx.Rngs(0), **options)
+
+
 def both(**options):
     """The library's module and nnx's, with the same parameters."""
-    init = {"bias_init": nnx.initializers.normal(1.0), "rngs": nnx.Rngs(0)}
-    return [module(24, 40, **init | {"rngs": nnx.Rngs(0)} | options) for module in (models.Linear, nnx.Linear)]
+    return [linear(module, **options) for module in (models.Linear, nnx.Linear)]
 
 
 @pytest.mark.parametrize(
@@ -70,3 +73,69 @@ def test_gated_mlp(dtype):
     assert got.dtype == (dtype or jnp.float32)
     tolerance = 8 * float(jnp.finfo(got.dtype).eps)
     np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=tolerance, atol=tolerance * 4)
+
+
+EIGHT_BITS = [(None, None), ("row", jnp.bfloat16), ("block", jnp.float16)]
+
+
+def distance(got, want):
+    got, want = (np.asarray(y, np.float64) for y in (got, want))
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(("scaling", "dtype"), EIGHT_BITS)
+def test_products_of_8_bits(scaling, dtype):
+    mine, theirs = linear(dtype=dtype, precision="fp8", scaling=scaling), linear(nnx.Linear, dtype=dtype)
+    assert jax.tree.structure(nnx.state(mine)) == jax.tree.structure(nnx.state(theirs))
+    mine.activation, residual = "silu", jnp.ones((3, 5, 40), dtype)
+    number, kernel, bias = dtype or jnp.float32, mine.kernel[...], mine.bias[...]
+    loss = lambda module, x: jnp.sin(module(x, residual=residual).astype(jnp.float32)).sum()
+    got, gradients = mine(X, residual=residual), nnx.grad(loss, argnums=(0, 1))(mine, X)
+    assert got.dtype == number
+    x, kernel = X.astype(number), kernel.astype(number)
+    want = matmul(
+        x, kernel, bias=bias, activation="silu", residual=residual.astype(number), precision="fp8", scaling=scaling
+    )
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    plain = lambda module, x: jnp.sin((nnx.silu(module(x)) + residual).astype(jnp.float32)).sum()
+    assert 0 < distance(got, nnx.silu(theirs(X)) + residual) < 0.05
+    for a, b in zip(*map(jax.tree.leaves, (gradients, nnx.grad(plain, argnums=(0, 1))(theirs, X))), strict=True):
+        assert a.dtype == b.dtype
+        assert distance(a, b) < 0.15
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_gradients_of_8_bits_under_jit(scaling):
+    module = linear(precision="fp8", scaling=scaling)
+    gradient = nnx.grad(lambda module, x: (module(x) ** 2).sum(), argnums=(0, 1))
+    for a, b in zip(*map(jax.tree.leaves, (gradient(module, X), nnx.jit(gradient)(module, X))), strict=True):
+        assert distance(a, b) < 0.02  # a last bit may turn one of 8 bits
+
+
+@pytest.mark.parametrize(("scaling", "dtype"), EIGHT_BITS)
+def test_gated_mlp_of_8_bits(scaling, dtype):
+    module = models.GatedMLP(24, 40, dtype=dtype, precision="fp8", scaling=scaling, rngs=nnx.Rngs(0))
+    residual = jnp.ones(X.shape, dtype)
+    got = module(X, residual=residual)
+    projections = (module.gate_proj, module.up_proj, module.down_proj)
+    x, gate, up, down = (y.astype(got.dtype) for y in (X, *(projection.kernel[...] for projection in projections)))
+    options = {"precision": "fp8", "scaling": scaling}
+    want = matmul(gated_matmul(x, gate, up, **options), down, residual=residual.astype(got.dtype), **options)
+    assert got.dtype == (dtype or jnp.float32)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    plain = models.GatedMLP(24, 40, dtype=dtype, rngs=nnx.Rngs(0))
+    assert 0 < distance(got, plain(X, residual=residual)) < 0.1
+
+
+def test_bad_options_of_8_bits():
+    with pytest.raises(ValueError, match=re.escape("scaling='row' must be None with precision=None: it is for 'fp8'")):
+        linear(scaling="row")
+    with pytest.raises(ValueError, match=re.escape("scaling='row' must be None with precision='highest'")):
+        models.GatedMLP(24, 40, scaling="row", precision="highest", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=re.escape("scaling='rows' must be 'tensor', 'row', 'block' or None")):
+        linear(scaling="rows", precision="fp8")
+    with pytest.raises(ValueError, match=re.escape("precision: got 'fp8' with an option of nnx's (dot_general")):
+        linear(precision="fp8", preferred_element_type=jnp.float32)(X)
+    for module in (models.Linear, models.GatedMLP):
+        with pytest.raises(TypeError, match="dtype: got float8_e4m3fn for the computation, want 16 or 32 bits"):
+            module(24, 40, precision="fp8", dtype=jnp.float8_e4m3fn, rngs=nnx.Rngs(0))(X)

@@ -1,6 +1,7 @@
 """The Transformer: its parameters by name, decoding, recomputation, gradients by the input, its config's checks."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -155,6 +156,51 @@ def test_bfloat16_compute_has_float32_logits_and_parameters():
     np.testing.assert_allclose(logits, forward(model(), tokens()), atol=0.1)
 
 
+@pytest.mark.parametrize(("scaling", "dtype"), [(None, "bfloat16"), ("block", "float16")])
+def test_products_of_8_bits(scaling, dtype):
+    """Parameters, and their initial values, are those of the model without."""
+    plain, eight = (model(num_layers=1, dtype=dtype, **x) for x in ({}, {"precision": "fp8", "scaling": scaling}))
+    params = nnx.state(eight, nnx.Param)
+    assert jax.tree.structure(params) == jax.tree.structure(nnx.state(plain, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, flat_parameters(eight), flat_parameters(plain))
+    nnx.update(plain, params)
+
+    def loss(transformer, tokens):
+        logits = transformer(tokens)
+        return (logits**2).mean(), logits
+
+    gradient = nnx.jit(nnx.grad(loss, has_aux=True))
+    (got, logits), (want, wanted) = (gradient(transformer, tokens()) for transformer in (eight, plain))
+    assert 0 < np.linalg.norm(logits - wanted) < 0.1 * np.linalg.norm(wanted)
+    got, want = nnx.to_flat_state(got), nnx.to_flat_state(want)
+    for (path, a), (_, b) in zip(got, want, strict=True):
+        a, b = np.asarray(a[...]), np.asarray(b[...])
+        assert a.dtype == b.dtype
+        assert 0 < np.linalg.norm(a - b) < 0.3 * np.linalg.norm(b), path
+
+
+def test_all_products_of_the_blocks_have_8_bits():
+    def program(**changes):
+        graphdef, state = nnx.split(model(**changes))
+        return nnx.jit(lambda state, tokens: nnx.merge(graphdef, state)(tokens)).lower(state, tokens()).as_text()
+
+    # x and the weights of q, k, v, out, down, and of gate and up, which share their x.
+    calls = re.findall(r"-> tensor<\S+xf8E4M3FN>$", program(precision="fp8"), re.MULTILINE)
+    assert len(calls) == CONFIG.num_layers * (2 * 5 + 3)
+    assert "f8E4M3FN" not in program()
+
+
+def test_decoding_in_8_bits_by_rows_equals_the_full_forward():
+    transformer = model(num_layers=1, precision="fp8", scaling="row")
+    step = nnx.jit(lambda transformer, tokens, cache: transformer(tokens, cache=cache))
+    cache, outs = transformer.init_cache(BATCH, 16), []
+    for chunk in (slice(0, 6), slice(6, LENGTH)):
+        out, cache = step(transformer, tokens()[:, chunk], cache)
+        outs.append(out)
+    got, want = jnp.concatenate(outs, axis=1), forward(transformer, tokens())
+    assert np.linalg.norm(got - want) < 0.02 * np.linalg.norm(want)  # a last bit may turn one of 8 bits
+
+
 def test_config_fills_its_defaults():
     config = TransformerConfig(vocab_size=256, model_dim=96, num_layers=1, num_heads=6)
     assert (config.num_kv_heads, config.head_dim, config.mlp_dim) == (6, 16, 256)
@@ -178,6 +224,13 @@ def test_config_fills_its_defaults():
         ({"dtype": "float64"}, ValueError, "TransformerConfig.dtype='float64' must be one of float32, bfloat16"),
         ({"dtype": "half a float"}, ValueError, "TransformerConfig.dtype='half a float' must be one of"),
         ({"implementation": 3}, TypeError, "TransformerConfig.implementation=3 must be a name or None"),
+        ({"precision": "tf32"}, ValueError, "TransformerConfig.precision='tf32' must be 'fp8' or None"),
+        (
+            {"precision": "fp8", "scaling": 1},
+            ValueError,
+            "TransformerConfig.scaling=1 must be 'tensor', 'row', 'block'",
+        ),
+        ({"scaling": "row"}, ValueError, "TransformerConfig.scaling='row' must be None with precision=None"),
     ],
     ids=str,
 )

@@ -81,7 +81,7 @@ def checked_scales(
 
 
 def _scaling_of(x_scale: Any, w_scale: Any, axes: int) -> str:
-    """What the shapes of scales tell; w's are the clearer ones, as w has two axes."""
+    """The scaling that the shapes of scales tell; w's are the clearer ones, as w has two axes."""
     of_x, of_w = (0 if scale is None else jnp.ndim(scale) for scale in (x_scale, w_scale))
     if of_w == 2 or (w_scale is None and axes == 2 and of_x == 2):
         return "block"
