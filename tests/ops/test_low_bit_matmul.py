@@ -1,5 +1,6 @@
 """matmul with weights of few bits against float64 of the dequantised weights: results, gradients, plans and errors."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import explain, gated_matmul, matmul
+from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.quantization import dequantize, quantize
@@ -105,6 +107,15 @@ def test_calls(kind, name, monkeypatch):
     for implementation in ("triton", "xla"):
         for result, (error, bound) in _errors(KINDS[kind], CASES[name], implementation).items():
             assert error <= bound, (implementation, result)
+
+
+@pytest.mark.parametrize("name", ["wide_out", "gated"])
+def test_split(name, monkeypatch):
+    """Several programs share a work tile."""
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    with on_device(dataclasses.replace(device_info("a100"), core_count=4)):
+        for result, (error, bound) in _errors(KINDS["int4_32"], CASES[name], "triton").items():
+            assert error <= bound, result
 
 
 @pytest.mark.gpu

@@ -122,7 +122,6 @@ def test_compiled(case):
     assert any(kernel.startswith("matmul_low_bit") for kernel in kernels)
     for kernel in kernels:
         figures = others[kernel]
-        print(kernel, figures)
         assert figures["spill_stores"] + figures["spill_loads"] == 0, (kernel, figures)
 
 
