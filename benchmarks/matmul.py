@@ -9,7 +9,7 @@ the Triton kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_togethe
 
 --weights int8,int4,mxfp8,mxfp4 times x in --dtype by such weights, and by weights in --dtype, in one run, each with its
 share of the bandwidth of a copy that is timed in the same run. --sweep-low-bit times other blocks of that kernel, as
-"block_m,block_n,block_k,num_warps,num_stages,programs".
+"block_m,block_n,block_k,num_warps,num_stages,programs"; without the last, no programs share a work tile.
 
     PYTHONPATH=. python benchmarks/matmul.py --weights int4,int8 --shapes 16,8192,8192 --kinds plain --peers ""
 

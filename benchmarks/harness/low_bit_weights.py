@@ -104,21 +104,22 @@ def contenders_of(case: Case, sets: list[Any], sweep: str | None, name: str) -> 
     else:
         calls[f"{name} triton"] = lambda *arrays: case.call(arrays, "triton")
         for part in (sweep or "").split(";") if sweep else ():
-            blocks = dict(zip(SWEPT, command_line.numbers(part), strict=True))
-            if blocks["programs"] == 0:
-                blocks["programs"] = None
+            found = command_line.numbers(part)
+            if len(found) not in (len(SWEPT) - 1, len(SWEPT)):
+                raise ValueError(f"--sweep-low-bit: got {part!r}, want {', '.join(SWEPT)}, the last of which may lack")
+            blocks = {"programs": None} | dict(zip(SWEPT, found, strict=False))
             calls[f"{name} {part}"] = functools.partial(with_blocks, case, blocks)
         if not sweep:
             calls[f"{name} xla"] = lambda *arrays: case.call(arrays, "xla")
     wanted = np.asarray(case.call(sets[0], "xla")).astype(np.float32)
-    found = []
+    contenders = []
     for label, function in calls.items():
         contender = Contender(label, "jax")
-        found.append(contender)
+        contenders.append(contender)
         with contender.attempt():
             output = np.asarray(contender.start(rotated(function, sets))).astype(np.float32)
             contender.judge(float(np.linalg.norm(output - wanted) / np.linalg.norm(wanted)), "xla")
-    return found
+    return contenders
 
 
 def measure(kind: str, sizes: tuple[int, int, int], timer: Any, args: Any) -> dict[str, Any]:
