@@ -7,6 +7,12 @@ with the epilogue in operators of its own) and torch.compile; of fp8, torch._sca
 --sweep times other blocks of the Hopper kernel instead, as "block_n,stages,rows_together", and --sweep-triton those of
 the Triton kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
 
+--weights int8,int4,mxfp8,mxfp4 times x in --dtype by such weights, and by weights in --dtype, in one run, each with its
+share of the bandwidth of a copy that is timed in the same run. --sweep-low-bit times other blocks of that kernel, as
+"block_m,block_n,block_k,num_warps,num_stages,programs"; without the last, no programs share a work tile.
+
+    PYTHONPATH=. python benchmarks/matmul.py --weights int4,int8 --shapes 16,8192,8192 --kinds plain --peers ""
+
 The exit status is 1 where a contender failed or was wrong.
 """
 
@@ -21,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from harness import command_line, report
+from harness import command_line, low_bit_weights, report
 from harness.cases import ROTATION_BYTES
 from harness.process import prepare_process, say
 from harness.timers import choose_timer, close
@@ -231,13 +237,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", default="torch,torch.compile")
     parser.add_argument("--sweep", help="blocks of the Hopper kernel, separated by ';'")
     parser.add_argument("--sweep-triton", help="blocks of the Triton kernel, separated by ';'")
+    parser.add_argument("--weights", default="", help="int8, int8_row, int4, mxfp8, mxfp4; a comma list")
+    parser.add_argument("--sweep-low-bit", help="blocks of the kernel of --weights, separated by ';'")
     args = parser.parse_args(argv)
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     kinds = command_line.names("kinds", args.kinds, KINDS)
     args.peers = args.peers.split(",")
     prepare_process()
     until = time.monotonic() + args.budget
-    with_torch = not (args.sweep or args.sweep_triton) and any(args.peers)
+    with_torch = not (args.sweep or args.sweep_triton or args.weights) and any(args.peers)
     name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
     results: dict[str, Any] = {
         "schema": report.SCHEMA,
@@ -245,6 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "timer": name,
         "rows": [],
     }
+    if args.weights:
+        return low_bit_weights.main(args, [(kind, *shape) for shape in shapes for kind in kinds], timer, results)
     scalings = args.scaling.split(",") if args.dtype == "fp8" else [None]
     cases = [Case(kind, *shape, args.dtype, scaling) for shape in shapes for kind in kinds for scaling in scalings]
     for case in cases:

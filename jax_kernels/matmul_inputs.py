@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jax_kernels.low_bit import LowBit
+
 
 class MatmulInputs(NamedTuple):
     """The arrays of a call. Those that a call lacks are None.
@@ -14,6 +16,9 @@ class MatmulInputs(NamedTuple):
     x_scale, w_scale, w_up_scale: float32, of 8-bit operands, to multiply them by. By MatmulOptions.scaling: "tensor":
     []; "row": one for each row of x and column of w, [M] and [N]; "block": one for each 128 x 128 numbers,
     [ceil(M / 128), ceil(K / 128)] and [ceil(K / 128), ceil(N / 128)], the last transposed with transpose_w.
+
+    With MatmulOptions.low_bit: w and w_up are stored values, [N, bytes], and w_scale and w_up_scale theirs; x is not
+    quantised, and x_scale is None.
     """
 
     x: Any
@@ -44,7 +49,8 @@ class MatmulOptions:
 
     out = activation(x @ w + bias) * (x @ w_up) + residual, in float32 from the products on; without w_up there is no
     second factor. activation: of numbers, in jnp; None for none. precision: of products of float32, "fp32" or "tf32";
-    None for others. scaling: how the scales of 8-bit operands lie, see MatmulInputs; None for others.
+    None for others. scaling: how the scales of 8-bit operands lie, see MatmulInputs; None for others. low_bit: the
+    layout of weights of few bits, which are [N, K], with transpose_w; None for others.
     """
 
     out_dtype: str
@@ -54,6 +60,7 @@ class MatmulOptions:
     precision: str | None = None
     saves_preactivation: bool = False
     scaling: str | None = None
+    low_bit: LowBit | None = None
 
     def sizes(self, inputs: MatmulInputs) -> tuple[int, int, int]:
         """(M, N, K)."""

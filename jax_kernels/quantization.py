@@ -1,4 +1,4 @@
-"""Numbers in 8 bits with float32 scales: quantize, dequantize, and QuantizedArray, what the first gives."""
+"""Numbers in 4 or 8 bits with scales: quantize, dequantize, and QuantizedArray, what the first gives."""
 
 import dataclasses
 import operator
@@ -7,6 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from jax_kernels import low_bit
+from jax_kernels.low_bit import LowBit
 
 __all__ = ["QuantizedArray", "dequantize", "quantize", "quantize_fp8"]
 
@@ -23,16 +26,28 @@ class QuantizedArray:
     values: float8_e4m3fn or float8_e5m2. scale: float32. By scaling: "tensor": one number, []. "row": one for all
     numbers along `axis` (-1, the last, or -2), values' shape without that axis. "block": one for 128 x 128 numbers of
     the last two axes, [..., ceil(rows / 128), ceil(columns / 128)].
+
+    Weights of few bits have a layout, and so many numbers (`length`, K) along `axis`, which is the last of their
+    values, whichever it is of the array: int8 [..., N, K padded], float8_e4m3fn likewise (mxfp8), or uint8
+    [..., N, K padded / 2] (int4, mxfp4), see low_bit.LowBit. Their scaling is "group", scale
+    [..., K padded / group, N], or "row", scale [..., N]; float32, bfloat16 or float8_e8m0fnu (MX). `shape` is that of
+    the array.
     """
 
     values: jax.Array
     scale: jax.Array
     scaling: str = dataclasses.field(default="tensor", metadata={"static": True})
     axis: int = dataclasses.field(default=-1, metadata={"static": True})
+    layout: LowBit | None = dataclasses.field(default=None, metadata={"static": True})
+    length: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+        if self.layout is None:
+            return self.values.shape
+        *outer, columns, _ = self.values.shape
+        depth = self.length or 0
+        return (*outer, columns, depth) if self.axis == -1 else (*outer, depth, columns)
 
     @property
     def ndim(self) -> int:
@@ -45,9 +60,16 @@ class QuantizedArray:
 
 
 def quantize(
-    x: Any, format: str = "e4m3", *, scaling: str = "tensor", axis: int = -1, scale: Any = None
+    x: Any,
+    format: str = "e4m3",
+    *,
+    scaling: str | None = None,
+    axis: int | None = None,
+    scale: Any = None,
+    group_size: int | None = None,
+    scale_dtype: Any = None,
 ) -> QuantizedArray:
-    """Rounds x to 8 bits, with scales that make its largest numbers the largest of the format.
+    """Rounds x to 8 or 4 bits, with scales that make its largest numbers the largest of the format.
 
     Equivalent to the following JAX code, for scaling="row"::
 
@@ -55,14 +77,23 @@ def quantize(
         scale = where(largest > 0, largest / finfo(float8_e4m3fn).max, 1)
         values = (x * (1 / scale)).astype(float8_e4m3fn)
 
+    Integers are symmetric: int8 is rounded to [-127, 127], int4 to [-7, 7]. The scales of the MX formats are powers of
+    two, 2 ** (floor(log2(largest)) - 8) for mxfp8 and - 2 for mxfp4; numbers beyond 448 and 6 times them saturate.
+
     Args:
-      x: a float array with at least two axes, for "block", or one, for "row".
-      format: "e4m3" (float8_e4m3fn: 3 bits behind the point, up to 448) or "e5m2" (2 bits, up to 57,344).
-      scaling: which numbers share a scale: all ("tensor"), those along `axis` ("row"), or 128 x 128 of the last two
-        axes ("block").
-      axis: for "row", -1 or -2.
+      x: a float array with at least two axes, for "block" and weights of few bits, or one, for "row".
+      format: "e4m3" (float8_e4m3fn: 3 bits behind the point, up to 448) or "e5m2" (2 bits, up to 57,344), of operands
+        of products in 8 bits. "int8", "int4", "mxfp8" (e4m3) or "mxfp4" (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6), of weights
+        that are multiplied by numbers of 16 or 32 bits.
+      scaling: which numbers share a scale: all ("tensor", the default), those along `axis` ("row"), or 128 x 128 of
+        the last two axes ("block"). Of weights of few bits: so many along `axis` ("group", the default), or, of
+        integers, all along it ("row").
+      axis: for "row" and weights of few bits, -1 or -2: the axis that a product sums over. None is -1, and -2 for
+        weights of few bits, which is K of matmul's w [K, N].
       scale: a scale that was found before ("delayed scaling"), positive float32 of the shape that scaling gives.
-        Numbers beyond its range become the largest of the format, with their sign.
+        Numbers beyond its range become the largest of the format, with their sign. Not for weights of few bits.
+      group_size: for "group", 32, 64, 128 or 256; None is 128. The MX formats have 32.
+      scale_dtype: of integers' scales, float32 (None) or bfloat16.
 
     Returns:
       A QuantizedArray. Numbers that share a scale with a NaN or an infinity become NaN; with a given scale NaN stays
@@ -70,16 +101,25 @@ def quantize(
 
     Raises:
       TypeError: x is no float array, or scale no float32 array.
-      ValueError: format, scaling, axis or scale's shape is wrong.
+      ValueError: format, scaling, axis, group_size, scale_dtype or scale's shape is wrong.
 
-    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
+    Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; "OCP Microscaling Formats
+    (MX) Specification", version 1.0 (2023).
     """
     x = _checked(x)
-    if format not in FORMATS:
-        raise ValueError(f"format: got {format!r}, want 'e4m3' or 'e5m2'")
-    check_scaling(scaling)
-    if axis not in (-1, -2):
+    if format not in FORMATS and format not in low_bit.FORMATS:
+        known = ", ".join(map(repr, (*FORMATS, *low_bit.FORMATS)))
+        raise ValueError(f"format: got {format!r}, want one of {known}")
+    if axis not in (None, -1, -2):
         raise ValueError(f"axis: got {axis!r}, want -1 or -2")
+    if format in low_bit.FORMATS:
+        layout = _layout(format, scaling, group_size, scale, scale_dtype)
+        return _weights(x, layout, -2 if axis is None else axis, scale_dtype)
+    if (group_size, scale_dtype) != (None, None):
+        raise ValueError(f"group_size, scale_dtype: got one with format {format!r}, want None")
+    axis = -1 if axis is None else axis
+    scaling = "tensor" if scaling is None else scaling
+    check_scaling(scaling)
     if x.ndim < {"tensor": 0, "row": -axis, "block": 2}[scaling]:
         raise ValueError(f"x: got shape {x.shape}, want more axes for scaling={scaling!r}, axis={axis}")
     dtype, x = jnp.dtype(FORMATS[format]), x.astype(jnp.float32)
@@ -91,8 +131,51 @@ def quantize(
     else:
         scale = checked_scale("scale", scale, scale_shape(x.shape, scaling, axis))
         values = _saturated(x * (1 / _spread(scale, scaling, axis, x.shape)), dtype)
-    # XLA on GPUs takes a conversion to 8 bits and back for nothing, unless it is told to keep it.
-    return QuantizedArray(values=jax.lax.optimization_barrier(values), scale=scale, scaling=scaling, axis=axis)
+    return QuantizedArray(values=_kept(values), scale=scale, scaling=scaling, axis=axis)
+
+
+def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype: Any) -> LowBit:
+    """The layout of weights of few bits. Raises ValueError."""
+    is_mx = LowBit(format=format, group=None).is_mx
+    scalings = ("group",) if is_mx else ("group", "row")
+    if scaling not in (None, *scalings):
+        want = " or ".join(map(repr, scalings))
+        raise ValueError(f"scaling: got {scaling!r} with format {format!r}, want {want}")
+    if scale is not None:
+        raise ValueError(f"scale: got one with format {format!r}, want None: its scales are found")
+    sizes: tuple[int, ...] = (low_bit.MX_BLOCK,) if is_mx else low_bit.GROUPS
+    if scaling == "row":
+        sizes = ()
+    if group_size is not None and group_size not in sizes:
+        want = f"None or one of {', '.join(map(str, sizes))}" if sizes else "None"
+        raise ValueError(f"group_size: got {group_size!r} with format {format!r}, want {want}")
+    if scale_dtype is not None and (is_mx or jnp.dtype(scale_dtype) not in (jnp.float32, jnp.bfloat16)):
+        want = "None" if is_mx else "float32, bfloat16 or None"
+        raise ValueError(f"scale_dtype: got {scale_dtype} with format {format!r}, want {want}")
+    group = low_bit.MX_BLOCK if is_mx else None if scaling == "row" else group_size or 128
+    return LowBit(format=format, group=group)
+
+
+def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> QuantizedArray:
+    """Weights of few bits. axis: that of K."""
+    if x.ndim < 2 or 0 in x.shape:
+        raise ValueError(f"x: got shape {x.shape}, want two axes or more, none of length 0, for {layout.format!r}")
+    x = x.astype(jnp.float32) if axis == -1 else jnp.swapaxes(x, -1, -2).astype(jnp.float32)
+    *outer, columns, depth = x.shape
+    group = layout.padded(depth) if layout.group is None else layout.group
+    groups = -(-layout.padded(depth) // group)
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, groups * group - depth)])
+    grouped = padded.reshape(*outer, columns, groups, group)
+    scale = low_bit.scale_of(jnp.abs(grouped).max(-1), layout, scale_dtype or jnp.float32)
+    scaled = (grouped / low_bit.decode_scale(scale)[..., None]).reshape(padded.shape)
+    return QuantizedArray(
+        values=_kept(low_bit.encode(scaled[..., : layout.padded(depth)], layout)),
+        scale=scale[..., 0] if layout.group is None else jnp.swapaxes(scale, -1, -2),
+        scaling="row" if layout.group is None else "group",
+        axis=axis,
+        layout=layout,
+        length=depth,
+    )
 
 
 def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:
@@ -103,6 +186,9 @@ def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:
     """
     if not isinstance(x, QuantizedArray):
         raise TypeError(f"x: got {type(x).__name__}, want a QuantizedArray")
+    if x.layout is not None:
+        found = low_bit.dequantized(x.values, x.scale, x.layout, x.length or 0).astype(dtype)
+        return found if x.axis == -1 else jnp.swapaxes(found, -1, -2)
     return (x.values.astype(jnp.float32) * _spread(x.scale, x.scaling, x.axis, x.shape)).astype(dtype)
 
 
@@ -209,7 +295,12 @@ def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.A
     x = x.astype(jnp.float32)
     scales = _scale_of(jnp.abs(x).max(axes, keepdims=True, initial=0), jnp.float8_e4m3fn)
     values = jnp.where(jnp.isfinite(scales), x / scales, jnp.nan).astype(jnp.float8_e4m3fn)
-    return values, jnp.squeeze(scales, tuple(shared))
+    return _kept(values), jnp.squeeze(scales, tuple(shared))
+
+
+def _kept(values: jax.Array) -> jax.Array:
+    """The same values. XLA on GPUs takes a conversion to 8 bits and back for nothing, unless it is told to keep it."""
+    return jax.lax.optimization_barrier(values)
 
 
 def _axes(axis: Any) -> tuple[int, ...]:

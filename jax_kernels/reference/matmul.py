@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_kernels import low_bit
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.quantization import QuantizedArray, dequantize
 
@@ -34,6 +35,13 @@ def matmul(inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
 
 def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions) -> Any:
     """x @ w in float32, with the scales of 8-bit operands, which have their inner dimension last."""
+    if options.low_bit is not None:
+        w = low_bit.dequantized(w, w_scale, options.low_bit, x.shape[-1])
+        if x.dtype == jnp.bfloat16:
+            return _sums(x, w.astype(x.dtype), options)
+        # float16 lacks the range of the scales.
+        precision = "tf32" if x.dtype == jnp.float16 else options.precision
+        return _sums(x.astype(jnp.float32), w, dataclasses.replace(options, precision=precision))
     if options.scaling == "block":
         x, w = (
             dequantize(QuantizedArray(values=y, scale=scale, scaling="block"))

@@ -7,6 +7,7 @@ from jax_kernels.pallas.block_specs.specs import (
     AttentionFp8Row,
     AttentionRow,
     DilatedLaunches,
+    MatmulLowBitRow,
     MatmulRow,
     NormRow,
 )
@@ -128,6 +129,29 @@ def matmul_row(
         ):
             return row, "block spec" if own else "heuristic"
     raise LookupError(f"no {implementation} row for matmul with rows={rows}, columns={columns}, {bits} bits")
+
+
+def low_bit_order(compute_capability: tuple[int, int] | None, rows: int) -> tuple[str, ...]:
+    """The implementations of a matmul with weights of few bits, the fastest first."""
+    if compute_capability is None or compute_capability < (8, 0):
+        return ("xla",)
+    return ("triton", "xla") if rows <= sm80.LOW_BIT_ROWS else ("xla", "triton")
+
+
+def low_bit_row(
+    compute_capability: tuple[int, int] | None, implementation: str, *, rows: int, bits: int, weight_bits: int
+) -> tuple[MatmulLowBitRow, str]:
+    """The row for a matmul with weights of few bits, as attention_row gives it. All GPUs take sm_80's."""
+    own = compute_capability is None or nearest(compute_capability) == (sm80, True)
+    for row in sm80.MATMUL_LOW_BIT:
+        if (
+            row.implementation == implementation
+            and row.bits == bits
+            and (row.rows is None or rows <= row.rows)
+            and row.weight_bits in (None, weight_bits)
+        ):
+            return row, "block spec" if own else "heuristic"
+    raise LookupError(f"no {implementation} row for matmul with weights of {weight_bits} bits, x of {bits}")
 
 
 def norm_order(compute_capability: tuple[int, int] | None, *, columns: int) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from jax_kernels.pallas.block_specs.specs import AttentionDecodeTriton as Decode
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
 from jax_kernels.pallas.block_specs.specs import (
+    MatmulLowBitRow,
+    MatmulLowBitTriton,
     MatmulOrder,
     MatmulRow,
     MatmulTriton,
@@ -160,5 +162,44 @@ MATMUL = (
         columns=None,
         bits=32,
         config=MatmulTriton(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=4, split_steps=8),
+    ),
+)
+
+# Up to so many rows of x the Triton kernel comes first. Until it has run on a GPU, it serves by its name alone.
+LOW_BIT_ROWS = 0
+
+# Not measured. Of 16 rows and 64 columns, x and 4-bit weights give a work tile as many bytes: with N = 8192 there are
+# 128 tiles, about one a multiprocessor, each with three stages of 16 KiB on the way. Less than 99 KiB of shared memory,
+# for sm_86.
+MATMUL_LOW_BIT = (
+    MatmulLowBitRow(
+        implementation="triton",
+        bits=16,
+        rows=16,
+        weight_bits=4,
+        config=MatmulLowBitTriton(block_m=16, block_n=64, block_k=256, num_warps=4, num_stages=4, programs=2),
+    ),
+    MatmulLowBitRow(
+        implementation="triton",
+        bits=16,
+        rows=16,
+        config=MatmulLowBitTriton(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4, programs=2),
+    ),
+    MatmulLowBitRow(
+        implementation="triton",
+        bits=16,
+        rows=32,
+        config=MatmulLowBitTriton(block_m=32, block_n=64, block_k=128, num_warps=4, num_stages=4, programs=2),
+    ),
+    MatmulLowBitRow(
+        implementation="triton",
+        bits=16,
+        config=MatmulLowBitTriton(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3, programs=1),
+    ),
+    # float32, in tf32 products.
+    MatmulLowBitRow(
+        implementation="triton",
+        bits=32,
+        config=MatmulLowBitTriton(block_m=32, block_n=32, block_k=128, num_warps=4, num_stages=3, programs=2),
     ),
 )

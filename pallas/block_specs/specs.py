@@ -402,3 +402,41 @@ class MatmulRow:
     bits: int | None = None
     is_gated: bool | None = None
     is_aligned: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulLowBitTriton:
+    """Blocks of the Triton matmul of weights of few bits.
+
+    block_k: of the inner dimension in numbers; fewer where that is no multiple of them. programs: for each streaming
+    multiprocessor, of which several share a work tile where there are fewer tiles; None where they never do. A gated
+    unit has half of the columns, twice.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs: int | None = None
+    rows_together: int = 8
+
+    def __post_init__(self) -> None:
+        _positive(self, block_m=16, block_n=16, block_k=128, num_stages=1, rows_together=1)
+        _powers_of_two(self, "block_m", "block_n", "num_warps")
+        if self.programs is not None:
+            _positive(self, programs=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulLowBitRow:
+    """The blocks of a matmul of weights of few bits. The first row that matches is taken.
+
+    rows: the most of x it serves, None for any. bits: of x's numbers. weight_bits: None serves all.
+    """
+
+    implementation: str
+    bits: int
+    config: Any
+    rows: int | None = None
+    weight_bits: int | None = None

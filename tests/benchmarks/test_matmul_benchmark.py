@@ -42,3 +42,26 @@ def test_runs(tmp_path, monkeypatch, without_gpu):
         assert statuses == {"mosaic_gpu": "unavailable", "triton": "unavailable", "xla": "ok", "torch": "ok"}
         assert row["contenders"][2]["tflops"] > 0
         assert row["speed_ratios"]["torch"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_weights_of_few_bits(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
+    monkeypatch.setattr(benchmark.low_bit_weights, "COPIED_BYTES", 1 << 12)
+    monkeypatch.setattr(benchmark.low_bit_weights, "ROTATION_BYTES", 1)
+    output = tmp_path / "matmul.json"
+    words = "--shapes 16,64,128 --kinds plain --timer host --rounds 2 --seconds 0.001 --weights int4,mxfp8"
+    assert benchmark.main([*words.split(), "--output", str(output)]) == 0
+    (row,) = json.loads(output.read_text())["rows"]
+    statuses = {c["name"]: c["status"] for c in row["contenders"]}
+    kernels = {f"{name} triton": "unavailable" for name in ("int4", "mxfp8")}
+    assert statuses == {"copy": "ok", "bf16": "ok", "int4 xla": "ok", "mxfp8 xla": "ok"} | kernels
+    assert row["contenders"][-1]["share_of_copy"] > 0
+
+
+def test_blocks_of_weights_of_few_bits():
+    case = benchmark.low_bit_weights.Case("plain", 16, 256, 512, "bf16", "int4")
+    arrays = case.arrays()[0]
+    with on_device("H200"):
+        run = lambda *x: benchmark.low_bit_weights.with_blocks(case, {"num_warps": 2, "programs": None}, *x)
+        assert "num_warps=2" in str(jax.make_jaxpr(run)(*arrays))

@@ -93,7 +93,10 @@ def test_empty():
 def test_plans():
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 1000, 512), (512, 1024)))
     with on_device("H200"):
-        assert explain(matmul, x, w).implementation == "xla"
+        assert explain(matmul, x, w).implementation == "mosaic_gpu"
+        few, narrow = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16, 512), (512, 512)))
+        assert explain(matmul, few, w).implementation == "triton"
+        assert explain(matmul, x, narrow).implementation == "xla", "too few work tiles"
         plan = explain(matmul, x, w, implementation="mosaic_gpu", activation="silu")
         assert plan.config.forward.block_n == 256
         program = str(jax.make_jaxpr(lambda x, w: matmul(x, w, implementation="mosaic_gpu"))(x, w))
@@ -118,7 +121,7 @@ BAD = {
     "dtype": (
         lambda: matmul(np.zeros((2, 8)), W),
         TypeError,
-        "x: got dtype float64, want bfloat16, float16 or float32",
+        "x: got dtype float64, want bfloat16, float16, float32, float8_e4m3fn or float8_e5m2",
     ),
     "other_dtype": (
         lambda: matmul(X, W.astype(jnp.float32)),
@@ -157,11 +160,11 @@ BAD = {
     "activation_type": (lambda: matmul(X, W, activation=3), TypeError, "activation: got int, want a name"),
     "out_dtype": (lambda: matmul(X, W, out_dtype="int8"), TypeError, "out_dtype: got int8, want bfloat16, float16"),
     "precision": (lambda: matmul(X, W, precision="tf32"), ValueError, "it is for float32 inputs"),
-    "precision_name": (lambda: matmul(X, W, precision="fp8"), ValueError, "precision: got 'fp8', want 'fp32', 'tf32'"),
+    "precision_name": (lambda: matmul(X, W, precision="bf16"), ValueError, "precision: got 'bf16', want 'fp32'"),
     "gated": (
         lambda: gated_matmul(X, W, W[:, :3]),
         ValueError,
-        "w_up: got bfloat16[8, 3], want w_gate's dtype and shape",
+        "w_up: got bfloat16[8, 3], want w_gate's dtype, shape and scaling",
     ),
     "name": (lambda: matmul(X, W, implementation="cudnn"), ValueError, "is not known for matmul; want one of"),
 }
@@ -178,7 +181,7 @@ REASONS = {
     "activation": ({"activation": lambda z: z}, "of activations it takes those that have names"),
     "columns": ({"w": (512, 1000)}, "it needs rows by 8 and columns by 64 in x, w and out"),
     "rows": ({"x": (1001, 512)}, "it needs rows by 8 and columns by 64 in x, w and out"),
-    "dtype": ({"dtype": "float32"}, "its wgmma products take bfloat16 and float16 here, not float32"),
+    "dtype": ({"dtype": "float32"}, "its wgmma products take bfloat16, float16 and 8 bits here, not float32"),
 }
 
 

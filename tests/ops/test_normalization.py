@@ -106,13 +106,15 @@ def test_shard_map_sums_the_gradient_of_a_shared_scale():
 
 def test_plans():
     x = jax.ShapeDtypeStruct((2, 100, 4096), jnp.bfloat16)
-    for device, want in (("H200", "triton"), ("A100", "triton"), ("V100", "xla")):
+    for device, want in (("H200", "mosaic_gpu"), ("A100", "triton"), ("V100", "xla")):
         with on_device(device):
             plan = explain(layer_norm, x)
         assert (plan.op, plan.implementation) == ("layer_norm", want)
     with on_device("H200"):
-        assert explain(rms_norm, x).config.forward.chunk == 4096
-        huge = jax.ShapeDtypeStruct((1 << 18, 4096), jnp.bfloat16)
+        assert explain(rms_norm, x, implementation="triton").config.forward.chunk == 4096
+        short, odd = (jax.ShapeDtypeStruct((100, columns), jnp.bfloat16) for columns in (1024, 4100))
+        assert [explain(rms_norm, x).implementation for x in (short, odd)] == ["triton", "triton"]
+        huge = jax.ShapeDtypeStruct((1 << 18, 4096), jnp.float32)
         plan = explain(rms_norm, huge)
         assert plan.implementation == "xla"
         assert plan.passed_over == (("triton", "Pallas' Triton does not reach all of an array of 2 to 4 GiB"),)

@@ -40,6 +40,8 @@ def as_arrays(name: str, x: Any, scale: Any, axis: int) -> tuple[Any, Any, str |
         raise ValueError(
             f"{name}: got scales of rows along axis {x.axis}, want them along axis {axis}, which is summed"
         )
+    if x.scaling == "block" and x.ndim != 2:
+        raise ValueError(f"{name}: got shape {x.shape} with scales of blocks, want two axes")
     return x.values, x.scale, x.scaling
 
 

@@ -14,7 +14,7 @@ from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.planned_op import PlannedCall, join_batch, split_batch, under_defaults
 
-__all__ = ["batched", "epilogue_gradients", "planned"]
+__all__ = ["batched", "epilogue_gradients", "planned", "product"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -60,14 +60,14 @@ def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -
 def _product_gradients(call: PlannedCall, x: Any, w: Any, dz: Any, *, summed: bool) -> tuple[Any, Any]:
     """dx = dz wᵀ and dw = xᵀ dz. summed: dx is added to another one, and is float32."""
     transposed, dz = call.options.transpose_w, dz.astype(x.dtype)
-    dx = _product(call, dz, w, transpose_w=not transposed, out_dtype="float32" if summed else None)
-    return dx, _product(call, *((dz, x) if transposed else (x, dz)), transpose_x=True)
+    dx = product(call, dz, w, transpose_w=not transposed, out_dtype="float32" if summed else None)
+    return dx, product(call, *((dz, x) if transposed else (x, dz)), transpose_x=True)
 
 
 planned.defvjp(_forward, _backward)
 
 
-def _product(
+def product(
     call: PlannedCall,
     x: Any,
     w: Any,

@@ -12,10 +12,11 @@ from jax_kernels import dispatch
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.ops import checks
 from jax_kernels.ops.activations import ACTIVATIONS
-from jax_kernels.ops.matmul import fp8, gradients
+from jax_kernels.ops.matmul import fp8, gradients, low_bit
 from jax_kernels.ops.matmul.table import GATED, OP, MatmulRequest, request_of
 from jax_kernels.ops.planned_op import PlannedCall, under_defaults
 from jax_kernels.pallas.varying import as_varying, varying_axes
+from jax_kernels.quantization import QuantizedArray
 
 __all__ = ["GATED", "OP", "check", "check_gated", "gated_matmul", "matmul", "run"]
 
@@ -50,6 +51,9 @@ def matmul(
     With precision="fp8" the products are of 8 bits: x and w are rounded to e4m3 and, where gradients are taken, the
     cotangent to e5m2, each with float32 scales. Arrays of 8 bits are taken as they are, times their scales.
 
+    w may also be weights of few bits, quantize(w, "int4") and others, beside x of 16 or 32 bits, which stays as it is.
+    They have no gradients: those of x and the rest are right, and asking for others raises.
+
     Gradients are products of the same kind, as if rounding to 8 bits changed nothing; the scales have none. With an
     activation, the forward of a call that is differentiated also saves x @ w + bias, in out_dtype; the activation's
     derivative is taken there.
@@ -57,6 +61,7 @@ def matmul(
     Args:
       x: [..., K], bfloat16, float16, float32, float8_e4m3fn or float8_e5m2; or a QuantizedArray.
       w: [K, N] in x's dtype; [N, K] with transpose_w. Where x has 8 bits, any dtype of 8 bits, or a QuantizedArray.
+        Of few bits, a QuantizedArray that is quantized along K: axis=-2, and with transpose_w -1.
       bias: [N], in x's dtype or float32. Where x has 8 bits, in any dtype of more.
       activation: "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh"; or an elementwise function in jnp,
         which is given float32. It may not close over arrays that are traced.
@@ -161,6 +166,9 @@ def check_gated(
     *, x, w_gate, w_up, activation="silu", w_gate_scale=None, w_up_scale=None, transpose_w=False, **arguments
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:
     """As check, of a gated unit."""
+    arguments |= {"x": x, "activation": activation, "transpose_w": transpose_w}
+    if low_bit.layout_of(w_gate) is not None or low_bit.layout_of(w_up) is not None:
+        return _check_gated_low_bit(w_gate, w_up, w_gate_scale, w_up_scale, arguments)
     axis = -1 if transpose_w else -2
     found = ("w_gate", w_gate, w_gate_scale), ("w_up", w_up, w_up_scale)
     (w_gate, gate_scale, of_gate), (w_up, up_scale, of_up) = (fp8.as_arrays(*given, axis) for given in found)
@@ -168,10 +176,9 @@ def check_gated(
     if (w_up.shape, w_up.dtype, of_up) != (w_gate.shape, w_gate.dtype, of_gate):
         got, want = (f"{w.dtype}{list(w.shape)}" for w in (w_up, w_gate))
         raise ValueError(f"w_up: got {got}, want w_gate's dtype, shape and scaling: {want}")
-    up_shape, gate_shape = (None if x is None else jnp.shape(x) for x in (up_scale, gate_scale))
-    if up_shape != gate_shape:
-        raise ValueError(f"w_up_scale: got shape {up_shape}, want w_gate_scale's {gate_shape}")
-    arguments |= {"x": x, "activation": activation, "transpose_w": transpose_w}
+    got_shape, want_shape = (None if x is None else jnp.shape(x) for x in (up_scale, gate_scale))
+    if got_shape != want_shape:
+        raise ValueError(f"w_up_scale: got shape {got_shape}, want w_gate_scale's {want_shape}")
     request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
     if options.scaling is not None and up_scale is not None:
         _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
@@ -181,6 +188,22 @@ def check_gated(
     return dataclasses.replace(request, op="gated_matmul"), inputs._replace(w_up=w_up), options
 
 
+def _check_gated_low_bit(
+    w_gate: Any, w_up: Any, gate_scale: Any, up_scale: Any, arguments: dict[str, Any]
+) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:
+    """check_gated, of weights of few bits."""
+    kinds = [
+        (w.layout, w.shape, str(w.scale.dtype)) if low_bit.layout_of(w) is not None else getattr(w, "dtype", type(w))
+        for w in (w_gate, w_up)
+    ]
+    if kinds[0] != kinds[1]:
+        raise ValueError(f"w_up: got {kinds[1]}, want w_gate's layout, shape and dtype of scales: {kinds[0]}")
+    _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
+    request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
+    inputs = inputs._replace(w_up=of_second.w, w_up_scale=of_second.w_scale)
+    return dataclasses.replace(request, op="gated_matmul"), inputs, options
+
+
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     """The planned call, differentiable. x and residual may have any axes before the last."""
     outer, columns = inputs.x.shape[:-1], inputs.w.shape[0 if call.options.transpose_w else 1]
@@ -188,6 +211,8 @@ def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     inputs = inputs._replace(x=rows(inputs.x), residual=rows(inputs.residual))
     inputs = as_varying(inputs, varying_axes(inputs))
     planned = gradients.planned if call.options.scaling is None else fp8.planned
+    if call.options.low_bit is not None:
+        planned = low_bit.planned
     return planned(call, inputs).reshape(*outer, columns)
 
 
@@ -198,6 +223,9 @@ def check(
     """The request behind a call, its arrays and its options."""
     checks.check_flags(transpose_w=transpose_w)
     checks.check_implementation(implementation)
+    if low_bit.layout_of(w) is not None:
+        _check_no_scales(x, x_scale, w_scale, scaling)
+        return _checked_low_bit(x, w, bias, activation, residual, transpose_w, out_dtype, precision)
     x, x_scale, of_x = fp8.as_arrays("x", x, x_scale, -1)
     w, w_scale, of_w = fp8.as_arrays("w", w, w_scale, -1 if transpose_w else -2)
     x, w = _checked_operands(x, w, transpose_w)
@@ -227,6 +255,48 @@ def check(
         **scales,
     )
     sizes = math.prod(x.shape[:-1]), columns, depth
+    return request_of(options, x.dtype, sizes, dispatch.target_device(x)), inputs, options
+
+
+def _check_no_scales(x: Any, x_scale: Any, w_scale: Any, scaling: Any) -> None:
+    """Raises TypeError or ValueError. Weights of few bits have their own scales, and x is not quantised."""
+    if isinstance(x, QuantizedArray):
+        raise TypeError("x: got a QuantizedArray with weights of few bits, want bfloat16, float16 or float32")
+    if not (x_scale is None and w_scale is None and scaling is None):
+        raise ValueError("x_scale, w_scale, scaling: got one with weights of few bits, which have their own; want None")
+
+
+def _checked_low_bit(
+    x: Any, w: QuantizedArray, bias: Any, activation: Any, residual: Any, transpose_w: bool, out_dtype: Any,
+    precision: Any,
+) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:  # fmt: skip
+    """check, of weights of few bits."""
+    x = checks.checked_array("x", x)
+    if x.dtype not in checks.DTYPES:
+        raise TypeError(f"x: got dtype {x.dtype} with weights of few bits, want bfloat16, float16 or float32")
+    if x.ndim == 0:
+        raise ValueError("x: got shape (), want [..., K]")
+    if precision == "fp8":
+        raise ValueError("precision: got 'fp8' with weights of few bits, want 'fp32', 'tf32' or None")
+    precision = _checked_precision(precision, x.dtype)
+    values, scale = low_bit.checked_stored("w", w, transpose_w, x.shape[-1])
+    out_dtype = x.dtype if out_dtype is None else _out_dtype(out_dtype)
+    options = MatmulOptions(
+        out_dtype=str(out_dtype),
+        transpose_w=True,  # as the values lie
+        activation=_activation(activation),
+        precision=precision,
+        low_bit=w.layout,
+    )
+    columns = values.shape[0]
+    inputs = MatmulInputs(
+        x=x,
+        w=values,
+        bias=None if bias is None else _checked_bias(bias, x.dtype, columns),
+        residual=None if residual is None else _checked_residual(residual, out_dtype, (*x.shape[:-1], columns)),
+        w_scale=scale,
+    )
+    sizes = math.prod(x.shape[:-1]), columns, x.shape[-1]
     return request_of(options, x.dtype, sizes, dispatch.target_device(x)), inputs, options
 
 

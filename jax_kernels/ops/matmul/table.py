@@ -8,12 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.low_bit import LowBit
 from jax_kernels.matmul_inputs import MatmulOptions
 from jax_kernels.ops import reasons
 from jax_kernels.ops.activations import ACTIVATIONS, not_for_triton
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.matmul.sm90 import matmul as matmul_sm90
+from jax_kernels.pallas.matmul.triton import low_bit as low_bit_triton
 from jax_kernels.pallas.matmul.triton import matmul as matmul_triton
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.reference import matmul as reference
@@ -26,6 +28,7 @@ class MatmulRequest(Request):
     """A product [m, k] @ [k, n] without its arrays, or two of a gated unit.
 
     shapes: those of x, w and out, as a kernel takes them. scaling: of 8-bit products, see MatmulInputs; else None.
+    low_bit: the layout of weights of few bits, whose shape is that of their bytes; else None.
     """
 
     m: int
@@ -37,6 +40,7 @@ class MatmulRequest(Request):
     activation: Any
     precision: str | None
     scaling: str | None
+    low_bit: LowBit | None = None
 
 
 def request_of(options: MatmulOptions, dtype: Any, sizes: tuple[int, int, int], device: Any) -> MatmulRequest:
@@ -44,6 +48,8 @@ def request_of(options: MatmulOptions, dtype: Any, sizes: tuple[int, int, int], 
     m, n, k = sizes
     transpose_w = options.transpose_w or options.scaling is not None
     of_x, of_w = (k, m) if options.transpose_x else (m, k), (n, k) if transpose_w else (k, n)
+    if options.low_bit is not None:
+        of_w = n, options.low_bit.bytes_of(k)
     return MatmulRequest(
         op="matmul",
         device=device,
@@ -56,12 +62,15 @@ def request_of(options: MatmulOptions, dtype: Any, sizes: tuple[int, int, int], 
         activation=options.activation,
         precision=options.precision,
         scaling=options.scaling,
+        low_bit=options.low_bit,
     )
 
 
 def _supports_mosaic(request: MatmulRequest) -> str | None:
     if reason := reasons.no_gpu(request) or reasons.not_hopper(request):
         return reason
+    if request.low_bit is not None:
+        return "it has no products with weights of few bits"
     if request.dtype == "float32" and request.scaling is None:
         return "its wgmma products take bfloat16, float16 and 8 bits here, not float32"
     if request.activation is not None and request.activation not in ACTIVATIONS.values():
@@ -77,6 +86,8 @@ def _sizes(request: MatmulRequest) -> list[int]:
     """The bytes of a number of x, w and out, as a kernel takes them."""
     if request.scaling is not None:
         return [1, 1, jnp.dtype(request.out_dtype).itemsize]
+    if request.low_bit is not None:
+        return [jnp.dtype(request.dtype).itemsize, 1, jnp.dtype(request.out_dtype).itemsize]
     return [jnp.dtype(dtype).itemsize for dtype in (request.dtype, request.dtype, request.out_dtype)]
 
 
@@ -95,6 +106,8 @@ def _supports_triton(request: MatmulRequest) -> str | None:
 
 
 def _config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:
+    if request.low_bit is not None:
+        return _low_bit_config(request, implementation)
     sizes = _sizes(request)
     row, source = block_specs.matmul_row(
         request.device.compute_capability,
@@ -106,6 +119,22 @@ def _config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:
         is_aligned=all(columns * size % 16 == 0 for (_, columns), size in zip(request.shapes, sizes, strict=True)),
     )
     return Blocks(forward=row.config, core_count=request.device.core_count), source
+
+
+def _low_bit_config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:
+    row, source = block_specs.low_bit_row(
+        request.device.compute_capability,
+        implementation,
+        rows=request.m,
+        bits=8 * jnp.dtype(request.dtype).itemsize,
+        weight_bits=4 if request.low_bit is not None and request.low_bit.is_packed else 8,
+    )
+    return Blocks(forward=row.config, core_count=request.device.core_count), source
+
+
+def _triton(inputs, options, **launch):
+    run = matmul_triton.matmul if options.low_bit is None else low_bit_triton.matmul
+    return run(inputs, options, **launch)
 
 
 def _xla(inputs, options, *, config, interpret):
@@ -124,7 +153,7 @@ IMPLEMENTATIONS = {
         "triton",
         _supports_triton,
         functools.partial(_config, implementation="triton"),
-        kernel(matmul_triton.matmul),
+        kernel(_triton),
         None,
     ),
     "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _xla, None),
@@ -132,6 +161,8 @@ IMPLEMENTATIONS = {
 
 
 def _order(request: MatmulRequest) -> tuple[str, ...]:
+    if request.low_bit is not None:
+        return block_specs.low_bit_order(request.device.compute_capability, request.m)
     return block_specs.matmul_order(request.device.compute_capability, rows=request.m, columns=request.n)
 
 

@@ -27,6 +27,7 @@ from jax_kernels.pallas.varying import result_types
 
 # Of a program that adds up the sums of splits.
 JOINED_ROWS, JOINED_COLUMNS, JOINING_WARPS = 16, 64, 4
+MOST_UNROLLED = 8
 # The epilogue's parts of a work tile.
 EPILOGUE_COLUMNS = 64
 
@@ -36,20 +37,27 @@ def matmul(
 ) -> MatmulResult:
     """See the package's docstring. No size is 0."""
     traits = Traits.of(inputs, options, config, core_count)
+    return launched(traits, inputs, kernels=(_kernel, _split_kernel), name="matmul", interpret=interpret)
+
+
+def launched(
+    traits: Traits, inputs: MatmulInputs, *, kernels: tuple[Callable[..., None], ...], name: str, interpret: bool
+) -> MatmulResult:
+    """A launch of kernels[0], or of kernels[1], which writes the sums of splits, and of the kernel that joins them."""
     results, splits = _results(traits, is_gated=inputs.w_up is not None), traits.splits
     launch = functools.partial(_launch, traits=traits, interpret=interpret)
     if splits == 1:
-        return launch(_kernel, inputs, results, name="matmul_triton", grid=(traits.tiles,))
+        return launch(kernels[0], inputs, results, name=f"{name}_triton", grid=(traits.tiles,))
     sums = jax.ShapeDtypeStruct((splits, traits.m, traits.n), jnp.float32)
     found = launch(
-        _split_kernel,
+        kernels[1],
         inputs._replace(bias=None, residual=None),
         Sums(product=sums, up=None if inputs.w_up is None else sums),
-        name="matmul_split_triton",
+        name=f"{name}_split_triton",
         grid=(traits.tiles, splits),
     )
     joined = pl.cdiv(traits.m, fit(JOINED_ROWS, traits.m)), pl.cdiv(traits.n, fit(JOINED_COLUMNS, traits.n))
-    rest = inputs._replace(x=None, w=None, w_up=None)
+    rest = inputs._replace(x=None, w=None, w_up=None, w_scale=None, w_up_scale=None)
     return launch(_join_kernel, (rest, found), results, name="matmul_join_triton", grid=joined)
 
 
@@ -97,15 +105,20 @@ def _launch(
 def _kernel(traits: Traits, inputs: MatmulInputs, results: MatmulResult) -> None:
     """One work tile."""
     tile = traits.tile(pl.program_id(0))
-    _epilogue(traits, tile, _sums(traits, inputs, tile, 0, traits.k_steps), inputs, results)
+    epilogue(traits, tile, _sums(traits, inputs, tile, 0, traits.k_steps), inputs, results)
 
 
 def _split_kernel(traits: Traits, inputs: MatmulInputs, results: Sums) -> None:
     """A part of the inner dimension of a work tile."""
+    store_split(traits, functools.partial(_sums, traits, inputs), results)
+
+
+def store_split(traits: Traits, sum_steps: Callable[..., Sums], results: Sums) -> None:
+    """Stores sum_steps(tile, first step, last step) of this program's part of the inner dimension."""
     tile, split = traits.tile(pl.program_id(0)), pl.program_id(1)
     first = split * traits.steps_of_split
     last = jnp.minimum(first + traits.steps_of_split, traits.k_steps)
-    for sums, ref in zip(_sums(traits, inputs, tile, first, last), results, strict=True):
+    for sums, ref in zip(sum_steps(tile, first, last), results, strict=True):
         if ref is not None:
             tile.store(ref, sums, split)
 
@@ -118,10 +131,13 @@ def _join_kernel(traits: Traits, given: tuple[MatmulInputs, Sums], results: Matm
         rows=Span(start=pl.program_id(0) * rows, size=rows, length=traits.m),
         columns=Span(start=pl.program_id(1) * columns, size=columns, length=traits.n),
     )
-    total = lambda ref: lax.fori_loop(
-        0, traits.splits, lambda i, found: found + tile.load(ref, i), jnp.zeros(tile.shape, jnp.float32)
-    )
-    _epilogue(traits, tile, Sums(*(None if ref is None else total(ref) for ref in sums)), inputs, results)
+    zero = jnp.zeros(tile.shape, jnp.float32)
+    more = lambda ref: lambda i, found: found + tile.load(ref, i)
+    if traits.splits <= MOST_UNROLLED:  # all loads at once
+        total = lambda ref: functools.reduce(lambda x, i: more(ref)(jnp.int32(i), x), range(traits.splits), zero)
+    else:
+        total = lambda ref: lax.fori_loop(0, traits.splits, more(ref), zero)
+    epilogue(traits, tile, Sums(*(None if ref is None else total(ref) for ref in sums)), inputs, results)
 
 
 def _sums(traits: Traits, inputs: MatmulInputs, tile: Part, first: Any, last: Any) -> Sums:
@@ -138,7 +154,7 @@ def _sums(traits: Traits, inputs: MatmulInputs, tile: Part, first: Any, last: An
     return Sums(*lax.fori_loop(first, last, step, [jnp.zeros(tile.shape, jnp.float32) for _ in weights]))
 
 
-def _epilogue(traits: Traits, tile: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
+def epilogue(traits: Traits, tile: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
     """All that comes after the products, in float32, and the stores: part by part, so that less is live at once."""
     parts = tile.parts(EPILOGUE_COLUMNS)
     of_parts = [lax.split(x, [part.columns.size for part in parts], axis=1) for x in sums if x is not None]

@@ -1,0 +1,148 @@
+"""Weights of 4 and 8 bits with scales in groups: the formats, how they lie in memory, and their numbers."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+__all__ = ["FORMATS", "LowBit", "decode", "decode_scale", "dequantized", "encode", "numbers", "scale_of"]
+
+MX_BLOCK = 32
+GROUPS = (32, 64, 128, 256)
+# The largest magnitude that quantize gives a number. Integers are symmetric: -8 and -128 are read, and not written.
+FORMATS = {"int8": 127.0, "int4": 7.0, "mxfp8": 448.0, "mxfp4": 6.0}
+# The exponent of the largest power of two of an MX format's elements: 448 is 1.75 * 2**8, 6 is 1.5 * 2**2.
+LARGEST_EXPONENT = {"mxfp8": 8, "mxfp4": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowBit:
+    """The format of a matrix of weights, and its layout.
+
+    group: so many numbers along the inner dimension K share a scale; None where all of a column do.
+
+    The inner dimension is last, and is padded with zeros to a multiple of `unit`. Two 4-bit numbers share a byte: of
+    each unit, the first half lies in the low bits of the bytes, and the second half in the high ones, so that a kernel
+    takes them apart without moving them. Integers of 4 bits are stored as their sum with 8.
+    """
+
+    format: str
+    group: int | None
+
+    @property
+    def is_packed(self) -> bool:
+        return self.format in ("int4", "mxfp4")
+
+    @property
+    def is_mx(self) -> bool:
+        return self.format in ("mxfp8", "mxfp4")
+
+    @property
+    def unit(self) -> int:
+        """Numbers of the inner dimension that lie together, at most 128, with one scale for each half or for all."""
+        most = 128 if self.group is None else self.group * (2 if self.is_packed else 1)
+        return min(128, most)
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.unit // 2 if self.is_packed else self.unit
+
+    @property
+    def scales_of_unit(self) -> int:
+        """Scales of a unit for each column, 0 where the column has one for all units."""
+        return 0 if self.group is None else max(1, self.unit // self.group)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the stored values."""
+        return {"int8": jnp.int8, "mxfp8": jnp.float8_e4m3fn}.get(self.format, jnp.uint8)
+
+    def padded(self, depth: int) -> int:
+        return -(-depth // self.unit) * self.unit
+
+    def bytes_of(self, depth: int) -> int:
+        """The bytes of a column."""
+        return self.padded(depth) // (2 if self.is_packed else 1)
+
+    def scale_shape(self, depth: int, columns: int) -> tuple[int, ...]:
+        return (columns,) if self.group is None else (-(-self.padded(depth) // self.group), columns)
+
+
+def encode(x: jax.Array, layout: LowBit) -> jax.Array:
+    """The stored values of scaled float32 numbers [..., K], which are rounded and saturate. K is padded already."""
+    top = FORMATS[layout.format]
+    if layout.format == "mxfp8":
+        return jnp.where(jnp.isnan(x), x, jnp.clip(x, -top, top)).astype(jnp.float8_e4m3fn)
+    x = jnp.clip(jnp.nan_to_num(x), -top, top)
+    if layout.format == "int8":
+        return jnp.round(x).astype(jnp.int8)
+    codes = _e2m1(x) if layout.is_mx else (jnp.round(x) + 8).astype(jnp.uint8)
+    halves = codes.reshape(*x.shape[:-1], -1, 2, layout.unit // 2)
+    return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*x.shape[:-1], -1)
+
+
+def _e2m1(x: jax.Array) -> jax.Array:
+    """The codes of numbers up to 6, rounded to nearest, and to even in the middle."""
+    size = jnp.abs(x)
+    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    size = jnp.round(size / step) * step
+    code = jnp.where(size < 2, 2 * size, jnp.where(size < 4, size + 2, size / 2 + 4))
+    return code.astype(jnp.uint8) | jnp.signbit(x).astype(jnp.uint8) << 3
+
+
+def numbers(stored: jax.Array, layout: LowBit) -> list[jax.Array]:
+    """The float32 numbers of stored values [..., unit_bytes]: one array, or the two halves of a unit."""
+    if not layout.is_packed:
+        return [stored.astype(jnp.float32)]
+    codes = [stored & 15, stored >> 4]
+    return [_of_e2m1(code) if layout.is_mx else code.astype(jnp.float32) - 8.0 for code in codes]
+
+
+def _of_e2m1(code: jax.Array) -> jax.Array:
+    size = (code & 7).astype(jnp.float32)
+    size = jnp.where(size < 4, size / 2, jnp.where(size < 6, size - 2, 2 * size - 8))
+    return jnp.where(code < 8, size, -size)
+
+
+def decode(stored: jax.Array, layout: LowBit) -> jax.Array:
+    """The float32 numbers [..., K padded] of stored values."""
+    units = stored.reshape(*stored.shape[:-1], -1, layout.unit_bytes)
+    return jnp.concatenate(numbers(units, layout), -1).reshape(*stored.shape[:-1], -1)
+
+
+def decode_scale(scale: jax.Array) -> jax.Array:
+    """Scales in float32. Powers of two are taken from their bits: 0 is 2**-127, 255 is NaN."""
+    if scale.dtype == jnp.float8_e8m0fnu:
+        scale = lax.bitcast_convert_type(scale, jnp.uint8)
+    if scale.dtype != jnp.uint8:
+        return scale.astype(jnp.float32)
+    code = scale.astype(jnp.int32)
+    bits = jnp.where(code == 255, 0x7FC00000, jnp.maximum(code << 23, 0x00400000))
+    return lax.bitcast_convert_type(bits.astype(jnp.int32), jnp.float32)
+
+
+def scale_of(largest: jax.Array, layout: LowBit, dtype: Any) -> jax.Array:
+    """The scales of numbers up to `largest`, NaN where that is not finite.
+
+    MX: 2 ** (floor(log2(largest)) - the exponent of the format's largest power of two), as in the OCP's specification,
+    section 6.3, and at least 2**-126. Of integers: normal numbers, rounded to dtype.
+    """
+    if layout.is_mx:
+        exponent = (lax.bitcast_convert_type(largest, jnp.uint32) >> 23).astype(jnp.int32)
+        code = jnp.maximum(exponent - LARGEST_EXPONENT[layout.format], 1)
+        code = jnp.where(largest == 0, 127, jnp.where(jnp.isfinite(largest), code, 255))
+        return lax.bitcast_convert_type(code.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    tiny = float(jnp.finfo(jnp.float32).tiny)
+    scale = jnp.where(largest == 0, 1, jnp.maximum(largest / FORMATS[layout.format], tiny))
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan).astype(dtype)
+
+
+def dequantized(stored: jax.Array, scale: jax.Array, layout: LowBit, depth: int) -> jax.Array:
+    """The float32 weights [..., N, K]."""
+    values, scale = decode(stored, layout), decode_scale(scale)
+    if layout.group is None:
+        return values[..., :depth] * scale[..., None]
+    spread = jnp.repeat(jnp.swapaxes(scale, -1, -2), layout.group, axis=-1)
+    return values[..., :depth] * spread[..., :depth]

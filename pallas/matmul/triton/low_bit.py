@@ -1,0 +1,165 @@
+"""The product of x and weights of few bits through Triton, with the matmul's epilogue.
+
+Device memory is read at 4 or 8 bits a weight. A program loads the stored values of block_n columns, [block_n, bytes],
+through the ring of stages that Triton makes of the loop, and turns them into 16-bit numbers in registers, exactly. The
+products of the numbers that share a scale are summed first, and the sum is scaled, in float32: weights are not rounded.
+
+Where work tiles are few, several programs share one, as in the matmul of 16 bits.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jax_kernels.low_bit import LowBit, decode_scale
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.pallas.block_specs.specs import MatmulLowBitTriton
+from jax_kernels.pallas.matmul.triton import matmul as plain
+from jax_kernels.pallas.matmul.triton.decoding import decoded
+from jax_kernels.pallas.matmul.triton.state import Part, Span, Sums, Traits
+from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, iota
+
+__all__ = ["LowBitTraits", "matmul"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowBitTraits(Traits):
+    """Traits of a product with weights of few bits. block_k is a multiple of the layout's unit."""
+
+    config: Any
+    layout: LowBit
+    interpret: bool
+
+    @classmethod
+    def of(  # type: ignore[override]
+        cls,
+        inputs: MatmulInputs,
+        options: MatmulOptions,
+        config: MatmulLowBitTriton,
+        core_count: int,
+        interpret: bool = False,
+    ) -> "LowBitTraits":
+        layout = options.low_bit
+        assert layout is not None
+        m, n, k = options.sizes(inputs)
+        units = layout.padded(k) // layout.unit
+        together = max(x for x in range(1, config.block_k // layout.unit + 1) if units % x == 0)
+        return cls(
+            options=options,
+            config=config,
+            m=m,
+            n=n,
+            k=k,
+            block_m=fit(config.block_m, m),
+            block_n=fit(config.block_n if inputs.w_up is None else max(SMALLEST, config.block_n // 2), n),
+            block_k=together * layout.unit,
+            core_count=core_count,
+            layout=layout,
+            interpret=interpret,
+        )
+
+    @property
+    def k_steps(self) -> int:
+        return self.layout.padded(self.k) // self.block_k
+
+    @property
+    def steps_of_split(self) -> int:
+        """Steps of a program: as many as leave each multiprocessor its programs."""
+        most = 1 if self.config.programs is None else self.config.programs * self.core_count // self.tiles
+        return pl.cdiv(self.k_steps, max(1, most))
+
+    def load_x(self, ref: Any, rows: Span, start: Any, size: int) -> jax.Array:
+        """[rows, size] of x, 0 behind its end."""
+        within = None if self.k == self.layout.padded(self.k) else start + iota(size) < self.k
+        mask = both(rows.exists, within, (rows.size, size))
+        other = None if mask is None else jnp.zeros((), ref.dtype)
+        return plgpu.load(ref.at[rows.slice, pl.ds(start, size)], mask=mask, other=other)
+
+
+def matmul(
+    inputs: MatmulInputs, options: MatmulOptions, *, config: MatmulLowBitTriton, core_count: int, interpret: bool
+) -> MatmulResult:
+    """See the module's docstring. No size is 0."""
+    inputs = jax.tree.map(_as_bytes, inputs)
+    traits = LowBitTraits.of(inputs, options, config, core_count, interpret)
+    return plain.launched(traits, inputs, kernels=(_kernel, _split_kernel), name="matmul_low_bit", interpret=interpret)
+
+
+def _as_bytes(x: jax.Array) -> jax.Array:
+    is_float8 = x.dtype in (jnp.float8_e4m3fn, jnp.float8_e8m0fnu)
+    return lax.bitcast_convert_type(x, jnp.uint8) if is_float8 else x
+
+
+def _kernel(traits: LowBitTraits, inputs: MatmulInputs, results: MatmulResult) -> None:
+    """One work tile."""
+    tile = traits.tile(pl.program_id(0))
+    plain.epilogue(traits, tile, _sums(traits, inputs, tile, 0, traits.k_steps), inputs, results)
+
+
+def _split_kernel(traits: LowBitTraits, inputs: MatmulInputs, results: Sums) -> None:
+    """A part of the inner dimension of a work tile."""
+    plain.store_split(traits, functools.partial(_sums, traits, inputs), results)
+
+
+def _sums(traits: LowBitTraits, inputs: MatmulInputs, tile: Part, first: Any, last: Any) -> Sums:
+    """The products of a work tile over the steps [first, last)."""
+    layout, weights = traits.layout, [w for w in (inputs.w, inputs.w_up) if w is not None]
+    scales = [scale for scale in (inputs.w_scale, inputs.w_up_scale) if scale is not None]
+    units = traits.block_k // layout.unit
+
+    def step(i, sums):
+        for nth in range(units):
+            sums = _unit(traits, tile, inputs.x, weights, scales, i * units + nth, sums)
+        return sums
+
+    sums = lax.fori_loop(first, last, step, [jnp.zeros(tile.shape, jnp.float32) for _ in weights])
+    if layout.group is None:
+        sums = [total * tile.load_columns(scale) for total, scale in zip(sums, scales, strict=True)]
+    return Sums(*sums)
+
+
+def _unit(
+    traits: LowBitTraits, tile: Part, x_ref: Any, weights: list[Any], scales: list[Any], unit: Any, sums: list[Any]
+) -> list[Any]:
+    """The sums with the products of a unit, of one scale or of one for each half."""
+    layout, dtype = traits.layout, x_ref.dtype
+    parts = 2 if layout.is_packed else 1
+    size = layout.unit // parts
+    xs = [traits.load_x(x_ref, tile.rows, unit * layout.unit + nth * size, size) for nth in range(parts)]
+    stored = Part(tile.columns, Span(start=unit * layout.unit_bytes, size=layout.unit_bytes, length=layout.unit_bytes))
+    of_unit, found = layout.scales_of_unit, []
+    for total, w, scale_ref in zip(sums, weights, scales, strict=True):
+        # Before the products, which hide the wait for them.
+        factors = [_scale(tile, scale_ref, _group(layout, unit, nth)) for nth in range(of_unit)]
+        halves = decoded(stored.load(w), layout, dtype, traits.interpret)
+        products = [functools.partial(traits.dot, x, half) for x, half in zip(xs, halves, strict=True)]
+        if of_unit == len(products) and factors:
+            for product, factor in zip(products, factors, strict=True):
+                total = total + product() * factor
+        elif factors:
+            total = total + sum(product() for product in products) * factors[0]
+        else:
+            for product in products:
+                total = total + product()
+        found.append(total)
+    return found
+
+
+def _group(layout: LowBit, unit: Any, nth: int) -> Any:
+    """The index of a unit's scale number nth."""
+    if layout.group is not None and layout.group > layout.unit:
+        return lax.div(unit, jnp.int32(layout.group // layout.unit))
+    return unit * layout.scales_of_unit + nth
+
+
+def _scale(tile: Part, ref: Any, group: Any) -> jax.Array:
+    """[1, columns] float32."""
+    mask = tile.columns.exists
+    other = None if mask is None else jnp.zeros((), ref.dtype)
+    return decode_scale(plgpu.load(ref.at[group, tile.columns.slice], mask=mask, other=other))[None]
