@@ -133,13 +133,9 @@ X, W = jnp.ones((2, 256), jnp.bfloat16), jnp.ones((256, 4))
 def test_plans():
     quantized = quantize(jnp.ones((256, 4)), "int4")
     with on_device("H200"):
-        plan = explain(matmul, X, quantized)
-        assert (plan.implementation, plan.config.forward.block_m) == ("triton", 16)
-        assert "not mosaic_gpu" not in str(plan)
-        many = jax.ShapeDtypeStruct((1000, 256), jnp.bfloat16)
-        assert explain(matmul, many, quantized).implementation == "xla"
-        assert explain(matmul, X.astype(jnp.float32), quantized).implementation == "xla"
-        assert explain(gated_matmul, X, quantized, quantized).implementation == "triton"
+        for call in ((matmul, X, quantized), (gated_matmul, X, quantized, quantized)):
+            assert explain(*call).implementation == "xla"
+            assert explain(*call, implementation="triton").config.forward.block_m == 16
     assert explain(matmul, X, quantized).implementation == "xla"
 
 
