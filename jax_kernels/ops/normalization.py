@@ -14,7 +14,7 @@ from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.ops import checks, reasons
-from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, kernel, under_defaults
+from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, join_batch, kernel, split_batch, under_defaults
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.normalization.sm90 import backward as backward_sm90
 from jax_kernels.pallas.normalization.sm90 import forward as forward_sm90
@@ -237,6 +237,34 @@ def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _by_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward with a vmap that joins its axis to the rows where all calls share scale and bias, else a loop."""
+
+    def run(inputs: NormInputs, options: NormOptions, **statics: Any) -> NormResult:
+        call = jax.custom_batching.custom_vmap(lambda inputs: function(inputs, options, **statics))
+
+        @call.def_vmap
+        def _(size: int, moves: Any, inputs: NormInputs):
+            mapped = moves[0]
+            if mapped.scale or mapped.bias:
+                mapped_axes = jax.tree.map(lambda moves: 0 if moves else None, mapped)
+                results = jax.vmap(lambda inputs: _one_by_one(function)(inputs, options, **statics), (mapped_axes,))(
+                    inputs
+                )
+            else:
+                rows = {
+                    name: join_batch(size, getattr(inputs, name), getattr(mapped, name))
+                    for name in ("x", "residual")
+                    if getattr(inputs, name) is not None
+                }
+                results = jax.tree.map(functools.partial(split_batch, size), call(inputs._replace(**rows)))
+            return results, jax.tree.map(lambda _: True, results)
+
+        return call(inputs)
+
+    return run
+
+
 def _xla_forward(inputs, options, *, config, interpret):
     return reference.norm_forward(inputs, options)
 
@@ -257,7 +285,7 @@ IMPLEMENTATIONS = {
         "mosaic_gpu",
         _supports_mosaic,
         functools.partial(_config, "mosaic_gpu"),
-        _one_by_one(kernel(forward_sm90.norm_forward, "forward")),
+        _by_joined_rows(kernel(forward_sm90.norm_forward, "forward")),
         _one_by_one(kernel(backward_sm90.norm_backward, "backward")),
     ),
     "xla": Implementation(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
@@ -19,7 +20,10 @@ from tiers import cases
 
 from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.dispatch import on_device
+from jax_kernels.normalization_inputs import NormInputs, NormOptions
+from jax_kernels.ops.normalization import _by_joined_rows
 from jax_kernels.pallas.normalization.sm90.state import row_warps_of
+from jax_kernels.reference import normalization as reference
 
 # Cores, whether races are looked for, and cases of norm_cases.HOPPER.
 INTERPRETED = {
@@ -71,6 +75,27 @@ def test_traced_under_vmap_and_shard_map():
         split = jax.eval_shape(gradients(sharded), x, scale)
     assert [y.shape for y in mapped] == [(3, 8, 256), (3, 256)]
     assert [y.shape for y in split] == [(3, 8, 256), (256,)]
+
+
+@pytest.mark.parametrize("moving", [("x",), ("x", "residual"), ("residual",), ("x", "scale"), ("scale", "bias")])
+def test_vmap_of_a_forward(moving):
+    """The rows of all calls are joined where they share the weights; a loop runs over them where they do not."""
+    sizes = []
+
+    def forward(inputs, options, **_):
+        sizes.append(len(inputs.x))
+        return reference.norm_forward(inputs, options)
+
+    options = NormOptions(is_centred=True, eps=1e-6, scale_offset=0.0)
+    normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    shapes = {"x": (5, 8), "residual": (5, 8), "scale": (8,), "bias": (8,)}
+    arrays = {name: normal(i, *((3, *x) if name in moving else x)) for i, (name, x) in enumerate(shapes.items())}
+    axes = NormInputs(**{name: 0 if name in moving else None for name in shapes})
+    run = lambda forward: jax.vmap(lambda inputs: forward(inputs, options), (axes,))(NormInputs(**arrays))
+    got, want = run(_by_joined_rows(forward)), run(reference.norm_forward)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    assert max(sizes) == (15 if set(moving) <= {"x", "residual"} else 5)
 
 
 # Rows, columns, the op, the dtype of its weights, and whether there is a residual.
