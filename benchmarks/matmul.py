@@ -3,7 +3,8 @@
     PYTHONPATH=. python benchmarks/matmul.py --shapes "8192,8192,8192;16384,4096,4096" --output results/matmul.json
 
 Kinds: "plain"; "epilogue", which has a bias and gelu by tanh; "gated", silu(x Wg) * (x Wu). Peers: XLA, torch (cuBLAS,
-with the epilogue in operators of its own) and torch.compile; of fp8, torch._scaled_mm with and without fast sums.
+with the epilogue in operators of its own) and torch.compile; of plain products of 16 bits QuACK, where it is installed,
+and the example that comes with JAX; of fp8, torch._scaled_mm with and without fast sums.
 --sweep times other blocks of the Hopper kernel instead, as "block_n,stages,rows_together", and --sweep-triton those of
 the Triton kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
 
@@ -19,6 +20,7 @@ The exit status is 1 where a contender failed or was wrong.
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -151,6 +153,41 @@ def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any
     return call
 
 
+def by_quack(case: Case, sets: list[Any]) -> Callable[[int], Any]:
+    """QuACK's product."""
+    if case.kind != "plain" or case.dtype not in ("bf16", "fp16"):
+        raise NotImplementedError("of QuACK plain products of 16 bits are timed")
+    if importlib.util.find_spec("quack") is None:
+        raise NotImplementedError("QuACK is not installed")
+    import torch
+    from quack.gemm_interface import gemm
+
+    given = [tuple(torch.from_dlpack(x) for x in arrays) for arrays in sets]
+    return lambda index: gemm(*given[index % len(given)])
+
+
+def by_jax(case: Case, sets: list[Any]) -> Callable[[int], Any]:
+    """The Hopper example that comes with JAX."""
+    if case.kind != "plain" or case.dtype not in ("bf16", "fp16"):
+        raise NotImplementedError("JAX's example has plain products of 16 bits")
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError("JAX's example needs a GPU")
+    from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as peer
+
+    config = peer.TuningConfig(
+        tile_m=128,
+        tile_n=128,
+        tile_k=64,
+        max_concurrent_steps=4,
+        grid_minor_dim=peer.MatmulDimension.M,
+        grid_tile_width=8,
+        wg_dimension=peer.MatmulDimension.N,
+    )
+    run = lambda x, w: peer.matmul(x, w, None, config)
+    compiled = jax.jit(run).lower(*sets[0]).compile()
+    return lambda index: compiled(*sets[index % len(sets)])
+
+
 def _scaled_mm(case: Case, sets: list[Any], is_fast: bool) -> Callable[[int], Any]:
     """torch._scaled_mm, of 8-bit operands; is_fast: with sums that stay in the tensor cores."""
     import torch
@@ -204,6 +241,9 @@ def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list
         if name in args.peers:
             told = {"torch": "_scaled_mm", "torch.compile": "_scaled_mm fast"}[name] if case.dtype == "fp8" else name
             add(told, "torch", lambda name=name: by_torch(case, sets, name == "torch.compile"))
+    for name, framework, build in (("quack", "torch", by_quack), ("jax", "jax", by_jax)):
+        if name in args.peers:
+            add(name, framework, lambda build=build: build(case, sets))
     return found
 
 
@@ -234,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--scaling", default="tensor", help="of fp8: tensor, row, block; a comma list")
-    parser.add_argument("--peers", default="torch,torch.compile")
+    parser.add_argument("--peers", default="torch,torch.compile,quack,jax")
     parser.add_argument("--sweep", help="blocks of the Hopper kernel, separated by ';'")
     parser.add_argument("--sweep-triton", help="blocks of the Triton kernel, separated by ';'")
     parser.add_argument("--weights", default="", help="int8, int8_row, int4, mxfp8, mxfp4; a comma list")
