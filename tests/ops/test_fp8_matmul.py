@@ -152,6 +152,21 @@ def test_plans():
         assert explain(matmul, x, w, precision="fp8", implementation="xla").implementation == "xla"
 
 
+@pytest.mark.parametrize("options", [{}, {"precision": "fp8"}, {"precision": "fp8", "scaling": "block"}])
+def test_shard_map(options):
+    """A forgotten psum is refused, on a GPU's kernels too; nothing runs."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 512), (512, 1024)))
+    call = lambda x, w: matmul(x, w, activation="silu", **options)
+    sharded = lambda out: jax.shard_map(call, mesh=mesh, in_specs=(jax.P("rows"), jax.P()), out_specs=out)
+    total = lambda x, w: sharded(jax.P("rows"))(x, w).astype(jnp.float32).sum()
+    with on_device("H200"):
+        assert explain(matmul, x, w, activation="silu", **options).implementation == "mosaic_gpu"
+        assert [y.shape for y in jax.eval_shape(jax.grad(total, (0, 1)), x, w)] == [x.shape, w.shape]
+        with pytest.raises(ValueError, match="out_specs"):
+            jax.eval_shape(sharded(jax.P()), x, w)
+
+
 X, W = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 4), jnp.bfloat16)
 X8, W8 = X.astype(jnp.float8_e4m3fn), W.astype(jnp.float8_e4m3fn)
 ERRORS = {
