@@ -92,7 +92,7 @@ class Traits:
         The scales of blocks are of one step. After one step the sums have no error beside that of float32. After two it
         is 2**-12 of the sums' magnitude, which float32 results would show.
         """
-        if self.options.scaling == "block" or self.out_dtype == jnp.float32:
+        if self.options.scaling == "block" or self.out_dtype == jnp.float32 or self.results == 3:  # three spill
             return 1
         return min(self.config.promoted_steps, self.stages - 1)
 
