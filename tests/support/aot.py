@@ -5,7 +5,7 @@ From a shell, with JAX_PLATFORMS=cpu or without:
     python tests/support/aot.py GPU [SPEC...]
     python tests/support/aot.py h200 implementation=mosaic_gpu head_dim=128 is_causal=1
     python tests/support/aot.py "rtx 4090" implementation=triton head_dim=64 dtype=float32 precision=tf32 kv_heads=2
-    python tests/support/aot.py a100 implementation=triton row=2 keep=kept
+    python tests/support/aot.py a100 implementation=triton row=2 head_dim=256 keep=kept
 
 GPU is any name `jax_kernels.device.device_info` knows: a100, a6000, rtx3090, rtx4090, h200, b200, "rtx pro 6000", ...
 SPEC is field=value for the fields of `Spec`; quote nothing, 1 and 0 are the bools. The JSON on stdout is a `report`:
@@ -44,7 +44,8 @@ TIMEOUT = 240  # seconds for one compile
 class Spec:
     """A program to compile: the gradient of flash_attention (so its forward too), or the forward alone.
 
-    row: compile with the blocks of this row of the GPU's block spec file, instead of the one that is planned.
+    row: compile with the blocks of this row (from 0) of ATTENTION in the GPU's block spec file, instead of the one that
+    is planned. It takes only the blocks: give the row's head_dim and dtype too.
     kv_lengths, q_offsets, segment_ids, sinks: pass them as arrays. lse: also pass a cotangent of the log-sum-exp.
     window: "left,right". softcap: 0 is none. bias, mask: the axes that one has, of "bhts", the others being 1; "" is
     none. The bias gets a gradient if bias_gradient. bias_dtype: "" for dtype. cells: the axes of a block_sparse mask
