@@ -5,8 +5,9 @@
 Kinds: "plain"; "epilogue", which has a bias and gelu by tanh; "gated", silu(x Wg) * (x Wu). Peers: XLA, torch (cuBLAS,
 with the epilogue in operators of its own) and torch.compile; of plain products of 16 bits QuACK, where it is installed,
 and the example that comes with JAX; of fp8, torch._scaled_mm with and without fast sums.
---sweep times other blocks of the Hopper kernel instead, as "block_n,stages,rows_together", and --sweep-triton those of
-the Triton kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
+--with-gradients times the forward and the gradients of all arrays. --sweep times other blocks of the Hopper kernel
+instead, as "block_n,stages,rows_together,promoted_steps,cluster", and --sweep-triton those of the Triton kernel, as
+"block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
 
 --weights int8,int4,mxfp8,mxfp4 times x in --dtype by such weights, and by weights in --dtype, in one run, each with its
 share of the bandwidth of a copy that is timed in the same run. --sweep-low-bit times other blocks of that kernel, as
@@ -43,7 +44,7 @@ SHAPES = "8192,8192,8192;4096,4096,4096;16384,4096,4096;2048,2048,2048;8192,1024
 KINDS = ("plain", "epilogue", "gated")
 # The blocks of a sweep, by implementation.
 SWEPT = {
-    "mosaic_gpu": ("block_n", "stages", "rows_together", "promoted_steps"),
+    "mosaic_gpu": ("block_n", "stages", "rows_together", "promoted_steps", "cluster"),
     "triton": ("block_m", "block_n", "block_k", "num_warps", "num_stages", "rows_together", "split_steps"),
 }
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "tf32": jnp.float32, "fp8": jnp.bfloat16}
@@ -51,7 +52,10 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "tf32"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A product [m, k] @ [k, n]; two for "gated". scaling: of fp8, whose operands are rounded beforehand."""
+    """A product [m, k] @ [k, n]; two for "gated". scaling: of fp8, whose operands are rounded beforehand.
+
+    has_gradients: the call is the forward and the gradients of all arrays.
+    """
 
     kind: str
     m: int
@@ -59,10 +63,12 @@ class Case:
     k: int
     dtype: str
     scaling: str | None = None
+    has_gradients: bool = False
 
     @property
     def label(self) -> str:
-        return " ".join([f"{self.kind} {self.m}x{self.n}x{self.k} {self.dtype}", *filter(None, [self.scaling])])
+        rest = self.scaling, "with gradients" if self.has_gradients else None
+        return " ".join([f"{self.kind} {self.m}x{self.n}x{self.k} {self.dtype}", *filter(None, rest)])
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,10 +76,11 @@ class Case:
         return {"fp8": {"transpose_w": True}, "tf32": {"precision": "tf32"}}.get(self.dtype, {})
 
     def tflops(self, milliseconds: float) -> float:
-        return 2 * self.m * self.n * self.k * (2 if self.kind == "gated" else 1) / milliseconds / 1e9
+        products = (2 if self.kind == "gated" else 1) * (3 if self.has_gradients else 1)
+        return 2 * self.m * self.n * self.k * products / milliseconds / 1e9
 
     def arrays(self) -> list[tuple[Any, ...]]:
-        """Sets of (x, w, bias) or (x, w_gate, w_up), more than the L2 cache holds."""
+        """Sets of (x, w, bias) or (x, w_gate, w_up), and out's cotangent last, more than the L2 cache holds."""
         size = jnp.dtype(DTYPES[self.dtype]).itemsize * (self.m * self.k + self.k * self.n + self.m * self.n)
         second = (self.k, self.n) if self.kind == "gated" else (self.n,)
         shapes = (self.m, self.k), (self.k, self.n), second
@@ -84,7 +91,10 @@ class Case:
             made = tuple(normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
             if self.dtype == "fp8":
                 made = tuple(self._quantized(x, i) for i, x in enumerate(made))
-            sets.append(jax.block_until_ready(made[:2] if self.kind == "plain" else made))
+            made = made[:2] if self.kind == "plain" else made
+            if self.has_gradients:
+                made = (*made, normal(jax.random.key(100 + seed), (self.m, self.n)))
+            sets.append(jax.block_until_ready(made))
         return sets
 
     def _quantized(self, x: jax.Array, nth: int) -> Any:
@@ -96,11 +106,20 @@ class Case:
     @property
     def function(self) -> Callable[..., Any]:
         """The op on a set of arrays."""
-        if self.kind == "gated":
-            return functools.partial(gated_matmul, **self.options)
-        if self.kind == "plain":
-            return functools.partial(matmul, **self.options)
-        return lambda x, w, bias, **given: matmul(x, w, bias=bias, activation="gelu_tanh", **self.options, **given)
+        ops = {
+            "gated": gated_matmul,
+            "plain": matmul,
+            "epilogue": lambda x, w, bias, **given: matmul(x, w, bias=bias, activation="gelu_tanh", **given),
+        }
+        call = functools.partial(ops[self.kind], **self.options)
+        if not self.has_gradients:
+            return call
+
+        def with_gradients(*arrays, **given):
+            out, vjp = jax.vjp(functools.partial(call, **given), *arrays[:-1])
+            return out, *vjp(arrays[-1])
+
+        return with_gradients
 
 
 def ours(
@@ -146,6 +165,16 @@ def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any
         torch._dynamo.reset()
         function = torch.compile(function)
 
+    if case.has_gradients:
+        leaves = [tuple(x.clone().requires_grad_() for x in arrays[:-1]) for arrays in given]
+
+        def both(index):
+            arrays = leaves[index % len(given)]
+            out = function(*arrays)
+            return out, *torch.autograd.grad(out, arrays, given[index % len(given)][-1])
+
+        return both
+
     def call(index):
         with torch.no_grad():
             return function(*given[index % len(given)])
@@ -155,7 +184,7 @@ def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any
 
 def by_quack(case: Case, sets: list[Any]) -> Callable[[int], Any]:
     """QuACK's product."""
-    if case.kind != "plain" or case.dtype not in ("bf16", "fp16"):
+    if case.kind != "plain" or case.dtype not in ("bf16", "fp16") or case.has_gradients:
         raise NotImplementedError("of QuACK plain products of 16 bits are timed")
     if importlib.util.find_spec("quack") is None:
         raise NotImplementedError("QuACK is not installed")
@@ -168,8 +197,8 @@ def by_quack(case: Case, sets: list[Any]) -> Callable[[int], Any]:
 
 def by_jax(case: Case, sets: list[Any]) -> Callable[[int], Any]:
     """The Hopper example that comes with JAX."""
-    if case.kind != "plain" or case.dtype not in ("bf16", "fp16"):
-        raise NotImplementedError("JAX's example has plain products of 16 bits")
+    if case.kind != "plain" or case.dtype not in ("bf16", "fp16") or case.has_gradients:
+        raise NotImplementedError("JAX's example has plain products of 16 bits, without gradients")
     if jax.default_backend() != "gpu":
         raise NotImplementedError("JAX's example needs a GPU")
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as peer
@@ -210,9 +239,13 @@ def _scaled_mm(case: Case, sets: list[Any], is_fast: bool) -> Callable[[int], An
 
 
 def _error(output: Any, wanted: Any) -> float:
-    """The relative error in the 2-norm."""
-    x, y = (np.asarray(z).astype(np.float32) for z in (output, wanted))
-    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+    """The largest relative error in the 2-norm of the results."""
+
+    def of_one(output, wanted):
+        x, y = (np.asarray(z).astype(np.float32) for z in (output, wanted))
+        return float(np.linalg.norm(x - y) / np.linalg.norm(y))
+
+    return max(jax.tree.leaves(jax.tree.map(of_one, output, wanted)))
 
 
 def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list[Contender]:
@@ -274,6 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--scaling", default="tensor", help="of fp8: tensor, row, block; a comma list")
+    parser.add_argument("--with-gradients", action="store_true", help="time the forward and all gradients")
     parser.add_argument("--peers", default="torch,torch.compile,quack,jax")
     parser.add_argument("--sweep", help="blocks of the Hopper kernel, separated by ';'")
     parser.add_argument("--sweep-triton", help="blocks of the Triton kernel, separated by ';'")
@@ -296,7 +330,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.weights:
         return low_bit_weights.main(args, [(kind, *shape) for shape in shapes for kind in kinds], timer, results)
     scalings = args.scaling.split(",") if args.dtype == "fp8" else [None]
-    cases = [Case(kind, *shape, args.dtype, scaling) for shape in shapes for kind in kinds for scaling in scalings]
+    cases = [
+        Case(kind, *shape, args.dtype, scaling, args.with_gradients)
+        for shape in shapes
+        for kind in kinds
+        for scaling in scalings
+    ]
     for case in cases:
         if time.monotonic() > until:
             say(f"{case.label}: the budget is spent")

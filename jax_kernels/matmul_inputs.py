@@ -11,7 +11,8 @@ class MatmulInputs(NamedTuple):
     """The arrays of a call. Those that a call lacks are None.
 
     x: [M, K]; [K, M] with transpose_x. w: [K, N] in x's dtype; [N, K] with transpose_w. bias: [N], x's dtype or
-    float32. residual: [M, N], out's dtype. w_up: like w, of a gated unit.
+    float32. residual: [M, N], out's dtype. w_up: like w, of a gated unit. x_up: like x; with it there is no gated unit,
+    and x_up @ w_up is added to x @ w.
 
     x_scale, w_scale, w_up_scale: float32, of 8-bit operands, to multiply them by. By MatmulOptions.scaling: "tensor":
     []; "row": one for each row of x and column of w, [M] and [N]; "block": one for each 128 x 128 numbers,
@@ -29,6 +30,11 @@ class MatmulInputs(NamedTuple):
     x_scale: Any = None
     w_scale: Any = None
     w_up_scale: Any = None
+    x_up: Any = None
+
+    @property
+    def is_gated(self) -> bool:
+        return self.w_up is not None and self.x_up is None
 
 
 class MatmulResult(NamedTuple):
@@ -48,7 +54,7 @@ class MatmulOptions:
     """The static half of a call: hashable, so that it can key a jit cache.
 
     out = activation(x @ w + bias) * (x @ w_up) + residual, in float32 from the products on; without w_up there is no
-    second factor. activation: of numbers, in jnp; None for none. precision: of products of float32, "fp32" or "tf32";
+    second factor. With x_up, x_up @ w_up is added to x @ w instead. activation: of numbers, in jnp; None for none. precision: of products of float32, "fp32" or "tf32";
     None for others. scaling: how the scales of 8-bit operands lie, see MatmulInputs; None for others. low_bit: the
     layout of weights of few bits, which are [N, K], with transpose_w; None for others.
     """

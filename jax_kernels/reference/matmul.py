@@ -19,11 +19,13 @@ PRECISIONS = {None: None, "fp32": lax.Precision.HIGHEST, "tf32": lax.DotAlgorith
 def matmul(inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
     """See MatmulOptions for the equation. Products are summed in float32."""
     product = _product(inputs.x, inputs.w, inputs.x_scale, inputs.w_scale, options)
+    if inputs.x_up is not None:
+        product = product + _product(inputs.x_up, inputs.w_up, None, None, options)
     if inputs.bias is not None:
         product = product + inputs.bias.astype(jnp.float32)
     out = product if options.activation is None else options.activation(product)
     up = None
-    if inputs.w_up is not None:
+    if inputs.is_gated:
         up = _product(inputs.x, inputs.w_up, inputs.x_scale, inputs.w_up_scale, options)
         out = out * up
     if inputs.residual is not None:

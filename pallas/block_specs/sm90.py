@@ -444,12 +444,12 @@ MATMUL = (
     MatmulRow(
         implementation="mosaic_gpu",
         columns=128,
-        config=MatmulSm90(block_n=128, stages=6, rows_together=8, promoted_steps=2),
+        config=MatmulSm90(block_n=128, stages=6, rows_together=8, promoted_steps=2, cluster=2),
     ),
     MatmulRow(
         implementation="mosaic_gpu",
         columns=None,
-        config=MatmulSm90(block_n=256, stages=4, rows_together=8, promoted_steps=2),
+        config=MatmulSm90(block_n=256, stages=4, rows_together=8, promoted_steps=2, cluster=2),
     ),
     *MATMUL_TRITON,
 )

@@ -334,15 +334,20 @@ class MatmulSm90:
     rows_together: so many rows of work tiles are done side by side, whose x the L2 cache holds.
 
     promoted_steps: after so many stages float32 sums take over the products of 8 bits, whose sums have 14 bits.
+
+    cluster: so many CTAs, 1 or 2, take work tiles below each other. Each loads its part of w's block for both.
     """
 
     block_n: int
     stages: int
     rows_together: int
     promoted_steps: int = 1
+    cluster: int = 1
 
     def __post_init__(self) -> None:
-        _positive(self, block_n=64, stages=1, rows_together=1, promoted_steps=1)
+        _positive(self, block_n=64, stages=1, rows_together=1, promoted_steps=1, cluster=1)
+        if self.cluster > 2:
+            raise ValueError(f"MatmulSm90.cluster={self.cluster} must be 1 or 2")
         if self.block_n > 256:
             raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 256")
 

@@ -7,6 +7,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.varying import as_varying, varying_axes
 
+CLUSTER = "cluster"
+
 
 def launch(
     entry: Callable[..., None],
@@ -18,9 +20,12 @@ def launch(
     semantics: plgpu.LoweringSemantics,
     interpret: bool,
     auto_barriers: bool | None = None,
+    cluster: int = 1,
     **params: Any,
 ) -> Callable[..., Any]:
     """plgpu.kernel over axes "cta" and "wg".
+
+    cluster: so many CTAs share a cluster, whose axis is CLUSTER; "cta" then counts the clusters.
 
     auto_barriers: whether Pallas places barriers around stores to shared memory. None: with Lane semantics alone.
 
@@ -32,8 +37,9 @@ def launch(
     kernel = plgpu.kernel(
         entry,
         out_type=out_type,
-        grid=(ctas,),
+        grid=(ctas // cluster,),
         grid_names=("cta",),
+        **({"cluster": (cluster,), "cluster_names": (CLUSTER,)} if cluster > 1 else {}),
         num_threads=warpgroups,
         thread_name="wg",
         kernel_name=name,

@@ -38,11 +38,10 @@ def _backward(call, residuals, dout):
     inputs, saved = residuals
     dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
     dbias = None if inputs.bias is None else dz.sum(axis=0).astype(inputs.bias.dtype)
-    dx, dw = _product_gradients(call, inputs.x, inputs.w, dz, summed=dup is not None)
-    dw_up = None
-    if dup is not None:
-        dx_up, dw_up = _product_gradients(call, inputs.x, inputs.w_up, dup, summed=True)
-        dx = (dx + dx_up).astype(inputs.x.dtype)
+    dz, dup = (None if y is None else y.astype(inputs.x.dtype) for y in (dz, dup))
+    dx = product(call, dz, inputs.w, x_up=dup, w_up=inputs.w_up, transpose_w=not call.options.transpose_w)
+    dw = _weight_gradient(call, inputs.x, dz)
+    dw_up = None if dup is None else _weight_gradient(call, inputs.x, dup)
     dresidual = None if inputs.residual is None else dout
     return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=dw_up),)
 
@@ -57,11 +56,9 @@ def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -
     return vjp(dout * saved.up.astype(jnp.float32))[0], dout * activated
 
 
-def _product_gradients(call: PlannedCall, x: Any, w: Any, dz: Any, *, summed: bool) -> tuple[Any, Any]:
-    """dx = dz wᵀ and dw = xᵀ dz. summed: dx is added to another one, and is float32."""
-    transposed, dz = call.options.transpose_w, dz.astype(x.dtype)
-    dx = product(call, dz, w, transpose_w=not transposed, out_dtype="float32" if summed else None)
-    return dx, product(call, *((dz, x) if transposed else (x, dz)), transpose_x=True)
+def _weight_gradient(call: PlannedCall, x: Any, dz: Any) -> jax.Array:
+    """dw = xᵀ dz."""
+    return product(call, *((dz, x) if call.options.transpose_w else (x, dz)), transpose_x=True)
 
 
 planned.defvjp(_forward, _backward)
@@ -72,18 +69,20 @@ def product(
     x: Any,
     w: Any,
     *,
+    x_up: Any = None,
+    w_up: Any = None,
     transpose_x: bool = False,
     transpose_w: bool = False,
     out_dtype: str | None = None,
 ) -> jax.Array:
-    """A product of the backward, by the call's implementation where it serves its shapes, else by XLA."""
+    """A product of the backward, x @ w + x_up @ w_up, by the call's implementation where it serves it, else by XLA."""
     options = MatmulOptions(
         out_dtype=out_dtype or str(x.dtype),
         precision=call.options.precision,
         transpose_x=transpose_x,
         transpose_w=transpose_w,
     )
-    inputs = MatmulInputs(x, w)
+    inputs = MatmulInputs(x=x, w=w, x_up=x_up, w_up=None if x_up is None else w_up)
     request = request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x))
     serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
     return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs).out
@@ -105,12 +104,12 @@ def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
     @wrapped.def_vmap
     def _(size: int, moves: Any, inputs: MatmulInputs):
         mapped = moves[0]
-        others = any(mapped._replace(x=None, residual=None))
+        others = any(mapped._replace(x=None, x_up=None, residual=None))
         if others or call.options.scaling in ("row", "block") or call.options.transpose_x:
             results = _one_by_one(wrapped, inputs, mapped)
             return results, jax.tree.map(lambda _: True, results)
         join = functools.partial(join_batch, size)
-        rows = {name: join(getattr(inputs, name), getattr(mapped, name)) for name in ("x", "residual")
+        rows = {name: join(getattr(inputs, name), getattr(mapped, name)) for name in ("x", "x_up", "residual")
                 if getattr(inputs, name) is not None}  # fmt: skip
         results = wrapped(inputs._replace(**rows))
         return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)

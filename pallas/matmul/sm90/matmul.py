@@ -11,6 +11,7 @@ Per step a CTA does 2 * 128 * block_n * 64 FLOPs on (128 + block_n) * 64 numbers
 for each byte that the L2 cache gives.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -54,16 +55,17 @@ def matmul(
 
     8-bit operands have k along their last axes, a multiple of 128.
     """
+    config = dataclasses.replace(config, cluster=min(config.cluster, core_count))
     traits = Traits.of(inputs, options, config)
     inputs = with_scales_to_load(inputs, options)
     out = jax.ShapeDtypeStruct((traits.m, traits.n), traits.out_dtype)
     leaves, tree = jax.tree.flatten(inputs)
-    ctas = min(core_count, traits.tiles)
+    clusters = min(core_count // traits.cluster, traits.tiles)
 
     def entry(*refs):
         given, results = jax.tree.unflatten(tree, refs[: len(leaves)]), MatmulResult(*refs[len(leaves) :])
         pl.run_scoped(
-            lambda smem: _kernel(Kernel(traits=traits, ctas=ctas, inputs=given, results=results, smem=smem)),
+            lambda smem: _kernel(Kernel(traits=traits, clusters=clusters, inputs=given, results=results, smem=smem)),
             Smem.scratch(traits),
             collective_axes="wg",
         )
@@ -72,7 +74,8 @@ def matmul(
         entry,
         "matmul_sm90",
         out_type=[out] * traits.results,
-        ctas=ctas,
+        ctas=clusters * traits.cluster,
+        cluster=traits.cluster,
         warpgroups=COMPUTE_WGS + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
         interpret=interpret,
@@ -87,7 +90,9 @@ def _kernel(kernel: Kernel) -> None:
     @pl.when(wg == COMPUTE_WGS)
     def _memory():
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        kernel.for_each_tile(functools.partial(_load_tile, kernel))
+        tiles = kernel.for_each_tile(functools.partial(_load_tile, kernel))
+        if kernel.traits.cluster > 1:
+            _wait_for_readers(kernel, tiles)
 
     @pl.when(wg < COMPUTE_WGS)
     def _compute():
@@ -99,28 +104,50 @@ def _kernel(kernel: Kernel) -> None:
 def _load_tile(kernel: Kernel, tile: WorkTile, nth: Any) -> None:
     """Loads the operands of a work tile, step by step."""
     traits, inputs, smem = kernel.traits, kernel.inputs, kernel.smem
-    rows, columns = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, traits.block_n)
 
     def step(i, _):
-        number = nth * traits.k_steps + i
+        number = nth * traits.steps + i
         slot = lax.rem(number, jnp.int32(traits.stages))
 
         @pl.when(number >= traits.stages)
         def _wait():
             plgpu.barrier_wait(smem.free.at[slot])
 
-        depth = pl.ds(i * traits.block_k, traits.block_k)
-        x = inputs.x.at[depth, rows] if traits.options.transpose_x else inputs.x.at[rows, depth]
-        plgpu.copy_gmem_to_smem(x, smem.x.at[slot], smem.ready.at[slot])
-        if traits.is_8_bit:
-            load_parts(kernel, tile.column, depth, slot)
+        load = functools.partial(_load_step, kernel, tile, slot=slot)
+        if not traits.adds_products:
+            load(i, inputs.x, [inputs.w, inputs.w_up] if traits.is_gated else [inputs.w])
             return
-        for w, w_smem in ((inputs.w, smem.w), (inputs.w_up, smem.w_up)):
-            if w is not None:
-                part = w.at[columns, depth] if traits.options.transpose_w else w.at[depth, columns]
-                plgpu.copy_gmem_to_smem(part, w_smem.at[slot], smem.ready.at[slot])
+        pl.when(i < traits.k_steps)(lambda: load(i, inputs.x, [inputs.w]))
+        pl.when(i >= traits.k_steps)(lambda: load(i - traits.k_steps, inputs.x_up, [inputs.w_up]))
 
-    lax.fori_loop(0, traits.k_steps, step, None)
+    lax.fori_loop(0, traits.steps, step, None)
+
+
+def _load_step(kernel: Kernel, tile: WorkTile, i: Any, x: Any, weights: list[Any], *, slot: Any) -> None:
+    """Loads a step's block of x and of each of the weights."""
+    traits, smem = kernel.traits, kernel.smem
+    rows, columns = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, traits.block_n)
+    depth = pl.ds(i * traits.block_k, traits.block_k)
+    x = x.at[depth, rows] if traits.options.transpose_x else x.at[rows, depth]
+    plgpu.copy_gmem_to_smem(x, smem.x.at[slot], smem.ready.at[slot])
+    if traits.is_8_bit:
+        load_parts(kernel, tile.column, depth, slot)
+        return
+    for w, w_smem in zip(weights, (smem.w, smem.w_up), strict=False):
+        part = w.at[columns, depth] if traits.options.transpose_w else w.at[depth, columns]
+        kernel.load_w(part, w_smem.at[slot], smem.ready.at[slot])
+
+
+def _wait_for_readers(kernel: Kernel, tiles: Any) -> None:
+    """Waits until all stages are free. The other CTA of a cluster says so in this one's shared memory."""
+    steps, stages = tiles * kernel.traits.steps, kernel.traits.stages
+
+    def wait(number, _):
+        @pl.when(number >= stages)
+        def _wait():
+            plgpu.barrier_wait(kernel.smem.free.at[lax.rem(number, jnp.int32(stages))])
+
+    lax.fori_loop(steps, steps + stages, wait, None)
 
 
 def _compute_tile(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:

@@ -36,10 +36,10 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
     """Products of 16 bits. All of a step's run while the one before is waited for."""
     del tile
     traits, smem = kernel.traits, kernel.smem
-    operands = [w for w in (smem.w, smem.w_up) if w is not None]
+    operands = [smem.w, smem.w_up] if traits.is_gated else [smem.w]
 
     def slot_of(i):
-        return lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
+        return lax.rem(nth * traits.steps + i, jnp.int32(traits.stages))
 
     def multiply(accs, i):
         """acc += x w of a step, for each w."""
@@ -56,9 +56,9 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
             plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its products have ended
 
         multiply(accs, 0)
-        lax.fori_loop(1, traits.k_steps, step, None)
+        lax.fori_loop(1, traits.steps, step, None)
         results = [acc[...] for acc in accs]
-        plgpu.barrier_arrive(smem.free.at[slot_of(traits.k_steps - 1)])
+        plgpu.barrier_arrive(smem.free.at[slot_of(traits.steps - 1)])
         return results
 
     product, *up = pl.run_scoped(sums, *(plgpu.ACC((ROWS, traits.block_n)) for _ in operands))
@@ -96,7 +96,7 @@ def load_parts(kernel: Kernel, column: Any, depth: Any, slot: Any) -> None:
     width = kernel.traits.promoted
     for part in _parts(kernel):
         place = part.smem.at[slot, pl.ds(part.first, width)]
-        plgpu.copy_gmem_to_smem(part.gmem.at[pl.ds(column + part.first, width), depth], place, part.ready.at[slot])
+        kernel.load_w(part.gmem.at[pl.ds(column + part.first, width), depth], place, part.ready.at[slot])
 
 
 def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
@@ -130,6 +130,7 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
         """x_scale * w_scale of a step's blocks."""
         row, column = lax.div(tile.row, SCALE_BLOCK), lax.div(tile.column + part.first, SCALE_BLOCK)
         column = jnp.minimum(column, pl.cdiv(traits.n, SCALE_BLOCK) - 1)  # a part may lie past the last column
+        row = row if traits.cluster == 1 else jnp.minimum(row, traits.m_blocks - 1)  # and a work tile below the rows
         return inputs.x_scale[row, i] * part.scale[column, i]
 
     def steps(first, count, totals):

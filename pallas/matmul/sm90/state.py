@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.specs import MatmulSm90
 from jax_kernels.pallas.matmul.work_tiles import banded
+from jax_kernels.pallas.mosaic.launch import CLUSTER
 from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_8BIT, SWIZZLED_F32
 
 COMPUTE_WGS = 2
@@ -45,6 +46,7 @@ class Traits:
     has_bias: bool
     has_residual: bool
     is_gated: bool
+    adds_products: bool
 
     @classmethod
     def of(cls, inputs: MatmulInputs, options: MatmulOptions, config: MatmulSm90) -> "Traits":
@@ -59,7 +61,8 @@ class Traits:
             w_dtype=inputs.w.dtype,
             has_bias=inputs.bias is not None,
             has_residual=inputs.residual is not None,
-            is_gated=inputs.w_up is not None,
+            is_gated=inputs.is_gated,
+            adds_products=inputs.x_up is not None,
         )
 
     @property
@@ -128,16 +131,29 @@ class Traits:
 
     @property
     def k_steps(self) -> int:
+        """Steps of a product."""
         return pl.cdiv(self.k, self.block_k)
 
     @property
-    def tiles(self) -> int:
-        return self.m_blocks * self.n_blocks
+    def steps(self) -> int:
+        """Steps of a work tile: of x @ w, then of x_up @ w_up where that is added."""
+        return self.k_steps * (2 if self.adds_products else 1)
 
-    def place(self, index: Any) -> WorkTile:
-        """The work tile number `index`."""
-        m_block, n_block = banded(index, self.m_blocks, self.n_blocks, self.config.rows_together)
-        return WorkTile(m_block * BLOCK_M, n_block * self.block_n)
+    @property
+    def cluster(self) -> int:
+        """How many CTAs share the blocks of w. Their work tiles lie below each other."""
+        return min(self.config.cluster, self.m_blocks)
+
+    @property
+    def tiles(self) -> int:
+        """How many work tiles each CTA of a cluster would have, if there were one cluster."""
+        return pl.cdiv(self.m_blocks, self.cluster) * self.n_blocks
+
+    def place(self, index: Any, nth: Any = 0) -> WorkTile:
+        """The work tile number `index` of a cluster's CTA number nth. It may lie below the last row."""
+        rows = pl.cdiv(self.m_blocks, self.cluster)
+        row, n_block = banded(index, rows, self.n_blocks, max(1, self.config.rows_together // self.cluster))
+        return WorkTile((row * self.cluster + nth) * BLOCK_M, n_block * self.block_n)
 
 
 @jax.tree_util.register_dataclass
@@ -175,28 +191,39 @@ class Smem:
             out=plgpu.SMEM((COMPUTE_WGS, traits.buffers, ROWS, COLUMNS), traits.out_dtype, transforms=out_tiles),
             ready=plgpu.Barrier(num_arrivals=3 if traits.is_gated and not traits.is_8_bit else 2, num_barriers=stages),
             second_ready=plgpu.Barrier(num_barriers=stages) if traits.has_second_part else None,
-            free=plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=stages),
+            free=_free_barrier(traits),
             residual_ready=plgpu.Barrier(num_barriers=COMPUTE_WGS) if traits.has_residual else None,
         )
 
 
+def _free_barrier(traits: Traits) -> Any:
+    """In a cluster a stage is free when the compute warpgroups of all CTAs have read theirs."""
+    sizes = {"num_arrivals": COMPUTE_WGS, "num_barriers": traits.stages}
+    return plgpu.Barrier(**sizes) if traits.cluster == 1 else plgpu.ClusterBarrier(collective_axes=(CLUSTER,), **sizes)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """The state that all warpgroups of a CTA share. ctas: of the launch. inputs, results: refs in device memory."""
+    """The state that all warpgroups of a CTA share. clusters: of the launch. inputs, results: refs in device memory."""
 
     traits: Traits
-    ctas: int
+    clusters: int
     inputs: MatmulInputs
     results: MatmulResult
     smem: Smem
 
-    def for_each_tile(self, run) -> None:
-        """Calls run(tile, nth) for the CTA's work tiles; nth counts them."""
+    def for_each_tile(self, run) -> Any:
+        """Calls run(tile, nth) for the CTA's work tiles; nth counts them. Gives their number."""
 
         def body(carry):
             index, nth = carry
-            run(self.traits.place(index), nth)
-            return index + self.ctas, nth + 1
+            run(self.traits.place(index, lax.axis_index(CLUSTER) if self.traits.cluster > 1 else 0), nth)
+            return index + self.clusters, nth + 1
 
         start = lax.axis_index("cta"), jnp.int32(0)
-        lax.while_loop(lambda carry: carry[0] < self.traits.tiles, body, start)
+        return lax.while_loop(lambda carry: carry[0] < self.traits.tiles, body, start)[1]
+
+    def load_w(self, w: Any, smem: Any, ready: Any) -> None:
+        """Loads a block of weights; each CTA of a cluster loads a part of it for all."""
+        shared = {} if self.traits.cluster == 1 else {"collective_axes": CLUSTER}
+        plgpu.copy_gmem_to_smem(w, smem, ready, **shared)

@@ -44,7 +44,7 @@ def launched(
     traits: Traits, inputs: MatmulInputs, *, kernels: tuple[Callable[..., None], ...], name: str, interpret: bool
 ) -> MatmulResult:
     """A launch of kernels[0], or of kernels[1], which writes the sums of splits, and of the kernel that joins them."""
-    results, splits = _results(traits, is_gated=inputs.w_up is not None), traits.splits
+    results, splits = _results(traits, is_gated=inputs.is_gated), traits.splits
     launch = functools.partial(_launch, traits=traits, interpret=interpret)
     if splits == 1:
         return launch(kernels[0], inputs, results, name=f"{name}_triton", grid=(traits.tiles,))
@@ -52,12 +52,12 @@ def launched(
     found = launch(
         kernels[1],
         inputs._replace(bias=None, residual=None),
-        Sums(product=sums, up=None if inputs.w_up is None else sums),
+        Sums(product=sums, up=sums if inputs.is_gated else None),
         name=f"{name}_split_triton",
         grid=(traits.tiles, splits),
     )
     joined = pl.cdiv(traits.m, fit(JOINED_ROWS, traits.m)), pl.cdiv(traits.n, fit(JOINED_COLUMNS, traits.n))
-    rest = inputs._replace(x=None, w=None, w_up=None, w_scale=None, w_up_scale=None)
+    rest = inputs._replace(x=None, w=None, x_up=None, w_up=None, w_scale=None, w_up_scale=None)
     return launch(_join_kernel, (rest, found), results, name="matmul_join_triton", grid=joined)
 
 
@@ -143,15 +143,21 @@ def _join_kernel(traits: Traits, given: tuple[MatmulInputs, Sums], results: Matm
 def _sums(traits: Traits, inputs: MatmulInputs, tile: Part, first: Any, last: Any) -> Sums:
     """The products of a work tile over the steps [first, last)."""
     options = traits.options
-    weights = [w for w in (inputs.w, inputs.w_up) if w is not None]
+    weights = [inputs.w, inputs.w_up] if inputs.is_gated else [inputs.w]
 
-    def step(i, sums):
-        depth = traits.depth(i)
-        x = (Part(depth, tile.rows) if options.transpose_x else Part(tile.rows, depth)).load(inputs.x)
-        of_w = Part(tile.columns, depth) if options.transpose_w else Part(depth, tile.columns)
-        return [total + traits.dot(x, of_w.load(w)) for total, w in zip(sums, weights, strict=True)]
+    def products(x_ref, weights, sums):
+        def step(i, sums):
+            depth = traits.depth(i)
+            x = (Part(depth, tile.rows) if options.transpose_x else Part(tile.rows, depth)).load(x_ref)
+            of_w = Part(tile.columns, depth) if options.transpose_w else Part(depth, tile.columns)
+            return [total + traits.dot(x, of_w.load(w)) for total, w in zip(sums, weights, strict=True)]
 
-    return Sums(*lax.fori_loop(first, last, step, [jnp.zeros(tile.shape, jnp.float32) for _ in weights]))
+        return lax.fori_loop(first, last, step, sums)
+
+    sums = products(inputs.x, weights, [jnp.zeros(tile.shape, jnp.float32) for _ in weights])
+    if inputs.x_up is not None:
+        sums = products(inputs.x_up, [inputs.w_up], sums)
+    return Sums(*sums)
 
 
 def epilogue(traits: Traits, tile: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:

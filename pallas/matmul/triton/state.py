@@ -43,7 +43,7 @@ class Traits:
     def of(cls, inputs: MatmulInputs, options: MatmulOptions, config: MatmulTriton, core_count: int) -> "Traits":
         m, n, k = options.sizes(inputs)
         # A gated unit has the sums of two products, so that it takes half as many columns.
-        block_n = config.block_n if inputs.w_up is None else max(SMALLEST, config.block_n // 2)
+        block_n = max(SMALLEST, config.block_n // 2) if inputs.is_gated else config.block_n
         return cls(
             options=options,
             config=config,
