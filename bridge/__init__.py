@@ -16,6 +16,7 @@ from jax_kernels.bridge.function import from_jax as from_jax  # noqa: E402
 from jax_kernels.bridge.matmul import gated_matmul as gated_matmul  # noqa: E402
 from jax_kernels.bridge.matmul import linear as linear  # noqa: E402
 from jax_kernels.bridge.matmul import matmul as matmul  # noqa: E402
+from jax_kernels.bridge.matmul import mlp as mlp  # noqa: E402
 from jax_kernels.bridge.normalization import layer_norm as layer_norm  # noqa: E402
 from jax_kernels.bridge.normalization import rms_norm as rms_norm  # noqa: E402
 from jax_kernels.bridge.prepare_mask import prepare_mask as prepare_mask  # noqa: E402

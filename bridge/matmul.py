@@ -6,11 +6,13 @@ import torch
 
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.ops.matmul import matmul as ops
+from jax_kernels.ops.matmul import mlp as mlp_ops
 
-__all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul"]
+__all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul", "mlp"]
 
 _matmul = from_jax(ops.matmul)
 _gated_matmul = from_jax(ops.gated_matmul)
+_mlp = from_jax(mlp_ops.mlp)
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -112,6 +114,47 @@ def gated_matmul(
     )
 
 
+def mlp(
+    x: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    *,
+    w_gate: torch.Tensor | None = None,
+    bias_up: torch.Tensor | None = None,
+    bias_down: torch.Tensor | None = None,
+    activation: str = "silu",
+    residual: torch.Tensor | None = None,
+    transpose_w: bool = False,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """jax_kernels.mlp on PyTorch tensors, with gradients of all of them.
+
+    Equivalent to hidden @ w_down + bias_down + residual, where hidden is activation(x @ w_up + bias_up), or, with
+    w_gate, activation(x @ w_gate) * (x @ w_up). Between forward and backward it keeps x and the first products, and no
+    hidden. Autocast casts x, the weights and the biases.
+
+    Args:
+      x: [..., K]. w_up, w_gate: [K, H]; w_down: [H, N]; with transpose_w [H, K] and [N, H], as torch.nn.Linear's are.
+      bias_up: [H], without w_gate. bias_down: [N]. residual: [..., N] in x's dtype, added last.
+      activation, precision, implementation: as in bridge.matmul, without precision="fp8".
+    """
+    x, w_up, w_down, w_gate, bias_up, bias_down = _under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
+    return _mlp(
+        x,
+        w_up,
+        w_down,
+        w_gate=w_gate,
+        bias_up=bias_up,
+        bias_down=bias_down,
+        activation=_checked_activation(activation),
+        residual=residual,
+        transpose_w=transpose_w,
+        precision=_precision(precision, x),
+        implementation=implementation,
+    )
+
+
 def _without_gradient(scale: Any) -> Any:
     return scale.detach() if isinstance(scale, torch.Tensor) else scale
 
@@ -207,7 +250,7 @@ class Linear(torch.nn.Linear):
 
 
 class GatedMLP(torch.nn.Module):
-    """down_proj(activation(gate_proj(x)) * up_proj(x)), the first two products in one pass over x.
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), by bridge.mlp; with precision="fp8" by bridge.gated_matmul.
 
     Parameters: gate_proj.weight, up_proj.weight [hidden_features, in_features] and down_proj.weight [in_features,
     hidden_features], initialised as torch.nn.Linear's, without bias.
@@ -238,6 +281,18 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: [..., in_features]. residual: like x, added last."""
+        if self.gate_proj.precision != "fp8":
+            return mlp(
+                x,
+                self.up_proj.weight,
+                self.down_proj.weight,
+                w_gate=self.gate_proj.weight,
+                activation=self.activation,
+                residual=residual,
+                transpose_w=True,
+                precision=self.gate_proj.precision,
+                implementation=self.gate_proj.implementation,
+            )
         hidden = gated_matmul(
             x,
             self.gate_proj.weight,

@@ -20,6 +20,7 @@ from jax_kernels.ops.dilated.sequence_parallel import (
 )
 from jax_kernels.ops.matmul.matmul import gated_matmul as gated_matmul
 from jax_kernels.ops.matmul.matmul import matmul as matmul
+from jax_kernels.ops.matmul.mlp import mlp as mlp
 from jax_kernels.ops.normalization import layer_norm as layer_norm
 from jax_kernels.ops.normalization import rms_norm as rms_norm
 from jax_kernels.quantization import QuantizedArray as QuantizedArray

@@ -1,7 +1,7 @@
 """The arrays, options and results of a matmul, from the public op down to a kernel."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jax_kernels.low_bit import LowBit
@@ -18,6 +18,9 @@ class MatmulInputs(NamedTuple):
     []; "row": one for each row of x and column of w, [M] and [N]; "block": one for each 128 x 128 numbers,
     [ceil(M / 128), ceil(K / 128)] and [ceil(K / 128), ceil(N / 128)], the last transposed with transpose_w.
 
+    preactivation, up: [M, N], out's dtype, of an earlier call; up of a gated unit alone. With them the epilogue is that
+    call's derivative, of which x @ w is the cotangent; see MatmulOptions.
+
     With MatmulOptions.low_bit: w and w_up are stored values, [N, bytes], and w_scale and w_up_scale theirs; x is not
     quantised, and x_scale is None.
     """
@@ -31,6 +34,8 @@ class MatmulInputs(NamedTuple):
     w_scale: Any = None
     w_up_scale: Any = None
     x_up: Any = None
+    preactivation: Any = None
+    up: Any = None
 
     @property
     def is_gated(self) -> bool:
@@ -42,11 +47,15 @@ class MatmulResult(NamedTuple):
 
     out: in the call's out_dtype. preactivation: x @ w + bias in the same dtype, None where it is not asked for. up:
     x @ w_up, likewise, of a gated unit.
+
+    Of the derivative of an earlier call: out and up are the cotangents of its preactivation and its up, and activated
+    is its result.
     """
 
     out: Any
     preactivation: Any = None
     up: Any = None
+    activated: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,15 +63,22 @@ class MatmulOptions:
     """The static half of a call: hashable, so that it can key a jit cache.
 
     out = activation(x @ w + bias) * (x @ w_up) + residual, in float32 from the products on; without w_up there is no
-    second factor. With x_up, x_up @ w_up is added to x @ w instead. activation: of numbers, in jnp; None for none. precision: of products of float32, "fp32" or "tf32";
-    None for others. scaling: how the scales of 8-bit operands lie, see MatmulInputs; None for others. low_bit: the
-    layout of weights of few bits, which are [N, K], with transpose_w; None for others.
+    second factor. With x_up, x_up @ w_up is added to x @ w instead.
+
+    With inputs.preactivation z and g = x @ w: out = g * derivative(z) * up, the result's up = g * activation(z), and
+    activated = activation(z) * up; without inputs.up that is 1.
+
+    activation: of numbers, in jnp; None for none. derivative: the activation's, with inputs.preactivation.
+    precision: of products of float32, "fp32" or "tf32"; None for others. scaling: how the scales of 8-bit operands
+    lie, see MatmulInputs; None for others. low_bit: the layout of weights of few bits, which are [N, K], with
+    transpose_w; None for others.
     """
 
     out_dtype: str
     transpose_x: bool = False
     transpose_w: bool = False
     activation: Callable[[Any], Any] | None = None
+    derivative: Callable[[Any], Any] | None = None
     precision: str | None = None
     saves_preactivation: bool = False
     scaling: str | None = None
@@ -72,3 +88,17 @@ class MatmulOptions:
         """(M, N, K)."""
         rows, depth = reversed(inputs.x.shape) if self.transpose_x else inputs.x.shape
         return rows, inputs.w.shape[0 if self.transpose_w else 1], depth
+
+    def gradients(self, g: Any, z: Any, load_up: Callable[[], Any] | None) -> Iterator[tuple[str, Any]]:
+        """The fields of a derivative's MatmulResult, from the cotangent g of activation(z) * up: all in float32.
+
+        load_up: gives up when it is needed; None where there is none.
+        """
+        assert self.derivative is not None
+        activated, dz = z if self.activation is None else self.activation(z), g * self.derivative(z)
+        if load_up is not None:
+            yield "up", g * activated
+            up = load_up()
+            activated, dz = activated * up, dz * up
+        yield "out", dz
+        yield "activated", activated

@@ -8,6 +8,7 @@ from jax import lax
 
 from jax_kernels.models.config import check_scaling
 from jax_kernels.ops.matmul import matmul as ops
+from jax_kernels.ops.matmul.mlp import mlp
 
 __all__ = ["GatedMLP", "Linear"]
 
@@ -90,7 +91,7 @@ def _promoted(module: nnx.Linear, x: jax.Array, *others: Any) -> Any:
 
 
 class GatedMLP(nnx.Module):
-    """down_proj(activation(gate_proj(x)) * up_proj(x)), the first two products in one pass over x.
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), by the op mlp; with precision="fp8" by gated_matmul and matmul.
 
     Parameters: gate_proj.kernel and up_proj.kernel [in_features, hidden_features], down_proj.kernel [hidden_features,
     in_features].
@@ -122,6 +123,18 @@ class GatedMLP(nnx.Module):
         of = self.gate_proj
         weights = self.gate_proj.kernel[...], self.up_proj.kernel[...]
         x, gate, up = _promoted(of, x, *weights)
+        if of.precision != "fp8":
+            down = self.down_proj.kernel[...].astype(x.dtype)
+            return mlp(
+                x,
+                up,
+                down,
+                w_gate=gate,
+                activation=self.activation,
+                residual=None if residual is None else residual.astype(x.dtype),
+                precision=of.precision,
+                implementation=of.implementation,
+            )
         hidden = ops.gated_matmul(
             x,
             gate,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from jax_kernels import testing_matmul, testing_normalization
+from jax_kernels import testing_matmul, testing_mlp, testing_normalization
 from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS
@@ -40,6 +40,7 @@ QUICK = {
     ),
     "matmul": ("plain", "odd", "one_more", "float32", "tf32", "wide_out", "transposed", "residual", "tiles_epilogue"),
     "gated_matmul": ("gated", "gated_odd", "gated_tf32", "tiles_gated"),
+    "mlp": ("plain", "biases", "gated", "tf32", "tiles_gated"),
     "layer_norm": ("plain", "odd", "residual", "no_weights", "float32", "far_mean", "wide"),
     "rms_norm": ("rms", "rms_residual", "rms_offset", "rms_no_scale", "rms_wide"),
 }  # fmt: skip
@@ -97,6 +98,20 @@ def _matmul_suite(is_gated: bool) -> Suite:
     )
 
 
+def _mlp_suite() -> Suite:
+    tiles = {f"tiles_{name}": case for name, case in testing_mlp.HOPPER.items()}
+    return Suite(
+        implementations=tuple(MATMUL_IMPLEMENTATIONS),
+        cases=testing_mlp.CASES | testing_mlp.TRITON | tiles,
+        gpu_cases=testing_mlp.GPU,
+        probe=testing_mlp.HOPPER["plain"],
+        why_not=testing_mlp.why_not,
+        run=lambda case, implementation: case.run(implementation),
+        judge=testing_mlp.errors_of,
+        error="relative error",
+    )
+
+
 def _norm_suite(op: str) -> Suite:
     these = lambda cases: {name: case for name, case in cases.items() if case.op == op}
     cases = these(testing_normalization.CASES)
@@ -125,6 +140,7 @@ SUITES = {
     ),
     "matmul": _matmul_suite(is_gated=False),
     "gated_matmul": _matmul_suite(is_gated=True),
+    "mlp": _mlp_suite(),
     "layer_norm": _norm_suite("layer_norm"),
     "rms_norm": _norm_suite("rms_norm"),
 }

@@ -286,6 +286,33 @@ def gated_matmul(
     )
 
 
+def mlp(
+    shape: options.RowsShape,
+    hidden: Annotated[int, typer.Option(help="columns of w_up, H")],
+    columns: Annotated[int, typer.Option(help="of w_down, N")],
+    dtype: options.Dtype = "bfloat16",
+    activation: Annotated[str, typer.Option(help="silu, gelu, ...")] = "silu",
+    gated: Annotated[bool, typer.Option("--gated", help="with w_gate")] = False,
+    precision: options.ProductPrecision = None,
+    implementation: options.Implementation = None,
+    device: options.Device = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what mlp would run for its first products, of x of this shape and weights of so many columns."""
+    x, w_up = options.product_arrays(shape, hidden, dtype, False)
+    arguments = {"activation": activation, "precision": precision, "implementation": implementation}
+    options.show_plan(
+        device,
+        as_json,
+        OPS["mlp"].function,
+        x,
+        w_up,
+        spec((hidden, columns), dtype),
+        w_gate=w_up if gated else None,
+        **arguments,
+    )
+
+
 def layer_norm(
     shape: options.RowsShape,
     dtype: options.Dtype = "bfloat16",
@@ -321,6 +348,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "block_sparse_attention": block_sparse_attention,
     "matmul": matmul,
     "gated_matmul": gated_matmul,
+    "mlp": mlp,
     "layer_norm": layer_norm,
     "rms_norm": rms_norm,
 }

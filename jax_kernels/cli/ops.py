@@ -16,6 +16,7 @@ from jax_kernels.ops.attention.flash_attention_fp8 import flash_attention_fp8
 from jax_kernels.ops.decode_attention import decode_attention
 from jax_kernels.ops.dilated.dilated_attention import dilated_attention
 from jax_kernels.ops.matmul.matmul import gated_matmul, matmul
+from jax_kernels.ops.matmul.mlp import mlp
 from jax_kernels.ops.normalization import layer_norm, rms_norm
 
 __all__ = ["OPS", "Op", "spec"]
@@ -75,6 +76,9 @@ OPS = {
         gated_matmul,
         implementations=("mosaic_gpu", "triton", "xla"),
         shapes=((LENGTH, 4096), (4096, 4096), (4096, 4096)),
+    ),
+    "mlp": Op(
+        mlp, implementations=("mosaic_gpu", "triton", "xla"), shapes=((LENGTH, 1024), (1024, 4096), (4096, 1024))
     ),
     "layer_norm": Op(layer_norm, implementations=("triton", "mosaic_gpu", "xla"), shapes=((LENGTH, 4096),)),
     "rms_norm": Op(rms_norm, implementations=("triton", "mosaic_gpu", "xla"), shapes=((LENGTH, 4096),)),

@@ -1,5 +1,7 @@
 """The activations that have names, as elementwise functions that kernels can compute, too."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -7,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_kernels.score_mod.tiles import TRITON_ELEMENTWISE, primitives
 
-__all__ = ["ACTIVATIONS", "not_for_triton"]
+__all__ = ["ACTIVATIONS", "derivative_of", "not_for_triton"]
 
 
 def relu(x: jax.Array) -> jax.Array:
@@ -47,9 +49,67 @@ def gelu(x: jax.Array) -> jax.Array:
 ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "sigmoid": sigmoid, "tanh": tanh}
 
 
+def _d_sigmoid(x: jax.Array) -> jax.Array:
+    y = sigmoid(x)
+    return y * (1.0 - y)
+
+
+def _d_silu(x: jax.Array) -> jax.Array:
+    y = sigmoid(x)
+    return y * (1.0 + x * (1.0 - y))
+
+
+def _d_tanh(x: jax.Array) -> jax.Array:
+    y = jnp.tanh(x)
+    return 1.0 - y * y
+
+
+def _d_gelu_tanh(x: jax.Array) -> jax.Array:
+    y = jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+    slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+    return 0.5 * (1.0 + y) + 0.5 * x * (1.0 - y * y) * slope
+
+
+def _d_gelu(x: jax.Array) -> jax.Array:
+    """Φ(x) + x φ(x)."""
+    size = jnp.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * size)
+    polynomial = t * (_ERF[4] + t * (_ERF[3] + t * (_ERF[2] + t * (_ERF[1] + t * _ERF[0]))))
+    density = jnp.exp(-size * size)
+    tail = 0.5 * polynomial * density
+    return jnp.where(x >= 0, 1.0 - tail, tail) + 0.3989422804014327 * x * density
+
+
+def _d_relu(x: jax.Array) -> jax.Array:
+    return jnp.where(x <= 0.0, 0.0, 1.0)
+
+
+def _d_nothing(x: jax.Array) -> jax.Array:
+    return jnp.ones_like(x)
+
+
+_DERIVATIVES = {
+    None: _d_nothing,
+    relu: _d_relu,
+    gelu: _d_gelu,
+    gelu_tanh: _d_gelu_tanh,
+    silu: _d_silu,
+    sigmoid: _d_sigmoid,
+    tanh: _d_tanh,
+}
+
+
+@functools.cache
+def derivative_of(activation: Any) -> Callable[[jax.Array], jax.Array]:
+    """The derivative of an activation, or of none. Mosaic cannot compute what jax.vjp makes of those with names."""
+    if activation in _DERIVATIVES:
+        return _DERIVATIVES[activation]
+    return lambda x: jax.vjp(activation, x)[1](jnp.ones_like(x))[0]
+
+
 def not_for_triton(activation: Any) -> str | None:
     """Why a Triton kernel cannot compute an activation, a function of float32 numbers or None."""
-    if activation is None or activation in ACTIVATIONS.values():
+    if activation is None or activation in (*ACTIVATIONS.values(), *_DERIVATIVES.values()):
         return None
     try:
         program = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct((), jnp.float32))

@@ -21,6 +21,11 @@ def matmul(inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
     product = _product(inputs.x, inputs.w, inputs.x_scale, inputs.w_scale, options)
     if inputs.x_up is not None:
         product = product + _product(inputs.x_up, inputs.w_up, None, None, options)
+    dtype = jnp.dtype(options.out_dtype)
+    if inputs.preactivation is not None:
+        load_up = None if inputs.up is None else lambda: inputs.up.astype(jnp.float32)
+        found = options.gradients(product, inputs.preactivation.astype(jnp.float32), load_up)
+        return MatmulResult(**{name: y.astype(dtype) for name, y in found})
     if inputs.bias is not None:
         product = product + inputs.bias.astype(jnp.float32)
     out = product if options.activation is None else options.activation(product)
@@ -30,7 +35,6 @@ def matmul(inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
         out = out * up
     if inputs.residual is not None:
         out = out + inputs.residual.astype(jnp.float32)
-    dtype = jnp.dtype(options.out_dtype)
     saved = [y.astype(dtype) if options.saves_preactivation and y is not None else None for y in (product, up)]
     return MatmulResult(out.astype(dtype), *saved)
 

@@ -240,3 +240,23 @@ def test_bad_input_of_8_bits():
         bridge.matmul(x, w, precision="fp8", w_scale=torch.ones((), dtype=torch.float16))
     with pytest.raises(TypeError, match="w: got dtype float8_e4m3fn, want x's dtype float32"):
         bridge.matmul(x, w.detach().to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_mlp(is_gated):
+    """With gradients of all, beside torch's own functions."""
+    x, up, down, gate, bias_up, bias_down = tensors((2, 5, 12), (20, 12), (8, 20), (20, 12), (20,), (8,))
+    rest = {"w_gate": gate} if is_gated else {"bias_up": bias_up}
+    given = [x, up, down, bias_down, *rest.values()]
+    for y in given:
+        y.requires_grad_()
+    got = bridge.mlp(x, up, down, bias_down=bias_down, transpose_w=True, precision="fp32", **rest)
+    linear = torch.nn.functional.linear
+    first = linear(x, gate if is_gated else up, None if is_gated else bias_up)
+    hidden = torch.nn.functional.silu(first) * (linear(x, up) if is_gated else 1)
+    want = linear(hidden, down, bias_down)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    cotangent = torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    pairs = zip(torch.autograd.grad(got, given, cotangent), torch.autograd.grad(want, given, cotangent), strict=True)
+    for y, right in pairs:
+        torch.testing.assert_close(y, right, rtol=1e-4, atol=1e-5)

@@ -66,7 +66,7 @@ def test_info_gives_the_reason_where_one_cannot_run(run):
 
 
 def test_info_has_every_public_op_with_every_implementation():
-    ends = ("attention", "attention_fp8", "_norm", "matmul")
+    ends = ("attention", "attention_fp8", "_norm", "matmul", "mlp")
     public = {name for name, x in vars(jax_kernels).items() if name.endswith(ends) and callable(x)}
     assert set(OPS) == public - {"compile_attention"}
     for name, op in OPS.items():
@@ -311,7 +311,13 @@ def test_check_takes_interpreted_kernels_when_asked(monkeypatch):
 def test_check_of_every_op(run, monkeypatch, tmp_path):
     """An implementation that one of them lacks is checked for the others."""
     assert set(check.QUICK) == set(check.SUITES)
-    quick = {"flash_attention": "one_query", "matmul": "odd", "gated_matmul": "gated_odd", "layer_norm": "residual"}
+    quick = {
+        "flash_attention": "one_query",
+        "matmul": "odd",
+        "gated_matmul": "gated_odd",
+        "mlp": "gated",
+        "layer_norm": "residual",
+    }
     for op, name in quick.items():
         monkeypatch.setitem(check.QUICK, op, (name,))
     monkeypatch.setitem(check.QUICK, "rms_norm", ())
@@ -319,7 +325,7 @@ def test_check_of_every_op(run, monkeypatch, tmp_path):
     names = [word for name in ("triton", "xla") for word in ("--implementation", name)]
     code, out, _ = run("check", *names, "--json", str(tmp_path / "report.json"))
     assert code == 0
-    assert "8 passed, 0 failed, 0 not served" in out
+    assert "10 passed, 0 failed, 0 not served" in out
     results = json.loads((tmp_path / "report.json").read_text())["results"]
     assert [(x["op"], x["implementation"], x["case"]) for x in results] == [
         (op, by, case) for op, case in quick.items() for by in ("triton", "xla")
@@ -328,7 +334,7 @@ def test_check_of_every_op(run, monkeypatch, tmp_path):
         assert result["passed"]
         assert result["errors"].keys() == result["bounds"].keys()
     assert {"dx", "dw", "dw_up"} <= results[4]["errors"].keys()
-    assert {"total", "dscale"} <= results[6]["errors"].keys()
+    assert {"total", "dscale"} <= results[8]["errors"].keys()
 
 
 @pytest.mark.parametrize("op", ["matmul", "layer_norm"])

@@ -14,7 +14,9 @@ from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.planned_op import PlannedCall, join_batch, split_batch, under_defaults
 
-__all__ = ["batched", "epilogue_gradients", "planned", "product"]
+__all__ = ["batched", "epilogue_gradients", "further", "planned", "product", "weight_gradient"]
+
+BY_ROWS = "x", "x_up", "residual", "preactivation", "up"  # the arrays [M, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -40,8 +42,8 @@ def _backward(call, residuals, dout):
     dbias = None if inputs.bias is None else dz.sum(axis=0).astype(inputs.bias.dtype)
     dz, dup = (None if y is None else y.astype(inputs.x.dtype) for y in (dz, dup))
     dx = product(call, dz, inputs.w, x_up=dup, w_up=inputs.w_up, transpose_w=not call.options.transpose_w)
-    dw = _weight_gradient(call, inputs.x, dz)
-    dw_up = None if dup is None else _weight_gradient(call, inputs.x, dup)
+    dw = weight_gradient(call, inputs.x, dz)
+    dw_up = None if dup is None else weight_gradient(call, inputs.x, dup)
     dresidual = None if inputs.residual is None else dout
     return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=dw_up),)
 
@@ -56,7 +58,7 @@ def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -
     return vjp(dout * saved.up.astype(jnp.float32))[0], dout * activated
 
 
-def _weight_gradient(call: PlannedCall, x: Any, dz: Any) -> jax.Array:
+def weight_gradient(call: PlannedCall, x: Any, dz: Any) -> jax.Array:
     """dw = xᵀ dz."""
     return product(call, *((dz, x) if call.options.transpose_w else (x, dz)), transpose_x=True)
 
@@ -75,7 +77,7 @@ def product(
     transpose_w: bool = False,
     out_dtype: str | None = None,
 ) -> jax.Array:
-    """A product of the backward, x @ w + x_up @ w_up, by the call's implementation where it serves it, else by XLA."""
+    """A product of the backward, x @ w + x_up @ w_up."""
     options = MatmulOptions(
         out_dtype=out_dtype or str(x.dtype),
         precision=call.options.precision,
@@ -83,9 +85,14 @@ def product(
         transpose_w=transpose_w,
     )
     inputs = MatmulInputs(x=x, w=w, x_up=x_up, w_up=None if x_up is None else w_up)
-    request = request_of(options, x.dtype, options.sizes(inputs), dispatch.target_device(x))
+    return further(call, inputs, options).out
+
+
+def further(call: PlannedCall, inputs: MatmulInputs, options: MatmulOptions) -> MatmulResult:
+    """Another product of a call, by its implementation where that serves the shapes, else by XLA."""
+    request = request_of(options, inputs.x.dtype, options.sizes(inputs), dispatch.target_device(inputs.x))
     serves = IMPLEMENTATIONS[call.implementation].supports(request) is None
-    return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs).out
+    return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs)
 
 
 @functools.cache
@@ -104,12 +111,12 @@ def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
     @wrapped.def_vmap
     def _(size: int, moves: Any, inputs: MatmulInputs):
         mapped = moves[0]
-        others = any(mapped._replace(x=None, x_up=None, residual=None))
+        others = any(mapped._replace(**dict.fromkeys(BY_ROWS)))
         if others or call.options.scaling in ("row", "block") or call.options.transpose_x:
             results = _one_by_one(wrapped, inputs, mapped)
             return results, jax.tree.map(lambda _: True, results)
         join = functools.partial(join_batch, size)
-        rows = {name: join(getattr(inputs, name), getattr(mapped, name)) for name in ("x", "x_up", "residual")
+        rows = {name: join(getattr(inputs, name), getattr(mapped, name)) for name in BY_ROWS
                 if getattr(inputs, name) is not None}  # fmt: skip
         results = wrapped(inputs._replace(**rows))
         return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)

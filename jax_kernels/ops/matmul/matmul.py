@@ -250,8 +250,8 @@ def check(
     inputs = MatmulInputs(
         x=x,
         w=w,
-        bias=None if bias is None else _checked_bias(bias, x.dtype, columns),
-        residual=None if residual is None else _checked_residual(residual, out_dtype, (*x.shape[:-1], columns)),
+        bias=None if bias is None else checked_bias(bias, x.dtype, columns),
+        residual=None if residual is None else checked_residual(residual, out_dtype, (*x.shape[:-1], columns)),
         **scales,
     )
     sizes = math.prod(x.shape[:-1]), columns, depth
@@ -292,8 +292,8 @@ def _checked_low_bit(
     inputs = MatmulInputs(
         x=x,
         w=values,
-        bias=None if bias is None else _checked_bias(bias, x.dtype, columns),
-        residual=None if residual is None else _checked_residual(residual, out_dtype, (*x.shape[:-1], columns)),
+        bias=None if bias is None else checked_bias(bias, x.dtype, columns),
+        residual=None if residual is None else checked_residual(residual, out_dtype, (*x.shape[:-1], columns)),
         w_scale=scale,
     )
     sizes = math.prod(x.shape[:-1]), columns, x.shape[-1]
@@ -335,18 +335,20 @@ def _one_of(scaling: str | None, of_x: str | None, of_w: str | None) -> str | No
     return found.pop() if found else None
 
 
-def _checked_bias(bias: Any, dtype: Any, columns: int) -> Any:
-    bias = checks.checked_array("bias", bias)
+def checked_bias(bias: Any, dtype: Any, columns: int, name: str = "bias") -> Any:
+    """A bias [N]. Raises TypeError or ValueError."""
+    bias = checks.checked_array(name, bias)
     if bias.dtype not in (dtype, jnp.dtype(jnp.float32)) and dtype not in fp8.DTYPES:
-        raise TypeError(f"bias: got dtype {bias.dtype}, want x's dtype {dtype}, or float32")
+        raise TypeError(f"{name}: got dtype {bias.dtype}, want x's dtype {dtype}, or float32")
     if bias.dtype not in checks.DTYPES:
-        raise TypeError(f"bias: got dtype {bias.dtype}, want bfloat16, float16 or float32")
+        raise TypeError(f"{name}: got dtype {bias.dtype}, want bfloat16, float16 or float32")
     if bias.shape != (columns,):
-        raise ValueError(f"bias: got shape {bias.shape}, want [N] = {(columns,)}")
+        raise ValueError(f"{name}: got shape {bias.shape}, want [N] = {(columns,)}")
     return bias
 
 
-def _checked_residual(residual: Any, out_dtype: Any, shape: tuple[int, ...]) -> Any:
+def checked_residual(residual: Any, out_dtype: Any, shape: tuple[int, ...]) -> Any:
+    """A residual [..., N]. Raises TypeError or ValueError."""
     residual = checks.checked_array("residual", residual)
     if residual.dtype != out_dtype:
         raise TypeError(f"residual: got dtype {residual.dtype}, want out_dtype {out_dtype}")

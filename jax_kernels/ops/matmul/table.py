@@ -41,6 +41,7 @@ class MatmulRequest(Request):
     precision: str | None
     scaling: str | None
     low_bit: LowBit | None = None
+    derivative: Any = None
 
 
 def request_of(options: MatmulOptions, dtype: Any, sizes: tuple[int, int, int], device: Any) -> MatmulRequest:
@@ -63,6 +64,7 @@ def request_of(options: MatmulOptions, dtype: Any, sizes: tuple[int, int, int], 
         precision=options.precision,
         scaling=options.scaling,
         low_bit=options.low_bit,
+        derivative=options.derivative,
     )
 
 
@@ -102,7 +104,7 @@ def _supports_triton(request: MatmulRequest) -> str | None:
         return "a size is 0"
     if not all(reaches(math.prod(shape) * size) for shape, size in zip(request.shapes, _sizes(request), strict=True)):
         return "Pallas' Triton does not reach all of an array of 2 to 4 GiB"
-    return not_for_triton(request.activation) or reasons.no_gpu(request)
+    return not_for_triton(request.activation) or not_for_triton(request.derivative) or reasons.no_gpu(request)
 
 
 def _config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:

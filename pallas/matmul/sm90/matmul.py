@@ -13,6 +13,7 @@ for each byte that the L2 cache gives.
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -63,7 +64,8 @@ def matmul(
     clusters = min(core_count // traits.cluster, traits.tiles)
 
     def entry(*refs):
-        given, results = jax.tree.unflatten(tree, refs[: len(leaves)]), MatmulResult(*refs[len(leaves) :])
+        given, written = jax.tree.unflatten(tree, refs[: len(leaves)]), refs[len(leaves) :]
+        results = _named(traits, written)
         pl.run_scoped(
             lambda smem: _kernel(Kernel(traits=traits, clusters=clusters, inputs=given, results=results, smem=smem)),
             Smem.scratch(traits),
@@ -73,14 +75,18 @@ def matmul(
     results = launch(
         entry,
         "matmul_sm90",
-        out_type=[out] * traits.results,
+        out_type=[out] * len(traits.results),
         ctas=clusters * traits.cluster,
         cluster=traits.cluster,
         warpgroups=COMPUTE_WGS + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
         interpret=interpret,
     )(*leaves)
-    return MatmulResult(*results)
+    return _named(traits, results)
+
+
+def _named(traits: Traits, results: Any) -> MatmulResult:
+    return MatmulResult(**({"out": None} | dict(zip(traits.results, results, strict=True))))
 
 
 def _kernel(kernel: Kernel) -> None:
@@ -103,16 +109,10 @@ def _kernel(kernel: Kernel) -> None:
 
 def _load_tile(kernel: Kernel, tile: WorkTile, nth: Any) -> None:
     """Loads the operands of a work tile, step by step."""
-    traits, inputs, smem = kernel.traits, kernel.inputs, kernel.smem
+    traits, inputs = kernel.traits, kernel.inputs
 
     def step(i, _):
-        number = nth * traits.steps + i
-        slot = lax.rem(number, jnp.int32(traits.stages))
-
-        @pl.when(number >= traits.stages)
-        def _wait():
-            plgpu.barrier_wait(smem.free.at[slot])
-
+        slot = _free_slot(kernel, nth * traits.fills + i)
         load = functools.partial(_load_step, kernel, tile, slot=slot)
         if not traits.adds_products:
             load(i, inputs.x, [inputs.w, inputs.w_up] if traits.is_gated else [inputs.w])
@@ -121,6 +121,30 @@ def _load_tile(kernel: Kernel, tile: WorkTile, nth: Any) -> None:
         pl.when(i >= traits.k_steps)(lambda: load(i - traits.k_steps, inputs.x_up, [inputs.w_up]))
 
     lax.fori_loop(0, traits.steps, step, None)
+    for i, name in enumerate(traits.operands):
+        for wg in range(COMPUTE_WGS):
+            nth_operand = i * COMPUTE_WGS + wg
+            slot = _free_slot(kernel, nth * traits.fills + traits.steps + nth_operand)
+            for first, width in traits.operand_parts:
+                rows, columns = pl.ds(tile.row + wg * ROWS, ROWS), pl.ds(tile.column + first, width)
+                place, ready = kernel.operand(slot, first, width), kernel.smem.operands_ready.at[nth_operand]
+                plgpu.copy_gmem_to_smem(getattr(inputs, name).at[rows, columns], place, ready)
+
+
+def _part_of(tile: WorkTile, wg: Any, part: int) -> tuple[Any, Any]:
+    """The rows of a warpgroup, and 64 columns."""
+    return pl.ds(tile.row + wg * ROWS, ROWS), pl.ds(tile.column + part * COLUMNS, COLUMNS)
+
+
+def _free_slot(kernel: Kernel, number: Any) -> Any:
+    """The ring's stage that fill `number` takes, when it has been read."""
+    slot = lax.rem(number, jnp.int32(kernel.traits.stages))
+
+    @pl.when(number >= kernel.traits.stages)
+    def _wait():
+        plgpu.barrier_wait(kernel.smem.free.at[slot])
+
+    return slot
 
 
 def _load_step(kernel: Kernel, tile: WorkTile, i: Any, x: Any, weights: list[Any], *, slot: Any) -> None:
@@ -140,52 +164,71 @@ def _load_step(kernel: Kernel, tile: WorkTile, i: Any, x: Any, weights: list[Any
 
 def _wait_for_readers(kernel: Kernel, tiles: Any) -> None:
     """Waits until all stages are free. The other CTA of a cluster says so in this one's shared memory."""
-    steps, stages = tiles * kernel.traits.steps, kernel.traits.stages
-
-    def wait(number, _):
-        @pl.when(number >= stages)
-        def _wait():
-            plgpu.barrier_wait(kernel.smem.free.at[lax.rem(number, jnp.int32(stages))])
-
-    lax.fori_loop(steps, steps + stages, wait, None)
+    fills = tiles * kernel.traits.fills
+    lax.fori_loop(fills, fills + kernel.traits.stages, lambda number, _: (_free_slot(kernel, number), None)[1], None)
 
 
 def _compute_tile(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
     """A warpgroup's 64 rows of a work tile: sums in registers, then the epilogue."""
-    sums = promoted_sums if kernel.traits.is_8_bit else plain_sums
-    _epilogue(kernel, wg, tile, sums(kernel, wg, tile, nth))
+    traits, smem = kernel.traits, kernel.smem
+    sums = (promoted_sums if traits.is_8_bit else plain_sums)(kernel, wg, tile, nth)
+    first = nth * traits.fills + traits.steps
+    slots = [lax.rem(first + i * COMPUTE_WGS + wg, jnp.int32(traits.stages)) for i in range(len(traits.operands))]
+    for i in range(len(traits.operands)):
+        plgpu.barrier_wait(smem.operands_ready.at[i * COMPUTE_WGS + wg])
+    _epilogue(kernel, wg, tile, sums, slots)
+    for i in range(len(traits.operands) * COMPUTE_WGS):  # a warpgroup does not read the other's rows
+        plgpu.barrier_arrive(smem.free.at[lax.rem(first + i, jnp.int32(traits.stages))])
 
 
-def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, sums: Sums) -> None:
+def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, sums: Sums, slots: list[Any]) -> None:
     """Stores a warpgroup's rows in parts of 64 columns, through buffers that take turns."""
-    traits, smem, results, inputs = kernel.traits, kernel.smem, kernel.results, kernel.inputs
-    rows = pl.ds(tile.row + wg * ROWS, ROWS)
+    traits, smem, results = kernel.traits, kernel.smem, kernel.results
     for part in range(traits.block_n // COLUMNS):
-        column = tile.column + part * COLUMNS
-        z, up = columns_of(sums.product, part), None if sums.up is None else columns_of(sums.up, part)
-        buffer = smem.out.at[wg, 0 if results.preactivation is not None else part % 2]
-
         if part == 0:  # the last work tile may have ended at either buffer
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when((column < traits.n) & (tile.row + wg * ROWS < traits.m))
-        def _store(column=column, z=z, up=up, buffer=buffer):
-            columns = pl.ds(column, COLUMNS)
-            z = scaled(kernel, z, inputs.w_scale, rows, columns)
-            up = None if up is None else scaled(kernel, up, inputs.w_up_scale, rows, columns)
-            if traits.has_bias:
-                bias = plgpu.load(inputs.bias.at[columns], layout=COLUMN, optimized=False)
-                z = z + lax.broadcast_in_dim(bias.astype(jnp.float32), z.shape, [1])
-            out = z if traits.options.activation is None else traits.options.activation(z)
-            if up is not None:
-                out = out * up
-            if traits.has_residual:
-                out = out + _residual(buffer, smem.residual_ready.at[wg], inputs.residual.at[rows, columns])
-            pending = traits.buffers - 1  # stores that went through the other buffers
-            _store_part(buffer, out, results.out.at[rows, columns], pending)
-            for i, (saved, y) in enumerate(((results.preactivation, z), (results.up, up))):
-                if saved is not None:
-                    _store_part(smem.out.at[wg, i + 1], y, saved.at[rows, columns], pending)
+        @pl.when((tile.column + part * COLUMNS < traits.n) & (tile.row + wg * ROWS < traits.m))
+        def _store(part=part):
+            place, buffers = _part_of(tile, wg, part), smem.out.at[wg]
+            z, up = columns_of(sums.product, part), None if sums.up is None else columns_of(sums.up, part)
+
+            def operand(name):
+                if name not in traits.operands:
+                    return _residual(buffers.at[0], smem.residual_ready.at[wg], kernel.inputs.residual.at[place])
+                found = kernel.operand(slots[traits.operands.index(name)], part * COLUMNS, COLUMNS)
+                return plgpu.load(found, layout=WGMMA).astype(jnp.float32)
+
+            for i, (name, y) in enumerate(_results_of_part(kernel, z, up, operand, place)):
+                buffer = buffers.at[i if len(traits.results) > 1 else part % 2]
+                # Stores that went through the other buffers may still run.
+                _store_part(buffer, y, getattr(results, name).at[place], traits.buffers - 1)
+
+
+def _results_of_part(
+    kernel: Kernel, z: Any, up: Any, operand: Callable[[str], Any], place: Any
+) -> Iterator[tuple[str, Any]]:
+    """The fields of MatmulResult with their 64 x 64 numbers in float32. operand(name) loads one of the epilogue's."""
+    traits, inputs, options = kernel.traits, kernel.inputs, kernel.traits.options
+    if traits.derives:
+        load_up = functools.partial(operand, "up") if traits.derives_up else None
+        yield from options.gradients(z, operand("preactivation"), load_up)
+        return
+    z = scaled(kernel, z, inputs.w_scale, *place)
+    up = None if up is None else scaled(kernel, up, inputs.w_up_scale, *place)
+    if traits.has_bias:
+        bias = plgpu.load(inputs.bias.at[place[1]], layout=COLUMN, optimized=False)
+        z = z + lax.broadcast_in_dim(bias.astype(jnp.float32), z.shape, [1])
+    out = z if options.activation is None else options.activation(z)
+    if up is not None:
+        out = out * up
+    if traits.has_residual:
+        out = out + operand("residual")
+    yield "out", out
+    if options.saves_preactivation:
+        yield "preactivation", z
+        if up is not None:
+            yield "up", up
 
 
 def _store_part(smem: Any, x: Any, gmem: Any, pending: int) -> None:

@@ -39,7 +39,7 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
     operands = [smem.w, smem.w_up] if traits.is_gated else [smem.w]
 
     def slot_of(i):
-        return lax.rem(nth * traits.steps + i, jnp.int32(traits.stages))
+        return lax.rem(nth * traits.fills + i, jnp.int32(traits.stages))
 
     def multiply(accs, i):
         """acc += x w of a step, for each w."""

@@ -45,6 +45,8 @@ class Traits:
     w_dtype: Any
     has_bias: bool
     has_residual: bool
+    derives: bool
+    derives_up: bool
     is_gated: bool
     adds_products: bool
 
@@ -61,6 +63,8 @@ class Traits:
             w_dtype=inputs.w.dtype,
             has_bias=inputs.bias is not None,
             has_residual=inputs.residual is not None,
+            derives=inputs.preactivation is not None,
+            derives_up=inputs.up is not None,
             is_gated=inputs.is_gated,
             adds_products=inputs.x_up is not None,
         )
@@ -95,7 +99,7 @@ class Traits:
         The scales of blocks are of one step. After one step the sums have no error beside that of float32. After two it
         is 2**-12 of the sums' magnitude, which float32 results would show.
         """
-        if self.options.scaling == "block" or self.out_dtype == jnp.float32 or self.results == 3:  # three spill
+        if self.options.scaling == "block" or self.out_dtype == jnp.float32 or len(self.results) == 3:  # three spill
             return 1
         return min(self.config.promoted_steps, self.stages - 1)
 
@@ -112,14 +116,41 @@ class Traits:
         return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
 
     @property
-    def buffers(self) -> int:
-        """For parts of the results, of each warpgroup."""
-        return max(2, self.results)
+    def loads_residual(self) -> bool:
+        """Whether the compute warpgroups load the residual, which the ring has no room for."""
+        return self.has_residual and "residual" not in self.operands
 
     @property
-    def results(self) -> int:
-        """How many arrays the kernel writes."""
-        return (3 if self.is_gated else 2) if self.options.saves_preactivation else 1
+    def buffers(self) -> int:
+        """For parts of the results, of each warpgroup."""
+        return max(2, len(self.results))
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The fields of MatmulResult that the kernel writes."""
+        if self.derives:
+            return ("out", "up", "activated") if self.derives_up else ("out", "activated")
+        saved = ("preactivation", "up") if self.is_gated else ("preactivation",)
+        return ("out", *saved) if self.options.saves_preactivation else ("out",)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The fields of MatmulInputs that come through the ring, for the epilogue: arrays [m, n] of w's dtype."""
+        if self.out_dtype != self.w_dtype:
+            return ()
+        found = {"preactivation": self.derives, "up": self.derives_up, "residual": self.has_residual}
+        return tuple(name for name, is_there in found.items() if is_there)
+
+    @property
+    def operand_parts(self) -> list[tuple[int, int]]:
+        """The first column and the width of what one copy loads of an operand: contiguous in a block of w."""
+        width = COLUMNS if self.options.transpose_w else self.block_n
+        return [(first, width) for first in range(0, self.block_n, width)]
+
+    @property
+    def fills(self) -> int:
+        """How many stages of the ring a work tile fills: its steps, and one for each operand and compute warpgroup."""
+        return self.steps + len(self.operands) * COMPUTE_WGS
 
     @property
     def m_blocks(self) -> int:
@@ -161,9 +192,10 @@ class Traits:
 class Smem:
     """A CTA's shared memory. None marks what a call does not need.
 
-    x, w, w_up: [stages, ...], a step's operands. out: [warpgroups, buffers, 64, 64], parts of a work tile on their way
-    to device memory; the residual comes the same way. ready, free: [stages], a step's operands are there, or have been
-    read. second_ready: [stages], as ready, of the weights of the second part of 8-bit products. residual_ready:
+    x, w, w_up: [stages, ...], a step's operands. out: [warpgroups, buffers, 64, 64], parts of a work tile on their
+    way to device memory; the residual comes the same way. ready, free: [stages], a step's operands are there, or
+    have been read. operands_ready: [operands * warpgroups], a warpgroup's rows of an operand of the epilogue.
+    second_ready: [stages], as ready, of the weights of the second part of 8-bit products. residual_ready:
     [warpgroups].
     """
 
@@ -174,6 +206,7 @@ class Smem:
     ready: Any
     second_ready: Any
     free: Any
+    operands_ready: Any
     residual_ready: Any
 
     @classmethod
@@ -192,14 +225,22 @@ class Smem:
             ready=plgpu.Barrier(num_arrivals=3 if traits.is_gated and not traits.is_8_bit else 2, num_barriers=stages),
             second_ready=plgpu.Barrier(num_barriers=stages) if traits.has_second_part else None,
             free=_free_barrier(traits),
-            residual_ready=plgpu.Barrier(num_barriers=COMPUTE_WGS) if traits.has_residual else None,
+            operands_ready=_operand_barriers(traits),
+            residual_ready=plgpu.Barrier(num_barriers=COMPUTE_WGS) if traits.loads_residual else None,
         )
 
 
 def _free_barrier(traits: Traits) -> Any:
-    """In a cluster a stage is free when the compute warpgroups of all CTAs have read theirs."""
-    sizes = {"num_arrivals": COMPUTE_WGS, "num_barriers": traits.stages}
-    return plgpu.Barrier(**sizes) if traits.cluster == 1 else plgpu.ClusterBarrier(collective_axes=(CLUSTER,), **sizes)
+    """A stage is free when the compute warpgroups have read it, in a cluster those of both CTAs."""
+    if traits.cluster == 1:
+        return plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=traits.stages)
+    return plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=COMPUTE_WGS, num_barriers=traits.stages)
+
+
+def _operand_barriers(traits: Traits) -> Any:
+    """Each waits for all copies of an operand."""
+    count = len(traits.operands) * COMPUTE_WGS
+    return plgpu.Barrier(num_arrivals=len(traits.operand_parts), num_barriers=count) if count else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,7 +264,11 @@ class Kernel:
         start = lax.axis_index("cta"), jnp.int32(0)
         return lax.while_loop(lambda carry: carry[0] < self.traits.tiles, body, start)[1]
 
+    def operand(self, slot: Any, first: int, width: int) -> Any:
+        """The place of columns of an operand of the epilogue in a stage of the ring, where that has a block of w."""
+        columns = pl.ds(first, width)
+        return self.smem.w.at[slot, columns] if self.traits.options.transpose_w else self.smem.w.at[slot, :, columns]
+
     def load_w(self, w: Any, smem: Any, ready: Any) -> None:
         """Loads a block of weights; each CTA of a cluster loads a part of it for all."""
-        shared = {} if self.traits.cluster == 1 else {"collective_axes": CLUSTER}
-        plgpu.copy_gmem_to_smem(w, smem, ready, **shared)
+        plgpu.copy_gmem_to_smem(w, smem, ready, collective_axes=None if self.traits.cluster == 1 else CLUSTER)

@@ -44,14 +44,14 @@ def launched(
     traits: Traits, inputs: MatmulInputs, *, kernels: tuple[Callable[..., None], ...], name: str, interpret: bool
 ) -> MatmulResult:
     """A launch of kernels[0], or of kernels[1], which writes the sums of splits, and of the kernel that joins them."""
-    results, splits = _results(traits, is_gated=inputs.is_gated), traits.splits
+    results, splits = _results(traits, inputs), traits.splits
     launch = functools.partial(_launch, traits=traits, interpret=interpret)
     if splits == 1:
         return launch(kernels[0], inputs, results, name=f"{name}_triton", grid=(traits.tiles,))
     sums = jax.ShapeDtypeStruct((splits, traits.m, traits.n), jnp.float32)
     found = launch(
         kernels[1],
-        inputs._replace(bias=None, residual=None),
+        inputs._replace(bias=None, residual=None, preactivation=None, up=None),
         Sums(product=sums, up=sums if inputs.is_gated else None),
         name=f"{name}_split_triton",
         grid=(traits.tiles, splits),
@@ -61,13 +61,15 @@ def launched(
     return launch(_join_kernel, (rest, found), results, name="matmul_join_triton", grid=joined)
 
 
-def _results(traits: Traits, *, is_gated: bool) -> MatmulResult:
+def _results(traits: Traits, inputs: MatmulInputs) -> MatmulResult:
     """The types of the arrays that a call writes."""
     out, saves = (
         jax.ShapeDtypeStruct((traits.m, traits.n), traits.options.out_dtype),
         traits.options.saves_preactivation,
     )
-    return MatmulResult(out=out, preactivation=out if saves else None, up=out if saves and is_gated else None)
+    if inputs.preactivation is not None:
+        return MatmulResult(out=out, up=None if inputs.up is None else out, activated=out)
+    return MatmulResult(out=out, preactivation=out if saves else None, up=out if saves and inputs.is_gated else None)
 
 
 def _launch(
@@ -170,6 +172,12 @@ def epilogue(traits: Traits, tile: Part, sums: Sums, inputs: MatmulInputs, resul
 
 def _store_part(traits: Traits, part: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
     z = sums.product
+    if inputs.preactivation is not None:
+        load = lambda ref: part.load(ref).astype(jnp.float32)
+        load_up = None if inputs.up is None else lambda: load(inputs.up)
+        for name, y in traits.options.gradients(z, load(inputs.preactivation), load_up):
+            part.store(getattr(results, name), y)
+        return
     if inputs.bias is not None:
         z = z + part.load_columns(inputs.bias)
     if results.preactivation is not None:

@@ -3,6 +3,7 @@
 As a script it compiles one call: `python tests/pallas/matmul/sm90/test_matmul.py '{"activation": "silu", ...}'`.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -35,18 +36,32 @@ def test_interpreted(group):
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize(("cores", "names"), [(1, ["plain", "gated"]), (3, ["transposed"])])
+def test_mlp_interpreted(cores, names):
+    """Two launches have the derivative as their epilogue, or the sum of two products."""
+    cases_interpreter.check("jax_kernels.testing_mlp", cores, cores == 1, names)
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("cores", "names"), [(1, ["row", "block_edges"]), (3, ["tensor", "edges", "block"])])
 def test_8_bits_interpreted(cores, names):
     cases_interpreter.check("fp8_matmul_cases", cores, cores == 1, names)
 
 
 @pytest.mark.parametrize(("m", "n", "rows_together"), [(900, 640, 3), (128, 64, 8), (1024, 512, 4), (1000, 256, 5)])
-def test_every_work_tile_is_done_once(m, n, rows_together):
-    """Also those of the last band, which has fewer rows of tiles where rows_together does not divide them."""
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_every_work_tile_is_done_once(m, n, rows_together, cluster):
+    """Also those of the last band, which has fewer rows of tiles where rows_together does not divide them.
+
+    The CTAs of a cluster may have work tiles below the last row.
+    """
     inputs = MatmulInputs(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, 64), (64, n))))
-    config = MatmulSm90(block_n=128, stages=2, rows_together=rows_together)
+    config = MatmulSm90(block_n=128, stages=2, rows_together=rows_together, cluster=cluster)
     traits = Traits.of(inputs, MatmulOptions(out_dtype="bfloat16"), config)
-    rows, columns = jax.vmap(traits.place)(jnp.arange(traits.tiles, dtype=jnp.int32))
+    indices = jnp.arange(traits.tiles, dtype=jnp.int32)
+    places = [jax.vmap(functools.partial(traits.place, nth=nth))(indices) for nth in range(traits.cluster)]
+    rows, columns = (jnp.concatenate(numbers) for numbers in zip(*places, strict=True))
+    rows, columns = rows[rows < m], columns[rows < m]
     want = {(row, column) for row in range(0, m, BLOCK_M) for column in range(0, n, 128)}
     found = list(zip(rows.tolist(), columns.tolist(), strict=True))
     assert len(found) == len(want)
@@ -67,48 +82,57 @@ COMPILED = {
     "fp8_blocks": {"precision": "fp8", "scaling": "block", "has_bias": True, "has_residual": True},
     "fp8_gated": {"precision": "fp8", "activation": "silu", "is_gated": True},
     "fp8_gated_blocks": {"precision": "fp8", "scaling": "block", "activation": "silu", "is_gated": True},
+    "mlp": {"activation": "gelu", "is_mlp": True, "has_bias": True},
+    "mlp_gated": {"activation": "silu", "is_mlp": True, "is_gated": True, "transpose_w": True, "has_residual": True},
     "gated_float32_out": {"activation": "gelu", "is_gated": True, "out_dtype": "float32", "has_residual": True},
 }
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
-@pytest.mark.parametrize("name", tiers.cases(COMPILED, ["plain", "transposed", "gated", "fp8", "fp8_gated_blocks"]))
+@pytest.mark.parametrize(
+    "name", tiers.cases(COMPILED, ["plain", "transposed", "gated", "fp8", "fp8_gated_blocks", "mlp_gated"])
+)
 def test_compiled(name):
-    """Forward and backward: three launches, none of which spills."""
+    """Forward and backward: no launch spills, but for the derivative of a gated unit, once a work tile."""
     printed, mosaic, _ = aot.compile_script(__file__, json.dumps(COMPILED[name]))
     assert json.loads(printed) == []
     assert list(mosaic) == ["matmul_sm90_mosaic_gpu_kernel"]
     for figures in mosaic.values():
-        assert figures["spill_stores"] == 0
+        assert figures["spill_stores"] <= (40 if name == "mlp_gated" else 0)
         assert figures["registers"] <= 168
         assert figures["shared_memory"] <= 232448
 
 
 def _compile(options: dict) -> list[str]:
     """Compiles in this process; the names of the Triton kernels."""
-    from jax_kernels import gated_matmul, matmul
+    from jax_kernels import gated_matmul, matmul, mlp
 
     dtype, n = options.pop("dtype", "bfloat16"), options.pop("n", 4096)
     out_dtype = options.get("out_dtype", dtype)
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     arrays = {"x": array(4096, 2048), "w": array(n, 2048) if options.get("transpose_w") else array(2048, n)}
-    is_gated = options.pop("is_gated", False)
-    if is_gated:
+    is_gated, is_mlp = options.pop("is_gated", False), options.pop("is_mlp", False)
+    if is_mlp:
+        arrays = {"x": arrays["x"], "w_up": arrays["w"], "w_down": array(*arrays["w"].shape[::-1])}
+        arrays |= {"w_gate": arrays["w_up"]} if is_gated else {}
+    elif is_gated:
         arrays = {"x": arrays["x"], "w_gate": arrays["w"], "w_up": arrays["w"]}
     if options.pop("has_bias", False):
-        arrays["bias"] = array(n)
+        arrays["bias_up" if is_mlp else "bias"] = array(n)
+    dout = array(4096, 2048 if is_mlp else n, dtype=out_dtype)
     if options.pop("has_residual", False):
-        arrays["residual"] = array(4096, n, dtype=out_dtype)
+        arrays["residual"] = dout
+    op = mlp if is_mlp else gated_matmul if is_gated else matmul
 
     def both(arrays, dout):
         out, vjp = jax.vjp(
-            lambda given: (gated_matmul if is_gated else matmul)(**given, **options, implementation="mosaic_gpu"),
+            lambda given: op(**given, **options, implementation="mosaic_gpu"),
             arrays,
         )
         return out, vjp(dout)
 
-    return aot.lower_and_compile("h200", both, arrays, array(4096, n, dtype=out_dtype))[1]
+    return aot.lower_and_compile("h200", both, arrays, dout)[1]
 
 
 if __name__ == "__main__":

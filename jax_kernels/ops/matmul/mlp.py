@@ -1,0 +1,207 @@
+"""The op mlp: a feed-forward block. Its backward has the activation's derivative in the epilogue of a product."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.ops import checks
+from jax_kernels.ops.activations import derivative_of
+from jax_kernels.ops.matmul import gradients, matmul
+from jax_kernels.ops.matmul.table import GATED, MatmulRequest
+from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, under_defaults
+from jax_kernels.pallas.varying import as_varying, varying_axes
+from jax_kernels.quantization import QuantizedArray
+
+__all__ = ["MLP", "check", "mlp"]
+
+MLP = PlannedOp("mlp", GATED.implementations, GATED.order)
+
+
+class MlpInputs(NamedTuple):
+    """The arrays of a call. first: of the products with w_up and w_gate. down: [H, N], or [N, H] with transpose_w."""
+
+    first: MatmulInputs
+    down: Any
+    bias_down: Any = None
+    residual: Any = None
+
+
+@under_defaults
+def mlp(
+    x: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    w_gate: jax.Array | None = None,
+    bias_up: jax.Array | None = None,
+    bias_down: jax.Array | None = None,
+    activation: str | Callable[[jax.Array], jax.Array] = "silu",
+    residual: jax.Array | None = None,
+    transpose_w: bool = False,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The feed-forward block of a transformer, with or without a gate.
+
+    Equivalent to the following JAX code, in float32 from each product on, hidden in x's dtype::
+
+        w_up, w_down, w_gate = (w.T if transpose_w else w for w in (w_up, w_down, w_gate))
+        hidden = activation(x @ w_gate) * (x @ w_up)       # or, without w_gate, activation(x @ w_up + bias_up)
+        out = hidden @ w_down + bias_down + residual
+
+    The forward of a call that is differentiated keeps the products with w_gate and w_up in x's dtype, and drops hidden.
+    The backward computes hidden again, and the activation's derivative, in the epilogue of the product of out's
+    cotangent and w_down, so that hidden's cotangent never reaches device memory.
+
+    Args:
+      x: [..., K], bfloat16, float16 or float32.
+      w_up, w_gate: [K, H] in x's dtype, or [H, K] with transpose_w. Without w_gate there is no gate.
+      w_down: [H, N] in x's dtype, or [N, H] with transpose_w.
+      bias_up: [H] in x's dtype or float32; None with w_gate. bias_down: [N], likewise.
+      activation, implementation: as in matmul. precision: for float32 inputs, "fp32" or "tf32", as in matmul.
+      residual: [..., N] in x's dtype, added last.
+      transpose_w: all weights are [outputs, inputs], as torch.nn.Linear's are.
+
+    Returns:
+      out [..., N] in x's dtype.
+
+    Raises:
+      TypeError: a dtype, or the type of an argument, is wrong.
+      ValueError: shapes do not fit together, or a value is out of range.
+      NotImplementedError: a named implementation cannot serve the first products, and why. The others fall to "xla".
+
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020), arXiv:2002.05202.
+    """
+    request, inputs, options = check(
+        x=x,
+        w_up=w_up,
+        w_down=w_down,
+        w_gate=w_gate,
+        bias_up=bias_up,
+        bias_down=bias_down,
+        activation=activation,
+        residual=residual,
+        transpose_w=transpose_w,
+        precision=precision,
+        implementation=implementation,
+    )
+    rows = lambda y: None if y is None else y.reshape(math.prod(y.shape[:-1]), y.shape[-1])
+    shape, first = inputs.first.x.shape, inputs.first
+    inputs = inputs._replace(first=first._replace(x=rows(first.x)), residual=rows(inputs.residual))
+    out = _planned(MLP.call(request, options, implementation), as_varying(inputs, varying_axes(inputs)))
+    return out.reshape(*shape[:-1], out.shape[-1])
+
+
+def check(
+    *, x, w_up, w_down, w_gate=None, bias_up=None, bias_down=None, activation="silu", residual=None,
+    transpose_w=False, precision=None, implementation=None,
+) -> tuple[MatmulRequest, MlpInputs, MatmulOptions]:  # fmt: skip
+    """The request of the products with w_up and w_gate, the arrays, and the options of these products."""
+    checks.check_flags(transpose_w=transpose_w)
+    if precision == "fp8":
+        raise ValueError("precision: got 'fp8', want 'fp32', 'tf32' or None; gated_matmul and matmul take 'fp8'")
+    x = checks.checked_array("x", x)
+    if x.ndim == 0:
+        raise ValueError("x: got shape (), want [..., K]")
+    hidden, columns = _sizes(x, {"w_up": w_up, "w_gate": w_gate, "w_down": w_down}, transpose_w)
+    if w_gate is not None and bias_up is not None:
+        raise ValueError("bias_up: got an array with w_gate, want None")
+    shared = {"activation": activation, "transpose_w": transpose_w, "precision": precision}
+    shared |= {"x": x, "implementation": implementation}
+    if w_gate is None:
+        request, first, options = matmul.check(w=w_up, **shared)
+        if bias_up is not None:
+            first = first._replace(bias=matmul.checked_bias(bias_up, x.dtype, hidden, "bias_up"))
+    else:
+        request, first, options = matmul.check_gated(w_gate=w_gate, w_up=w_up, **shared)
+    inputs = MlpInputs(
+        first=first,
+        down=checks.checked_array("w_down", w_down),
+        bias_down=None if bias_down is None else matmul.checked_bias(bias_down, x.dtype, columns, "bias_down"),
+        residual=None if residual is None else matmul.checked_residual(residual, x.dtype, (*x.shape[:-1], columns)),
+    )
+    return request, inputs, options
+
+
+def _sizes(x: Any, weights: dict[str, Any], transpose_w: bool) -> tuple[int, int]:
+    """(H, N). Raises TypeError or ValueError for weights that do not fit x and one another."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, w in weights.items():
+        if name == "w_gate" and w is None:
+            continue
+        if isinstance(w, QuantizedArray):
+            raise TypeError(f"{name}: got a QuantizedArray, want an array; gated_matmul and matmul take both")
+        w = checks.checked_array(name, w)
+        if w.dtype != x.dtype:
+            raise TypeError(f"{name}: got dtype {w.dtype}, want x's dtype {x.dtype}")
+        if w.ndim != 2:
+            raise ValueError(f"{name}: got shape {w.shape}, want two axes")
+        found[name] = w.shape[::-1] if transpose_w else w.shape
+    depth, hidden = x.shape[-1], found["w_up"][1]
+    for name, (inner, outer) in found.items():
+        want = (hidden, outer) if name == "w_down" else (depth, hidden)
+        if (inner, outer) != want:
+            want = want[::-1] if transpose_w else want
+            raise ValueError(f"{name}: got shape {weights[name].shape}, want {want} beside x's {x.shape} and w_up")
+    return hidden, found["w_down"][1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _planned(call: PlannedCall, inputs: MlpInputs) -> jax.Array:
+    """The planned call on x [M, K]: out [M, N]."""
+    return _down(call, inputs, gradients.batched(call)(inputs.first).out)
+
+
+def _down(call: PlannedCall, inputs: MlpInputs, hidden: jax.Array) -> jax.Array:
+    options = dataclasses.replace(call.options, activation=None)
+    given = MatmulInputs(x=hidden, w=inputs.down, bias=inputs.bias_down, residual=inputs.residual)
+    return gradients.further(call, given, options).out
+
+
+@under_defaults
+def _forward(call, inputs):
+    saving = dataclasses.replace(call, options=dataclasses.replace(call.options, saves_preactivation=True))
+    result = gradients.batched(saving)(inputs.first)
+    out = _down(call, inputs, result.out)
+    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # tells that there was one
+    return out, (inputs._replace(residual=residual), result._replace(out=None))
+
+
+@under_defaults
+def _backward(call, residuals, dout):
+    inputs, saved = residuals
+    first, found = inputs.first, _cotangents(call, inputs, saved, dout)
+    of_sum = lambda bias, cotangent: None if bias is None else cotangent.sum(0, dtype=jnp.float32).astype(bias.dtype)
+    dfirst = MatmulInputs(
+        x=gradients.product(
+            call, found.out, first.w, x_up=found.up, w_up=first.w_up, transpose_w=not call.options.transpose_w
+        ),
+        w=gradients.weight_gradient(call, first.x, found.out),
+        bias=of_sum(first.bias, found.out),
+        w_up=None if found.up is None else gradients.weight_gradient(call, first.x, found.up),
+    )
+    gradient = MlpInputs(
+        first=dfirst,
+        down=gradients.weight_gradient(call, found.activated, dout),
+        bias_down=of_sum(inputs.bias_down, dout),
+        residual=None if inputs.residual is None else dout,
+    )
+    return (gradient,)
+
+
+def _cotangents(call: PlannedCall, inputs: MlpInputs, saved: MatmulResult, dout: jax.Array) -> MatmulResult:
+    """The cotangents of the first products, and hidden, by one product."""
+    derivative = derivative_of(call.options.activation)
+    options = dataclasses.replace(call.options, transpose_w=not call.options.transpose_w, derivative=derivative)
+    given = MatmulInputs(x=dout, w=inputs.down, preactivation=saved.preactivation, up=saved.up)
+    return gradients.further(call, given, options)
+
+
+_planned.defvjp(_forward, _backward)
+MLP.explained_by(check)(mlp)
