@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python benchmarks/matmul.py --shapes "8192,8192,8192;16384,4096,4096" --output results/matmul.json
 
-Kinds: "plain"; "epilogue", which has a bias and gelu by tanh; "gated", silu(x Wg) * (x Wu). Peers: XLA, torch (cuBLAS,
+Kinds: "plain"; "epilogue", which has a bias and gelu by tanh; "gated", silu(x Wg) * (x Wu); "mlp", a gated unit and a
+product back to the width of x, not among the defaults. Peers: XLA, torch (cuBLAS,
 with the epilogue in operators of its own) and torch.compile; of plain products of 16 bits QuACK, where it is installed,
 and the example that comes with JAX; of fp8, torch._scaled_mm with and without fast sums.
 --with-gradients times the forward and the gradients of all arrays. --sweep times other blocks of the Hopper kernel
@@ -36,12 +37,13 @@ from harness.process import prepare_process, say
 from harness.timers import choose_timer, close
 from harness.timing import Contender, alternate, speed_ratio, spread
 
-from jax_kernels import gated_matmul, matmul
+from jax_kernels import gated_matmul, matmul, mlp
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.quantization import quantize
 
 SHAPES = "8192,8192,8192;4096,4096,4096;16384,4096,4096;2048,2048,2048;8192,1024,512"
-KINDS = ("plain", "epilogue", "gated")
+KINDS = ("plain", "epilogue", "gated", "mlp")
+PRODUCTS = {"plain": 1, "epilogue": 1, "gated": 2, "mlp": 3}
 # The blocks of a sweep, by implementation.
 SWEPT = {
     "mosaic_gpu": ("block_n", "stages", "rows_together", "promoted_steps", "cluster"),
@@ -52,9 +54,9 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "tf32"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A product [m, k] @ [k, n]; two for "gated". scaling: of fp8, whose operands are rounded beforehand.
+    """A product [m, k] @ [k, n]; two for "gated", and one more for "mlp".
 
-    has_gradients: the call is the forward and the gradients of all arrays.
+    scaling: of fp8, whose operands are rounded beforehand. has_gradients: the call is the forward and the gradients of all arrays.
     """
 
     kind: str
@@ -76,24 +78,24 @@ class Case:
         return {"fp8": {"transpose_w": True}, "tf32": {"precision": "tf32"}}.get(self.dtype, {})
 
     def tflops(self, milliseconds: float) -> float:
-        products = (2 if self.kind == "gated" else 1) * (3 if self.has_gradients else 1)
+        products = PRODUCTS[self.kind] * (3 if self.has_gradients else 1)
         return 2 * self.m * self.n * self.k * products / milliseconds / 1e9
 
     def arrays(self) -> list[tuple[Any, ...]]:
-        """Sets of (x, w, bias) or (x, w_gate, w_up), and out's cotangent last, more than the L2 cache holds."""
+        """Sets of (x, w, bias) or (x, w_gate, w_up, w_down), and out's cotangent last, more than the L2 cache holds."""
         size = jnp.dtype(DTYPES[self.dtype]).itemsize * (self.m * self.k + self.k * self.n + self.m * self.n)
-        second = (self.k, self.n) if self.kind == "gated" else (self.n,)
-        shapes = (self.m, self.k), (self.k, self.n), second
+        rest = {"plain": [], "epilogue": [(self.n,)], "gated": [(self.k, self.n)]}
+        rest["mlp"] = [(self.k, self.n), (self.n, self.k)]
+        shapes = [(self.m, self.k), (self.k, self.n), *rest[self.kind]]
         normal = lambda key, shape: jax.random.normal(key, shape, DTYPES[self.dtype]) * self.k**-(0.25)
         sets = []
         for seed in range(max(1, min(16, round(ROTATION_BYTES / size)))):
-            keys = jax.random.split(jax.random.key(seed), 3)
+            keys = jax.random.split(jax.random.key(seed), len(shapes))
             made = tuple(normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
             if self.dtype == "fp8":
                 made = tuple(self._quantized(x, i) for i, x in enumerate(made))
-            made = made[:2] if self.kind == "plain" else made
             if self.has_gradients:
-                made = (*made, normal(jax.random.key(100 + seed), (self.m, self.n)))
+                made = (*made, normal(jax.random.key(100 + seed), (self.m, self.k if self.kind == "mlp" else self.n)))
             sets.append(jax.block_until_ready(made))
         return sets
 
@@ -108,6 +110,7 @@ class Case:
         """The op on a set of arrays."""
         ops = {
             "gated": gated_matmul,
+            "mlp": lambda x, gate, up, down, **given: mlp(x, up, down, w_gate=gate, **given),
             "plain": matmul,
             "epilogue": lambda x, w, bias, **given: matmul(x, w, bias=bias, activation="gelu_tanh", **given),
         }
@@ -135,6 +138,8 @@ def ours(
 
 def _with_blocks(case: Case, implementation: str, blocks: dict[str, int], x: Any, w: Any, other: Any = None) -> Any:
     """The planned call of a kernel, with other blocks in its plan."""
+    if case.kind == "mlp":
+        raise NotImplementedError("other blocks of mlp are not timed")
     arguments: dict[str, Any] = {"x": x, "implementation": implementation} | case.options
     if case.kind == "gated":
         op, check, arguments = ops.GATED, ops.check_gated, arguments | {"w_gate": w, "w_up": other}
@@ -159,6 +164,7 @@ def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any
         "plain": lambda x, w: x @ w,
         "epilogue": lambda x, w, bias: functional.gelu(torch.addmm(bias, x, w), approximate="tanh"),
         "gated": lambda x, w, up: functional.silu(x @ w) * (x @ up),
+        "mlp": lambda x, w, up, down: (functional.silu(x @ w) * (x @ up)) @ down,
     }
     function = functions[case.kind]
     if compiled:
@@ -304,7 +310,7 @@ def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.timing_parser(__doc__, rounds=5, seconds=0.05, budget=1e9)
     parser.add_argument("--shapes", default=SHAPES, help="m,n,k, separated by ';'")
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default="plain,epilogue,gated")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--scaling", default="tensor", help="of fp8: tensor, row, block; a comma list")
     parser.add_argument("--with-gradients", action="store_true", help="time the forward and all gradients")

@@ -39,8 +39,11 @@ def _forward(call, inputs):
 def _backward(call, residuals, dout):
     inputs, saved = residuals
     dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
-    dbias = None if inputs.bias is None else dz.sum(axis=0).astype(inputs.bias.dtype)
     dz, dup = (None if y is None else y.astype(inputs.x.dtype) for y in (dz, dup))
+    dbias = None
+    if inputs.bias is not None:
+        dz = lax.optimization_barrier(dz)  # else XLA writes dz in float32, for the sum, and reads it again
+        dbias = dz.sum(axis=0, dtype=jnp.float32).astype(inputs.bias.dtype)
     dx = product(call, dz, inputs.w, x_up=dup, w_up=inputs.w_up, transpose_w=not call.options.transpose_w)
     dw = weight_gradient(call, inputs.x, dz)
     dw_up = None if dup is None else weight_gradient(call, inputs.x, dup)
