@@ -56,7 +56,8 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "tf32"
 class Case:
     """A product [m, k] @ [k, n]; two for "gated", and one more for "mlp".
 
-    scaling: of fp8, whose operands are rounded beforehand. has_gradients: the call is the forward and the gradients of all arrays.
+    scaling: of fp8, whose operands are rounded beforehand. has_gradients: the call is the forward and the gradients of
+    all arrays.
     """
 
     kind: str
