@@ -7,8 +7,8 @@ product back to the width of x, not among the defaults. Peers: XLA, torch (cuBLA
 with the epilogue in operators of its own) and torch.compile; of plain products of 16 bits QuACK, where it is installed,
 and the example that comes with JAX; of fp8, torch._scaled_mm with and without fast sums.
 --with-gradients times the forward and the gradients of all arrays. --sweep times other blocks of the Hopper kernel
-instead, as "block_n,stages,rows_together,promoted_steps,cluster", and --sweep-triton those of the Triton kernel, as
-"block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
+instead, as "block_n,stages,rows_together,promoted_steps,cluster,compute_wgs", and --sweep-triton those of the Triton
+kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
 
 --weights int8,int4,mxfp8,mxfp4 times x in --dtype by such weights, and by weights in --dtype, in one run, each with its
 share of the bandwidth of a copy that is timed in the same run. --sweep-low-bit times other blocks of that kernel, as
@@ -46,7 +46,7 @@ KINDS = ("plain", "epilogue", "gated", "mlp")
 PRODUCTS = {"plain": 1, "epilogue": 1, "gated": 2, "mlp": 3}
 # The blocks of a sweep, by implementation.
 SWEPT = {
-    "mosaic_gpu": ("block_n", "stages", "rows_together", "promoted_steps", "cluster"),
+    "mosaic_gpu": ("block_n", "stages", "rows_together", "promoted_steps", "cluster", "compute_wgs"),
     "triton": ("block_m", "block_n", "block_k", "num_warps", "num_stages", "rows_together", "split_steps"),
 }
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32, "tf32": jnp.float32, "fp8": jnp.bfloat16}

@@ -327,9 +327,10 @@ class NormOrder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulSm90:
-    """Blocks of the Hopper matmul: 128 rows and block_n columns, through a ring of stages of 64 of the inner dimension.
+    """Blocks of the Hopper matmul: 64 rows of each of compute_wgs warpgroups, and block_n columns.
 
-    stages: as many as shared memory has room for, up to this number. A gated unit has half of the columns, twice.
+    stages: of the ring, of 64 numbers of the inner dimension, or 128 of 8 bits; as many as shared memory has room for,
+    up to this number. A gated unit has half of the columns, twice.
 
     rows_together: so many rows of work tiles are done side by side, whose x the L2 cache holds.
 
@@ -343,11 +344,14 @@ class MatmulSm90:
     rows_together: int
     promoted_steps: int = 1
     cluster: int = 1
+    compute_wgs: int = 2
 
     def __post_init__(self) -> None:
         _positive(self, block_n=64, stages=1, rows_together=1, promoted_steps=1, cluster=1)
         if self.cluster > 2:
             raise ValueError(f"MatmulSm90.cluster={self.cluster} must be 1 or 2")
+        if self.compute_wgs not in (2, 3):
+            raise ValueError(f"MatmulSm90.compute_wgs={self.compute_wgs} must be 2 or 3")
         if self.block_n > 256:
             raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 256")
 

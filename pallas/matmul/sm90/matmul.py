@@ -34,9 +34,8 @@ from jax_kernels.pallas.matmul.sm90.products import (
     with_scales_to_load,
 )
 from jax_kernels.pallas.matmul.sm90.state import (
-    BLOCK_M,
+    BUFFERS,
     COLUMNS,
-    COMPUTE_WGS,
     ROWS,
     Kernel,
     Smem,
@@ -46,7 +45,8 @@ from jax_kernels.pallas.matmul.sm90.state import (
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import COLUMN, WGMMA
 
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 240, 24  # per thread of a compute and of the memory warpgroup
+# Per thread of a compute warpgroup and of the memory warpgroup, by the number of compute warpgroups.
+REGISTERS = {2: (240, 24), 3: (160, 32)}
 
 
 def matmul(
@@ -58,6 +58,8 @@ def matmul(
     """
     config = dataclasses.replace(config, cluster=min(config.cluster, core_count))
     traits = Traits.of(inputs, options, config)
+    if traits.stages < (needed := traits.fills - traits.steps):
+        raise ValueError(f"MatmulSm90.stages={traits.stages} must be at least {needed}, for the epilogue's operands")
     inputs = with_scales_to_load(inputs, options)
     out = jax.ShapeDtypeStruct((traits.m, traits.n), traits.out_dtype)
     leaves, tree = jax.tree.flatten(inputs)
@@ -78,7 +80,7 @@ def matmul(
         out_type=[out] * len(traits.results),
         ctas=clusters * traits.cluster,
         cluster=traits.cluster,
-        warpgroups=COMPUTE_WGS + 1,
+        warpgroups=traits.compute_wgs + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
         interpret=interpret,
     )(*leaves)
@@ -91,18 +93,19 @@ def _named(traits: Traits, results: Any) -> MatmulResult:
 
 def _kernel(kernel: Kernel) -> None:
     """One warpgroup of a CTA."""
-    wg = lax.axis_index("wg")
+    wg, compute_wgs = lax.axis_index("wg"), kernel.traits.compute_wgs
+    of_compute, of_memory = REGISTERS[compute_wgs]
 
-    @pl.when(wg == COMPUTE_WGS)
+    @pl.when(wg == compute_wgs)
     def _memory():
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(of_memory, action="decrease")
         tiles = kernel.for_each_tile(functools.partial(_load_tile, kernel))
         if kernel.traits.cluster > 1:
             _wait_for_readers(kernel, tiles)
 
-    @pl.when(wg < COMPUTE_WGS)
+    @pl.when(wg < compute_wgs)
     def _compute():
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(of_compute, action="increase")
         kernel.for_each_tile(functools.partial(_compute_tile, kernel, wg))
         plgpu.wait_smem_to_gmem(0)
 
@@ -122,12 +125,11 @@ def _load_tile(kernel: Kernel, tile: WorkTile, nth: Any) -> None:
 
     lax.fori_loop(0, traits.steps, step, None)
     for i, name in enumerate(traits.operands):
-        for wg in range(COMPUTE_WGS):
-            nth_operand = i * COMPUTE_WGS + wg
-            slot = _free_slot(kernel, nth * traits.fills + traits.steps + nth_operand)
+        for wg in range(traits.compute_wgs):
+            slot = _free_slot(kernel, nth * traits.fills + traits.steps + i * traits.compute_wgs + wg)
             for first, width in traits.operand_parts:
                 rows, columns = pl.ds(tile.row + wg * ROWS, ROWS), pl.ds(tile.column + first, width)
-                place, ready = kernel.operand(slot, first, width), kernel.smem.operands_ready.at[nth_operand]
+                place, ready = kernel.operand(slot, first, width), kernel.smem.operands_ready.at[slot]
                 plgpu.copy_gmem_to_smem(getattr(inputs, name).at[rows, columns], place, ready)
 
 
@@ -150,7 +152,7 @@ def _free_slot(kernel: Kernel, number: Any) -> Any:
 def _load_step(kernel: Kernel, tile: WorkTile, i: Any, x: Any, weights: list[Any], *, slot: Any) -> None:
     """Loads a step's block of x and of each of the weights."""
     traits, smem = kernel.traits, kernel.smem
-    rows, columns = pl.ds(tile.row, BLOCK_M), pl.ds(tile.column, traits.block_n)
+    rows, columns = pl.ds(tile.row, traits.block_m), pl.ds(tile.column, traits.block_n)
     depth = pl.ds(i * traits.block_k, traits.block_k)
     x = x.at[depth, rows] if traits.options.transpose_x else x.at[rows, depth]
     plgpu.copy_gmem_to_smem(x, smem.x.at[slot], smem.ready.at[slot])
@@ -173,12 +175,13 @@ def _compute_tile(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
     traits, smem = kernel.traits, kernel.smem
     sums = (promoted_sums if traits.is_8_bit else plain_sums)(kernel, wg, tile, nth)
     first = nth * traits.fills + traits.steps
-    slots = [lax.rem(first + i * COMPUTE_WGS + wg, jnp.int32(traits.stages)) for i in range(len(traits.operands))]
-    for i in range(len(traits.operands)):
-        plgpu.barrier_wait(smem.operands_ready.at[i * COMPUTE_WGS + wg])
-    _epilogue(kernel, wg, tile, sums, slots)
-    for i in range(len(traits.operands) * COMPUTE_WGS):  # a warpgroup does not read the other's rows
-        plgpu.barrier_arrive(smem.free.at[lax.rem(first + i, jnp.int32(traits.stages))])
+    slot_of = lambda i: lax.rem(first + i, jnp.int32(traits.stages))
+    loaded = len(traits.operands) * traits.compute_wgs
+    for i in range(loaded):  # also those of other warpgroups: each has to count the barriers' phases
+        plgpu.barrier_wait(smem.operands_ready.at[slot_of(i)])
+    _epilogue(kernel, wg, tile, sums, [slot_of(i * traits.compute_wgs + wg) for i in range(len(traits.operands))])
+    for i in range(loaded):
+        plgpu.barrier_arrive(smem.free.at[slot_of(i)])
 
 
 def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, sums: Sums, slots: list[Any]) -> None:
@@ -200,9 +203,8 @@ def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, sums: Sums, slots: list[A
                 return plgpu.load(found, layout=WGMMA).astype(jnp.float32)
 
             for i, (name, y) in enumerate(_results_of_part(kernel, z, up, operand, place)):
-                buffer = buffers.at[i if len(traits.results) > 1 else part % 2]
-                # Stores that went through the other buffers may still run.
-                _store_part(buffer, y, getattr(results, name).at[place], traits.buffers - 1)
+                buffer = buffers.at[(part * len(traits.results) + i) % BUFFERS]
+                _store_part(buffer, y, getattr(results, name).at[place])
 
 
 def _results_of_part(
@@ -231,9 +233,9 @@ def _results_of_part(
             yield "up", up
 
 
-def _store_part(smem: Any, x: Any, gmem: Any, pending: int) -> None:
-    """Stores 64 x 64 numbers through a buffer that the last `pending` stores did not take."""
-    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+def _store_part(smem: Any, x: Any, gmem: Any) -> None:
+    """Stores 64 x 64 numbers through a buffer that the last store did not take."""
+    plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
     smem[...] = x.astype(smem.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem, gmem)

@@ -128,9 +128,9 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
 
     def factor(i, part):
         """x_scale * w_scale of a step's blocks."""
-        row, column = lax.div(tile.row, SCALE_BLOCK), lax.div(tile.column + part.first, SCALE_BLOCK)
+        row, column = lax.div(tile.row + wg * ROWS, SCALE_BLOCK), lax.div(tile.column + part.first, SCALE_BLOCK)
         column = jnp.minimum(column, pl.cdiv(traits.n, SCALE_BLOCK) - 1)  # a part may lie past the last column
-        row = row if traits.cluster == 1 else jnp.minimum(row, traits.m_blocks - 1)  # and a work tile below the rows
+        row = jnp.minimum(row, pl.cdiv(traits.m, SCALE_BLOCK) - 1)  # and below the last row
         return inputs.x_scale[row, i] * part.scale[column, i]
 
     def steps(first, count, totals):

@@ -15,13 +15,12 @@ from jax_kernels.pallas.matmul.work_tiles import banded
 from jax_kernels.pallas.mosaic.launch import CLUSTER
 from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_8BIT, SWIZZLED_F32
 
-COMPUTE_WGS = 2
 ROWS = 64  # of a warpgroup's part of a work tile
-BLOCK_M = ROWS * COMPUTE_WGS
 DEPTH_BYTES = 128  # of the inner dimension in a step: 64 numbers of 16 bits
 SCALE_BLOCK = 128  # rows and columns that share a scale
 PROMOTED = 128  # columns that are summed by the tensor cores before float32 sums take them over
 COLUMNS = 64  # of the parts in which a work tile is stored
+BUFFERS = 2  # of a warpgroup, through which such parts go in turn
 SHARED_MEMORY = 225 << 10  # of a CTA, without its barriers
 
 
@@ -74,6 +73,16 @@ class Traits:
         return jnp.dtype(self.options.out_dtype)
 
     @property
+    def compute_wgs(self) -> int:
+        """The compute warpgroups of a CTA."""
+        return self.config.compute_wgs
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a work tile."""
+        return ROWS * self.compute_wgs
+
+    @property
     def block_n(self) -> int:
         """Columns of a work tile. A gated unit has the sums of two products, so that it takes half as many."""
         return self.config.block_n // 2 if self.is_gated else self.config.block_n
@@ -111,19 +120,14 @@ class Traits:
     @property
     def stages(self) -> int:
         """As many as shared memory has room for beside the buffers of the results, up to the block spec's."""
-        of_stage = (BLOCK_M + self.config.block_n) * DEPTH_BYTES
-        of_results = COMPUTE_WGS * self.buffers * ROWS * COLUMNS * self.out_dtype.itemsize
+        of_stage = (self.block_m + self.config.block_n) * DEPTH_BYTES
+        of_results = self.compute_wgs * BUFFERS * ROWS * COLUMNS * self.out_dtype.itemsize
         return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
 
     @property
     def loads_residual(self) -> bool:
         """Whether the compute warpgroups load the residual, which the ring has no room for."""
         return self.has_residual and "residual" not in self.operands
-
-    @property
-    def buffers(self) -> int:
-        """For parts of the results, of each warpgroup."""
-        return max(2, len(self.results))
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -150,11 +154,11 @@ class Traits:
     @property
     def fills(self) -> int:
         """How many stages of the ring a work tile fills: its steps, and one for each operand and compute warpgroup."""
-        return self.steps + len(self.operands) * COMPUTE_WGS
+        return self.steps + len(self.operands) * self.compute_wgs
 
     @property
     def m_blocks(self) -> int:
-        return pl.cdiv(self.m, BLOCK_M)
+        return pl.cdiv(self.m, self.block_m)
 
     @property
     def n_blocks(self) -> int:
@@ -184,7 +188,7 @@ class Traits:
         """The work tile number `index` of a cluster's CTA number nth. It may lie below the last row."""
         rows = pl.cdiv(self.m_blocks, self.cluster)
         row, n_block = banded(index, rows, self.n_blocks, max(1, self.config.rows_together // self.cluster))
-        return WorkTile((row * self.cluster + nth) * BLOCK_M, n_block * self.block_n)
+        return WorkTile((row * self.cluster + nth) * self.block_m, n_block * self.block_n)
 
 
 @jax.tree_util.register_dataclass
@@ -194,7 +198,7 @@ class Smem:
 
     x, w, w_up: [stages, ...], a step's operands. out: [warpgroups, buffers, 64, 64], parts of a work tile on their
     way to device memory; the residual comes the same way. ready, free: [stages], a step's operands are there, or
-    have been read. operands_ready: [operands * warpgroups], a warpgroup's rows of an operand of the epilogue.
+    have been read. operands_ready: [stages], a warpgroup's rows of an operand of the epilogue.
     second_ready: [stages], as ready, of the weights of the second part of 8-bit products. residual_ready:
     [warpgroups].
     """
@@ -218,29 +222,30 @@ class Smem:
         w = operand(traits.w_dtype, *((block_n, block_k) if options.transpose_w else (block_k, block_n)))
         out_tiles = SWIZZLED if traits.out_dtype.itemsize == 2 else SWIZZLED_F32
         return cls(
-            x=operand(traits.dtype, *((block_k, BLOCK_M) if options.transpose_x else (BLOCK_M, block_k))),
+            x=operand(traits.dtype, *((block_k, traits.block_m) if options.transpose_x else (traits.block_m, block_k))),
             w=w,
             w_up=w if traits.is_gated else None,
-            out=plgpu.SMEM((COMPUTE_WGS, traits.buffers, ROWS, COLUMNS), traits.out_dtype, transforms=out_tiles),
+            out=plgpu.SMEM((traits.compute_wgs, BUFFERS, ROWS, COLUMNS), traits.out_dtype, transforms=out_tiles),
             ready=plgpu.Barrier(num_arrivals=3 if traits.is_gated and not traits.is_8_bit else 2, num_barriers=stages),
             second_ready=plgpu.Barrier(num_barriers=stages) if traits.has_second_part else None,
             free=_free_barrier(traits),
             operands_ready=_operand_barriers(traits),
-            residual_ready=plgpu.Barrier(num_barriers=COMPUTE_WGS) if traits.loads_residual else None,
+            residual_ready=plgpu.Barrier(num_barriers=traits.compute_wgs) if traits.loads_residual else None,
         )
 
 
 def _free_barrier(traits: Traits) -> Any:
     """A stage is free when the compute warpgroups have read it, in a cluster those of both CTAs."""
     if traits.cluster == 1:
-        return plgpu.Barrier(num_arrivals=COMPUTE_WGS, num_barriers=traits.stages)
-    return plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=COMPUTE_WGS, num_barriers=traits.stages)
+        return plgpu.Barrier(num_arrivals=traits.compute_wgs, num_barriers=traits.stages)
+    return plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.compute_wgs, num_barriers=traits.stages)
 
 
 def _operand_barriers(traits: Traits) -> Any:
-    """Each waits for all copies of an operand."""
-    count = len(traits.operands) * COMPUTE_WGS
-    return plgpu.Barrier(num_arrivals=len(traits.operand_parts), num_barriers=count) if count else None
+    """The barriers of a stage that has an operand: each waits for all its copies."""
+    if not traits.operands:
+        return None
+    return plgpu.Barrier(num_arrivals=len(traits.operand_parts), num_barriers=traits.stages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

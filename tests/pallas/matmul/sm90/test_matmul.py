@@ -20,7 +20,7 @@ import tiers
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.specs import MatmulSm90
-from jax_kernels.pallas.matmul.sm90.state import BLOCK_M, Traits
+from jax_kernels.pallas.matmul.sm90.state import Traits
 
 # Cores, whether races are looked for, and cases of testing_matmul.HOPPER.
 INTERPRETED = {
@@ -62,7 +62,7 @@ def test_every_work_tile_is_done_once(m, n, rows_together, cluster):
     places = [jax.vmap(functools.partial(traits.place, nth=nth))(indices) for nth in range(traits.cluster)]
     rows, columns = (jnp.concatenate(numbers) for numbers in zip(*places, strict=True))
     rows, columns = rows[rows < m], columns[rows < m]
-    want = {(row, column) for row in range(0, m, BLOCK_M) for column in range(0, n, 128)}
+    want = {(row, column) for row in range(0, m, traits.block_m) for column in range(0, n, 128)}
     found = list(zip(rows.tolist(), columns.tolist(), strict=True))
     assert len(found) == len(want)
     assert set(found) == want
