@@ -1,5 +1,7 @@
 """layer_norm and rms_norm on PyTorch tensors, and the modules made of them."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +11,23 @@ from jax_kernels.ops import normalization
 
 __all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]
 
+
+def _as_arrays(norm: Callable[..., Any]) -> Callable[..., Any]:
+    """The norm with an output of 8 bits as two arrays: (values, scale), and x + residual where there is a residual."""
+
+    @functools.wraps(norm)
+    def call(*args: Any, residual: Any, **options: Any) -> Any:
+        found = norm(*args, residual=residual, **options)
+        out, *total = (found,) if residual is None else found
+        return out.values, out.scale, *total
+
+    return call
+
+
 _layer_norm = from_jax(normalization.layer_norm)
 _rms_norm = from_jax(normalization.rms_norm)
+_quantized_layer_norm = from_jax(_as_arrays(normalization.layer_norm))
+_quantized_rms_norm = from_jax(_as_arrays(normalization.rms_norm))
 
 
 def layer_norm(
@@ -21,6 +38,7 @@ def layer_norm(
     residual: torch.Tensor | None = None,
     eps: float = 1e-5,
     scale_offset: float = 0.0,
+    quantize: str | None = None,
     implementation: str | None = None,
 ) -> Any:
     """jax_kernels.layer_norm on PyTorch tensors, with gradients of x, scale, bias and residual.
@@ -34,17 +52,20 @@ def layer_norm(
       residual: like x, added to it, rounded to x's dtype.
       eps: added to the variance; PyTorch's default.
       scale_offset: added to scale.
+      quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass, as in jax_kernels.layer_norm; forward only.
       implementation: "triton" or "xla"; None picks the fastest that can serve.
 
     Returns:
-      out, like x; with a residual, (out, x + residual).
+      out, like x; with a residual, (out, x + residual). With quantize (values, scale), or (values, scale, x + residual):
+      values in 8 bits and float32 scales [...], x and x_scale of bridge.matmul.
 
     It raises what jax_kernels.layer_norm does, or from_jax where the two differ.
     """
     scale, bias = (_weights(weights, x) for weights in (scale, bias))
-    return _layer_norm(
-        x, scale, bias, residual=residual, eps=eps, scale_offset=scale_offset, implementation=implementation
-    )
+    options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
+    if quantize is not None:
+        return _quantized_layer_norm(x, scale, bias, residual=residual, quantize=quantize, **options)
+    return _layer_norm(x, scale, bias, residual=residual, **options)
 
 
 def rms_norm(
@@ -54,6 +75,7 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     eps: float | None = None,
     scale_offset: float = 0.0,
+    quantize: str | None = None,
     implementation: str | None = None,
 ) -> Any:
     """jax_kernels.rms_norm on PyTorch tensors, with gradients of x, scale and residual.
@@ -67,22 +89,20 @@ def rms_norm(
       residual: like x, added to it, rounded to x's dtype.
       eps: added to the mean square; None is PyTorch's default, torch.finfo(x.dtype).eps.
       scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, as Gemma's are.
+      quantize: as in layer_norm.
       implementation: "triton" or "xla"; None picks the fastest that can serve.
 
     Returns:
-      out, like x; with a residual, (out, x + residual).
+      out, like x; with a residual, (out, x + residual). With quantize (values, scale), or (values, scale, x + residual):
+      values in 8 bits and float32 scales [...], x and x_scale of bridge.matmul.
 
     It raises what jax_kernels.rms_norm does, or from_jax where the two differ.
     """
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return _rms_norm(
-        x,
-        _weights(scale, x),
-        residual=residual,
-        eps=eps,
-        scale_offset=scale_offset,
-        implementation=implementation,
-    )
+    options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
+    if quantize is not None:
+        return _quantized_rms_norm(x, _weights(scale, x), residual=residual, quantize=quantize, **options)
+    return _rms_norm(x, _weights(scale, x), residual=residual, **options)
 
 
 def _weights(weights: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

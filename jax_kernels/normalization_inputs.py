@@ -22,12 +22,16 @@ class NormResult(NamedTuple):
 
     out: like x. total: x + residual in x's dtype, None without a residual. mean, inverse: [rows] float32, the mean of
     each row, None for rms_norm, and the inverse of its standard deviation, or root mean square.
+
+    With options.quantize out has 8 bits, out_scale, [rows] float32, is what its rows are to be multiplied by, and mean
+    and inverse may be None.
     """
 
     out: Any
     total: Any
     mean: Any
     inverse: Any
+    out_scale: Any = None
 
 
 class NormGradients(NamedTuple):
@@ -43,9 +47,13 @@ class NormOptions:
     """The static half of a call: hashable, so that it can key a jit cache.
 
     out = (x - mean) * inverse * (scale + scale_offset) + bias, with inverse = 1 / sqrt(mean((x - mean)²) + eps). The
-    mean is taken off where is_centred (layer_norm), and counts as 0 otherwise (rms_norm).
+    mean is taken off where is_centred (layer_norm), and counts as 0 otherwise (rms_norm). quantize: None, or the format
+    that out is rounded to, "e4m3" or "e5m2", with a scale for each row. quantizes_by_half: whether the GPU rounds to 8
+    bits by way of float16, as Ada does.
     """
 
     is_centred: bool
     eps: float
     scale_offset: float = 0.0
+    quantize: str | None = None
+    quantizes_by_half: bool = False

@@ -23,6 +23,7 @@ from jax_kernels.pallas.normalization.triton import backward as backward_triton
 from jax_kernels.pallas.normalization.triton import forward as forward_triton
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.pallas.varying import as_varying, varying_axes
+from jax_kernels.quantization import FORMATS, QuantizedArray
 from jax_kernels.reference import normalization as reference
 
 __all__ = ["IMPLEMENTATIONS", "NormRequest", "layer_norm", "prepare", "rms_norm", "run"]
@@ -30,11 +31,15 @@ __all__ = ["IMPLEMENTATIONS", "NormRequest", "layer_norm", "prepare", "rms_norm"
 
 @dataclasses.dataclass(frozen=True)
 class NormRequest(Request):
-    """A call of layer_norm or rms_norm without its arrays. rows: how many rows of `columns` numbers x has."""
+    """A call of layer_norm or rms_norm without its arrays.
+
+    rows: how many rows of `columns` numbers x has. quantize: the format of out, None for x's dtype.
+    """
 
     rows: int
     columns: int
     dtype: str
+    quantize: str | None = None
 
 
 @under_defaults
@@ -46,6 +51,7 @@ def layer_norm(
     residual: jax.Array | None = None,
     eps: float = 1e-6,
     scale_offset: float = 0.0,
+    quantize: str | None = None,
     implementation: str | None = None,
 ) -> Any:
     """Layer normalisation over the last axis, with an addition before it where there is a residual.
@@ -68,15 +74,20 @@ def layer_norm(
       residual: like x, added to it, rounded to x's dtype.
       eps: added to the variance; 0 or more.
       scale_offset: added to scale.
+      quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass. The numbers are those of
+        quantize(out, quantize, scaling="row") with out in float32: each row has a scale, its largest magnitude before
+        any rounding over the format's largest number. None leaves out in x's dtype.
       implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that can serve.
 
     Returns:
-      out, like x; with a residual, (out, x + residual).
+      out, like x; with a residual, (out, x + residual). With quantize out is a QuantizedArray with scaling="row" and
+      axis=-1, which matmul takes as it is. Rows with a NaN or an infinity become NaN there.
 
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why.
+      NotImplementedError: a named implementation cannot serve this call, and why; or a call with quantize is
+        differentiated.
 
     Source: Ba et al., "Layer Normalization" (2016), arXiv:1607.06450.
     """
@@ -87,6 +98,7 @@ def layer_norm(
         residual=residual,
         eps=eps,
         scale_offset=scale_offset,
+        quantize=quantize,
         implementation=implementation,
         op="layer_norm",
     )
@@ -101,6 +113,7 @@ def rms_norm(
     residual: jax.Array | None = None,
     eps: float = 1e-6,
     scale_offset: float = 0.0,
+    quantize: str | None = None,
     implementation: str | None = None,
 ) -> Any:
     """Normalisation by the root mean square of the last axis, with an addition before it where there is a residual.
@@ -117,15 +130,18 @@ def rms_norm(
       residual: like x, added to it, rounded to x's dtype.
       eps: added to the mean square; 0 or more.
       scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, as Gemma's are.
+      quantize: as in layer_norm.
       implementation: "triton", "mosaic_gpu" or "xla"; None picks the fastest that can serve.
 
     Returns:
-      out, like x; with a residual, (out, x + residual).
+      out, like x; with a residual, (out, x + residual). With quantize out is a QuantizedArray with scaling="row" and
+      axis=-1, which matmul takes as it is. Rows with a NaN or an infinity become NaN there.
 
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why.
+      NotImplementedError: a named implementation cannot serve this call, and why; or a call with quantize is
+        differentiated.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
     """
@@ -136,6 +152,7 @@ def rms_norm(
         residual=residual,
         eps=eps,
         scale_offset=scale_offset,
+        quantize=quantize,
         implementation=implementation,
         op="rms_norm",
     )
@@ -143,18 +160,35 @@ def rms_norm(
 
 
 def prepare(
-    *, op: str, eps: float, scale_offset: float, implementation: str | None, **arrays: Any
+    *,
+    op: str,
+    eps: float,
+    scale_offset: float,
+    implementation: str | None,
+    quantize: str | None = None,
+    **arrays: Any,
 ) -> tuple[PlannedCall, NormInputs, tuple[int, ...]]:
     """The planned call, its arrays as rows and columns, and x's shape. arrays: x, scale, bias and residual."""
-    request, inputs = _check(op=op, eps=eps, scale_offset=scale_offset, implementation=implementation, **arrays)
-    options = NormOptions(is_centred=op == "layer_norm", eps=float(eps), scale_offset=float(scale_offset))
+    request, inputs = _check(
+        op=op, eps=eps, scale_offset=scale_offset, quantize=quantize, implementation=implementation, **arrays
+    )
+    capability = request.device.compute_capability
+    options = NormOptions(
+        is_centred=op == "layer_norm",
+        eps=float(eps),
+        scale_offset=float(scale_offset),
+        quantize=quantize,
+        quantizes_by_half=quantize is not None and capability is not None and capability < (9, 0),
+    )
     shape, by_rows = inputs.x.shape, lambda x: None if x is None else x.reshape(request.rows, request.columns)
     inputs = inputs._replace(x=by_rows(inputs.x), residual=by_rows(inputs.residual))
     inputs = as_varying(inputs, varying_axes(inputs))
     return OPS[op].call(request, options, implementation), inputs, shape
 
 
-def _check(*, x, scale, residual, eps, scale_offset, implementation, op, bias=None) -> tuple[NormRequest, NormInputs]:
+def _check(
+    *, x, scale, residual, eps, scale_offset, implementation, op, quantize=None, bias=None
+) -> tuple[NormRequest, NormInputs]:
     """The request behind a call, and its arrays."""
     x = checks.checked_array("x", x)
     if x.dtype not in checks.DTYPES:
@@ -173,6 +207,8 @@ def _check(*, x, scale, residual, eps, scale_offset, implementation, op, bias=No
         raise ValueError(f"eps: got {eps}, want a number of 0 or more")
     if scale_offset is None or (scale_offset and scale is None):
         raise ValueError(f"scale_offset: got {scale_offset} with scale={scale}, want 0.0, or a scale to add it to")
+    if quantize is not None and quantize not in tuple(FORMATS):
+        raise ValueError(f"quantize: got {quantize!r}, want 'e4m3', 'e5m2' or None")
     checks.check_implementation(implementation)
     request = NormRequest(
         op=op,
@@ -180,6 +216,7 @@ def _check(*, x, scale, residual, eps, scale_offset, implementation, op, bias=No
         rows=math.prod(x.shape[:-1]),
         columns=x.shape[-1],
         dtype=str(x.dtype),
+        quantize=quantize,
     )
     return request, NormInputs(x=x, residual=residual, scale=scale, bias=bias)
 
@@ -200,6 +237,8 @@ def _weights(name: str, weights: Any, x: Any) -> Any:
 def _supports_triton(request: NormRequest) -> str | None:
     if reason := reasons.below(request, (8, 0)):
         return reason
+    if request.quantize is not None and (reason := reasons.below(request, (8, 9))):
+        return f"to round to {request.quantize} {reason}"
     if request.rows == 0:
         return "there are no rows"
     if not reaches(request.rows * request.columns * jnp.dtype(request.dtype).itemsize):
@@ -212,6 +251,8 @@ def _supports_mosaic(request: NormRequest) -> str | None:
         return reason
     if request.rows == 0:
         return "there are no rows"
+    if request.quantize is not None:
+        return "it has no quantized output, and Triton's kernel has"
     if request.dtype == "float32":
         return "its rings in shared memory are for rows of bfloat16 and float16, not of float32"
     if row_warps_of(request.columns, 1) is None:
@@ -304,9 +345,15 @@ OPS["rms_norm"].explained_by(functools.partial(_check, op="rms_norm"))(rms_norm)
 
 
 def run(call: PlannedCall, inputs: NormInputs, shape: tuple[int, ...]) -> Any:
-    """out, or (out, total), of a prepared call, in x's shape; differentiable."""
-    out, total = _norm(call, inputs)
-    return out.reshape(shape) if total is None else (out.reshape(shape), total.reshape(shape))
+    """out, or (out, total), of a prepared call, in x's shape; differentiable, but for a quantized out."""
+    out: Any
+    if call.options.quantize is None:
+        out, total = _norm(call, inputs)
+        out = out.reshape(shape)
+    else:
+        values, scale, total = _quantized_norm(call, inputs)
+        out = QuantizedArray(values=values.reshape(shape), scale=scale.reshape(shape[:-1]), scaling="row", axis=-1)
+    return out if total is None else (out, total.reshape(shape))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -342,3 +389,24 @@ def _norm_bwd(call, residuals, cotangents):
 
 
 _norm.defvjp(_norm_fwd, _norm_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantized_norm(call: PlannedCall, inputs: NormInputs):
+    """(values, their scales [rows], total)."""
+    result = _forward(call, inputs)
+    return result.out, result.out_scale, result.total
+
+
+def _quantized_norm_fwd(call, inputs):
+    raise NotImplementedError(
+        f"quantize: got {call.options.quantize!r} in a call that is differentiated, want None: an output of 8 bits has "
+        "no gradient. For gradients norm without it, and multiply by matmul(..., precision='fp8')"
+    )
+
+
+def _quantized_norm_bwd(call, residuals, cotangents):
+    raise AssertionError("the forward raises")
+
+
+_quantized_norm.defvjp(_quantized_norm_fwd, _quantized_norm_bwd)

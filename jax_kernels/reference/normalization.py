@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
+from jax_kernels.quantization import quantize
 
 __all__ = ["norm_backward", "norm_forward"]
 
@@ -22,6 +23,9 @@ def norm_forward(inputs: NormInputs, options: NormOptions) -> NormResult:
         out = out * weight
     if inputs.bias is not None:
         out = out + inputs.bias.astype(jnp.float32)
+    if options.quantize is not None:
+        quantized = quantize(out, options.quantize, scaling="row")
+        return NormResult(out=quantized.values, out_scale=quantized.scale, total=total, mean=mean, inverse=inverse)
     return NormResult(out=out.astype(inputs.x.dtype), total=total, mean=mean, inverse=inverse)
 
 

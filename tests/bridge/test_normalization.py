@@ -100,6 +100,33 @@ def test_under_torch_compile():
     torch.testing.assert_close(compiled(x), module(x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_quantized(name):
+    """It is the norm in 8 bits with a scale for each row, and an operand of matmul."""
+    norm, _, _ = OPS[name]
+    (x,), (scale,), (w,) = tensors((3, 5, 64), dtype=torch.bfloat16), tensors((64,), seed=1), tensors((64, 32), seed=2)
+    with torch.no_grad():
+        values, scales = norm(x, scale, quantize="e4m3")
+        assert (values.dtype, values.shape, scales.shape) == (torch.float8_e4m3fn, x.shape, (3, 5))
+        right = norm(x.float(), scale, eps=torch.finfo(torch.bfloat16).eps if name == "rms_norm" else 1e-5)
+        largest = right.abs().amax(-1)
+        torch.testing.assert_close(scales, largest / 448, rtol=1e-5, atol=0)
+        want = (right / scales[..., None]).to(torch.float8_e4m3fn)
+        assert (values.float() == want.float()).float().mean() > 0.99
+        w_scale = w.abs().amax(0) / 448
+        w_8 = (w / w_scale).to(torch.float8_e4m3fn)
+        out = bridge.matmul(values, w_8, x_scale=scales, w_scale=w_scale, out_dtype=torch.float32)
+        unfused = (want.float() * scales[..., None]) @ (w_8.float() * w_scale)
+        torch.testing.assert_close(out, unfused, rtol=1e-2, atol=0.05)
+        *of_sum, total = norm(x, scale, residual=x, quantize="e5m2")
+        assert [y.dtype for y in of_sum] == [torch.float8_e5m2, torch.float32]
+        torch.testing.assert_close(total, x + x, rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match="quantize: got 'e4m3' in a call that is differentiated"):
+        norm(x, scale, quantize="e4m3")
+    with pytest.raises(ValueError, match="quantize: got 'int8', want 'e4m3', 'e5m2' or None"):
+        norm(x.detach(), quantize="int8")
+
+
 def test_bad_input():
     (x,) = tensors((6, 16))
     with pytest.raises(ValueError, match=re.escape("x: got shape (6, 16), want [..., 8]")):

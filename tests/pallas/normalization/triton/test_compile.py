@@ -20,6 +20,11 @@ from jax_kernels.dispatch import on_device
 SHAPES = [f"{gpu}-{columns}-bfloat16" for gpu in ("h200", "a100") for columns in (256, 1000, 4096, 8192, 16384, 40000)]
 SHAPES += ["h200-4096-float32", "h200-16384-float32", "rtx4090-4096-bfloat16", "b200-4096-bfloat16"]
 QUICK = ["h200-4096-bfloat16", "h200-40000-bfloat16", "a100-8192-bfloat16"]
+# The same with the format of a quantized output.
+QUANTIZED = [f"h200-{columns}-bfloat16-e4m3" for columns in (256, 1000, 4096, 8192, 16384, 40000)]
+QUANTIZED += ["h200-4096-float32-e5m2", "h200-16384-float32-e4m3", "b200-4096-bfloat16-e4m3"]
+QUANTIZED += [f"rtx4090-{columns}-bfloat16-{format}" for columns in (4096, 40000) for format in ("e4m3", "e5m2")]
+QUICK_QUANTIZED = ["h200-4096-bfloat16-e4m3", "h200-40000-bfloat16-e4m3", "rtx4090-4096-bfloat16-e5m2"]
 
 
 @pytest.mark.compile
@@ -35,16 +40,32 @@ def test_compile(shape):
         assert figures["spill_stores"] + figures["spill_loads"] == 0, (name, figures)
 
 
-def main(gpu: str, columns: str, dtype: str) -> list[str]:
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("shape", cases(QUANTIZED, QUICK_QUANTIZED))
+def test_compile_quantized(shape):
+    """One kernel, and no pass of XLA's beside it."""
+    printed, _, others = aot.compile_script(__file__, shape)
+    assert json.loads(printed) == ["norm_forward_quantized_triton"]
+    assert list(others) == ["norm_forward_quantized_triton"]
+    figures = others["norm_forward_quantized_triton"]
+    assert figures["spill_stores"] + figures["spill_loads"] == 0, figures
+
+
+def main(gpu: str, columns: str, dtype: str, quantize: str | None = None) -> list[str]:
     x = jax.ShapeDtypeStruct((4096, int(columns)), jnp.dtype(dtype))
     weights = jax.ShapeDtypeStruct(x.shape[1:], jnp.dtype(dtype))
 
+    def norm(x, scale, bias, residual):
+        return layer_norm(x, scale, bias, residual=residual, quantize=quantize, implementation="triton")
+
     def both(x, residual, scale, bias, dout):
-        norm = lambda *given: layer_norm(*given[:3], residual=given[3], implementation="triton")
         results, vjp = jax.vjp(norm, x, scale, bias, residual)
         return results, vjp((dout, dout))
 
     with on_device(gpu):
+        if quantize is not None:
+            return aot.lower_and_compile(gpu, norm, x, weights, weights, x)[1]
         return aot.lower_and_compile(gpu, both, x, x, weights, weights, x)[1]
 
 
