@@ -56,8 +56,8 @@ def layer_norm(
       implementation: "triton" or "xla"; None picks the fastest that can serve.
 
     Returns:
-      out, like x; with a residual, (out, x + residual). With quantize (values, scale), or (values, scale, x + residual):
-      values in 8 bits and float32 scales [...], x and x_scale of bridge.matmul.
+      out, like x; with a residual, (out, x + residual). With quantize (values, scale), or
+      (values, scale, x + residual): values in 8 bits and float32 scales [...], x and x_scale of bridge.matmul.
 
     It raises what jax_kernels.layer_norm does, or from_jax where the two differ.
     """
@@ -93,8 +93,8 @@ def rms_norm(
       implementation: "triton" or "xla"; None picks the fastest that can serve.
 
     Returns:
-      out, like x; with a residual, (out, x + residual). With quantize (values, scale), or (values, scale, x + residual):
-      values in 8 bits and float32 scales [...], x and x_scale of bridge.matmul.
+      out, like x; with a residual, (out, x + residual). With quantize (values, scale), or
+      (values, scale, x + residual): values in 8 bits and float32 scales [...], x and x_scale of bridge.matmul.
 
     It raises what jax_kernels.rms_norm does, or from_jax where the two differ.
     """

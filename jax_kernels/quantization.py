@@ -124,7 +124,7 @@ def quantize(
         raise ValueError(f"x: got shape {x.shape}, want more axes for scaling={scaling!r}, axis={axis}")
     dtype, x = jnp.dtype(FORMATS[format]), x.astype(jnp.float32)
     if scale is None:
-        scale = _scale_of(_largest(x, scaling, axis), dtype)
+        scale = quantization_scale(x, dtype, scaling, axis)
         spread = _spread(scale, scaling, axis, x.shape)
         # Times the reciprocal: a compiled division by one number is that, and rounds otherwise than an exact one.
         values = jnp.where(jnp.isfinite(spread), x * (1 / spread), jnp.nan).astype(dtype)
@@ -166,7 +166,7 @@ def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> Quant
     groups = -(-layout.padded(depth) // group)
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, groups * group - depth)])
     grouped = padded.reshape(*outer, columns, groups, group)
-    scale = low_bit.scale_of(jnp.abs(grouped).max(-1), layout, scale_dtype or jnp.float32)
+    scale = low_bit.scale_of(_largest_along(grouped, -1), layout, scale_dtype or jnp.float32)
     scaled = (grouped / low_bit.decode_scale(scale)[..., None]).reshape(padded.shape)
     return QuantizedArray(
         values=_kept(low_bit.encode(scaled[..., : layout.padded(depth)], layout)),
@@ -221,16 +221,31 @@ def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
     return scale
 
 
+def quantization_scale(x: jax.Array, dtype: Any, scaling: str, axis: int) -> jax.Array:
+    """The scales with which x's largest numbers become the largest of `dtype`."""
+    return _scale_of(_largest(x.astype(jnp.float32), scaling, axis), dtype)
+
+
 def _largest(x: jax.Array, scaling: str, axis: int) -> jax.Array:
     """The largest magnitudes of the numbers that share a scale."""
     if scaling == "tensor":
-        return jnp.abs(x).max(initial=0)
+        return _largest_along(x, None)
     if scaling == "row":
-        return jnp.abs(x).max(axis, initial=0)
+        return _largest_along(x, axis)
     *outer, rows, columns = scale_shape(x.shape, "block")
     ends = [n * BLOCK - size for n, size in zip((rows, columns), x.shape[-2:], strict=True)]
-    padded = jnp.pad(jnp.abs(x), [(0, 0)] * len(outer) + [(0, end) for end in ends])
-    return padded.reshape(*outer, rows, BLOCK, columns, BLOCK).max((-3, -1), initial=0)
+    padded = jnp.pad(x, [(0, 0)] * len(outer) + [(0, end) for end in ends])
+    return _largest_along(padded.reshape(*outer, rows, BLOCK, columns, BLOCK), (-3, -1))
+
+
+def _largest_along(x: jax.Array, axis: Any, keepdims: bool = False) -> jax.Array:
+    """The largest magnitudes of float32 along axes; NaN where there is one, and 0 of no numbers.
+
+    XLA's maximum drops a NaN on CPUs, but not on GPUs.
+    """
+    largest = lambda x: jnp.abs(x).max(axis, keepdims=keepdims, initial=0)
+    on_cpu = lambda x: jnp.where(jnp.isnan(x).any(axis, keepdims=keepdims), jnp.nan, largest(x))
+    return jax.lax.platform_dependent(x, cpu=on_cpu, default=largest)
 
 
 def _spread(scale: jax.Array, scaling: str, axis: int, shape: tuple[int, ...]) -> jax.Array:
@@ -293,7 +308,7 @@ def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.A
     if len(shared) != len(axes):
         raise ValueError(f"axis: got {axis}, want different axes of an array of shape {x.shape}")
     x = x.astype(jnp.float32)
-    scales = _scale_of(jnp.abs(x).max(axes, keepdims=True, initial=0), jnp.float8_e4m3fn)
+    scales = _scale_of(_largest_along(x, axes, keepdims=True), jnp.float8_e4m3fn)
     values = jnp.where(jnp.isfinite(scales), x / scales, jnp.nan).astype(jnp.float8_e4m3fn)
     return _kept(values), jnp.squeeze(scales, tuple(shared))
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jax_kernels import quantize_fp8
+from jax_kernels.quantization import dequantize, quantize
 
 
 @pytest.mark.parametrize(("axis", "shape"), [(None, ()), (0, (5, 7)), (-1, (3, 5)), ((0, 2), (5,)), ((1, -3), (7,))])
@@ -61,3 +62,26 @@ def test_bad_input(x, axis, error, message):
     with pytest.raises(error) as caught:
         quantize_fp8(x, axis)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_a_nan_among_many_numbers(scaling):
+    """XLA's maximum of many numbers drops a NaN on CPUs."""
+    x = jax.random.normal(jax.random.key(0), (300, 700)).at[3, 200].set(jnp.nan)
+    found = quantize(x, scaling=scaling)
+    alone = {"tensor": slice(None), "row": 3, "block": (slice(0, 128), slice(128, 256))}[scaling]
+    expected = np.zeros(x.shape, bool)
+    expected[alone] = True
+    np.testing.assert_array_equal(np.isnan(found.values.astype(jnp.float32)), expected)
+    assert np.isnan(quantize_fp8(x)[1])
+    assert np.isnan(quantize_fp8(x, axis=1)[1][3])
+    assert np.isnan(quantize(x.T, "int8").scale.astype(jnp.float32)).sum() == 1
+
+
+def test_the_scale_has_a_derivative():
+    near = lambda x: dequantize(quantize(x)).sum()
+    x = jax.random.normal(jax.random.key(0), (8, 8))
+    largest = jnp.unravel_index(jnp.abs(x).argmax(), x.shape)
+    moved = x.at[largest].multiply(1.01)
+    assert jnp.isfinite(jax.grad(near)(x)).all()
+    assert jax.grad(near)(moved)[largest] != 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_kernels import dispatch
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
@@ -19,7 +20,17 @@ from jax_kernels.ops import checks
 from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients
 from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.planned_op import PlannedCall, under_defaults
-from jax_kernels.quantization import QuantizedArray, check_scaling, checked_scale, quantize, scale_shape
+from jax_kernels.pallas.matmul.passes import both_ways as passes
+from jax_kernels.pallas.triton.tensors import reaches
+from jax_kernels.quantization import (
+    FORMATS,
+    QuantizedArray,
+    check_scaling,
+    checked_scale,
+    quantization_scale,
+    quantize,
+    scale_shape,
+)
 
 __all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "planned"]
 
@@ -128,52 +139,89 @@ def _forward(call, inputs):
         raise NotImplementedError(
             "matmul: arrays of 8 bits have no gradients, want 16- or 32-bit arrays with precision='fp8'"
         )
-    result = _run(call, inputs, saves=call.options.activation is not None or inputs.w_up is not None)
-    residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # tells that there was one
-    return result.out, (inputs._replace(residual=residual), result._replace(out=None))
+    saves = call.options.activation is not None or inputs.w_up is not None
+    x, x_of_columns = both_ways(call, inputs.x, inputs.x_scale)
+    result = _run(call, inputs._replace(x=x.values, x_scale=x.scale), saves=saves)
+    token = lambda y: None if y is None else y.dtype.type(0)  # tells that there was one, and its dtype
+    kept = inputs._replace(x=token(inputs.x), x_scale=None, bias=token(inputs.bias), residual=token(inputs.residual))
+    return result.out, (kept, x_of_columns, result._replace(out=None))
 
 
 @under_defaults
 def _backward(call, residuals, dout):
-    inputs, saved = residuals
+    inputs, x_of_columns, saved = residuals
     dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
-    dbias = None if inputs.bias is None else dz.sum(axis=0).astype(inputs.bias.dtype)
-    dx, dw = _product_gradients(call, inputs, inputs.w, inputs.w_scale, dz, summed=dup is not None)
+    dz, dup = (None if y is None else y.astype(dout.dtype) for y in (dz, dup))
+    dbias = None
+    if inputs.bias is not None:
+        dz = lax.optimization_barrier(dz)  # else XLA writes dz in float32, for the sum, and reads it again
+        dbias = dz.sum(axis=0, dtype=jnp.float32).astype(inputs.bias.dtype)
+    gradients = functools.partial(_product_gradients, call, x_of_columns)
+    dx, dw = gradients(inputs.w, inputs.w_scale, dz, inputs.x.dtype if dup is None else jnp.float32)
     dw_up = None
     if dup is not None:
-        dx_up, dw_up = _product_gradients(call, inputs, inputs.w_up, inputs.w_up_scale, dup, summed=True)
+        dx_up, dw_up = gradients(inputs.w_up, inputs.w_up_scale, dup, jnp.float32)
         dx = (dx + dx_up).astype(inputs.x.dtype)
     dresidual = None if inputs.residual is None else dout
     return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=dw_up),)
 
 
-def _product_gradients(call: PlannedCall, inputs: MatmulInputs, w: Any, w_scale: Any, dz: Any, *, summed: bool) -> Any:
-    """dx = dz wᵀ and dw = xᵀ dz. summed: dx is added to another one, and is float32."""
-    options, x = call.options, inputs.x
-    dz_of_rows, dz_of_columns = _both_ways(dz, None, options.scaling, "e5m2")
-    x_of_columns = _both_ways(x, inputs.x_scale, options.scaling)[1]
-    w_of_rows, w_of_columns = _both_ways(w, w_scale, options.scaling, axis=-1 if options.transpose_w else -2)
-    dx = _product(
-        call, dz_of_rows, w_of_columns if options.transpose_w else w_of_rows, "float32" if summed else x.dtype
-    )
-    of_dw = (dz_of_columns, x_of_columns) if options.transpose_w else (x_of_columns, dz_of_columns)
+def _product_gradients(
+    call: PlannedCall, x_of_columns: QuantizedArray, w: Any, w_scale: Any, dz: Any, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """dx = dz wᵀ in this dtype, and dw = xᵀ dz."""
+    dz_of_rows, dz_of_columns = both_ways(call, dz, format="e5m2")
+    dx = _product(call, dz_of_rows, _of_dx(w, w_scale, call.options), dtype)
+    of_dw = (dz_of_columns, x_of_columns) if call.options.transpose_w else (x_of_columns, dz_of_columns)
     return dx, _product(call, *of_dw, w.dtype)
 
 
-def _both_ways(
-    x: Any, scale: Any, scaling: Any, format: str = "e4m3", axis: int = -1
-) -> tuple[QuantizedArray, QuantizedArray]:
-    """x and its transpose, quantised along their last axes.
+def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
+    """The weights as [K, N], summed over N. scale: None, or that of the forward; those of rows serve K alone."""
+    if options.scaling == "row":
+        scale = None
+    elif options.scaling == "block" and scale is not None and options.transpose_w:
+        scale = scale.T
+    return quantize(w.T if options.transpose_w else w, scaling=options.scaling, scale=scale)
 
-    scale: None, or x's of the forward, where x was summed over `axis`. Scales of rows serve that axis alone.
+
+def both_ways(
+    call: PlannedCall, x: jax.Array, scale: Any = None, format: str = "e4m3"
+) -> tuple[QuantizedArray, QuantizedArray]:
+    """x [M, N] and its transpose, quantised along their last axes; one kernel on a GPU whose kernels the call has.
+
+    scale: None, or x's. Scales of rows serve x alone.
     """
+    scaling, of_transpose = call.options.scaling, scale
     if scaling == "row":
-        quantized = functools.partial(quantize, format=format, scaling=scaling)
-        given, of_transpose = (scale, None) if axis == -1 else (None, scale)
-        return quantized(x, scale=given), quantized(x.T, scale=of_transpose)
-    plain = quantize(x, format, scaling=scaling, scale=scale)
-    transposed = plain.scale.T if scaling == "block" else plain.scale
-    return plain, quantize(x.T, format, scaling=scaling, scale=transposed)
+        of_transpose = None
+    elif scaling == "block" and scale is not None:
+        of_transpose = scale.T
+    if not _has_kernel(call, x, scale):
+        return quantize(x, format, scaling=scaling, scale=scale), quantize(
+            x.T, format, scaling=scaling, scale=of_transpose
+        )
+    dtype = jnp.dtype(FORMATS[format])
+    if scaling == "block":
+        found = passes.both_ways(x, None, dtype, interpret=call.interpret)
+        assert found.scale is not None
+        scale, of_transpose = found.scale, found.scale.T
+    else:
+        scale = quantization_scale(x, dtype, scaling, -1) if scale is None else scale
+        of_transpose = quantization_scale(x, dtype, scaling, -2) if scaling == "row" else scale
+        factors = passes.reciprocal(scale).reshape(-1), passes.reciprocal(of_transpose).reshape(-1)
+        found = passes.both_ways(x, factors, dtype, interpret=call.interpret)
+    return (
+        QuantizedArray(values=found.values, scale=scale, scaling=scaling),
+        QuantizedArray(values=found.transposed, scale=of_transpose, scaling=scaling),
+    )
+
+
+def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
+    """Whether one kernel rounds x both ways: from Hopper on, whose conversions round float32 to 8 bits at once."""
+    if call.implementation == "xla" or 0 in x.shape or (call.options.scaling == "block" and scale is not None):
+        return False
+    return reaches(x.size * x.dtype.itemsize)
 
 
 planned.defvjp(_forward, _backward)

@@ -1,0 +1,1 @@
+"""Small kernels beside the products: how their operands are prepared."""

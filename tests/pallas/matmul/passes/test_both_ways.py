@@ -1,0 +1,115 @@
+"""The kernel that rounds an operand and its transpose to 8 bits: it gives what quantize gives of each."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
+
+import aot
+
+from jax_kernels.dispatch import on_device
+from jax_kernels.pallas.matmul.passes.both_ways import both_ways, reciprocal
+from jax_kernels.quantization import FORMATS, quantize
+
+SHAPES = [(1, 1), (63, 65), (128, 256), (300, 131), (1, 1000)]
+SCALINGS = "tensor", "row", "block"
+
+
+def normal(*shape, dtype=jnp.bfloat16, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape, dtype) * 3
+
+
+def found_and_wanted(x, format, scaling, *, scale=None, interpret):
+    """(the kernel's results, quantize's of x and its transpose); scale: one that is given, else they are found."""
+    plain, transposed = (quantize(y, format, scaling=scaling, scale=scale) for y in (x, x.T))
+    factors = None if scaling == "block" else tuple(reciprocal(y.scale).reshape(-1) for y in (plain, transposed))
+    run = jax.jit(lambda x, factors: both_ways(x, factors, FORMATS[format], interpret=interpret))
+    return run(x, factors), plain, transposed
+
+
+def check(x, format, scaling, *, interpret, share=1.0, scale=None):
+    """share: the part of the numbers that has to be equal, where a reciprocal may round otherwise."""
+    got, plain, transposed = found_and_wanted(x, format, scaling, scale=scale, interpret=interpret)
+    for values, want in ((got.values, plain.values), (got.transposed, transposed.values)):
+        assert (values.dtype, values.shape) == (want.dtype, want.shape)
+        values, want = (np.asarray(y.astype(jnp.float32)) for y in (values, want))
+        np.testing.assert_array_equal(np.isnan(values), np.isnan(want))
+        assert ((values == want) | np.isnan(want)).mean() >= share
+        np.testing.assert_allclose(values, want, rtol=0.25)
+    if scaling == "block":
+        np.testing.assert_allclose(got.scale, plain.scale, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_interpreted(shape, scaling):
+    for format, dtype in zip(FORMATS, (jnp.bfloat16, jnp.float32), strict=True):
+        check(normal(*shape, dtype=dtype), format, scaling, interpret=True)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_what_is_not_finite(scaling, bad):
+    x = normal(130, 260).at[3, 200].set(bad)
+    check(x, "e4m3", scaling, interpret=True)
+    if scaling == "tensor":
+        check(x, "e4m3", scaling, scale=jnp.float32(0.01), interpret=True)
+
+
+def test_given_scales_and_zeros():
+    x = normal(130, 260)
+    check(x, "e4m3", "tensor", scale=jnp.float32(1e-3), interpret=True)
+    for scaling in SCALINGS:
+        check(jnp.zeros((65, 3)), "e4m3", scaling, interpret=True)
+
+
+def test_vmap():
+    x = jnp.stack([normal(33, 20, seed=seed) for seed in range(3)])
+    got = jax.vmap(lambda x: both_ways(x, None, jnp.float8_e4m3fn, interpret=True))(x)
+    for i in range(3):
+        want = both_ways(x[i], None, jnp.float8_e4m3fn, interpret=True)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a[i].astype(jnp.float32), b.astype(jnp.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", [*SHAPES, (2048, 4096)])
+def test_on_a_gpu(shape, scaling):
+    if tuple(map(int, jax.devices()[0].compute_capability.split("."))) < (9, 0):
+        pytest.skip("needs Hopper, whose conversions round float32 to 8 bits at once")
+    for format in FORMATS:
+        check(normal(*shape), format, scaling, interpret=False, share=0.999)
+    bad = normal(*shape).at[0, 0].set(jnp.nan)
+    check(bad, "e5m2", scaling, interpret=False, share=0.999)
+    check(bad.at[0, 0].set(jnp.inf), "e4m3", scaling, interpret=False, share=0.999)
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_compile(scaling):
+    printed, _, others = aot.compile_script(__file__, scaling)
+    assert json.loads(printed) == ["matmul_both_ways_triton"]
+    figures = others["matmul_both_ways_triton"]
+    assert figures["spill_stores"] + figures["spill_loads"] == 0, figures
+
+
+def main(scaling: str) -> list[str]:
+    x = jax.ShapeDtypeStruct((4096, 4104), jnp.bfloat16)
+    sizes = {"tensor": (1, 1), "row": x.shape}.get(scaling)
+    factors = None if sizes is None else tuple(jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes)
+
+    with on_device("h200"):
+        run = lambda x, factors: both_ways(x, factors, jnp.float8_e4m3fn)
+        return aot.lower_and_compile("h200", run, x, factors)[1]
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))
