@@ -135,15 +135,19 @@ def low_bit_order(compute_capability: tuple[int, int] | None, rows: int) -> tupl
     """The implementations of a matmul with weights of few bits, the fastest first."""
     if compute_capability is None or compute_capability < (8, 0):
         return ("xla",)
-    return ("triton", "xla") if rows <= sm80.LOW_BIT_ROWS else ("xla", "triton")
+    orders = getattr(nearest(compute_capability)[0], "LOW_BIT_ORDER", sm80.LOW_BIT_ORDER)
+    return next(order.names for order in orders if order.rows is None or rows <= order.rows)
 
 
 def low_bit_row(
     compute_capability: tuple[int, int] | None, implementation: str, *, rows: int, bits: int, weight_bits: int
 ) -> tuple[MatmulLowBitRow, str]:
-    """The row for a matmul with weights of few bits, as attention_row gives it. All GPUs take sm_80's."""
-    own = compute_capability is None or nearest(compute_capability) == (sm80, True)
-    for row in sm80.MATMUL_LOW_BIT:
+    """The row for a matmul with weights of few bits, as attention_row gives it.
+
+    GPUs without rows of their own take sm_80's.
+    """
+    file, own = _file(compute_capability, implementation)
+    for row in getattr(file, "MATMUL_LOW_BIT", sm80.MATMUL_LOW_BIT):
         if (
             row.implementation == implementation
             and row.bits == bits

@@ -10,12 +10,15 @@ import dataclasses
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION as SM80
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE as SM80_DECODE
 from jax_kernels.pallas.block_specs.sm80 import MATMUL as SM80_MATMUL
+from jax_kernels.pallas.block_specs.sm80 import MATMUL_LOW_BIT as SM80_LOW_BIT
 from jax_kernels.pallas.block_specs.sm80 import NORM as SM80_NORM
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90 as Backward
 from jax_kernels.pallas.block_specs.specs import (
     AttentionBackwardTriton,
     AttentionForwardTriton,
     DilatedLaunches,
+    MatmulLowBitRow,
+    MatmulLowBitSm90,
     MatmulOrder,
     MatmulRow,
     MatmulSm90,
@@ -40,7 +43,9 @@ __all__ = [
     "ATTENTION_FP8",
     "ATTENTION_ORDER",
     "DILATED_LAUNCHES",
+    "LOW_BIT_ORDER",
     "MATMUL",
+    "MATMUL_LOW_BIT",
     "MATMUL_ORDER",
     "MATMUL_TRITON",
     "NORM",
@@ -460,6 +465,18 @@ MATMUL = (
         config=MatmulSm90(block_n=256, stages=4, rows_together=8, promoted_steps=2, cluster=2),
     ),
     *MATMUL_TRITON,
+)
+
+LOW_BIT_ORDER = (
+    MatmulOrder(rows=64, names=("mosaic_gpu", "triton", "xla")),
+    MatmulOrder(names=("xla", "triton")),
+)
+
+# Not measured. Four warpgroups have 112 registers a thread each; with more than 32 rows of x their sums would spill.
+MATMUL_LOW_BIT = (
+    MatmulLowBitRow(implementation="mosaic_gpu", bits=16, rows=32, config=MatmulLowBitSm90(compute_wgs=4, stages=6)),
+    MatmulLowBitRow(implementation="mosaic_gpu", bits=16, rows=64, config=MatmulLowBitSm90(compute_wgs=2, stages=6)),
+    *SM80_LOW_BIT,
 )
 
 # Hopper's kernel over Triton's, layer norm and RMS norm: forward 1.02 and 1.02 at (32768, 4096), 1.01 and 1.02 at

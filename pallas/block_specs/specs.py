@@ -438,6 +438,22 @@ class MatmulLowBitTriton:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulLowBitSm90:
+    """Blocks of the Hopper matmul of weights of few bits: 64 columns of each of compute_wgs warpgroups.
+
+    stages: of the ring, of 128 bytes of each column; as many as shared memory has room for, up to this number.
+    """
+
+    compute_wgs: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        _positive(self, stages=1)
+        if self.compute_wgs not in (1, 2, 4):
+            raise ValueError(f"MatmulLowBitSm90.compute_wgs={self.compute_wgs} must be 1, 2 or 4")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulLowBitRow:
     """The blocks of a matmul of weights of few bits. The first row that matches is taken.
 

@@ -5,107 +5,30 @@ import re
 
 import jax
 import jax.numpy as jnp
+import low_bit_matmul_cases as cases
 import numpy as np
 import pytest
 
 from jax_kernels import explain, gated_matmul, matmul
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
-from jax_kernels.ops.activations import ACTIVATIONS
-from jax_kernels.quantization import dequantize, quantize
-
-KINDS = {
-    "int8": {"format": "int8"},
-    "int8_row": {"format": "int8", "scaling": "row"},
-    "int4": {"format": "int4", "scale_dtype": "bfloat16"},
-    "int4_32": {"format": "int4", "group_size": 32},
-    "int4_256": {"format": "int4", "group_size": 256},
-    "mxfp8": {"format": "mxfp8"},
-    "mxfp4": {"format": "mxfp4"},
-}
-# (M, K, N), and the options of the call.
-CASES = {
-    "plain": ((3, 300, 50), {}),
-    "wide_out": ((20, 512, 40), {"out_dtype": "float32", "bias": "float32", "activation": "gelu"}),
-    "residual": ((2, 100, 33), {"dtype": "float16", "activation": "silu", "has_residual": True}),
-    "transposed": ((5, 257, 16), {"transpose_w": True, "bias": "bfloat16"}),
-    "tf32": ((4, 160, 24), {"dtype": "float32", "precision": "tf32"}),
-    "gated": ((9, 192, 40), {"is_gated": True, "activation": "silu", "has_residual": True}),
-}
-LARGE = {
-    "few": ((16, 4096, 2048), {"bias": "float32", "activation": "gelu"}),
-    "one": ((1, 1111, 1001), {}),
-    "many": ((200, 1024, 512), {"dtype": "float16"}),
-    "gated": ((33, 2048, 1024), {"is_gated": True, "activation": "silu"}),
-}
+from jax_kernels.quantization import quantize
 
 
-def _errors(kind, case, implementation):
-    """The largest error of each result, and its bound."""
-    (m, k, n), given = case
-    given = dict(given)
-    dtype, bias, is_gated = given.pop("dtype", "bfloat16"), given.pop("bias", None), given.pop("is_gated", False)
-    random = np.random.default_rng(0)
-    normal = lambda *shape, dtype=dtype: jnp.asarray(random.standard_normal(shape), dtype)
-    transposed = given.get("transpose_w", False)
-    shape, axis = ((n, k), -1) if transposed else ((k, n), -2)
-    weights = [quantize(normal(*shape, dtype="float32") / k**0.5, axis=axis, **kind) for _ in range(1 + is_gated)]
-    arrays = {"x": normal(m, k)} | ({"bias": normal(n, dtype=bias)} if bias else {})
-    out_dtype = given.get("out_dtype", dtype)
-    if given.pop("has_residual", False):
-        arrays["residual"] = normal(m, n, dtype=out_dtype)
-    dout = normal(m, n, dtype=out_dtype)
-    op = gated_matmul if is_gated else matmul
-
-    @jax.jit
-    def run(arrays, weights):
-        def call(found):
-            rest = {key: y for key, y in found.items() if key != "x"}
-            return op(found["x"], *weights, **rest, **given, implementation=implementation)
-
-        out, vjp = jax.vjp(call, arrays)
-        return {"out": out} | {f"d{name}": y for name, y in vjp(dout)[0].items()}
-
-    got = run(arrays, weights)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        wide = {name: jnp.asarray(np.asarray(y).astype(np.float64)) for name, y in arrays.items()}
-        exact = [jnp.asarray(np.asarray(dequantize(w)).astype(np.float64)) for w in weights]
-        activation = ACTIVATIONS.get(given.get("activation"), lambda z: z)
-
-        def definition(a):
-            z, *up = (a["x"] @ (w.T if transposed else w) for w in exact)
-            out = activation(z + a.get("bias", 0))
-            return (out * up[0] if up else out) + a.get("residual", 0)
-
-        out, vjp = jax.vjp(definition, wide)
-        gradients = vjp(jnp.asarray(np.asarray(dout).astype(np.float64)))[0]
-        want = {name: np.asarray(y) for name, y in ({"out": out} | {f"d{x}": y for x, y in gradients.items()}).items()}
-    eps = 2**-10 if given.get("precision") == "tf32" else float(jnp.finfo(dtype).eps)
-
-    def bound(name):
-        """One rounding of the kernel's result; of others, those of weights, of cotangents and of preactivations."""
-        is_exact = name == "out" and implementation == "triton" and dtype != "float32"
-        factor = 0.6 * float(jnp.finfo(got[name].dtype).eps) if is_exact else 6 * eps
-        return (factor + 1e-5) * max(1.0, np.abs(want[name]).max())
-
-    error = lambda name: float(np.abs(np.asarray(got[name]).astype(np.float64) - want[name]).max())
-    return {name: (error(name), bound(name)) for name in want}
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_formats(kind, implementation, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
-    for result, (error, bound) in _errors(KINDS[kind], CASES["plain"], implementation).items():
+    for result, (error, bound) in cases.errors(cases.KINDS[kind], cases.CASES["plain"], implementation).items():
         assert error <= bound, result
 
 
 @pytest.mark.parametrize("kind", ["int4", "mxfp8"])
-@pytest.mark.parametrize("name", [name for name in CASES if name != "plain"])
+@pytest.mark.parametrize("name", [name for name in cases.CASES if name != "plain"])
 def test_calls(kind, name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for implementation in ("triton", "xla"):
-        for result, (error, bound) in _errors(KINDS[kind], CASES[name], implementation).items():
+        for result, (error, bound) in cases.errors(cases.KINDS[kind], cases.CASES[name], implementation).items():
             assert error <= bound, (implementation, result)
 
 
@@ -114,16 +37,26 @@ def test_split(name, monkeypatch):
     """Several programs share a work tile."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     with on_device(dataclasses.replace(device_info("a100"), core_count=4)):
-        for result, (error, bound) in _errors(KINDS["int4_32"], CASES[name], "triton").items():
+        for result, (error, bound) in cases.errors(cases.KINDS["int4_32"], cases.CASES[name], "triton").items():
             assert error <= bound, result
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*CASES, *(f"large_{name}" for name in LARGE)])
+@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("name", [*cases.CASES, *(f"large_{name}" for name in cases.LARGE)])
 def test_on_gpu(kind, name):
-    cases = CASES | {f"large_{name}": case for name, case in LARGE.items()}
-    for result, (error, bound) in _errors(KINDS[kind], cases[name], "triton").items():
+    found = cases.CASES | {f"large_{name}": case for name, case in cases.LARGE.items()}
+    for result, (error, bound) in cases.errors(cases.KINDS[kind], found[name], "triton").items():
+        assert error <= bound, result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*cases.HOPPER, *(f"large_{kind}" for kind in cases.KINDS)])
+def test_on_hopper(name):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs Hopper")
+    large = {f"large_{kind}": (kind, ((16, 4096, 8192), {"bias": "float32"})) for kind in cases.KINDS}
+    for result, (error, bound) in cases.errors_by((cases.HOPPER | large)[name], "mosaic_gpu").items():
         assert error <= bound, result
 
 
@@ -131,11 +64,18 @@ X, W = jnp.ones((2, 256), jnp.bfloat16), jnp.ones((256, 4))
 
 
 def test_plans():
-    quantized = quantize(jnp.ones((256, 4)), "int4")
+    quantized, wide = quantize(jnp.ones((256, 4)), "int4"), quantize(jnp.ones((256, 256)), "int4")
     with on_device("H200"):
         for call in ((matmul, X, quantized), (gated_matmul, X, quantized, quantized)):
-            assert explain(*call).implementation == "xla"
-            assert explain(*call, implementation="triton").config.forward.block_m == 16
+            assert explain(*call).implementation == "triton"
+            assert explain(*call).config.forward.block_m == 16
+        for call in ((matmul, X, wide), (gated_matmul, X, wide, wide)):
+            assert explain(*call).implementation == "mosaic_gpu"
+        for rows, want in ((64, 2), (32, 4)):
+            assert explain(matmul, jnp.ones((rows, 256), jnp.bfloat16), wide).config.forward.compute_wgs == want
+        assert explain(matmul, jnp.ones((65, 256), jnp.bfloat16), wide).implementation == "xla"
+    with on_device("A100"):
+        assert explain(matmul, X, wide).implementation == "triton"
     assert explain(matmul, X, quantized).implementation == "xla"
 
 
@@ -181,7 +121,8 @@ def test_bad_input(name):
 def test_what_the_kernels_do_not_serve():
     quantized = quantize(W, "int4")
     for implementation, x, reason in (
-        ("mosaic_gpu", X, "it has no products with weights of few bits"),
+        ("mosaic_gpu", X, "it needs N by 64 beside weights of few bits"),
+        ("mosaic_gpu", jnp.ones((65, 256), jnp.bfloat16), "it takes up to 64 rows of x"),
         ("triton", X.astype(jnp.float32), "which precision='tf32' asks for"),
     ):
         with on_device("H200"), pytest.raises(NotImplementedError, match=reason):

@@ -14,6 +14,7 @@ from jax_kernels.ops import reasons
 from jax_kernels.ops.activations import ACTIVATIONS, not_for_triton
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.matmul.sm90 import low_bit as low_bit_sm90
 from jax_kernels.pallas.matmul.sm90 import matmul as matmul_sm90
 from jax_kernels.pallas.matmul.triton import low_bit as low_bit_triton
 from jax_kernels.pallas.matmul.triton import matmul as matmul_triton
@@ -72,7 +73,7 @@ def _supports_mosaic(request: MatmulRequest) -> str | None:
     if reason := reasons.no_gpu(request) or reasons.not_hopper(request):
         return reason
     if request.low_bit is not None:
-        return "it has no products with weights of few bits"
+        return _low_bit_reason(request, request.low_bit) or reasons.no_mosaic(request)
     if request.dtype == "float32" and request.scaling is None:
         return "its wgmma products take bfloat16, float16 and 8 bits here, not float32"
     if request.activation is not None and request.activation not in ACTIVATIONS.values():
@@ -82,6 +83,23 @@ def _supports_mosaic(request: MatmulRequest) -> str | None:
     if 0 in (request.m, request.n, request.k) or any(rows % 8 or columns % 64 for rows, columns in request.shapes):
         return "it needs rows by 8 and columns by 64 in x, w and out"
     return reasons.no_mosaic(request)
+
+
+def _low_bit_reason(request: MatmulRequest, layout: LowBit) -> str | None:
+    """Why the Hopper kernel does not take a product with weights of few bits; None where it does."""
+    if request.dtype == "float32":
+        return "beside weights of few bits it takes x in bfloat16 and float16, not in float32"
+    if request.activation is not None and (reason := not_for_triton(request.activation)):
+        return reason
+    most = low_bit_sm90.MOST_ROWS // (2 if request.op == "gated_matmul" else 1)
+    if not 0 < request.m <= most:
+        return f"beside weights of few bits it takes up to {most} rows of x, and at least one"
+    if not request.n or request.n % low_bit_sm90.COLUMNS:
+        return f"it needs N by {low_bit_sm90.COLUMNS} beside weights of few bits"
+    if not request.k or request.k != layout.padded(request.k) or layout.bytes_of(request.k) % low_bit_sm90.STEP_BYTES:
+        by = low_bit_sm90.STEP_BYTES * (2 if layout.is_packed else 1)
+        return f"it needs K by {by} beside weights in {layout.format}"
+    return None
 
 
 def _sizes(request: MatmulRequest) -> list[int]:
@@ -134,6 +152,11 @@ def _low_bit_config(request: MatmulRequest, implementation: str) -> tuple[Blocks
     return Blocks(forward=row.config, core_count=request.device.core_count), source
 
 
+def _mosaic(inputs, options, **launch):
+    run = matmul_sm90.matmul if options.low_bit is None else low_bit_sm90.matmul
+    return run(inputs, options, **launch)
+
+
 def _triton(inputs, options, **launch):
     run = matmul_triton.matmul if options.low_bit is None else low_bit_triton.matmul
     return run(inputs, options, **launch)
@@ -148,7 +171,7 @@ IMPLEMENTATIONS = {
         "mosaic_gpu",
         _supports_mosaic,
         functools.partial(_config, implementation="mosaic_gpu"),
-        kernel(matmul_sm90.matmul),
+        kernel(_mosaic),
         None,
     ),
     "triton": Implementation(

@@ -49,7 +49,7 @@ def _typed(stored: jax.Array, layout: LowBit) -> jax.Array:
 def assembly(format: str, dtype: str, half: int = 0) -> str:
     """The PTX from four bytes, $2, to 4 numbers in two registers. half: 0 for the low 4 bits of each byte, 1 for the
     high ones."""
-    body = {"int4": _of_int4, "mxfp4": _of_e2m1, "mxfp8": _of_e4m3}[format](dtype == "bfloat16", half)
+    body = {"int4": _of_int4, "int8": _of_int8, "mxfp4": _of_e2m1, "mxfp8": _of_e4m3}[format](dtype == "bfloat16", half)
     kind = "bf16x2" if dtype == "bfloat16" else "f16x2"
     lines = [".reg .b32 x, y, s, m, n, one, add;", *body]
     return "{ " + " ".join(line.replace("fma", f"fma.rn.{kind}") for line in lines) + " }"
@@ -65,6 +65,25 @@ def _of_int4(is_bf16: bool, half: int) -> list[str]:
     )
     lines = [f"mov.b32 n, {high};", f"mov.b32 one, {one};", f"mov.b32 add, {less};"]
     lines += [f"shr.u32 x, $2, {4 * half};", "and.b32 x, x, 0x0f0f0f0f;"]
+    for i, bytes in enumerate(BELOW):
+        lines += [f"prmt.b32 m, x, n, {bytes};", f"fma ${i}, m, one, add;"]
+    return lines
+
+
+def _of_int8(is_bf16: bool, half: int) -> list[str]:
+    """As bfloat16: 128 and the low 7 bits, less 128 or, where the sign is set, 256. As float16: like int4."""
+    if is_bf16:
+        lines = ["mov.b32 n, 0x43434343;", "mov.b32 one, 0xbf80bf80;"]
+        for i, bytes in enumerate(BELOW):
+            lines += [
+                f"prmt.b32 y, $2, n, {bytes};",
+                "and.b32 m, y, 0xff7fff7f;",
+                "and.b32 s, y, 0xff80ff80;",
+                f"fma ${i}, s, one, m;",
+            ]
+        return lines
+    lines = ["mov.b32 n, 0x64646464;", "mov.b32 one, 0x3c003c00;", "mov.b32 add, 0xe480e480;"]
+    lines += ["xor.b32 x, $2, 0x80808080;"]
     for i, bytes in enumerate(BELOW):
         lines += [f"prmt.b32 m, x, n, {bytes};", f"fma ${i}, m, one, add;"]
     return lines

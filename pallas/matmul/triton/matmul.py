@@ -45,7 +45,9 @@ def launched(
 ) -> MatmulResult:
     """A launch of kernels[0], or of kernels[1], which writes the sums of splits, and of the kernel that joins them."""
     results, splits = _results(traits, inputs), traits.splits
-    launch = functools.partial(_launch, traits=traits, interpret=interpret)
+    launch = functools.partial(
+        _launch, traits=traits, warps=traits.config.num_warps, stages=traits.config.num_stages, interpret=interpret
+    )
     if splits == 1:
         return launch(kernels[0], inputs, results, name=f"{name}_triton", grid=(traits.tiles,))
     sums = jax.ShapeDtypeStruct((splits, traits.m, traits.n), jnp.float32)
@@ -56,12 +58,30 @@ def launched(
         name=f"{name}_split_triton",
         grid=(traits.tiles, splits),
     )
-    joined = pl.cdiv(traits.m, fit(JOINED_ROWS, traits.m)), pl.cdiv(traits.n, fit(JOINED_COLUMNS, traits.n))
+    return joined(traits, inputs, found, stages=traits.config.num_stages, interpret=interpret)
+
+
+def joined(traits: Any, inputs: MatmulInputs, sums: Sums, *, stages: int = 1, interpret: bool) -> MatmulResult:
+    """The sums of all splits, and the epilogue.
+
+    traits: m, n, splits and options of the launch that gave the sums, [splits, m, n] each, or, where it
+    transposes_sums, [splits, n, m or more].
+    """
     rest = inputs._replace(x=None, w=None, x_up=None, w_up=None, w_scale=None, w_up_scale=None)
-    return launch(_join_kernel, (rest, found), results, name="matmul_join_triton", grid=joined)
+    return _launch(
+        _join_kernel,
+        (rest, sums),
+        _results(traits, inputs),
+        traits=traits,
+        name="matmul_join_triton",
+        grid=(pl.cdiv(traits.m, fit(JOINED_ROWS, traits.m)), pl.cdiv(traits.n, fit(JOINED_COLUMNS, traits.n))),
+        warps=JOINING_WARPS,
+        stages=stages,
+        interpret=interpret,
+    )
 
 
-def _results(traits: Traits, inputs: MatmulInputs) -> MatmulResult:
+def _results(traits: Any, inputs: MatmulInputs) -> MatmulResult:
     """The types of the arrays that a call writes."""
     out, saves = (
         jax.ShapeDtypeStruct((traits.m, traits.n), traits.options.out_dtype),
@@ -77,15 +97,16 @@ def _launch(
     given: Any,
     written: Any,
     *,
-    traits: Traits,
+    traits: Any,
     name: str,
     grid: tuple[int, ...],
+    warps: int,
+    stages: int,
     interpret: bool,
 ) -> Any:
     """pallas_call of kernel(traits, given, written): trees of refs, like those of arrays and of types here."""
     arrays, tree = jax.tree.flatten(given)
     types, types_tree = jax.tree.flatten(written)
-    is_join, config = kernel is _join_kernel, traits.config
 
     def body(*refs):
         ins, outs = refs[: len(arrays)], refs[len(arrays) :]
@@ -95,9 +116,7 @@ def _launch(
         body,
         grid=grid,
         out_shape=result_types(types, *arrays),
-        compiler_params=plgpu.CompilerParams(
-            num_warps=JOINING_WARPS if is_join else config.num_warps, num_stages=config.num_stages
-        ),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=name,
     )(*arrays)
@@ -125,7 +144,7 @@ def store_split(traits: Traits, sum_steps: Callable[..., Sums], results: Sums) -
             tile.store(ref, sums, split)
 
 
-def _join_kernel(traits: Traits, given: tuple[MatmulInputs, Sums], results: MatmulResult) -> None:
+def _join_kernel(traits: Any, given: tuple[MatmulInputs, Sums], results: MatmulResult) -> None:
     """The sums of all splits, and the epilogue."""
     inputs, sums = given
     rows, columns = fit(JOINED_ROWS, traits.m), fit(JOINED_COLUMNS, traits.n)
@@ -134,7 +153,9 @@ def _join_kernel(traits: Traits, given: tuple[MatmulInputs, Sums], results: Matm
         columns=Span(start=pl.program_id(1) * columns, size=columns, length=traits.n),
     )
     zero = jnp.zeros(tile.shape, jnp.float32)
-    more = lambda ref: lambda i, found: found + tile.load(ref, i)
+    transposed = tile._replace(rows=tile.columns, columns=tile.rows)
+    load = lambda ref, i: transposed.load(ref, i).T if traits.transposes_sums else tile.load(ref, i)
+    more = lambda ref: lambda i, found: found + load(ref, i)
     if traits.splits <= MOST_UNROLLED:  # all loads at once
         total = lambda ref: functools.reduce(lambda x, i: more(ref)(jnp.int32(i), x), range(traits.splits), zero)
     else:
@@ -162,7 +183,7 @@ def _sums(traits: Traits, inputs: MatmulInputs, tile: Part, first: Any, last: An
     return Sums(*sums)
 
 
-def epilogue(traits: Traits, tile: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
+def epilogue(traits: Any, tile: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
     """All that comes after the products, in float32, and the stores: part by part, so that less is live at once."""
     parts = tile.parts(EPILOGUE_COLUMNS)
     of_parts = [lax.split(x, [part.columns.size for part in parts], axis=1) for x in sums if x is not None]
@@ -170,7 +191,7 @@ def epilogue(traits: Traits, tile: Part, sums: Sums, inputs: MatmulInputs, resul
         _store_part(traits, part, Sums(*of_part), inputs, results)
 
 
-def _store_part(traits: Traits, part: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
+def _store_part(traits: Any, part: Part, sums: Sums, inputs: MatmulInputs, results: MatmulResult) -> None:
     z = sums.product
     if inputs.preactivation is not None:
         load = lambda ref: part.load(ref).astype(jnp.float32)

@@ -57,6 +57,11 @@ class Traits:
         )
 
     @property
+    def transposes_sums(self) -> bool:
+        """Whether the sums of splits are [splits, n, m]."""
+        return False
+
+    @property
     def m_blocks(self) -> int:
         return pl.cdiv(self.m, self.block_m)
 

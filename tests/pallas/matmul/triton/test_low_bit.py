@@ -30,6 +30,7 @@ OPERATIONS = {
     "or.b32": lambda x, y: x | y,
     "shl.b32": lambda x, y: x << y,
     "shr.u32": lambda x, y: x >> y,
+    "xor.b32": lambda x, y: x ^ y,
     "add.u32": lambda x, y: x + y,
     "sub.u32": lambda x, y: x - y,
     "prmt.b32": lambda x, y, order: sum(((x | y << 32) >> 8 * (order >> 4 * i & 7) & 255) << 8 * i for i in range(4)),
@@ -55,7 +56,7 @@ def _run(program: str, given: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("format", "group"), [("int4", 128), ("mxfp4", 32), ("mxfp8", 32)])
+@pytest.mark.parametrize(("format", "group"), [("int4", 128), ("int8", 128), ("mxfp4", 32), ("mxfp8", 32)])
 def test_assembly(format, group, dtype):
     """Every byte, in every place, gives the numbers of low_bit.numbers, NaN and the sign of zero among them."""
     stored = np.arange(256, dtype=np.uint8)[:, None] + np.array([0, 85, 170, 3], np.uint8)
@@ -65,7 +66,7 @@ def test_assembly(format, group, dtype):
         program = assembly(format, dtype, half)
         got = np.array([_run(program, int(x)) for x in stored.view(np.uint32)[:, 0]], np.uint32).view(jnp.dtype(dtype))
         np.testing.assert_array_equal(got.astype(np.float32), np.asarray(want))
-        if format != "int4":
+        if layout.is_mx:
             np.testing.assert_array_equal(
                 np.signbit(got.astype(np.float32)), stored >> (3 if half == 0 and layout.is_packed else 7) & 1 == 1
             )

@@ -1,0 +1,126 @@
+"""The Hopper matmul of weights of few bits: in the Mosaic interpreter, with races, and compiled without a GPU.
+
+As a script it compiles one call: `python tests/pallas/matmul/sm90/test_low_bit.py '{"format": "int4", ...}'`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
+
+import aot
+import cases_interpreter
+import tiers
+
+from jax_kernels.low_bit import LowBit
+from jax_kernels.matmul_inputs import MatmulOptions
+from jax_kernels.pallas.block_specs.specs import MatmulLowBitSm90
+from jax_kernels.pallas.matmul.sm90.low_bit import LowBitTraits
+
+INTERPRETED = {
+    "one_core": (1, True, ["int4", "int8_row", "mxfp4"]),
+    "three_cores": (3, False, ["int4_gated", "int4_32", "int4_256", "int8", "mxfp8"]),
+}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("group", INTERPRETED)
+def test_interpreted(group):
+    cases_interpreter.check("low_bit_matmul_cases", *INTERPRETED[group])
+
+
+@pytest.mark.parametrize(
+    ("format", "group", "n", "k", "want"),
+    [
+        ("int4", 128, 8192, 8192, (4, 4, 8)),
+        ("int4", 128, 4096, 14336, (4, 8, 7)),
+        ("int4", 32, 192, 256, (1, 1, 1)),  # one warpgroup; one step
+        ("int8", None, 28672, 8192, (4, 1, 64)),
+        ("mxfp4", 32, 65536, 512, (4, 1, 2)),
+    ],
+)
+def test_splits(format, group, n, k, want):
+    """Compute warpgroups, CTAs of a work tile, and the steps of each."""
+    traits = LowBitTraits(
+        options=MatmulOptions(out_dtype="bfloat16", transpose_w=True),
+        config=MatmulLowBitSm90(compute_wgs=4, stages=6),
+        layout=LowBit(format=format, group=group),
+        m=16,
+        n=n,
+        k=k,
+        dtype=jnp.bfloat16,
+        weights=1,
+        core_count=132,
+    )
+    assert (traits.compute_wgs, traits.splits, traits.steps_of_split) == want
+    assert traits.tiles * traits.splits <= max(132, traits.tiles)
+    assert (traits.splits - 1) * traits.steps_of_split < traits.k_steps <= traits.splits * traits.steps_of_split
+    assert 2 <= traits.stages <= 6
+
+
+COMPILED = {
+    "int4": {},
+    "int4_epilogue": {"activation": "gelu", "has_bias": True, "has_residual": True, "m": 1},
+    "int4_group32": {"group_size": 32, "transpose_w": True, "scale_dtype": "bfloat16", "m": 32},
+    "int4_group256": {"group_size": 256, "m": 64},
+    "int4_row": {"scaling": "row", "m": 1},
+    "int4_float16": {"dtype": "float16", "m": 64},
+    "int4_gated": {"is_gated": True, "m": 32},
+    "int4_narrow": {"n": 192},
+    "int8": {"activation": "silu"},
+    "int8_row": {"scaling": "row", "m": 64},
+    "int8_float16": {"dtype": "float16", "group_size": 32},
+    "mxfp8": {},
+    "mxfp8_gated": {"dtype": "float16", "is_gated": True, "m": 32},
+    "mxfp4": {},
+    "mxfp4_float16": {"dtype": "float16", "m": 64, "has_residual": True},
+}
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("name", tiers.cases(list(COMPILED), ["int4", "int8_row", "mxfp4_float16"]))
+def test_compiled(name):
+    """Two launches, no spills but a few bytes at 64 rows of mxfp4, and wgmma that is not serialised."""
+    printed, mosaic, _ = aot.compile_script(__file__, json.dumps({"format": name.split("_")[0]} | COMPILED[name]))
+    assert json.loads(printed) == ["matmul_join_triton"]
+    (figures,) = mosaic.values()
+    assert figures["spill_stores"] <= (16 if name == "mxfp4_float16" else 0), figures
+    assert not figures["notes"]
+    assert figures["shared_memory"] <= 232448
+
+
+def _compile(options: dict) -> list[str]:
+    """Compiles in this process; the names of the Triton kernels."""
+    from jax_kernels import gated_matmul, matmul
+    from jax_kernels.quantization import quantize
+
+    dtype = options.pop("dtype", "bfloat16")
+    m, n, k = (options.pop(name, size) for name, size in (("m", 16), ("n", 8192), ("k", 8192)))
+    given = {x: options.pop(x) for x in ("format", "group_size", "scaling", "scale_dtype") if x in options}
+    axis = -1 if options.get("transpose_w") else -2
+    shape = (n, k) if axis == -1 else (k, n)
+    w = jax.eval_shape(lambda w: quantize(w, axis=axis, **given), jax.ShapeDtypeStruct(shape, jnp.float32))
+    arrays = {"x": jax.ShapeDtypeStruct((m, k), jnp.dtype(dtype))}
+    if options.pop("has_bias", False):
+        arrays["bias"] = jax.ShapeDtypeStruct((n,), jnp.float32)
+    if options.pop("has_residual", False):
+        arrays["residual"] = jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype))
+    leaves, tree = jax.tree.flatten(w)
+    is_gated = options.pop("is_gated", False)
+
+    def run(arrays, leaves):
+        w, x = jax.tree.unflatten(tree, leaves), arrays["x"]
+        rest = {name: y for name, y in arrays.items() if name != "x"} | options | {"implementation": "mosaic_gpu"}
+        return gated_matmul(x, w, w, **rest) if is_gated else matmul(x, w, **rest)
+
+    return aot.lower_and_compile("h200", run, arrays, leaves)[1]
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(json.loads(sys.argv[1]))))
