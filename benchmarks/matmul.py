@@ -11,8 +11,8 @@ instead, as "block_n,stages,rows_together,promoted_steps,cluster,compute_wgs", a
 kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
 
 --weights int8,int4,mxfp8,mxfp4 times x in --dtype by such weights, and by weights in --dtype, in one run, each with its
-share of the bandwidth of a copy that is timed in the same run. --sweep-low-bit times other blocks of that kernel, as
-"block_m,block_n,block_k,num_warps,num_stages,programs"; without the last, no programs share a work tile.
+share of the bandwidth of a copy that is timed in the same run. --sweep-low-bit times other blocks of the kernels, as
+"compute_wgs,stages" of the Hopper kernel or "block_m,block_n,block_k,num_warps,num_stages,programs" of Triton's.
 
     PYTHONPATH=. python benchmarks/matmul.py --weights int4,int8 --shapes 16,8192,8192 --kinds plain --peers ""
 
@@ -76,6 +76,8 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of the op, beside the arrays."""
+        if self.dtype == "fp8" and self.has_gradients:
+            return {"precision": "fp8", "scaling": self.scaling}
         return {"fp8": {"transpose_w": True}, "tf32": {"precision": "tf32"}}.get(self.dtype, {})
 
     def tflops(self, milliseconds: float) -> float:
@@ -93,7 +95,7 @@ class Case:
         for seed in range(max(1, min(16, round(ROTATION_BYTES / size)))):
             keys = jax.random.split(jax.random.key(seed), len(shapes))
             made = tuple(normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-            if self.dtype == "fp8":
+            if self.dtype == "fp8" and not self.has_gradients:
                 made = tuple(self._quantized(x, i) for i, x in enumerate(made))
             if self.has_gradients:
                 made = (*made, normal(jax.random.key(100 + seed), (self.m, self.k if self.kind == "mlp" else self.n)))
@@ -157,6 +159,8 @@ def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any
     import torch
     from torch.nn import functional
 
+    if case.dtype == "fp8" and case.has_gradients:
+        raise NotImplementedError("torch has no gradients of products of 8 bits")
     if case.dtype == "fp8":
         return _scaled_mm(case, sets, is_fast=compiled)
     torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")

@@ -18,7 +18,10 @@ from jax_kernels import gated_matmul, matmul
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.quantization import quantize
 
-SWEPT = ("block_m", "block_n", "block_k", "num_warps", "num_stages", "programs")
+SWEPT = {
+    "mosaic_gpu": ("compute_wgs", "stages"),
+    "triton": ("block_m", "block_n", "block_k", "num_warps", "num_stages", "programs"),
+}
 FORMATS = ("int8", "int8_row", "int4", "mxfp8", "mxfp4")
 COPIED_BYTES = 1 << 30
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -88,37 +91,39 @@ def copy() -> Contender:
     return contender
 
 
-def with_blocks(case: Case, blocks: dict[str, Any], *arrays: Any) -> Any:
-    """The Triton kernel's call with other blocks."""
+def with_blocks(case: Case, implementation: str, blocks: dict[str, Any], *arrays: Any) -> Any:
+    """The call of a kernel with other blocks."""
     op, request, inputs, options = case.checked(arrays)
-    call = op.call(request, options, "triton")
+    call = op.call(request, options, implementation)
     config = dataclasses.replace(call.config, forward=dataclasses.replace(call.config.forward, **blocks))
     return ops.run(dataclasses.replace(call, config=config), inputs)
 
 
 def contenders_of(case: Case, sets: list[Any], sweep: str | None, name: str) -> list[Contender]:
-    """The kernel and XLA, or the kernel by other blocks, judged against XLA."""
+    """The kernels and XLA, or the kernels by other blocks, judged against XLA."""
     calls: dict[str, Callable[..., Any]] = {}
     if case.weights is None:
         calls = {name: lambda *arrays: case.call(arrays, "xla")}
     else:
-        calls[f"{name} triton"] = lambda *arrays: case.call(arrays, "triton")
-        for part in (sweep or "").split(";") if sweep else ():
+        named = [] if sweep else ["mosaic_gpu", "triton", "xla"]
+        for implementation in named:
+            calls[f"{name} {implementation}"] = lambda *arrays, by=implementation: case.call(arrays, by)
+        for part in sweep.split(";") if sweep else ():
             found = command_line.numbers(part)
-            if len(found) not in (len(SWEPT) - 1, len(SWEPT)):
-                raise ValueError(f"--sweep-low-bit: got {part!r}, want {', '.join(SWEPT)}, the last of which may lack")
-            blocks = {"programs": None} | dict(zip(SWEPT, found, strict=False))
-            calls[f"{name} {part}"] = functools.partial(with_blocks, case, blocks)
-        if not sweep:
-            calls[f"{name} xla"] = lambda *arrays: case.call(arrays, "xla")
-    wanted = np.asarray(case.call(sets[0], "xla")).astype(np.float32)
+            by = next((by for by, names in SWEPT.items() if len(names) == len(found)), None)
+            if by is None:
+                wanted = " or ".join(", ".join(names) for names in SWEPT.values())
+                raise ValueError(f"--sweep-low-bit: got {part!r}, want {wanted}")
+            blocks = dict(zip(SWEPT[by], found, strict=True))
+            calls[f"{name} {part}"] = functools.partial(with_blocks, case, by, blocks)
+    right = np.asarray(case.call(sets[0], "xla")).astype(np.float32)
     contenders = []
     for label, function in calls.items():
         contender = Contender(label, "jax")
         contenders.append(contender)
         with contender.attempt():
             output = np.asarray(contender.start(rotated(function, sets))).astype(np.float32)
-            contender.judge(float(np.linalg.norm(output - wanted) / np.linalg.norm(wanted)), "xla")
+            contender.judge(float(np.linalg.norm(output - right) / np.linalg.norm(right)), "xla")
     return contenders
 
 
