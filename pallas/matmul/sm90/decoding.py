@@ -17,17 +17,17 @@ __all__ = ["decoded"]
 TOGETHER = 16  # bytes of a row of which a thread has two and two: the columns of two neighbouring tiles of 8
 
 
-def decoded(stored: jax.Array, layout: LowBit, dtype: Any, *, byte: int, half: int) -> jax.Array:
-    """The numbers of a unit, or of one half of it, [columns, width] in `dtype`.
+def decoded(stored: jax.Array, layout: LowBit, dtype: Any, *, byte: int, half: int, width: int) -> jax.Array:
+    """The numbers of the bytes from `byte` on, or of one half of each, [columns, width] in `dtype`.
 
-    stored: [columns, bytes] uint8 in the layout of wgmma's results. byte: the unit's first one.
+    stored: [columns, bytes] uint8 in the layout of wgmma's results.
     """
-    columns, bytes = stored.shape[0], layout.unit_bytes
+    columns = stored.shape[0]
     if interpreter.INTERPRETED:
-        unit = jax.lax.bitcast_convert_type(stored[:, byte : byte + bytes], layout.dtype)
+        unit = jax.lax.bitcast_convert_type(stored[:, byte : byte + width], layout.dtype)
         return low_bit.numbers(unit, layout)[half].astype(dtype)
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((columns, bytes), dtype, layout=WGMMA))
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((columns, width), dtype, layout=WGMMA))
     def decode(_, stored):
         import numpy as np
         from jax.experimental.mosaic.gpu import fragmented_array, utils
@@ -40,7 +40,7 @@ def decoded(stored: jax.Array, layout: LowBit, dtype: Any, *, byte: int, half: i
         both = ir.Type.parse("!llvm.struct<(i32, i32)>")
         program = assembly(layout.format, str(jnp.dtype(dtype)), half)
         # 16 bytes of a row, 8 of them, and 8 rows. A register has two bytes.
-        pieces = stored.registers.reshape(-1, 2, 2)[byte // TOGETHER : (byte + bytes) // TOGETHER]
+        pieces = stored.registers.reshape(-1, 2, 2)[byte // TOGETHER : (byte + width) // TOGETHER]
         found = np.empty(pieces.shape, dtype=object)
         for piece, row in np.ndindex(found.shape[0], 2):
             low, high = (arith.extui(i32, utils.bitcast(pieces[piece, i, row], i16)) for i in range(2))
@@ -48,7 +48,7 @@ def decoded(stored: jax.Array, layout: LowBit, dtype: Any, *, byte: int, half: i
             numbers = llvm.inline_asm(both, [word], program, "=r,=r,r")
             for i in range(2):
                 found[piece, i, row] = utils.bitcast(llvm.extractvalue(i32, numbers, [i]), pair)
-        shape = stored.layout.registers_shape((columns, bytes))
+        shape = stored.layout.registers_shape((columns, width))
         return fragmented_array.FragmentedArray(_registers=found.reshape(shape), _layout=stored.layout, _is_signed=None)
 
     return decode(stored)

@@ -29,8 +29,9 @@ from jax_kernels.pallas.block_specs.specs import MatmulLowBitSm90
 from jax_kernels.pallas.matmul.sm90.decoding import decoded
 from jax_kernels.pallas.matmul.triton.matmul import joined
 from jax_kernels.pallas.matmul.triton.state import Sums
+from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.launch import launch
-from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
+from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED_8BIT, WGMMA
 
 __all__ = ["COLUMNS", "MOST_ROWS", "STEP_BYTES", "LowBitTraits", "Part", "matmul"]
 
@@ -42,11 +43,14 @@ REGISTERS = {1: (232, 40), 2: (232, 40), 4: (112, 32)}  # of a compute thread an
 
 
 class Part(NamedTuple):
-    """Weights of a step that are decoded together: half `half` of the bytes from `byte` on, those of k from `k` on."""
+    """Weights of a step that are decoded together: half `half` of the bytes from `byte` on.
+
+    chunk: of x, which they are multiplied by. group: whose scale they share.
+    """
 
     byte: int
     half: int
-    k: int
+    chunk: int
     group: int
 
 
@@ -86,6 +90,11 @@ class LowBitTraits:
         return STEP_BYTES * (2 if self.layout.is_packed else 1)
 
     @property
+    def chunks(self) -> int:
+        """The parts of x's columns in a step."""
+        return self.block_k // self.width
+
+    @property
     def k_steps(self) -> int:
         return self.k // self.block_k
 
@@ -114,19 +123,18 @@ class LowBitTraits:
 
     @property
     def width(self) -> int:
-        """How much of the inner dimension is decoded together."""
-        return self.layout.unit // (2 if self.layout.is_packed else 1)
+        """How much of the inner dimension is decoded together: 32 or 64."""
+        return min(64, self.layout.unit // (2 if self.layout.is_packed else 1))
 
     @property
     def parts(self) -> list[Part]:
         """The parts of a step, in the order of their groups."""
         found = []
-        for unit, half in itertools.product(
-            range(STEP_BYTES // self.layout.unit_bytes), range(2 if self.layout.is_packed else 1)
-        ):
-            k = unit * self.layout.unit + half * self.width
-            group = 0 if self.layout.group is None else k // self.layout.group
-            found.append(Part(byte=unit * self.layout.unit_bytes, half=half, k=k, group=group))
+        halves, unit = (2 if self.layout.is_packed else 1), min(self.layout.unit_bytes, self.width)
+        for nth, half in itertools.product(range(STEP_BYTES // unit), range(halves)):
+            chunk = nth * halves + half
+            group = 0 if self.layout.group is None else chunk * self.width // self.layout.group
+            found.append(Part(byte=nth * unit, half=half, chunk=chunk, group=group))
         return found
 
     @property
@@ -141,7 +149,8 @@ class LowBitTraits:
 class Smem:
     """A CTA's shared memory: stages of a step's operands, and for each whether it is there, and whether it is read.
 
-    w, scale: one for each product; no scale where a column has one for all of it.
+    x: [stages, chunks, rows, width]; the rows from m on are never written, and no column of out that is read comes
+    from them. w, scale: one for each product; no scale where a column has one for all of it.
     """
 
     x: Any
@@ -153,27 +162,46 @@ class Smem:
     @classmethod
     def scratch(cls, traits: LowBitTraits, inputs: "Inputs") -> "Smem":
         """For pl.run_scoped."""
-        stages, swizzle = traits.stages, 2 * min(64, traits.width)
-        tiles = lambda bytes, bits: (
-            plgpu.TilingTransform((8, 8 * bytes // bits)),  # type: ignore[abstract]
-            plgpu.SwizzleTransform(bytes),  # type: ignore[abstract]
-        )
-        w = plgpu.SMEM((stages, traits.block_n, STEP_BYTES), jnp.uint8, transforms=tiles(STEP_BYTES, 8))
+        stages = traits.stages
+        w = plgpu.SMEM((stages, traits.block_n, STEP_BYTES), jnp.uint8, transforms=SWIZZLED_8BIT)
         scales = inputs.scales if traits.scales_of_step else []
-        copies = 1 + traits.weights + len(scales)
+        copies = traits.chunks + traits.weights + len(scales)
         return cls(
-            x=plgpu.SMEM((stages, traits.rows, traits.block_k), traits.dtype, transforms=tiles(swizzle, 16)),
+            x=cls._x(traits),
             w=[w] * traits.weights,
             scale=[plgpu.SMEM((stages, traits.scales_of_step, traits.block_n), y.dtype) for y in scales],
             ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             free=plgpu.Barrier(num_arrivals=traits.compute_wgs, num_barriers=stages),
         )
 
+    @staticmethod
+    def _x(traits: LowBitTraits) -> Any:
+        """Memory that products see in tiles of 8 rows, and copies in rows: those take any number of them."""
+        shape, width = (traits.stages, traits.chunks, traits.rows, traits.width), traits.width
+        of_tiles = lambda *tile: plgpu.SMEM(
+            shape,
+            traits.dtype,
+            transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(2 * width)),  # type: ignore[abstract]
+        )
+        if interpreter.INTERPRETED:
+            return of_tiles(8, width)
+        return plgpu.RefUnion(of_tiles(8, width), of_tiles(width))
+
+    @property
+    def x_tiles(self) -> Any:
+        """x as products see it."""
+        return self.x if interpreter.INTERPRETED else next(iter(self.x))
+
+    @property
+    def x_rows(self) -> Any:
+        """x as copies see it."""
+        return self.x if interpreter.INTERPRETED else tuple(self.x)[1]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """x: [rows, k]. weights: stored values [n, bytes]. scales: [groups, n] or [n]."""
+    """x: [m, k]. weights: stored values [n, bytes]. scales: [groups, n] or [n]."""
 
     x: Any
     weights: list[Any]
@@ -216,7 +244,7 @@ def matmul(
         core_count=core_count,
     )
     given = Inputs(
-        x=jnp.pad(inputs.x, ((0, traits.rows - m), (0, 0))),
+        x=inputs.x,
         weights=[_as_bytes(w) for w in weights],
         scales=[_as_bytes(y) for y in (inputs.w_scale, inputs.w_up_scale) if y is not None],
     )
@@ -294,7 +322,10 @@ def _load(kernel: Kernel, i: Any) -> None:
         copy(w.at[columns, pl.ds(step * STEP_BYTES, STEP_BYTES)], target)
     for scale, target in zip(kernel.inputs.scales, smem.scale, strict=False):
         copy(scale.at[pl.ds(_first_group(traits, step), traits.scales_of_step), columns], target)
-    copy(kernel.inputs.x.at[:, pl.ds(step * traits.block_k, traits.block_k)], smem.x)
+    for chunk in range(traits.chunks):
+        x = kernel.inputs.x.at[:, pl.ds(step * traits.block_k + chunk * traits.width, traits.width)]
+        target = smem.x_rows.at[slot, chunk, pl.ds(0, traits.m)]
+        plgpu.copy_gmem_to_smem(x, target, smem.ready.at[slot])
 
 
 def _first_group(traits: LowBitTraits, step: Any) -> Any:
@@ -335,8 +366,8 @@ def _step(kernel: Kernel, wg: Any, slot: Any, nth: int, total: Any) -> Any:
 
         def product(acc, parts=parts):
             for part in parts:
-                w = decoded(stored, traits.layout, traits.dtype, byte=part.byte, half=part.half)
-                plgpu.wgmma(acc, w, smem.x.at[slot, :, pl.ds(part.k, traits.width)].T)
+                w = decoded(stored, traits.layout, traits.dtype, byte=part.byte, half=part.half, width=traits.width)
+                plgpu.wgmma(acc, w, smem.x_tiles.at[slot, part.chunk].T)
             return acc[...]
 
         sums = pl.run_scoped(product, plgpu.ACC((COLUMNS, traits.rows), jnp.float32))
