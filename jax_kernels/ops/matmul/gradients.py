@@ -11,12 +11,10 @@ from jax import lax
 
 from jax_kernels import dispatch
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
-from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
+from jax_kernels.ops.matmul.table import BY_ROWS, IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.planned_op import PlannedCall, join_batch, split_batch, under_defaults
 
 __all__ = ["batched", "epilogue_gradients", "further", "planned", "product", "weight_gradient"]
-
-BY_ROWS = "x", "x_up", "residual", "preactivation", "up"  # the arrays [M, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
