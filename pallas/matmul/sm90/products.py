@@ -134,11 +134,12 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
         return inputs.x_scale[row, i] * part.scale[column, i]
 
     def steps(first, count, totals):
-        found = []
-        for total, part in zip(totals, parts, strict=True):
+        found, of_blocks = [], traits.options.scaling == "block"
+        factors = [factor(first, part) if of_blocks else None for part in parts]  # read while the products run
+        for total, part, scale in zip(totals, parts, factors, strict=True):
             sums = product(first, count, part)
-            if traits.options.scaling == "block":
-                sums = sums * factor(first, part)
+            if scale is not None:
+                sums = sums * scale
             found.append(lax.optimization_barrier(total + sums))  # here, not after all products
         for i in range(count):
             plgpu.barrier_arrive(smem.free.at[slot_of(first + i)])

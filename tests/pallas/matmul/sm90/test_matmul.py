@@ -95,8 +95,10 @@ COMPILED = {
 )
 def test_compiled(name):
     """Forward and backward: no launch spills, but for the derivative of a gated unit, once a work tile."""
-    printed, mosaic, _ = aot.compile_script(__file__, json.dumps(COMPILED[name]))
-    assert json.loads(printed) == []
+    printed, mosaic, others = aot.compile_script(__file__, json.dumps(COMPILED[name]))
+    passes = {"fp8": 2, "fp8_gated": 3}.get(name.removesuffix("_blocks").removesuffix("_rows"), 0)
+    assert json.loads(printed) == ["matmul_both_ways_triton"] * passes
+    assert not passes or others["matmul_both_ways_triton"]["spill_stores"] == 0
     assert list(mosaic) == ["matmul_sm90_mosaic_gpu_kernel"]
     for figures in mosaic.values():
         assert figures["spill_stores"] <= (40 if name == "mlp_gated" else 0)
