@@ -96,6 +96,7 @@ HOPPER = {
     "int8_row": ("int8_row", ((40, 256, 64), {"transpose_w": True})),
     "mxfp8": ("mxfp8", ((1, 384, 64), {"activation": "silu"})),
     "mxfp4": ("mxfp4", ((12, 512, 128), {"dtype": "float16"})),
+    "mxfp4_one": ("mxfp4", ((1, 512, 64), {})),
 }
 
 

@@ -201,7 +201,7 @@ class Smem:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """x: [m, k]. weights: stored values [n, bytes]. scales: [groups, n] or [n]."""
+    """x: [m or m + 1, k]. weights: stored values [n, bytes]. scales: [groups, n] or [n]."""
 
     x: Any
     weights: list[Any]
@@ -244,7 +244,8 @@ def matmul(
         core_count=core_count,
     )
     given = Inputs(
-        x=inputs.x,
+        # Copies take 128 bytes and more: of chunks of 32 numbers two rows.
+        x=jnp.pad(inputs.x, ((0, 1), (0, 0))) if m % 2 and traits.width == 32 else inputs.x,
         weights=[_as_bytes(w) for w in weights],
         scales=[_as_bytes(y) for y in (inputs.w_scale, inputs.w_up_scale) if y is not None],
     )
@@ -324,7 +325,7 @@ def _load(kernel: Kernel, i: Any) -> None:
         copy(scale.at[pl.ds(_first_group(traits, step), traits.scales_of_step), columns], target)
     for chunk in range(traits.chunks):
         x = kernel.inputs.x.at[:, pl.ds(step * traits.block_k + chunk * traits.width, traits.width)]
-        target = smem.x_rows.at[slot, chunk, pl.ds(0, traits.m)]
+        target = smem.x_rows.at[slot, chunk, pl.ds(0, x.shape[0])]
         plgpu.copy_gmem_to_smem(x, target, smem.ready.at[slot])
 
 

@@ -23,7 +23,7 @@ from jax_kernels.pallas.block_specs.specs import MatmulLowBitSm90
 from jax_kernels.pallas.matmul.sm90.low_bit import LowBitTraits
 
 INTERPRETED = {
-    "one_core": (1, True, ["int4", "int8_row", "mxfp4"]),
+    "one_core": (1, True, ["int4", "int8_row", "mxfp4", "mxfp4_one"]),
     "three_cores": (3, False, ["int4_gated", "int4_32", "int4_256", "int8", "mxfp8"]),
 }
 
@@ -78,13 +78,14 @@ COMPILED = {
     "mxfp8": {},
     "mxfp8_gated": {"dtype": "float16", "is_gated": True, "m": 32},
     "mxfp4": {},
+    "mxfp4_one": {"m": 1},
     "mxfp4_float16": {"dtype": "float16", "m": 64, "has_residual": True},
 }
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
-@pytest.mark.parametrize("name", tiers.cases(list(COMPILED), ["int4", "int8_row", "mxfp4_float16"]))
+@pytest.mark.parametrize("name", tiers.cases(list(COMPILED), ["int4", "int8_row", "mxfp4_one", "mxfp4_float16"]))
 def test_compiled(name):
     """Two launches, no spills but a few bytes at 64 rows of mxfp4, and wgmma that is not serialised."""
     printed, mosaic, _ = aot.compile_script(__file__, json.dumps({"format": name.split("_")[0]} | COMPILED[name]))
