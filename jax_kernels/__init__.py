@@ -23,6 +23,9 @@ from jax_kernels.ops.matmul.matmul import matmul as matmul
 from jax_kernels.ops.matmul.mlp import mlp as mlp
 from jax_kernels.ops.normalization import layer_norm as layer_norm
 from jax_kernels.ops.normalization import rms_norm as rms_norm
+from jax_kernels.ops.ring.ring_attention import ring_attention as ring_attention
+from jax_kernels.ops.ring.shard_sequence import shard_sequence as shard_sequence
+from jax_kernels.ops.ring.shard_sequence import unshard_sequence as unshard_sequence
 from jax_kernels.quantization import QuantizedArray as QuantizedArray
 from jax_kernels.quantization import dequantize as dequantize
 from jax_kernels.quantization import quantize as quantize

@@ -363,9 +363,13 @@ class OpGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0]
-        if name == "sequence_parallel_dilated_attention":
+        of_shares = {
+            "sequence_parallel_dilated_attention": "dilated_attention",
+            "ring_attention": "flash_attention",
+        }
+        if name in of_shares:
             raise UserError(
-                f"op: got {name}, whose plan needs a jax.shard_map; want dilated_attention, with one device's tokens"
+                f"op: got {name}, whose plan needs a jax.shard_map; want {of_shares[name]}, with one device's tokens"
             )
         if name not in COMMANDS:
             raise UserError(f"op: got {name!r}, want one of {', '.join(COMMANDS)}")

@@ -67,6 +67,8 @@ OPS = {
     "dilated_attention": _DILATED,
     # Inside jax.shard_map each device's share has the plan of dilated_attention.
     "sequence_parallel_dilated_attention": _DILATED,
+    # As that of one device's tokens.
+    "ring_attention": Op(flash_attention),
     "dynamic_mask_attention": Op(dynamic_mask_attention, arguments={"mask": spec((1, 1, LENGTH, LENGTH), "bool")}),
     "block_sparse_attention": Op(
         block_sparse_attention, arguments={"block_mask": np.ones((LENGTH // 128, LENGTH // 128), bool)}

@@ -56,7 +56,7 @@ def test_weights_of_few_bits(tmp_path, monkeypatch, without_gpu):
     assert benchmark.main([*words.split(), "--output", str(output)]) == 0
     (row,) = json.loads(output.read_text())["rows"]
     statuses = {c["name"]: c["status"] for c in row["contenders"]}
-    kernels = {f"{name} triton": "unavailable" for name in ("int4", "mxfp8")}
+    kernels = {f"{name} {by}": "unavailable" for name in ("int4", "mxfp8") for by in ("mosaic_gpu", "triton")}
     assert statuses == {"copy": "ok", "bf16": "ok", "int4 xla": "ok", "mxfp8 xla": "ok"} | kernels
     assert row["contenders"][-1]["share_of_copy"] > 0
 
@@ -65,5 +65,7 @@ def test_blocks_of_weights_of_few_bits():
     case = benchmark.low_bit_weights.Case("plain", 16, 256, 512, "bf16", "int4")
     arrays = case.arrays()[0]
     with on_device("H200"):
-        run = lambda *x: benchmark.low_bit_weights.with_blocks(case, {"num_warps": 2, "programs": None}, *x)
+        run = lambda *x: benchmark.low_bit_weights.with_blocks(case, "triton", {"num_warps": 2, "programs": None}, *x)
         assert "num_warps=2" in str(jax.make_jaxpr(run)(*arrays))
+        run = lambda *x: benchmark.low_bit_weights.with_blocks(case, "mosaic_gpu", {"compute_wgs": 1}, *x)
+        assert "num_threads=2" in str(jax.make_jaxpr(run)(*arrays))

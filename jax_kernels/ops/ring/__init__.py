@@ -1,0 +1,1 @@
+"""Attention of sequences that several devices share, round a ring."""

@@ -1,0 +1,129 @@
+"""How the tokens of a sequence are shared out among the devices of a ring, and what a step of the ring computes.
+
+In step s a device with index i has the keys of the device i - s, which lies `distance` = s devices before it, or, where
+i < s, n - s devices behind it.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__all__ = ["LAYOUTS", "Layout", "Pair"]
+
+LAYOUTS = ("zigzag", "striped", "contiguous")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A call of a step: chunk `query` of the device's queries, and chunk `key` of the keys that it has.
+
+    A chunk is an int, or a traced index. q_offset: of the call, or None where no limit holds between the two.
+    """
+
+    query: Any
+    key: Any
+    q_offset: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The tokens of `devices` devices, `length` of each.
+
+    "contiguous": device i has the tokens from i * length on. "striped": every devices-th from i on. "zigzag": of 2 *
+    devices chunks those number i and 2 * devices - 1 - i, which gives all devices equal work under a causal mask.
+    left, right: of a window, None for no limit; a causal mask is right = 0.
+    """
+
+    name: str
+    devices: int
+    length: int
+    left: int | None
+    right: int | None
+
+    @property
+    def chunks(self) -> int:
+        """How many a device's tokens have; those of a chunk are neighbours, or equally far from each other."""
+        return 2 if self.name == "zigzag" else 1
+
+    @property
+    def chunk(self) -> int:
+        return self.length // self.chunks
+
+    def tokens(self, device: int) -> np.ndarray:
+        """The tokens of a device, in its order."""
+        if self.name == "striped":
+            return np.arange(device, self.devices * self.length, self.devices)
+        firsts = (device, 2 * self.devices - 1 - device) if self.name == "zigzag" else (device,)
+        return np.concatenate([np.arange(self.chunk) + first * self.chunk for first in firsts])
+
+    def is_dead(self, step: int) -> bool:
+        """Whether no device has a pair of a query and a key in a step."""
+        if self.name == "striped":
+            left, right = self._of_stripes(step)
+            return left is not None and right is not None and left + right < 0
+        for device in range(self.devices):
+            q, k = (self._spans(i) for i in (device, (device - step) % self.devices))
+            if any(self._touch(of_q, of_k) for of_q in q for of_k in k):
+                return False
+        return True
+
+    def _spans(self, device: int) -> list[tuple[int, int]]:
+        """The first and the last token of each chunk of a device."""
+        return [(int(x[0]), int(x[-1])) for x in np.split(self.tokens(device), self.chunks)]
+
+    def _touch(self, q: tuple[int, int], k: tuple[int, int]) -> bool:
+        """Whether any query of a chunk is within the limits of any key of another."""
+        behind = self.right is None or k[0] - q[1] <= self.right
+        return behind and (self.left is None or q[0] - k[1] <= self.left)
+
+    def window(self, step: int) -> tuple[bool, tuple[int, int] | None]:
+        """is_causal and window of the calls of a step."""
+        left, right = self.left, self.right
+        if self.name == "striped":
+            left, right = self._of_stripes(step)
+            shift = self._shift(step)
+            left, right = None if left is None else left + shift, None if right is None else right - shift
+        if left is None and right is None:
+            return False, None
+        if left is None and right == 0:
+            return True, None
+        return False, (-1 if left is None else left, -1 if right is None else right)
+
+    def _of_stripes(self, step: int) -> tuple[int | None, int | None]:
+        """The limits in steps of a stripe: query r and key c are (r - c) * devices + step apart, in the first case."""
+        left = None if self.left is None else (self.left - step) // self.devices
+        right = None if self.right is None else (self.right + step) // self.devices
+        return left, right
+
+    def _shift(self, step: int) -> int:
+        """How far stripes have to be shifted for both limits to be 0 or more."""
+        left, right = self._of_stripes(step)
+        return -left if left is not None and left < 0 else min(0, right or 0)
+
+    def pairs(self, step: int, index: Any) -> list[Pair]:
+        """The calls of a step on the device `index`, a traced number; all have the same sizes."""
+        source = lax.rem(index - step + self.devices, jnp.int32(self.devices))
+        no_limit = self.left is None and self.right is None
+        if self.name == "striped":
+            offset_of_stripe = jnp.where(index >= source, 0, -1) + self._shift(step)
+            return [Pair(query=0, key=0, q_offset=None if no_limit else offset_of_stripe)]
+        if self.name == "contiguous":
+            return [Pair(query=0, key=0, q_offset=None if no_limit else (index - source) * self.chunk)]
+        firsts = lambda device: (device, 2 * self.devices - 1 - device)
+        offset = lambda q, k: None if no_limit else (firsts(index)[q] - firsts(source)[k]) * self.chunk
+        if self.right != 0:
+            return [Pair(query=q, key=k, q_offset=offset(q, k)) for q in range(2) for k in range(2)]
+        if step == 0:
+            return [Pair(query=q, key=k, q_offset=offset(q, k)) for q, k in ((0, 0), (1, 1), (1, 0))]
+        # Of a causal mask two of the four calls are dead: the last chunk sees the first keys, and either the first
+        # chunk does so, too, or the last one sees the last keys.
+        both = jnp.where(index > source, 0, 1)
+        near = jnp.abs(index - source) * self.chunk
+        is_full = self.left is None
+        return [
+            Pair(query=1, key=0, q_offset=None if is_full else offset(1, 0)),
+            Pair(query=both, key=both, q_offset=None if is_full else near),
+        ]

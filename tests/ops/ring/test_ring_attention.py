@@ -1,0 +1,257 @@
+"""ring_attention on CPU devices, in a process of its own: as flash_attention on one device.
+
+As a script it prints, for each case, the errors of out, lse, dq, dk, dv and dsinks, and what travels.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+import tiers
+
+from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard_sequence
+from jax_kernels.dispatch import on_device
+from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.ring_attention import RESIDUALS
+from jax_kernels.testing import rms_error
+
+TOKENS, BATCH = 48, 2
+# Devices, layout, options. Heads: 4 of queries, 2 of keys.
+CASES = {
+    "zigzag": (4, "zigzag", {"is_causal": True}),
+    "striped": (4, "striped", {"is_causal": True}),
+    "contiguous": (4, "contiguous", {"is_causal": True}),
+    "full_zigzag": (2, "zigzag", {}),
+    "full": (8, None, {"segment_ids": True, "sinks": True}),
+    "one": (1, None, {"is_causal": True, "sinks": True}),
+    "three": (3, "zigzag", {"is_causal": True, "softcap": 2.0, "scale": -0.5}),
+    "packed": (4, "zigzag", {"is_causal": True, "segment_ids": True, "sinks": True}),
+    "packed_striped": (2, "striped", {"is_causal": True, "segment_ids": True}),
+    "window": (4, "zigzag", {"is_causal": True, "window": (7, 0), "segment_ids": True}),
+    "window_striped": (4, "striped", {"is_causal": True, "window": (9, 0)}),
+    "window_contiguous": (4, "contiguous", {"window": (5, 3), "sinks": True}),
+    "window_zigzag_both": (4, "zigzag", {"window": (11, 2)}),
+    "window_striped_both": (4, "striped", {"window": (3, 10)}),
+    "window_right": (4, "zigzag", {"window": (-1, 4)}),
+    "to_all": (2, "zigzag", {"is_causal": True, "segment_ids": True, "sinks": True, "strategy": "all_to_all"}),
+    "to_all_striped": (2, "striped", {"window": (4, 9), "strategy": "all_to_all"}),
+    "interpreted": (2, "zigzag", {"is_causal": True, "window": (30, 0), "implementation": "triton"}),
+    "unchecked": (4, "zigzag", {"is_causal": True, "check_vma": False}),
+}
+QUICK = ["zigzag", "striped", "full", "one", "packed", "window", "window_contiguous", "window_striped_both", "to_all"]
+
+
+def run_case(devices, layout, options):
+    options = dict(options)
+    random = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
+    query, key, value = (normal(BATCH, TOKENS, heads, 8) for heads in (4, 2, 2))
+    dout, dlse = normal(BATCH, TOKENS, 4, 8), normal(BATCH, 4, TOKENS)
+    ids = np.sort(random.integers(-1, 3, (BATCH, TOKENS)), axis=1).astype(np.int32)
+    ids = jnp.asarray(ids) if options.pop("segment_ids", False) else None
+    sinks = normal(4) if options.pop("sinks", False) else None
+    check_vma = options.pop("check_vma", options.get("implementation") is None)
+    of_ring = {name: options.pop(name) for name in ("strategy",) if name in options}
+    implementation = options.pop("implementation", "xla")
+
+    def both(attention, query, key, value, ids, sinks, dout, dlse):
+        call = lambda query, key, value, sinks: attention(query, key, value, segment_ids=ids, sinks=sinks)
+        results, vjp = jax.vjp(call, query, key, value, sinks)
+        dlse = jnp.where(jnp.isneginf(results[1]), 0, dlse)
+        *gradients, dsinks = vjp((dout, dlse))
+        return *results, *gradients, dsinks
+
+    mesh = jax.make_mesh((devices,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
+    name = layout or ("zigzag" if options.get("is_causal") else "contiguous")
+    attention = functools.partial(
+        ring_attention, axis_name="sequence", layout=layout, return_lse=True, implementation=implementation,
+        **of_ring, **options,
+    )  # fmt: skip
+
+    def ring(*arrays):
+        *results, dsinks = both(attention, *arrays)
+        dsinks = dsinks if dsinks is None or check_vma else jax.lax.psum(dsinks, "sequence")
+        query, key, value, ids, sinks, *_ = arrays
+        return *results, dsinks, attention(query, key, value, segment_ids=ids, sinks=sinks)[0]
+
+    tokens, rows, one = jax.P(None, "sequence"), jax.P(None, None, "sequence"), jax.P()
+    of_sinks = None if sinks is None else one
+    shared = jax.jit(
+        jax.shard_map(
+            ring,
+            mesh=mesh,
+            in_specs=(
+                tokens,
+                tokens,
+                tokens,
+                None if ids is None else tokens,
+                of_sinks,
+                tokens,
+                rows,
+            ),
+            out_specs=(tokens, rows, tokens, tokens, tokens, of_sinks, tokens),
+            check_vma=check_vma,
+        )
+    )
+    shard = functools.partial(shard_sequence, mesh=mesh, axis_name="sequence", layout=name)
+    given = *(shard(x) for x in (query, key, value)), None if ids is None else shard(ids), sinks, shard(dout)
+    given = *given, shard(dlse, axis=2)
+    *got, alone = shared(*given)
+    np.testing.assert_array_equal(alone, got[0])  # without gradients
+    travels = str(jax.make_jaxpr(shared)(*given)).count("ppermute[")
+    for i in range(5):
+        got[i] = unshard_sequence(got[i], mesh, "sequence", layout=name, axis=2 if i == 1 else 1)
+    one_device = functools.partial(flash_attention, return_lse=True, implementation="xla", **options)
+    with jax.default_matmul_precision("highest"):
+        want = both(one_device, query, key, value, ids, sinks, dout, dlse)
+    errors = {}
+    for what, g, w in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, want, strict=True):
+        if w is not None:
+            dead = np.isneginf(w)
+            assert np.array_equal(np.isneginf(g), dead), what
+            errors[what] = rms_error(np.where(dead, 0, g), np.where(dead, 0, w))
+    return {"errors": errors, "travels": travels}
+
+
+def main(names) -> dict:
+    return {name: run_case(*CASES[name]) for name in names}
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("names", tiers.groups(CASES, QUICK, 9))
+def test_is_flash_attention(names):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_KERNELS_INTERPRET": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, *names], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(results) == sorted(names)
+    for name, found in results.items():
+        for what, error in found["errors"].items():
+            assert error < 2e-6, (name, what, error)
+    if {"striped", "window_contiguous"} <= set(names):
+        # The window of 5 and 3 tokens reaches the neighbours alone: three steps of four.
+        assert results["window_contiguous"]["travels"] < results["striped"]["travels"]
+
+
+LIMITS = [(None, None), (None, 0), (5, 0), (3, 7), (None, 2), (0, 0), (1, 9), (9, 1)]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+@pytest.mark.parametrize(
+    ("left", "right"), [(None, None), (None, 0), (5, 0), (3, 7), (None, 2), (0, 0), (1, 9), (9, 1)]
+)
+def test_steps_hold_every_pair_once(layout, left, right):
+    """The calls of all steps keep each pair of a query and a key that the limits keep, once, and no other."""
+    devices, length = 4, 6
+    found = np.zeros((devices * length, devices * length), int)
+    ring = Layout(name=layout, devices=devices, length=length, left=left, right=right)
+    for step in range(devices):
+        is_causal, window = ring.window(step)
+        low, high = window or (-1, -1)
+        high = 0 if is_causal else high
+        alive = np.zeros_like(found)
+        for device in range(devices):
+            source = (device - step) % devices
+            mine, theirs = (np.split(ring.tokens(i), ring.chunks) for i in (device, source))
+            if layout == "zigzag" and step == 0 and (left, right) == (None, 0):
+                alive[np.ix_(ring.tokens(device), ring.tokens(device))] += np.tri(length, dtype=int)
+                continue
+            for pair in ring.pairs(step, jnp.int32(device)):
+                q, k = mine[int(pair.query)], theirs[int(pair.key)]
+                rows, columns = np.arange(len(q))[:, None], np.arange(len(k))
+                keep = np.ones((len(q), len(k)), bool)
+                if pair.q_offset is not None:
+                    at = rows + int(pair.q_offset)
+                    keep &= (low < 0 or left is None or columns >= at - low) & np.ones_like(keep)
+                    keep &= (right is None or columns <= at + high) & np.ones_like(keep)
+                alive[np.ix_(q, k)] += keep
+        assert not (ring.is_dead(step) and alive.any())
+        found += alive
+    distance = np.arange(devices * length)[:, None] - np.arange(devices * length)
+    want = (distance <= (left if left is not None else 10**6)) & (-distance <= (right if right is not None else 10**6))
+    np.testing.assert_array_equal(found, want.astype(int))
+
+
+MESH = jax.make_mesh((1,), ("sequence",), (jax.sharding.AxisType.Auto,))
+X = jnp.ones((1, 6, 4, 8))
+
+
+def ring_of(**options):
+    call = lambda x: ring_attention(x, x, x, **({"axis_name": "sequence"} | options))
+    return jax.shard_map(call, mesh=MESH, in_specs=jax.P(None, "sequence"), out_specs=jax.P(None, "sequence"))(X)
+
+
+BAD = {
+    "axis": (lambda: ring_of(axis_name="rows"), "axis_name: got 'rows', want an axis of the jax.shard_map"),
+    "layout": (lambda: ring_of(layout="zig"), "layout: got 'zig', want one of 'zigzag', 'striped', 'contiguous'"),
+    "strategy": (lambda: ring_of(strategy="tree"), "strategy: got 'tree', want one of 'ring', 'all_to_all', 'auto'"),
+    "window": (lambda: ring_of(window=-7), "window: got"),
+    "order": (lambda: shard_sequence(X, MESH, "sequence", layout="zig"), "layout: got 'zig'"),
+    "mesh": (lambda: shard_sequence(X, MESH, "rows"), "axis_name: got 'rows', want an axis of the mesh"),
+    "tokens": (
+        lambda: shard_sequence(X[:, :5], MESH, "sequence"),
+        "x: got 5 tokens for 1 devices with layout='zigzag', want a multiple of 2",
+    ),
+    "key": (
+        lambda: jax.shard_map(
+            lambda x: ring_attention(x, x[:, :4], x[:, :4], axis_name="sequence"), mesh=MESH, in_specs=jax.P(),
+            out_specs=jax.P("sequence"),
+        )(X),
+        "key: got 4 tokens, want query's 6",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(("policy", "forwards"), [("nothing_saveable", 2), ("names", 1)])
+def test_names_for_checkpoint_policies(policy, forwards):
+    """A policy keeps out and lse, so that the backward does not run the forward again."""
+    policies = jax.checkpoint_policies
+    chosen = policies.save_only_these_names(*RESIDUALS) if policy == "names" else policies.nothing_saveable
+    loss = lambda x: jnp.sin(ring_attention(jnp.sin(x), x, x, axis_name="sequence", implementation="triton")).sum()
+    shared = jax.shard_map(
+        jax.checkpoint(loss, policy=chosen), mesh=MESH, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+    )
+    with on_device("A100"):
+        program = jax.make_jaxpr(jax.value_and_grad(shared))(X.astype(jnp.bfloat16))
+    assert _forwards(program.jaxpr) == forwards
+
+
+def _forwards(jaxpr) -> int:
+    """The forward kernels of a program. A printed one may have equal parts once."""
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            found += "attention_forward" in str(equation.params["name"])
+            continue
+        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(part, "jaxpr", part)
+            found += _forwards(inner) if hasattr(inner, "eqns") else 0
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1:])))
