@@ -138,7 +138,7 @@ class _Buffers:
         for constant in executable.messages(12):
             number, value = constant.integer(3), constant.message(2).data(1)
             size, symbol = allocations[number].integer(2), constant.text(1)
-            if value and len(value) != size or not (value or executable.data(4)):
+            if (value and len(value) != size) or not (value or executable.data(4)):
                 raise NotDirectError(f"constant {symbol} is neither in the program nor in its module")
             constants.append(Constant(size=size, value=value, symbol=symbol))
             places[number] = Place(buffer=first + len(constants), offset=0, size=size)

@@ -82,7 +82,10 @@ def compile_chain(target: Target, function: Callable[..., Any], specs: Sequence[
     # The parameters of the executable are all arguments, also those that are not used, as a tuple is not.
     flat = jax.jit(lambda *arrays: tuple(function(*arrays)), keep_unused=True)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        lowered = flat.lower(*placed)
+        try:
+            lowered = flat.lower(*placed)
+        except Exception as error:  # the caller's own, which the other route raises again
+            raise NotDirectError(f"the function cannot be lowered: {error}") from error
     text = lowered.as_text()
     if not any(kernel in text for kernel in _KERNELS):
         raise NotDirectError("the plan has no kernel of this library's")
