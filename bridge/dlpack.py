@@ -35,6 +35,7 @@ __all__ = [
     "jax_device",
     "jax_dtype",
     "read_by",
+    "readable",
     "refuse_capture",
     "torch_dtype",
 ]
@@ -110,7 +111,7 @@ def import_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tup
     (never donate the arrays).
     """
     # Detached: the caller's own tensors may live on, and would not show when JAX lets go of the memory.
-    owners = [_readable(tensor).detach() for tensor in tensors]
+    owners = [readable(tensor).detach() for tensor in tensors]
     for owner in owners:
         _LENT[next(_LOANS)] = owner
     target = jax_device(device)
@@ -142,7 +143,8 @@ def refuse_capture(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a JAX function cannot be captured in a CUDA graph: JAX runs it on a stream of its own. Call it outside "
-            "torch.cuda.graph"
+            "torch.cuda.graph; a call that is launched directly can be captured after a first call of the same shapes "
+            "and options outside"
         )
 
 
@@ -175,7 +177,7 @@ def _empty(array: jax.Array, device: torch.device) -> torch.Tensor:
     return torch.empty(array.shape, dtype=_TO_TORCH[array.dtype], device=device)
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
+def readable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a copy of it, in the one form that JAX reads rightly."""
     # DLPack carries neither of these bits: JAX would read the wrong sign.
     if tensor.is_conj():

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from jax_kernels import dispatch
 from jax_kernels.bridge import dlpack
+from jax_kernels.bridge.direct import route
 
 __all__ = [
     "apply",
@@ -90,11 +91,13 @@ def planning_for(device: torch.device) -> Iterator[None]:
 def run(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Calls a jitted JAX function, whose results are a flat sequence of arrays, on tensors of one device.
 
-    Raises RuntimeError while a CUDA graph is being captured: JAX queues its work on a stream of its own, which
-    the graph would not hold.
+    On a GPU its kernels are launched directly where they can be. Else, raises RuntimeError while a CUDA graph is being
+    captured: JAX queues its work on a stream of its own, which the graph would not hold.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
+    if device.type == "cuda" and (launched := route.launch(function, tensors)) is not None:
+        return launched
     dlpack.refuse_capture(device)
     arrays, owners = dlpack.import_tensors(given, device)
     filled = iter(arrays)

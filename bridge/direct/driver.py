@@ -1,0 +1,144 @@
+"""The functions of the CUDA driver that a launch chain needs, and Mosaic's compiler, by ctypes."""
+
+import ctypes
+import functools
+import importlib
+import os
+from typing import Any
+
+__all__ = ["Attribute", "Driver", "DriverError", "LaunchConfig", "driver", "mosaic_library"]
+
+_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_HANDLE, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_UNSIGNED, _OUT = ctypes.c_uint, ctypes.c_void_p
+
+# Names with the version that the header cuda.h gives them.
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (_UNSIGNED,),
+    "cuGetErrorName": (_INT, _OUT),
+    "cuDeviceGet": (_OUT, _INT),
+    "cuDevicePrimaryCtxRetain": (_OUT, _INT),
+    "cuCtxGetCurrent": (_OUT,),
+    "cuCtxPushCurrent_v2": (_HANDLE,),
+    "cuCtxPopCurrent_v2": (_OUT,),
+    "cuCtxSynchronize": (),
+    "cuModuleLoadData": (_OUT, ctypes.c_char_p),
+    "cuModuleUnload": (_HANDLE,),
+    "cuModuleGetFunction": (_OUT, _HANDLE, ctypes.c_char_p),
+    "cuModuleGetGlobal_v2": (_OUT, _OUT, _HANDLE, ctypes.c_char_p),
+    "cuFuncSetAttribute": (_HANDLE, _INT, _INT),
+    "cuFuncGetParamInfo": (_HANDLE, _SIZE, _OUT, _OUT),
+    "cuLaunchKernelEx": (_OUT, _HANDLE, _OUT, _OUT),
+    "cuMemsetD8Async": (_HANDLE, ctypes.c_ubyte, _SIZE, _HANDLE),
+    "cuMemsetD32Async": (_HANDLE, _UNSIGNED, _SIZE, _HANDLE),
+    "cuMemcpyDtoDAsync_v2": (_HANDLE, _HANDLE, _SIZE, _HANDLE),
+}
+
+
+class DriverError(RuntimeError):
+    """An error that the CUDA driver reports."""
+
+
+class Attribute(ctypes.Structure):
+    """A CUlaunchAttribute: its id, and its value of 64 bytes, of which cluster dimensions take three numbers."""
+
+    _fields_ = (("id", _UNSIGNED), ("pad", _UNSIGNED), ("value", _UNSIGNED * 16))
+
+
+class LaunchConfig(ctypes.Structure):
+    """A CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, _UNSIGNED) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", _UNSIGNED),
+    )
+
+
+class Driver:
+    """The CUDA driver. Its functions are attributes by their names in cuda.h; they return error codes.
+
+    library: what has them, libcuda itself or what a test puts in its place.
+    """
+
+    def __init__(self, library: Any) -> None:
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = _INT
+            setattr(self, name.removesuffix("_v2"), function)
+        self.call("cuInit", 0)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls a function. Raises DriverError where it fails."""
+        self.check(name, getattr(self, name)(*arguments))
+
+    def check(self, name: str, code: int) -> None:
+        """Raises DriverError where the code that a function gave is an error's."""
+        if code:
+            text = ctypes.c_char_p()
+            self.cuGetErrorName(code, ctypes.byref(text))  # type: ignore[attr-defined]
+            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})")
+
+    def handle(self, name: str, *arguments: Any) -> int:
+        """The handle that a function writes to its first argument."""
+        found = ctypes.c_void_p()
+        self.call(name, ctypes.byref(found), *arguments)
+        return found.value or 0
+
+    def context(self, index: int) -> int:
+        """The primary context of a device, which PyTorch and JAX use too. It is kept as long as the process lives."""
+        device = ctypes.c_int()
+        self.call("cuDeviceGet", ctypes.byref(device), index)
+        return self.handle("cuDevicePrimaryCtxRetain", device.value)
+
+    def load(self, cubin: bytes) -> int:
+        """A module in the current context."""
+        return self.handle("cuModuleLoadData", cubin)
+
+    def symbol(self, module: int, name: str, size: int) -> int:
+        """The address of a global variable of a module. Raises DriverError where it is smaller than that."""
+        found = ctypes.c_size_t()
+        address = self.handle("cuModuleGetGlobal", ctypes.byref(found), module, name.encode())
+        if found.value < size:
+            raise DriverError(f"{name}: got {found.value} bytes, want {size} or more")
+        return address
+
+    def function(self, module: int, name: str, arguments: int, shared_memory: int) -> int:
+        """A kernel of a module. Raises DriverError where it does not take so many addresses, and nothing else."""
+        function = self.handle("cuModuleGetFunction", module, name.encode())
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        for index in range(arguments):
+            self.call("cuFuncGetParamInfo", function, index, ctypes.byref(offset), ctypes.byref(size))
+            if size.value != 8:
+                raise DriverError(f"kernel {name}: argument {index} has {size.value} bytes, want 8")
+        if not self.cuFuncGetParamInfo(  # type: ignore[attr-defined]
+            function, arguments, ctypes.byref(offset), ctypes.byref(size)
+        ):
+            raise DriverError(f"kernel {name}: got {arguments} arguments, want more")
+        if shared_memory > 48 * 1024:
+            self.call("cuFuncSetAttribute", function, _SHARED_MEMORY, shared_memory)
+        return function
+
+
+@functools.cache
+def driver() -> Driver:
+    """The driver of this machine. Raises OSError where it has none, or AttributeError where it is older than 12.4."""
+    return Driver(ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1"))
+
+
+@functools.cache
+def mosaic_library() -> Any:
+    """The library of JAX's that has MosaicGpuCompile and MosaicGpuUnload, as jax.experimental.mosaic.gpu finds it."""
+    try:
+        plugin = importlib.import_module("jax_plugins.xla_cuda13")
+    except ImportError:
+        plugin = importlib.import_module("jax_plugins.xla_cuda12")
+    library = ctypes.CDLL(plugin._get_library_path())
+    library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
+    library.MosaicGpuCompile.restype = ctypes.POINTER(ctypes.c_void_p)
+    library.MosaicGpuUnload.argtypes = [ctypes.POINTER(ctypes.c_void_p)]
+    library.MosaicGpuUnload.restype = None
+    return library

@@ -1,0 +1,306 @@
+"""Finds the launch chain of an executable of JAX's. This file and target.py hold all that is private to JAX and XLA.
+
+An executable in its serialized form is a header and an ExecutableAndOptionsProto, whose first field is a
+GpuExecutableProto. Both are split into records (xla/util/split_proto). The latter has the program's thunks, in the
+order in which they run, and the allocations of memory that they use. The numbers of fields below are those of jaxlib
+0.11: xla/service/gpu/gpu_executable.proto, xla/service/hlo.proto (BufferAllocationProto), xla/backends/gpu/runtime/
+thunk.proto and copy_thunk.proto, xla/backends/gpu/codegen/kernels/custom_kernel.proto,
+xla/stream_executor/kernel_spec.proto, kernel_args_packing_spec.proto and launch_dim.proto.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_kernels.bridge.direct.chain import (
+    Array,
+    Constant,
+    Copy,
+    Dims,
+    Fill,
+    Kernel,
+    LaunchChain,
+    MosaicKernel,
+    NotDirectError,
+    Place,
+    Step,
+)
+from jax_kernels.bridge.direct.records import Message, read_records, varint
+
+__all__ = ["chain_of", "read_chain"]
+
+_ALIGNMENT = 256  # of what XLA allocates
+_THUNKS = {
+    2: "sequential",
+    3: "copy",
+    8: "kernel",
+    9: "product of cuBLAS",
+    13: "device-to-device copy",
+    15: "kernel of cuDNN",
+    19: "memzero",
+    22: "product of cuBLASLt",
+    28: "memset",
+    30: "custom call",
+    36: "custom kernel",
+    57: "async start",
+    58: "async done",
+}
+
+
+def chain_of(compiled: jax.stages.Compiled, inputs: Sequence[Any], outputs: Sequence[Any]) -> LaunchChain:
+    """The launch chain of a program that JAX compiled for a GPU. inputs, outputs: its arrays, with shape and dtype.
+
+    Raises NotDirectError where there is none, also where the serialized executable is not as this file knows it.
+    """
+    try:
+        data = compiled.runtime_executable().serialize()  # type: ignore[union-attr]
+        return read_chain(data, inputs, outputs)
+    except (ValueError, IndexError, AttributeError, TypeError, UnicodeDecodeError) as error:
+        raise NotDirectError(f"JAX's executable is not as jaxlib 0.11 writes it: {error}") from error
+
+
+def read_chain(data: bytes, inputs: Sequence[Any], outputs: Sequence[Any]) -> LaunchChain:
+    """chain_of a serialized executable. Also raises ValueError."""
+    header = varint(data, 0)
+    outer = _joined(data[header.end + header.value :], "xla.ExecutableAndOptionsProto")
+    executable = _joined(outer.data(1), "xla.gpu.GpuExecutableProto")
+    buffers = _Buffers.of(executable, [_array(x) for x in inputs], [_array(x) for x in outputs])
+    steps = tuple(itertools.chain.from_iterable(_steps(thunk, buffers) for thunk in executable.messages(13)))
+    if not any(isinstance(step, Kernel | MosaicKernel) for step in steps):
+        raise NotDirectError("the program has no kernel")
+    return LaunchChain(
+        inputs=buffers.inputs,
+        outputs=buffers.outputs,
+        workspace=buffers.workspace,
+        constants=buffers.constants,
+        module=executable.data(4) if any(not x.value for x in buffers.constants) else b"",
+        steps=steps,
+    )
+
+
+def _joined(data: bytes, name: str) -> Message:
+    """The message that is split into records: a manifest, and a record for each entry of the manifest."""
+    first, *records = read_records(data)
+    manifest = Message(first)
+    if manifest.text(1) != name:
+        raise ValueError(f"got a {manifest.text(1)}, want a {name}")
+    merged, fields = b"", {}
+    for record, entry in zip(records, manifest.messages(2), strict=True):
+        if not entry.has(3):
+            merged += record
+            continue
+        (part,) = entry.message(3).messages(1)  # a field of the message itself
+        fields[part.integer(1)] = record
+    return Message(merged).with_fields(fields)
+
+
+def _array(x: Any) -> Array:
+    dtype = np.dtype(x.dtype)
+    size = int(np.prod(x.shape, dtype=np.int64)) * dtype.itemsize
+    if not size:
+        raise NotDirectError("an array is empty")
+    return Array(shape=tuple(x.shape), dtype=dtype.name, size=size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Buffers:
+    """The buffers of a chain, and where the program's allocations are in them, by the allocations' numbers."""
+
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    workspace: int
+    constants: tuple[Constant, ...]
+    places: dict[int, Place]
+
+    @classmethod
+    def of(cls, executable: Message, inputs: list[Array], outputs: list[Array]) -> "_Buffers":
+        allocations = {x.integer(1): x for x in executable.message(10).messages(1)}
+        places: dict[int, Place] = {}
+        for number, allocation in allocations.items():
+            if allocation.integer(8):
+                raise NotDirectError("memory that is not the GPU's own")
+            if allocation.integer(5):
+                position = allocation.integer(6)
+                if allocation.has(10) or position >= len(inputs):
+                    raise ValueError(f"got input {position}, want {len(inputs)} inputs")
+                places[number] = _whole(position, allocation, inputs[position])
+        results = _outputs(executable, len(outputs))
+        for position, number in enumerate(results):
+            if number in places:
+                raise NotDirectError("an output is an input, or another output")
+            places[number] = _whole(len(inputs) + position, allocations[number], outputs[position])
+        first = len(inputs) + len(outputs)
+        constants = []
+        for constant in executable.messages(12):
+            number, value = constant.integer(3), constant.message(2).data(1)
+            size, symbol = allocations[number].integer(2), constant.text(1)
+            if (value and len(value) != size) or not (value or executable.data(4)):
+                raise NotDirectError(f"constant {symbol} is neither in the program nor in its module")
+            constants.append(Constant(size=size, value=value, symbol=symbol))
+            places[number] = Place(buffer=first + len(constants), offset=0, size=size)
+        workspace = 0
+        for number, allocation in allocations.items():
+            # Those of one thread are registers; XLA keeps the addresses of the outputs in a table that is live.
+            if number in places or allocation.integer(3) or allocation.integer(7) or allocation.integer(12):
+                continue
+            size = allocation.integer(2)
+            places[number] = Place(buffer=first, offset=workspace, size=size)
+            workspace += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return cls(
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            workspace=workspace,
+            constants=tuple(constants),
+            places=places,
+        )
+
+    def place(self, piece: Message) -> Place:
+        """The place of a BufferAllocationSliceProto."""
+        number, offset, size = piece.integer(3), piece.integer(1), piece.integer(2)
+        whole = self.places.get(number)
+        if whole is None or offset + size > whole.size:
+            raise ValueError(f"got {size} bytes at {offset} of allocation {number}, which has no such place")
+        return Place(buffer=whole.buffer, offset=whole.offset + offset, size=size)
+
+    def shaped(self, piece: Message) -> Place:
+        """The place of a ShapedSliceProto."""
+        return self.place(piece.message(1))
+
+
+def _whole(buffer: int, allocation: Message, array: Array) -> Place:
+    size = allocation.integer(2)
+    if size != array.size:
+        raise ValueError(f"got an allocation of {size} bytes for an array of {array.size}")
+    return Place(buffer=buffer, offset=0, size=size)
+
+
+def _outputs(executable: Message, count: int) -> list[int]:
+    """The allocations of the outputs, in order. A single output that is no tuple has an empty index."""
+    found: dict[int, int] = {}
+    entries = executable.messages(11)
+    for entry in entries:
+        index, info = entry.message(1).integers(1), entry.message(2)
+        if info.integer(2) or info.has(3):
+            raise NotDirectError("an output is an input")
+        if len(entries) == 1 and not index:
+            index = [0]
+        if len(index) == 1:
+            (position,) = index
+            found[position] = info.integer(1)
+    if sorted(found) != list(range(count)):
+        raise ValueError(f"got outputs {sorted(found)}, want {count}")
+    return [found[position] for position in range(count)]
+
+
+def _steps(thunk: Message, buffers: _Buffers) -> Iterator[Step]:
+    kinds = [number for number in thunk.numbers() if number != 1]
+    if len(kinds) != 1:
+        raise ValueError(f"got a thunk of kinds {kinds}")
+    (kind,) = kinds
+    own = thunk.message(kind)
+    match _THUNKS.get(kind):
+        case "sequential":
+            for inner in own.messages(1):
+                yield from _steps(inner, buffers)
+        case "async start":  # one stream keeps the order
+            for inner in own.message(3).messages(1):
+                yield from _steps(inner, buffers)
+        case "async done":
+            pass
+        case "custom kernel":
+            yield _kernel(own, buffers)
+        case "custom call":
+            yield _mosaic(own, buffers)
+        case "memzero":
+            yield Fill(target=buffers.shaped(own.message(1)), value=0)
+        case "memset":
+            target = buffers.place(own.message(1))
+            if target.size % 4:
+                raise ValueError(f"got a memset of {target.size} bytes by words of 4")
+            yield Fill(target=target, value=own.integer(2))
+        case "device-to-device copy":
+            yield _copy(own.message(1), buffers)
+        case "copy":
+            yield _copy(own, buffers)
+        case name:
+            label = thunk.message(1).text(1)
+            raise NotDirectError(f"the program has a {name or f'thunk of kind {kind}'}, {label}")
+
+
+def _copy(own: Message, buffers: _Buffers) -> Copy:
+    source, target, size = buffers.shaped(own.message(1)), buffers.shaped(own.message(2)), own.integer(3)
+    if not 0 < size <= min(source.size, target.size):
+        raise ValueError(f"got a copy of {size} bytes, from {source.size} to {target.size}")
+    return Copy(source=dataclasses.replace(source, size=size), target=dataclasses.replace(target, size=size))
+
+
+def _dims(message: Message, number: int) -> Dims:
+    coordinates = message.message(number)
+    x, y, z = (coordinates.integer(axis, 1) for axis in (1, 2, 3))
+    return Dims(x=x, y=y, z=z)
+
+
+def _kernel(own: Message, buffers: _Buffers) -> Kernel:
+    """The kernel of a CustomKernelThunkProto."""
+    kernel = own.message(3)
+    spec, name = kernel.message(2), kernel.message(2).text(4)
+    if own.data(6):
+        raise NotDirectError(f"kernel {name} has descriptors of the tensor memory accelerator")
+    cubin = spec.message(2).data(1)
+    if not cubin.startswith(b"\x7fELF"):
+        raise NotDirectError(f"kernel {name} is no cubin")
+    given = [buffers.shaped(x) for x in own.messages(1)]
+    arguments = tuple(given[index] for index in _packing(spec, len(given)))
+    if len(arguments) != spec.integer(3):
+        raise ValueError(f"kernel {name}: got {len(arguments)} arguments, want {spec.integer(3)}")
+    block = _dims(kernel.message(4), 1)
+    if not 0 < block.x * block.y * block.z <= 1024:
+        raise ValueError(f"kernel {name}: got {block} threads")
+    return Kernel(
+        name=name,
+        cubin=cubin,
+        grid=_dims(kernel.message(3), 2),
+        block=block,
+        cluster=_dims(kernel.message(5), 3),
+        shared_memory=kernel.integer(6),
+        arguments=arguments,
+        zeroed=tuple(given[index] for index in own.integers(5)),
+    )
+
+
+def _packing(spec: Message, count: int) -> list[int]:
+    """Tells for each argument of a kernel which of its buffers it is the address of."""
+    if not spec.has(5):
+        return list(range(count))
+    found = []
+    for argument in spec.message(5).messages(1):
+        (relocation,) = argument.messages(1)
+        if relocation.integer(1) != 1 or any(argument.data(2)):
+            raise NotDirectError("a kernel has an argument that is no address")
+        found.append(relocation.integer(2))
+    return found
+
+
+_MOSAIC = "mosaic_gpu_v2"
+
+
+def _mosaic(own: Message, buffers: _Buffers) -> MosaicKernel:
+    """The kernel of a CustomCallThunkProto."""
+    target = own.text(1)
+    if target != _MOSAIC:
+        raise NotDirectError(f"the program calls {target}")
+    attributes = {entry.text(1): entry.message(2) for entry in own.message(6).messages(1)}
+    flags = ("use_custom_barrier", "uses_xla_collective_metadata")
+    if "xla_replica_ids" in attributes or any(attributes[flag].message(1).integer(1) for flag in flags):
+        raise NotDirectError("a Mosaic kernel runs on several devices")
+    module = attributes["module"].data(3)
+    if not module.startswith(b"ML\xefR"):
+        raise ValueError("a Mosaic kernel has no MLIR bytecode")
+    pieces = [*own.messages(2), *own.messages(3)]
+    arguments = tuple(buffers.shaped(piece.message(1)) for piece in pieces)
+    name = Message(own.message(8).data(2)).text(9)
+    return MosaicKernel(name=name, module=module, arguments=arguments)

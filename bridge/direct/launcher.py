@@ -1,0 +1,308 @@
+"""Launches a chain on PyTorch's current stream. PyTorch owns the outputs and the workspace.
+
+A chain is loaded once for a device. Everything that a launch needs is made then, but for the addresses of the tensors,
+which one call of struct writes to a block, and the stream. A block serves one launch at a time.
+"""
+
+import ctypes
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from jax_kernels.bridge.direct.chain import Copy, Fill, Kernel, LaunchChain, MosaicKernel, Place
+from jax_kernels.bridge.direct.driver import (
+    CLUSTER_DIMENSION,
+    Attribute,
+    Driver,
+    DriverError,
+    LaunchConfig,
+    driver,
+    mosaic_library,
+)
+
+__all__ = ["Allocator", "LoadedChain", "unload_dropped"]
+
+_MOSAIC_LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class Allocator(NamedTuple):
+    """The parts of PyTorch that a launch needs; a test puts others in their place.
+
+    empty: torch.empty. stream: the handle of the current stream of a device, by its index. is_capturing: whether a CUDA
+    graph is being captured on the current stream.
+    """
+
+    empty: Callable[..., torch.Tensor]
+    stream: Callable[[int], int]
+    is_capturing: Callable[[], bool]
+
+
+def torch_allocator() -> Allocator:
+    """PyTorch's own."""
+    return Allocator(
+        empty=torch.empty,
+        stream=torch._C._cuda_getCurrentRawStream,
+        is_capturing=torch._C._cuda_isCurrentStreamCapturing,
+    )
+
+
+class _Mosaic(NamedTuple):
+    """A Mosaic kernel that is compiled in this process. handle: what unloads it."""
+
+    handle: Any
+    function: int
+    launch: Any
+
+
+class _Ready(NamedTuple):
+    """A kernel that is loaded: a function of the driver's, or a Mosaic kernel, or None for another step."""
+
+    function: int | None = None
+    mosaic: _Mosaic | None = None
+
+
+class _Resources:
+    """The modules and Mosaic kernels of a chain, in the context of one device. close gives them back."""
+
+    def __init__(self, driver: Driver, context: int, mosaic: Any) -> None:
+        self.driver = driver
+        self.context = context
+        self.mosaic_library = mosaic
+        self.modules: list[int] = []
+        self.mosaic: list[Any] = []
+        self.is_captured = False
+
+    def close(self) -> None:
+        """Waits for the device, and unloads everything."""
+        driver = self.driver
+        driver.call("cuCtxPushCurrent", self.context)
+        try:
+            driver.call("cuCtxSynchronize")
+            while self.modules:
+                driver.call("cuModuleUnload", self.modules.pop())
+            while self.mosaic:
+                self.mosaic_library().MosaicGpuUnload(self.mosaic.pop())
+        finally:
+            driver.handle("cuCtxPopCurrent")
+
+
+_DROPPED: list[_Resources] = []
+
+
+def _drop(resources: _Resources) -> None:
+    """Keeps what a chain that is gone had loaded for unload_dropped. A captured graph may launch it at any time."""
+    if not resources.is_captured:
+        _DROPPED.append(resources)
+
+
+def unload_dropped() -> None:
+    """Unloads the kernels of chains that are gone. It waits for their devices, so it is called where one compiles."""
+    while _DROPPED:
+        _DROPPED.pop().close()
+
+
+class _Block:
+    """The memory of one launch: addresses, the arrays of pointers to them, and the configurations of the kernels."""
+
+    def __init__(self, loaded: "LoadedChain") -> None:
+        self.addresses = (ctypes.c_uint64 * max(1, len(loaded.slots)))()
+        base = ctypes.addressof(self.addresses)
+        self.stream: int | None = None
+        self.current = ctypes.c_void_p()
+        self.current_pointer = ctypes.byref(self.current)
+        self.configs: list[LaunchConfig] = []
+        self.keep: list[Any] = []
+        self.calls: list[Callable[[int], int | None]] = []
+        first = 0
+        for step, ready in zip(loaded.chain.steps, loaded.ready, strict=True):
+            self._add(step, ready, base + 8 * first, loaded)
+            first += len(_places(step))
+
+    def _add(self, step: Any, ready: _Ready, address: int, loaded: "LoadedChain") -> None:
+        """Adds the calls of a step whose addresses begin at `address`."""
+        driver: Any = loaded.driver
+        at = lambda index: ctypes.c_uint64.from_address(address + 8 * index)
+        match step:
+            case Kernel():
+                for index, place in enumerate(step.zeroed):
+                    self.calls.append(_filler(driver, at(index), place.size, 0))
+                pointers = (ctypes.c_void_p * len(step.arguments))(
+                    *(address + 8 * (len(step.zeroed) + index) for index in range(len(step.arguments)))
+                )
+                config = _config(step)
+                self.configs.append(config)
+                self.keep.append(pointers)
+                launch, function = driver.cuLaunchKernelEx, ready.function
+                given = ctypes.addressof(config), function, ctypes.addressof(pointers), None
+                self.calls.append(lambda stream: launch(*given))
+            case MosaicKernel():
+                assert ready.mosaic is not None
+                _, context, mosaic = ready.mosaic
+                self.calls.append(lambda stream: mosaic(context, stream, address))
+            case Fill():
+                self.calls.append(_filler(driver, at(0), step.target.size, step.value))
+            case Copy():
+                copy, target, source, size = driver.cuMemcpyDtoDAsync, at(0), at(1), step.target.size
+                self.calls.append(lambda stream: copy(target.value, source.value, size, stream))
+
+
+def _filler(driver: Any, target: Any, size: int, value: int) -> Callable[[int], int]:
+    if size % 4 == 0:
+        words = driver.cuMemsetD32Async
+        return lambda stream: words(target.value, value, size // 4, stream)
+    bytewise = driver.cuMemsetD8Async
+    return lambda stream: bytewise(target.value, 0, size, stream)
+
+
+def _config(step: Kernel) -> LaunchConfig:
+    grid, block, cluster = step.grid, step.block, step.cluster
+    config = LaunchConfig(
+        grid_x=grid.x,
+        grid_y=grid.y,
+        grid_z=grid.z,
+        block_x=block.x,
+        block_y=block.y,
+        block_z=block.z,
+        shared=step.shared_memory,
+    )
+    if cluster.x * cluster.y * cluster.z > 1:
+        attribute = Attribute(id=CLUSTER_DIMENSION)
+        attribute.value[:3] = cluster.x, cluster.y, cluster.z
+        config.attributes = ctypes.pointer(attribute)
+        config.count = 1
+    return config
+
+
+def _places(step: Any) -> tuple[Place, ...]:
+    """The addresses that a step needs, in the order in which a block has them."""
+    match step:
+        case Kernel():
+            return (*step.zeroed, *step.arguments)
+        case MosaicKernel():
+            return step.arguments
+        case Fill():
+            return (step.target,)
+        case Copy():
+            return step.target, step.source
+    raise TypeError(f"got a step of type {type(step).__name__}")
+
+
+class LoadedChain:
+    """A chain whose kernels are loaded on one device. Calling it with its input tensors gives its output tensors.
+
+    The tensors must be on the device, contiguous, aligned to 16 bytes, and have the shapes and dtypes of the chain.
+    Several threads may call it at once. Its kernels are unloaded some time after it is gone.
+    """
+
+    def __init__(
+        self,
+        chain: LaunchChain,
+        device: torch.device,
+        *,
+        cuda: Driver | None = None,
+        mosaic: Callable[[], Any] = mosaic_library,
+        allocator: Allocator | None = None,
+    ) -> None:
+        self.chain = chain
+        self.device = device
+        self.driver = cuda or driver()
+        self.allocator = allocator or torch_allocator()
+        self.context = self.driver.context(device.index)
+        resources = _Resources(self.driver, self.context, mosaic)
+        self._resources = resources
+        self.driver.call("cuCtxPushCurrent", self.context)
+        try:
+            self.ready = [_load(step, resources) for step in chain.steps]
+            symbols = _symbols(chain, resources)
+        except BaseException:
+            _drop(resources)
+            raise
+        finally:
+            self.driver.handle("cuCtxPopCurrent")
+        weakref.finalize(self, _drop, resources).atexit = False
+        places = [place for step in chain.steps for place in _places(step)]
+        self.slots = [(place.buffer, place.offset) for place in places]
+        self._pack = struct.Struct(f"={len(places)}Q").pack_into
+        self._outputs = [(x.shape, getattr(torch, x.dtype)) for x in chain.outputs]
+        values = {x.symbol: torch.frombuffer(bytearray(x.value), dtype=torch.uint8) for x in chain.constants if x.value}
+        self._values = {symbol: value.to(device) for symbol, value in values.items()}
+        addresses = symbols | {symbol: value.data_ptr() for symbol, value in self._values.items()}
+        self._constants = [addresses[x.symbol] for x in chain.constants]
+        self._blocks: list[_Block] = [_Block(self)]
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        allocator, device = self.allocator, self.device
+        empty = allocator.empty
+        outputs = [empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
+        bases = [x.data_ptr() for x in tensors]
+        bases += [x.data_ptr() for x in outputs]
+        size = self.chain.workspace
+        if size:
+            workspace = empty(size, dtype=torch.uint8, device=device)
+            bases.append(workspace.data_ptr())
+        else:
+            bases.append(0)
+        bases += self._constants
+        if not self._resources.is_captured and allocator.is_capturing():
+            self._resources.is_captured = True
+        self._launch([bases[buffer] + offset for buffer, offset in self.slots], allocator.stream(device.index))
+        return outputs
+
+    def _launch(self, addresses: Sequence[int], stream: int) -> None:
+        driver: Any = self.driver
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = _Block(self)
+        try:
+            self._pack(block.addresses, 0, *addresses)
+            if block.stream != stream:
+                for config in block.configs:
+                    config.stream = stream
+                block.stream = stream
+            driver.cuCtxGetCurrent(block.current_pointer)
+            if block.current.value == self.context:
+                _run(driver, block, stream)
+            else:
+                driver.call("cuCtxPushCurrent", self.context)
+                try:
+                    _run(driver, block, stream)
+                finally:
+                    driver.handle("cuCtxPopCurrent")
+        finally:
+            self._blocks.append(block)
+
+
+def _run(driver: Driver, block: _Block, stream: int) -> None:
+    for call in block.calls:
+        code = call(stream)
+        if code:
+            driver.check("a launch", code)
+
+
+def _symbols(chain: LaunchChain, resources: _Resources) -> dict[str, int]:
+    """Loads the module of a chain's constants in the current context; their addresses by their symbols."""
+    if not chain.module:
+        return {}
+    resources.modules.append(module := resources.driver.load(chain.module))
+    return {x.symbol: resources.driver.symbol(module, x.symbol, x.size) for x in chain.constants if not x.value}
+
+
+def _load(step: Any, resources: _Resources) -> _Ready:
+    """Loads a step's kernel in the current context."""
+    if isinstance(step, Kernel):
+        module = resources.driver.load(step.cubin)
+        resources.modules.append(module)
+        function = resources.driver.function(module, step.name, len(step.arguments), step.shared_memory)
+        return _Ready(function=function)
+    if isinstance(step, MosaicKernel):
+        compiled = resources.mosaic_library().MosaicGpuCompile(step.module, len(step.module))
+        if not compiled:
+            raise DriverError(f"Mosaic failed to compile kernel {step.name}")
+        resources.mosaic.append(compiled)
+        function, launch = compiled[0], compiled[1]
+        return _Ready(mosaic=_Mosaic(handle=compiled, function=function or 0, launch=_MOSAIC_LAUNCH(launch)))
+    return _Ready()

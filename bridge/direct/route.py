@@ -1,0 +1,261 @@
+"""Which calls take the direct route: a chain for each function and each set of shapes, compiled at the first call.
+
+The route is given up for a device, with one warning, where a self-test fails there: a small program's results differ
+from those of the DLPack route. A function without a chain takes the DLPack route, silently; `reasons` tells why.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jax_kernels import dispatch
+from jax_kernels.bridge import dlpack
+from jax_kernels.bridge.direct.chain import NotDirectError
+from jax_kernels.bridge.direct.launcher import Allocator, LoadedChain, torch_allocator, unload_dropped
+from jax_kernels.bridge.direct.target import Target, compile_chain
+from jax_kernels.ops import normalization
+from jax_kernels.ops.matmul import matmul
+
+__all__ = ["disabled", "find", "is_enabled", "launch", "reasons"]
+
+_ALIGNMENT = 16  # XLA and the tensor memory accelerator read inputs with it
+_MOST_CHAINS = 512
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Entry:
+    """The finding about a function with a set of shapes. chain: None for the DLPack route, for this reason.
+
+    used: the number of the newest entry when this one was last used.
+    """
+
+    chain: LoadedChain | None
+    reason: str
+    used: int
+
+
+@dataclasses.dataclass(kw_only=True)
+class _State:
+    """The entries by function and shapes, and what the self-tests found.
+
+    refused, refused_mosaic: for each device, why the route, or Mosaic's kernels on it, are not usable there; None where
+    they are. warned: the reason of the one warning. newest: how many entries were made.
+    """
+
+    is_enabled: bool
+    entries: dict[Any, _Entry] = dataclasses.field(default_factory=dict)
+    refused: dict[torch.device, str | None] = dataclasses.field(default_factory=dict)
+    refused_mosaic: dict[torch.device, str | None] = dataclasses.field(default_factory=dict)
+    warned: str | None = None
+    newest: int = 0
+
+
+_STATE = _State(is_enabled=os.environ.get("JAX_KERNELS_DIRECT", "1") != "0")
+_LOCK = threading.RLock()
+
+
+def is_enabled() -> bool:
+    """Whether the direct route is on: by JAX_KERNELS_DIRECT, unless that is 0, and outside of `disabled`."""
+    return _STATE.is_enabled
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Sends all calls inside the block, of all threads, through DLPack."""
+    before, _STATE.is_enabled = _STATE.is_enabled, False
+    try:
+        yield
+    finally:
+        _STATE.is_enabled = before
+
+
+def launch(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """The results of a jitted JAX function on tensors of one GPU by the direct route; None where it has no chain."""
+    chain = find(function, tensors)
+    return None if chain is None else chain(*map(_readable, filter(_is_there, tensors)))
+
+
+def find(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> LoadedChain | None:
+    """The chain of a function for such tensors, None where it has none. It is compiled if it is not known.
+
+    While a CUDA graph is being captured, nothing can be compiled.
+    """
+    if not _STATE.is_enabled:
+        return None
+    key = function, *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    entry = _STATE.entries.get(key)
+    if entry is None:
+        entry = _make(key, function, tensors)
+        if entry is None:
+            return None
+    entry.used = _STATE.newest
+    return entry.chain
+
+
+def reasons() -> list[str]:
+    """For each function and set of shapes that takes the DLPack route, and for each device without another, why."""
+    refused = [f"{device}: {reason}" for device, reason in _STATE.refused.items() if reason is not None]
+    return refused + [entry.reason for entry in list(_STATE.entries.values()) if entry.chain is None]
+
+
+def _is_there(x: Any) -> bool:
+    return x is not None
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    if x.is_contiguous() and not x.data_ptr() % _ALIGNMENT and not x.is_neg() and not x.is_conj():
+        return x
+    return dlpack.readable(x)
+
+
+def _make(key: Any, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> _Entry | None:
+    device = next(x.device for x in tensors if x is not None)
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    dlpack.jax_device(device)  # raises its own error where JAX lacks the device
+    with _LOCK:
+        if key in _STATE.entries:
+            return _STATE.entries[key]
+        chain, reason = None, _refused(device)
+        if reason is None:
+            try:
+                chain = _loaded(function, tensors, device)
+            except NotDirectError as error:
+                reason = str(error)
+            except Exception as error:  # whatever JAX's internals raise, the other route serves the call
+                reason = f"{type(error).__name__}: {error}"
+                _warn(f"a function on {device}", reason)
+        _STATE.newest += 1
+        entry = _Entry(chain=chain, reason=reason or "", used=_STATE.newest)
+        _STATE.entries[key] = entry
+        if len(_STATE.entries) > _MOST_CHAINS:
+            del _STATE.entries[min(_STATE.entries, key=lambda key: _STATE.entries[key].used)]
+        return entry
+
+
+def _refused(device: torch.device) -> str | None:
+    """The reason why the route is not usable on a device, None where it is. It is tested there once."""
+    if device not in _STATE.refused:
+        _STATE.refused[device] = _fails(device, "kernels")
+    return _STATE.refused[device]
+
+
+def _fails(device: torch.device, kind: str) -> str | None:
+    """The reason, with a warning, why a self-test of this kind fails on a device, None where it passes."""
+    try:
+        _test(device, kind)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        _warn(str(device), reason)
+        return reason
+    return None
+
+
+def _warn(what: str, reason: str) -> None:
+    """Warns, the first time, that the route is given up for something."""
+    if _STATE.warned is not None:
+        return
+    _STATE.warned = reason
+    warnings.warn(
+        f"jax_kernels.bridge does not launch the kernels of {what} directly, so that calls cost more of the host's "
+        f"time: {reason}. JAX_KERNELS_DIRECT=0 turns the direct route off.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _loaded(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], device: torch.device) -> LoadedChain:
+    """Compiles and loads a function's chain. Raises NotDirectError."""
+    unload_dropped()
+    there = [x is not None for x in tensors]
+    specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors if x is not None]
+
+    def filled(*arrays):
+        given = iter(arrays)
+        return function(*(next(given) if is_there else None for is_there in there))
+
+    chain = _compiled(filled, specs, device)
+    if chain.has_mosaic:
+        if device not in _STATE.refused_mosaic:
+            _STATE.refused_mosaic[device] = _fails(device, "Mosaic's")
+        if (reason := _STATE.refused_mosaic[device]) is not None:
+            raise NotDirectError(reason)
+    return LoadedChain(chain, device)
+
+
+def _compiled(function: Callable[..., Any], specs: Sequence[Any], device: torch.device) -> Any:
+    with dispatch.on_device(dispatch.device_info(dlpack.jax_device(device))):
+        return compile_chain(_target(device), function, specs)
+
+
+@functools.cache
+def _target(device: torch.device) -> Target:
+    facts = torch.cuda.get_device_properties(device)
+    info = dispatch.device_info(dlpack.jax_device(device))
+    return Target(
+        kind=dlpack.jax_device(device).device_kind,
+        compute_capability=(facts.major, facts.minor),
+        core_count=facts.multi_processor_count,
+        shared_memory_per_block=info.shared_memory_per_block,
+        shared_memory_per_core=facts.shared_memory_per_multiprocessor,
+        threads_per_core=facts.max_threads_per_multi_processor,
+        registers_per_core=facts.regs_per_multiprocessor,
+        l2_cache=facts.L2_cache_size,
+        total_memory=facts.total_memory,
+        memory_bandwidth=info.memory_bandwidth or 10**12,
+        clock_ghz=getattr(facts, "clock_rate", 1_700_000) / 1e6,
+    )
+
+
+def _norm(x, scale, dout):
+    """A norm and its gradient: kernels of Triton's, others of XLA's, and memory between them."""
+    out, pullback = jax.vjp(lambda *given: normalization.rms_norm(*given, implementation="triton"), x, scale)
+    return out, *pullback(dout)
+
+
+def _product(x, w):
+    return (matmul.matmul(x, w, implementation="mosaic_gpu"),)
+
+
+_TESTS: dict[str, Any] = {
+    "kernels": (_norm, ((96, 512), (512,), (96, 512))),
+    "Mosaic's": (_product, ((256, 256), (256, 256))),
+}
+
+
+def _test(device: torch.device, kind: str) -> None:
+    """Compares the two routes on a small program. Raises RuntimeError where they differ."""
+    function, shapes = _TESTS[kind]
+    tensors = [_wave(shape, device) for shape in shapes]
+    specs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    own = torch_allocator()
+    poisoned = Allocator(empty=_poisoned, stream=own.stream, is_capturing=own.is_capturing)
+    got = LoadedChain(_compiled(function, specs, device), device, allocator=poisoned)(*tensors)
+    arrays, owners = dlpack.import_tensors(tensors, device)
+    with dispatch.on_device(dispatch.device_info(dlpack.jax_device(device))):
+        want = dlpack.export_arrays(jax.jit(function)(*arrays), device)
+    del owners
+    for ours, theirs in zip(got, want, strict=True):
+        error = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+        if not error < 1e-2:
+            raise RuntimeError(f"a self-test ({kind}) gave results that differ by {error} from those of DLPack")
+
+
+def _wave(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Values that need no random numbers, whose generator belongs to the user."""
+    size = functools.reduce(lambda x, y: x * y, shape)
+    return torch.arange(size, device=device, dtype=torch.float32).mul(0.37).sin().reshape(shape).to(torch.bfloat16)
+
+
+def _poisoned(shape: Any, **place: Any) -> torch.Tensor:
+    fresh = torch.empty(shape, **place)
+    return fresh.fill_(255 if fresh.dtype == torch.uint8 else float("nan"))

@@ -1,0 +1,92 @@
+"""Compiles JAX functions for a GPU without running them, so that their executables can be read (see executable.py)."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jax_kernels.bridge.direct.chain import LaunchChain, NotDirectError
+from jax_kernels.bridge.direct.executable import chain_of
+
+__all__ = ["Target", "compile_chain"]
+
+_KERNELS = ("mosaic_gpu_v2", "__gpu$xla.gpu.triton")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """The facts of a GPU that XLA compiles for. kind: the name by which JAX knows it. Memory is in bytes."""
+
+    kind: str
+    compute_capability: tuple[int, int]
+    core_count: int
+    shared_memory_per_block: int
+    shared_memory_per_core: int
+    threads_per_core: int
+    registers_per_core: int
+    l2_cache: int
+    total_memory: int
+    memory_bandwidth: int
+    clock_ghz: float
+
+    @property
+    def description(self) -> str:
+        """XLA's description of the GPU, in protobuf text."""
+        major, minor = self.compute_capability
+        features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+        return f"""gpu_device_info {{
+          threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+          shared_memory_per_core: {self.shared_memory_per_core} threads_per_core_limit: {self.threads_per_core}
+          core_count: {self.core_count} fpus_per_core: {64 if (major, minor) == (8, 0) else 128}
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+          memory_bandwidth: {self.memory_bandwidth} l2_cache_size: {self.l2_cache}
+          clock_rate_ghz: {self.clock_ghz} device_memory_size: {self.total_memory}
+          shared_memory_per_block_optin: {self.shared_memory_per_block}
+          cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+          registers_per_core_limit: {self.registers_per_core} registers_per_block_limit: 65536
+          thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+          device_vendor: "NVIDIA Corporation" device_address_bits: 64 name: "{self.kind}"
+          driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+          dnn_version: "9.19.0"
+        }}
+        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 19 }} device_description_str: "{self.kind}"
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class _Device(AbstractDevice):
+    """A device of which Mosaic reads the architecture."""
+
+    compute_capability: str = ""
+
+
+def compile_chain(target: Target, function: Callable[..., Any], specs: Sequence[Any]) -> LaunchChain:
+    """The launch chain of a function of arrays, whose results are a flat sequence.
+
+    specs: a jax.ShapeDtypeStruct for each argument. Raises NotDirectError where the function has no chain; before it
+    is compiled, where it calls none of this library's kernels.
+    """
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target.description, topology="1x1x1")
+    replicated = NamedSharding(Mesh(np.array(topology.devices[:1]), ("device",)), PartitionSpec())
+    placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated) for x in specs]
+    device = _Device(
+        device_kind=target.kind,
+        num_cores=target.core_count,
+        platform="gpu",
+        compute_capability="{}.{}".format(*target.compute_capability),
+    )
+    # The parameters of the executable are all arguments, also those that are not used, as a tuple is not.
+    flat = jax.jit(lambda *arrays: tuple(function(*arrays)), keep_unused=True)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        try:
+            lowered = flat.lower(*placed)
+        except Exception as error:  # the caller's own, which the other route raises again
+            raise NotDirectError(f"the function cannot be lowered: {error}") from error
+    text = lowered.as_text()
+    if not any(kernel in text for kernel in _KERNELS):
+        raise NotDirectError("the plan has no kernel of this library's")
+    return chain_of(lowered.compile(), specs, lowered.out_info)

@@ -1,0 +1,78 @@
+"""The launch chains of the bridge's programs, read from executables that are compiled for an H200."""
+
+import functools
+import itertools
+import json
+from pathlib import Path
+
+import chains
+import forked
+import pytest
+from tiers import cases
+
+TIMEOUT = 240
+SCRIPT = Path(chains.__file__)
+
+# By case, the kernels of this library's in order. XLA's own may stand between them.
+KERNELS = {
+    "inference": ["attention_forward_sm90"],
+    "forward": ["attention_forward_sm90"],
+    "forward bounded": ["attention_row_norms", "attention_row_norms", "attention_forward_sm90"],
+    "backward": ["attention_backward_sm90"],
+    "backward odd": ["attention_backward_sm90"],
+    "forward triton": ["attention_forward_triton"],
+    "backward triton": ["attention_backward_dkv_triton", "attention_backward_dq_triton"],
+    "layer_norm": ["norm_forward_triton"],
+    "layer_norm backward": ["norm_forward_triton", "norm_backward_triton"],
+    "rms_norm": ["norm_forward_triton"],
+    "rms_norm backward": ["norm_forward_triton", "norm_backward_triton"],
+    "matmul": ["matmul_sm90"],
+    "matmul backward": ["matmul_sm90", "matmul_sm90"],
+}
+QUICK = ["inference", "backward odd", "rms_norm backward", "matmul"]
+
+
+@functools.cache
+def compiled(gpu, case):
+    env = {"JAX_KERNELS_INTERPRET": None}
+    done = forked.run(SCRIPT, gpu, case, env=env, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(TIMEOUT + 30)
+@pytest.mark.parametrize("case", cases(list(KERNELS), QUICK))
+def test_a_chain_has_all_kernels_and_buffers(case):
+    chain = compiled("h200", case)
+    steps = chain["steps"]
+    ours = [
+        step["name"]
+        for step in steps
+        if step["kind"] in ("kernel", "mosaic") and not step["name"].startswith(("input_", "loop_", "wrapped_"))
+    ]
+    stems = [name.removesuffix("_kernel").removesuffix("_mosaic_gpu") for name in ours]
+    assert stems == KERNELS[case]
+    program = chains.CASES[case]()
+    used = set(itertools.chain.from_iterable(step["buffers"] for step in steps))
+    assert {f"in{index}" for index in range(len(program.specs))} <= used
+    outputs = {"inference": 1, "forward": 2}.get(case.split()[0])
+    assert outputs is None or {name for name in used if name.startswith("out")} == {f"out{i}" for i in range(outputs)}
+    assert ("work" in used) == bool(chain["workspace"])
+    assert chain["work_used"] <= chain["workspace"]
+    assert {step["kind"] for step in steps} <= {"kernel", "mosaic", "fill", "copy"}
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(TIMEOUT + 30)
+def test_the_forward_with_rows_is_one_launch():
+    (step,) = compiled("h200", "forward triton")["steps"]
+    assert step["buffers"] == ["in0", "in1", "in2", "out0", "out1"]
+    assert step["shared_memory"] > 48 * 1024
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(TIMEOUT + 30)
+@pytest.mark.parametrize("case", ["forward xla", "matmul xla"])
+def test_a_program_without_kernels_of_ours_has_no_chain(case):
+    assert compiled("h200", case) == {"reason": "the plan has no kernel of this library's"}

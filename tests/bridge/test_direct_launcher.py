@@ -1,0 +1,230 @@
+"""Launches of a chain, by a driver that records them."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from fake_cuda import CONTEXT, STREAM, FakeCuda, FakeMosaic, Launch, Memory
+
+from jax_kernels.bridge.direct import launcher
+from jax_kernels.bridge.direct.chain import Array, Constant, Copy, Dims, Fill, Kernel, LaunchChain, MosaicKernel, Place
+from jax_kernels.bridge.direct.driver import DriverError
+
+GPU = torch.device("cuda", 0)
+X = Array(shape=(4, 6), dtype="float32", size=96)
+# The buffers, by their numbers: two inputs, two outputs, the workspace, a constant.
+IN, IN1, OUT, OUT1, WORK, CONSTANT = range(6)
+
+
+def place(buffer, offset=0, size=96):
+    return Place(buffer=buffer, offset=offset, size=size)
+
+
+FIRST = Kernel(
+    name="first",
+    cubin=b"first's",
+    grid=Dims(x=7, y=5, z=3),
+    block=Dims(x=128, y=2),
+    cluster=Dims(x=2),
+    shared_memory=100_000,
+    arguments=(place(IN), place(WORK, 256), place(CONSTANT, size=4)),
+    zeroed=(place(WORK, 512, 7),),
+)
+SECOND = Kernel(
+    name="second",
+    cubin=b"second's",
+    grid=Dims(),
+    block=Dims(x=32),
+    cluster=Dims(),
+    shared_memory=0,
+    arguments=(place(WORK, 256), place(OUT1)),
+)
+MOSAIC = MosaicKernel(name="mosaic", module=b"ML", arguments=(place(IN1), place(WORK, 256), place(OUT)))
+STEPS = (
+    FIRST,
+    Fill(target=place(WORK, 1024, 12), value=5),
+    MOSAIC,
+    Copy(source=place(CONSTANT, size=4), target=place(OUT1, 8, 4)),
+    SECOND,
+)
+
+
+def chain_of(*steps, constant=b"\1\2\3\4"):
+    return LaunchChain(
+        inputs=(X, X),
+        outputs=(X, X),
+        workspace=2048,
+        constants=(Constant(size=4, value=constant, symbol="c"),),
+        module=b"" if constant else b"constants",
+        steps=steps,
+    )
+
+
+class Bench:
+    """A loaded chain with what it was loaded by."""
+
+    def __init__(self, *steps, constant=b"\1\2\3\4", device=GPU, monkeypatch=None):
+        self.cuda = FakeCuda({"first": 3, "second": 2})
+        self.mosaic = FakeMosaic(3)
+        self.memory = Memory()
+        self.inputs = [torch.rand(4, 6) for _ in range(2)]
+        self.chain = chain_of(*(steps or STEPS), constant=constant)
+        self.device = device
+
+    def load(self):
+        return launcher.LoadedChain(
+            self.chain,
+            self.device,
+            cuda=self.cuda.driver,
+            mosaic=lambda: self.mosaic,
+            allocator=self.memory.allocator,
+        )
+
+    def addresses(self):
+        """The buffers' addresses in the last call: the constant's is that of the launch."""
+        outputs = self.memory.tensors[-3:-1]
+        return [x.data_ptr() for x in (*self.inputs, *outputs, self.memory.tensors[-1])]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """Constants stay where they are, as there is no GPU."""
+    own = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, *a: x if device == GPU else own(x, device, *a))
+    yield
+    launcher._DROPPED.clear()
+
+
+def test_every_step_gets_its_addresses_on_the_current_stream():
+    bench = Bench()
+    loaded = bench.load()
+    constant = loaded._constants[0]
+    assert bench.cuda.calls == [
+        ("load", (0x100, b"first's", CONTEXT)),
+        ("attribute", ("first", 8, 100_000)),
+        ("load", (0x102, b"second's", CONTEXT)),
+    ]
+    assert bench.mosaic.modules == [b"ML"]
+    for stream in (STREAM, STREAM, 0, 9):
+        bench.memory.stream = stream
+        bench.cuda.calls.clear()
+        bench.mosaic.calls.clear()
+        outputs = loaded(*bench.inputs)
+        x, y, out, out1, work = bench.addresses()
+        assert [o.data_ptr() for o in outputs] == [out, out1]
+        assert [(o.shape, o.dtype) for o in outputs] == [((4, 6), torch.float32)] * 2
+        first = Launch("first", (7, 5, 3), (128, 2, 1), (2, 1, 1), 100_000, stream, [x, work + 256, constant])
+        second = Launch("second", (1, 1, 1), (32, 1, 1), None, 0, stream, [work + 256, out1])
+        assert bench.cuda.calls == [
+            ("fill bytes", (work + 512, 0, 7, stream)),
+            ("launch", first),
+            ("fill", (work + 1024, 5, 3, stream)),
+            ("copy", (out1 + 8, constant, 4, stream)),
+            ("launch", second),
+        ]
+        assert bench.mosaic.calls == [("launch", (0xF00, stream, [y, work + 256, out]))]
+
+
+def test_a_constant_of_the_module_is_found_by_its_symbol():
+    bench = Bench(SECOND, constant=b"")
+    loaded = bench.load()
+    assert loaded._constants == [0xABC00]
+    assert [name for name, _ in bench.cuda.calls] == ["load", "load"]
+
+
+@pytest.mark.parametrize("current", [None, 0x77])
+def test_the_context_of_the_device_is_made_current_and_put_back(current):
+    bench = Bench()
+    loaded = bench.load()
+    bench.cuda.stack = [] if current is None else [current]
+    seen = []
+    own = bench.cuda._cuLaunchKernelEx
+    bench.cuda.cuLaunchKernelEx._call = lambda *given: seen.append(bench.cuda.stack[-1]) or own(*given)
+    loaded(*bench.inputs)
+    assert seen == [CONTEXT, CONTEXT]
+    assert bench.cuda.stack == ([] if current is None else [current])
+
+
+def test_a_second_device_has_its_own_context():
+    bench = Bench(SECOND, constant=b"", device=torch.device("cuda", 1))
+    bench.load()
+    assert {context for name, (_, _, context) in bench.cuda.calls if name == "load"} == {CONTEXT + 1}
+    assert bench.cuda.stack == [CONTEXT]
+
+
+def test_modules_are_unloaded_once_their_chain_is_gone():
+    bench = Bench()
+    loaded = bench.load()
+    loaded(*bench.inputs)
+    bench.cuda.calls.clear()
+    launcher.unload_dropped()
+    assert not bench.cuda.calls
+    del loaded
+    gc.collect()
+    launcher.unload_dropped()
+    assert bench.cuda.calls == [("synchronize", CONTEXT), ("unload", 0x102), ("unload", 0x100)]
+    assert bench.mosaic.calls[-1] == ("unload", 0xF00)
+    assert bench.cuda.stack == [CONTEXT]
+    launcher.unload_dropped()
+    assert len(bench.cuda.calls) == 3
+
+
+def test_a_chain_in_a_captured_graph_stays_loaded():
+    bench = Bench()
+    loaded = bench.load()
+    bench.memory.is_capturing = True
+    loaded(*bench.inputs)
+    bench.memory.is_capturing = False
+    loaded(*bench.inputs)
+    bench.cuda.calls.clear()
+    del loaded
+    gc.collect()
+    launcher.unload_dropped()
+    assert not bench.cuda.calls
+
+
+def test_a_kernel_that_takes_other_arguments_is_refused_and_unloaded():
+    for count in (1, 3):
+        bench = Bench(SECOND)
+        bench.cuda.counts["second"] = count
+        with pytest.raises(DriverError):
+            bench.load()
+        launcher.unload_dropped()
+        assert [name for name, _ in bench.cuda.calls] == ["load", "synchronize", "unload"]
+        assert bench.cuda.stack == [CONTEXT]
+
+
+def test_an_error_of_the_driver_is_raised_by_name_and_later_launches_work():
+    bench = Bench()
+    loaded = bench.load()
+    bench.cuda.fails = {"cuLaunchKernelEx"}
+    with pytest.raises(DriverError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+        loaded(*bench.inputs)
+    bench.cuda.fails = set()
+    loaded(*bench.inputs)
+    assert len(loaded._blocks) == 1
+
+
+def test_launches_of_several_threads_do_not_share_a_block():
+    """Each launch waits in the driver until all threads are in theirs."""
+    bench = Bench(SECOND)
+    loaded = bench.load()
+    barrier = threading.Barrier(4, timeout=20)
+    own = bench.cuda._cuLaunchKernelEx
+
+    def together(*given):
+        barrier.wait()
+        own(*given)
+        barrier.wait()
+
+    bench.cuda.cuLaunchKernelEx._call = together
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(loaded(*bench.inputs))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    launched = {call.arguments[1] for name, call in bench.cuda.calls if name == "launch"}
+    assert launched == {outputs[1].data_ptr() for outputs in found}
+    assert len(launched) == len(loaded._blocks) == 4

@@ -1,0 +1,176 @@
+"""Launch chains of the bridge's programs, compiled for a GPU that need not be there.
+
+    python tests/support/chains.py GPU CASE [FILE]
+
+It prints a JSON object: how many bytes of workspace, and the steps, each with its name, its kind and the buffers of its
+arguments ("in0", "out1", "work"). FILE gets the serialized executable.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aot
+import jax
+import jax.numpy as jnp
+import torch
+
+from jax_kernels.bridge import attention_ops
+from jax_kernels.bridge.attention_ops import Options, Tensors
+from jax_kernels.bridge.direct import target
+from jax_kernels.bridge.direct.chain import Copy, Fill, Kernel, LaunchChain, MosaicKernel, NotDirectError, Place
+from jax_kernels.device import device_info
+from jax_kernels.dispatch import on_device
+from jax_kernels.ops import normalization
+from jax_kernels.ops.matmul import matmul
+
+CPU = torch.device("cpu")  # the key of a jitted function; it is lowered for the target
+
+
+class Program(NamedTuple):
+    """A function of arrays, and the arrays without their values."""
+
+    function: Callable[..., Any]
+    specs: Sequence[Any]
+
+
+def spec(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def options(**given: Any) -> Options:
+    defaults = dict.fromkeys(Options._fields)
+    return Options(**defaults | {"window_left": -1, "window_right": -1, "q_offset": 0, "return_lse": False} | given)
+
+
+def attention(kind: str, *, length: int = 512, head_dim: int = 128, **given: Any) -> Program:
+    """flash_attention's operator of a kind, of the shape (2, length, 4, head_dim)."""
+    of_call, others = options(is_causal=True, **given), [None] * (len(Tensors._fields) - 3)
+    x = spec(2, length, 4, head_dim)
+    if kind == "backward":
+        backward = attention_ops._backward.__wrapped__(CPU, of_call, False)
+        rows = spec(2, 4, length, dtype="float32")
+        function = lambda q, k, v, out, rows, dout: backward(q, k, v, *others, out, rows, dout, None)
+        return Program(function=function, specs=[x, x, x, x, rows, x])
+    make = {"forward": attention_ops._forward, "inference": attention_ops._inference}[kind]
+    forward = make.__wrapped__(CPU, of_call)
+    return Program(function=lambda q, k, v: forward(q, k, v, *others), specs=[x, x, x])
+
+
+def norm(name: str, *, with_gradient: bool = False) -> Program:
+    x, weights = spec(4096, 1024), spec(1024)
+    function: Any = getattr(normalization, name)
+    specs = [x, weights] if name == "rms_norm" else [x, weights, weights]
+    return _program(function, specs, with_gradient, x)
+
+
+def product(*, with_gradient: bool = False, **given: Any) -> Program:
+    function = lambda x, w: matmul.matmul(x, w, **given)
+    return _program(function, [spec(4096, 1024), spec(1024, 2048)], with_gradient, spec(4096, 2048))
+
+
+def _program(function: Any, specs: list[Any], with_gradient: bool, out: Any) -> Program:
+    if not with_gradient:
+        return Program(function=lambda *arrays: (function(*arrays),), specs=specs)
+    return Program(function=lambda dout, *arrays: jax.vjp(function, *arrays)[1](dout), specs=[out, *specs])
+
+
+CASES: dict[str, Callable[[], Program]] = {
+    "inference": lambda: attention("inference"),
+    "forward": lambda: attention("forward"),
+    "forward bounded": lambda: attention("forward", length=8192),
+    "backward": lambda: attention("backward"),
+    "backward odd": lambda: attention("backward", length=1000, head_dim=64),
+    "forward triton": lambda: attention("forward", implementation="triton"),
+    "backward triton": lambda: attention("backward", implementation="triton"),
+    "forward xla": lambda: attention("forward", implementation="xla"),
+    "layer_norm": lambda: norm("layer_norm"),
+    "layer_norm backward": lambda: norm("layer_norm", with_gradient=True),
+    "rms_norm": lambda: norm("rms_norm"),
+    "rms_norm backward": lambda: norm("rms_norm", with_gradient=True),
+    "matmul": lambda: product(),
+    "matmul backward": lambda: product(with_gradient=True),
+    "matmul xla": lambda: product(implementation="xla"),
+}
+
+
+def target_of(gpu: str) -> target.Target:
+    """The target that is a GPU by its name."""
+    info = device_info(gpu)
+    generation = aot.GENERATIONS[info.compute_capability]
+    return target.Target(
+        kind=generation.kind,
+        compute_capability=info.compute_capability,
+        core_count=info.core_count,
+        shared_memory_per_block=info.shared_memory_per_block,
+        shared_memory_per_core=generation.shared_memory,
+        threads_per_core=generation.threads,
+        registers_per_core=65536,
+        l2_cache=generation.l2,
+        total_memory=info.total_memory_bytes,
+        memory_bandwidth=info.memory_bandwidth,
+        clock_ghz=generation.clock,
+    )
+
+
+def chain_for(gpu: str, case: str) -> LaunchChain:
+    program = CASES[case]()
+    with on_device(gpu):
+        return target.compile_chain(target_of(gpu), *program)
+
+
+def described(chain: LaunchChain) -> dict[str, Any]:
+    names = [f"in{index}" for index in range(len(chain.inputs))]
+    names += [f"out{index}" for index in range(len(chain.outputs))]
+    names += ["work", *(f"constant{index}" for index in range(len(chain.constants)))]
+    buffers = lambda places: [names[place.buffer] for place in places]
+    steps: list[dict[str, Any]] = []
+    for step in chain.steps:
+        match step:
+            case Kernel():
+                sizes = {"shared_memory": step.shared_memory, "cubin": len(step.cubin)}
+                steps.append({"kind": "kernel", "name": step.name, "buffers": buffers(step.arguments)} | sizes)
+            case MosaicKernel():
+                steps.append({"kind": "mosaic", "name": step.name, "buffers": buffers(step.arguments)})
+            case Fill():
+                steps.append({"kind": "fill", "name": str(step.value), "buffers": buffers([step.target])})
+            case Copy():
+                steps.append({"kind": "copy", "name": "", "buffers": buffers([step.target, step.source])})
+    return {"workspace": chain.workspace, "work_used": _used(chain), "steps": steps}
+
+
+def _used(chain: LaunchChain) -> int:
+    """The last byte of the workspace that a step names."""
+    work = len(chain.inputs) + len(chain.outputs)
+    places: list[Place] = []
+    for step in chain.steps:
+        places += step.arguments if isinstance(step, Kernel | MosaicKernel) else [step.target]
+    return max((place.offset + place.size for place in places if place.buffer == work), default=0)
+
+
+def main(gpu: str, case: str, file: str = "") -> None:
+    if file:
+        keep(Path(file))
+    try:
+        print(json.dumps(described(chain_for(gpu, case))))
+    except NotDirectError as error:
+        print(json.dumps({"reason": str(error)}))
+
+
+def keep(file: Path) -> None:
+    """Makes this process write the executable that it reads to a file."""
+    from jax_kernels.bridge.direct import executable
+
+    read = executable.read_chain
+
+    def read_and_keep(data: bytes, *arrays: Any) -> LaunchChain:
+        file.write_bytes(data)
+        return read(data, *arrays)
+
+    executable.read_chain = read_and_keep
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

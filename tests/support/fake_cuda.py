@@ -1,0 +1,197 @@
+"""A CUDA driver that runs nothing: it records the calls that it gets, with what their pointers point to."""
+
+import ctypes
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+
+from jax_kernels.bridge.direct.driver import _SIGNATURES, Driver, LaunchConfig
+from jax_kernels.bridge.direct.launcher import Allocator
+
+CONTEXT = 0xC0
+STREAM = 0x5
+
+
+class Launch(NamedTuple):
+    """A launch of a kernel. cluster: its dimensions, None where it has none."""
+
+    function: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int] | None
+    shared_memory: int
+    stream: int
+    arguments: list[int]
+
+
+class _Function:
+    """A function of the library: callable, and with ctypes' attributes."""
+
+    def __init__(self, call: Any) -> None:
+        self.argtypes: Any = None
+        self.restype: Any = None
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> int:
+        for x, kind in zip(arguments, self.argtypes, strict=True):
+            if not isinstance(kind, type) or kind is ctypes.c_void_p:
+                continue
+            kind(x) if isinstance(x, int) else None  # raises where the value is of another type
+        return self._call(*arguments) or 0
+
+
+def write(pointer: Any, value: int) -> None:
+    pointer._obj.value = value
+
+
+class FakeCuda:
+    """The library of `Driver`. calls: (name, arguments) of what changes something, launches as Launch.
+
+    counts: how many arguments each kernel takes. fails: names of functions that give an error.
+    """
+
+    def __init__(self, counts: dict[str, int] | None = None) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.counts = counts or {}
+        self.fails: set[str] = set()
+        self.stack = [CONTEXT]
+        self.names: dict[int, str] = {}
+        self._handles = itertools.count(0x100)
+        for name in _SIGNATURES:
+            call = getattr(self, f"_{name.removesuffix('_v2')}")
+            setattr(
+                self, name, _Function(lambda *arguments, name=name, call=call: self._guarded(name, call, arguments))
+            )
+
+    @property
+    def driver(self) -> Driver:
+        return Driver(self)
+
+    def _guarded(self, name: str, call: Any, arguments: Any) -> int:
+        return 700 if name in self.fails else call(*arguments)
+
+    def _cuInit(self, flags):
+        pass
+
+    def _cuGetErrorName(self, code, out):
+        write(out, b"CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    def _cuDeviceGet(self, out, index):
+        write(out, index)
+
+    def _cuDevicePrimaryCtxRetain(self, out, device):
+        write(out, CONTEXT + device)
+
+    def _cuCtxGetCurrent(self, out):
+        write(out, self.stack[-1] if self.stack else None)
+
+    def _cuCtxPushCurrent(self, context):
+        self.stack.append(context)
+
+    def _cuCtxPopCurrent(self, out):
+        write(out, self.stack.pop())
+
+    def _cuCtxSynchronize(self):
+        self.calls.append(("synchronize", self.stack[-1]))
+
+    def _cuModuleLoadData(self, out, cubin):
+        handle = next(self._handles)
+        self.calls.append(("load", (handle, cubin, self.stack[-1])))
+        write(out, handle)
+
+    def _cuModuleUnload(self, module):
+        self.calls.append(("unload", module))
+
+    def _cuModuleGetFunction(self, out, module, name):
+        handle = next(self._handles)
+        self.names[handle] = name.decode()
+        write(out, handle)
+
+    def _cuFuncGetParamInfo(self, function, index, offset, size):
+        if index >= self.counts[self.names[function]]:
+            return 1
+        write(size, 8)
+
+    def _cuModuleGetGlobal(self, out, size, module, name):
+        write(out, 0xABC00)
+        write(size, 64)
+
+    def _cuFuncSetAttribute(self, function, attribute, value):
+        self.calls.append(("attribute", (self.names[function], attribute, value)))
+
+    def _cuLaunchKernelEx(self, pointer, function, parameters, extra):
+        assert extra is None
+        config = LaunchConfig.from_address(pointer)
+        cluster = None
+        if config.count:
+            attribute = config.attributes[0]
+            assert (config.count, attribute.id) == (1, 4)
+            cluster = tuple(attribute.value[:3])
+        count = self.counts[self.names[function]]
+        pointers = (ctypes.c_void_p * count).from_address(parameters)
+        launch = Launch(
+            function=self.names[function],
+            grid=(config.grid_x, config.grid_y, config.grid_z),
+            block=(config.block_x, config.block_y, config.block_z),
+            cluster=cluster,
+            shared_memory=config.shared,
+            stream=config.stream or 0,
+            arguments=[ctypes.c_uint64.from_address(at).value for at in pointers],
+        )
+        self.calls.append(("launch", launch))
+
+    def _cuMemsetD8Async(self, target, value, count, stream):
+        self.calls.append(("fill bytes", (target, value, count, stream)))
+
+    def _cuMemsetD32Async(self, target, value, count, stream):
+        self.calls.append(("fill", (target, value, count, stream)))
+
+    def _cuMemcpyDtoDAsync(self, target, source, count, stream):
+        self.calls.append(("copy", (target, source, count, stream)))
+
+
+_LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+
+class FakeMosaic:
+    """The library that compiles Mosaic kernels. calls: ("launch", (function, stream, addresses)), ("unload", handle).
+
+    count: how many addresses a kernel takes.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.modules: list[bytes] = []
+        self.count = count
+        self._launch = _LAUNCH(self._record)
+
+    def _record(self, function, stream, addresses):
+        values = list((ctypes.c_uint64 * self.count).from_address(addresses))
+        self.calls.append(("launch", (function, stream or 0, values)))
+
+    def MosaicGpuCompile(self, module: bytes, size: int) -> Any:
+        assert len(module) == size
+        self.modules.append(module)
+        return (ctypes.c_void_p * 2)(0xF00, ctypes.cast(self._launch, ctypes.c_void_p).value)
+
+    def MosaicGpuUnload(self, handle: Any) -> None:
+        self.calls.append(("unload", handle[0]))
+
+
+class Memory:
+    """An allocator on the CPU, for a chain of a GPU: it keeps the tensors that it gives. stream: the current one."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.stream = STREAM
+        self.is_capturing = False
+
+    def empty(self, shape: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert device.type == "cuda"
+        self.tensors.append(torch.zeros(shape, dtype=dtype))
+        return self.tensors[-1]
+
+    @property
+    def allocator(self) -> Allocator:
+        return Allocator(empty=self.empty, stream=lambda index: self.stream, is_capturing=lambda: self.is_capturing)
