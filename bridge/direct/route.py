@@ -59,12 +59,13 @@ class _State:
     newest: int = 0
 
 
-_STATE = _State(is_enabled=os.environ.get("JAX_KERNELS_DIRECT", "1") != "0")
+# Off until it has run on a GPU.
+_STATE = _State(is_enabled=os.environ.get("JAX_KERNELS_DIRECT", "0") == "1")
 _LOCK = threading.RLock()
 
 
 def is_enabled() -> bool:
-    """Whether the direct route is on: by JAX_KERNELS_DIRECT, unless that is 0, and outside of `disabled`."""
+    """Whether the direct route is on: where JAX_KERNELS_DIRECT is 1, and outside of `disabled`."""
     return _STATE.is_enabled
 
 
@@ -167,7 +168,7 @@ def _warn(what: str, reason: str) -> None:
     _STATE.warned = reason
     warnings.warn(
         f"jax_kernels.bridge does not launch the kernels of {what} directly, so that calls cost more of the host's "
-        f"time: {reason}. JAX_KERNELS_DIRECT=0 turns the direct route off.",
+        f"time: {reason}. JAX_KERNELS_DIRECT=1 turned the direct route on.",
         RuntimeWarning,
         stacklevel=2,
     )
