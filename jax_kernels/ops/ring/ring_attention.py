@@ -50,9 +50,10 @@ def ring_attention(
         gather = lambda x: all_gather(x, axis_name, axis=1, tiled=True)[:, argsort(tokens)]
         out = flash_attention(*map(gather, (query, key, value)), segment_ids=gather(segment_ids), ...)[:, mine]
 
-    Keys and values travel round the ring of the devices. Each step's result is a float32 (out, lse), and is merged with
-    those before. In the backward keys, values and their float32 gradients travel. Steps that a window makes empty on
-    all devices are left out, and their keys do not stop there. shard_sequence brings an array into a layout.
+    Keys and values travel round the ring of the devices. Each step's result is (out, lse), which are merged in float32
+    with those before; "mosaic_gpu" rounds the out of a step to query's dtype. In the backward keys, values and their
+    float32 gradients travel. Steps that a window makes empty on all devices are left out, and their keys do not stop
+    there. shard_sequence brings an array into a layout.
 
     The forward keeps query, key, value, out and lse. out and lse have the names "ring_attention_out" and
     "ring_attention_lse" for the policies of jax.checkpoint.
@@ -211,9 +212,11 @@ def _step(call: _Call, step: int, arrays: _Arrays, key: Any, value: Any, ids: An
     layout, pairs = call.layout, call.layout.pairs(step, call.index)
     if _is_one_call(layout, step):
         planned, inputs = _planned(call, step, arrays, key, value, ids, [])
-        return attention_forward(planned, inputs)[:2]
+        out, lse, *_ = attention_forward(planned, inputs)
+        return out.astype(jnp.float32), lse
     planned, inputs = _planned(call, step, arrays, key, value, ids, pairs)
-    out, lse = (jnp.split(x, len(pairs)) for x in attention_forward(planned, inputs)[:2])
+    out, lse, *_ = attention_forward(planned, inputs)
+    out, lse = jnp.split(out.astype(jnp.float32), len(pairs)), jnp.split(lse, len(pairs))
     of_chunk: list[Any] = [None] * layout.chunks
     for pair, *found in zip(pairs, out, lse, strict=True):
         for chunk in range(layout.chunks):
@@ -266,9 +269,12 @@ def _planned(
         window=window,
         segment_ids=None if ids is None else (join(arrays.segment_ids, "query"), join(ids, "key")),
         q_offset=offsets,
+        return_lse=True,
         **dict(call.options),
     )
-    return dataclasses.replace(planned, out_dtype="float32"), inputs
+    # The Hopper kernel's blocks leave no shared memory for a float32 out: there, each step's out is rounded once.
+    dtype = planned.out_dtype if planned.implementation == "mosaic_gpu" else "float32"
+    return dataclasses.replace(planned, out_dtype=dtype), inputs
 
 
 @under_defaults
