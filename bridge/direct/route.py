@@ -25,7 +25,7 @@ from jax_kernels.bridge.direct.target import Target, compile_chain
 from jax_kernels.ops import normalization
 from jax_kernels.ops.matmul import matmul
 
-__all__ = ["disabled", "find", "is_enabled", "launch", "reasons"]
+__all__ = ["clear", "disabled", "enabled", "find", "is_enabled", "launch", "reasons"]
 
 _ALIGNMENT = 16  # XLA and the tensor memory accelerator read inputs with it
 _MOST_CHAINS = 512
@@ -69,10 +69,19 @@ def is_enabled() -> bool:
     return _STATE.is_enabled
 
 
-@contextlib.contextmanager
-def disabled() -> Iterator[None]:
+def disabled() -> contextlib.AbstractContextManager[None]:
     """Sends all calls inside the block, of all threads, through DLPack."""
-    before, _STATE.is_enabled = _STATE.is_enabled, False
+    return _switched(False)
+
+
+def enabled() -> contextlib.AbstractContextManager[None]:
+    """Turns the direct route on inside the block, for all threads."""
+    return _switched(True)
+
+
+@contextlib.contextmanager
+def _switched(is_enabled: bool) -> Iterator[None]:
+    before, _STATE.is_enabled = _STATE.is_enabled, is_enabled
     try:
         yield
     finally:
@@ -106,6 +115,13 @@ def reasons() -> list[str]:
     """For each function and set of shapes that takes the DLPack route, and for each device without another, why."""
     refused = [f"{device}: {reason}" for device, reason in _STATE.refused.items() if reason is not None]
     return refused + [entry.reason for entry in list(_STATE.entries.values()) if entry.chain is None]
+
+
+def clear() -> None:
+    """Drops all chains, and what was found about functions without one. They are made again when they are called."""
+    with _LOCK:
+        _STATE.entries.clear()
+    unload_dropped()
 
 
 def _is_there(x: Any) -> bool:

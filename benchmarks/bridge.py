@@ -1,0 +1,307 @@
+"""The host's time of calls through the PyTorch bridge, by each route, beside PyTorch's own attention.
+
+    PYTHONPATH=. JAX_PLATFORMS= python benchmarks/bridge.py --output benchmarks/results/bridge-h200.json
+
+Host time: microseconds of a call at (1, 256, 8, 64), bfloat16. Calls run in batches, and the GPU is waited for between
+batches, outside of the time, so that its queue never fills. The figure is the median of the batches. The rows:
+
+| row | call |
+|---|---|
+| no grad | flash_attention under torch.no_grad |
+| forward | flash_attention with gradients |
+| backward | torch.autograd.grad of its output |
+| compiled | flash_attention in torch.compile, without gradients |
+| from_jax | x * 2 |
+| capture, empty capture | a CUDA graph of one call, and one of none |
+
+Wall time: milliseconds of a call at (2, 8192, 16, 128), from the first to the last of a queue of calls, and the GPU's
+own time of it, by CUDA events around a queue that waits for its launches.
+
+`--profile` prints where the host's time of 2,000 calls goes, and times nothing.
+"""
+
+import contextlib
+import cProfile
+import pathlib
+import pstats
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+from harness import report
+from harness.process import refuse, say
+from rich.console import Console
+from rich.table import Table
+from typer import Exit, Option, run
+
+SMALL, LARGE = (1, 256, 8, 64), (2, 8192, 16, 128)
+ROUTES = ("direct", "dlpack", "sdpa", "no-op")
+Calls = dict[str, Callable[[], Any]]
+
+
+@contextlib.contextmanager
+def on_route(name: str) -> Iterator[None]:
+    """Sends the bridge's calls along the route of this name."""
+    from jax_kernels.bridge.direct import route
+
+    with route.disabled() if name == "dlpack" else route.enabled():
+        yield
+
+
+def tensors(shape: tuple[int, ...]) -> list[Any]:
+    import torch
+
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+def attention_of(route: str) -> Callable[..., Any]:
+    """Attention by the route, on tensors [B, T, H, D], but [B, H, T, D] for "sdpa". The no-op computes nothing."""
+    import torch
+    import torch.nn.functional as F
+
+    from jax_kernels import bridge
+
+    if route == "sdpa":
+        return lambda query, key, value: F.scaled_dot_product_attention(query, key, value)
+    if route == "no-op":
+        return torch.ops.jax_kernels_benchmark.nothing
+    return bridge.flash_attention
+
+
+def define_nothing() -> Any:
+    """Defines an operator that returns an empty tensor: the least that a call of torch.library costs."""
+    import torch
+
+    library = torch.library.Library("jax_kernels_benchmark", "FRAGMENT")
+    library.define("nothing(Tensor query, Tensor key, Tensor value) -> Tensor")
+    library.impl("nothing", lambda query, key, value: torch.empty_like(query), "CUDA")
+    torch.library.register_fake(
+        "jax_kernels_benchmark::nothing", lambda query, key, value: torch.empty_like(query), lib=library
+    )
+    return library
+
+
+def host_calls(route: str) -> Calls:
+    """The calls of the host's table that the route has."""
+    import torch
+
+    from jax_kernels import bridge
+
+    batch, length, heads, head_dim = SMALL
+    inputs = tensors((batch, heads, length, head_dim) if route == "sdpa" else SMALL)
+    attend = attention_of(route)
+    plain = [x.detach() for x in inputs]
+    calls: Calls = {"no grad": lambda: attend(*plain)}
+    if route != "no-op":
+        out = attend(*inputs)
+        dout = torch.randn_like(out)
+        calls["forward"] = lambda: attend(*inputs)
+        calls["backward"] = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *given: attend(*given), fullgraph=True)
+    calls["compiled"] = lambda: compiled(*plain)
+    if route in ("direct", "dlpack"):
+        double = bridge.from_jax(lambda x: x * 2)
+        x = torch.randn(1000, device="cuda")
+        calls["from_jax"] = lambda: double(x)
+    return calls
+
+
+def capture_calls(route: str) -> Calls:
+    """A call that captures a CUDA graph, and one that does so with nothing in it."""
+    inputs = [x.detach() for x in tensors(SMALL)]
+    attend = attention_of(route)
+    attend(*inputs)
+    return {"capture": lambda: captured(lambda: attend(*inputs)), "empty capture": lambda: captured(lambda: None)}
+
+
+def captured(call: Callable[[], Any]) -> Any:
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def host_microseconds(call: Callable[[], Any], calls: int, batch: int, seconds: float) -> float:
+    """The median over batches of the host's time of a call. No batch begins after so many seconds."""
+    import torch
+
+    for _ in range(min(10, batch)):
+        call()
+    torch.cuda.synchronize()
+    times, end = [], time.perf_counter() + seconds
+    for _ in range(max(1, calls // batch)):
+        begin = time.perf_counter()
+        for _ in range(batch):
+            call()
+        times.append((time.perf_counter() - begin) / batch)
+        torch.cuda.synchronize()
+        if time.perf_counter() > end:
+            break
+    return statistics.median(times) * 1e6
+
+
+def measure_host(
+    route: str, make: Callable[[str], Calls], calls: int, batch: int, seconds: float
+) -> list[dict[str, Any]]:
+    """A row for each call that `make` gives for the route."""
+    import torch
+
+    rows = []
+    with on_route(route):
+        for name, call in make(route).items():
+            row: dict[str, Any] = {"route": route, "call": name, "shape": SMALL, "status": "ok", "reason": ""}
+            try:
+                with torch.set_grad_enabled(name in ("forward", "backward")):
+                    row["host_us"] = host_microseconds(call, calls, batch, seconds)
+            except Exception as error:
+                row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+            rows.append(row)
+            say(f"{route:7} {name:9} {row.get('host_us', float('nan')):9.1f} us {row['reason']}")
+    return rows
+
+
+def queue_times(call: Callable[[], Any], calls: int) -> dict[str, float]:
+    """wall_ms: the host's clock around a queue of calls that ends in a wait. device_ms: CUDA events around it.
+
+    The queue begins behind work of the GPU that outlasts its launches for the events, and with an idle GPU for the
+    clock.
+    """
+    import torch
+
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - begin) / calls * 1e3
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(40_000_000)
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return {"wall_ms": wall, "device_ms": start.elapsed_time(end) / calls}
+
+
+def measure_wall(rounds: int) -> list[dict[str, Any]]:
+    """The rows of the large shape, the routes taking turns."""
+    import torch
+
+    inputs = tensors(LARGE)
+    dout = torch.randn_like(inputs[0])
+    heads_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in inputs]
+    dout_heads_first = dout.transpose(1, 2).contiguous()
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for _ in range(rounds):
+        for route in ("direct", "dlpack", "sdpa"):
+            attend = attention_of(route)
+            given, cotangent = (heads_first, dout_heads_first) if route == "sdpa" else (inputs, dout)
+            both = lambda attend=attend, given=given, cotangent=cotangent: torch.autograd.grad(
+                attend(*given), given, cotangent
+            )
+            with on_route(route):
+                with torch.no_grad():
+                    times = queue_times(lambda attend=attend, given=given: attend(*given), 20)
+                found.setdefault((route, "forward"), []).append(times)
+                found.setdefault((route, "both"), []).append(queue_times(both, 8))
+    rows = []
+    for (route, mode), times in found.items():
+        row: dict[str, Any] = {"route": route, "call": mode, "shape": LARGE, "status": "ok", "reason": ""}
+        row |= {key: statistics.median(x[key] for x in times) for key in ("wall_ms", "device_ms")}
+        say(f"{route:7} {mode:9} {row['wall_ms']:9.3f} ms wall, {row['device_ms']:.3f} ms device")
+        rows.append(row)
+    return rows
+
+
+def profile(calls: int) -> None:
+    """Prints where the host's time of the calls goes, for one without gradients."""
+    import torch
+
+    from jax_kernels import bridge
+
+    inputs = [x.detach() for x in tensors(SMALL)]
+    with on_route("direct"), torch.no_grad():
+        for _ in range(20):
+            bridge.flash_attention(*inputs)
+        profiler = cProfile.Profile()
+        for _ in range(calls // 20):
+            torch.cuda.synchronize()
+            profiler.enable()
+            for _ in range(20):
+                bridge.flash_attention(*inputs)
+            profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table("call", *ROUTES, title="host, microseconds a call; wall and device, milliseconds")
+    for name in dict.fromkeys((row["call"], row["shape"]) for row in rows):
+        cells = []
+        for route in ROUTES:
+            (row,) = [x for x in rows if (x["call"], x["shape"]) == name and x["route"] == route] or [{}]
+            if "host_us" in row:
+                cells.append(f"{row['host_us']:.1f}")
+            elif "wall_ms" in row:
+                cells.append(f"{row['wall_ms']:.3f} / {row['device_ms']:.3f}")
+            else:
+                cells.append(row.get("status", "-"))
+        table.add_row(f"{name[0]} {name[1]}", *cells)
+    Console(width=120).print(table)
+
+
+def main(
+    output: Annotated[pathlib.Path | None, Option(help="JSON file")] = None,
+    commit: Annotated[str | None, Option(help="commit to record where the tree has no .git")] = None,
+    calls: Annotated[int, Option(min=20, help="calls of each row of the host's table")] = 3000,
+    seconds: Annotated[float, Option(help="the most that the calls of one row take")] = 1.5,
+    rounds: Annotated[int, Option(min=1, help="turns of each route at the large shape")] = 3,
+    profile_calls: Annotated[bool, Option("--profile", help="print a profile of 2,000 calls, and no times")] = False,
+) -> None:
+    """Times calls through the bridge. The exit status is 1 where a row failed."""
+    import torch
+
+    if not torch.cuda.is_available():
+        refuse("times a GPU, and PyTorch finds none")
+    if profile_calls:
+        profile(2000)
+        raise Exit(0)
+    library = define_nothing()
+    results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(commit, with_torch=True)}
+    results["rows"] = rows = []
+    for route in ROUTES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            rows += measure_host(route, host_calls, calls, 20, seconds)
+        write(output, results)
+    rows += measure_wall(rounds)
+    write(output, results)
+    rows.append({"route": "dlpack", "call": "capture", "shape": SMALL, "status": "refused", "reason": ""})
+    for route in ("sdpa", "direct"):  # last, as a capture that fails leaves PyTorch unusable
+        rows += measure_host(route, capture_calls, 20, 1, seconds)
+    show(rows)
+    from jax_kernels.bridge.direct import route as direct
+
+    results["not_direct"] = sorted(set(direct.reasons()))
+    for reason in results["not_direct"]:
+        say(f"not direct: {reason}")
+    write(output, results)
+    del library
+    raise Exit(any(row["status"] == "failed" for row in rows))
+
+
+def write(output: pathlib.Path | None, results: dict[str, Any]) -> None:
+    if output is not None:
+        report.write_json(output, results)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

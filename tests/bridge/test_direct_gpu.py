@@ -1,0 +1,533 @@
+"""The direct route on a GPU: which calls take it, and that they are right."""
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import pytest
+import torch
+
+from jax_kernels import bridge
+from jax_kernels.bridge import dlpack, masks
+from jax_kernels.bridge.direct import route
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(300),
+]
+SHAPE = (2, 512, 4, 64)
+SLEEP = 20_000_000  # cycles: about 12 ms on an H200
+
+
+@pytest.fixture(autouse=True)
+def direct(monkeypatch):
+    """Turns the direct route on."""
+    monkeypatch.setattr(route._STATE, "is_enabled", True)
+
+
+@contextlib.contextmanager
+def only_direct():
+    """Fails, with the reasons of the route, where a call inside the block goes through DLPack."""
+    before, own, taken = len(route.reasons()), dlpack.import_tensors, []
+
+    def counted(*given):
+        taken.append(given)
+        return own(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dlpack, "import_tensors", counted)
+        yield
+    reasons = route.reasons()
+    assert not taken, f"{len(taken)} calls went through DLPack; new reasons: {reasons[before:]}; all: {set(reasons)}"
+
+
+def poison():
+    """Fills free memory of PyTorch's allocator, on the current stream, with NaN."""
+    blocks = [
+        torch.full((size,), float("nan"), device="cuda") for size in (*(2**8,) * 64, *(2**17,) * 32, *(2**23,) * 8)
+    ]
+    del blocks
+
+
+def random(*shape, dtype=torch.bfloat16, device="cuda", seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(device=device, dtype=dtype).requires_grad_()
+
+
+def qkv(shape=SHAPE, kv_heads=None, device="cuda"):
+    kv_shape = (*shape[:2], kv_heads or shape[2], shape[3])
+    return [random(*shape, device=device), *(random(*kv_shape, device=device, seed=seed) for seed in (1, 2))]
+
+
+def close(got, want, tolerance=1e-2):
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    assert error < tolerance, float(error)
+
+
+class Case(NamedTuple):
+    """A call of the tensors `inputs`, and the same in float64, or None where the DLPack route says what is right."""
+
+    inputs: list[torch.Tensor]
+    call: Callable[..., Any]
+    exact: Callable[..., Any] | None
+
+
+def attention(reference, *, inputs=None, **options):
+    call = lambda *given: bridge.flash_attention(*given, **options)
+    return Case(inputs or qkv(), call, lambda *given: reference(*given, **options)[0])
+
+
+def lengths(*values):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def with_bias(reference):
+    call = lambda q, k, v, bias: bridge.flash_attention(q, k, v, bias=bias)
+    exact = lambda q, k, v, bias: reference(q, k, v, bias=bias)[0]
+    return Case([*qkv(), random(1, 4, 512, 512)], call, exact)
+
+
+def with_mask(kind):
+    blocks = torch.rand(2, 4, 4, 4, generator=torch.Generator().manual_seed(0)) < 0.5
+    made = {
+        "blocks": lambda: masks.block_sparse(blocks.cuda(), 128),
+        "lengths": lambda: masks.prefix(lengths(100, 400)),
+        "structure": lambda: masks.causal() & masks.sliding_window(100, 0),
+    }[kind]()
+    return Case(qkv((2, 512, 4, 128)), lambda *given: bridge.flash_attention(*given, mask=made), None)
+
+
+def halved(score, b, h, q_idx, kv_idx):
+    return score * 0.5 - jnp.abs(q_idx - kv_idx) * 0.01
+
+
+def by_layer_norm(x, scale, bias):
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], scale, bias, 1e-5)
+
+
+def by_rms_norm(x, scale):
+    return torch.nn.functional.rms_norm(x, x.shape[-1:], scale, 1e-5)
+
+
+CASES: dict[str, Callable[[Any], Case]] = {
+    "plain": lambda reference: attention(reference),
+    "causal": lambda reference: attention(reference, is_causal=True),
+    "window": lambda reference: attention(reference, window=(100, 20)),
+    "segments": lambda reference: attention(
+        reference, segment_ids=(torch.arange(512, device="cuda", dtype=torch.int32) // 200).expand(2, 512).contiguous()
+    ),
+    "kv_lengths": lambda reference: attention(reference, kv_lengths=lengths(300, 512)),
+    "bool mask": lambda reference: attention(
+        reference, mask=torch.rand(2, 1, 512, 512, generator=torch.Generator().manual_seed(0)).cuda() < 0.7
+    ),
+    "softcap": lambda reference: attention(reference, softcap=20.0),
+    "sinks": lambda reference: Case(
+        [*qkv(), random(4)],
+        lambda q, k, v, sinks: bridge.flash_attention(q, k, v, sinks=sinks),
+        lambda q, k, v, sinks: reference(q, k, v, sinks=sinks)[0],
+    ),
+    "bias": with_bias,
+    "grouped": lambda reference: attention(reference, inputs=qkv((2, 512, 8, 128), kv_heads=2), is_causal=True),
+    "odd": lambda reference: attention(reference, inputs=qkv((1, 333, 3, 80)), is_causal=True),
+    "long": lambda reference: attention(reference, inputs=qkv((1, 4096, 4, 128)), is_causal=True),
+    "score_mod": lambda reference: Case(qkv(), lambda *given: bridge.flash_attention(*given, score_mod=halved), None),
+    "mask of blocks": lambda reference: with_mask("blocks"),
+    "mask of lengths": lambda reference: with_mask("lengths"),
+    "mask of structure": lambda reference: with_mask("structure"),
+    "dilated": lambda reference: Case(
+        qkv((1, 1024, 4, 64)),
+        lambda *given: bridge.dilated_attention(*given, segment_lengths=[256, 1024], dilation_rates=[1, 2]),
+        None,
+    ),
+    "matmul": lambda reference: Case([random(4096, 2048), random(2048, 4096)], bridge.matmul, torch.matmul),
+    "linear": lambda reference: Case(
+        [random(2, 2048, 2048), random(4096, 2048), random(4096)], bridge.linear, torch.nn.functional.linear
+    ),
+    "gated_matmul": lambda reference: Case(
+        [random(4096, 2048), random(2048, 4096), random(2048, 4096)],
+        bridge.gated_matmul,
+        lambda x, gate, up: torch.nn.functional.silu(x @ gate) * (x @ up),
+    ),
+    "layer_norm": lambda reference: Case(
+        [random(4096, 2048), random(2048), random(2048)],
+        lambda x, scale, bias: bridge.layer_norm(x, scale, bias, eps=1e-5),
+        by_layer_norm,
+    ),
+    "rms_norm": lambda reference: Case(
+        [random(4096, 2048), random(2048)], lambda x, scale: bridge.rms_norm(x, scale, eps=1e-5), by_rms_norm
+    ),
+    "small rms_norm": lambda reference: Case(
+        [random(64, 512), random(512)], lambda x, scale: bridge.rms_norm(x, scale, eps=1e-5), by_rms_norm
+    ),
+    "from_jax": lambda reference: Case([random(1000)], bridge.from_jax(lambda x: x * 2), lambda x: x * 2),
+}
+names = pytest.mark.parametrize("name", list(CASES))
+
+
+def expected(case, cotangent=None):
+    """The output, and with a cotangent the gradients, in float64 or by the DLPack route."""
+    if case.exact is None:
+        with route.disabled():
+            inputs = [x.detach().requires_grad_() for x in case.inputs]
+            out = case.call(*inputs)
+            return out, () if cotangent is None else torch.autograd.grad(out, inputs, cotangent)
+    inputs = [x.detach().double().requires_grad_() for x in case.inputs]
+    out = case.exact(*inputs)
+    return out, () if cotangent is None else torch.autograd.grad(out, inputs, cotangent.double())
+
+
+@names
+def test_without_gradient(name, reference):
+    case = CASES[name](reference)
+    with torch.no_grad():
+        case.call(*case.inputs)
+        poison()
+        with only_direct():
+            out = case.call(*case.inputs)
+    close(out, expected(case)[0])
+
+
+@names
+def test_forward_and_backward(name, reference):
+    case = CASES[name](reference)
+    cotangent = torch.randn_like(case.call(*case.inputs))
+    torch.autograd.grad(case.call(*case.inputs), case.inputs, cotangent)
+    poison()
+    with only_direct():
+        out = case.call(*case.inputs)
+        poison()
+        gradients = torch.autograd.grad(out, case.inputs, cotangent)
+    want, want_gradients = expected(case, cotangent)
+    close(out, want)
+    for got, right in zip(gradients, want_gradients, strict=True):
+        close(got, right, 2e-2)
+
+
+def test_lse_and_its_gradient(reference):
+    inputs = qkv()
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    for _ in range(2):
+        out, lse = bridge.flash_attention(*inputs, return_lse=True)
+        got = torch.autograd.grad(out.float().sum() + lse.sin().sum(), inputs)
+    with only_direct():
+        out, lse = bridge.flash_attention(*inputs, return_lse=True)
+        got = torch.autograd.grad(out.float().sum() + lse.sin().sum(), inputs)
+    want_out, want_lse = reference(*exact)
+    close(lse, want_lse, 1e-3)
+    for ours, right in zip(got, torch.autograd.grad(want_out.sum() + want_lse.sin().sum(), exact), strict=True):
+        close(ours, right)
+
+
+@names
+def test_on_a_stream_of_its_own(name, reference):
+    """The inputs are written late on that stream: a launch on another one would read what was there before."""
+    case = CASES[name](reference)
+    with torch.no_grad():
+        want = case.call(*case.inputs)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        for _ in range(3):
+            with torch.cuda.stream(stream):
+                late = [torch.zeros_like(x) for x in case.inputs]
+                torch.cuda._sleep(SLEEP)
+                for x, source in zip(late, case.inputs, strict=True):
+                    x.copy_(source)
+                poison()
+                with only_direct():
+                    out = case.call(*late)
+                out = out.clone()
+            stream.synchronize()
+            close(out, want)
+
+
+def test_other_streams_after_one_another(reference):
+    case = CASES["causal"](reference)
+    cotangent = torch.randn_like(case.inputs[0])
+    want = torch.autograd.grad(case.call(*case.inputs), case.inputs, cotangent)
+    torch.cuda.synchronize()
+    for stream in [torch.cuda.Stream() for _ in range(4)]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), only_direct():
+            got = torch.autograd.grad(case.call(*case.inputs), case.inputs, cotangent)
+        stream.synchronize()
+        for ours, right in zip(got, want, strict=True):
+            close(ours, right)
+
+
+def test_from_two_threads(reference):
+    case = CASES["causal"](reference)
+    other = attention(reference, inputs=qkv((1, 256, 8, 64)))
+    found: dict[int, Any] = {}
+
+    def work(index, case):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            cotangent = torch.ones_like(case.inputs[0])
+            for _ in range(50):
+                out = case.call(*case.inputs)
+                found[index] = (out, *torch.autograd.grad(out, case.inputs, cotangent))
+            torch.cuda.current_stream().synchronize()
+
+    for each in (case, other):
+        each.call(*each.inputs).sum().backward()
+    torch.cuda.synchronize()
+    with only_direct():
+        threads = [threading.Thread(target=work, args=(i, (case, other)[i % 2])) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for index in range(4):
+        each = (case, other)[index % 2]
+        want, gradients = expected(each, torch.ones_like(each.inputs[0]))
+        for ours, right in zip(found[index], (want, *gradients), strict=True):
+            close(ours, right)
+
+
+def alone(code: str) -> None:
+    """Runs a program in a process of its own, as a capture that fails leaves a process unusable."""
+    header = """
+    import torch
+    from jax_kernels import bridge
+    from jax_kernels.bridge.direct import route
+
+    torch.manual_seed(0)
+
+    def close(got, want, tolerance=1e-2):
+        error = (got.double() - want.double()).norm() / want.double().norm()
+        assert error < tolerance, (float(error), route.reasons())
+    """
+    env = dict(os.environ, JAX_KERNELS_DIRECT="1")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(header) + textwrap.dedent(code)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+def test_a_captured_forward_is_replayed_with_new_inputs():
+    alone("""
+    inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    bridge.flash_attention(*inputs, is_causal=True)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = bridge.flash_attention(*inputs, is_causal=True)
+    for _ in range(3):
+        for x in inputs:
+            x.normal_()
+        graph.replay()
+        close(out, bridge.flash_attention(*inputs, is_causal=True), 1e-6)
+    print(route.reasons())
+    """)
+
+
+def test_a_captured_training_step_is_replayed_with_new_inputs():
+    alone("""
+    inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    weight = torch.randn(512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    def step():
+        out = bridge.flash_attention(*inputs, is_causal=True)
+        return torch.autograd.grad(out.float().square().sum(), inputs)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for _ in range(3):
+        with torch.no_grad():
+            for x in inputs:
+                x.normal_()
+        graph.replay()
+        for ours, right in zip(got, step(), strict=True):
+            close(ours, right)
+    """)
+
+
+def test_a_call_with_a_mask_is_captured():
+    alone("""
+    from jax_kernels.bridge import masks
+    inputs = [torch.randn(2, 512, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    mask = masks.prefix(torch.tensor([100, 400], dtype=torch.int32, device="cuda"))
+    bridge.flash_attention(*inputs, mask=mask)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = bridge.flash_attention(*inputs, mask=mask)
+    for x in inputs:
+        x.normal_()
+    graph.replay()
+    close(out, bridge.flash_attention(*inputs, mask=mask), 1e-6)
+    """)
+
+
+def test_a_graph_outlives_what_it_was_captured_from():
+    alone("""
+    import gc
+    inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    bridge.flash_attention(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = bridge.flash_attention(*inputs)
+    want = bridge.flash_attention(*inputs)
+    route.clear()
+    gc.collect()
+    bridge.flash_attention(*(x[:1].contiguous() for x in inputs))
+    graph.replay()
+    close(out, want, 1e-6)
+    """)
+
+
+def test_a_first_call_while_capturing_is_refused():
+    alone("""
+    import contextlib
+    inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    message = None
+    with contextlib.suppress(Exception), torch.cuda.graph(graph):
+        try:
+            bridge.flash_attention(*inputs)
+        except RuntimeError as error:
+            message = str(error)
+            raise
+    assert message is not None and "cannot be captured in a CUDA graph" in message, message
+    """)
+
+
+def test_compiled_with_cuda_graphs():
+    alone("""
+    def function(x, key, value, weight):
+        out = bridge.flash_attention(x * 2, key, value, is_causal=True)
+        return out.sin().flatten(2) @ weight
+    inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    inputs.append(torch.randn(256, 256, device="cuda", dtype=torch.bfloat16))
+    compiled = torch.compile(function, mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(5):
+            for x in inputs:
+                x.normal_()
+            close(compiled(*inputs).clone(), function(*inputs))
+    """)
+
+
+def test_compiled_training_with_cuda_graphs():
+    alone("""
+    def function(query, key, value):
+        return bridge.flash_attention(query * 2, key, value, is_causal=True).float().square().mean()
+    compiled = torch.compile(function, mode="reduce-overhead")
+    for seed in range(5):
+        inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        torch.compiler.cudagraph_mark_step_begin()
+        got = [x.clone() for x in torch.autograd.grad(compiled(*inputs), inputs)]
+        for ours, right in zip(got, torch.autograd.grad(function(*inputs), inputs), strict=True):
+            close(ours, right)
+    """)
+
+
+def test_two_gpus(reference):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two NVIDIA GPUs")
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        inputs = qkv(device=device)
+        bridge.flash_attention(*inputs, is_causal=True).sum().backward()
+        with only_direct():
+            out = bridge.flash_attention(*inputs, is_causal=True)
+            gradients = torch.autograd.grad(out, inputs, torch.ones_like(out))
+        assert {x.device for x in (out, *gradients)} == {torch.device(device)}
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        want = reference(*exact, is_causal=True)[0]
+        close(out, want)
+        for ours, right in zip(gradients, torch.autograd.grad(want.sum(), exact), strict=True):
+            close(ours, right)
+
+
+def used_memory():
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def test_thousands_of_calls_take_no_memory(reference):
+    case = CASES["causal"](reference)
+    cotangent = torch.randn_like(case.inputs[0])
+
+    def step():
+        torch.autograd.grad(case.call(*case.inputs), case.inputs, cotangent)
+
+    for _ in range(200):
+        step()
+    before = used_memory()
+    for _ in range(3000):
+        step()
+    assert used_memory() - before < 4 * 2**20
+
+
+def test_dropped_chains_are_unloaded():
+    """Chains of new lengths take no more memory of the GPU than those they replace."""
+
+    def use(length):
+        with torch.no_grad():
+            bridge.flash_attention(*qkv((1, length, 2, 64)))
+
+    use(128)
+    route.clear()
+    used = []
+    for round in range(3):
+        for length in range(129, 135):
+            use(length + 8 * round)
+        route.clear()
+        used.append(used_memory())
+    assert used[-1] - used[0] < 8 * 2**20, used
+
+
+def test_views_and_unaligned_tensors_are_read_right(reference):
+    base = random(2, 513, 4, 192).detach()
+    query, key, value = base[:, 1:].chunk(3, dim=-1)
+    with torch.no_grad():
+        bridge.flash_attention(query, key, value)
+        with only_direct():
+            out = bridge.flash_attention(query, key, value)
+    close(out, reference(query, key, value)[0])
+    flat = random(2 * 512 * 4 * 64 + 1).detach()
+    unaligned = flat[1:].view(SHAPE)
+    assert unaligned.data_ptr() % 16
+    with torch.no_grad():
+        close(bridge.flash_attention(unaligned, unaligned, unaligned), reference(unaligned, unaligned, unaligned)[0])
+
+
+def test_a_second_gradient_is_an_error(reference):
+    inputs = qkv()
+    out = bridge.flash_attention(*inputs)
+    (first,) = torch.autograd.grad(out.float().square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        first.float().sum().backward()
+
+
+def test_an_input_that_was_changed_after_the_forward_is_an_error():
+    inputs = [x.detach().clone().requires_grad_() for x in qkv()]
+    doubled = inputs[0] * 2
+    out = bridge.flash_attention(doubled, *inputs[1:])
+    with torch.no_grad():
+        doubled.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
