@@ -32,6 +32,7 @@ __all__ = [
     "copied",
     "export_arrays",
     "import_tensors",
+    "is_capturing",
     "jax_device",
     "jax_dtype",
     "read_by",
@@ -140,12 +141,20 @@ def export_arrays(arrays: Iterable[jax.Array], device: torch.device) -> list[tor
 
 def refuse_capture(device: torch.device) -> None:
     """Raises RuntimeError while a CUDA graph is being captured, which would not hold JAX's work."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and is_capturing(device):
         raise RuntimeError(
             "a JAX function cannot be captured in a CUDA graph: JAX runs it on a stream of its own. Call it outside "
             "torch.cuda.graph; a call that is launched directly can be captured after a first call of the same shapes "
             "and options outside"
         )
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of a GPU."""
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[jax.Array]:

@@ -88,21 +88,26 @@ def planning_for(device: torch.device) -> Iterator[None]:
         yield
 
 
-def run(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def run(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
+) -> list[torch.Tensor]:
     """Calls a jitted JAX function, whose results are a flat sequence of arrays, on tensors of one device.
+
+    operands: the Operands whose Masks are the function's first argument, or None where it takes none.
 
     On a GPU its kernels are launched directly where they can be. Else, raises RuntimeError while a CUDA graph is being
     captured: JAX queues its work on a stream of its own, which the graph would not hold.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
-    if device.type == "cuda" and (launched := route.launch(function, tensors)) is not None:
+    if device.type == "cuda" and (launched := route.launch(function, tensors, operands)) is not None:
         return launched
     dlpack.refuse_capture(device)
     arrays, owners = dlpack.import_tensors(given, device)
     filled = iter(arrays)
+    masks = () if operands is None else (operands.masks,)
     with planning_for(device):
-        results = function(*(None if tensor is None else next(filled) for tensor in tensors))
+        results = function(*masks, *(None if tensor is None else next(filled) for tensor in tensors))
     exported = dlpack.export_arrays(results, device)
     del owners  # JAX reads them until the results are exported
     return exported

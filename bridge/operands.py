@@ -6,6 +6,7 @@ which take only the name under which the Masks of a call are found.
 
 import dataclasses
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -43,10 +44,19 @@ class Operands:
     name: str
     masks: tuple[Mask, ...]
 
-    @property
+    @functools.cached_property
     def signature(self) -> MaskSignature:
-        leaves, structure = jax.tree.flatten(self.masks)
-        return MaskSignature(structure, tuple(ArraySignature(x.shape, x.dtype, x.weak_type) for x in leaves))
+        facts = [_facts_of(mask) for mask in self.masks]
+        structure = jax.tree_util.treedef_tuple([x.structure for x in facts])
+        return MaskSignature(structure, tuple(itertools.chain.from_iterable(x.arrays for x in facts)))
+
+    def tensors(self, device: torch.device) -> list[torch.Tensor] | None:
+        """The Masks' arrays as tensors of PyTorch's, for work on its current stream. They are copied once.
+
+        None where they cannot be had: PyTorch lacks a dtype, or a CUDA graph is being captured and they are not there.
+        """
+        found = [_tensors(mask, device) for mask in self.masks]
+        return None if any(x is None for x in found) else [y for x in found if x is not None for y in x]
 
 
 NONE = Operands("", ())
@@ -54,6 +64,71 @@ _FOUND: weakref.WeakValueDictionary[str, Operands] = weakref.WeakValueDictionary
 # Copies by Mask and device. Equal Masks hold the very same arrays, which never change.
 _MOVED: weakref.WeakKeyDictionary[Mask, dict[jax.Device, Mask]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()  # guards _FOUND and _MOVED
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Copy:
+    """A Mask's arrays in PyTorch's memory. streams: the handles of those whose work comes after the copy."""
+
+    tensors: list[torch.Tensor]
+    copied: torch.cuda.Event
+    streams: set[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Facts:
+    """The parts of a Mask that do not change, kept as long as it lives. reference: what ends them."""
+
+    reference: weakref.ref[Mask]
+    structure: Any
+    arrays: tuple[ArraySignature, ...]
+    copies: dict[torch.device, _Copy]
+
+
+_FACTS: dict[int, _Facts] = {}
+_CAPTURED: dict[int, _Copy] = {}  # a captured graph may read these at any time
+
+
+def _facts_of(mask: Mask) -> _Facts:
+    facts = _FACTS.get(id(mask))
+    if facts is None:
+        leaves, structure = jax.tree.flatten(mask)
+        number = id(mask)
+        _FACTS[number] = facts = _Facts(
+            reference=weakref.ref(mask, lambda _: _FACTS.pop(number, None)),
+            structure=structure,
+            arrays=tuple(ArraySignature(x.shape, x.dtype, x.weak_type) for x in leaves),
+            copies={},
+        )
+    return facts
+
+
+def _tensors(mask: Mask, device: torch.device) -> list[torch.Tensor] | None:
+    facts = _facts_of(mask)
+    if not facts.arrays:
+        return []
+    is_capturing = dlpack.is_capturing(device)
+    stream = torch.cuda.current_stream(device)
+    found = facts.copies.get(device)
+    if found is None:
+        if is_capturing:
+            return None
+        try:
+            tensors = dlpack.export_arrays(jax.tree.leaves(mask), device)
+        except TypeError:
+            return None
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        found = _Copy(tensors=tensors, copied=copied, streams={stream.cuda_stream})
+        facts.copies[device] = found
+    elif is_capturing:  # a capture begins with a wait for all that came before
+        _CAPTURED[id(found)] = found
+    elif stream.cuda_stream not in found.streams:
+        stream.wait_event(found.copied)
+        for x in found.tensors:
+            x.record_stream(stream)
+        found.streams.add(stream.cuda_stream)
+    return found.tensors
 
 
 def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:

@@ -4,8 +4,6 @@ Operator `call` runs a plan's forward, `call_backward` its backward. Both take t
 of the Masks.
 """
 
-import functools
-
 import torch
 
 from jax_kernels.bridge import library
@@ -24,11 +22,11 @@ def _kernel(tensors, plan, operands=""):
                 f"{planned.label}: got a tensor of shape {tuple(x.shape)} and dtype {x.dtype} in a graph, want those "
                 f"that it was traced with, {want.shape} and {want.dtype}"
             )
-    return library.run(functools.partial(planned.forward, found(operands).masks), tensors)
+    return library.run(planned.forward, tensors, found(operands))
 
 
 def _backward_kernel(stored, cotangents, plan, operands=""):
-    return library.run(functools.partial(find_plan(plan).backward, found(operands).masks), (*stored, *cotangents))
+    return library.run(find_plan(plan).backward, (*stored, *cotangents), found(operands))
 
 
 def _empty(plan, infos):

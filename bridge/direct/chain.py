@@ -95,25 +95,23 @@ class Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constant:
-    """A constant of the program's: its value, or the symbol that it has in the chain's module."""
+    """A constant of the program's."""
 
-    size: int
+    name: str
     value: bytes = dataclasses.field(repr=False)
-    symbol: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchChain:
     """The steps of a program. Its buffers, in this order: inputs, outputs, the workspace, constants.
 
-    workspace: its bytes. module: a cubin with constants, or no bytes.
+    workspace: its bytes.
     """
 
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]
     workspace: int
     constants: tuple[Constant, ...]
-    module: bytes = dataclasses.field(repr=False)
     steps: tuple[Step, ...]
 
     @property

@@ -26,7 +26,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuModuleLoadData": (_OUT, ctypes.c_char_p),
     "cuModuleUnload": (_HANDLE,),
     "cuModuleGetFunction": (_OUT, _HANDLE, ctypes.c_char_p),
-    "cuModuleGetGlobal_v2": (_OUT, _OUT, _HANDLE, ctypes.c_char_p),
     "cuFuncSetAttribute": (_HANDLE, _INT, _INT),
     "cuFuncGetParamInfo": (_HANDLE, _SIZE, _OUT, _OUT),
     "cuLaunchKernelEx": (_OUT, _HANDLE, _OUT, _OUT),
@@ -97,14 +96,6 @@ class Driver:
     def load(self, cubin: bytes) -> int:
         """A module in the current context."""
         return self.handle("cuModuleLoadData", cubin)
-
-    def symbol(self, module: int, name: str, size: int) -> int:
-        """The address of a global variable of a module. Raises DriverError where it is smaller than that."""
-        found = ctypes.c_size_t()
-        address = self.handle("cuModuleGetGlobal", ctypes.byref(found), module, name.encode())
-        if found.value < size:
-            raise DriverError(f"{name}: got {found.value} bytes, want {size} or more")
-        return address
 
     def function(self, module: int, name: str, arguments: int, shared_memory: int) -> int:
         """A kernel of a module. Raises DriverError where it does not take so many addresses, and nothing else."""

@@ -3,13 +3,15 @@
 An executable in its serialized form is a header and an ExecutableAndOptionsProto, whose first field is a
 GpuExecutableProto. Both are split into records (xla/util/split_proto). The latter has the program's thunks, in the
 order in which they run, and the allocations of memory that they use. The numbers of fields below are those of jaxlib
-0.11: xla/service/gpu/gpu_executable.proto, xla/service/hlo.proto (BufferAllocationProto), xla/backends/gpu/runtime/
+0.11: xla/service/gpu/gpu_executable.proto, xla/service/hlo.proto, xla/xla_data.proto, xla/backends/gpu/runtime/
 thunk.proto and copy_thunk.proto, xla/backends/gpu/codegen/kernels/custom_kernel.proto,
 xla/stream_executor/kernel_spec.proto, kernel_args_packing_spec.proto and launch_dim.proto.
 """
 
 import dataclasses
+import functools
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -77,7 +79,6 @@ def read_chain(data: bytes, inputs: Sequence[Any], outputs: Sequence[Any]) -> La
         outputs=buffers.outputs,
         workspace=buffers.workspace,
         constants=buffers.constants,
-        module=executable.data(4) if any(not x.value for x in buffers.constants) else b"",
         steps=steps,
     )
 
@@ -135,12 +136,14 @@ class _Buffers:
             places[number] = _whole(len(inputs) + position, allocations[number], outputs[position])
         first = len(inputs) + len(outputs)
         constants = []
+        literals = _Literals(executable)
         for constant in executable.messages(12):
-            number, value = constant.integer(3), constant.message(2).data(1)
-            size, symbol = allocations[number].integer(2), constant.text(1)
-            if (value and len(value) != size) or not (value or executable.data(4)):
-                raise NotDirectError(f"constant {symbol} is neither in the program nor in its module")
-            constants.append(Constant(size=size, value=value, symbol=symbol))
+            number, value, name = constant.integer(3), constant.message(2).data(1), constant.text(1)
+            size = allocations[number].integer(2)
+            value = value or literals.value(name.removeprefix("buffer_for_"))
+            if len(value) != size:
+                raise ValueError(f"constant {name}: got {len(value)} bytes, want {size}")
+            constants.append(Constant(name=name, value=value))
             places[number] = Place(buffer=first + len(constants), offset=0, size=size)
         workspace = 0
         for number, allocation in allocations.items():
@@ -169,6 +172,53 @@ class _Buffers:
     def shaped(self, piece: Message) -> Place:
         """The place of a ShapedSliceProto."""
         return self.place(piece.message(1))
+
+
+# By the number of a PrimitiveType, the field of a LiteralProto that has its values, and the bits of a value.
+_LITERALS = {
+    1: (2, 8),  # bool
+    2: (15, 8),  # signed
+    3: (17, 16),
+    4: (4, 32),
+    5: (5, 64),
+    6: (3, 8),  # unsigned
+    7: (16, 16),
+    8: (6, 32),
+    9: (7, 64),
+    10: (11, 16),  # floating-point
+    11: (8, 32),
+    12: (9, 64),
+    16: (13, 16),
+}
+_NUMBERS = (4, 5, 8, 9)  # the types whose values are written as numbers of a variable length; others are bytes
+
+
+class _Literals:
+    """The constants of a program's HLO module, where the serialized executable leaves their values to it."""
+
+    def __init__(self, executable: Message) -> None:
+        self._executable = executable
+
+    def value(self, name: str) -> bytes:
+        """The bytes of the constant of that name. Raises NotDirectError where they are not to be had."""
+        found = self._instructions.get(name)
+        if found is None:
+            raise NotDirectError(f"the program has no constant {name}")
+        shape, literal = found.data(3), found.message(8)
+        kind = Message(shape).integer(2)
+        if literal.data(1) != shape or kind not in _LITERALS:
+            raise NotDirectError(f"constant {name} has a layout or a type that cannot be read")
+        field, bits = _LITERALS[kind]
+        if kind not in _NUMBERS:
+            return literal.data(field)
+        return b"".join((x % 2**bits).to_bytes(bits // 8, "little") for x in literal.integers(field))
+
+    @functools.cached_property
+    def _instructions(self) -> dict[str, Message]:
+        computations = self._executable.message(1).message(1).messages(3)
+        constants = [x for each in computations for x in each.messages(2) if x.data(2) == b"constant"]
+        names = [re.sub(r"\W", "_", x.text(1)) for x in constants]
+        return {name: x for name, x in zip(names, constants, strict=True) if names.count(name) == 1}
 
 
 def _whole(buffer: int, allocation: Message, array: Array) -> Place:

@@ -216,7 +216,6 @@ class LoadedChain:
         self.driver.call("cuCtxPushCurrent", self.context)
         try:
             self.ready = [_load(step, resources) for step in chain.steps]
-            symbols = _symbols(chain, resources)
         except BaseException:
             _drop(resources)
             raise
@@ -227,10 +226,9 @@ class LoadedChain:
         self.slots = [(place.buffer, place.offset) for place in places]
         self._pack = struct.Struct(f"={len(places)}Q").pack_into
         self._outputs = [(x.shape, getattr(torch, x.dtype)) for x in chain.outputs]
-        values = {x.symbol: torch.frombuffer(bytearray(x.value), dtype=torch.uint8) for x in chain.constants if x.value}
-        self._values = {symbol: value.to(device) for symbol, value in values.items()}
-        addresses = symbols | {symbol: value.data_ptr() for symbol, value in self._values.items()}
-        self._constants = [addresses[x.symbol] for x in chain.constants]
+        values = [torch.frombuffer(bytearray(x.value), dtype=torch.uint8) for x in chain.constants]
+        self._values = [value.to(device) for value in values]
+        self._constants = [value.data_ptr() for value in self._values]
         self._blocks: list[_Block] = [_Block(self)]
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -281,14 +279,6 @@ def _run(driver: Driver, block: _Block, stream: int) -> None:
         code = call(stream)
         if code:
             driver.check("a launch", code)
-
-
-def _symbols(chain: LaunchChain, resources: _Resources) -> dict[str, int]:
-    """Loads the module of a chain's constants in the current context; their addresses by their symbols."""
-    if not chain.module:
-        return {}
-    resources.modules.append(module := resources.driver.load(chain.module))
-    return {x.symbol: resources.driver.symbol(module, x.symbol, x.size) for x in chain.constants if not x.value}
 
 
 def _load(step: Any, resources: _Resources) -> _Ready:

@@ -88,23 +88,38 @@ def _switched(is_enabled: bool) -> Iterator[None]:
         _STATE.is_enabled = before
 
 
-def launch(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
-    """The results of a jitted JAX function on tensors of one GPU by the direct route; None where it has no chain."""
-    chain = find(function, tensors)
-    return None if chain is None else chain(*map(_readable, filter(_is_there, tensors)))
+def launch(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
+) -> list[torch.Tensor] | None:
+    """The results of a jitted JAX function on tensors of one GPU by the direct route; None where it has no chain.
+
+    operands: the Operands whose Masks are the function's first argument, or None where it takes none.
+    """
+    chain = find(function, tensors, operands)
+    if chain is None:
+        return None
+    readable = map(_readable, filter(_is_there, tensors))
+    if operands is None or not operands.masks:
+        return chain(*readable)
+    masks = operands.tensors(chain.device)
+    return None if masks is None else chain(*masks, *readable)
 
 
-def find(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> LoadedChain | None:
+def find(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
+) -> LoadedChain | None:
     """The chain of a function for such tensors, None where it has none. It is compiled if it is not known.
 
-    While a CUDA graph is being captured, nothing can be compiled.
+    Its inputs are the Masks' arrays, and then the tensors. While a CUDA graph is being captured, nothing can be
+    compiled.
     """
     if not _STATE.is_enabled:
         return None
-    key = function, *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    masks = None if operands is None else operands.signature
+    key = function, masks, *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
     entry = _STATE.entries.get(key)
     if entry is None:
-        entry = _make(key, function, tensors)
+        entry = _make(key, function, tensors, masks)
         if entry is None:
             return None
     entry.used = _STATE.newest
@@ -134,9 +149,9 @@ def _readable(x: torch.Tensor) -> torch.Tensor:
     return dlpack.readable(x)
 
 
-def _make(key: Any, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None]) -> _Entry | None:
+def _make(key: Any, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], masks: Any) -> _Entry | None:
     device = next(x.device for x in tensors if x is not None)
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or dlpack.is_capturing(device):
         return None
     dlpack.jax_device(device)  # raises its own error where JAX lacks the device
     with _LOCK:
@@ -145,7 +160,7 @@ def _make(key: Any, function: Callable[..., Any], tensors: Sequence[torch.Tensor
         chain, reason = None, _refused(device)
         if reason is None:
             try:
-                chain = _loaded(function, tensors, device)
+                chain = _loaded(function, tensors, masks, device)
             except NotDirectError as error:
                 reason = str(error)
             except Exception as error:  # whatever JAX's internals raise, the other route serves the call
@@ -190,15 +205,20 @@ def _warn(what: str, reason: str) -> None:
     )
 
 
-def _loaded(function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], device: torch.device) -> LoadedChain:
-    """Compiles and loads a function's chain. Raises NotDirectError."""
+def _loaded(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], masks: Any, device: torch.device
+) -> LoadedChain:
+    """Compiles and loads a function's chain. masks: the signature of its Masks, or None. Raises NotDirectError."""
     unload_dropped()
     there = [x is not None for x in tensors]
-    specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors if x is not None]
+    own = () if masks is None else masks.arrays
+    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in own]
+    specs += [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in tensors if x is not None]
 
     def filled(*arrays):
-        given = iter(arrays)
-        return function(*(next(given) if is_there else None for is_there in there))
+        first = () if masks is None else (jax.tree.unflatten(masks.structure, arrays[: len(own)]),)
+        given = iter(arrays[len(own) :])
+        return function(*first, *(next(given) if is_there else None for is_there in there))
 
     chain = _compiled(filled, specs, device)
     if chain.has_mosaic:

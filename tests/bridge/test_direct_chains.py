@@ -76,3 +76,20 @@ def test_the_forward_with_rows_is_one_launch():
 @pytest.mark.parametrize("case", ["forward xla", "matmul xla"])
 def test_a_program_without_kernels_of_ours_has_no_chain(case):
     assert compiled("h200", case) == {"reason": "the plan has no kernel of this library's"}
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(TIMEOUT + 30)
+def test_constants_have_their_values():
+    """They stand in the program's HLO alone: as numbers of 32 bits, one of them negative, and as bools."""
+    constants = compiled("h200", "constants")["constants"]
+    assert (-7).to_bytes(4, "little", signed=True).hex() + (400).to_bytes(4, "little").hex() in constants
+    blocks = [[number % 3 == 0 for number in range(32 * batch, 32 * batch + 16)] for batch in range(2)]
+    assert bytes(itertools.chain.from_iterable(blocks)).hex() in constants
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(TIMEOUT + 30)
+def test_a_program_of_xla_kernels_alone_has_a_chain():
+    (step,) = compiled("h200", "elementwise")["steps"]
+    assert (step["kind"], step["buffers"]) == ("kernel", ["in0", "out0"])

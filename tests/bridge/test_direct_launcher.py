@@ -11,7 +11,7 @@ from jax_kernels.bridge.direct import launcher
 from jax_kernels.bridge.direct.chain import Array, Constant, Copy, Dims, Fill, Kernel, LaunchChain, MosaicKernel, Place
 from jax_kernels.bridge.direct.driver import DriverError
 
-GPU = torch.device("cuda", 0)
+GPU, GPU1 = torch.device("cuda", 0), torch.device("cuda", 1)
 X = Array(shape=(4, 6), dtype="float32", size=96)
 # The buffers, by their numbers: two inputs, two outputs, the workspace, a constant.
 IN, IN1, OUT, OUT1, WORK, CONSTANT = range(6)
@@ -50,13 +50,12 @@ STEPS = (
 )
 
 
-def chain_of(*steps, constant=b"\1\2\3\4"):
+def chain_of(*steps):
     return LaunchChain(
         inputs=(X, X),
         outputs=(X, X),
         workspace=2048,
-        constants=(Constant(size=4, value=constant, symbol="c"),),
-        module=b"" if constant else b"constants",
+        constants=(Constant(name="c", value=b"\1\2\3\4"),),
         steps=steps,
     )
 
@@ -64,12 +63,12 @@ def chain_of(*steps, constant=b"\1\2\3\4"):
 class Bench:
     """A loaded chain with what it was loaded by."""
 
-    def __init__(self, *steps, constant=b"\1\2\3\4", device=GPU, monkeypatch=None):
+    def __init__(self, *steps, device=GPU):
         self.cuda = FakeCuda({"first": 3, "second": 2})
         self.mosaic = FakeMosaic(3)
         self.memory = Memory()
         self.inputs = [torch.rand(4, 6) for _ in range(2)]
-        self.chain = chain_of(*(steps or STEPS), constant=constant)
+        self.chain = chain_of(*(steps or STEPS))
         self.device = device
 
     def load(self):
@@ -91,7 +90,7 @@ class Bench:
 def on_the_cpu(monkeypatch):
     """Constants stay where they are, as there is no GPU."""
     own = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, *a: x if device == GPU else own(x, device, *a))
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, device, *a: x if device in (GPU, GPU1) else own(x, device, *a))
     yield
     launcher._DROPPED.clear()
 
@@ -126,13 +125,6 @@ def test_every_step_gets_its_addresses_on_the_current_stream():
         assert bench.mosaic.calls == [("launch", (0xF00, stream, [y, work + 256, out]))]
 
 
-def test_a_constant_of_the_module_is_found_by_its_symbol():
-    bench = Bench(SECOND, constant=b"")
-    loaded = bench.load()
-    assert loaded._constants == [0xABC00]
-    assert [name for name, _ in bench.cuda.calls] == ["load", "load"]
-
-
 @pytest.mark.parametrize("current", [None, 0x77])
 def test_the_context_of_the_device_is_made_current_and_put_back(current):
     bench = Bench()
@@ -147,7 +139,7 @@ def test_the_context_of_the_device_is_made_current_and_put_back(current):
 
 
 def test_a_second_device_has_its_own_context():
-    bench = Bench(SECOND, constant=b"", device=torch.device("cuda", 1))
+    bench = Bench(SECOND, device=GPU1)
     bench.load()
     assert {context for name, (_, _, context) in bench.cuda.calls if name == "load"} == {CONTEXT + 1}
     assert bench.cuda.stack == [CONTEXT]

@@ -246,15 +246,31 @@ def test_the_second_gpu():
     close(out, attend(*(x.detach().to("cuda:0") for x in inputs)).to("cuda:1"))
 
 
+REFUSED = """
+import torch
+from jax_kernels import bridge
+inputs = [torch.randn(2, 512, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+want = bridge.flash_attention(*inputs, implementation="xla")
+torch.cuda.synchronize()
+messages = []
+try:
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        try:
+            bridge.flash_attention(*inputs, implementation="xla")
+        except RuntimeError as error:
+            messages.append(str(error))
+            raise
+except RuntimeError as error:
+    messages.append(str(error))
+assert all("cannot be captured in a CUDA graph" in message for message in messages) and len(messages) == 2, messages
+assert torch.equal(bridge.flash_attention(*inputs, implementation="xla"), want)
+"""
+
+
 def test_capture_in_a_cuda_graph_is_refused():
-    inputs = detached()
-    want = attend(*inputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), torch.cuda.graph(graph):
-        attend(*inputs)
-    torch.cuda.synchronize()
-    assert torch.equal(attend(*inputs), want)
+    """In a process of its own: PyTorch's generator stays in a capture that fails, and then all random numbers do."""
+    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 
 
 def test_compile_with_cuda_graphs_leaves_the_operator_out():

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import aot
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
+from jax_kernels import flash_attention, masks
 from jax_kernels.bridge import attention_ops
 from jax_kernels.bridge.attention_ops import Options, Tensors
 from jax_kernels.bridge.direct import target
@@ -59,6 +61,14 @@ def attention(kind: str, *, length: int = 512, head_dim: int = 128, **given: Any
     return Program(function=lambda q, k, v: forward(q, k, v, *others), specs=[x, x, x])
 
 
+def with_constants() -> Program:
+    """flash_attention with a Mask whose arrays the program holds, those of 32-bit numbers and those of bools."""
+    blocks = np.arange(64).reshape(2, 2, 4, 4) % 3 == 0
+    mask = masks.prefix(jnp.array([-7, 400], jnp.int32)) | masks.block_sparse(jnp.array(blocks[:, :1]), 128)
+    x = spec(2, 512, 4, 128)
+    return Program(function=lambda q, k, v: (flash_attention(q, k, v, mask=mask),), specs=[x, x, x])
+
+
 def norm(name: str, *, with_gradient: bool = False) -> Program:
     x, weights = spec(4096, 1024), spec(1024)
     function: Any = getattr(normalization, name)
@@ -86,6 +96,8 @@ CASES: dict[str, Callable[[], Program]] = {
     "forward triton": lambda: attention("forward", implementation="triton"),
     "backward triton": lambda: attention("backward", implementation="triton"),
     "forward xla": lambda: attention("forward", implementation="xla"),
+    "constants": with_constants,
+    "elementwise": lambda: Program(function=lambda x: (x * 2,), specs=[spec(1000)]),
     "layer_norm": lambda: norm("layer_norm"),
     "layer_norm backward": lambda: norm("layer_norm", with_gradient=True),
     "rms_norm": lambda: norm("rms_norm"),
@@ -138,7 +150,8 @@ def described(chain: LaunchChain) -> dict[str, Any]:
                 steps.append({"kind": "fill", "name": str(step.value), "buffers": buffers([step.target])})
             case Copy():
                 steps.append({"kind": "copy", "name": "", "buffers": buffers([step.target, step.source])})
-    return {"workspace": chain.workspace, "work_used": _used(chain), "steps": steps}
+    constants = [x.value.hex() for x in chain.constants]
+    return {"workspace": chain.workspace, "work_used": _used(chain), "steps": steps, "constants": constants}
 
 
 def _used(chain: LaunchChain) -> int:

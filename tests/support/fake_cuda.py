@@ -113,10 +113,6 @@ class FakeCuda:
             return 1
         write(size, 8)
 
-    def _cuModuleGetGlobal(self, out, size, module, name):
-        write(out, 0xABC00)
-        write(size, 64)
-
     def _cuFuncSetAttribute(self, function, attribute, value):
         self.calls.append(("attribute", (self.names[function], attribute, value)))
 
