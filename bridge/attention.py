@@ -1,12 +1,14 @@
 """flash_attention on PyTorch tensors."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from jax_kernels.bridge import attention_vmap, library, sparse_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
-from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forward_op, inference_op
+from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forward_op, inference_op, known_call
+from jax_kernels.bridge.known import Known, same_tensors
 from jax_kernels.masks import Mask
 
 __all__ = ["flash_attention"]
@@ -104,6 +106,21 @@ def flash_attention(
         differentiated in forward mode (torch.func.jvp, torch.autograd.forward_ad).
       RuntimeError: it is differentiated twice, a CUDA graph is being captured, or JAX lacks the device.
     """
+    statics: Any = None
+    present: Sequence[Any] = ()
+    if not torch.compiler.is_compiling():
+        if bias is mask is segment_ids is kv_lengths is sinks is None and type(q_offset) is int:
+            present, there = (query, key, value), None
+        else:
+            present, there = _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset)
+        statics = (
+            *(is_causal, window, score_mod, scale, softcap, return_lse, deterministic, precision, implementation),
+            *(there, None if isinstance(q_offset, torch.Tensor) else q_offset),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        known = _KNOWN.find(statics, present)
+        if known is not None:
+            return known(present)
     return _call(
         _Given(
             query=query,
@@ -124,12 +141,29 @@ def flash_attention(
             deterministic=deterministic,
             precision=precision,
             implementation=implementation,
-        )
+        ),
+        statics,
+        present,
     )
 
 
-def _call(given: _Given) -> Any:
-    """Runs a call: with a Mask or a score_mod by from_jax, else by flash_attention's own operators."""
+_KNOWN = Known()
+
+
+def _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset) -> tuple[list[Any], Any]:
+    """The tensors of a call that are there, in the order of Tensors, and which are. Nothing is checked yet."""
+    is_pair = isinstance(segment_ids, tuple | list) and len(segment_ids) == 2
+    q_ids, kv_ids = segment_ids if is_pair else (segment_ids, segment_ids)
+    offset = q_offset if isinstance(q_offset, torch.Tensor) else None
+    every = (query, key, value, bias, sinks, mask, q_ids, kv_ids, kv_lengths, offset)
+    return [x for x in every if x is not None], tuple(x is not None for x in every)
+
+
+def _call(given: _Given, statics: Any, present: Sequence[Any]) -> Any:
+    """Runs a call: with a Mask or a score_mod by from_jax, else by flash_attention's own operators.
+
+    statics, present: what the call is known as from now on.
+    """
     if given.score_mod is not None or isinstance(given.mask, Mask):
         return sparse_attention.attend(
             given.query,
@@ -201,7 +235,11 @@ def _call(given: _Given) -> Any:
         precision=given.precision,
         implementation=given.implementation,
     )
-    return _run(tensors, options)
+    results = _run(tensors, options)
+    read = [x for x in tensors if x is not None]
+    if statics is not None and library.is_plain_call() and same_tensors(read, present):
+        _KNOWN.learn(statics, present, lambda: known_call(tensors, options))
+    return results
 
 
 def _run(tensors: Tensors, options: Options) -> Any:

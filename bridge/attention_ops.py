@@ -11,7 +11,8 @@ The excess is the exact log-sum-exp minus lse. The backward of a bias needs it.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,8 @@ import torch
 
 from jax_kernels.attention_inputs import AttentionResult
 from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.once import once
 from jax_kernels.ops.attention import flash_attention as attention
 
@@ -32,6 +35,7 @@ __all__ = [
     "backward_op",
     "forward_op",
     "inference_op",
+    "known_call",
     "split",
 ]
 
@@ -274,6 +278,110 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         library.refuse_tangent("flash_attention")
+
+
+class _Facts(NamedTuple):
+    """The facts of a KnownCall: its options, which of Tensors it has, and whether the Function gives rows."""
+
+    options: Options
+    there: tuple[bool, ...]
+    with_rows: bool
+
+    def filled(self, tensors: Sequence[Any]) -> Tensors:
+        """Tensors of those that are there."""
+        given = iter(tensors)
+        return Tensors(*(next(given) if there else None for there in self.there))
+
+
+class KnownAttention(torch.autograd.Function):
+    """A KnownCall with its gradient."""
+
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        """(out, rows), or out alone."""
+        out, rows = call.chain(*tensors)
+        ctx.call = call
+        ctx.save_for_backward(*tensors, out, rows)
+        ctx.set_materialize_grads(False)
+        return (out, rows) if call.facts.with_rows else out
+
+    @staticmethod
+    def backward(ctx, dout, drows=None):
+        call = ctx.call
+        _, *needed = ctx.needs_input_grad
+        if dout is None and drows is None:
+            return (None,) * (1 + len(needed))
+        given = [x.contiguous() for x in (dout, drows) if x is not None]
+        tensors = [*ctx.saved_tensors, *given]
+        bias_gradient = call.facts.there[3] and call.facts.filled(needed).bias
+        statics = bias_gradient, dout is None, drows is None
+        known = call.backwards.find(statics, tensors)
+        gradients = _known_backward(call, statics, tensors) if known is None else known(tensors)
+        if needed == _ALL_OF_THREE:
+            return (None, *gradients)
+        wanted = call.facts.filled(needed)._asdict()
+        names = [name for name in DIFFERENTIATED if wanted[name] is not None and (name != "bias" or bias_gradient)]
+        found = dict(zip(names, gradients, strict=True))
+        filled = [found.get(name) if is_needed else None for name, is_needed in wanted.items() if is_needed is not None]
+        return (None, *filled)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        library.refuse_tangent("flash_attention")
+
+
+_ALL_OF_THREE = [True, True, True]
+
+
+def _known_backward(call: KnownCall, statics: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients that the backward's function gives, by the operator. The next call of its kind is known."""
+    bias_gradient, without_dout, without_drows = statics
+    count = sum(call.facts.there)
+    given, (out, rows, *cotangents) = call.facts.filled(tensors[:count]), tensors[count:]
+    left = iter(cotangents)
+    dout, drows = (None if without else next(left) for without in (without_dout, without_drows))
+    extra = BackwardArguments(bias_gradient=bias_gradient, out=out, rows=rows, dout=dout, drows=drows)
+    gradients = library.call_in_backward(backward_op, *given, *call.facts.options, *extra)
+    if library.is_plain_call() and not torch.is_grad_enabled() and call.backwards is not None:
+
+        def make():
+            function = _backward(given.query.device, call.facts.options, bias_gradient)
+            chain = route.find(function, (*given, out, rows, dout, drows))
+            return None if chain is None else KnownCall(chain, _same)
+
+        call.backwards.learn(statics, tensors, make)
+    there = {"bias": bias_gradient}
+    pairs = zip(DIFFERENTIATED, gradients, given.differentiated, strict=True)
+    return [gradient for name, gradient, x in pairs if x is not None and there.get(name, True)]
+
+
+def _same(results: Any) -> Any:
+    return results
+
+
+def known_call(tensors: Tensors, options: Options) -> KnownCall | None:
+    """The call of tensors that were checked and are read as they are, or None where it has no chain.
+
+    It gives what Attention does where a gradient is needed, and else what the operator does that serves it.
+    """
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
+    with_rows = needs_grad or options.return_lse
+    function = (_forward if with_rows else _inference)(tensors.query.device, options)
+    chain = route.find(function, tensors)
+    if chain is None:
+        return None
+    facts = _Facts(options=options, there=tuple(x is not None for x in tensors), with_rows=options.return_lse)
+    finish: Callable[[Any], Any] = _same
+    if not options.return_lse and not needs_grad:
+        finish = operator.itemgetter(0)
+    elif options.return_lse:
+        finish = tuple if tensors.bias is None else _without_excess
+    return KnownCall(chain, finish, KnownAttention if needs_grad else None, facts)
+
+
+def _without_excess(results: Any) -> Any:
+    out, rows = results
+    return out, rows[:, 0]
 
 
 def _differentiate_backward(*arguments):

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
-from jax_kernels.bridge.function import from_jax
+from jax_kernels.bridge.function import JaxOp, seen
 from jax_kernels.ops.dilated import dilated_attention as ops
 
 __all__ = ["dilated_attention"]
 
-_attend = from_jax(ops.dilated_attention)
+_attend = JaxOp(ops.dilated_attention)
 
 
 def dilated_attention(
@@ -54,11 +54,22 @@ def dilated_attention(
       ValueError: shapes do not fit together, a value is out of range, or tensors are on several devices.
       NotImplementedError: a named implementation cannot serve this call, and why.
     """
+    call = None
+    if not torch.compiler.is_compiling():
+        sizes = [tuple(x) if isinstance(x, list) else x for x in (segment_lengths, dilation_rates)]
+        options = (
+            *(*sizes, is_causal, heads, combine, layout, order, stop_gradient_weights, return_lse, scale),
+            *(deterministic, precision, implementation, torch.are_deterministic_algorithms_enabled()),
+        )
+        call = seen((query, key, value, segment_ids), options)
+        if (known := _attend.find(call)) is not None:
+            return known(call.tensors)
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 tensor [B, T]: queries and keys are the same tokens")
     check_inputs(query, key, value, segment_ids=(segment_ids,))
     query, key, value, _, deterministic = as_torch_is_set(query, key, value, deterministic=deterministic)
-    return _attend(
+    return _attend.serve(
+        call,
         query,
         key,
         value,

@@ -14,21 +14,23 @@ for the forward and one for the backward.
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import torch
 
 from jax_kernels.bridge import library, plan_vmap
+from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 from jax_kernels.bridge.operands import NONE, MaskSignature, Operands, operands_of
-from jax_kernels.bridge.plan_ops import Call, call_op
+from jax_kernels.bridge.plan_ops import Call, KnownPlan, call_op
 from jax_kernels.bridge.planning import plan_for
 from jax_kernels.bridge.plans import Request, Signature, register
-from jax_kernels.bridge.structure import flatten, rebuild
+from jax_kernels.bridge.structure import SINGLE, flatten, rebuild
 from jax_kernels.masks import Mask
 
-__all__ = ["from_jax"]
+__all__ = ["JaxOp", "Seen", "from_jax", "seen"]
 
 plan_vmap.define_rules()
 
@@ -63,16 +65,73 @@ def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function of jax.Arrays")
-    name = register(function)
+    op = JaxOp(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or torch.compiler.is_compiling():
+            return op.serve(None, *args, **kwargs)
+        seen = Seen(len(args), args)
+        known = op.find(seen)
+        return op.serve(seen, *args) if known is None else known(args)
+
+    return call
+
+
+class Seen(NamedTuple):
+    """A call as it may be known. statics: all that is no tensor, and which tensors there are."""
+
+    statics: Any
+    tensors: Sequence[Any]
+
+
+def seen(arguments: Sequence[Any], options: Sequence[Any]) -> Seen:
+    """A call of these arguments, which may be tensors, and options, which are none."""
+    statics = [None if isinstance(x, torch.Tensor) else (x,) for x in arguments]
+    return Seen((*options, *statics), [x for x in arguments if isinstance(x, torch.Tensor)])
+
+
+class JaxOp:
+    """A JAX function as from_jax gives it, for an op that tells by what its calls may be known."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._name = register(function)
+        self._known = Known()
+
+    def find(self, seen: Seen) -> KnownCall | None:
+        """The call that is known by that. Not for code that torch.compile traces."""
+        return self._known.find((seen.statics, _config()), seen.tensors)
+
+    def serve(self, seen: Seen | None, *args: Any, **kwargs: Any) -> Any:
+        """The function's results. seen: what the call is known as from now on, if its tensors are the arguments'."""
         tensors: list[torch.Tensor] = []
         masks: list[Mask] = []
         structure = flatten((args, kwargs), tensors, masks)
-        return _with_masks(name, structure, tensors, masks) if masks else _run(name, structure, tensors, NONE, None)
+        if masks:
+            return _with_masks(self._name, structure, tensors, masks)
+        results = _run(self._name, structure, tensors, NONE, None)
+        if seen is not None and library.is_plain_call() and same_tensors(tensors, seen.tensors):
+            signatures = tuple(_signature(x) for x in tensors)
+            request = Request(self._name, structure, signatures, None, jax.config.jax_enable_x64)
+            make = lambda: _known_call(request, tensors)
+            self._known.learn((seen.statics, _config()), tensors, make)
+        return results
 
-    return call
+
+def _config() -> tuple[Any, ...]:
+    """The settings of JAX's that change what a function computes."""
+    return jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+
+
+def _known_call(request: Request, tensors: Sequence[torch.Tensor]) -> KnownCall | None:
+    grad = torch.is_grad_enabled()
+    plan = plan_for(request, tuple(grad and x.requires_grad for x in tensors))
+    chain = route.find(plan.forward, tensors, NONE)
+    if chain is None:
+        return None
+    is_single = plan.outputs == SINGLE
+    finish = operator.itemgetter(0) if is_single else lambda results: rebuild(plan.outputs, iter(results))
+    return KnownCall(chain, finish, KnownPlan if plan.has_gradient else None, plan)
 
 
 def _run(

@@ -4,15 +4,15 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge.function import from_jax
+from jax_kernels.bridge.function import JaxOp, Seen, seen
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
 
 __all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul", "mlp"]
 
-_matmul = from_jax(ops.matmul)
-_gated_matmul = from_jax(ops.gated_matmul)
-_mlp = from_jax(mlp_ops.mlp)
+_matmul = JaxOp(ops.matmul)
+_gated_matmul = JaxOp(ops.gated_matmul)
+_mlp = JaxOp(mlp_ops.mlp)
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -58,8 +58,15 @@ def matmul(
 
     It raises what jax_kernels.matmul does, or from_jax where the two differ.
     """
+    call = None
+    if not torch.compiler.is_compiling():
+        options = activation, transpose_w, out_dtype, precision, scaling, implementation
+        call = _seen((x, w, bias, residual, x_scale, w_scale), options)
+        if (known := _matmul.find(call)) is not None:
+            return known(call.tensors)
     x, w, bias = _under_autocast(x, w, bias)
-    return _matmul(
+    return _matmul.serve(
+        call,
         x,
         w,
         bias=bias,
@@ -96,8 +103,15 @@ def gated_matmul(
     Equivalent to activation(x @ w_gate) * (x @ w_up) + residual. The arguments are those of bridge.matmul; w_gate and
     w_up: [K, N], or [N, K] with transpose_w, as torch.nn.Linear's weights are. w_gate_scale and w_up_scale: as w_scale.
     """
+    call = None
+    if not torch.compiler.is_compiling():
+        options = activation, transpose_w, out_dtype, precision, scaling, implementation
+        call = _seen((x, w_gate, w_up, residual, x_scale, w_gate_scale, w_up_scale), options)
+        if (known := _gated_matmul.find(call)) is not None:
+            return known(call.tensors)
     x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
-    return _gated_matmul(
+    return _gated_matmul.serve(
+        call,
         x,
         w_gate,
         w_up,
@@ -139,8 +153,15 @@ def mlp(
       bias_up: [H], without w_gate. bias_down: [N]. residual: [..., N] in x's dtype, added last.
       activation, precision, implementation: as in bridge.matmul, without precision="fp8".
     """
+    call = None
+    if not torch.compiler.is_compiling():
+        options = activation, transpose_w, precision, implementation
+        call = _seen((x, w_up, w_down, w_gate, bias_up, bias_down, residual), options)
+        if (known := _mlp.find(call)) is not None:
+            return known(call.tensors)
     x, w_up, w_down, w_gate, bias_up, bias_down = _under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
-    return _mlp(
+    return _mlp.serve(
+        call,
         x,
         w_up,
         w_down,
@@ -153,6 +174,11 @@ def mlp(
         precision=_precision(precision, x),
         implementation=implementation,
     )
+
+
+def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Seen:
+    """The call as it may be known: by its arguments, its options, and what PyTorch is set to."""
+    return seen(arguments, (*options, torch.get_float32_matmul_precision()))
 
 
 def _without_gradient(scale: Any) -> Any:

@@ -7,11 +7,13 @@ of the Masks.
 import torch
 
 from jax_kernels.bridge import library
-from jax_kernels.bridge.operands import found
+from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.known import KnownCall
+from jax_kernels.bridge.operands import NONE, found
 from jax_kernels.bridge.planning import make_plan
 from jax_kernels.bridge.plans import find_plan
 
-__all__ = ["Call", "backward_op", "call_op"]
+__all__ = ["Call", "KnownPlan", "backward_op", "call_op"]
 
 
 def _kernel(tensors, plan, operands=""):
@@ -65,6 +67,51 @@ class Call(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         library.refuse_tangent(ctx.plan.label)
+
+
+class KnownPlan(torch.autograd.Function):
+    """A KnownCall of a plan, with its gradient."""
+
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        plan, results = call.facts, call.chain(*tensors)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        stored = [tensors[index] for index in plan.inputs_read] + [results[index] for index in plan.outputs_read]
+        ctx.save_for_backward(*stored, *results[plan.count :])
+        ctx.mark_non_differentiable(*(results[index] for index in plan.fixed))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        call = ctx.call
+        plan = call.facts
+        if any(cotangent is not None for cotangent in cotangents[plan.count :]):
+            library.refuse_second_gradient(plan.label)
+        given = [None if x is None else x.contiguous() for x in cotangents[: plan.count]]
+        present = [x for x in given if x is not None]
+        if not present:
+            return (None,) * (1 + len(plan.needs))
+        stored = list(ctx.saved_tensors)
+        statics, tensors = tuple(x is None for x in given), [*stored, *present]
+        known = call.backwards.find(statics, tensors)
+        if known is not None:
+            gradients = known(tensors)
+        else:
+            gradients = library.call_in_backward(backward_op, stored, given, plan.name, "")
+            if library.is_plain_call() and not torch.is_grad_enabled():
+                call.backwards.learn(statics, tensors, lambda: _known_backward(plan, (*stored, *given)))
+        found = iter(gradients)
+        return (None, *(next(found) if needed else None for needed in plan.needs))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        library.refuse_tangent(ctx.call.facts.label)
+
+
+def _known_backward(plan, tensors):
+    chain = route.find(plan.backward, tensors, NONE)
+    return None if chain is None else KnownCall(chain, lambda results: results)
 
 
 def _differentiate(tensors, plan, operands=""):

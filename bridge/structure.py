@@ -14,9 +14,10 @@ import torch
 
 from jax_kernels.masks import Mask
 
-__all__ = ["Leaf", "flatten", "rebuild"]
+__all__ = ["SINGLE", "Leaf", "flatten", "rebuild"]
 
 _LEAF, _MASK = ("leaf",), ("mask",)
+SINGLE = _LEAF  # the structure of one leaf
 _NO_MASKS: Iterator[Mask] = iter(())
 
 

@@ -4,7 +4,10 @@ A chain is loaded once for a device. Everything that a launch needs is made then
 which one call of struct writes to a block, and the stream. A block serves one launch at a time.
 """
 
+import contextlib
 import ctypes
+import math
+import operator
 import struct
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge.direct.chain import Copy, Fill, Kernel, LaunchChain, MosaicKernel, Place
+from jax_kernels.bridge import dlpack, private
+from jax_kernels.bridge.direct.chain import Array, Copy, Fill, Kernel, LaunchChain, MosaicKernel, Place
 from jax_kernels.bridge.direct.driver import (
     CLUSTER_DIMENSION,
     Attribute,
@@ -25,17 +29,22 @@ from jax_kernels.bridge.direct.driver import (
 
 __all__ = ["Allocator", "LoadedChain", "unload_dropped"]
 
+_ALIGNMENT = 16  # XLA and the tensor memory accelerator read inputs with it
+_address = torch.Tensor.data_ptr
 _MOSAIC_LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class Allocator(NamedTuple):
     """The parts of PyTorch that a launch needs; a test puts others in their place.
 
-    empty: torch.empty. stream: the handle of the current stream of a device, by its index. is_capturing: whether a CUDA
-    graph is being captured on the current stream.
+    empty: gives a tensor of a shape, strides and dtype on the current device. device: the index of that device, and on:
+    a context in which another one is it. stream: the handle of the current stream of a device, by its index.
+    is_capturing: whether a CUDA graph is being captured on the current stream of the current device.
     """
 
-    empty: Callable[..., torch.Tensor]
+    empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+    device: Callable[[], int]
+    on: Callable[[torch.device], contextlib.AbstractContextManager[Any]]
     stream: Callable[[int], int]
     is_capturing: Callable[[], bool]
 
@@ -43,7 +52,9 @@ class Allocator(NamedTuple):
 def torch_allocator() -> Allocator:
     """PyTorch's own."""
     return Allocator(
-        empty=torch.empty,
+        empty=private.empty_on_gpu,
+        device=torch._C._cuda_getDevice,
+        on=torch.cuda.device,
         stream=torch._C._cuda_getCurrentRawStream,
         is_capturing=torch._C._cuda_isCurrentStreamCapturing,
     )
@@ -92,10 +103,13 @@ class _Resources:
 _DROPPED: list[_Resources] = []
 
 
+# Chains in captured graphs, which read their constants and launch their kernels at any time.
+_CAPTURED: list["LoadedChain"] = []
+
+
 def _drop(resources: _Resources) -> None:
-    """Keeps what a chain that is gone had loaded for unload_dropped. A captured graph may launch it at any time."""
-    if not resources.is_captured:
-        _DROPPED.append(resources)
+    """Keeps what a chain that is gone had loaded for unload_dropped."""
+    _DROPPED.append(resources)
 
 
 def unload_dropped() -> None:
@@ -108,7 +122,7 @@ class _Block:
     """The memory of one launch: addresses, the arrays of pointers to them, and the configurations of the kernels."""
 
     def __init__(self, loaded: "LoadedChain") -> None:
-        self.addresses = (ctypes.c_uint64 * max(1, len(loaded.slots)))()
+        self.addresses = (ctypes.c_uint64 * max(1, loaded.slots))()
         base = ctypes.addressof(self.addresses)
         self.stream: int | None = None
         self.current = ctypes.c_void_p()
@@ -190,11 +204,17 @@ def _places(step: Any) -> tuple[Place, ...]:
     raise TypeError(f"got a step of type {type(step).__name__}")
 
 
+def _facts(array: Array) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """The shape, strides and dtype of an array's tensor."""
+    strides = [math.prod(array.shape[axis + 1 :]) for axis in range(len(array.shape))]
+    return array.shape, tuple(strides), getattr(torch, array.dtype)
+
+
 class LoadedChain:
     """A chain whose kernels are loaded on one device. Calling it with its input tensors gives its output tensors.
 
-    The tensors must be on the device, contiguous, aligned to 16 bytes, and have the shapes and dtypes of the chain.
-    Several threads may call it at once. Its kernels are unloaded some time after it is gone.
+    The tensors must be on the device, contiguous, and have the shapes and dtypes of the chain. One that is not aligned
+    to 16 bytes is copied. Several threads may call it at once. Its kernels are unloaded some time after it is gone.
     """
 
     def __init__(
@@ -222,31 +242,53 @@ class LoadedChain:
         finally:
             self.driver.handle("cuCtxPopCurrent")
         weakref.finalize(self, _drop, resources).atexit = False
-        places = [place for step in chain.steps for place in _places(step)]
-        self.slots = [(place.buffer, place.offset) for place in places]
-        self._pack = struct.Struct(f"={len(places)}Q").pack_into
-        self._outputs = [(x.shape, getattr(torch, x.dtype)) for x in chain.outputs]
+        self._index = device.index
+        self._outputs = [_facts(x) for x in chain.outputs]
+        self._workspace = ((chain.workspace,), (1,), torch.uint8) if chain.workspace else None
+        self._order_places([place for step in chain.steps for place in _places(step)])
         values = [torch.frombuffer(bytearray(x.value), dtype=torch.uint8) for x in chain.constants]
         self._values = [value.to(device) for value in values]
         self._constants = [value.data_ptr() for value in self._values]
         self._blocks: list[_Block] = [_Block(self)]
 
+    def _order_places(self, places: list[Place]) -> None:
+        """Finds how the addresses of the places come of those of the buffers.
+
+        Behind those of the buffers stand the addresses that lie inside of a buffer, each once.
+        """
+        count = len(self.chain.inputs) + len(self.chain.outputs) + 1 + len(self.chain.constants)
+        inner = list(dict.fromkeys((x.buffer, x.offset) for x in places if x.offset))
+        known = {(buffer, 0): buffer for buffer in range(count)} | {x: count + at for at, x in enumerate(inner)}
+        order = [known[x.buffer, x.offset] for x in places]
+        self._inner = inner
+        self._ordered: Any = operator.itemgetter(*order) if len(order) > 1 else lambda addresses: [addresses[order[0]]]
+        self.slots = len(places)
+        self._pack = struct.Struct(f"={len(places)}Q").pack_into
+
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        allocator, device = self.allocator, self.device
+        allocator, index = self.allocator, self._index
+        if allocator.device() != index:
+            with allocator.on(self.device):
+                return self(*tensors)
+        addresses = [*map(_address, tensors)]
+        for address in addresses:
+            if address % _ALIGNMENT:
+                return self(*map(dlpack.readable, tensors))
         empty = allocator.empty
-        outputs = [empty(shape, dtype=dtype, device=device) for shape, dtype in self._outputs]
-        bases = [x.data_ptr() for x in tensors]
-        bases += [x.data_ptr() for x in outputs]
-        size = self.chain.workspace
-        if size:
-            workspace = empty(size, dtype=torch.uint8, device=device)
-            bases.append(workspace.data_ptr())
+        outputs = [empty(*facts) for facts in self._outputs]
+        addresses += map(_address, outputs)
+        if self._workspace is None:
+            addresses.append(0)
         else:
-            bases.append(0)
-        bases += self._constants
+            workspace = empty(*self._workspace)  # PyTorch gives it to later work of this stream alone
+            addresses.append(_address(workspace))
+        addresses += self._constants
+        if self._inner:
+            addresses += [addresses[buffer] + offset for buffer, offset in self._inner]
         if not self._resources.is_captured and allocator.is_capturing():
             self._resources.is_captured = True
-        self._launch([bases[buffer] + offset for buffer, offset in self.slots], allocator.stream(device.index))
+            _CAPTURED.append(self)
+        self._launch(self._ordered(addresses), allocator.stream(index))
         return outputs
 
     def _launch(self, addresses: Sequence[int], stream: int) -> None:
@@ -263,7 +305,9 @@ class LoadedChain:
                 block.stream = stream
             driver.cuCtxGetCurrent(block.current_pointer)
             if block.current.value == self.context:
-                _run(driver, block, stream)
+                for call in block.calls:
+                    if code := call(stream):
+                        driver.check("a launch", code)
             else:
                 driver.call("cuCtxPushCurrent", self.context)
                 try:
@@ -276,8 +320,7 @@ class LoadedChain:
 
 def _run(driver: Driver, block: _Block, stream: int) -> None:
     for call in block.calls:
-        code = call(stream)
-        if code:
+        if code := call(stream):
             driver.check("a launch", code)
 
 

@@ -20,14 +20,13 @@ import torch
 from jax_kernels import dispatch
 from jax_kernels.bridge import dlpack
 from jax_kernels.bridge.direct.chain import NotDirectError
-from jax_kernels.bridge.direct.launcher import Allocator, LoadedChain, torch_allocator, unload_dropped
+from jax_kernels.bridge.direct.launcher import LoadedChain, torch_allocator, unload_dropped
 from jax_kernels.bridge.direct.target import Target, compile_chain
 from jax_kernels.ops import normalization
 from jax_kernels.ops.matmul import matmul
 
 __all__ = ["clear", "disabled", "enabled", "find", "is_enabled", "launch", "reasons"]
 
-_ALIGNMENT = 16  # XLA and the tensor memory accelerator read inputs with it
 _MOST_CHAINS = 512
 
 
@@ -113,7 +112,8 @@ def find(
     Its inputs are the Masks' arrays, and then the tensors. While a CUDA graph is being captured, nothing can be
     compiled.
     """
-    if not _STATE.is_enabled:
+    first = next(x for x in tensors if x is not None)
+    if not _STATE.is_enabled or first.device.type != "cuda":
         return None
     masks = None if operands is None else operands.signature
     key = function, masks, *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
@@ -144,14 +144,14 @@ def _is_there(x: Any) -> bool:
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
-    if x.is_contiguous() and not x.data_ptr() % _ALIGNMENT and not x.is_neg() and not x.is_conj():
-        return x
+    if x.is_contiguous() and not x.is_neg() and not x.is_conj():
+        return x  # a chain looks at the alignment
     return dlpack.readable(x)
 
 
 def _make(key: Any, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], masks: Any) -> _Entry | None:
     device = next(x.device for x in tensors if x is not None)
-    if device.type != "cuda" or dlpack.is_capturing(device):
+    if dlpack.is_capturing(device):
         return None
     dlpack.jax_device(device)  # raises its own error where JAX lacks the device
     with _LOCK:
@@ -274,8 +274,7 @@ def _test(device: torch.device, kind: str) -> None:
     function, shapes = _TESTS[kind]
     tensors = [_wave(shape, device) for shape in shapes]
     specs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    own = torch_allocator()
-    poisoned = Allocator(empty=_poisoned, stream=own.stream, is_capturing=own.is_capturing)
+    poisoned = torch_allocator()._replace(empty=_poisoned)
     got = LoadedChain(_compiled(function, specs, device), device, allocator=poisoned)(*tensors)
     arrays, owners = dlpack.import_tensors(tensors, device)
     with dispatch.on_device(dispatch.device_info(dlpack.jax_device(device))):
@@ -293,6 +292,6 @@ def _wave(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return torch.arange(size, device=device, dtype=torch.float32).mul(0.37).sin().reshape(shape).to(torch.bfloat16)
 
 
-def _poisoned(shape: Any, **place: Any) -> torch.Tensor:
-    fresh = torch.empty(shape, **place)
+def _poisoned(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    fresh = torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
     return fresh.fill_(255 if fresh.dtype == torch.uint8 else float("nan"))

@@ -268,7 +268,7 @@ assert torch.equal(bridge.flash_attention(*inputs, implementation="xla"), want)
 
 
 def test_capture_in_a_cuda_graph_is_refused():
-    """In a process of its own: PyTorch's generator stays in a capture that fails, and then all random numbers do."""
+    """It has a process of its own, as PyTorch's generator stays in a capture that fails, and then gives no numbers."""
     done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
 

@@ -1,7 +1,9 @@
 """A CUDA driver that runs nothing: it records the calls that it gets, with what their pointers point to."""
 
+import contextlib
 import ctypes
 import itertools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -182,12 +184,26 @@ class Memory:
         self.tensors: list[torch.Tensor] = []
         self.stream = STREAM
         self.is_capturing = False
+        self.device = 0
 
-    def empty(self, shape: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        assert device.type == "cuda"
-        self.tensors.append(torch.zeros(shape, dtype=dtype))
+    def empty(self, shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+        self.tensors.append(torch.empty_strided(shape, strides, dtype=dtype))
         return self.tensors[-1]
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before, self.device = self.device, device.index
+        try:
+            yield
+        finally:
+            self.device = before
 
     @property
     def allocator(self) -> Allocator:
-        return Allocator(empty=self.empty, stream=lambda index: self.stream, is_capturing=lambda: self.is_capturing)
+        return Allocator(
+            empty=self.empty,
+            device=lambda: self.device,
+            on=self.on,
+            stream=lambda index: self.stream,
+            is_capturing=lambda: self.is_capturing,
+        )

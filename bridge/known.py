@@ -1,0 +1,149 @@
+"""Calls that were made before and are launched directly: one check of their tensors, and the launch.
+
+A call is known by its statics (all that is no tensor, and which tensors there are) and its tensors without their
+values. A check of PyTorch's own compares the tensors, in a microsecond. Whatever it does not vouch for goes the way of
+a first call: compilers, transforms, autocast, modes, tensors that are strided.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from jax_kernels.bridge import private
+from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.direct.launcher import LoadedChain
+
+__all__ = ["Known", "KnownCall", "clear", "same_tensors"]
+
+_MOST = 512  # calls of an op
+_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+class KnownCall:
+    """A call that was made before. Calling it with the tensors gives its results.
+
+    chain: what runs. finish: makes the results of the list that a chain gives. function: where a gradient is needed,
+    the Function whose forward takes this call and the tensors, and gives what the chain does. facts: what that Function
+    wants to know of the call. backwards: its backward's calls.
+    """
+
+    __slots__ = ("backwards", "chain", "check", "facts", "finish", "function", "statics")
+
+    def __init__(
+        self,
+        chain: LoadedChain,
+        finish: Callable[[Any], Any],
+        function: type[torch.autograd.Function] | None = None,
+        facts: Any = None,
+    ) -> None:
+        self.chain = chain
+        self.finish = finish
+        self.function = function
+        self.facts = facts
+        self.backwards = None if function is None else Known()
+        self.statics: Any = None
+        self.check: Callable[..., bool] = _never
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
+        if self.function is None:
+            return self.finish(self.chain(*tensors))
+        return self.finish(self.function.apply(self, *tensors))
+
+
+def _never(*tensors: Any) -> bool:
+    return False
+
+
+class Known:
+    """The calls of an op that are known, at most so many. The last one is looked at first."""
+
+    __slots__ = ("__weakref__", "_calls", "_last", "_nothing")
+
+    def __init__(self) -> None:
+        self._nothing = KnownCall(None, _never)  # type: ignore[arg-type]
+        self._last = self._nothing
+        self._calls: dict[Any, KnownCall] = {}
+        _ALL.add(self)
+
+    def find(self, statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
+        """The known call of these tensors, None where there is none. Not for code that torch.compile traces."""
+        call = self._last
+        try:
+            if call.statics != statics or not call.check(*tensors):
+                found = self._search(statics, tensors)
+                if found is None:
+                    return None
+                call = found
+        except (RuntimeError, TypeError, ValueError):  # statics that cannot be compared, or hashed: arrays
+            return None
+        if forward_ad._current_level >= 0 or torch._C._len_torch_function_stack() or not route._STATE.is_enabled:
+            return None
+        return call
+
+    def _search(self, statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
+        if not self._calls:
+            return None
+        call = self._calls.get(_key(statics, tensors))
+        if call is None or not call.check(*tensors):
+            return None
+        self._last = call
+        return call
+
+    def learn(self, statics: Any, tensors: Sequence[torch.Tensor], make: Callable[[], KnownCall | None]) -> None:
+        """Makes a call known, unless its tensors cannot be checked, or are not read in place.
+
+        make: gives the call, or None where it has no chain.
+        """
+        if (
+            not route.is_enabled()
+            or torch._C._len_torch_function_stack()
+            or not all(x.is_contiguous() for x in tensors)
+        ):
+            return
+        key = _key(statics, tensors)
+        call = None if key is None else make()
+        if call is None:
+            return
+        check = private.guard(tensors)
+        if check is None:
+            return
+        call.statics, call.check = statics, check
+        try:
+            self._calls[key] = call
+        except TypeError:  # the statics are not hashable
+            return
+        while len(self._calls) > _MOST:
+            self._calls.pop(next(iter(self._calls)), None)
+
+    def clear(self) -> None:
+        self._last = self._nothing
+        self._calls.clear()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+def same_tensors(read: Sequence[Any], given: Sequence[Any]) -> bool:
+    """Whether a call reads the very tensors that it is given, and not copies."""
+    return len(read) == len(given) and all(map(operator.is_, read, given))
+
+
+_ALL: weakref.WeakSet[Known] = weakref.WeakSet()
+
+
+def clear() -> None:
+    """Forgets all calls."""
+    for known in list(_ALL):
+        known.clear()
+
+
+def _key(statics: Any, tensors: Sequence[Any]) -> Any:
+    """The statics, and the tensors without their values; None where one is of a type that is not known."""
+    if any(type(x) not in _TYPES for x in tensors):
+        return None
+    grad = torch.is_grad_enabled()
+    return statics, *[(x.shape, x.dtype, x.device, grad and x.requires_grad, type(x)) for x in tensors]

@@ -1,0 +1,66 @@
+"""The symbols private to PyTorch that save time of a call, each with what serves where it is not found.
+
+The other private symbols of the bridge: JAX's in dlpack.py and memory.py, XLA's formats in direct/executable.py and
+direct/target.py.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["empty_on_gpu", "guard"]
+
+Check = Callable[..., bool]
+
+
+def _tensor_guards() -> Any:
+    try:
+        from torch._C._dynamo import guards
+
+        return guards.TensorGuards
+    except (ImportError, AttributeError):
+        return None
+
+
+def _empty_strided_cuda() -> Callable[..., torch.Tensor]:
+    try:
+        from torch._C._dynamo import guards
+
+        return guards._empty_strided_cuda  # type: ignore[attr-defined]
+    except (ImportError, AttributeError):
+        return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+_GUARDS = _tensor_guards()
+# (shape, strides, dtype) -> an empty tensor on the current GPU
+empty_on_gpu = _empty_strided_cuda()
+
+
+def guard(tensors: Sequence[torch.Tensor]) -> Check | None:
+    """A check of as many tensors: whether they are as these are, in a call like this one. None where it cannot be made.
+
+    Tensors are alike in type, dtype, device, shape, strides and in whether they need a gradient, and a call in what
+    its dispatcher would do: autocast, torch.func's transforms, inference mode and modes that see operators make others.
+    """
+    if _GUARDS is None:
+        return None
+    first = {id(x): index for index, x in reversed(list(enumerate(tensors)))}
+    places = [first[id(x)] for x in tensors]
+    unique = [x for index, x in enumerate(tensors) if places[index] == index]
+    try:
+        sizes, strides = [list(x.shape) for x in unique], [list(x.stride()) for x in unique]
+        guards = _GUARDS(*unique, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        if guards.check(*unique) is not True:
+            return None
+    except (TypeError, RuntimeError, AttributeError):
+        return None
+    if len(unique) == len(tensors):
+        return guards.check
+
+    def check(*given: Any) -> bool:  # PyTorch's own is False where a tensor is given twice
+        return all(given[at] is x for at, x in zip(places, given, strict=True)) and guards.check(
+            *(x for index, x in enumerate(given) if places[index] == index)
+        )
+
+    return check

@@ -1,0 +1,342 @@
+"""Calls that are known, by chains that compute on the CPU: what is known, what is not, and that all of it is right."""
+
+import threading
+
+import pytest
+import torch
+
+from jax_kernels import bridge
+from jax_kernels.bridge import dlpack, known, library, private
+from jax_kernels.bridge.direct import route
+
+
+class Chain:
+    """A chain that computes by JAX on the CPU. calls: how often it was called."""
+
+    def __init__(self, function, tensors, operands):
+        self.there = [x is not None for x in tensors]
+        self.function = function
+        self.masks = () if operands is None else (operands.masks,)
+        self.calls = 0
+
+    def __call__(self, *tensors):
+        self.calls += 1
+        arrays, owners = dlpack.import_tensors(tensors, tensors[0].device)
+        given = iter(arrays)
+        with library.planning_for(tensors[0].device):
+            results = self.function(*self.masks, *(next(given) if there else None for there in self.there))
+        exported = dlpack.export_arrays(results, tensors[0].device)
+        del owners
+        return exported
+
+
+class Route:
+    """A route whose chains are those above. chains: by function and shapes."""
+
+    def __init__(self):
+        self.chains = {}
+
+    def find(self, function, tensors, operands=None):
+        key = function, *[None if x is None else (x.shape, x.dtype) for x in tensors]
+        if key not in self.chains:
+            self.chains[key] = Chain(function, tensors, operands)
+        return self.chains[key]
+
+    @property
+    def calls(self):
+        return sum(chain.calls for chain in self.chains.values())
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    made = Route()
+    monkeypatch.setattr(route, "find", made.find)
+    monkeypatch.setattr(route._STATE, "is_enabled", True)
+    known.clear()
+    yield made
+    known.clear()
+
+
+def qkv(length=24, **options):
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(2, length, 4, 16, generator=generator, **options).requires_grad_() for _ in range(3)]
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+IDS = torch.arange(24, dtype=torch.int32).repeat(2, 1) // 10
+OFFSET = torch.tensor(3, dtype=torch.int32)
+# By name, (a call of tensors, the tensors).
+CALLS = {
+    "plain": (bridge.flash_attention, qkv()),
+    "causal": (lambda *x: bridge.flash_attention(*x, is_causal=True), qkv()),
+    "window": (lambda *x: bridge.flash_attention(*x, window=(4, 2), scale=0.3), qkv()),
+    "segments": (lambda *x: bridge.flash_attention(*x, segment_ids=IDS), qkv()),
+    "pair": (lambda *x: bridge.flash_attention(*x, segment_ids=(IDS, IDS.flip(1).contiguous())), qkv()),
+    "lengths": (lambda *x: bridge.flash_attention(*x, kv_lengths=torch.tensor([5, 24], dtype=torch.int32)), qkv()),
+    "offset": (lambda *x: bridge.flash_attention(*x, is_causal=True, q_offset=OFFSET), qkv()),
+    "mask": (lambda *x: bridge.flash_attention(*x, mask=IDS[:, None, None] < 2), qkv()),
+    "bias": (lambda q, k, v, bias: bridge.flash_attention(q, k, v, bias=bias), [*qkv(), random(1, 4, 24, 24)]),
+    "constant bias": (lambda *x: bridge.flash_attention(*x, bias=random(1, 4, 24, 24).detach()), qkv()),
+    "sinks": (lambda q, k, v, sinks: bridge.flash_attention(q, k, v, sinks=sinks), [*qkv(), random(4)]),
+    "dilated": (
+        lambda *x: bridge.dilated_attention(*x, segment_lengths=[8, 24], dilation_rates=[1, 2], is_causal=True),
+        qkv(),
+    ),
+    "matmul": (bridge.matmul, [random(5, 8), random(8, 6)]),
+    "linear": (bridge.linear, [random(5, 8), random(6, 8), random(6)]),
+    "residual": (
+        lambda x, w, r: bridge.matmul(x, w, residual=r, activation="silu"),
+        [random(5, 8), random(8, 6), random(5, 6)],
+    ),
+    "gated_matmul": (bridge.gated_matmul, [random(5, 8), random(8, 6), random(8, 6, seed=1)]),
+    "mlp": (bridge.mlp, [random(5, 8), random(8, 6), random(6, 8)]),
+    "layer_norm": (bridge.layer_norm, [random(5, 8), random(8), random(8)]),
+    "rms_norm": (bridge.rms_norm, [random(5, 8), random(8)]),
+    "residual norm": (lambda x, r: bridge.rms_norm(x, residual=r)[0], [random(5, 8), random(5, 8, seed=1)]),
+    "from_jax": (bridge.from_jax(lambda x, y: x * y), [random(7), random(7)]),
+    "several results": (bridge.from_jax(lambda x: {"a": (x * 2, x + 1)}), [random(7)]),
+}  # fmt: skip
+
+
+def total(results):
+    if isinstance(results, dict):
+        results = results["a"]
+    return sum(x.sin().sum() for x in results) if isinstance(results, tuple) else results.sin().sum()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_known_calls_and_gradients_are_those_of_first_calls(name, direct):
+    """The tensors of the third call have other values than those of the first two."""
+    call, given = CALLS[name]
+    fresh = [x.detach().mul(0.5).requires_grad_() for x in given]
+    with route.disabled():
+        want = call(*fresh)
+        want_gradients = torch.autograd.grad(total(want), fresh)
+    for _ in range(2):
+        torch.autograd.grad(total(call(*given)), given)
+    before = direct.calls
+    got = call(*fresh)
+    assert direct.calls == before + 1
+    gradients = torch.autograd.grad(total(got), fresh)
+    assert direct.calls == before + 2
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(gradients, want_gradients)
+    with torch.no_grad():
+        call(*given)
+        before = direct.calls
+        torch.testing.assert_close(call(*fresh), want)
+        assert direct.calls == before + 1
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_rows_and_their_gradient(with_bias, direct):
+    given = [*qkv(), random(1, 4, 24, 24)] if with_bias else qkv()
+
+    def attend(query, key, value, bias=None):
+        return bridge.flash_attention(query, key, value, bias=bias, return_lse=True)
+
+    with route.disabled():
+        want = attend(*given)
+        out, lse = want
+        cases = {"out": out.sin().sum(), "lse": lse.sin().sum(), "both": out.sum() + lse.sin().sum()}
+        gradients = {
+            name: torch.autograd.grad(x, given, retain_graph=True, allow_unused=True) for name, x in cases.items()
+        }
+    for _ in range(3):
+        out, lse = got = attend(*given)
+        torch.testing.assert_close(got, want)
+        cases = {"out": out.sin().sum(), "lse": lse.sin().sum(), "both": out.sum() + lse.sin().sum()}
+        for name, x in cases.items():
+            found = torch.autograd.grad(x, given, retain_graph=True, allow_unused=True)
+            torch.testing.assert_close(found, gradients[name])
+    assert direct.calls
+
+
+def test_a_gradient_that_nobody_needs_is_none(direct):
+    query, key, value = qkv()
+    bias = random(1, 4, 24, 24)
+    for needs in (("query",), ("value",), ("bias",), ("query", "bias")):
+        given = {"query": query, "key": key, "value": value, "bias": bias}
+        given = {name: x.detach().requires_grad_(name in needs) for name, x in given.items()}
+        for _ in range(3):
+            for x in given.values():
+                x.grad = None
+            bridge.flash_attention(**given).sum().backward()
+            assert {name for name, x in given.items() if x.grad is not None} == set(needs)
+
+
+# Each is a call that is not what was known, of the tensors of a call that is.
+def test_other_tensors_go_another_way(direct):
+    query, key, value = (x.detach() for x in qkv())
+    for _ in range(2):
+        want = bridge.flash_attention(query, key, value)
+    calls = direct.calls
+    assert calls
+    strided = query.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.testing.assert_close(bridge.flash_attention(strided, key, value), want)
+    torch.testing.assert_close(bridge.flash_attention(torch._neg_view(-query), key, value), want)
+    with torch.autocast("cpu"):
+        assert bridge.flash_attention(query, key, value).dtype == torch.bfloat16
+    batched = torch.func.vmap(bridge.flash_attention)(*(torch.stack([x, x]) for x in (query, key, value)))
+    torch.testing.assert_close(batched, torch.stack([want, want]))
+    assert direct.calls == calls
+    with pytest.raises(TypeError, match="key: got"):
+        bridge.flash_attention(query, key.numpy(), value)
+    with pytest.raises(TypeError, match="scale"):
+        bridge.flash_attention(query, key, value, scale=torch.ones(2))
+    with pytest.raises(ValueError, match="segment_ids"):
+        bridge.flash_attention(query, key, value, segment_ids=(IDS,))
+    with pytest.raises(TypeError, match="dtype"):
+        bridge.flash_attention(query, key.double(), value)
+
+
+def test_modes_see_the_operator(direct):
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    query, key, value = (x.detach() for x in qkv())
+    for _ in range(2):
+        bridge.flash_attention(query, key, value)
+    seen = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    for mode in (Functions, Dispatch):
+        with mode():
+            bridge.flash_attention(query, key, value)
+        assert any("flash_attention" in name for name in seen)
+        seen.clear()
+
+
+def test_forward_mode_raises(direct):
+    query, key, value = (x.detach() for x in qkv())
+    for _ in range(2):
+        bridge.flash_attention(query, key, value)
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(bridge.flash_attention, (query, key, value), (query, key, value))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(query, query)
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            bridge.flash_attention(dual, key, value)
+
+
+@pytest.mark.parametrize("name", ["plain", "matmul", "from_jax"])
+def test_a_second_gradient_raises(name, direct):
+    call, given = CALLS[name]
+    for _ in range(3):
+        (first, *_) = torch.autograd.grad(total(call(*given)), given, create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward"):
+            first.sum().backward()
+        torch.autograd.grad(total(call(*given)), given)
+
+
+def test_gradients_of_a_batch_of_cotangents(direct):
+    given = qkv()
+    for _ in range(2):
+        out = bridge.flash_attention(*given)
+        torch.autograd.grad(out.sum(), given)
+    cotangents = torch.stack([torch.ones_like(out), torch.full_like(out, 2.0)])
+    got = torch.autograd.grad(bridge.flash_attention(*given), given, cotangents, is_grads_batched=True)
+    want = torch.autograd.grad(bridge.flash_attention(*given).sum(), given)
+    torch.testing.assert_close([x[1] for x in got], [2 * x for x in want])
+
+
+def test_an_input_that_is_changed_before_the_backward_raises(direct):
+    query, key, value = qkv()
+    for _ in range(3):
+        doubled = query * 2
+        out = bridge.flash_attention(doubled, key, value)
+        with torch.no_grad():
+            doubled.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_settings_make_other_calls(direct, monkeypatch):
+    query, key, value = (x.detach() for x in qkv())
+    for _ in range(2):
+        bridge.flash_attention(query, key, value)
+    count = len(direct.chains)
+    torch.use_deterministic_algorithms(True)
+    try:
+        bridge.flash_attention(query, key, value)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(direct.chains) == count + 1
+    import jax
+
+    function = bridge.from_jax(lambda x: x * 2)
+    x = random(3).detach()
+    for _ in range(2):
+        function(x)
+    calls = direct.calls
+    with jax.enable_x64(True):
+        function(x)
+    assert direct.calls == calls
+
+
+def test_compiled_code_does_not_look(direct):
+    torch._dynamo.reset()
+    query, key, value = (x.detach() for x in qkv())
+    for _ in range(2):
+        want = bridge.flash_attention(query, key, value)
+    calls = direct.calls
+    compiled = torch.compile(lambda *x: bridge.flash_attention(*x) * 2, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(query, key, value), want * 2)
+    assert direct.calls == calls
+
+
+def test_threads(direct):
+    groups = [[x.detach() for x in qkv(length)] for length in (8, 16, 24, 32)]
+    with route.disabled():
+        want = [bridge.flash_attention(*group) for group in groups]
+    wrong = []
+
+    def work(index):
+        for _ in range(30):
+            for offset in range(4):
+                at = (index + offset) % 4
+                if not torch.allclose(bridge.flash_attention(*groups[at]), want[at], atol=1e-5):
+                    wrong.append(at)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_as_many_calls_as_wanted_are_known(direct, monkeypatch):
+    monkeypatch.setattr(known, "_MOST", 3)
+    function = bridge.from_jax(lambda x: x + 1)
+    for size in range(1, 8):
+        function(torch.zeros(size))
+    (calls,) = [x for x in known._ALL if len(x) == 3]
+    assert [call.chain.there for call in calls._calls.values()] == [[True]] * 3
+
+
+def test_without_pytorchs_guards_nothing_is_known(direct, monkeypatch):
+    monkeypatch.setattr(private, "_GUARDS", None)
+    query, key, value = (x.detach() for x in qkv())
+    for _ in range(3):
+        bridge.flash_attention(query, key, value)
+    assert not direct.calls
+
+
+def test_the_private_symbols_are_found():
+    """A PyTorch without them serves every call, and takes longer."""
+    assert private._GUARDS is not None
+    assert private.empty_on_gpu is torch._C._dynamo.guards._empty_strided_cuda
