@@ -10,6 +10,8 @@ leave_memory_to_torch()
 from jax_kernels.bridge import masks as masks  # noqa: E402
 from jax_kernels.bridge import nn as nn  # noqa: E402
 from jax_kernels.bridge.attention import flash_attention as flash_attention  # noqa: E402
+from jax_kernels.bridge.caches import cache_info as cache_info  # noqa: E402
+from jax_kernels.bridge.caches import clear_cache as clear_cache  # noqa: E402
 from jax_kernels.bridge.compile_attention import compile_attention as compile_attention  # noqa: E402
 from jax_kernels.bridge.dilated_attention import dilated_attention as dilated_attention  # noqa: E402
 from jax_kernels.bridge.function import from_jax as from_jax  # noqa: E402

@@ -17,7 +17,7 @@ from jax_kernels.bridge import private
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.direct.launcher import LoadedChain
 
-__all__ = ["Known", "KnownCall", "clear", "same_tensors"]
+__all__ = ["Known", "KnownCall", "clear", "count", "same_tensors"]
 
 _MOST = 512  # calls of an op
 _TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -139,6 +139,11 @@ def clear() -> None:
     """Forgets all calls."""
     for known in list(_ALL):
         known.clear()
+
+
+def count() -> int:
+    """How many calls are known."""
+    return sum(len(known) for known in list(_ALL))
 
 
 def _key(statics: Any, tensors: Sequence[Any]) -> Any:

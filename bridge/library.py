@@ -15,8 +15,9 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from jax_kernels import dispatch
-from jax_kernels.bridge import dlpack
+from jax_kernels.bridge import dlpack, fork
 from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.known import Known, KnownCall
 
 __all__ = [
     "apply",
@@ -25,6 +26,7 @@ __all__ = [
     "call_in_backward",
     "define",
     "define_vmap",
+    "forget",
     "has_tangent",
     "is_plain_call",
     "planning_for",
@@ -83,7 +85,8 @@ def _device_info(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def planning_for(device: torch.device) -> Iterator[None]:
-    """Makes JAX plan for this device inside the block, whatever its default device is."""
+    """Makes JAX plan for this device inside the block, whatever its default device is. Raises in a forked process."""
+    fork.refuse()
     with dispatch.on_device(_device_info(device)):
         yield
 
@@ -100,7 +103,7 @@ def run(
     """
     given = [tensor for tensor in tensors if tensor is not None]
     device = given[0].device
-    if device.type == "cuda" and (launched := route.launch(function, tensors, operands)) is not None:
+    if device.type == "cuda" and (launched := _launched(function, tensors, given, operands)) is not None:
         return launched
     dlpack.refuse_capture(device)
     arrays, owners = dlpack.import_tensors(given, device)
@@ -111,6 +114,39 @@ def run(
     exported = dlpack.export_arrays(results, device)
     del owners  # JAX reads them until the results are exported
     return exported
+
+
+_KNOWN: dict[Any, Known] = {}  # by function
+_MOST = 1024
+
+
+def _launched(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], given: list[torch.Tensor], operands: Any
+) -> list[torch.Tensor] | None:
+    """route.launch, by a known call where there is one. given: the tensors that are not None."""
+    if operands is not None and operands.masks:
+        return route.launch(function, tensors, operands)
+    known = _KNOWN.get(function)
+    if known is None:
+        known = _KNOWN[function] = Known()
+        while len(_KNOWN) > _MOST:
+            _KNOWN.pop(next(iter(_KNOWN)), None)
+    statics = tuple(x is None for x in tensors)
+    if (call := known.find(statics, given)) is not None:
+        return call(given)
+    results = route.launch(function, tensors, operands)
+    if results is not None:
+        known.learn(statics, given, lambda: _call_of(route.find(function, tensors, operands)))
+    return results
+
+
+def _call_of(chain: Any) -> KnownCall | None:
+    return None if chain is None else KnownCall(chain, lambda results: results)
+
+
+def forget() -> None:
+    """Drops the functions whose calls are known."""
+    _KNOWN.clear()
 
 
 def is_plain_call() -> bool:

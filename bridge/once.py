@@ -8,26 +8,60 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["fresh_name", "once"]
+__all__ = ["clear", "fresh_name", "once"]
 
 
-def once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A functools.cache for threads: where several ask for a value at once, one makes it and the others wait."""
-    made: dict[Any, Any] = {}
-    locks: dict[Any, threading.RLock] = {}
+_MOST = 1024  # values of a function
 
-    @functools.cache  # its own lookup is the fast one; a miss may come from several threads
-    @functools.wraps(make)
-    def get(*key: Any) -> Any:
+
+class _Once:
+    """A functools.lru_cache for threads: where several ask for a value at once, one makes it and the others wait."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self._made: dict[Any, Any] = {}
+        self._locks: dict[Any, threading.RLock] = {}
+        # Its own lookup is the fast one; a miss may come from several threads.
+        self._get = functools.lru_cache(_MOST)(self._made_once)
+        self.__wrapped__ = make
+
+    def __call__(self, *key: Any) -> Any:
+        return self._get(*key)
+
+    def __len__(self) -> int:
+        return self._get.cache_info().currsize
+
+    def clear(self) -> None:
+        self._get.cache_clear()
+        self._made.clear()
+
+    def _made_once(self, *key: Any) -> Any:
         # The process is part of the key, as a fork copies the locks that other threads hold.
         own = os.getpid(), key
-        with locks.setdefault(own, threading.RLock()):
-            if key not in made:
-                made[key] = make(*key)
-            locks.pop(own, None)
-            return made[key]
+        with self._locks.setdefault(own, threading.RLock()):
+            if key not in self._made:
+                self._made[key] = self._make(*key)
+            self._locks.pop(own, None)
+            value = self._made[key]
+            while len(self._made) > _MOST:
+                self._made.pop(next(iter(self._made)), None)
+            return value
 
-    return get
+
+_ALL: list[_Once] = []
+
+
+def once(make: Callable[..., Any]) -> _Once:
+    """The function, which makes a value once for a key, and forgets those that were not asked for lately."""
+    made = _Once(make)
+    _ALL.append(made)
+    return made
+
+
+def clear() -> None:
+    """Forgets all values of all functions."""
+    for made in _ALL:
+        made.clear()
 
 
 _NUMBERS = itertools.count(1)

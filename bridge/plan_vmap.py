@@ -11,7 +11,7 @@ from jax_kernels.bridge import library
 from jax_kernels.bridge.once import once
 from jax_kernels.bridge.plan_ops import backward_op, call_op
 from jax_kernels.bridge.planning import make_plan, mapped_axes
-from jax_kernels.bridge.plans import Info, Map, find_plan, keep, new_name
+from jax_kernels.bridge.plans import Info, Map, Plan, find_plan, keep, new_name
 
 __all__ = ["define_rules"]
 
@@ -31,10 +31,14 @@ def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> str:
     )
     if not plan.has_gradient:
         return make_plan(request, plan.needs).name
-    results, forward = _in_parallel(size, plan.results), _vmap(plan.forward, size, mapped)
-    return keep(
-        dataclasses.replace(plan, name=new_name(request), request=request, results=results, forward=forward)
-    ).name
+    own = new_name(request)
+
+    def make() -> Plan:
+        plan = find_plan(name)
+        results, forward = _in_parallel(size, plan.results), _vmap(plan.forward, size, mapped)
+        return dataclasses.replace(plan, name=own, request=request, results=results, forward=forward)
+
+    return keep(own, make).name
 
 
 @once
@@ -43,9 +47,14 @@ def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> str:
 
     mapped: which of the stored tensors, and then of the cotangents, have an axis of calls first.
     """
-    plan = find_plan(name)
-    grads, backward = _in_parallel(size, plan.grads), _vmap(plan.backward, size, mapped)
-    return keep(dataclasses.replace(plan, name=new_name(plan.request), grads=grads, backward=backward)).name
+    own = new_name(find_plan(name).request)
+
+    def make() -> Plan:
+        plan = find_plan(name)
+        grads, backward = _in_parallel(size, plan.grads), _vmap(plan.backward, size, mapped)
+        return dataclasses.replace(plan, name=own, grads=grads, backward=backward)
+
+    return keep(own, make).name
 
 
 def _in_parallel(size: int, infos: tuple[Info, ...]) -> tuple[Info, ...]:

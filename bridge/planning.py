@@ -30,6 +30,11 @@ def plan_for(request: Request, needs: tuple[bool, ...]) -> Plan:
 @once
 def make_plan(request: Request, needs: tuple[bool, ...]) -> Plan:
     """The plan of a request, made once in a process. needs: which tensors have a gradient."""
+    name = new_name(request)
+    return keep(name, lambda: _planned(name, request, needs))
+
+
+def _planned(name: str, request: Request, needs: tuple[bool, ...]) -> Plan:
     signatures = request.signatures
     device = _check(signatures)
     outputs, structures = _outputs_of(request)
@@ -80,21 +85,19 @@ def make_plan(request: Request, needs: tuple[bool, ...]) -> Plan:
 
     residuals = [residual_infos[index] for index in extra]
     *_, output_structure = structures
-    return keep(
-        Plan(
-            name=new_name(request),
-            request=request,
-            needs=needs,
-            outputs=output_structure,
-            count=count,
-            fixed=tuple(i for i, info in enumerate(out_infos) if not jnp.issubdtype(info.dtype, jnp.inexact)),
-            results=_infos("output", out_infos) + _infos("residual", residuals),
-            grads=tuple(Info(signatures[index].shape, signatures[index].dtype) for index in moving),
-            inputs_read=tuple(inputs_read),
-            outputs_read=tuple(outputs_read),
-            forward=jax.jit(forward),
-            backward=jax.jit(backward),
-        )
+    return Plan(
+        name=name,
+        request=request,
+        needs=needs,
+        outputs=output_structure,
+        count=count,
+        fixed=tuple(i for i, info in enumerate(out_infos) if not jnp.issubdtype(info.dtype, jnp.inexact)),
+        results=_infos("output", out_infos) + _infos("residual", residuals),
+        grads=tuple(Info(signatures[index].shape, signatures[index].dtype) for index in moving),
+        inputs_read=tuple(inputs_read),
+        outputs_read=tuple(outputs_read),
+        forward=jax.jit(forward),
+        backward=jax.jit(backward),
     )
 
 

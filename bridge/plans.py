@@ -1,11 +1,13 @@
 """The plans of from_jax, and where they are kept.
 
 A request is a call without its values. A plan is a request with the programs that serve it. PyTorch's operators take a
-plan's name, under which it is found as long as the process lives.
+plan's name, under which it is found as long as the process lives. The programs of so many plans are kept; an older
+plan, whose name a compiled graph may hold, is made again.
 """
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ __all__ = [
     "Request",
     "Residual",
     "Signature",
+    "clear",
     "find_plan",
     "keep",
     "new_name",
@@ -117,7 +120,10 @@ class Plan:
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
-PLANS: dict[str, Plan] = {}
+PLANS: dict[str, Plan] = {}  # the newest last
+_RECIPES: dict[str, Callable[[], Plan]] = {}
+_LOCK = threading.RLock()
+_MOST = 1024
 
 
 def register(function: Callable[..., Any]) -> str:
@@ -137,14 +143,29 @@ def new_name(request: Request) -> str:
     return fresh_name(_stem(request))
 
 
-def keep(plan: Plan) -> Plan:
-    """Keeps the plan under its name, and returns it."""
-    PLANS[plan.name] = plan
-    return plan
+def keep(name: str, make: Callable[[], Plan]) -> Plan:
+    """Makes a plan, keeps it under its name, and returns it. It is made again where it is wanted and no longer kept."""
+    _RECIPES[name] = make
+    return find_plan(name)
 
 
 def find_plan(name: str) -> Plan:
     """The plan of this name. Raises RuntimeError where another process made it."""
-    if name not in PLANS:
+    plan = PLANS.get(name)
+    if plan is not None:
+        return plan
+    if name not in _RECIPES:
         raise RuntimeError(f"{name}: a graph that calls a from_jax function runs only in the process that traced it")
-    return PLANS[name]
+    with _LOCK:
+        if name not in PLANS:
+            PLANS[name] = _RECIPES[name]()
+        plan = PLANS[name]
+        while len(PLANS) > _MOST:
+            del PLANS[next(iter(PLANS))]
+        return plan
+
+
+def clear() -> None:
+    """Drops all plans, and with them JAX's programs."""
+    with _LOCK:
+        PLANS.clear()

@@ -25,7 +25,7 @@ from jax_kernels.bridge.direct.target import Target, compile_chain
 from jax_kernels.ops import normalization
 from jax_kernels.ops.matmul import matmul
 
-__all__ = ["clear", "disabled", "enabled", "find", "is_enabled", "launch", "reasons"]
+__all__ = ["clear", "count", "disabled", "enabled", "find", "is_enabled", "launch", "reasons"]
 
 _MOST_CHAINS = 512
 
@@ -136,7 +136,12 @@ def clear() -> None:
     """Drops all chains, and what was found about functions without one. They are made again when they are called."""
     with _LOCK:
         _STATE.entries.clear()
-    unload_dropped()
+        unload_dropped()
+
+
+def count() -> int:
+    """How many functions, with a set of shapes each, have a chain, or are known to have none."""
+    return len(_STATE.entries)
 
 
 def _is_there(x: Any) -> bool:

@@ -387,7 +387,7 @@ def test_a_graph_outlives_what_it_was_captured_from():
     with torch.cuda.graph(graph):
         out = bridge.flash_attention(*inputs)
     want = bridge.flash_attention(*inputs)
-    route.clear()
+    bridge.clear_cache()
     gc.collect()
     bridge.flash_attention(*(x[:1].contiguous() for x in inputs))
     graph.replay()
@@ -490,12 +490,12 @@ def test_dropped_chains_are_unloaded():
             bridge.flash_attention(*qkv((1, length, 2, 64)))
 
     use(128)
-    route.clear()
+    bridge.clear_cache()
     used = []
     for round in range(3):
         for length in range(129, 135):
             use(length + 8 * round)
-        route.clear()
+        bridge.clear_cache()
         used.append(used_memory())
     assert used[-1] - used[0] < 8 * 2**20, used
 

@@ -298,6 +298,34 @@ def test_compiled_code_does_not_look(direct):
     assert direct.calls == calls
 
 
+def test_an_operator_knows_its_calls(direct, monkeypatch):
+    """A compiled graph calls the operator, whose launches are those of the direct route."""
+    torch._dynamo.reset()
+    query, key, value = qkv()
+    want = bridge.flash_attention(query, key, value)
+    want_gradients = torch.autograd.grad(want.sin().sum(), (query, key, value))
+    found = []
+
+    def launch(function, tensors, operands=None):
+        found.append(function)
+        return direct.find(function, tensors, operands)(*(x for x in tensors if x is not None))
+
+    own = library.run
+
+    def run(function, tensors, operands=None):
+        results = library._launched(function, tensors, [x for x in tensors if x is not None], operands)
+        return own(function, tensors, operands) if results is None else results
+
+    monkeypatch.setattr(route, "launch", launch)
+    monkeypatch.setattr(library, "run", run)
+    compiled = torch.compile(lambda *x: bridge.flash_attention(*x).sin(), backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        got = torch.autograd.grad(compiled(query, key, value).sum(), (query, key, value))
+        torch.testing.assert_close(got, want_gradients)
+    assert len(found) == 2  # the first forward, and the first backward
+    library.forget()
+
+
 def test_threads(direct):
     groups = [[x.detach() for x in qkv(length)] for length in (8, 16, 24, 32)]
     with route.disabled():

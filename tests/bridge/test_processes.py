@@ -92,3 +92,33 @@ def test_an_exported_program_raises_in_another_process(tmp_path):
     assert run(FIRST, tmp_path, "first")[-1] == "saved"
     raised = [f"raised {name}" for name in ("from_jax", "dilated_attention", "block_sparse", "mask") for _ in range(2)]
     assert run(SECOND, tmp_path, "second") == [*raised, "forked"]
+
+
+FORKED = """
+import os, sys
+import torch
+from jax_kernels import bridge
+
+double = bridge.from_jax(lambda x: x * 2)
+if sys.argv[1] == "started":
+    double(torch.ones(3))
+process = os.fork()
+if process == 0:
+    try:
+        print(double(torch.ones(3)).sum().item(), flush=True)
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.waitpid(process, 0)
+"""
+
+
+@pytest.mark.parametrize("when", ["started", "not started"])
+def test_a_forked_process_raises_where_jax_had_started(when):
+    command = [sys.executable, "-W", "ignore", "-c", FORKED, when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    if when == "started":
+        assert "which was forked" in done.stdout, done
+        assert '"spawn"' in done.stdout
+    else:
+        assert done.stdout == "6.0\n", done

@@ -1,0 +1,44 @@
+"""The caches of the bridge: their sizes, and an end of them."""
+
+from typing import NamedTuple
+
+import jax
+
+from jax_kernels.bridge import known, library, once, plans
+from jax_kernels.bridge.direct import route
+
+__all__ = ["CacheInfo", "cache_info", "clear_cache"]
+
+
+class CacheInfo(NamedTuple):
+    """The entries of the bridge's caches.
+
+    functions: those given to from_jax, and the bridge's own, which are kept. plans: of calls, with JAX's programs; the
+    1,024 newest are kept. chains: of kernels that the direct route has loaded, and calls that have none; the 512 that
+    were used last are kept. known_calls: those that are launched without checks, up to 512 for an op.
+    """
+
+    functions: int
+    plans: int
+    chains: int
+    known_calls: int
+
+
+def cache_info() -> CacheInfo:
+    """The sizes of the bridge's caches."""
+    return CacheInfo(
+        functions=len(plans.FUNCTIONS), plans=len(plans.PLANS), chains=route.count(), known_calls=known.count()
+    )
+
+
+def clear_cache() -> None:
+    """Drops compiled programs, loaded kernels, and JAX's own caches; what is called again is compiled again.
+
+    Kernels in captured CUDA graphs stay loaded. Waits for the GPUs whose kernels it unloads.
+    """
+    known.clear()
+    library.forget()
+    once.clear()
+    plans.clear()
+    jax.clear_caches()
+    route.clear()

@@ -1,0 +1,29 @@
+"""An error in processes that were forked from one in which JAX runs: they lack its threads, and would wait for ever."""
+
+import os
+
+from jax._src import xla_bridge
+
+__all__ = ["refuse"]
+
+_FORKED: list[int] = []  # the processes of this one's ancestors that ran JAX
+
+
+def _forked() -> None:
+    # There is no public way to ask for the backends without starting them.
+    if getattr(xla_bridge, "_backends", None):
+        _FORKED.append(os.getppid())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def refuse() -> None:
+    """Raises RuntimeError in a forked process whose parent had started JAX."""
+    if _FORKED:
+        raise RuntimeError(
+            f"jax_kernels.bridge was called in process {os.getpid()}, which was forked from process {_FORKED[-1]}, "
+            'where JAX was running: JAX does not work in forked processes. Start the process by "spawn": '
+            'multiprocessing.get_context("spawn"), or DataLoader(..., multiprocessing_context="spawn")'
+        )
