@@ -13,7 +13,14 @@ from jax_kernels.bridge.attention import flash_attention as flash_attention  # n
 from jax_kernels.bridge.caches import cache_info as cache_info  # noqa: E402
 from jax_kernels.bridge.caches import clear_cache as clear_cache  # noqa: E402
 from jax_kernels.bridge.compile_attention import compile_attention as compile_attention  # noqa: E402
+from jax_kernels.bridge.decode_attention import decode_attention as decode_attention  # noqa: E402
 from jax_kernels.bridge.dilated_attention import dilated_attention as dilated_attention  # noqa: E402
+from jax_kernels.bridge.explaining import benchmark_implementations as benchmark_implementations  # noqa: E402
+from jax_kernels.bridge.explaining import device_info as device_info  # noqa: E402
+from jax_kernels.bridge.explaining import explain as explain  # noqa: E402
+from jax_kernels.bridge.fp8 import flash_attention_fp8 as flash_attention_fp8  # noqa: E402
+from jax_kernels.bridge.fp8 import quantize as quantize  # noqa: E402
+from jax_kernels.bridge.fp8 import quantize_fp8 as quantize_fp8  # noqa: E402
 from jax_kernels.bridge.function import from_jax as from_jax  # noqa: E402
 from jax_kernels.bridge.matmul import gated_matmul as gated_matmul  # noqa: E402
 from jax_kernels.bridge.matmul import linear as linear  # noqa: E402

@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge import attention_vmap, library, sparse_attention
+from jax_kernels.bridge import answers, attention_vmap, library, sparse_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
 from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forward_op, inference_op, known_call
 from jax_kernels.bridge.known import Known, same_tensors
 from jax_kernels.masks import Mask
+from jax_kernels.ops.attention import flash_attention as attention
 
 __all__ = ["flash_attention"]
 
@@ -209,6 +210,9 @@ def _call(given: _Given, statics: Any, present: Sequence[Any]) -> Any:
     query, key, value, bias, deterministic = as_torch_is_set(
         given.query, given.key, given.value, bias=given.bias, deterministic=given.deterministic
     )
+    if statics is not None:
+        arrays = {"query": query, "key": key, "value": value, "bias": bias, "deterministic": deterministic}
+        answers.answer(attention.flash_attention, query.device, **given._asdict() | arrays)
     left, right = window_sides(given.window)
     has_offset_tensor = isinstance(given.q_offset, torch.Tensor)
     tensors = Tensors(

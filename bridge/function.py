@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from jax_kernels.bridge import library, plan_vmap
+from jax_kernels.bridge import answers, library, plan_vmap
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 from jax_kernels.bridge.operands import NONE, MaskSignature, Operands, operands_of
@@ -95,6 +95,7 @@ class JaxOp:
     """A JAX function as from_jax gives it, for an op that tells by what its calls may be known."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
         self._name = register(function)
         self._known = Known()
 
@@ -107,6 +108,8 @@ class JaxOp:
         tensors: list[torch.Tensor] = []
         masks: list[Mask] = []
         structure = flatten((args, kwargs), tensors, masks)
+        if tensors and not torch.compiler.is_compiling():
+            answers.answer(self._function, tensors[0].device, *args, **kwargs)
         if masks:
             return _with_masks(self._name, structure, tensors, masks)
         results = _run(self._name, structure, tensors, NONE, None)

@@ -1,0 +1,70 @@
+"""decode_attention on PyTorch tensors."""
+
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
+from jax_kernels.bridge.function import JaxOp, seen
+from jax_kernels.ops import decode_attention as ops
+
+__all__ = ["decode_attention"]
+
+_attend = JaxOp(ops.decode_attention)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    kv_lengths: torch.Tensor | None = None,
+    block_tables: torch.Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """jax_kernels.decode_attention on PyTorch tensors: the newest 1 to 16 tokens against a cache. Forward only.
+
+    Calls run, and may be compiled and captured, as bridge.from_jax says. Under autocast query, key and value are cast
+    to the autocast dtype.
+
+    Args:
+      query: [B, T, H, D], T from 1 to 16, bfloat16, float16 or float32, on a CPU or a CUDA device.
+      key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; with block_tables [pages, page_size, Hkv, D or Dv].
+      kv_lengths: [B] int32. It is data: a longer sequence in the same cache compiles nothing.
+      block_tables: [B, max_pages] int32.
+      sinks: [H], bfloat16, float16 or float32.
+      The others are those of jax_kernels.decode_attention.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    It raises what jax_kernels.decode_attention does, or from_jax where the two differ.
+    """
+    call = None
+    if not torch.compiler.is_compiling():
+        sides = tuple(window) if isinstance(window, list) else window
+        options = sides, softcap, scale, return_lse, implementation
+        call = seen((query, key, value, kv_lengths, block_tables, sinks), options)
+        if (known := _attend.find(call)) is not None:
+            return known(call.tensors)
+    check_inputs(query, key, value, sinks=sinks, kv_lengths=kv_lengths)
+    query, key, value, _, _ = as_torch_is_set(query, key, value)
+    return _attend.serve(
+        call,
+        query,
+        key,
+        value,
+        kv_lengths=kv_lengths,
+        block_tables=block_tables,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        return_lse=return_lse,
+        implementation=implementation,
+    )

@@ -1,0 +1,133 @@
+"""Numbers of 8 bits on PyTorch tensors: quantize, quantize_fp8 and flash_attention_fp8."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from jax_kernels import quantization
+from jax_kernels.bridge.function import JaxOp, from_jax, seen
+from jax_kernels.ops.attention import flash_attention_fp8 as ops
+
+__all__ = ["flash_attention_fp8", "quantize", "quantize_fp8"]
+
+_attend = JaxOp(ops.flash_attention_fp8)
+_FORMATS = ("e4m3", "e5m2")
+
+
+def _pair(quantize: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """A quantization as a function that gives (values, scale)."""
+
+    def call(x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
+        found = quantize(x, **options)
+        return found.values, found.scale
+
+    return call
+
+
+_quantize = from_jax(_pair(quantization.quantize))
+_quantize_fp8 = from_jax(quantization.quantize_fp8)
+
+
+def quantize(
+    x: torch.Tensor,
+    format: str = "e4m3",
+    *,
+    scaling: str = "tensor",
+    axis: int = -1,
+    scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """jax_kernels.quantize on a PyTorch tensor, for formats of 8 bits: (values, scale), x ≈ values * scale.
+
+    values and scale are x and x_scale, or w and w_scale, of bridge.matmul.
+
+    Args:
+      x: a float tensor with at least two axes, for "block", or one, for "row".
+      format: "e4m3" (torch.float8_e4m3fn) or "e5m2" (torch.float8_e5m2).
+      scaling: which numbers share a scale: all ("tensor"), those along `axis` ("row"), or 128 x 128 of the last two
+        axes ("block").
+      axis: for "row", -1 or -2.
+      scale: a scale that was found before, positive float32 of the shape that scaling gives.
+
+    Returns:
+      (values, scale): values of x's shape; scale, float32.
+
+    Raises:
+      ValueError: format is not one of 8 bits, or what jax_kernels.quantize raises.
+      TypeError: x is no float tensor, or scale no float32 tensor.
+    """
+    if format not in _FORMATS:
+        raise ValueError(
+            f"format: got {format!r}, want 'e4m3' or 'e5m2'; weights of few bits are those of jax_kernels.quantize"
+        )
+    return tuple(_quantize(x, format=format, scaling=scaling, axis=axis, scale=scale))
+
+
+def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """jax_kernels.quantize_fp8 on a PyTorch tensor: (values, scales), with x ≈ values * scales.
+
+    Args:
+      x: a float tensor, of any shape.
+      axis: the axes whose numbers share a scale; None is all axes. (1, 3) gives each head of x [B, T, H, D] a scale.
+
+    Returns:
+      values: torch.float8_e4m3fn, of x's shape. scales: positive float32, of x's shape without `axis`.
+
+    It raises what jax_kernels.quantize_fp8 does, or from_jax where the two differ.
+    """
+    return tuple(_quantize_fp8(x, axis=tuple(axis) if isinstance(axis, list) else axis))
+
+
+def flash_attention_fp8(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    q_scale: torch.Tensor | float | None = None,
+    k_scale: torch.Tensor | float | None = None,
+    v_scale: torch.Tensor | float | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    q_offset: int | torch.Tensor = 0,
+    kv_lengths: torch.Tensor | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """jax_kernels.flash_attention_fp8 on PyTorch tensors of 8 bits, as quantize_fp8(x, axis=(1, 3)) gives them.
+
+    Forward only. Calls run, and may be compiled and captured, as bridge.from_jax says.
+
+    Args:
+      query: [B, T, H, D], torch.float8_e4m3fn; key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv].
+      q_scale: [B, H] float32, or a number; k_scale, v_scale: [B, Hkv] float32, or a number; None is 1. A number
+        compiles a program of its own.
+      q_offset: an int, or an int32 tensor, a scalar or [B]. kv_lengths: [B] int32.
+      The others are those of jax_kernels.flash_attention_fp8.
+
+    Returns:
+      out [B, T, H, Dv] bfloat16; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    It raises what jax_kernels.flash_attention_fp8 does, or from_jax where the two differ.
+    """
+    call = None
+    if not torch.compiler.is_compiling():
+        options = is_causal, scale, return_lse, implementation
+        call = seen((query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths), options)
+        if (known := _attend.find(call)) is not None:
+            return known(call.tensors)
+    return _attend.serve(
+        call,
+        query,
+        key,
+        value,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        is_causal=is_causal,
+        scale=scale,
+        q_offset=q_offset,
+        kv_lengths=kv_lengths,
+        return_lse=return_lse,
+        implementation=implementation,
+    )

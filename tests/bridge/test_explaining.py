@@ -1,0 +1,72 @@
+"""Plans and times of the bridge's ops on tensors."""
+
+import pytest
+import torch
+
+import jax_kernels
+from jax_kernels import bridge
+from jax_kernels.bridge import masks
+
+QKV = [torch.randn(1, 16, 4, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+X, W = torch.randn(8, 32), torch.randn(32, 16)
+CALLS = {
+    "flash_attention": lambda ask: ask(bridge.flash_attention, *QKV, is_causal=True),
+    "segments": lambda ask: ask(bridge.flash_attention, *QKV, segment_ids=torch.zeros(1, 16, dtype=torch.int32)),
+    "mask": lambda ask: ask(bridge.flash_attention, *QKV, mask=masks.sliding_window(4, 4)),
+    "score_mod": lambda ask: ask(bridge.flash_attention, *QKV, score_mod=lambda score, b, h, q, k: score * 2),
+    "sdpa": lambda ask: ask(bridge.scaled_dot_product_attention, *QKV),
+    "dilated": lambda ask: ask(bridge.dilated_attention, *QKV, segment_lengths=[8], dilation_rates=[2]),
+    "decode": lambda ask: ask(bridge.decode_attention, QKV[0][:, :1], *QKV[1:]),
+    "matmul": lambda ask: ask(bridge.matmul, X, W),
+    "linear": lambda ask: ask(bridge.nn.Linear(32, 16), X),
+    "layer_norm": lambda ask: ask(bridge.layer_norm, X),
+    "rms_norm": lambda ask: ask(bridge.rms_norm, X),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_plan_is_that_of_the_call(name):
+    plan = CALLS[name](bridge.explain)
+    assert isinstance(plan, jax_kernels.Plan)
+    assert plan.implementation == "xla"
+    assert dict(plan.passed_over).keys() <= {"mosaic_gpu", "triton", "cudnn"}
+
+
+def test_a_plan_is_the_one_of_the_jax_op():
+    arrays = [jax_kernels.bridge.dlpack.jax.numpy.asarray(x.numpy()) for x in QKV]
+    want = jax_kernels.explain(jax_kernels.flash_attention, *arrays, window=3)
+    assert bridge.explain(bridge.flash_attention, *QKV, window=3) == want
+
+
+def test_what_is_wrong_is_an_error():
+    with pytest.raises(TypeError, match=r"^op: got int"):
+        bridge.explain(3)
+    with pytest.raises(TypeError, match="calls no op"):
+        bridge.explain(torch.nn.functional.relu, X)
+    with pytest.raises(TypeError, match="want an op of this library"):
+        bridge.explain(bridge.from_jax(lambda x: x * 2), X)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu"):
+        bridge.explain(bridge.flash_attention, *QKV, implementation="mosaic_gpu")
+    torch.testing.assert_close(bridge.matmul(X, W), X @ W)  # nothing is asked any more
+
+
+def test_device_info():
+    assert bridge.device_info(torch.device("cpu")) == bridge.device_info("cpu")
+    with pytest.raises(ValueError, match="meta"):
+        bridge.device_info("meta")
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_times_of_implementations(gradients):
+    inputs = [x.clone().requires_grad_() for x in QKV]
+    times = bridge.benchmark_implementations(bridge.flash_attention, *inputs, gradients=gradients, seconds=0.01)
+    assert list(times) == ["xla"]
+    assert 0 < times["xla"] < 10_000
+    with pytest.raises(ValueError, match="implementation"):
+        bridge.benchmark_implementations(bridge.flash_attention, *inputs, implementation="xla")
+    with pytest.raises(ValueError, match="no tensor"):
+        bridge.benchmark_implementations(bridge.flash_attention)
+    with pytest.raises(ValueError, match="gradients"):
+        bridge.benchmark_implementations(bridge.matmul, X, W, gradients=True)
+    with pytest.raises(TypeError, match="dtype"):
+        bridge.benchmark_implementations(bridge.flash_attention, *(x.double() for x in QKV))
