@@ -1,4 +1,4 @@
-"""What the bridge's ops run for given tensors: their plan, and the time that each implementation takes."""
+"""Plans of the ops of the bridge for given tensors, and the time that each implementation takes."""
 
 import functools
 import time
@@ -34,7 +34,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch.Plan:
 
 
 def device_info(place: torch.device | str | int | None = None) -> device.DeviceInfo:
-    """What jax_kernels knows of a device of PyTorch's. None is the current GPU, or the CPU where there is none.
+    """The facts that jax_kernels has of a device of PyTorch's. None is the current GPU, or the CPU where there is none.
 
     Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and RuntimeError where JAX lacks it.
     """
