@@ -183,15 +183,14 @@ def _backward(device: torch.device, options: Options, bias_gradient: bool):
     return jax.jit(backward)
 
 
-def _forward_kernel(*arguments):
+def _forward_program(*arguments):
     call = split(arguments)
-    return tuple(library.run(_forward(call.device, call.options), call.tensors))
+    return library.Program(_forward(call.device, call.options), call.tensors)
 
 
-def _inference_kernel(*arguments):
+def _inference_program(*arguments):
     call = split(arguments)
-    (out,) = library.run(_inference(call.device, call.options), call.tensors)
-    return out
+    return library.Program(_inference(call.device, call.options), call.tensors)
 
 
 def _with_gradient(call: Arguments) -> list[bool]:
@@ -200,11 +199,16 @@ def _with_gradient(call: Arguments) -> list[bool]:
     return list((present | {"bias": present["bias"] and call.backward.bias_gradient}).values())
 
 
-def _backward_kernel(*arguments):
+def _backward_program(*arguments):
     call = split(arguments)
     bias_gradient, *arrays = call.backward
-    gradients = iter(library.run(_backward(call.device, call.options, bias_gradient), (*call.tensors, *arrays)))
-    return tuple(next(gradients) if there else call.tensors.query.new_empty(0) for there in _with_gradient(call))
+    return library.Program(_backward(call.device, call.options, bias_gradient), (*call.tensors, *arrays))
+
+
+def _gradients(found, *arguments):
+    call = split(arguments)
+    left = iter(found)
+    return tuple(next(left) if there else call.tensors.query.new_empty(0) for there in _with_gradient(call))
 
 
 class _Spec(NamedTuple):
@@ -403,7 +407,8 @@ _ARGUMENTS = (
 forward_op = library.define(
     "flash_attention",
     f"({_ARGUMENTS}) -> (Tensor, Tensor)",
-    kernel=_forward_kernel,
+    program=_forward_program,
+    results=lambda found, *arguments: tuple(found),
     fake=_fake_forward,
     differentiate=lambda *arguments: library.apply(Attention, True, *arguments),
     label=_label,
@@ -411,7 +416,8 @@ forward_op = library.define(
 inference_op = library.define(
     "flash_attention_inference",
     f"({_ARGUMENTS}) -> Tensor",
-    kernel=_inference_kernel,
+    program=_inference_program,
+    results=lambda found, *arguments: found[0],
     fake=_fake_inference,
     differentiate=lambda *arguments: library.apply(Attention, False, *arguments),
     label=_label,
@@ -420,7 +426,8 @@ backward_op = library.define(
     "flash_attention_backward",
     f"({_ARGUMENTS}, bool bias_gradient, Tensor out, Tensor rows, Tensor? dout, Tensor? drows) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
-    kernel=_backward_kernel,
+    program=_backward_program,
+    results=_gradients,
     fake=_fake_backward,
     differentiate=_differentiate_backward,
     label=_label,

@@ -8,18 +8,19 @@ goes past that implementation (below_autograd), which would cost 20 microseconds
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from jax_kernels import dispatch
-from jax_kernels.bridge import dlpack, fork
+from jax_kernels.bridge import dlpack, fork, private
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.known import Known, KnownCall
 
 __all__ = [
+    "Program",
     "apply",
     "below_autograd",
     "below_function",
@@ -38,24 +39,58 @@ __all__ = [
 ]
 
 _LIBRARY = torch.library.Library("jax_kernels", "FRAGMENT")
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+
+class Program(NamedTuple):
+    """A call of an operator as `run` takes it."""
+
+    function: Callable[..., Any]
+    tensors: Sequence[torch.Tensor | None]
+    operands: Any = None
 
 
 def define(
     name: str,
     schema: str,
-    kernel: Callable[..., Any],
+    program: Callable[..., Program],
+    results: Callable[..., Any],
     fake: Callable[..., Any],
     differentiate: Callable[..., Any],
     label: Callable[..., str],
 ) -> Any:
     """The operator torch.ops.jax_kernels.<name>, for CPU and CUDA tensors.
 
-    kernel: gives the results. fake: gives empty results of their shapes. differentiate: gives the results where they
-    need a gradient; it calls the operator with below_function. label: gives the name for the error that refuses a
-    tensor with a tangent, of forward-mode differentiation.
+    program: gives what runs. results: makes the operator's results of the program's list, and of the operator's
+    arguments. fake: gives empty results of their shapes. differentiate: gives the results where they need a gradient;
+    it calls the operator with below_function. label: gives the name for the error that refuses a tensor with a tangent,
+    of forward-mode differentiation.
+
+    <name>_direct is the same operator, for compiled graphs of calls that are launched directly: they may be part of a
+    CUDA graph.
     """
-    _LIBRARY.define(name + schema, tags=_TAGS)
+
+    def kernel(*arguments: Any) -> Any:
+        return results(run(*program(*arguments)), *arguments)
+
+    operator, direct = (
+        _defined(full, schema, tags, kernel, fake, differentiate, label)
+        for full, tags in ((name, (*_TAGS, torch.Tag.cudagraph_unsafe)), (f"{name}_direct", _TAGS))
+    )
+    _DIRECT[operator] = _Direct(operator=direct, program=program)
+    return operator
+
+
+def _defined(
+    name: str,
+    schema: str,
+    tags: Sequence[torch.Tag],
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    differentiate: Callable[..., Any],
+    label: Callable[..., str],
+) -> Any:
+    _LIBRARY.define(name + schema, tags=tags)
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, kernel, key)
     torch.library.register_fake(f"jax_kernels::{name}", fake, lib=_LIBRARY)
@@ -73,9 +108,38 @@ def define(
     return operator
 
 
+class _Direct(NamedTuple):
+    """The operator that stands for another one where the program is launched directly."""
+
+    operator: Any
+    program: Callable[..., Program]
+
+
+_DIRECT: dict[Any, _Direct] = {}
+
+
+def _in_a_graph(operator: Any, arguments: Sequence[Any]) -> Any:
+    """The operator, or in a graph that torch.compile traces the one that a CUDA graph may hold, if it is right there.
+
+    Then the call's kernels are compiled already.
+    """
+    direct = _DIRECT.get(operator)
+    if direct is None or torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
+        return operator
+    with private.without_modes() as are_off:
+        if not are_off:
+            return operator
+        program = direct.program(*arguments)
+        sizes = [size for x in program.tensors if x is not None for size in x.shape]
+        if not all(isinstance(size, int) for size in sizes) or not all(sizes):
+            return operator
+        return operator if route.find(*program) is None else direct.operator
+
+
 def define_vmap(name: str, rule: Callable[..., Any]) -> None:
     """Defines torch.func.vmap of the operator; `rule(info, in_dims, *args)` gives (results, out_dims)."""
-    torch.library.register_vmap(f"jax_kernels::{name}", rule, lib=_LIBRARY)
+    for full in (name, f"{name}_direct"):
+        torch.library.register_vmap(f"jax_kernels::{full}", rule, lib=_LIBRARY)
 
 
 @functools.cache
@@ -158,6 +222,8 @@ def is_plain_call() -> bool:
 
 def below_autograd(operator: Any, *arguments: Any) -> Any:
     """The operator's results, without a gradient."""
+    if torch._C._len_torch_dispatch_stack():
+        operator = _in_a_graph(operator, arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments)
 

@@ -16,7 +16,7 @@ from jax_kernels.bridge.plans import find_plan
 __all__ = ["Call", "KnownPlan", "backward_op", "call_op"]
 
 
-def _kernel(tensors, plan, operands=""):
+def _program(tensors, plan, operands=""):
     planned = find_plan(plan)
     for x, want in zip(tensors, planned.request.signatures, strict=True):
         if x.shape != want.shape or x.dtype != want.dtype:  # only a graph that nobody guards comes here with others
@@ -24,11 +24,11 @@ def _kernel(tensors, plan, operands=""):
                 f"{planned.label}: got a tensor of shape {tuple(x.shape)} and dtype {x.dtype} in a graph, want those "
                 f"that it was traced with, {want.shape} and {want.dtype}"
             )
-    return library.run(planned.forward, tensors, found(operands))
+    return library.Program(planned.forward, tensors, found(operands))
 
 
-def _backward_kernel(stored, cotangents, plan, operands=""):
-    return library.run(find_plan(plan).backward, (*stored, *cotangents), found(operands))
+def _backward_program(stored, cotangents, plan, operands=""):
+    return library.Program(find_plan(plan).backward, (*stored, *cotangents), found(operands))
 
 
 def _empty(plan, infos):
@@ -138,7 +138,8 @@ def _differentiate_backward(stored, cotangents, plan, operands=""):
 call_op = library.define(
     "call",
     '(Tensor[] tensors, str plan, str operands="") -> Tensor[]',
-    kernel=_kernel,
+    program=_program,
+    results=lambda found, *arguments: found,
     fake=lambda tensors, plan, operands="": _empty(find_plan(plan), find_plan(plan).results),
     differentiate=_differentiate,
     label=lambda tensors, plan, operands="": find_plan(plan).label,
@@ -146,7 +147,8 @@ call_op = library.define(
 backward_op = library.define(
     "call_backward",
     '(Tensor[] stored, Tensor?[] cotangents, str plan, str operands="") -> Tensor[]',
-    kernel=_backward_kernel,
+    program=_backward_program,
+    results=lambda found, *arguments: found,
     fake=lambda stored, cotangents, plan, operands="": _empty(find_plan(plan), find_plan(plan).grads),
     differentiate=_differentiate_backward,
     label=lambda stored, cotangents, plan, operands="": find_plan(plan).label,

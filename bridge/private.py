@@ -4,12 +4,13 @@ The other private symbols of the bridge: JAX's in dlpack.py and memory.py, XLA's
 direct/target.py.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["empty_on_gpu", "guard"]
+__all__ = ["empty_on_gpu", "guard", "without_modes"]
 
 Check = Callable[..., bool]
 
@@ -35,6 +36,18 @@ def _empty_strided_cuda() -> Callable[..., torch.Tensor]:
 _GUARDS = _tensor_guards()
 # (shape, strides, dtype) -> an empty tensor on the current GPU
 empty_on_gpu = _empty_strided_cuda()
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[bool]:
+    """Turns off, inside the block, the modes by which PyTorch traces. Gives whether it can."""
+    try:
+        from torch.utils._python_dispatch import _disable_current_modes
+    except ImportError:
+        yield False
+        return
+    with _disable_current_modes():
+        yield True
 
 
 def guard(tensors: Sequence[torch.Tensor]) -> Check | None:

@@ -329,6 +329,33 @@ def test_an_operator_knows_its_calls(direct, monkeypatch):
     library.forget()
 
 
+@pytest.mark.parametrize("is_direct", [True, False])
+@pytest.mark.parametrize("name", ["plain", "bias", "matmul", "from_jax"])
+def test_a_compiled_graph_has_the_operators_that_a_cuda_graph_may_hold(name, is_direct, request):
+    from torch._dynamo.backends.common import aot_autograd
+
+    if is_direct:
+        request.getfixturevalue("direct")
+    torch._dynamo.reset()
+    call, given = CALLS[name]
+    nodes = []
+
+    def keep(graph, inputs):
+        nodes.extend(node.target for node in graph.graph.nodes if "jax_kernels" in str(node.target))
+        return graph
+
+    compiled = torch.compile(call, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    out = compiled(*given)
+    torch.testing.assert_close(out, call(*given))
+    gradients = torch.autograd.grad(total(out), given)
+    torch.testing.assert_close(gradients, torch.autograd.grad(total(call(*given)), given))
+    assert len(nodes) == 2
+    assert [torch.Tag.cudagraph_unsafe in node.tags for node in nodes] == [not is_direct] * 2
+    if is_direct:
+        (first, *_) = torch.autograd.grad(total(compiled(*given)), given)
+        torch.testing.assert_close(first, gradients[0])
+
+
 def test_threads(direct):
     groups = [[x.detach() for x in qkv(length)] for length in (8, 16, 24, 32)]
     with route.disabled():
