@@ -97,7 +97,7 @@ def _defined(
     operator = getattr(torch.ops.jax_kernels, name).default
 
     def autograd(*arguments: Any) -> Any:
-        flat = [x for given in arguments for x in (given if isinstance(given, list | tuple) else (given,))]
+        flat = _flat(arguments)
         if has_tangent(flat):
             refuse_tangent(label(*arguments))
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*flat):
@@ -106,6 +106,11 @@ def _defined(
 
     _LIBRARY.impl(name, autograd, "Autograd")
     return operator
+
+
+def _flat(arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of an operator, with those that stand in lists."""
+    return [x for given in arguments for x in (given if isinstance(given, list | tuple) else (given,))]
 
 
 class _Direct(NamedTuple):
@@ -126,14 +131,13 @@ def _in_a_graph(operator: Any, arguments: Sequence[Any]) -> Any:
     direct = _DIRECT.get(operator)
     if direct is None or torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
         return operator
+    flat = _flat(arguments)
+    sizes = [size for x in flat if isinstance(x, torch.Tensor) for size in x.shape]
+    if any(isinstance(x, torch.SymInt) for x in (*flat, *sizes)) or not all(sizes):
+        return operator
     with private.without_modes() as are_off:
-        if not are_off:
-            return operator
-        program = direct.program(*arguments)
-        sizes = [size for x in program.tensors if x is not None for size in x.shape]
-        if not all(isinstance(size, int) for size in sizes) or not all(sizes):
-            return operator
-        return operator if route.find(*program) is None else direct.operator
+        is_direct = are_off and route.find(*direct.program(*arguments)) is not None
+        return direct.operator if is_direct else operator
 
 
 def define_vmap(name: str, rule: Callable[..., Any]) -> None:
