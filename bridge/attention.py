@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge import answers, attention_vmap, library, sparse_attention
+from jax_kernels.bridge import answers, attention_vmap, growing, library, sparse_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
 from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forward_op, inference_op, known_call
+from jax_kernels.bridge.growing import Keys
 from jax_kernels.bridge.known import Known, same_tensors
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as attention
@@ -64,9 +65,9 @@ def flash_attention(
     """jax_kernels.flash_attention on PyTorch tensors: gradients of query, key, value, bias, sinks, also through lse.
 
     It runs on the tensors' own device, after the work on PyTorch's current stream. The host never waits for the GPU.
-    Inputs that are contiguous and aligned to 16 bytes are read in place; others are copied. Each result is copied once,
-    from JAX's memory to a tensor that PyTorch owns, so that it may be used on any stream. That copy moves 4 bytes for
-    each element of a bfloat16 result.
+    Inputs that are contiguous and aligned to 16 bytes are read in place; others are copied. PyTorch owns the results,
+    which may be used on any stream. The direct route writes them in place; by DLPack each is copied once, from JAX's
+    memory.
 
     | under | behaviour |
     |---|---|
@@ -74,7 +75,8 @@ def flash_attention(
     | autocast | casts query, key, value and a 16-bit bias to the autocast dtype |
     | torch.func.vmap | one call; a loop where the mapped calls have own sinks, or gradients of a bias or sinks |
     | activation checkpointing, torch.export, torch.func.grad | works |
-    | a CUDA graph, double backward, forward mode | raises |
+    | a CUDA graph | works on the direct route, after a first call outside; else raises |
+    | double backward, forward mode | raises |
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
@@ -105,7 +107,8 @@ def flash_attention(
       ValueError: shapes do not fit together, tensors are on several devices, or on one that is not served.
       NotImplementedError: an argument, or a named implementation, cannot serve this call, and why; or it is
         differentiated in forward mode (torch.func.jvp, torch.autograd.forward_ad).
-      RuntimeError: it is differentiated twice, a CUDA graph is being captured, or JAX lacks the device.
+      RuntimeError: it is differentiated twice, a CUDA graph is being captured that cannot hold the call, JAX lacks the
+        device, or the process was forked from one in which JAX was running.
     """
     statics: Any = None
     present: Sequence[Any] = ()
@@ -239,11 +242,35 @@ def _call(given: _Given, statics: Any, present: Sequence[Any]) -> Any:
         precision=given.precision,
         implementation=given.implementation,
     )
+    if statics is not None and (keys := _padded(tensors, options)) is not None:
+        return flash_attention(query, sinks=given.sinks, window=given.window, **keys._asdict(), **_kept(options))
     results = _run(tensors, options)
     read = [x for x in tensors if x is not None]
     if statics is not None and library.is_plain_call() and same_tensors(read, present):
         _KNOWN.learn(statics, present, lambda: known_call(tensors, options))
     return results
+
+
+def _padded(tensors: Tensors, options: Options) -> Keys | None:
+    """The keys of a call that is repeated with more and more of them, padded; None where they stay as they are."""
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
+    if needs_grad or tensors.q_segment_ids is not None or options.implementation or not library.is_plain_call():
+        return None
+    keys = Keys(
+        key=tensors.key,
+        value=tensors.value,
+        bias=tensors.bias,
+        mask=tensors.mask,
+        kv_lengths=tensors.kv_lengths,
+        q_offset=options.q_offset if tensors.q_offset is None else tensors.q_offset,
+    )
+    return growing.padded(tensors.query, keys, (options._replace(q_offset=0), tensors.sinks is None))
+
+
+def _kept(options: Options) -> dict[str, Any]:
+    """The options by the names that flash_attention has for them, without those of the keys and the window."""
+    own = options._asdict()
+    return {name: own[name] for name in own if name not in ("window_left", "window_right", "q_offset")}
 
 
 def _run(tensors: Tensors, options: Options) -> Any:

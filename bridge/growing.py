@@ -1,0 +1,90 @@
+"""Calls whose number of keys grows from call to call, as a cache's does: their keys are padded to few lengths.
+
+JAX compiles a program for each length. A call of few queries without gradients, that was made with several lengths, has
+its keys padded to the next of four lengths in each octave, and kv_lengths that leaves the padding out. What a mask or a
+bias has for the padding is without effect.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+__all__ = ["Keys", "padded"]
+
+_MOST_QUERIES = 16
+_LENGTHS = 3  # so many lengths of one call compile as they are
+_SHORTEST = 128
+_SEEN: dict[Any, set[int]] = {}
+_LOCK = threading.Lock()
+_MOST = 1024
+
+
+class Keys(NamedTuple):
+    """The arguments of a call that have to do with the number of its keys."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor | None
+    mask: torch.Tensor | None
+    kv_lengths: torch.Tensor | None
+    q_offset: Any
+
+
+def padded(query: torch.Tensor, keys: Keys, others: Any) -> Keys | None:
+    """The arguments with padded keys, or None for a call that is to run as it is. others: what else the call has."""
+    key, value, bias, mask, kv_lengths, q_offset = keys
+    length = key.shape[1]
+    if query.shape[1] > _MOST_QUERIES:
+        return None
+    size = bucket(length)
+    is_padded = size == length and kv_lengths is not None and isinstance(q_offset, torch.Tensor)
+    if is_padded or not _grows(query, keys, others):
+        return None
+    if kv_lengths is None:
+        kv_lengths = torch.full((query.shape[0],), length, dtype=torch.int32, device=query.device)
+    else:
+        kv_lengths = kv_lengths.clamp(max=length)
+    if not isinstance(q_offset, torch.Tensor):
+        q_offset = torch.full((), q_offset, dtype=torch.int32, device=query.device)
+    rows = lambda x: x if size == length else functional.pad(x, (0, 0, 0, 0, 0, size - length))
+    columns: Callable[[Any], Any] = lambda x: (
+        x if x is None or x.shape[-1] != length or length == 1 else functional.pad(x, (0, size - length))
+    )
+    return Keys(
+        key=rows(key),
+        value=rows(value),
+        bias=columns(bias),
+        mask=columns(mask),
+        kv_lengths=kv_lengths,
+        q_offset=q_offset,
+    )
+
+
+def bucket(length: int) -> int:
+    """The length that keys are padded to: a multiple of a quarter of the power of two below it."""
+    if length <= _SHORTEST:
+        return _SHORTEST
+    step = 2 ** (math.ceil(math.log2(length)) - 3)
+    return -(-length // step) * step
+
+
+def _grows(query: torch.Tensor, keys: Keys, others: Any) -> bool:
+    """Whether the call was made with several numbers of keys, this one included."""
+    first = lambda x: None if x is None else tuple(x.shape[:-1])
+    has_offset = isinstance(keys.q_offset, torch.Tensor)
+    call = (
+        *(query.shape, keys.key.shape[2:], keys.value.shape[2:], query.dtype, query.device),
+        *(first(keys.bias), first(keys.mask), keys.kv_lengths is None, has_offset, others),
+    )
+    length = keys.key.shape[1]
+    with _LOCK:
+        lengths = _SEEN.setdefault(call, set())
+        if len(lengths) < _LENGTHS:
+            lengths.add(length)
+        while len(_SEEN) > _MOST:
+            del _SEEN[next(iter(_SEEN))]
+        return len(lengths) == _LENGTHS
