@@ -21,7 +21,6 @@ import torch
 
 from jax_kernels.attention_inputs import AttentionResult
 from jax_kernels.bridge import dlpack, library
-from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.once import once
 from jax_kernels.ops.attention import flash_attention as attention
@@ -350,8 +349,7 @@ def _known_backward(call: KnownCall, statics: Any, tensors: Sequence[torch.Tenso
 
         def make():
             function = _backward(given.query.device, call.facts.options, bias_gradient)
-            chain = route.find(function, (*given, out, rows, dout, drows))
-            return None if chain is None else KnownCall(chain, _same)
+            return KnownCall(library.chain_for(function, (*given, out, rows, dout, drows)), _same)
 
         call.backwards.learn(statics, tensors, make)
     there = {"bias": bias_gradient}
@@ -363,17 +361,15 @@ def _same(results: Any) -> Any:
     return results
 
 
-def known_call(tensors: Tensors, options: Options) -> KnownCall | None:
-    """The call of tensors that were checked and are read as they are, or None where it has no chain.
+def known_call(tensors: Tensors, options: Options) -> KnownCall:
+    """The call of tensors that were checked and are read as they are.
 
     It gives what Attention does where a gradient is needed, and else what the operator does that serves it.
     """
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
     with_rows = needs_grad or options.return_lse
     function = (_forward if with_rows else _inference)(tensors.query.device, options)
-    chain = route.find(function, tensors)
-    if chain is None:
-        return None
+    chain = library.chain_for(function, tensors)
     facts = _Facts(options=options, there=tuple(x is not None for x in tensors), with_rows=options.return_lse)
     finish: Callable[[Any], Any] = _same
     if not options.return_lse and not needs_grad:

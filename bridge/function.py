@@ -21,7 +21,6 @@ import jax
 import torch
 
 from jax_kernels.bridge import answers, library, plan_vmap
-from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 from jax_kernels.bridge.operands import NONE, MaskSignature, Operands, operands_of
 from jax_kernels.bridge.plan_ops import Call, KnownPlan, call_op
@@ -114,9 +113,12 @@ class JaxOp:
             return _with_masks(self._name, structure, tensors, masks)
         results = _run(self._name, structure, tensors, NONE, None)
         if seen is not None and library.is_plain_call() and same_tensors(tensors, seen.tensors):
-            signatures = tuple(_signature(x) for x in tensors)
-            request = Request(self._name, structure, signatures, None, jax.config.jax_enable_x64)
-            make = lambda: _known_call(request, tensors)
+
+            def make() -> KnownCall:
+                signatures = tuple(_signature(x) for x in tensors)
+                request = Request(self._name, structure, signatures, None, jax.config.jax_enable_x64)
+                return _known_call(request, tensors)
+
             self._known.learn((seen.statics, _config()), tensors, make)
         return results
 
@@ -126,12 +128,10 @@ def _config() -> tuple[Any, ...]:
     return jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
 
 
-def _known_call(request: Request, tensors: Sequence[torch.Tensor]) -> KnownCall | None:
+def _known_call(request: Request, tensors: Sequence[torch.Tensor]) -> KnownCall:
     grad = torch.is_grad_enabled()
     plan = plan_for(request, tuple(grad and x.requires_grad for x in tensors))
-    chain = route.find(plan.forward, tensors, NONE)
-    if chain is None:
-        return None
+    chain = library.chain_for(plan.forward, tensors, NONE)
     is_single = plan.outputs == SINGLE
     finish = operator.itemgetter(0) if is_single else lambda results: rebuild(plan.outputs, iter(results))
     return KnownCall(chain, finish, KnownPlan if plan.has_gradient else None, plan)

@@ -1,4 +1,4 @@
-"""Calls that were made before and are launched directly: one check of their tensors, and the launch.
+"""Calls that were made before: one check of their tensors, and what runs.
 
 A call is known by its statics (all that is no tensor, and which tensors there are) and its tensors without their
 values. A check of PyTorch's own compares the tensors, in a microsecond. Whatever it does not vouch for goes the way of
@@ -15,7 +15,6 @@ from torch.autograd import forward_ad
 
 from jax_kernels.bridge import private
 from jax_kernels.bridge.direct import route
-from jax_kernels.bridge.direct.launcher import LoadedChain
 
 __all__ = ["Known", "KnownCall", "clear", "count", "same_tensors"]
 
@@ -26,21 +25,24 @@ _TYPES = (torch.Tensor, torch.nn.Parameter)
 class KnownCall:
     """A call that was made before. Calling it with the tensors gives its results.
 
-    chain: what runs. finish: makes the results of the list that a chain gives. function: where a gradient is needed,
-    the Function whose forward takes this call and the tensors, and gives what the chain does. facts: what that Function
-    wants to know of the call. backwards: its backward's calls.
+    chain: what runs, a LoadedChain or the like. is_direct, has_grad: whether the direct route, and gradients, were on
+    when it was made. finish: makes the results of the list that a chain gives. function: where a gradient is needed,
+    the Function whose forward takes this call and the tensors, and gives what the chain does. facts: those of the call
+    that the Function wants. backwards: the calls of its backward.
     """
 
-    __slots__ = ("backwards", "chain", "check", "facts", "finish", "function", "statics")
+    __slots__ = ("backwards", "chain", "check", "facts", "finish", "function", "has_grad", "is_direct", "statics")
 
     def __init__(
         self,
-        chain: LoadedChain,
+        chain: Callable[..., list[torch.Tensor]],
         finish: Callable[[Any], Any],
         function: type[torch.autograd.Function] | None = None,
         facts: Any = None,
     ) -> None:
         self.chain = chain
+        self.is_direct = route.is_enabled()
+        self.has_grad = torch.is_grad_enabled()
         self.finish = finish
         self.function = function
         self.facts = facts
@@ -73,14 +75,15 @@ class Known:
         """The known call of these tensors, None where there is none. Not for code that torch.compile traces."""
         call = self._last
         try:
-            if call.statics != statics or not call.check(*tensors):
+            is_last = call.has_grad is torch.is_grad_enabled() and call.is_direct is route._STATE.is_enabled
+            if not is_last or call.statics != statics or not call.check(*tensors):
                 found = self._search(statics, tensors)
                 if found is None:
                     return None
                 call = found
         except (RuntimeError, TypeError, ValueError):  # statics that cannot be compared, or hashed: arrays
             return None
-        if forward_ad._current_level >= 0 or torch._C._len_torch_function_stack() or not route._STATE.is_enabled:
+        if forward_ad._current_level >= 0 or torch._C._len_torch_function_stack():
             return None
         return call
 
@@ -96,13 +99,11 @@ class Known:
     def learn(self, statics: Any, tensors: Sequence[torch.Tensor], make: Callable[[], KnownCall | None]) -> None:
         """Makes a call known, unless its tensors cannot be checked, or are not read in place.
 
-        make: gives the call, or None where it has no chain.
+        make: gives the call, or None where there is none.
         """
-        if (
-            not route.is_enabled()
-            or torch._C._len_torch_function_stack()
-            or not all(x.is_contiguous() for x in tensors)
-        ):
+        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+            return
+        if not all(x.is_contiguous() for x in tensors):
             return
         key = _key(statics, tensors)
         call = None if key is None else make()
@@ -150,5 +151,5 @@ def _key(statics: Any, tensors: Sequence[Any]) -> Any:
     """The statics, and the tensors without their values; None where one is of a type that is not known."""
     if any(type(x) not in _TYPES for x in tensors):
         return None
-    grad = torch.is_grad_enabled()
-    return statics, *[(x.shape, x.dtype, x.device, grad and x.requires_grad, type(x)) for x in tensors]
+    modes = torch.is_grad_enabled(), route._STATE.is_enabled
+    return statics, modes, *[(x.shape, x.dtype, x.device, x.requires_grad, type(x)) for x in tensors]

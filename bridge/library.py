@@ -25,6 +25,7 @@ __all__ = [
     "below_autograd",
     "below_function",
     "call_in_backward",
+    "chain_for",
     "define",
     "define_vmap",
     "forget",
@@ -173,6 +174,14 @@ def run(
     device = given[0].device
     if device.type == "cuda" and (launched := _launched(function, tensors, given, operands)) is not None:
         return launched
+    return _through_jax(function, tensors, given, operands)
+
+
+def _through_jax(
+    function: Callable[..., Any], tensors: Sequence[Any], given: Sequence[torch.Tensor], operands: Any
+) -> list[torch.Tensor]:
+    """run by the DLPack route. given: the tensors that are not None; they stand for those of `tensors` in turn."""
+    device = given[0].device
     dlpack.refuse_capture(device)
     arrays, owners = dlpack.import_tensors(given, device)
     filled = iter(arrays)
@@ -182,6 +191,27 @@ def run(
     exported = dlpack.export_arrays(results, device)
     del owners  # JAX reads them until the results are exported
     return exported
+
+
+class _ThroughJax:
+    """A function with its tensors' places, that runs by the DLPack route as a chain does by the direct one."""
+
+    __slots__ = ("_function", "_operands", "_places")
+
+    def __init__(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any) -> None:
+        self._function = function
+        self._places = [None if x is None else True for x in tensors]
+        self._operands = operands
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        return _through_jax(self._function, self._places, tensors, self._operands)
+
+
+def chain_for(
+    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
+) -> Callable[..., list[torch.Tensor]]:
+    """The function of the tensors that are there: its chain, or what runs it by the DLPack route."""
+    return route.find(function, tensors, operands) or _ThroughJax(function, tensors, operands)
 
 
 _KNOWN: dict[Any, Known] = {}  # by function

@@ -7,7 +7,6 @@ of the Masks.
 import torch
 
 from jax_kernels.bridge import library
-from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.operands import NONE, found
 from jax_kernels.bridge.planning import make_plan
@@ -110,8 +109,7 @@ class KnownPlan(torch.autograd.Function):
 
 
 def _known_backward(plan, tensors):
-    chain = route.find(plan.backward, tensors, NONE)
-    return None if chain is None else KnownCall(chain, lambda results: results)
+    return KnownCall(library.chain_for(plan.backward, tensors, NONE), lambda results: results)
 
 
 def _differentiate(tensors, plan, operands=""):

@@ -168,6 +168,19 @@ def test_a_gradient_that_nobody_needs_is_none(direct):
             assert {name for name, x in given.items() if x.grad is not None} == set(needs)
 
 
+@pytest.mark.parametrize("name", ["plain", "matmul", "from_jax"])
+def test_gradients_are_switched_off_and_on(name, direct):
+    """A call that was made under no_grad, of tensors that need a gradient, is another one than that with gradients."""
+    call, given = CALLS[name]
+    for _ in range(3):
+        with torch.no_grad():
+            assert not call(*given).requires_grad
+        assert len(torch.autograd.grad(total(call(*given)), given)) == len(given)
+        fixed = [x.detach() for x in given]
+        assert not call(*fixed).requires_grad
+        assert call(fixed[0], *given[1:]).requires_grad == (len(given) > 1)
+
+
 # Each is a call that is not what was known, of the tensors of a call that is.
 def test_other_tensors_go_another_way(direct):
     query, key, value = (x.detach() for x in qkv())
@@ -213,10 +226,12 @@ def test_modes_see_the_operator(direct):
             return function(*args, **(kwargs or {}))
 
     for mode in (Functions, Dispatch):
-        with mode():
-            bridge.flash_attention(query, key, value)
-        assert any("flash_attention" in name for name in seen)
-        seen.clear()
+        for length in (24, 25):
+            for _ in range(3):
+                with mode(), torch.no_grad():
+                    bridge.flash_attention(*qkv(length))
+                assert any("flash_attention" in name for name in seen)
+                seen.clear()
 
 
 def test_forward_mode_raises(direct):
