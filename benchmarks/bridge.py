@@ -222,14 +222,14 @@ def measure_wall(rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def profile(calls: int) -> None:
-    """Prints where the host's time of the calls goes, for one without gradients."""
+def profile(route: str, calls: int) -> None:
+    """Prints where the host's time of the calls goes, for one without gradients by the route."""
     import torch
 
     from jax_kernels import bridge
 
     inputs = [x.detach() for x in tensors(SMALL)]
-    with on_route("direct"), torch.no_grad():
+    with on_route(route), torch.no_grad():
         for _ in range(20):
             bridge.flash_attention(*inputs)
         profiler = cProfile.Profile()
@@ -258,35 +258,38 @@ def show(rows: list[dict[str, Any]]) -> None:
     Console(width=120).print(table)
 
 
-def main(
+def measure(
     output: Annotated[pathlib.Path | None, Option(help="JSON file")] = None,
     commit: Annotated[str | None, Option(help="commit to record where the tree has no .git")] = None,
     calls: Annotated[int, Option(min=20, help="calls of each row of the host's table")] = 3000,
     seconds: Annotated[float, Option(help="the most that the calls of one row take")] = 1.5,
     rounds: Annotated[int, Option(min=1, help="turns of each route at the large shape")] = 3,
     profile_calls: Annotated[bool, Option("--profile", help="print a profile of 2,000 calls, and no times")] = False,
+    route: Annotated[str, Option(help="of --profile: direct or dlpack")] = "direct",
 ) -> None:
     """Times calls through the bridge. The exit status is 1 where a row failed."""
     import torch
 
     if not torch.cuda.is_available():
         refuse("times a GPU, and PyTorch finds none")
+    if route not in ROUTES[:2]:
+        refuse(f"--route: got {route!r}, want direct or dlpack")
     if profile_calls:
-        profile(2000)
+        profile(route, 2000)
         raise Exit(0)
     library = define_nothing()
     results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(commit, with_torch=True)}
     results["rows"] = rows = []
-    for route in ROUTES:
+    for name in ROUTES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            rows += measure_host(route, host_calls, calls, 20, seconds)
+            rows += measure_host(name, host_calls, calls, 20, seconds)
         write(output, results)
     rows += measure_wall(rounds)
     write(output, results)
     rows.append({"route": "dlpack", "call": "capture", "shape": SMALL, "status": "refused", "reason": ""})
-    for route in ("sdpa", "direct"):  # last, as a capture that fails leaves PyTorch unusable
-        rows += measure_host(route, capture_calls, 20, 1, seconds)
+    for name in ("sdpa", "direct"):  # last, as a capture that fails leaves PyTorch unusable
+        rows += measure_host(name, capture_calls, 20, 1, seconds)
     show(rows)
     from jax_kernels.bridge.direct import route as direct
 
@@ -295,7 +298,7 @@ def main(
         say(f"not direct: {reason}")
     write(output, results)
     del library
-    raise Exit(any(row["status"] == "failed" for row in rows))
+    raise Exit(int(any(row["status"] == "failed" for row in rows)))
 
 
 def write(output: pathlib.Path | None, results: dict[str, Any]) -> None:
@@ -303,5 +306,10 @@ def write(output: pathlib.Path | None, results: dict[str, Any]) -> None:
         report.write_json(output, results)
 
 
+def main() -> None:
+    """Reads the command line. typer ends the process."""
+    run(measure)
+
+
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(main())

@@ -133,9 +133,16 @@ def export_arrays(arrays: Iterable[jax.Array], device: torch.device) -> list[tor
     # 0, the default stream's handle, means something else in DLPack, where 1 stands for it.
     handle = stream.cuda_stream or 1
     views = [_view(array, handle) if array.size else _empty(array, device) for array in arrays]
+    if torch.cuda.current_device() == device.index:
+        return _cloned(views, stream)
     with torch.cuda.device(device):
-        tensors = [view.clone(memory_format=torch.contiguous_format) for view in views]
-        _HELD.hold(stream, views)
+        return _cloned(views, stream)
+
+
+def _cloned(views: list[torch.Tensor], stream: torch.cuda.Stream) -> list[torch.Tensor]:
+    """Copies of the views on the current stream of their device, which is the current one."""
+    tensors = [view.clone(memory_format=torch.contiguous_format) for view in views]
+    _HELD.hold(stream, views)
     return tensors
 
 
@@ -236,10 +243,15 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device)
         stream = target.get_stream_for_external_ready_events()
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))
-        torch.cuda.ExternalStream(stream, device=device).wait_event(ready)
+        _external(stream, device).wait_event(ready)
     code = _DLPACK_DEVICE[device.type]
     to_array = _PRIVATE.to_array
     return [to_array(torch.utils.dlpack.to_dlpack(tensor), target, stream, None, code) for tensor in tensors]
+
+
+@functools.lru_cache(maxsize=64)
+def _external(stream: int, device: torch.device) -> torch.cuda.ExternalStream:
+    return torch.cuda.ExternalStream(stream, device=device)
 
 
 def _view(array: jax.Array, stream: int | None) -> torch.Tensor:
