@@ -133,7 +133,10 @@ def _in_a_graph(operator: Any, arguments: Sequence[Any]) -> Any:
     if direct is None or torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
         return operator
     flat = _flat(arguments)
-    sizes = [size for x in flat if isinstance(x, torch.Tensor) for size in x.shape]
+    tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+    if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors):
+        return operator  # a mode that looks on, and traces nothing
+    sizes = [size for x in tensors for size in x.shape]
     if any(isinstance(x, torch.SymInt) for x in (*flat, *sizes)) or not all(sizes):
         return operator
     with private.without_modes() as are_off:

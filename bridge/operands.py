@@ -91,7 +91,7 @@ _CAPTURED: dict[int, _Copy] = {}  # a captured graph may read these at any time
 
 def _facts_of(mask: Mask) -> _Facts:
     facts = _FACTS.get(id(mask))
-    if facts is None:
+    if facts is None or facts.reference() is not mask:
         leaves, structure = jax.tree.flatten(mask)
         number = id(mask)
         _FACTS[number] = facts = _Facts(

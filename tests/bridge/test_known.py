@@ -231,6 +231,7 @@ def test_modes_see_the_operator(direct):
                 with mode(), torch.no_grad():
                     bridge.flash_attention(*qkv(length))
                 assert any("flash_attention" in name for name in seen)
+                assert not any("direct" in name for name in seen)
                 seen.clear()
 
 
