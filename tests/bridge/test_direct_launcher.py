@@ -145,6 +145,31 @@ def test_a_second_device_has_its_own_context():
     assert bench.cuda.stack == [CONTEXT]
 
 
+def test_a_launch_on_another_device_makes_it_the_current_one():
+    bench = Bench(SECOND, device=GPU1)
+    devices = []
+    own = bench.memory.empty
+    bench.memory.empty = lambda *facts: devices.append(bench.memory.device) or own(*facts)
+    loaded = bench.load()
+    bench.cuda.calls.clear()
+    loaded(*bench.inputs)
+    assert set(devices) == {1}
+    assert bench.memory.device == 0
+    assert bench.cuda.stack == [CONTEXT]  # of device 0, which was current before
+    assert [name for name, _ in bench.cuda.calls] == ["launch"]
+
+
+def test_an_input_that_is_not_aligned_is_copied():
+    bench = Bench(MOSAIC)
+    bench.inputs[1] = torch.rand(25)[1:].view(4, 6)
+    assert bench.inputs[1].data_ptr() % 16
+    loaded = bench.load()
+    loaded(*bench.inputs)
+    ((_, (_, _, (address, _, _))),) = bench.mosaic.calls
+    assert address % 16 == 0
+    assert address != bench.inputs[1].data_ptr()
+
+
 def test_modules_are_unloaded_once_their_chain_is_gone():
     bench = Bench()
     loaded = bench.load()
