@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from jax_kernels import bridge
 from jax_kernels.bridge import dlpack, known, library, private
@@ -166,6 +167,19 @@ def test_a_gradient_that_nobody_needs_is_none(direct):
                 x.grad = None
             bridge.flash_attention(**given).sum().backward()
             assert {name for name, x in given.items() if x.grad is not None} == set(needs)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["plain", "bias", "rms_norm"])
+def test_a_checkpoint_recomputes_by_a_known_call_what_a_first_call_computed(name, is_reentrant, direct):
+    call, given = CALLS[name]
+    with route.disabled():
+        want = torch.autograd.grad(total(call(*given)), given)
+    known.clear()
+    for _ in range(3):
+        fresh = [x.detach().requires_grad_() for x in given]
+        total(torch.utils.checkpoint.checkpoint(call, *fresh, use_reentrant=is_reentrant)).backward()
+        torch.testing.assert_close([x.grad for x in fresh], list(want))
 
 
 @pytest.mark.parametrize("name", ["plain", "matmul", "from_jax"])
