@@ -15,6 +15,7 @@ from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import table
 from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.mask_validity import mask_or_nan, with_validity
+from jax_kernels.ops.attention.partitioning import shared_attention
 from jax_kernels.ops.checks import with_positive_scale
 from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, join_batch, split_batch, under_defaults
 from jax_kernels.pallas.varying import as_varying, varying_axes
@@ -402,7 +403,9 @@ _SHARED = ("mask", "bias", "sinks")
 @functools.cache
 def _batched(function, call):
     """`function(call, ...)`, whose arrays' first axis is the batch, with a vmap that joins its axis to that batch."""
-    plain = functools.partial(function, call)
+    plain: Any = functools.partial(function, call)
+    if call.implementation in ("mosaic_gpu", "triton"):
+        plain = shared_attention(plain, call.options)
     if table.IMPLEMENTATIONS[call.implementation].backward is None:
         return plain  # JAX differentiates it, which a custom vmap would not let through
     wrapped = jax.custom_batching.custom_vmap(plain)
