@@ -11,6 +11,7 @@ from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.ops import checks, reasons
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
+from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.partitioning import Axis, Shares, is_partitioned, partitioned
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, join_batch, kernel, under_defaults
 from jax_kernels.pallas import block_specs
@@ -54,6 +55,7 @@ class DecodeOptions:
     left: int
 
 
+@with_explicit_axes(as_attention)
 @under_defaults
 def decode_attention(
     query: jax.Array,

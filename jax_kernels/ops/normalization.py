@@ -14,6 +14,7 @@ from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.ops import checks, reasons
+from jax_kernels.ops.explicit_axes import as_rows, with_explicit_axes
 from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, join_batch, kernel, split_batch, under_defaults
 from jax_kernels.pallas import block_specs
@@ -43,6 +44,7 @@ class NormRequest(Request):
     quantize: str | None = None
 
 
+@with_explicit_axes(as_rows)
 @under_defaults
 def layer_norm(
     x: jax.Array,
@@ -106,6 +108,7 @@ def layer_norm(
     return run(call, inputs, shape)
 
 
+@with_explicit_axes(as_rows)
 @under_defaults
 def rms_norm(
     x: jax.Array,

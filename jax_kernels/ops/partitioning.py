@@ -129,4 +129,7 @@ def _summed(function: Callable[..., Any], over: Sequence[tuple[str, ...]], *leav
     # JAX lowers the refs of a kernel inside custom_partitioning, and not in a function that partition returns.
     whole = custom_partitioning(function)
     whole.def_partition(partition=None)
-    return tuple(total(x, axes) for x, axes in zip(whole(*leaves), over, strict=True))
+    mesh = jax.sharding.get_abstract_mesh()  # of whoever compiles; the device's own arrays have no part in it
+    auto = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+    with jax.sharding.use_abstract_mesh(auto):
+        return tuple(total(x, axes) for x, axes in zip(whole(*leaves), over, strict=True))

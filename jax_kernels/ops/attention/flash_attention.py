@@ -17,6 +17,7 @@ from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.mask_validity import mask_or_nan, with_validity
 from jax_kernels.ops.attention.partitioning import shared_attention
 from jax_kernels.ops.checks import with_positive_scale
+from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, join_batch, split_batch, under_defaults
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference.attention import row_terms
@@ -107,6 +108,7 @@ def flash_attention(
     precision: str | None = ...,
     implementation: str | None = ...,
 ) -> Any: ...
+@with_explicit_axes(as_attention)
 @under_defaults
 def flash_attention(
     query: jax.Array,

@@ -14,6 +14,7 @@ from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.ops import checks, reasons
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
+from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.partitioning import Axis, Shares, is_partitioned, partitioned
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, kernel, under_defaults
 from jax_kernels.pallas import block_specs
@@ -41,6 +42,7 @@ class Fp8Request(Request):
     q_offset: int | None
 
 
+@with_explicit_axes(as_attention)
 @under_defaults
 def flash_attention_fp8(
     query: jax.Array,
