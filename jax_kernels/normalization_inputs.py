@@ -49,7 +49,7 @@ class NormOptions:
     out = (x - mean) * inverse * (scale + scale_offset) + bias, with inverse = 1 / sqrt(mean((x - mean)²) + eps). The
     mean is taken off where is_centred (layer_norm), and counts as 0 otherwise (rms_norm). quantize: None, or the format
     that out is rounded to, "e4m3" or "e5m2", with a scale for each row. quantizes_by_half: whether the GPU rounds to 8
-    bits by way of float16, as Ada does.
+    bits by way of float16, as Ada does. outer: the axes of x that rows joins, by which devices share rows out.
     """
 
     is_centred: bool
@@ -57,3 +57,4 @@ class NormOptions:
     scale_offset: float = 0.0
     quantize: str | None = None
     quantizes_by_half: bool = False
+    outer: tuple[int, ...] = ()

@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.ops import checks, reasons
+from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
+from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
+from jax_kernels.ops.partitioning import Axis, Shares, is_partitioned, partitioned
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, join_batch, kernel, under_defaults
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import decode as decode_sm90
@@ -52,6 +55,7 @@ class DecodeOptions:
     left: int
 
 
+@with_explicit_axes(as_attention)
 @under_defaults
 def decode_attention(
     query: jax.Array,
@@ -290,7 +294,31 @@ OP.explained_by(_check)(decode_attention)
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _decode(call: PlannedCall, arrays: _Arrays):
     """(out, lse)"""
-    return batched(OP, call, _join)(*arrays)
+    return batched(OP, call, _join, _shared)(*arrays)
+
+
+def _shared(function: Any) -> Any:
+    """A kernel's function, whose work devices share out under jit. Pages are not shared out, but their heads are."""
+
+    def run(*arrays: Any) -> Any:
+        if not is_partitioned():
+            return function(*arrays)
+        given = _Arrays(*arrays)
+        heads, kv_heads = by_heads(given.query.shape[2], given.key.shape[2])
+        batch = Axis(BATCH)
+        of_cache = (batch if given.block_tables is None else None, None, kv_heads, None)
+        axes = _Arrays((batch, None, heads, None), of_cache, of_cache, (batch,), (batch, None), (batch, heads))
+        shares = Shares(
+            arguments=[of for of, x in zip(axes, given, strict=True) if x is not None],
+            results=lambda _: [axes.query, (batch, heads, None)],
+            lengths={
+                BATCH: given.query.shape[0],
+                HEADS: given.query.shape[2] if kv_heads is None else given.key.shape[2],
+            },
+        )
+        return partitioned(function, shares)(*arrays)
+
+    return run
 
 
 @_decode.defjvp

@@ -14,6 +14,8 @@ from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.ops import checks, reasons
+from jax_kernels.ops.explicit_axes import as_rows, with_explicit_axes
+from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, join_batch, kernel, split_batch, under_defaults
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.normalization.sm90 import backward as backward_sm90
@@ -42,6 +44,7 @@ class NormRequest(Request):
     quantize: str | None = None
 
 
+@with_explicit_axes(as_rows)
 @under_defaults
 def layer_norm(
     x: jax.Array,
@@ -105,6 +108,7 @@ def layer_norm(
     return run(call, inputs, shape)
 
 
+@with_explicit_axes(as_rows)
 @under_defaults
 def rms_norm(
     x: jax.Array,
@@ -179,6 +183,7 @@ def prepare(
         scale_offset=float(scale_offset),
         quantize=quantize,
         quantizes_by_half=quantize is not None and capability is not None and capability < (9, 0),
+        outer=inputs.x.shape[:-1],
     )
     shape, by_rows = inputs.x.shape, lambda x: None if x is None else x.reshape(request.rows, request.columns)
     inputs = inputs._replace(x=by_rows(inputs.x), residual=by_rows(inputs.residual))
@@ -306,6 +311,51 @@ def _by_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _shared(
+    function: Callable[..., Any], with_vmap: Callable[[Any], Any], *, has_vmap: bool = False
+) -> Callable[..., Any]:
+    """A kernel's function, with its vmap, whose rows devices share out under jit.
+
+    has_vmap: whether the function has a vmap of its own, for where no devices share it out.
+    """
+    alone = function if has_vmap else with_vmap(function)
+
+    def of_rows(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
+        rows = inputs.x.shape[0]
+        outer = options.outer if math.prod(options.outer) == rows else (rows,)
+        of_weights = lambda tree: {id(x) for x in (getattr(tree, name, None) for name in ("scale", "bias"))}
+
+        def reshaped(tree: Any, shape: tuple[int, ...], axes: int) -> Any:
+            """The arrays of rows with this shape in place of so many axes."""
+            weights = of_weights(tree)
+            return jax.tree.map(lambda x: x if id(x) in weights else x.reshape(*shape, *x.shape[axes:]), tree)
+
+        def local(inputs: NormInputs, *arrays: Any) -> Any:
+            own = inputs.x.shape[: len(outer)]
+            inputs, *rest = (reshaped(tree, (math.prod(own),), len(outer)) for tree in (inputs, *arrays))
+            return reshaped(function(inputs, options, *rest, **statics), own, 1)
+
+        def axes(tree: Any) -> list[ArrayAxes]:
+            weights, of_rows = of_weights(tree), tuple(Axis(f"rows{i}") for i in range(len(outer)))
+            of = lambda x: (None,) * x.ndim if id(x) in weights else (*of_rows, *[None] * (x.ndim - len(outer)))
+            return [of(x) for x in jax.tree.leaves(tree)]
+
+        given = [reshaped(tree, outer, 1) for tree in (inputs, *arrays)]
+        shares = Shares(
+            arguments=[of for tree in given for of in axes(tree)],
+            results=axes,
+            lengths={f"rows{i}": length for i, length in enumerate(outer)},
+        )
+        return reshaped(partitioned(local, shares)(*given), (rows,), len(outer))
+
+    def run(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
+        if not is_partitioned():
+            return alone(inputs, options, *arrays, **statics)
+        return with_vmap(of_rows)(inputs, options, *arrays, **statics)
+
+    return run
+
+
 def _xla_forward(inputs, options, *, config, interpret):
     return reference.norm_forward(inputs, options)
 
@@ -319,15 +369,15 @@ IMPLEMENTATIONS = {
         "triton",
         _supports_triton,
         functools.partial(_config, "triton"),
-        kernel(forward_triton.norm_forward, "forward"),
-        kernel(backward_triton.norm_backward, "backward"),
+        _shared(kernel(forward_triton.norm_forward, "forward"), _by_joined_rows, has_vmap=True),
+        _shared(kernel(backward_triton.norm_backward, "backward"), _one_by_one, has_vmap=True),
     ),
     "mosaic_gpu": Implementation(
         "mosaic_gpu",
         _supports_mosaic,
         functools.partial(_config, "mosaic_gpu"),
-        _by_joined_rows(kernel(forward_sm90.norm_forward, "forward")),
-        _one_by_one(kernel(backward_sm90.norm_backward, "backward")),
+        _shared(kernel(forward_sm90.norm_forward, "forward"), _by_joined_rows),
+        _shared(kernel(backward_sm90.norm_backward, "backward"), _one_by_one),
     ),
     "xla": Implementation(
         "xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward

@@ -160,18 +160,24 @@ def _join_all(size: int, batched: Any, arrays: Any) -> Any:
 
 
 @functools.cache
-def batched(op: PlannedOp, call: PlannedCall, join: Callable[[int, Any, Any], Any] = _join_all) -> Callable[..., Any]:
+def batched(
+    op: PlannedOp,
+    call: PlannedCall,
+    join: Callable[[int, Any, Any], Any] = _join_all,
+    share: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+) -> Callable[..., Any]:
     """The forward of a call's implementation as a function of its arrays, with a vmap that joins its axis to the batch.
 
     join(size, batched, arrays): the arrays of one call in place of `size`; by default the first axis of each array is
-    the batch. None stands for an array that the call lacks.
+    the batch. None stands for an array that the call lacks. share: makes of the kernel's function one whose work
+    devices share out, see ops.partitioning; plain JAX code needs none.
     """
     forward = op.implementations[call.implementation].forward
 
     def run(*arrays: Any) -> Any:
         return forward(*arrays, options=call.options, config=call.config, interpret=call.interpret)
 
-    wrapped = jax.custom_batching.custom_vmap(run)
+    wrapped = jax.custom_batching.custom_vmap(run if call.implementation == "xla" else share(run))
 
     @wrapped.def_vmap
     def _(size: int, mapped: Any, *arrays: Any) -> Any:

@@ -15,7 +15,9 @@ from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import table
 from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.mask_validity import mask_or_nan, with_validity
+from jax_kernels.ops.attention.partitioning import shared_attention
 from jax_kernels.ops.checks import with_positive_scale
+from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, join_batch, split_batch, under_defaults
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference.attention import row_terms
@@ -106,6 +108,7 @@ def flash_attention(
     precision: str | None = ...,
     implementation: str | None = ...,
 ) -> Any: ...
+@with_explicit_axes(as_attention)
 @under_defaults
 def flash_attention(
     query: jax.Array,
@@ -402,7 +405,9 @@ _SHARED = ("mask", "bias", "sinks")
 @functools.cache
 def _batched(function, call):
     """`function(call, ...)`, whose arrays' first axis is the batch, with a vmap that joins its axis to that batch."""
-    plain = functools.partial(function, call)
+    plain: Any = functools.partial(function, call)
+    if call.implementation in ("mosaic_gpu", "triton"):
+        plain = shared_attention(plain, call.options)
     if table.IMPLEMENTATIONS[call.implementation].backward is None:
         return plain  # JAX differentiates it, which a custom vmap would not let through
     wrapped = jax.custom_batching.custom_vmap(plain)

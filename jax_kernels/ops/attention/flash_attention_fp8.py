@@ -13,6 +13,9 @@ from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.ops import checks, reasons
+from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
+from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
+from jax_kernels.ops.partitioning import Axis, Shares, is_partitioned, partitioned
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, kernel, under_defaults
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import forward_fp8
@@ -39,6 +42,7 @@ class Fp8Request(Request):
     q_offset: int | None
 
 
+@with_explicit_axes(as_attention)
 @under_defaults
 def flash_attention_fp8(
     query: jax.Array,
@@ -254,7 +258,27 @@ OP.explained_by(_check)(flash_attention_fp8)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call: PlannedCall, arrays: tuple[Any, ...]):
     """(out, lse). arrays: query, key, value, factors, q_offset, kv_lengths; the last two may be None."""
-    return batched(OP, call)(*arrays)
+    return batched(OP, call, share=_shared)(*arrays)
+
+
+def _shared(function: Any) -> Any:
+    """The kernel's function, whose work devices share out under jit."""
+
+    def run(*arrays: Any) -> Any:
+        if not is_partitioned():
+            return function(*arrays)
+        query, key, *_ = arrays
+        batch, (heads, kv_heads) = Axis(BATCH), by_heads(query.shape[2], key.shape[2])
+        of_key = (batch, None, kv_heads, None)
+        axes = ((batch, None, heads, None), of_key, of_key, (batch, heads, None), (batch,), (batch,))
+        shares = Shares(
+            arguments=[of for of, x in zip(axes, arrays, strict=True) if x is not None],
+            results=lambda _: [axes[0], (batch, heads, None)],
+            lengths={BATCH: query.shape[0], HEADS: query.shape[2] if kv_heads is None else key.shape[2]},
+        )
+        return partitioned(function, shares)(*arrays)
+
+    return run
 
 
 def _no_gradient(*_):

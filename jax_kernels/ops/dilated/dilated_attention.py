@@ -21,11 +21,13 @@ from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.shards import Shards
 from jax_kernels.ops.dilated.views import BranchCall, Piece
 from jax_kernels.ops.dilated.vjp import DilatedCall
+from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.planned_op import named_arguments, under_defaults
 
 __all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "prepare"]
 
 
+@with_explicit_axes(as_attention)
 @under_defaults
 def dilated_attention(
     query: jax.Array,

@@ -11,7 +11,9 @@ from jax import lax
 
 from jax_kernels import dispatch
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.ops.matmul.partitioning import shared_matmul
 from jax_kernels.ops.matmul.table import BY_ROWS, IMPLEMENTATIONS, OP, request_of
+from jax_kernels.ops.partitioning import is_partitioned
 from jax_kernels.ops.planned_op import PlannedCall, join_batch, split_batch, under_defaults
 
 __all__ = ["batched", "epilogue_gradients", "further", "planned", "product", "weight_gradient"]
@@ -107,7 +109,7 @@ def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
 
     if call.implementation == "xla":
         return run
-    wrapped = jax.custom_batching.custom_vmap(run)
+    wrapped = jax.custom_batching.custom_vmap(shared_matmul(_of_any_sizes(call, run), call.options))
 
     @wrapped.def_vmap
     def _(size: int, moves: Any, inputs: MatmulInputs):
@@ -123,6 +125,21 @@ def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
         return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)
 
     return wrapped
+
+
+def _of_any_sizes(call: PlannedCall, function: Any) -> Any:
+    """The function, by XLA for a device's part of its arrays whose sizes the implementation does not serve."""
+
+    def run(inputs: MatmulInputs) -> MatmulResult:
+        if not is_partitioned():
+            return function(inputs)
+        request = request_of(call.options, inputs.x.dtype, call.options.sizes(inputs), dispatch.target_device(inputs.x))
+        if IMPLEMENTATIONS[call.implementation].supports(request) is not None:
+            forward = IMPLEMENTATIONS["xla"].forward
+            return forward(inputs, call.options, config=None, interpret=call.interpret)
+        return function(inputs)
+
+    return run
 
 
 def _one_by_one(function: Any, inputs: MatmulInputs, mapped: MatmulInputs) -> MatmulResult:

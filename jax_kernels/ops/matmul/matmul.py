@@ -12,6 +12,7 @@ from jax_kernels import dispatch
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.ops import checks
 from jax_kernels.ops.activations import ACTIVATIONS
+from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import fp8, gradients, low_bit
 from jax_kernels.ops.matmul.table import GATED, OP, MatmulRequest, request_of
 from jax_kernels.ops.planned_op import PlannedCall, under_defaults
@@ -23,6 +24,7 @@ __all__ = ["GATED", "OP", "check", "check_gated", "gated_matmul", "matmul", "run
 DTYPES = (*checks.DTYPES, *fp8.DTYPES)
 
 
+@with_explicit_axes(as_product)
 @under_defaults
 def matmul(
     x: jax.Array,
@@ -106,6 +108,7 @@ def matmul(
     return run(OP.call(request, options, implementation), inputs)
 
 
+@with_explicit_axes(as_product)
 @under_defaults
 def gated_matmul(
     x: jax.Array,

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
 from jax_kernels.ops.activations import derivative_of
+from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import gradients, matmul
 from jax_kernels.ops.matmul.table import GATED, MatmulRequest
 from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, under_defaults
@@ -32,6 +33,7 @@ class MlpInputs(NamedTuple):
     residual: Any = None
 
 
+@with_explicit_axes(as_product)
 @under_defaults
 def mlp(
     x: jax.Array,

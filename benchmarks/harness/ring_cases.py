@@ -1,0 +1,212 @@
+"""Ring attention in JAX: a case, and its contenders over the first devices of one process.
+
+"ring" is the op. "compute" is the same program with a local copy in place of each permute: a roll by one token, which
+XLA has to write out. "communication" is the permutes of the op alone, one after the other.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from harness.cases import DTYPES, Case, relative_error
+from harness.timing import Contender, alternate, host_timer, skipped, spread
+from jax_kernels import flash_attention, ring_attention, shard_sequence
+
+__all__ = ["PARTS", "RingCase", "measure", "row_of"]
+
+PARTS = ("ring", "compute", "communication")
+MODES = ("fwd", "fwdbwd")
+TOKENS = jax.P(None, "sequence")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingCase:
+    """Attention of [1, tokens, heads, head_dim] over some devices. modes: of MODES.
+
+    check: whether the op is held against flash_attention on one device, which takes all tokens' memory.
+    """
+
+    devices: int
+    tokens: int
+    heads: int
+    head_dim: int
+    causal: bool
+    modes: tuple[str, ...]
+    implementation: str | None
+    rounds: int
+    seconds: float
+    check: bool
+
+    def of_mode(self, mode: str) -> Case:
+        """The same attention on one device."""
+        return Case(1, self.tokens, self.heads, self.head_dim, self.heads, "bf16", self.causal, mode)
+
+    @property
+    def label(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return f"{self.devices} x {self.tokens // self.devices} tokens, {self.heads}x{self.head_dim}, {mask}"
+
+
+def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
+    """A row of results. tflops: TFLOP/s per device; the FLOPs are Case.flops, half of them where the mask is causal."""
+    row = {
+        "devices": case.devices,
+        "tokens": case.tokens,
+        "local_tokens": case.tokens // case.devices,
+        "heads": case.heads,
+        "head_dim": case.head_dim,
+        "causal": case.causal,
+        "mode": mode,
+        "contender": contender.name,
+        "calls_per_turn": contender.calls,
+    } | contender.findings
+    row.pop("kernels_ms", None)
+    if contender.times:
+        row["tflops"] = case.of_mode(mode).tflops(spread(contender.times)["median"]) / case.devices
+    return row
+
+
+def measure(case: RingCase) -> list[dict[str, Any]]:
+    """The rows of a case: all contenders take turns, by the wall clock over queued calls."""
+    parts = PARTS if case.devices > 1 else PARTS[:1]
+    found = jax.device_count()
+    if case.devices > found:
+        late = [(mode, skipped(part, "jax")) for mode in case.modes for part in parts]
+        for _, contender in late:
+            contender.give_up("unavailable", f"{case.devices} devices wanted, {found} found")
+        return [row_of(case, mode, contender) for mode, contender in late]
+    mesh = jax.make_mesh(
+        (case.devices,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[: case.devices]
+    )
+    arrays = _inputs(case, mesh)
+    contenders = [(mode, Contender(part, "jax")) for mode in case.modes for part in parts]
+    lowered = []
+    for mode, contender in contenders:
+        with contender.attempt():
+            program, used = _program(case, mesh, mode, contender.name, arrays)
+            lowered.append((mode, contender, program.lower(*used), used))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = [(*rest, pool.submit(low.compile), used) for *rest, low, used in lowered]
+        for mode, contender, future, used in compiled:
+            with contender.attempt():
+                run = future.result()
+                outputs = contender.start(
+                    functools.partial(_call, run, used), "zigzag" if case.causal else "contiguous"
+                )
+                if case.check and contender.name == "ring":
+                    contender.judge(relative_error(outputs, _on_one_device(case, mesh, mode)), "one device")
+    alternate([contender for _, contender in contenders], host_timer, rounds=case.rounds, seconds=case.seconds)
+    return [row_of(case, mode, contender) for mode, contender in contenders]
+
+
+def _call(run: Callable[..., Any], arrays: Sequence[jax.Array], index: int) -> Any:
+    return run(*arrays)
+
+
+def _normal(case: RingCase, sharding: Any) -> list[jax.Array]:
+    """query, key, value, dout, in the order of the tokens."""
+    shape = 1, case.tokens, case.heads, case.head_dim
+    make = jax.jit(lambda key: jax.random.normal(key, shape, DTYPES["bf16"]), out_shardings=sharding)
+    return [make(jax.random.key(i)) for i in range(4)]
+
+
+def _inputs(case: RingCase, mesh: jax.sharding.Mesh) -> list[jax.Array]:
+    arrays = _normal(case, jax.NamedSharding(mesh, TOKENS))
+    return [shard_sequence(x, mesh, "sequence", layout=_layout(case)) for x in arrays]
+
+
+def _layout(case: RingCase) -> str:
+    return "zigzag" if case.causal else "contiguous"
+
+
+def _on_one_device(case: RingCase, mesh: jax.sharding.Mesh, mode: str) -> list[jax.Array]:
+    """The results of flash_attention in the order of the layout, shared out as the op's are."""
+    attend = functools.partial(flash_attention, is_causal=case.causal, implementation=case.implementation)
+    arrays = _normal(case, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    results = jax.jit(_in_mode(attend, mode))(*arrays[: 3 if mode == "fwd" else 4])
+    return [shard_sequence(x, mesh, "sequence", layout=_layout(case)) for x in results]
+
+
+def _in_mode(attend: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """(out,) of query, key and value; with "fwdbwd" (out, dq, dk, dv), also of dout."""
+
+    def both(query: Any, key: Any, value: Any, dout: Any) -> Any:
+        out, vjp = jax.vjp(attend, query, key, value)
+        return out, *vjp(dout)
+
+    return (lambda *qkv: (attend(*qkv),)) if mode == "fwd" else both
+
+
+def _program(case: RingCase, mesh: Any, mode: str, part: str, arrays: Sequence[jax.Array]) -> tuple[Any, Any]:
+    """The jitted program of a part, and its arguments."""
+    attend = functools.partial(
+        ring_attention, axis_name="sequence", layout=_layout(case), strategy="ring", is_causal=case.causal,
+        implementation=case.implementation,
+    )  # fmt: skip
+    given = arrays[: 3 if mode == "fwd" else 4]
+    shared = functools.partial(jax.shard_map, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS, check_vma=False)
+    body = _in_mode(attend, mode)
+    if part == "communication":
+        travels = _permutes(jax.make_jaxpr(shared(body))(*given).jaxpr)
+        body, given = (lambda *x: _permuted(travels, x)), _travellers(travels, mesh)
+    elif part == "compute":
+        body = _with_copies(body)
+    return jax.jit(shared(body)), given
+
+
+def _with_copies(function: Callable[..., Any]) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def patched() -> Iterator[None]:
+        copied = lambda tree, *_: jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), tree)
+        with unittest.mock.patch.object(lax, "ppermute", copied):
+            yield
+
+    def run(*args: Any) -> Any:
+        with patched():
+            return function(*args)
+
+    return run
+
+
+def _permutes(jaxpr: Any) -> list[tuple[tuple[int, ...], str, tuple[tuple[int, int], ...]]]:
+    """(shape, dtype, permutation) of each array that travels, in order."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "ppermute":
+            found += [(x.aval.shape, str(x.aval.dtype), equation.params["perm"]) for x in equation.invars]
+            continue
+        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(part, "jaxpr", part)
+            found += _permutes(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def _kinds(travels: Sequence[Any]) -> list[Any]:
+    return sorted({(shape, dtype) for shape, dtype, _ in travels})
+
+
+def _travellers(travels: Sequence[Any], mesh: jax.sharding.Mesh) -> list[jax.Array]:
+    """Two arrays for each shape and dtype, as keys and values travel side by side."""
+    sharding = jax.NamedSharding(mesh, TOKENS)
+    size = mesh.shape["sequence"]
+    make = lambda shape, dtype: jnp.ones((shape[0], shape[1] * size, *shape[2:]), dtype, device=sharding)
+    return [make(*kind) for kind in _kinds(travels) for _ in range(2)]
+
+
+def _permuted(travels: Sequence[Any], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    kinds, arrays = _kinds(travels), list(arrays)
+    turns = dict.fromkeys(kinds, 0)
+    for shape, dtype, permutation in travels:
+        kind = shape, dtype
+        at = 2 * kinds.index(kind) + turns[kind] % 2
+        turns[kind] += 1
+        arrays[at] = lax.ppermute(arrays[at], "sequence", permutation)
+    return arrays

@@ -1,0 +1,241 @@
+"""Times ring_attention over the GPUs of one machine: the op, its kernels alone, its permutes alone, and PyTorch's peer.
+
+    PYTHONPATH=. python benchmarks/ring.py --devices 1,2 --torch --output benchmarks/results/ring-h200.json
+
+A time is the wall clock over many queued calls, closed by block_until_ready, on [1, tokens, heads, head_dim] in bf16.
+TFLOP/s are per GPU: 4 * tokens^2 * heads * head_dim for the forward and 2.5 times as many for the backward, half of
+them where the mask is causal, over the time and the GPUs. Causal cases have the zigzag layout.
+
+"compute" is the op with a local copy in place of each permute, "communication" the permutes alone; they take turns with
+the op. Weak scaling holds TFLOP/s per GPU against one GPU with the same tokens each, strong scaling against one GPU
+with all tokens. --torch adds torch.distributed.tensor.experimental.context_parallel with cuDNN and both rotate methods,
+one process for each GPU, after the JAX process has ended.
+
+The exit status is 1 where a contender failed, was wrong, or was skipped because the budget was spent.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from harness import command_line, report
+from harness.process import say
+from harness.ring_cases import MODES, PARTS, RingCase, measure
+from harness.workers import answer, run_cases
+from rich.console import Console
+from rich.table import Table
+
+CONTENDERS = (*PARTS, "torch alltoall", "torch allgather")
+# The compiler of a case, and its turns, take less on an H200.
+LIMIT = 45.0
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--devices", default="1,2,4", help="comma list of GPUs; those that are not there are told")
+    parser.add_argument("--tokens", default="16384,65536,131072", help="comma list of global tokens, causal")
+    told = "comma list of each GPU's tokens, forward, not causal; '' for none"
+    parser.add_argument("--local-tokens", default="4096,8192,16384,32768", help=told)
+    parser.add_argument("--heads", type=command_line.positive(int), default=16)
+    parser.add_argument("--head-dim", type=command_line.positive(int), default=128)
+    parser.add_argument("--mode", default=",".join(MODES), help=f"comma list of {', '.join(MODES)}")
+    parser.add_argument("--implementation", help="of ring_attention; default its own choice")
+    parser.add_argument("--rounds", type=command_line.positive(int), default=5)
+    parser.add_argument("--seconds", type=command_line.positive(float), default=0.1, help="queued work of one turn")
+    told = "the most tokens whose results are held against flash_attention on one GPU"
+    parser.add_argument("--check", type=int, default=16384, help=told)
+    parser.add_argument("--torch", action="store_true", help="time PyTorch's context_parallel, too")
+    parser.add_argument("--limit", type=command_line.positive(float), default=LIMIT, help="seconds for one case")
+    told = "seconds after which no more work begins"
+    parser.add_argument("--budget", type=command_line.positive(float), default=230, help=told)
+    parser.add_argument("--worker", choices=("jax", "torch"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    try:
+        for name in ("devices", "tokens", "local_tokens"):
+            text = getattr(args, name)
+            setattr(args, name, command_line.numbers(text) if text or name != "local_tokens" else [])
+        args.mode = command_line.names("mode", args.mode, MODES)
+        for tokens in args.tokens:
+            for devices in args.devices:
+                if tokens % (2 * devices):
+                    raise ValueError(f"tokens: got {tokens} for {devices} devices, want a multiple of {2 * devices}")
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def cases(args: argparse.Namespace) -> list[RingCase]:
+    """The largest mesh first. One device gets each number of tokens that scaling is held against."""
+
+    def case(devices: int, tokens: int, causal: bool) -> RingCase:
+        return RingCase(
+            devices=devices,
+            tokens=tokens,
+            heads=args.heads,
+            head_dim=args.head_dim,
+            causal=causal,
+            modes=tuple(args.mode) if causal else ("fwd",),
+            implementation=args.implementation,
+            rounds=args.rounds,
+            seconds=args.seconds,
+            check=devices > 1 and tokens <= args.check,
+        )
+
+    found = []
+    for devices in sorted(args.devices, reverse=True):
+        lengths = set(args.tokens)
+        if devices == 1:
+            lengths |= {tokens // other for tokens in args.tokens for other in args.devices}
+        found += [case(devices, tokens, True) for tokens in sorted(lengths)]
+        found += [case(devices, devices * tokens, False) for tokens in args.local_tokens]
+    return found
+
+
+def read_cases() -> Iterator[RingCase]:
+    """The cases that run_cases sends."""
+    for line in sys.stdin:
+        fields = json.loads(line)
+        yield RingCase(**fields | {"modes": tuple(fields["modes"])})
+
+
+def work(worker: str) -> int:
+    if worker == "jax":
+        for case in read_cases():
+            answer(measure(case))
+    else:
+        from harness import ring_peer
+
+        ring_peer.work(read_cases())
+    return 0
+
+
+def failed(case: RingCase, contenders: Sequence[str], reason: str) -> list[dict[str, Any]]:
+    status = "skipped" if reason.startswith("the time budget") else "failed"
+    fields = {"devices": case.devices, "tokens": case.tokens, "local_tokens": case.tokens // case.devices}
+    fields |= {"causal": case.causal, "status": status, "reason": reason}
+    return [fields | {"mode": mode, "contender": name} for mode in case.modes for name in contenders]
+
+
+class Run:
+    """One run of the benchmark. Each case adds its rows to the results, which are then written."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.deadline = time.monotonic() + args.budget
+        # Paths are left out: they belong to the machine.
+        kept = {k: v for k, v in vars(args).items() if not isinstance(v, pathlib.Path)}
+        self.results: dict[str, Any] = {"schema": report.SCHEMA, "arguments": kept, "rows": [], "scaling": []}
+
+    def everything(self) -> None:
+        script = str(pathlib.Path(__file__).resolve())
+        todo = cases(self.args)
+        self.ask([sys.executable, script, "--worker", "jax"], todo, PARTS)
+        there = {row["devices"] for row in self.results["rows"] if row["status"] == "ok"}
+        if self.args.torch:
+            for devices in sorted(there - {1}, reverse=True):
+                launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                command = [*launcher, f"--nproc-per-node={devices}", script, "--worker", "torch"]
+                causal = [case for case in todo if case.devices == devices and case.causal]
+                self.ask(command, causal, CONTENDERS[len(PARTS) :])
+        self.results["scaling"] = scaling(self.results["rows"])
+        self.save()
+
+    def ask(self, command: Sequence[str], todo: Sequence[RingCase], contenders: Sequence[str]) -> None:
+        asked = [dataclasses.asdict(case) for case in todo]
+        # Memory is taken as it is needed: PyTorch gets the same GPUs later.
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        answers = run_cases(
+            command, asked, limit=self.args.limit, deadline=self.deadline, environment=environment
+        )  # fmt: skip
+        for case, (_, rows, reason) in zip(todo, answers, strict=True):
+            self.results["rows"] += rows or failed(case, contenders[: 1 if case.devices == 1 else None], reason)
+            say(f"{case.label}: {reason or 'done'}")
+            self.save()
+
+    def save(self) -> None:
+        if self.args.output is not None:
+            report.write_json(self.args.output, self.results)
+
+
+def scaling(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The share of one GPU's TFLOP/s that each GPU keeps: weak with as many tokens each, strong with as many in all."""
+    rates = {
+        (row["devices"], row["tokens"], row["causal"], row["mode"]): row["tflops"]
+        for row in rows
+        if row["contender"] == "ring" and "tflops" in row
+    }
+    found = []
+    for (devices, tokens, causal, mode), rate in rates.items():
+        alone = {"weak": tokens // devices, "strong": tokens}
+        kept = {kind: rates.get((1, length, causal, mode)) for kind, length in alone.items()}
+        if devices > 1:
+            shares = {kind: None if one is None else rate / one for kind, one in kept.items()}
+            found.append({"devices": devices, "tokens": tokens, "causal": causal, "mode": mode} | shares)
+    return found
+
+
+def table(results: dict[str, Any]) -> Table:
+    made = Table(title="ring_attention: ms, and TFLOP/s per GPU")
+    columns = ("GPUs", "tokens", "each", "mask", "mode", *CONTENDERS, "over compute", "weak", "strong", "error")
+    for column in columns:
+        made.add_column(column, justify="right")
+    scales = {tuple(list(row.values())[:4]): row for row in results["scaling"]}
+    groups: dict[Any, dict[str, Any]] = {}
+    for row in results["rows"]:
+        if row["status"] != "unavailable":
+            key = row["devices"], row["tokens"], row["causal"], row["mode"]
+            groups.setdefault(key, {})[row["contender"]] = row
+    share = lambda x: "" if x is None else f"{x:.0%}"
+    for (devices, tokens, causal, mode), found in groups.items():
+        times = {name: row["median_ms"] for name, row in found.items() if "median_ms" in row}
+        over = f"{times['ring'] / times['compute']:.3f}" if {"ring", "compute"} <= times.keys() else ""
+        scale = scales.get((devices, tokens, causal, mode), {})
+        error = found.get("ring", {}).get("error")
+        made.add_row(
+            *(str(devices), str(tokens), str(tokens // devices), "causal" if causal else "full", mode),
+            *(_cell(found.get(name)) for name in CONTENDERS),
+            *(over, share(scale.get("weak")), share(scale.get("strong")), "" if error is None else f"{error:.1e}"),
+        )
+    return made
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    if "median_ms" not in row:
+        return row["status"]
+    if row["contender"] == "communication":
+        return f"{row['median_ms']:.3f}"
+    return f"{row['median_ms']:.3f} ({report.figure(row['tflops'])})"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    if args.worker:
+        return work(args.worker)
+    if args.torch and importlib.util.find_spec("torch") is None:
+        say("torch: unavailable: the Python module torch is not installed")
+        args.torch = False
+    run = Run(args)
+    run.everything()
+    console = Console(width=220)
+    console.print(table(run.results))
+    reasons = dict.fromkeys(
+        f"{x['contender']}: {x['status']}: {x['reason']}" for x in run.results["rows"] if x["reason"]
+    )
+    for line in reasons:
+        console.print(line, markup=False)
+    if args.output is not None:
+        # Last: it takes hold of the devices, whose memory the workers need.
+        report.write_json(args.output, {"environment": report.environment(args.commit, args.torch)} | run.results)
+    return report.exit_status(row["status"] for row in run.results["rows"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The axes of an attention's arrays that the devices of a mesh may share out: the batch and the heads."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.masks import Mask
+from jax_kernels.masks.arrays import Function
+from jax_kernels.masks.mask import _Composite
+from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
+
+__all__ = ["BATCH", "HEADS", "by_heads", "shared_attention"]
+
+WARNING = (
+    "query: its tokens are shared out over devices, which are gathered on each of them; use ring_attention inside "
+    "jax.shard_map"
+)
+BATCH, HEADS = "batch", "heads"
+
+
+def by_heads(heads: int, kv_heads: int) -> tuple[Axis, Axis | None]:
+    """The axes of the queries' heads and of the keys'. One head of keys for all is not shared out."""
+    return (Axis(HEADS), None) if kv_heads == 1 else (Axis(HEADS, heads // kv_heads), Axis(HEADS))
+
+
+def shared_attention(function: Callable[..., Any], options: AttentionOptions) -> Callable[..., Any]:
+    """A kernel's function of AttentionInputs, and arrays of out or lse, whose work devices share out under jit."""
+
+    def run(inputs: AttentionInputs, *rest: Any) -> Any:
+        if not is_partitioned() or (len(rest) > 3 and rest[3] is not None):  # a sum in which the kernel goes on
+            return function(inputs, *rest)
+        fields = _fields(inputs)
+        of_rest = [fields["lse"] if x.ndim == 3 else fields["query"] for x in jax.tree.leaves(rest)]
+        shares = Shares(
+            arguments=[*_of_inputs(inputs, fields), *of_rest],
+            results=lambda result: _of_results(result, fields),
+            lengths=_lengths(inputs, options),
+            warning=WARNING,
+        )
+        return partitioned(function, shares)(inputs, *rest)
+
+    return run
+
+
+def _fields(inputs: AttentionInputs) -> dict[str, ArrayAxes]:
+    batch, (heads, kv_heads) = Axis(BATCH), by_heads(inputs.query.shape[2], inputs.key.shape[2])
+    of_query, of_key = (batch, None, heads, None), (batch, None, kv_heads, None)
+    return {
+        "query": of_query,
+        "out": of_query,
+        "key": of_key,
+        "value": of_key,
+        "q_segment_ids": (batch, None),
+        "kv_segment_ids": (batch, None),
+        "kv_lengths": (batch,),
+        "q_offset": (batch,),
+        "sinks": (batch, heads),
+        "bias": (batch, heads, None, None),
+        "mask": (batch, heads, None, None),
+        "lse": (batch, heads, None),
+        "excess": (batch, heads, None),
+    }
+
+
+def _lengths(inputs: AttentionInputs, options: AttentionOptions) -> dict[str, int]:
+    """The lengths of the axes that may be shared out: not one whose index a score_mod or a function mask looks at."""
+    kv_heads = inputs.key.shape[2]
+    found = {BATCH: inputs.query.shape[0], HEADS: inputs.query.shape[2] if kv_heads == 1 else kv_heads}
+    reads = set() if inputs.score_mod is None else _read(inputs.score_mod)
+    if isinstance(inputs.mask, Mask):
+        for mask in _parts(inputs.mask):
+            if isinstance(mask, Function):
+                reads |= {name for name, size in ((BATCH, mask.batch), (HEADS, mask.heads)) if size > 1}
+    if (options.query_heads, options.kv_heads) != (None, None):
+        reads.add(HEADS)
+    return {name: 1 if name in reads else length for name, length in found.items()}
+
+
+def _of_inputs(inputs: AttentionInputs, fields: Mapping[str, ArrayAxes]) -> list[ArrayAxes]:
+    found: list[ArrayAxes] = []
+    for name, x in zip(AttentionInputs._fields, inputs, strict=True):
+        if isinstance(x, Mask):
+            for mask in _parts(x):
+                found += [_of_mask(mask, leaf.shape, fields["mask"]) for leaf in jax.tree.leaves(mask)]
+        else:
+            found += [_named(fields.get(name), leaf.shape) for leaf in jax.tree.leaves(x)]
+    return found
+
+
+def _of_results(result: Any, fields: Mapping[str, ArrayAxes]) -> list[ArrayAxes]:
+    """The axes of an AttentionResult, or of AttentionGradients."""
+    pairs = zip(result._fields, result, strict=True)
+    return [_named(fields.get(name), leaf.shape) for name, x in pairs for leaf in jax.tree.leaves(x)]
+
+
+def _named(axes: ArrayAxes | None, shape: tuple[int, ...]) -> ArrayAxes:
+    """The axes, but None for those of length 1, which are broadcast."""
+    axes = (None,) * len(shape) if axes is None else axes
+    return tuple(None if size == 1 else axis for axis, size in zip(axes, shape, strict=True))
+
+
+def _parts(mask: Mask) -> list[Mask]:
+    """The masks that a mask is composed of, in the order of its leaves."""
+    return jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Mask) and not isinstance(x, _Composite))
+
+
+def _of_mask(mask: Mask, shape: tuple[int, ...], axes: ArrayAxes) -> ArrayAxes:
+    """The axes of a mask's array, which has the batch first, and with three axes or more, the heads."""
+    if isinstance(mask, Function) or math.prod(shape) == 1:
+        return (None,) * len(shape)
+    batch = axes[0] if mask.batch > 1 else None
+    heads = axes[1] if mask.heads > 1 and len(shape) > 2 else None
+    return _named((batch, heads, None, None)[: len(shape)], shape)
+
+
+def _read(score_mod: Any) -> set[str]:
+    """The indices, of the batch entry and of the head, that a score_mod looks at."""
+    program = score_mod.program
+    used = {id(x) for equation in program.eqns for x in equation.invars} | set(map(id, program.outvars))
+    batch, head = program.invars[-4:-2]
+    return {name for name, index in ((BATCH, batch), (HEADS, head)) if id(index) in used}

@@ -1,0 +1,114 @@
+"""benchmarks/ring.py on CPU devices, and the processes that its cases run in."""
+
+import json
+import sys
+import time
+
+import pytest
+import ring
+from harness import workers
+
+WORDS = "--local-tokens 16 --heads 2 --head-dim 8 --rounds 2 --seconds 0.001 --implementation xla"
+
+
+def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0")
+    output = tmp_path / "ring.json"
+    words = f"--devices 1,2,4 --tokens 32 {WORDS} --output {output}"
+    done = run_script("ring.py", *words.split())
+    assert done.returncode == 0, done.stderr + done.stdout
+    results = json.loads(output.read_text())
+    rows = {(x["devices"], x["tokens"], x["causal"], x["mode"], x["contender"]): x for x in results["rows"]}
+    assert {key for key, row in rows.items() if row["status"] == "unavailable"} == {k for k in rows if k[0] == 4}
+    for mode, products in (("fwd", 2), ("fwdbwd", 7)):
+        row = rows[2, 32, True, mode, "ring"]
+        assert row["error"] < 1e-2
+        # Two FLOPs each, half of the pairs, two devices.
+        assert row["tflops"] * row["median_ms"] == pytest.approx(products * 2 * 32 * 32 * 2 * 8 / 2 / 2 / 1e9)
+        assert {rows[2, 32, True, mode, part]["status"] for part in ring.PARTS} == {"ok"}
+    (scale,) = (x for x in results["scaling"] if x["causal"] and x["mode"] == "fwd")
+    alone = rows[1, 16, True, "fwd", "ring"]["tflops"]
+    assert scale["weak"] == pytest.approx(rows[2, 32, True, "fwd", "ring"]["tflops"] / alone)
+    assert results["environment"]["platform"] == "cpu"
+
+
+def test_what_travels_is_what_the_op_sends():
+    """Keys and values in the forward; in the backward these again, and their gradients in float32."""
+    import jax
+    from harness import ring_cases
+
+    abstract = jax.sharding.AbstractMesh((4,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    case = ring.cases(ring.arguments(["--devices", "4", "--tokens", "64", "--implementation", "xla"]))[0]
+    given = [jax.ShapeDtypeStruct((1, 64, 16, 128), "bfloat16")] * 4
+    found = {}
+    for mode, count in (("fwd", 3), ("fwdbwd", 4)):
+        attend = lambda *qkv: ring_cases.ring_attention(
+            *qkv, axis_name="sequence", is_causal=True, implementation="xla"
+        )
+        body = ring_cases._in_mode(attend, mode)
+        shared = jax.shard_map(body, mesh=abstract, in_specs=ring_cases.TOKENS, out_specs=ring_cases.TOKENS)
+        found[mode] = ring_cases._permutes(jax.make_jaxpr(shared)(*given[:count]).jaxpr)
+    assert case.label == "4 x 16 tokens, 16x128, causal"
+    assert [dtype for _, dtype, _ in found["fwd"]] == ["bfloat16"] * 6
+    assert sorted(dtype for _, dtype, _ in found["fwdbwd"]) == ["bfloat16"] * 12 + ["float32"] * 8
+    assert {shape for shape, *_ in found["fwdbwd"]} == {(1, 16, 16, 128)}
+
+
+def test_cases():
+    """One GPU gets the tokens of each GPU of a larger mesh, and all of them."""
+    args = ring.arguments(["--devices", "1,2", "--tokens", "16384,65536", "--local-tokens", "4096"])
+    found = [(case.devices, case.tokens, case.causal, case.modes, case.check) for case in ring.cases(args)]
+    modes = ("fwd", "fwdbwd")
+    causal = [(2, 16384, True, modes, True), (2, 65536, True, modes, False)]
+    alone = [(1, tokens, True, modes, False) for tokens in (8192, 16384, 32768, 65536)]
+    assert found == [*causal, (2, 8192, False, ("fwd",), True), *alone, (1, 4096, False, ("fwd",), False)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tokens 1028", "tokens: got 1028 for 4 devices, want a multiple of 8"),
+        ("--devices 0", "got '0', want positive integers"),
+        ("--mode bwd", "mode: got 'bwd', want some of fwd, fwdbwd"),
+    ],
+)
+def test_wrong_arguments_are_named(words, message, capsys):
+    with pytest.raises(SystemExit):
+        ring.main(words.split())
+    assert message in capsys.readouterr().err
+
+
+WORKER = """
+import json, sys, time
+print("noise", flush=True)
+for line in sys.stdin:
+    case = json.loads(line)
+    if case == "hang":
+        time.sleep(60)
+    if case == "die":
+        raise SystemExit("no such device")
+    print("ANSWER " + json.dumps([case]), flush=True)
+"""
+
+
+def test_a_case_that_hangs_or_dies_ends_no_other(capfd):
+    command = [sys.executable, "-c", WORKER]
+    cases = ["a", "hang", "b", "die", "c"]
+    start = time.monotonic()
+    found = list(workers.run_cases(command, cases, limit=3, deadline=start + 60, environment={}))
+    assert time.monotonic() - start < 30
+    assert [(case, answer) for case, answer, _ in found] == [
+        *(("a", ["a"]), ("hang", None), ("b", ["b"]), ("die", None), ("c", ["c"]))
+    ]
+    assert [reason for *_, reason in found] == ["", "no answer within 3 s", "", "exit status 1: no such device", ""]
+    assert "noise" in capfd.readouterr().out
+
+
+def test_the_budget_holds():
+    late = list(workers.run_cases(["nowhere"], ["a"], limit=1, deadline=time.monotonic() - 1, environment={}))
+    assert late == [("a", None, "the time budget was spent before it began")]
+    case = ring.cases(ring.arguments(["--devices", "2", "--local-tokens="]))[0]
+    rows = ring.failed(case, ring.PARTS, late[0][2])
+    assert {row["status"] for row in rows} == {"skipped"}
+    assert len(rows) == 6
+    assert "skipped" in [ring._cell(row) for row in rows]

@@ -1,0 +1,121 @@
+"""ring_attention on two GPUs: as exact as flash_attention on one, in every layout and under every mask."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard_sequence
+from jax_kernels.testing import rms_error
+
+DEVICES = jax.device_count() if jax.default_backend() == "gpu" else 0
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICES < 2, reason=f"needs two NVIDIA GPUs for a ring, found {DEVICES}"),
+    pytest.mark.timeout(300),
+]
+TOKENS = 2048
+RESULTS = "out", "lse", "dq", "dk", "dv", "dsinks"
+# Layout, options, whether shard_map checks what varies.
+CASES = {
+    "zigzag": ("zigzag", {"is_causal": True}, True),
+    "zigzag unchecked": ("zigzag", {"is_causal": True}, False),
+    "striped": ("striped", {"is_causal": True}, True),
+    "contiguous": ("contiguous", {"is_causal": True}, True),
+    "full": ("contiguous", {}, True),
+    "packed with sinks": ("zigzag", {"is_causal": True, "segment_ids": True, "sinks": True}, True),
+    "window": ("zigzag", {"is_causal": True, "window": (300, 0)}, True),
+    "window of both sides": ("contiguous", {"window": (200, 100), "segment_ids": True}, True),
+    "softcap": ("zigzag", {"is_causal": True, "softcap": 5.0}, True),
+    "all to all": ("zigzag", {"is_causal": True, "strategy": "all_to_all"}, True),
+}
+
+
+def arrays(options, head_dim, tokens=TOKENS):
+    """query, key, value, ids, sinks, dout, dlse, in float32 as bfloat16 rounds them."""
+    random = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.bfloat16).astype(jnp.float32)
+    query, key, value = (normal(2, tokens, heads, head_dim) for heads in (4, 2, 2))
+    ids = jnp.asarray(np.sort(random.integers(-1, 3, (2, tokens)), axis=1), jnp.int32)
+    return (
+        *(query, key, value),
+        ids if options.pop("segment_ids", False) else None,
+        normal(4) if options.pop("sinks", False) else None,
+        *(normal(2, tokens, 4, head_dim), normal(2, 4, tokens)),
+    )
+
+
+def both(attention, query, key, value, ids, sinks, dout, dlse):
+    """The results and the gradients of an attention that returns (out, lse)."""
+    call = lambda query, key, value, sinks: attention(query, key, value, segment_ids=ids, sinks=sinks)
+    results, vjp = jax.vjp(call, query, key, value, sinks)
+    return *results, *vjp((dout.astype(results[0].dtype), jnp.where(jnp.isneginf(results[1]), 0, dlse)))
+
+
+def rounded(given):
+    query, key, value, ids, sinks, dout, dlse = given
+    query, key, value, dout = (x.astype(jnp.bfloat16) for x in (query, key, value, dout))
+    return query, key, value, ids, sinks, dout, dlse
+
+
+def on_two(layout, options, check_vma, given):
+    """The ring's results over two GPUs, in the order of the tokens."""
+    mesh = jax.make_mesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    attention = functools.partial(ring_attention, axis_name="sequence", layout=layout, return_lse=True, **options)
+
+    def ring(*local):
+        *results, dsinks = both(attention, *local)
+        return *results, dsinks if dsinks is None or check_vma else jax.lax.psum(dsinks, "sequence")
+
+    tokens, rows, one = jax.P(None, "sequence"), jax.P(None, None, "sequence"), jax.P()
+    specs = tokens, tokens, tokens, tokens, one, tokens, rows
+    out_specs = tokens, rows, tokens, tokens, tokens, one
+    specs = tuple(None if x is None else spec for x, spec in zip(given, specs, strict=True))
+    program = jax.shard_map(ring, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
+    axis = lambda spec: 2 if spec == rows else 1
+    shard = functools.partial(shard_sequence, mesh=mesh, axis_name="sequence", layout=layout)
+    shared = [x if spec in (one, None) else shard(x, axis=axis(spec)) for x, spec in zip(given, specs, strict=True)]
+    results = jax.jit(program)(*shared)
+    back = functools.partial(unshard_sequence, mesh=mesh, axis_name="sequence", layout=layout)
+    return [
+        x if x is None or spec == one else back(x, axis=axis(spec)) for x, spec in zip(results, out_specs, strict=True)
+    ]
+
+
+def errors(got, want):
+    found = {}
+    for name, g, w in zip(RESULTS, got, want, strict=True):
+        if w is not None:
+            g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+            dead = np.isneginf(w)
+            assert np.array_equal(np.isneginf(g), dead), name
+            assert np.isfinite(g[~dead]).all(), name
+            found[name] = rms_error(np.where(dead, 0, g), np.where(dead, 0, w))
+    return found
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", CASES)
+def test_two_gpus_are_as_exact_as_one(name, head_dim):
+    layout, options, check_vma = CASES[name]
+    options = dict(options)
+    given = arrays(options, head_dim)
+    alone = {key: value for key, value in options.items() if key != "strategy"}
+    attend = functools.partial(flash_attention, return_lse=True, **alone)
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(functools.partial(both, functools.partial(attend, implementation="xla")))(*given)
+    of_one = errors(jax.jit(functools.partial(both, attend))(*rounded(given)), want)
+    of_two = errors(on_two(layout, options, check_vma, rounded(given)), want)
+    assert of_two.keys() == of_one.keys()
+    for what, error in of_two.items():
+        # Each step's out is rounded to bfloat16 before the merge, and lse is exact to float32.
+        assert error < max(1.3 * of_one[what], 1e-5), (what, error, of_one[what])
+
+
+def test_the_same_bits_twice():
+    given = rounded(arrays({}, 128))
+    once, again = (on_two("zigzag", {"is_causal": True, "deterministic": True}, True, given) for _ in range(2))
+    for x, y in zip(once[:5], again[:5], strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
