@@ -476,10 +476,13 @@ def test_thousands_of_calls_take_no_memory(reference):
 
     for _ in range(200):
         step()
-    before = used_memory()
-    for _ in range(3000):
-        step()
-    assert used_memory() - before < 4 * 2**20
+    growths = []
+    for _ in range(3):  # the figure is the GPU's: another process may take memory meanwhile, but a leak is in each turn
+        before = used_memory()
+        for _ in range(1500):
+            step()
+        growths.append(used_memory() - before)
+    assert min(growths) < 2 * 2**20
 
 
 def test_dropped_chains_are_unloaded():
