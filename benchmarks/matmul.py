@@ -4,8 +4,8 @@
 
 Kinds: "plain"; "epilogue", which has a bias and gelu by tanh; "gated", silu(x Wg) * (x Wu); "mlp", a gated unit and a
 product back to the width of x, not among the defaults. Peers: XLA, torch (cuBLAS,
-with the epilogue in operators of its own) and torch.compile; of plain products of 16 bits QuACK, where it is installed,
-and the example that comes with JAX; of fp8, torch._scaled_mm with and without fast sums.
+with the epilogue in operators of its own) and torch.compile; of 16 bits QuACK, where it is installed, and of plain
+products the example that comes with JAX; of fp8, torch._scaled_mm with and without fast sums.
 --with-gradients times the forward and the gradients of all arrays. --sweep times other blocks of the Hopper kernel
 instead, as "block_n,stages,rows_together,promoted_steps,cluster,compute_wgs", and --sweep-triton those of the Triton
 kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
@@ -194,16 +194,24 @@ def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any
 
 
 def by_quack(case: Case, sets: list[Any]) -> Callable[[int], Any]:
-    """QuACK's product."""
-    if case.kind != "plain" or case.dtype not in ("bf16", "fp16") or case.has_gradients:
-        raise NotImplementedError("of QuACK plain products of 16 bits are timed")
+    """QuACK's product with its epilogue, by the blocks that it takes without a search."""
+    if case.kind == "mlp" or case.dtype not in ("bf16", "fp16") or case.has_gradients:
+        raise NotImplementedError("of QuACK products of 16 bits without gradients are timed")
     if importlib.util.find_spec("quack") is None:
         raise NotImplementedError("QuACK is not installed")
     import torch
-    from quack.gemm_interface import gemm
+    from quack.gemm_interface import gemm, gemm_act
 
     given = [tuple(torch.from_dlpack(x) for x in arrays) for arrays in sets]
-    return lambda index: gemm(*given[index % len(given)])
+    act = functools.partial(gemm_act, store_preact=False, tuned=False)
+    if case.kind == "gated":  # it takes the columns of both weights in turns
+        given = [(x, torch.stack((w, up), dim=-1).flatten(-2)) for x, w, up in given]
+    calls = {
+        "plain": lambda x, w: gemm(x, w, tuned=False),
+        "epilogue": lambda x, w, bias: act(x, w, bias=bias, activation="gelu_tanh_approx")[1],
+        "gated": lambda x, w: act(x, w, activation="swiglu")[1],
+    }
+    return lambda index: calls[case.kind](*given[index % len(given)])
 
 
 def by_jax(case: Case, sets: list[Any]) -> Callable[[int], Any]:
@@ -279,7 +287,7 @@ def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list
                 blocks = dict(zip(SWEPT[implementation], command_line.numbers(part), strict=True))
                 add(part, "jax", lambda name=implementation, blocks=blocks: ours(case, sets, name, blocks))
             return found
-    for name in ("mosaic_gpu", "triton", "xla"):
+    for name in args.implementations:
         add(name, "jax", lambda name=name: ours(case, sets, name))
     for name in ("torch", "torch.compile"):
         if name in args.peers:
@@ -319,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--scaling", default="tensor", help="of fp8: tensor, row, block; a comma list")
     parser.add_argument("--with-gradients", action="store_true", help="time the forward and all gradients")
+    parser.add_argument("--implementations", default="mosaic_gpu,triton,xla", help="of this library's")
     parser.add_argument("--peers", default="torch,torch.compile,quack,jax")
     parser.add_argument("--sweep", help="blocks of the Hopper kernel, separated by ';'")
     parser.add_argument("--sweep-triton", help="blocks of the Triton kernel, separated by ';'")
@@ -327,6 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     kinds = command_line.names("kinds", args.kinds, KINDS)
+    args.implementations = command_line.names("implementations", args.implementations, ("mosaic_gpu", "triton", "xla"))
     args.peers = args.peers.split(",")
     prepare_process()
     until = time.monotonic() + args.budget

@@ -5,8 +5,9 @@
 Peers: XLA, torch, torch.compile, and Liger and QuACK where they are installed. The copy of an array of x's size gives
 the bandwidth of the run: a forward moves as many bytes, a backward 1.5 times as many. --sweep times other blocks of
 this library's kernels instead, beside those of the block specs: of Triton's as "block_rows,num_warps" forward and
-"block_rows,num_warps,programs[,chunk]" backward, of Hopper's as "sm90:row_warps,warpgroups,stages" for both. The Hopper
-blocks that do not fit a shape are left out.
+"block_rows,num_warps,programs[,chunk]" backward, of Hopper's as "sm90:row_warps,warpgroups,stages" for both, or any of
+them by name as "fwd:triton:num_warps=8,programs=4". The Hopper blocks that do not fit a shape are left out, but for
+those that are given by name.
 
 The exit status is 1 where a contender failed or was wrong.
 """
@@ -35,6 +36,7 @@ from jax_kernels.pallas.normalization.sm90.state import Traits, row_warps_of
 
 SHAPES = "32768,4096;16384,8192;65536,1024;8192,16384"
 OPS = {"layer_norm": layer_norm, "rms_norm": rms_norm}
+IMPLEMENTATIONS = "triton", "mosaic_gpu", "xla"
 EPS = 1e-6
 TRITON_BLOCKS = ("block_rows", "num_warps", "programs", "chunk")
 HOPPER_BLOCKS = ("row_warps", "warpgroups", "stages")
@@ -113,21 +115,26 @@ def _with_blocks(case: Case, x: Any, scale: Any, bias: Any, implementation: str,
     return normalization.run(call, inputs, shape)
 
 
-def by_torch(case: Case, arrays: Arrays, function: Callable[..., Any]) -> Callable[[int], Any]:
+def by_torch(
+    case: Case, arrays: Arrays, function: Callable[..., Any], weights_in_float32: bool = False
+) -> Callable[[int], Any]:
     """The call of function(x, *weights), or of its backward."""
     import torch
 
     given = arrays.in_torch()
+    weights = given.weights(case.op)
+    if weights_in_float32:
+        weights = tuple(x.float() for x in weights)
     if case.mode == "fwd":
         with torch.no_grad():
-            function(given.x, *given.weights(case.op))
+            function(given.x, *weights)
 
         def forward(index):
             with torch.no_grad():
-                return function(given.x, *given.weights(case.op))
+                return function(given.x, *weights)
 
         return forward
-    leaves = [x.detach().requires_grad_() for x in (given.x, *given.weights(case.op))]
+    leaves = [x.detach().requires_grad_() for x in (given.x, *weights)]
     out = function(*leaves)
     return lambda index: torch.autograd.grad(out, leaves, given.dout, retain_graph=True)
 
@@ -159,12 +166,30 @@ def torch_functions(op: str) -> dict[str, Callable[[], Callable[..., Any]]]:
         import quack
 
         if op == "layer_norm":
-            from quack.layernorm import layernorm
-
-            return lambda x, scale, bias: layernorm(x, scale.float(), bias.float(), eps=EPS)
+            return _quack_layer_norm()
         return lambda x, scale: quack.rmsnorm(x, scale, eps=EPS)
 
     return {"torch": plain, "torch.compile": compiled, "liger": liger, "quack": quack}
+
+
+def _quack_layer_norm() -> Callable[..., Any]:
+    """QuACK's layer norm with the gradients that it has functions for. Its weights are float32."""
+    import torch
+    from quack.rmsnorm import layernorm_bwd, layernorm_fwd
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale, bias):
+            out, inverse, mean = layernorm_fwd(x, scale, bias, eps=EPS, return_rstd=True, return_mean=True)
+            ctx.save_for_backward(x, scale, inverse, mean)
+            return out
+
+        @staticmethod
+        def backward(ctx, dout):
+            x, scale, inverse, mean = ctx.saved_tensors
+            return layernorm_bwd(x, scale, dout, inverse, mean)
+
+    return lambda x, scale, bias: Function.apply(x, scale, bias)
 
 
 def _error(outputs: Any, wanted: Any) -> float:
@@ -202,12 +227,12 @@ def contenders_of(case: Case, arrays: Arrays, args: argparse.Namespace) -> list[
         add("copy", "jax", lambda: copy_of(arrays))
         return found
     plan = str(explain(OPS[case.op], arrays.x, *arrays.weights(case.op)))
-    add("triton", "jax", lambda: ours(case, arrays, "triton"), plan)
-    add("mosaic_gpu", "jax", lambda: ours(case, arrays, "mosaic_gpu"))
-    add("xla", "jax", lambda: ours(case, arrays, "xla"))
+    for name in args.implementations:
+        add(name, "jax", lambda name=name: ours(case, arrays, name), "" if found else plan)
     for name, function in torch_functions(case.op).items():
         if name in args.peers:
-            add(name, "torch", lambda function=function: by_torch(case, arrays, function()))
+            is_wide = name == "quack" and case.op == "layer_norm"  # which takes no others
+            add(name, "torch", lambda function=function, is_wide=is_wide: by_torch(case, arrays, function(), is_wide))
     add("copy", "jax", lambda: copy_of(arrays))
     return found
 
@@ -223,6 +248,12 @@ def _blocks(case: Case, text: str) -> list[tuple[str, dict[str, int]]]:
     modes = {2: "fwd", 3: "bwd", 4: "bwd"}
     found: list[tuple[str, dict[str, int]]] = [("triton", {}), ("mosaic_gpu", {})]
     for part in text.split(";"):
+        if "=" in part:
+            mode, implementation, words = part.split(":")
+            if mode == case.mode:
+                named = {key: int(x) for key, x in (word.split("=") for word in words.split(","))}
+                found.append((implementation, named))
+            continue
         is_hopper, numbers = part.startswith("sm90:"), [int(word) for word in part.removeprefix("sm90:").split(",")]
         if is_hopper and _fits(case, NormSm90(**dict(zip(HOPPER_BLOCKS, numbers, strict=True)))):
             found.append(("mosaic_gpu", dict(zip(HOPPER_BLOCKS, numbers, strict=True))))
@@ -265,12 +296,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", default=SHAPES, help="rows,columns, separated by ';'")
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--modes", default="fwd,bwd")
+    parser.add_argument("--implementations", default=",".join(IMPLEMENTATIONS), help="of this library's")
     parser.add_argument("--peers", default="torch,torch.compile,liger,quack")
     parser.add_argument("--sweep", help="blocks, separated by ';'")
     args = parser.parse_args(argv)
     shapes = [[int(word) for word in part.split(",")] for part in args.shapes.split(";")]
     ops = command_line.names("ops", args.ops, tuple(OPS))
     modes = command_line.names("modes", args.modes, ("fwd", "bwd"))
+    args.implementations = command_line.names("implementations", args.implementations, IMPLEMENTATIONS)
     args.peers = args.peers.split(",")
     prepare_process()
     until = time.monotonic() + args.budget
