@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_kernels.pallas.mosaic import elementwise
 from jax_kernels.score_mod.tiles import TRITON_ELEMENTWISE, primitives
 
-__all__ = ["ACTIVATIONS", "derivative_of", "not_for_triton"]
+__all__ = ["ACTIVATIONS", "derivative_of", "not_for_mosaic", "not_for_triton"]
 
 
 def relu(x: jax.Array) -> jax.Array:
@@ -119,3 +120,10 @@ def not_for_triton(activation: Any) -> str | None:
         return "its activation closes over arrays"
     unknown = sorted(set(primitives(program.jaxpr.eqns)) - TRITON_ELEMENTWISE)
     return f"of its activation it cannot compute {', '.join(unknown)}" if unknown else None
+
+
+def not_for_mosaic(activation: Any) -> str | None:
+    """Why a Mosaic kernel cannot compute an activation, a function of float32 numbers or None."""
+    if activation is None or activation in (*ACTIVATIONS.values(), *_DERIVATIVES.values()):
+        return None
+    return elementwise.why_not(activation)

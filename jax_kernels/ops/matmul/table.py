@@ -13,7 +13,7 @@ from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.low_bit import LowBit
 from jax_kernels.matmul_inputs import MatmulOptions
 from jax_kernels.ops import reasons
-from jax_kernels.ops.activations import ACTIVATIONS, not_for_triton
+from jax_kernels.ops.activations import not_for_mosaic, not_for_triton
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.matmul.sm90 import low_bit as low_bit_sm90
@@ -84,8 +84,8 @@ def _supports_mosaic(request: MatmulRequest) -> str | None:
         return _low_bit_reason(request, request.low_bit) or reasons.no_mosaic(request)
     if request.dtype == "float32" and request.scaling is None:
         return "its wgmma products take bfloat16, float16 and 8 bits here, not float32"
-    if request.activation is not None and request.activation not in ACTIVATIONS.values():
-        return "of activations it takes those that have names"
+    if reason := not_for_mosaic(request.activation) or not_for_mosaic(request.derivative):
+        return reason
     if request.scaling is not None and (request.k % 128 or not request.k):
         return "its products of 8 bits need K by 128"
     if 0 in (request.m, request.n, request.k) or any(rows % 8 or columns % 64 for rows, columns in request.shapes):

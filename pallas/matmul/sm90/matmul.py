@@ -42,6 +42,7 @@ from jax_kernels.pallas.matmul.sm90.state import (
     Traits,
     WorkTile,
 )
+from jax_kernels.pallas.mosaic.elementwise import for_tiles
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import COLUMN, WGMMA
 
@@ -57,6 +58,9 @@ def matmul(
     8-bit operands have k along their last axes, a multiple of 128.
     """
     config = dataclasses.replace(config, cluster=min(config.cluster, core_count))
+    options = dataclasses.replace(
+        options, activation=for_tiles(options.activation), derivative=for_tiles(options.derivative)
+    )
     traits = Traits.of(inputs, options, config)
     if traits.stages < (needed := traits.fills - traits.steps):
         raise ValueError(f"MatmulSm90.stages={traits.stages} must be at least {needed}, for the epilogue's operands")

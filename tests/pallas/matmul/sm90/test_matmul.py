@@ -75,6 +75,7 @@ COMPILED = {
     "narrow": {"n": 128, "activation": "sigmoid", "has_residual": True},
     "float32_out": {"out_dtype": "float32", "activation": "tanh", "has_residual": True},
     "relu": {"activation": "relu"},
+    "function": {"activation": "softplus_squared", "is_mlp": True},
     "silu": {"activation": "silu", "has_bias": True},
     "gated": {"activation": "silu", "is_gated": True},
     "fp8": {"precision": "fp8"},
@@ -91,7 +92,7 @@ COMPILED = {
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize(
-    "name", tiers.cases(COMPILED, ["plain", "transposed", "gated", "fp8", "fp8_gated_blocks", "mlp_gated"])
+    "name", tiers.cases(COMPILED, ["plain", "transposed", "gated", "fp8", "fp8_gated_blocks", "mlp_gated", "function"])
 )
 def test_compiled(name):
     """Forward and backward: no launch spills, but for the derivative of a gated unit, once a work tile."""
@@ -125,6 +126,8 @@ def _compile(options: dict) -> list[str]:
     dout = array(4096, 2048 if is_mlp else n, dtype=out_dtype)
     if options.pop("has_residual", False):
         arrays["residual"] = dout
+    if options.get("activation") == "softplus_squared":
+        options["activation"] = lambda x: jnp.square(jax.nn.softplus(x))
     op = mlp if is_mlp else gated_matmul if is_gated else matmul
 
     def both(arrays, dout):

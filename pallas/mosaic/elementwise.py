@@ -1,0 +1,130 @@
+"""Elementwise functions of a caller as Mosaic kernels can compute them: by the primitives that Mosaic has."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, Literal
+
+__all__ = ["for_tiles", "why_not"]
+
+# What Mosaic computes on a tile as it is. sin and cos are too coarse there for large numbers.
+_KNOWN = {
+    "abs", "add", "add_any", "and", "broadcast_in_dim", "convert_element_type", "div", "eq", "exp", "exp2", "ge", "gt",
+    "integer_pow", "le", "log", "logistic", "lt", "max", "min", "mul", "ne", "neg", "or", "rsqrt", "select_n", "sign",
+    "sqrt", "square", "sub", "tanh", "xor",
+}  # fmt: skip
+# What it calls, and is written into the function around it.
+_CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "jit": "jaxpr"}
+_DTYPES = jnp.bfloat16, jnp.float16, jnp.float32, bool
+
+
+def _expm1(x: Any) -> Any:
+    """exp(x) - 1; near 0, where that cancels, the first terms of its series."""
+    series = x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720))))))
+    return jnp.where(jnp.abs(x) < 0.4, series, jnp.exp(x) - 1)
+
+
+def _log1p(x: Any) -> Any:
+    """log(1 + x); near 0, where 1 + x is rounded, by the series of artanh(x / (2 + x))."""
+    y = x / (2 + x)
+    square = y * y
+    series = 2 * y * (1 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9)))))
+    return jnp.where(jnp.abs(x) < 0.5, series, lax.log(1 + x))
+
+
+# Abramowitz and Stegun (1964), 7.1.26: an absolute error of 1.5e-7.
+_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+
+
+def _tail(x: Any) -> Any:
+    """1 - erf(|x|)."""
+    size = jnp.abs(x)
+    t = 1.0 / (1.0 + 0.3275911 * size)
+    polynomial = t * (_ERF[4] + t * (_ERF[3] + t * (_ERF[2] + t * (_ERF[1] + t * _ERF[0]))))
+    return polynomial * jnp.exp(-size * size)
+
+
+# What stands in for the primitives that Mosaic lacks.
+_WRITTEN: dict[str, Callable[..., Any]] = {
+    "copy": lambda x: x,
+    "erf": lambda x: jnp.where(x >= 0, 1.0 - _tail(x), _tail(x) - 1.0),
+    "erfc": lambda x: jnp.where(x >= 0, _tail(x), 2.0 - _tail(x)),
+    "expm1": _expm1,
+    "log1p": _log1p,
+    "not": lambda x: jnp.where(x, 0.0, 1.0) != 0.0,
+    "one_minus_square": lambda x: (1 - x) * (1 + x),
+    "stop_gradient": lambda x: x,
+}
+
+
+def why_not(function: Callable[[Any], Any] | None) -> str | None:
+    """Why a Mosaic kernel cannot compute a function of float32 numbers; None where it can, or where there is none."""
+    if function is None:
+        return None
+    try:
+        program = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), jnp.float32))
+    except Exception as error:
+        return f"its activation raised {type(error).__name__} when traced for a number"
+    if program.consts:
+        return "its activation closes over arrays"
+    equations = list(_equations(program.jaxpr))
+    unknown = sorted({str(equation.primitive) for equation in equations} - _KNOWN - set(_WRITTEN))
+    if unknown:
+        return f"of its activation it cannot compute {', '.join(unknown)}"
+    others = {str(x.aval.dtype) for equation in equations for x in equation.outvars if x.aval.dtype not in _DTYPES}
+    return f"its activation computes in {', '.join(sorted(others))}" if others else None
+
+
+def for_tiles(function: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    """A function that why_not has nothing against, in primitives that Mosaic has."""
+    if function is None:
+        return None
+    names = set(_names(jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr))
+    if names <= _KNOWN | {"jit"}:
+        return function
+    return functools.partial(_run, function)
+
+
+def _run(function: Callable[[Any], Any], x: Any) -> Any:
+    program = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return _evaluate(program.jaxpr, [x])[0]
+
+
+def _evaluate(program: Jaxpr, inputs: list[Any]) -> list[Any]:
+    """The outputs of a program without constants."""
+    known = dict(zip(program.invars, inputs, strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]
+    for equation in program.eqns:
+        name, given = str(equation.primitive), [read(atom) for atom in equation.invars]
+        if name in _CALLS:
+            made = _evaluate(_called(equation), given)
+        elif name in _WRITTEN:
+            made = [_WRITTEN[name](*given)]
+        else:
+            made = [equation.primitive.bind(*given, **equation.params)]
+        known.update(zip(equation.outvars, made, strict=True))
+    return [read(atom) for atom in program.outvars]
+
+
+def _called(equation: Any) -> Jaxpr:
+    return equation.params[_CALLS[str(equation.primitive)]].jaxpr
+
+
+def _equations(program: Jaxpr) -> Iterator[Any]:
+    """The equations of a program and of those that it calls."""
+    for equation in program.eqns:
+        if str(equation.primitive) in _CALLS:
+            yield from _equations(_called(equation))
+        else:
+            yield equation
+
+
+def _names(program: Jaxpr) -> Iterator[str]:
+    for equation in program.eqns:
+        yield str(equation.primitive)
+        if str(equation.primitive) in _CALLS:
+            yield from _names(_called(equation))
