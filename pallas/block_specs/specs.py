@@ -288,12 +288,15 @@ class NormSm90:
     """Blocks of a Hopper kernel of normalisation, forward or backward.
 
     row_warps: warps that share a row, 1, 4, 8 or 16; others where these do not divide the columns. warpgroups: of a
-    CTA; each has a ring of stages. stages: as many as shared memory has room for, up to this number.
+    CTA; each has a ring of stages. stages: as many as shared memory has room for, up to this number. turns: blocks that
+    a forward's warpgroup takes before its CTA ends, and the multiprocessor takes another CTA; 0: a CTA for each
+    multiprocessor, which takes blocks to the end.
     """
 
     row_warps: int
     warpgroups: int
     stages: int
+    turns: int = 0
 
     def __post_init__(self) -> None:
         if self.stages < 2:
@@ -302,6 +305,8 @@ class NormSm90:
             raise ValueError(f"NormSm90.warpgroups={self.warpgroups} must be 1, 2, 3 or 4")
         if self.row_warps not in (1, 4, 8, 16):
             raise ValueError(f"NormSm90.row_warps={self.row_warps} must be 1, 4, 8 or 16")
+        if self.turns < 0:
+            raise ValueError(f"NormSm90.turns={self.turns} must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,10 @@
 """The forward of layer_norm and rms_norm on Hopper: each row is read once, and written once.
 
-As many CTAs run as there are multiprocessors. Each warpgroup, or group of warpgroups that share a row, has a ring of
-blocks of rows in shared memory, and loads blocks ahead of the one it computes. The output takes the place of x in the
-ring, from where it is copied to device memory.
+Each warpgroup, or group of warpgroups that share a row, has a ring of blocks of rows in shared memory, and loads blocks
+ahead of the one it computes. The output takes the place of x in the ring, from where it is copied to device memory.
+
+A CTA takes a few neighbouring blocks, and several CTAs run on a multiprocessor at once. Memory does not serve all
+multiprocessors equally fast: with equal shares of the rows for each, the slowest would be waited for.
 """
 
 import dataclasses

@@ -25,6 +25,7 @@ LINE = 128  # columns: 4 for each lane of a warp
 WARPS = 4  # of a warpgroup
 MOST_LINES = 16  # of a part
 FEW_LINES = 8  # for which the registers of four warpgroups suffice
+CTAS_AT_ONCE = 4  # on a multiprocessor, of those that end after some turns
 FIRST_BARRIER = 8  # of the hardware barriers that Mosaic leaves alone
 MOST_BARRIERS = 32  # of an array, whose phases a thread keeps in one register
 SHARED_MEMORY = 225 << 10  # of a CTA, for its rings and its scale
@@ -127,13 +128,22 @@ class Traits:
         return pl.cdiv(self.rows * self.row_warps, self.block_parts)
 
     @property
+    def turns(self) -> int:
+        """The most blocks of a group: up to the block spec's, and fewer rather than too few CTAs; 0 for no limit."""
+        if not self.config.turns:
+            return 0
+        return max(1, min(self.config.turns, self.blocks // (self.groups * self.core_count * CTAS_AT_ONCE)))
+
+    @property
     def ctas(self) -> int:
+        if self.turns:
+            return pl.cdiv(self.blocks, self.groups * self.turns)
         return min(self.core_count, pl.cdiv(self.blocks, self.groups))
 
     @property
     def stride(self) -> int:
         """From a block of a group to its next one."""
-        return self.ctas * self.groups
+        return self.groups if self.turns else self.ctas * self.groups
 
     @property
     def stages(self) -> int:
@@ -231,7 +241,7 @@ class Warpgroup:
     @property
     def first(self) -> Any:
         """The group's first block."""
-        return lax.axis_index("cta") * self.traits.groups + self.group
+        return lax.axis_index("cta") * self.traits.groups * max(1, self.traits.turns) + self.group
 
     def parts(self, block: Any) -> Any:
         """A slice of the 4 parts that this warpgroup has of a block."""
@@ -240,8 +250,9 @@ class Warpgroup:
     @property
     def count(self) -> Any:
         """How many blocks the group has."""
-        stride = self.traits.stride
-        return lax.div(self.traits.blocks - self.first + (stride - 1), jnp.int32(stride))
+        stride, turns = self.traits.stride, self.traits.turns
+        count = lax.div(self.traits.blocks - self.first + (stride - 1), jnp.int32(stride))
+        return jnp.minimum(count, turns) if turns else count
 
     def load_first(self) -> None:
         """Starts to load the first blocks: all slots but one."""

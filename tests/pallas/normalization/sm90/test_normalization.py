@@ -22,7 +22,8 @@ from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.dispatch import on_device
 from jax_kernels.normalization_inputs import NormInputs, NormOptions
 from jax_kernels.ops.normalization import _by_joined_rows
-from jax_kernels.pallas.normalization.sm90.state import row_warps_of
+from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.normalization.sm90.state import Traits, row_warps_of
 from jax_kernels.reference import normalization as reference
 
 # Cores, whether races are looked for, and cases of norm_cases.HOPPER.
@@ -48,6 +49,18 @@ ROW_WARPS += [(100, 4, None), (2176, 4, None), (16896, 16, None), (32768, 16, No
 @pytest.mark.parametrize(("columns", "most", "want"), ROW_WARPS)
 def test_warps_that_share_a_row(columns, most, want):
     assert row_warps_of(columns, most) == want
+
+
+@pytest.mark.parametrize(
+    ("rows", "turns", "ctas"), [(32768, 4, 8192), (1000, 1, 1000), (3 * 132 * 4, 3, 528), (1, 1, 1)]
+)
+def test_every_block_has_a_turn(rows, turns, ctas):
+    """CTAs take few blocks, and one each where there are too few for all multiprocessors."""
+    x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
+    config = NormSm90(row_warps=4, warpgroups=1, stages=4, turns=4)
+    traits = Traits.of(x, NormOptions(is_centred=True, eps=1e-6), config, core_count=132, copies=1)
+    assert (traits.turns, traits.ctas) == (turns, ctas)
+    assert (ctas - 1) * turns < traits.blocks <= ctas * turns
 
 
 def test_supports():
