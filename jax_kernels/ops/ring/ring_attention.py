@@ -10,15 +10,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention.checks import check
-from jax_kernels.ops.attention.flash_attention import attention_forward, attention_gradients, flash_attention, prepare
+from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.planned_op import under_defaults
-from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, Pair
+from jax_kernels.ops.ring.all_gather import all_gather_attention
+from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
+from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors, weight
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference.attention import row_terms
 
 __all__ = ["RESIDUALS", "STRATEGIES", "axis_size", "ring_attention"]
 
-STRATEGIES = ("ring", "all_to_all", "auto")
+STRATEGIES = ("ring", "all_to_all", "all_gather", "auto")
 RESIDUALS = "ring_attention_out", "ring_attention_lse"  # names for policies of jax.checkpoint
 
 
@@ -106,6 +108,8 @@ def ring_attention(
     call = _Call(layout=arrangement, axis_name=axis_name, options=tuple((options | {"scale": scale}).items()))
     if strategy == "all_to_all":
         out, lse = _all_to_all(call, arrays, request.is_causal, request.window)
+    elif strategy == "all_gather":
+        out, lse = all_gather_attention(arrangement, axis_name, arrays, request.window, dict(call.options))
     else:
         out, lse = _differentiable(call, arrays)
     return (out, lse) if return_lse else out
@@ -160,12 +164,32 @@ class _Call:
 
     @property
     def steps(self) -> list[int]:
-        """The steps in which any device has something to do; at least one, so that rows without keys have a result."""
-        return [step for step in range(self.layout.devices) if not self.layout.is_dead(step)] or [0]
+        """The steps in which any device has something to do. In the first, step 0, each has its own keys."""
+        return [step for step in range(self.layout.devices) if step == 0 or not self.layout.is_dead(step)]
 
     @property
     def index(self) -> Any:
         return lax.axis_index(self.axis_name)
+
+    @property
+    def scale(self) -> float:
+        return dict(self.options)["scale"]
+
+    def key_norms(self, key: jax.Array) -> jax.Array:
+        """The `key_norms` of Step."""
+        mine = jnp.square(key.astype(jnp.float32)).sum(axis=-1).max(axis=1)
+        return mine if self.layout.devices == 1 else lax.pmax(mine, self.axis_name)
+
+    def step(self, number: int, arrays: _Arrays, key_norms: Any = None) -> Step:
+        return Step(
+            layout=self.layout,
+            number=number,
+            index=self.index,
+            query=arrays.query,
+            q_ids=arrays.segment_ids,
+            key_norms=key_norms,
+            options=dict(self.options),
+        )
 
 
 @jax.custom_vjp
@@ -176,105 +200,25 @@ def _differentiable(call: _Call, arrays: _Arrays):
 
 def _forward(call: _Call, arrays: _Arrays) -> tuple[jax.Array, jax.Array]:
     """All steps, and the sinks."""
-    visitors = arrays.key, arrays.value, arrays.segment_ids
-    steps: list[int] = call.steps
+    numbers: list[int] = call.steps
     total: Any = None
-    visitors = call.shifted(visitors, steps[0])
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
-        upcoming = None if following is None else call.shifted(visitors, following - step)
-        found = _step(call, step, arrays, *visitors)
+    norms = call.key_norms(arrays.key)
+    visitors = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
+    upcoming: Any = Visitors(Pair.of(arrays.key, arrays.value), arrays.segment_ids)
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        upcoming = None if following is None else call.shifted(upcoming, following - number)
+        step, is_last = call.step(number, arrays, norms), following is None and arrays.sinks is None
+        total = step.forward(visitors, total, is_last=is_last)
         # Else XLA joins work on the next keys to work on these, which then waits for both.
-        found, visitors = lax.optimization_barrier((found, upcoming))
-        total = found if total is None else _merged(total, found)
+        total, visitors = lax.optimization_barrier((total, upcoming))
+        upcoming = visitors
     out, lse = total
     if arrays.sinks is not None:
         with_sink = jnp.logaddexp(lse, arrays.sinks[..., None])
-        out, lse = out * _weight(lse, with_sink), with_sink
+        out, lse = out * weight(lse, with_sink), with_sink
     out = checkpoint_name(out.astype(arrays.query.dtype), RESIDUALS[0])
     lse = checkpoint_name(lse, RESIDUALS[1])
     return out, lse
-
-
-def _weight(lse: jax.Array, total: jax.Array) -> jax.Array:
-    """exp(lse - total) as [B, T, H, 1]; 0 where there is no key."""
-    weight = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - jnp.where(jnp.isneginf(total), 0, total)))
-    return weight.swapaxes(1, 2)[..., None]
-
-
-def _merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
-    """The (out, lse) of the keys of both."""
-    lse = jnp.logaddexp(one[1], other[1])
-    return one[0] * _weight(one[1], lse) + other[0] * _weight(other[1], lse), lse
-
-
-def _step(call: _Call, step: int, arrays: _Arrays, key: Any, value: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
-    """The float32 (out, lse) of a device's queries and the keys that it has in a step."""
-    layout, pairs = call.layout, call.layout.pairs(step, call.index)
-    if _is_one_call(layout, step):
-        planned, inputs = _planned(call, step, arrays, key, value, ids, [])
-        out, lse, *_ = attention_forward(planned, inputs)
-        return out.astype(jnp.float32), lse
-    planned, inputs = _planned(call, step, arrays, key, value, ids, pairs)
-    out, lse, *_ = attention_forward(planned, inputs)
-    out, lse = jnp.split(out.astype(jnp.float32), len(pairs)), jnp.split(lse, len(pairs))
-    of_chunk: list[Any] = [None] * layout.chunks
-    for pair, *found in zip(pairs, out, lse, strict=True):
-        for chunk in range(layout.chunks):
-            if isinstance(pair.query, int) and pair.query != chunk:
-                continue
-            mine = (
-                found if isinstance(pair.query, int) else [found[0], jnp.where(pair.query == chunk, found[1], -jnp.inf)]
-            )
-            of_chunk[chunk] = mine if of_chunk[chunk] is None else _merged(of_chunk[chunk], mine)
-    return jnp.concatenate([x[0] for x in of_chunk], 1), jnp.concatenate([x[1] for x in of_chunk], 2)
-
-
-def _is_one_call(layout: Layout, step: int) -> bool:
-    """Whether a zigzag step is one call of all chunks: no limit holds, or a causal one alone on a device's own keys."""
-    is_full = layout.left is None and layout.right is None
-    return layout.name == "zigzag" and (is_full or (step == 0 and layout.left is None and layout.right == 0))
-
-
-def _chosen(layout: Layout, x: Any, chunk: Any, axis: int = 1) -> Any:
-    """A chunk of an array's tokens; None of None. chunk: an int, or a traced number that is 0 or 1."""
-    if x is None or layout.chunks == 1:
-        return x
-    chunks = jnp.split(x, layout.chunks, axis)
-    return chunks[chunk] if isinstance(chunk, int) else jnp.where(chunk == 0, chunks[0], chunks[1])
-
-
-def _planned(
-    call: _Call, step: int, arrays: _Arrays, key: Any, value: Any, ids: Any, pairs: list[Pair]
-) -> tuple[Any, Any]:
-    """The call of flash_attention's core with the pairs as its batch, and its arrays. Without pairs: all tokens."""
-    layout = call.layout
-    is_causal, window = layout.window(step)
-    if pairs:
-        join = lambda x, field: None if x is None else jnp.concatenate(
-            [_chosen(layout, x, getattr(pair, field)) for pair in pairs]
-        )  # fmt: skip
-    else:
-        join = lambda x, field: x
-    offsets: Any = 0
-    if pairs and pairs[0].q_offset is not None:
-        batch = arrays.query.shape[0]
-        offsets = jnp.concatenate([jnp.full((batch,), pair.q_offset, jnp.int32) for pair in pairs])
-    elif pairs:
-        is_causal, window = False, None
-    planned, inputs = prepare(
-        query=join(arrays.query, "query"),
-        key=join(key, "key"),
-        value=join(value, "key"),
-        is_causal=is_causal,
-        window=window,
-        segment_ids=None if ids is None else (join(arrays.segment_ids, "query"), join(ids, "key")),
-        q_offset=offsets,
-        return_lse=True,
-        **dict(call.options),
-    )
-    # The Hopper kernel's blocks leave no shared memory for a float32 out: there, each step's out is rounded once.
-    dtype = planned.out_dtype if planned.implementation == "mosaic_gpu" else "float32"
-    return dataclasses.replace(planned, out_dtype=dtype), inputs
 
 
 @under_defaults
@@ -288,27 +232,14 @@ def _vjp_backward(residuals: Any, cotangents: Any):
     call, arrays, out, lse = residuals
     dout, dlse = cotangents
     terms = row_terms(out, lse, dout, dlse)
-    zeros = lambda x: jnp.zeros_like(x, jnp.float32)
-    dquery, travelling, at = zeros(arrays.query), None, 0
-    visitors = arrays.key, arrays.value, arrays.segment_ids
-    steps: list[int] = call.steps
-    visitors = call.shifted(visitors, steps[0])
-    for step, following in zip(steps, [*steps[1:], None], strict=True):
-        upcoming = None if following is None else call.shifted(visitors, following - step)
-        travelling = None if travelling is None else call.shifted(travelling, step - at)
-        found = _step_gradients(call, step, arrays, visitors, terms, dout)
-        found, visitors = lax.optimization_barrier((found, upcoming))
-        dquery = dquery + found[0]
-        travelling = found[1:] if travelling is None else jax.tree.map(jnp.add, travelling, found[1:])
-        at = step
-    dkey, dvalue = call.shifted(travelling, -at)
+    dquery, dkey, dvalue = _gradients(call, arrays, Rows(lse=terms[0], delta=terms[1], dout=dout))
     dsinks = None
     if arrays.sinks is not None:
         share = jnp.exp(arrays.sinks[..., None] - terms[0])
         dsinks = -jnp.sum(share * terms[1], axis=(0, 2))[None]
     of_ids = None if arrays.segment_ids is None else jnp.zeros(arrays.segment_ids.shape, jax.dtypes.float0)
     return None, _Arrays(
-        query=dquery.astype(arrays.query.dtype),
+        query=(dquery * call.scale).astype(arrays.query.dtype),
         key=dkey.astype(arrays.key.dtype),
         value=dvalue.astype(arrays.value.dtype),
         segment_ids=of_ids,
@@ -319,30 +250,57 @@ def _vjp_backward(residuals: Any, cotangents: Any):
 _differentiable.defvjp(_vjp_forward, _vjp_backward)
 
 
-def _step_gradients(call: _Call, step: int, arrays: _Arrays, visitors: Any, terms: Any, dout: Any) -> tuple[Any, ...]:
-    """The float32 gradients of a device's queries, and of the keys and values that it has in a step."""
-    layout, (key, value, ids) = call.layout, visitors
-    pairs = [] if _is_one_call(layout, step) else layout.pairs(step, call.index)
-    planned, inputs = _planned(call, step, arrays, key, value, ids, pairs)
-    if not pairs:
-        found = attention_gradients(planned, inputs, terms[0], terms[1], dout)
-        return tuple(x.astype(jnp.float32) for x in found[:3])
-    of_rows = [jnp.concatenate([_chosen(layout, x, pair.query, 2) for pair in pairs]) for x in terms]
-    of_out = jnp.concatenate([_chosen(layout, dout, pair.query) for pair in pairs])
-    found = attention_gradients(planned, inputs, of_rows[0], of_rows[1], of_out)
-    results = []
-    for x, field in zip(found[:3], ("query", "key", "key"), strict=True):
-        sums: list[Any] = [jnp.float32(0)] * layout.chunks
-        for pair, part in zip(pairs, jnp.split(x.astype(jnp.float32), len(pairs)), strict=True):
-            at = getattr(pair, field)
-            for chunk in range(layout.chunks):
-                if isinstance(at, int):
-                    sums[chunk] = sums[chunk] + (part if at == chunk else 0)
-                else:
-                    sums[chunk] = sums[chunk] + jnp.where(at == chunk, part, 0)
-        shape = found[0].shape[0] // len(pairs), layout.chunk, *x.shape[2:]
-        results.append(jnp.concatenate([jnp.broadcast_to(y, shape) for y in sums], 1))
-    return tuple(results)
+def _gradients(call: _Call, arrays: _Arrays, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The float32 gradients of query, over the scale, and of key and value.
+
+    The gradients of keys and values follow these round the ring, one step behind, and come home at the end. XLA hides
+    one collective at a time behind a kernel. So a step takes half of the heads while the next keys arrive, and half
+    while the gradients travel. Of the device's own keys, the second half is left for the way home.
+    """
+    _, *numbers = call.steps
+    # Opaque: else XLA keeps the keys that arrived in the forward, of all devices.
+    (query, key, value, ids), rows = lax.optimization_barrier((arrays[:4], rows))
+    arrays = arrays._replace(query=query, key=key, value=value, segment_ids=ids)
+    mine = Visitors(Pair((key, value)), ids)
+    own, dquery = call.step(0, arrays), jnp.zeros_like(query, jnp.float32)
+    if not numbers:
+        dquery, of_mine = own.gradients(mine, rows, dquery)
+        return dquery, of_mine.key, of_mine.value
+    halves: list[Any] = own.in_parts(mine)
+    upcoming = call.shifted(Visitors(Pair.of(key, value), ids), numbers[0])
+    dquery, of_mine = own.gradients(mine, rows, dquery, halves[0] if halves else None)
+    (dquery, of_mine), visitors = lax.optimization_barrier(((dquery, of_mine), upcoming))
+    travelling, at = None, 0
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        upcoming = None if following is None else call.shifted(visitors, following - number)
+        step = call.step(number, arrays)
+        found: list[Pair] = []
+        parts: list[Any] = step.in_parts(visitors) if upcoming is not None and travelling is not None else []
+        for part in parts[:1]:
+            dquery, pair = step.gradients(visitors, rows, dquery, part)
+            (dquery, pair), upcoming, travelling = lax.optimization_barrier(((dquery, pair), upcoming, travelling))
+            found.append(pair)
+        travelling = None if travelling is None else call.shifted(travelling, number - at)
+        dquery, pair = step.gradients(visitors, rows, dquery, parts[1] if parts else None)
+        found.append(pair)
+        (dquery, found), visitors, travelling = lax.optimization_barrier(((dquery, found), upcoming, travelling))
+        pair = _joined(found)
+        travelling = pair if travelling is None else jax.tree.map(jnp.add, travelling, pair)
+        at = number
+    if halves:
+        (rows, mine), dquery, travelling = lax.optimization_barrier(((rows, mine), dquery, travelling))
+    home = call.shifted(travelling, -at)
+    if halves:
+        dquery, of_rest = own.gradients(mine, rows, dquery, halves[1])
+        (dquery, of_rest), home = lax.optimization_barrier(((dquery, of_rest), home))
+        of_mine = _joined([of_mine, of_rest])
+    home = jax.tree.map(jnp.add, home, of_mine)
+    return dquery, home.key, home.value
+
+
+def _joined(parts: list[Pair]) -> Pair:
+    """The gradients of all heads, from those of some heads each."""
+    return jax.tree.map(lambda *of_heads: jnp.concatenate(of_heads, axis=2), *parts) if len(parts) > 1 else parts[0]
 
 
 def _all_to_all(
