@@ -29,7 +29,7 @@ def all_gather_attention(
     if layout.name == "striped":
         raise ValueError("layout: got 'striped' with strategy='all_gather', want 'zigzag' or 'contiguous'")
     keys, values = (_gathered(axis_name, layout, x) for x in (arrays.key, arrays.value))
-    of_chunks = lambda x: [None] * layout.chunks if x is None else jnp.split(x, layout.chunks, 1)
+    of_chunks: Any = lambda x: [None] * layout.chunks if x is None else jnp.split(x, layout.chunks, 1)
     ids = arrays.segment_ids
     all_ids = None if ids is None else _in_order(layout, lax.all_gather(ids, axis_name, axis=1, tiled=True))
     index = lax.axis_index(axis_name)
@@ -43,7 +43,7 @@ def all_gather_attention(
                 is_causal=layout.right == 0,
                 window=window,
                 q_offset=layout.first(chunk, index),
-                segment_ids=None if ids is None else (q_ids, all_ids),
+                segment_ids=None if all_ids is None else (q_ids, all_ids),
                 sinks=None if arrays.sinks is None else arrays.sinks[0],
                 return_lse=True,
                 **options,

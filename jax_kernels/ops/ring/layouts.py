@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["LAYOUTS", "Chunks", "Layout", "Whole"]
+__all__ = ["LAYOUTS", "Chunks", "Layout", "Whole", "axis_size"]
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 
@@ -170,3 +170,13 @@ class Layout:
             Chunks(query=1, key=0, q_offset=None if is_full else offset(1, 0)),
             Chunks(query=both, key=both, q_offset=None if is_full else near),
         ]
+
+
+def axis_size(axis_name: Any) -> int:
+    """The devices along a mesh axis. Raises TypeError, or ValueError outside of a jax.shard_map with that axis."""
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name: got {type(axis_name).__name__}, want the name of a mesh axis")
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(f"axis_name: got {axis_name!r}, want an axis of the jax.shard_map around this call") from None

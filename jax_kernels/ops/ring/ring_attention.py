@@ -13,12 +13,12 @@ from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.planned_op import under_defaults
 from jax_kernels.ops.ring.all_gather import all_gather_attention
-from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
+from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size
 from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors, weight
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference.attention import row_terms
 
-__all__ = ["RESIDUALS", "STRATEGIES", "axis_size", "ring_attention"]
+__all__ = ["RESIDUALS", "STRATEGIES", "ring_attention"]
 
 STRATEGIES = ("ring", "all_to_all", "all_gather", "auto")
 RESIDUALS = "ring_attention_out", "ring_attention_lse"  # names for policies of jax.checkpoint
@@ -113,16 +113,6 @@ def ring_attention(
     else:
         out, lse = _differentiable(call, arrays)
     return (out, lse) if return_lse else out
-
-
-def axis_size(axis_name: Any) -> int:
-    """The devices along a mesh axis. Raises TypeError, or ValueError outside of a jax.shard_map with that axis."""
-    if not isinstance(axis_name, str):
-        raise TypeError(f"axis_name: got {type(axis_name).__name__}, want the name of a mesh axis")
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(f"axis_name: got {axis_name!r}, want an axis of the jax.shard_map around this call") from None
 
 
 def layout_of(name: str | None, devices: int, length: int, left: int | None, right: int | None) -> Layout:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.attention_inputs import HeadView
+from jax_kernels.attention_inputs import AttentionInputs, HeadView
 from jax_kernels.ops.attention.flash_attention import attention_forward, attention_gradients, prepare
 from jax_kernels.ops.ring.layouts import Chunks, Layout, Whole
 
-__all__ = ["Pair", "Rows", "Step", "Visitors", "merged", "weight"]
+__all__ = ["Pair", "Rows", "Step", "Visitors", "forward_onto", "merged", "weight"]
 
 
 class Pair(NamedTuple):
@@ -66,6 +66,26 @@ def merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
     return one[0] * weight(one[1], lse) + other[0] * weight(other[1], lse), lse
 
 
+def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: bool) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) over the keys of a planned call and those of `total`, an (out, lse) of the same queries, or None.
+
+    lse is float32, and so is out, but where is_last is True it may have query's dtype. inputs may have what only
+    "mosaic_gpu" takes: it is dropped for others, except for `reach`, which none of them may have.
+    """
+    if planned.implementation != "mosaic_gpu":
+        assert inputs.reach is None
+        planned = dataclasses.replace(planned, out_dtype="float32")
+        out, lse, *_ = attention_forward(planned, inputs._replace(key_norms=None))
+        return (out, lse) if total is None else merged(total, (out, lse))
+    joins = total is not None and inputs.value.shape[-1] <= WIDEST_JOINED
+    is_rounded = is_last and (joins or total is None)
+    planned = dataclasses.replace(planned, out_dtype=str(inputs.query.dtype) if is_rounded else "float32")
+    if joins:
+        inputs = inputs._replace(earlier_out=total[0], earlier_lse=total[1])
+    out, lse, *_ = attention_forward(planned, inputs)
+    return (out, lse) if total is None or joins else merged(total, (out, lse))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
     """Step number `number` of a ring on the device `index`, a traced number.
@@ -92,17 +112,7 @@ class Step:
             found = self._forward_of_pairs(visitors)
             return found if total is None else merged(total, found)
         planned, inputs = whole
-        if planned.implementation != "mosaic_gpu":
-            out, lse, *_ = attention_forward(dataclasses.replace(planned, out_dtype="float32"), inputs)
-            return (out, lse) if total is None else merged(total, (out, lse))
-        joins = total is not None and inputs.value.shape[-1] <= WIDEST_JOINED
-        is_rounded = is_last and (joins or total is None)
-        planned = dataclasses.replace(planned, out_dtype=str(self.query.dtype) if is_rounded else "float32")
-        inputs = inputs._replace(key_norms=self.key_norms)
-        if joins:
-            inputs = inputs._replace(earlier_out=total[0], earlier_lse=total[1])
-        out, lse, *_ = attention_forward(planned, inputs)
-        return (out, lse) if total is None or joins else merged(total, (out, lse))
+        return forward_onto(planned, inputs._replace(key_norms=self.key_norms), total, is_last=is_last)
 
     def gradients(
         self, visitors: Visitors, rows: Rows, dquery: jax.Array, heads: HeadView | None = None
