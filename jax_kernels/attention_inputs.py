@@ -19,7 +19,7 @@ class AttentionInputs(NamedTuple):
 
     A step of a ring has these besides, which "mosaic_gpu" alone takes:
     reach: [B, 2] int32, (first, end): queries before row `first` attend to nothing, the others to keys below `end`.
-    key_norms: [B, Hkv] float32, the largest squared norm of a key of each head, or more.
+    key_norms: [B, Hkv] float32, the largest squared norm of a key of each head.
     earlier_out, earlier_lse: [B, T, H, Dv] and [B, H, T] float32, of the steps before, which the result is merged with.
     """
 

@@ -39,22 +39,19 @@ def run(case: dict) -> dict:
     layout = Layout(name=case["layout"], devices=2, length=TOKENS, left=None, right=0 if case["is_causal"] else None)
     scale = head_dim**-0.5
 
-    def step(query, index, norms):
+    def step(query, index):
         options = {"scale": scale, "implementation": "mosaic_gpu"}
-        return Step(
-            layout=layout, number=case["number"], index=index, query=query, q_ids=None, key_norms=norms, options=options
-        )
+        return Step(layout=layout, number=case["number"], index=index, query=query, q_ids=None, options=options)
 
     visitors = Visitors(Pair.of(key, value), None)
-    norms = jnp.square(key.astype(jnp.float32)).sum(-1).max(1)
     index = jnp.int32(case["index"])
-    forward = lambda query, index, visitors, total: step(query, index, norms).forward(
+    forward = lambda query, index, visitors, total: step(query, index).forward(
         visitors, total, is_last=case.get("is_last", False)
     )
     out, lse = jax.jit(forward)(query, index, visitors, total)
 
     def backward(query, index, visitors, rows, so_far):
-        at = step(query, index, None)
+        at = step(query, index)
         parts = at.in_parts(visitors) if case.get("in_parts") else [None]
         pairs = []
         for part in parts:

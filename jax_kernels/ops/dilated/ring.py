@@ -15,7 +15,7 @@ from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, At
 from jax_kernels.ops.attention import flash_attention as attention
 from jax_kernels.ops.attention.flash_attention import AttentionCall
 from jax_kernels.ops.dilated.shards import Span
-from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto
+from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto, with_norms
 
 __all__ = ["forward", "gradients"]
 
@@ -29,7 +29,7 @@ def forward(span: Span, planned: AttentionCall, inputs: AttentionInputs) -> Atte
         upcoming = None if is_last else span.shifted(upcoming, 1)
         call, of_step = _step(span, number, planned, inputs, visitors)
         is_rounded = is_last and planned.out_dtype == str(inputs.query.dtype)
-        total = forward_onto(call, of_step, total, is_last=is_rounded)
+        total = forward_onto(call, with_norms(call, of_step, visitors.pair), total, is_last=is_rounded)
         # Else XLA may join work on the next keys to work on these, which then waits for both.
         total, visitors = lax.optimization_barrier((total, upcoming))
         upcoming = visitors

@@ -14,18 +14,18 @@ from jax import lax
 
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.vjp import RingArrays, RingCall
 
 __all__ = ["all_gather_attention"]
 
 
-def all_gather_attention(
-    layout: Layout, axis_name: str, arrays: Any, window: tuple[int, int] | None, options: dict[str, Any]
-) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a device's queries. arrays: query, key, value, segment_ids and sinks, as ring_attention has them.
+def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of a device's queries.
 
-    options: of flash_attention, by name. JAX differentiates it: a device rounds its gradients of all keys and values to
-    their dtype, and the sums over the devices are float32.
+    JAX differentiates it: a device rounds its gradients of all keys and values to their dtype, and the sums over the
+    devices are float32.
     """
+    layout, axis_name = call.layout, call.axis_name
     if layout.name == "striped":
         raise ValueError("layout: got 'striped' with strategy='all_gather', want 'zigzag' or 'contiguous'")
     keys, values = (_gathered(axis_name, layout, x) for x in (arrays.key, arrays.value))
@@ -40,13 +40,12 @@ def all_gather_attention(
                 query,
                 keys[chunk],
                 values[chunk],
-                is_causal=layout.right == 0,
-                window=window,
+                **layout.limits,
                 q_offset=layout.first(chunk, index),
                 segment_ids=None if all_ids is None else (q_ids, all_ids),
                 sinks=None if arrays.sinks is None else arrays.sinks[0],
                 return_lse=True,
-                **options,
+                **dict(call.options),
             )
         )
     return jnp.concatenate([out for out, _ in found], 1), jnp.concatenate([lse for _, lse in found], 2)

@@ -58,6 +58,12 @@ class Layout:
     right: int | None
 
     @property
+    def limits(self) -> dict[str, Any]:
+        """is_causal and window, as flash_attention takes them."""
+        left, right = (-1 if side is None else side for side in (self.left, self.right))
+        return {"is_causal": right == 0, "window": (left, right) if left >= 0 or right > 0 else None}
+
+    @property
     def chunks(self) -> int:
         """How many a device's tokens have; those of a chunk are neighbours, or equally far from each other."""
         return 2 if self.name == "zigzag" else 1

@@ -1,12 +1,10 @@
 """ring_attention: exact attention inside jax.shard_map, of a sequence whose tokens are shared out among devices."""
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention.checks import check
@@ -14,14 +12,12 @@ from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.planned_op import under_defaults
 from jax_kernels.ops.ring.all_gather import all_gather_attention
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size
-from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors, weight
+from jax_kernels.ops.ring.vjp import RingArrays, RingCall, run
 from jax_kernels.pallas.varying import as_varying, varying_axes
-from jax_kernels.reference.attention import row_terms
 
-__all__ = ["RESIDUALS", "STRATEGIES", "ring_attention"]
+__all__ = ["STRATEGIES", "attention_of", "prepare", "ring_attention"]
 
 STRATEGIES = ("ring", "all_to_all", "all_gather", "auto")
-RESIDUALS = "ring_attention_out", "ring_attention_lse"  # names for policies of jax.checkpoint
 
 
 @under_defaults
@@ -83,6 +79,44 @@ def ring_attention(
     Sources: Liu et al., "Ring Attention with Blockwise Transformers" (2023), arXiv:2310.01889; Brandon et al., "Striped
     Attention" (2023), arXiv:2311.09431; Jacobs et al., "DeepSpeed Ulysses" (2023), arXiv:2309.14509.
     """
+    call, arrays = prepare(
+        query,
+        key,
+        value,
+        axis_name=axis_name,
+        layout=layout,
+        strategy=strategy,
+        is_causal=is_causal,
+        window=window,
+        segment_ids=segment_ids,
+        sinks=sinks,
+        scale=scale,
+        softcap=softcap,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        precision=precision,
+        implementation=implementation,
+    )
+    out, lse = attention_of(call, arrays)
+    return (out, lse) if return_lse else out
+
+
+def prepare(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    axis_name: str,
+    layout: str | None,
+    strategy: str,
+    scale: float | None,
+    softcap: float | None,
+    deterministic: bool | None,
+    precision: str | None,
+    implementation: str | None,
+    **arguments: Any,
+) -> tuple[RingCall, RingArrays]:
+    """Checks the arguments of ring_attention: what attention_of takes. arguments: those that only `check` needs."""
     devices = axis_size(axis_name)
     options = {
         "softcap": softcap,
@@ -90,10 +124,7 @@ def ring_attention(
         "precision": precision,
         "implementation": implementation,
     }
-    request, inputs = check(
-        query=query, key=key, value=value, is_causal=is_causal, window=window, segment_ids=segment_ids, sinks=sinks,
-        scale=scale, return_lse=return_lse, **options,
-    )  # fmt: skip
+    request, inputs = check(query=query, key=key, value=value, scale=scale, **options, **arguments)
     query, key, value = inputs.query, inputs.key, inputs.value
     if request.q_length != request.kv_length:
         raise ValueError(f"key: got {request.kv_length} tokens, want query's {request.q_length}")
@@ -103,16 +134,21 @@ def ring_attention(
     limits = None if left < 0 else left, 0 if request.is_causal else None if right < 0 else right
     arrangement = layout_of(layout, devices, request.q_length, *limits)
     query, scale = checks.with_positive_scale(query, scale)
-    arrays = _Arrays(query, key, value, inputs.q_segment_ids, inputs.sinks)
+    arrays = RingArrays(query, key, value, inputs.q_segment_ids, inputs.sinks)
     arrays = as_varying(arrays, varying_axes(arrays) | {axis_name})
-    call = _Call(layout=arrangement, axis_name=axis_name, options=tuple((options | {"scale": scale}).items()))
-    if strategy == "all_to_all":
-        out, lse = _all_to_all(call, arrays, request.is_causal, request.window)
-    elif strategy == "all_gather":
-        out, lse = all_gather_attention(arrangement, axis_name, arrays, request.window, dict(call.options))
-    else:
-        out, lse = _differentiable(call, arrays)
-    return (out, lse) if return_lse else out
+    options = options | {"scale": scale}
+    call = RingCall(layout=arrangement, axis_name=axis_name, strategy=_chosen(strategy), options=tuple(options.items()))
+    return call, arrays
+
+
+def _chosen(strategy: str) -> str:
+    return "ring" if strategy == "auto" else strategy
+
+
+def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of a prepared call, differentiable."""
+    strategies: dict[str, Any] = {"ring": run, "all_to_all": _all_to_all, "all_gather": all_gather_attention}
+    return strategies[call.strategy](call, arrays)
 
 
 def layout_of(name: str | None, devices: int, length: int, left: int | None, right: int | None) -> Layout:
@@ -125,177 +161,7 @@ def layout_of(name: str | None, devices: int, length: int, left: int | None, rig
     return Layout(name=name, devices=devices, length=length, left=left, right=right)
 
 
-class _Arrays(NamedTuple):
-    """A device's arrays. segment_ids: [B, T]. sinks: [1, H] float32. None where there is none."""
-
-    query: Any
-    key: Any
-    value: Any
-    segment_ids: Any
-    sinks: Any
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Call:
-    """The static half of a call. options: of flash_attention, by name."""
-
-    layout: Layout
-    axis_name: str
-    options: tuple[tuple[str, Any], ...]
-
-    def shifted(self, tree: Any, by: int) -> Any:
-        """The arrays of the device `by` places before this one."""
-        devices = self.layout.devices
-        if by % devices == 0:
-            return tree
-        there = [(i, (i + by) % devices) for i in range(devices)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps in which any device has something to do. In the first, step 0, each has its own keys."""
-        return [step for step in range(self.layout.devices) if step == 0 or not self.layout.is_dead(step)]
-
-    @property
-    def index(self) -> Any:
-        return lax.axis_index(self.axis_name)
-
-    @property
-    def scale(self) -> float:
-        return dict(self.options)["scale"]
-
-    def key_norms(self, key: jax.Array) -> jax.Array:
-        """The `key_norms` of Step."""
-        mine = jnp.square(key.astype(jnp.float32)).sum(axis=-1).max(axis=1)
-        return mine if self.layout.devices == 1 else lax.pmax(mine, self.axis_name)
-
-    def step(self, number: int, arrays: _Arrays, key_norms: Any = None) -> Step:
-        return Step(
-            layout=self.layout,
-            number=number,
-            index=self.index,
-            query=arrays.query,
-            q_ids=arrays.segment_ids,
-            key_norms=key_norms,
-            options=dict(self.options),
-        )
-
-
-@jax.custom_vjp
-def _differentiable(call: _Call, arrays: _Arrays):
-    """(out, lse)."""
-    return _forward(call, arrays)
-
-
-def _forward(call: _Call, arrays: _Arrays) -> tuple[jax.Array, jax.Array]:
-    """All steps, and the sinks."""
-    numbers: list[int] = call.steps
-    total: Any = None
-    norms = call.key_norms(arrays.key)
-    visitors = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
-    upcoming: Any = Visitors(Pair.of(arrays.key, arrays.value), arrays.segment_ids)
-    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-        upcoming = None if following is None else call.shifted(upcoming, following - number)
-        step, is_last = call.step(number, arrays, norms), following is None and arrays.sinks is None
-        total = step.forward(visitors, total, is_last=is_last)
-        # Else XLA joins work on the next keys to work on these, which then waits for both.
-        total, visitors = lax.optimization_barrier((total, upcoming))
-        upcoming = visitors
-    out, lse = total
-    if arrays.sinks is not None:
-        with_sink = jnp.logaddexp(lse, arrays.sinks[..., None])
-        out, lse = out * weight(lse, with_sink), with_sink
-    out = checkpoint_name(out.astype(arrays.query.dtype), RESIDUALS[0])
-    lse = checkpoint_name(lse, RESIDUALS[1])
-    return out, lse
-
-
-@under_defaults
-def _vjp_forward(call: _Call, arrays: _Arrays):
-    out, lse = _forward(call, arrays)
-    return (out, lse), (call, arrays, out, lse)
-
-
-@under_defaults
-def _vjp_backward(residuals: Any, cotangents: Any):
-    call, arrays, out, lse = residuals
-    dout, dlse = cotangents
-    terms = row_terms(out, lse, dout, dlse)
-    dquery, dkey, dvalue = _gradients(call, arrays, Rows(lse=terms[0], delta=terms[1], dout=dout))
-    dsinks = None
-    if arrays.sinks is not None:
-        share = jnp.exp(arrays.sinks[..., None] - terms[0])
-        dsinks = -jnp.sum(share * terms[1], axis=(0, 2))[None]
-    of_ids = None if arrays.segment_ids is None else jnp.zeros(arrays.segment_ids.shape, jax.dtypes.float0)
-    return None, _Arrays(
-        query=(dquery * call.scale).astype(arrays.query.dtype),
-        key=dkey.astype(arrays.key.dtype),
-        value=dvalue.astype(arrays.value.dtype),
-        segment_ids=of_ids,
-        sinks=dsinks,
-    )
-
-
-_differentiable.defvjp(_vjp_forward, _vjp_backward)
-
-
-def _gradients(call: _Call, arrays: _Arrays, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The float32 gradients of query, over the scale, and of key and value.
-
-    The gradients of keys and values follow these round the ring, one step behind, and come home at the end. XLA hides
-    one collective at a time behind a kernel. So a step takes half of the heads while the next keys arrive, and half
-    while the gradients travel. Of the device's own keys, the second half is left for the way home.
-    """
-    _, *numbers = call.steps
-    # Opaque: else XLA keeps the keys that arrived in the forward, of all devices.
-    (query, key, value, ids), rows = lax.optimization_barrier((arrays[:4], rows))
-    arrays = arrays._replace(query=query, key=key, value=value, segment_ids=ids)
-    mine = Visitors(Pair((key, value)), ids)
-    own, dquery = call.step(0, arrays), jnp.zeros_like(query, jnp.float32)
-    if not numbers:
-        dquery, of_mine = own.gradients(mine, rows, dquery)
-        return dquery, of_mine.key, of_mine.value
-    halves: list[Any] = own.in_parts(mine)
-    upcoming = call.shifted(Visitors(Pair.of(key, value), ids), numbers[0])
-    dquery, of_mine = own.gradients(mine, rows, dquery, halves[0] if halves else None)
-    (dquery, of_mine), visitors = lax.optimization_barrier(((dquery, of_mine), upcoming))
-    travelling, at = None, 0
-    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-        upcoming = None if following is None else call.shifted(visitors, following - number)
-        step = call.step(number, arrays)
-        found: list[Pair] = []
-        parts: list[Any] = step.in_parts(visitors) if upcoming is not None and travelling is not None else []
-        for part in parts[:1]:
-            dquery, pair = step.gradients(visitors, rows, dquery, part)
-            (dquery, pair), upcoming, travelling = lax.optimization_barrier(((dquery, pair), upcoming, travelling))
-            found.append(pair)
-        travelling = None if travelling is None else call.shifted(travelling, number - at)
-        dquery, pair = step.gradients(visitors, rows, dquery, parts[1] if parts else None)
-        found.append(pair)
-        (dquery, found), visitors, travelling = lax.optimization_barrier(((dquery, found), upcoming, travelling))
-        pair = _joined(found)
-        travelling = pair if travelling is None else jax.tree.map(jnp.add, travelling, pair)
-        at = number
-    if halves:
-        (rows, mine), dquery, travelling = lax.optimization_barrier(((rows, mine), dquery, travelling))
-    home = call.shifted(travelling, -at)
-    if halves:
-        dquery, of_rest = own.gradients(mine, rows, dquery, halves[1])
-        (dquery, of_rest), home = lax.optimization_barrier(((dquery, of_rest), home))
-        of_mine = _joined([of_mine, of_rest])
-    home = jax.tree.map(jnp.add, home, of_mine)
-    return dquery, home.key, home.value
-
-
-def _joined(parts: list[Pair]) -> Pair:
-    """The gradients of all heads, from those of some heads each."""
-    return jax.tree.map(lambda *of_heads: jnp.concatenate(of_heads, axis=2), *parts) if len(parts) > 1 else parts[0]
-
-
-def _all_to_all(
-    call: _Call, arrays: _Arrays, is_causal: bool, window: tuple[int, int] | None
-) -> tuple[jax.Array, jax.Array]:
+def _all_to_all(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
     """All tokens of some heads on each device, in their order; JAX differentiates it."""
     layout, name = call.layout, call.axis_name
     for of, x in (("query", arrays.query), ("key", arrays.key)):
@@ -313,14 +179,13 @@ def _all_to_all(
     if sinks is not None:
         own = sinks.shape[1] // layout.devices
         sinks = lax.dynamic_slice_in_dim(sinks[0], call.index * own, own)
+    options: dict[str, Any] = call.layout.limits | dict(call.options)
     out, lse = flash_attention(
         *(of_heads(x) for x in (arrays.query, arrays.key, arrays.value)),
-        is_causal=is_causal,
-        window=window,
         segment_ids=ids,
         sinks=sinks,
         return_lse=True,
-        **dict(call.options),
+        **options,
     )
     out = lax.all_to_all(out[:, back], name, split_axis=1, concat_axis=2, tiled=True)
     return out, lax.all_to_all(lse[..., back], name, split_axis=2, concat_axis=1, tiled=True)

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs, HeadView
 from jax_kernels.ops.attention.flash_attention import attention_forward, attention_gradients, prepare
+from jax_kernels.ops.partitioning import is_partitioned
 from jax_kernels.ops.ring.layouts import Chunks, Layout, Whole
+from jax_kernels.pallas.attention.passes import row_norms
 
-__all__ = ["Pair", "Rows", "Step", "Visitors", "forward_onto", "merged", "weight"]
+__all__ = ["Pair", "Rows", "Step", "Visitors", "forward_onto", "merged", "weight", "with_norms"]
 
 
 class Pair(NamedTuple):
@@ -66,20 +68,29 @@ def merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
     return one[0] * weight(one[1], lse) + other[0] * weight(other[1], lse), lse
 
 
+def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionInputs:
+    """The inputs of a step with the norms of its keys, which are read where they stand in the one array of a pair."""
+    if planned.implementation != "mosaic_gpu" or len(pair.arrays) == 2 or is_partitioned():
+        return inputs
+    (array,) = pair.arrays
+    return inputs._replace(key_norms=row_norms.longest(array, interpret=planned.interpret, entries=len(array) // 2))
+
+
 def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: bool) -> tuple[jax.Array, jax.Array]:
     """(out, lse) over the keys of a planned call and those of `total`, an (out, lse) of the same queries, or None.
 
-    lse is float32, and so is out, but where is_last is True it may have query's dtype. inputs may have what only
-    "mosaic_gpu" takes: it is dropped for others, except for `reach`, which none of them may have.
+    lse is float32, and so is out, but where is_last is True it may have query's dtype.
     """
     if planned.implementation != "mosaic_gpu":
-        assert inputs.reach is None
         planned = dataclasses.replace(planned, out_dtype="float32")
-        out, lse, *_ = attention_forward(planned, inputs._replace(key_norms=None))
+        out, lse, *_ = attention_forward(planned, inputs)
         return (out, lse) if total is None else merged(total, (out, lse))
     joins = total is not None and inputs.value.shape[-1] <= WIDEST_JOINED
     is_rounded = is_last and (joins or total is None)
-    planned = dataclasses.replace(planned, out_dtype=str(inputs.query.dtype) if is_rounded else "float32")
+    # What sends the next keys has some of the multiprocessors for a while, and a reach makes some tiles short.
+    blocks = dataclasses.replace(planned.config, forward=dataclasses.replace(planned.config.forward, dynamic=True))
+    dtype = str(inputs.query.dtype) if is_rounded else "float32"
+    planned = dataclasses.replace(planned, out_dtype=dtype, config=blocks)
     if joins:
         inputs = inputs._replace(earlier_out=total[0], earlier_lse=total[1])
     out, lse, *_ = attention_forward(planned, inputs)
@@ -90,8 +101,7 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
 class Step:
     """Step number `number` of a ring on the device `index`, a traced number.
 
-    query: [B, T, H, D]. q_ids: [B, T], or None. key_norms: [B, Hkv] float32, no key of any device has a larger squared
-    norm; None in a backward. options: of flash_attention, by name.
+    query: [B, T, H, D]. q_ids: [B, T], or None. options: of flash_attention, by name.
     """
 
     layout: Layout
@@ -99,7 +109,6 @@ class Step:
     index: Any
     query: jax.Array
     q_ids: Any
-    key_norms: Any
     options: dict[str, Any]
 
     def forward(self, visitors: Visitors, total: Any, *, is_last: bool) -> tuple[jax.Array, jax.Array]:
@@ -112,7 +121,7 @@ class Step:
             found = self._forward_of_pairs(visitors)
             return found if total is None else merged(total, found)
         planned, inputs = whole
-        return forward_onto(planned, inputs._replace(key_norms=self.key_norms), total, is_last=is_last)
+        return forward_onto(planned, with_norms(planned, inputs, visitors.pair), total, is_last=is_last)
 
     def gradients(
         self, visitors: Visitors, rows: Rows, dquery: jax.Array, heads: HeadView | None = None

@@ -52,8 +52,8 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     measures_q = config.measures_q and mod is None and not options.softcap
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
     if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and bias is None:
-        named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "key_norms": inputs.key_norms}
-        named["interpret"] = interpret
+        named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
+        named["key_norms"] = inputs.key_norms
         largest, small = _bounds(query, key, mod, options, **named)
     sinks = inputs.sinks
     config = dataclasses.replace(config, measures_q=measures_q)

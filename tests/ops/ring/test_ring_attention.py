@@ -23,7 +23,7 @@ import tiers
 from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard_sequence
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.ring_attention import RESIDUALS
+from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.testing import rms_error
 
 TOKENS, BATCH = 48, 2
