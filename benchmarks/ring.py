@@ -11,20 +11,26 @@ the op. Weak scaling holds TFLOP/s per GPU against one GPU with the same tokens 
 with all tokens. --torch adds torch.distributed.tensor.experimental.context_parallel with cuDNN and both rotate methods,
 one process for each GPU, after the JAX process has ended.
 
+"expected" in the results is the efficiency to be expected of 8, 64 and 512 GPUs, see harness/ring_model.py. --long adds
+one call over all tokens of so many, forward and backward, with the memory that it takes.
+
 The exit status is 1 where a contender failed, was wrong, or was skipped because the budget was spent.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from harness import command_line, report
+from harness import command_line, report, ring_model
 from harness.process import say
 from harness.ring_cases import MODES, PARTS, RingCase, measure
 from harness.workers import answer, run_cases
@@ -50,6 +56,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=command_line.positive(float), default=0.1, help="queued work of one turn")
     told = "the most tokens whose results are held against flash_attention on one GPU"
     parser.add_argument("--check", type=int, default=16384, help=told)
+    told = "comma list of global tokens of which one call is timed, causal; '' for none"
+    parser.add_argument("--long", default="", help=told)
+    told = "processes that compile cases at once; they take turns on the GPUs"
+    parser.add_argument("--processes", type=command_line.positive(int), default=1, help=told)
     parser.add_argument("--torch", action="store_true", help="time PyTorch's context_parallel, too")
     parser.add_argument("--limit", type=command_line.positive(float), default=LIMIT, help="seconds for one case")
     told = "seconds after which no more work begins"
@@ -57,9 +67,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--worker", choices=("jax", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     try:
-        for name in ("devices", "tokens", "local_tokens"):
+        for name in ("devices", "tokens", "local_tokens", "long"):
             text = getattr(args, name)
-            setattr(args, name, command_line.numbers(text) if text or name != "local_tokens" else [])
+            setattr(args, name, command_line.numbers(text) if text or name in ("devices", "tokens") else [])
         args.mode = command_line.names("mode", args.mode, MODES)
         for tokens in args.tokens:
             for devices in args.devices:
@@ -88,6 +98,9 @@ def cases(args: argparse.Namespace) -> list[RingCase]:
         )
 
     found = []
+    for tokens in args.long:
+        of_all = case(max(args.devices), tokens, True)
+        found.append(dataclasses.replace(of_all, modes=("fwdbwd",), parts=("ring",), check=False, once=True))
     for devices in sorted(args.devices, reverse=True):
         lengths = set(args.tokens)
         if devices == 1:
@@ -101,7 +114,7 @@ def read_cases() -> Iterator[RingCase]:
     """The cases that run_cases sends."""
     for line in sys.stdin:
         fields = json.loads(line)
-        yield RingCase(**fields | {"modes": tuple(fields["modes"])})
+        yield RingCase(**fields | {name: tuple(fields[name]) for name in ("modes", "parts")})
 
 
 def work(worker: str) -> int:
@@ -135,16 +148,24 @@ class Run:
     def everything(self) -> None:
         script = str(pathlib.Path(__file__).resolve())
         todo = cases(self.args)
-        self.ask([sys.executable, script, "--worker", "jax"], todo, PARTS)
+        self.ask_in_turns([sys.executable, script, "--worker", "jax"], todo)
         there = {row["devices"] for row in self.results["rows"] if row["status"] == "ok"}
         if self.args.torch:
             for devices in sorted(there - {1}, reverse=True):
                 launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
                 command = [*launcher, f"--nproc-per-node={devices}", script, "--worker", "torch"]
-                causal = [case for case in todo if case.devices == devices and case.causal]
+                causal = [case for case in todo if case.devices == devices and case.causal and not case.once]
                 self.ask(command, causal, CONTENDERS[len(PARTS) :])
         self.results["scaling"] = scaling(self.results["rows"])
+        self.results["expected"] = ring_model.expected(self.results["rows"])
         self.save()
+
+    def ask_in_turns(self, command: Sequence[str], todo: Sequence[RingCase]) -> None:
+        """Several processes compile the cases, and take turns on the GPUs."""
+        shares = [todo[i :: self.args.processes] for i in range(self.args.processes)]
+        with tempfile.NamedTemporaryFile() as lock, concurrent.futures.ThreadPoolExecutor(len(shares)) as pool:
+            os.environ.setdefault("BENCHMARK_LOCK", lock.name)
+            list(pool.map(lambda share: self.ask(command, share, PARTS), shares))
 
     def ask(self, command: Sequence[str], todo: Sequence[RingCase], contenders: Sequence[str]) -> None:
         asked = [dataclasses.asdict(case) for case in todo]
@@ -226,6 +247,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.everything()
     console = Console(width=220)
     console.print(table(run.results))
+    for row in run.results["expected"]:
+        shares = ", ".join(f"{n} GPUs {row[str(n)]:.0%}" for n in ring_model.DEVICES)
+        where = (
+            f"{row['local_tokens']} tokens each, {row['direction']}, {row['link']} ({row['gigabytes_per_s']:.0f} GB/s)"
+        )
+        console.print(f"expected: {where}: {shares}")
     reasons = dict.fromkeys(
         f"{x['contender']}: {x['status']}: {x['reason']}" for x in run.results["rows"] if x["reason"]
     )

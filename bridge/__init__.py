@@ -15,6 +15,7 @@ from jax_kernels.bridge.caches import clear_cache as clear_cache  # noqa: E402
 from jax_kernels.bridge.compile_attention import compile_attention as compile_attention  # noqa: E402
 from jax_kernels.bridge.decode_attention import decode_attention as decode_attention  # noqa: E402
 from jax_kernels.bridge.dilated_attention import dilated_attention as dilated_attention  # noqa: E402
+from jax_kernels.bridge.distributed import initialize_distributed as initialize_distributed  # noqa: E402
 from jax_kernels.bridge.explaining import benchmark_implementations as benchmark_implementations  # noqa: E402
 from jax_kernels.bridge.explaining import device_info as device_info  # noqa: E402
 from jax_kernels.bridge.explaining import explain as explain  # noqa: E402
@@ -29,6 +30,9 @@ from jax_kernels.bridge.matmul import mlp as mlp  # noqa: E402
 from jax_kernels.bridge.normalization import layer_norm as layer_norm  # noqa: E402
 from jax_kernels.bridge.normalization import rms_norm as rms_norm  # noqa: E402
 from jax_kernels.bridge.prepare_mask import prepare_mask as prepare_mask  # noqa: E402
+from jax_kernels.bridge.ring_attention import ring_attention as ring_attention  # noqa: E402
+from jax_kernels.bridge.ring_attention import shard_sequence as shard_sequence  # noqa: E402
+from jax_kernels.bridge.ring_attention import unshard_sequence as unshard_sequence  # noqa: E402
 from jax_kernels.bridge.sdpa import scaled_dot_product_attention as scaled_dot_product_attention  # noqa: E402
 from jax_kernels.bridge.sparse_attention import block_sparse_attention as block_sparse_attention  # noqa: E402
 from jax_kernels.bridge.sparse_attention import dynamic_mask_attention as dynamic_mask_attention  # noqa: E402

@@ -16,6 +16,11 @@ class AttentionInputs(NamedTuple):
     q_offset: [B] int32, the position of query 0; None where AttentionOptions.q_offset has it.
     score_mod: a ScoreMod.
     lists: the block lists of a prepared mask, which hold all limits of the calls that they are for.
+
+    A step of a ring has these besides, which "mosaic_gpu" alone takes:
+    reach: [B, 2] int32, (first, end): queries before row `first` attend to nothing, the others to keys below `end`.
+    key_norms: [B, Hkv] float32, the largest squared norm of a key of each head.
+    earlier_out, earlier_lse: [B, T, H, Dv] and [B, H, T] float32, of the steps before, which the result is merged with.
     """
 
     query: Any
@@ -30,6 +35,10 @@ class AttentionInputs(NamedTuple):
     q_offset: Any = None
     score_mod: Any = None
     lists: Any = None
+    reach: Any = None
+    key_norms: Any = None
+    earlier_out: Any = None
+    earlier_lse: Any = None
 
 
 class AttentionResult(NamedTuple):
@@ -100,6 +109,9 @@ class AttentionOptions:
     score_mod_gradient: bool = True
     # Whether the backward has to give the same bits on every run.
     deterministic: bool = False
+    # Whether the gradients of query, key and value are float32, whatever the arrays' dtype is. A deterministic
+    # dquery of "mosaic_gpu" has query's dtype all the same.
+    float32_gradients: bool = False
     # The heads that a call takes of query, and of key and value, where it does not take all of them ("mosaic_gpu").
     # What it gives, and lse and delta of the backward, have the call's heads alone; dout has those of query's array.
     query_heads: HeadView | None = None

@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,7 +32,8 @@ TOKENS = jax.P(None, "sequence")
 class RingCase:
     """Attention of [1, tokens, heads, head_dim] over some devices. modes: of MODES.
 
-    check: whether the op is held against flash_attention on one device, which takes all tokens' memory.
+    check: whether the op is held against flash_attention on one device, which takes all tokens' memory. parts: of
+    PARTS. once: its first call alone is timed, for a case that takes many seconds.
     """
 
     devices: int
@@ -44,6 +46,8 @@ class RingCase:
     rounds: int
     seconds: float
     check: bool
+    parts: tuple[str, ...] = PARTS
+    once: bool = False
 
     def of_mode(self, mode: str) -> Case:
         """The same attention on one device."""
@@ -76,7 +80,7 @@ def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
 
 def measure(case: RingCase) -> list[dict[str, Any]]:
     """The rows of a case: all contenders take turns, by the wall clock over queued calls."""
-    parts = PARTS if case.devices > 1 else PARTS[:1]
+    parts = case.parts if case.devices > 1 else PARTS[:1]
     found = jax.device_count()
     if case.devices > found:
         late = [(mode, skipped(part, "jax")) for mode in case.modes for part in parts]
@@ -88,7 +92,7 @@ def measure(case: RingCase) -> list[dict[str, Any]]:
     )
     arrays = _inputs(case, mesh)
     contenders = [(mode, Contender(part, "jax")) for mode in case.modes for part in parts]
-    lowered = []
+    lowered, memory = [], {}
     for mode, contender in contenders:
         with contender.attempt():
             program, used = _program(case, mesh, mode, contender.name, arrays)
@@ -98,13 +102,27 @@ def measure(case: RingCase) -> list[dict[str, Any]]:
         for mode, contender, future, used in compiled:
             with contender.attempt():
                 run = future.result()
+                memory[mode, contender.name] = _gigabytes(run)
+                start = time.perf_counter()
                 outputs = contender.start(
                     functools.partial(_call, run, used), "zigzag" if case.causal else "contiguous"
                 )
+                if case.once:
+                    contender.times.append((time.perf_counter() - start) * 1e3)
                 if case.check and contender.name == "ring":
                     contender.judge(relative_error(outputs, _on_one_device(case, mesh, mode)), "one device")
-    alternate([contender for _, contender in contenders], host_timer, rounds=case.rounds, seconds=case.seconds)
-    return [row_of(case, mode, contender) for mode, contender in contenders]
+    if not case.once:
+        alternate([contender for _, contender in contenders], host_timer, rounds=case.rounds, seconds=case.seconds)
+    return [
+        row_of(case, mode, contender) | {"gigabytes": memory.get((mode, contender.name))}
+        for mode, contender in contenders
+    ]
+
+
+def _gigabytes(run: Any) -> float:
+    """The memory of a device that a compiled program takes, its arguments and results included."""
+    sizes = run.memory_analysis()
+    return (sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes) / 1e9
 
 
 def _call(run: Callable[..., Any], arrays: Sequence[jax.Array], index: int) -> Any:

@@ -241,7 +241,7 @@ def row_terms(out, lse, dout, dlse):
 
 
 def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dout, excess=None) -> AttentionGradients:
-    """The gradients but that of the sinks, in the inputs' dtypes; what is summed is summed in float32.
+    """The gradients but that of the sinks, in the inputs' dtypes or float32; what is summed is summed in float32.
 
     lse, delta: row_terms. excess: of the forward, with a bias or score_mod.
     """
@@ -251,6 +251,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
     length, kv_heads, precision = query.shape[1], key.shape[2], _precision(options)
     chunk, split, inputs_of = _in_chunks(inputs, options)
     k32, v32 = key.astype(jnp.float32), value.astype(jnp.float32)
+    dtype_of = lambda x: jnp.float32 if options.float32_gradients else x.dtype
     with_bias = bias is not None and options.bias_gradient
     bias_chunks = with_bias and bias.shape[2] > 1
 
@@ -278,7 +279,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
         ds = grouped(ds) * options.scale
         dq = jnp.einsum("bkgqs,bskd->bqkgd", ds, k32, precision=precision)
         dk = jnp.einsum("bkgqs,bqkgd->bskd", ds, q, precision=precision)
-        dq = dq.reshape(*dq.shape[:2], -1, dq.shape[-1]).astype(query.dtype)
+        dq = dq.reshape(*dq.shape[:2], -1, dq.shape[-1]).astype(dtype_of(query))
         sums = (dk, dv, dbias if with_bias and not bias_chunks else None, darrays)
         return jax.tree.map(jnp.add, carry, sums), (dq, dbias if bias_chunks else None)
 
@@ -293,7 +294,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
     if with_bias:
         dbias = jnp.asarray(_join(dbias_chunks, length, axis=2) if bias_chunks else dbias, bias.dtype)
     dmod = None if score_mod is None else score_mod.with_gradients(darrays)
-    gradients = (_join(dq, length), dk.astype(key.dtype), dv.astype(value.dtype))
+    gradients = (_join(dq, length), dk.astype(dtype_of(key)), dv.astype(dtype_of(value)))
     return AttentionGradients(*gradients, bias=dbias, score_mod=dmod)
 
 

@@ -45,13 +45,22 @@ class BlockRange:
 class Limits:
     """The limits of a query's keys: query i, at position q_offset + i, attends to keys below kv_length, if causal
     to those at or below its position, and with a window (left, right) to those from position - left to position +
-    right, where -1 is no limit. The numbers are Python ints or traced scalars of one batch entry.
+    right, where -1 is no limit. Queries before first_query attend to nothing: it is a multiple of a kernel's blocks.
+    The numbers are Python ints or traced scalars of one batch entry.
     """
 
     q_offset: Any
     kv_length: Any
     is_causal: bool
     window: tuple[int, int] | None = None
+    first_query: Any = 0
+
+    def of_queries(self, q_start: Any) -> "Limits":
+        """The Limits of a block of queries from q_start on, which attend to keys, or to none."""
+        if _static(self.first_query):
+            return self
+        kv_length = jnp.where(q_start < self.first_query, 0, self.kv_length)
+        return dataclasses.replace(self, kv_length=kv_length, first_query=0)
 
     @property
     def left(self) -> int:
@@ -173,6 +182,9 @@ class Limits:
             last = _clip(_ceil_div(maximum(minimum(kv_end, self.kv_length - 1) + end, 0), block_q), first, total)
             full_start = minimum(full_start, last)
             full_end = _clip(_div(maximum(kv_start + end, 0), block_q), full_start, last)
+        if not _static(self.first_query):
+            first = minimum(maximum(first, _div(self.first_query, block_q)), last)
+            full_start = maximum(full_start, first)
         if self.left < 0 and among is None:
             blocks = BlockRange(last - first, full_start - first, lambda step: first + step)
         else:
@@ -263,13 +275,19 @@ def _where(condition: Any, a: Any, b: Any) -> Any:
 
 
 def bounds_array(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array | None:
-    """[B, 2] int32 of (q_offset, keys that count), for a kernel to read; None where both are known when tracing."""
+    """[B, 2] int32 of (q_offset, keys that count), for a kernel to read; None where both are known when tracing.
+
+    With inputs.reach it is [B, 3], the last of which is the first query with keys.
+    """
     q_offset, kv_lengths = first_position(inputs, options), inputs.kv_lengths
     batch, kv_length = inputs.key.shape[:2]
-    if isinstance(q_offset, int) and kv_lengths is None:
+    if isinstance(q_offset, int) and kv_lengths is None and inputs.reach is None:
         return None
     lengths = jnp.full((batch,), kv_length) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_length)
-    return jnp.stack([jnp.broadcast_to(q_offset, (batch,)), lengths], axis=1).astype(jnp.int32)
+    numbers = [jnp.broadcast_to(q_offset, (batch,)), lengths]
+    if inputs.reach is not None:
+        numbers = [numbers[0], jnp.minimum(lengths, inputs.reach[:, 1]), inputs.reach[:, 0]]
+    return jnp.stack(numbers, axis=1).astype(jnp.int32)
 
 
 def limits(
@@ -278,7 +296,8 @@ def limits(
     """The Limits of a batch entry; bounds_ref is None or holds bounds_array."""
     if bounds_ref is None:
         return Limits(q_offset, kv_length, is_causal, window)
-    return Limits(bounds_ref[batch_index, 0], bounds_ref[batch_index, 1], is_causal, window)
+    first_query = bounds_ref[batch_index, 2] if bounds_ref.shape[1] > 2 else 0
+    return Limits(bounds_ref[batch_index, 0], bounds_ref[batch_index, 1], is_causal, window, first_query)
 
 
 # Ids that no id is equal to, of queries and of keys.

@@ -178,3 +178,14 @@ def finish(row_max, row_sum, *, may_be_dead: bool):
     safe = jnp.where(dead, 1.0, row_sum)
     inverse = jnp.where(dead, 0.0, 1.0 / safe)
     return inverse, jnp.where(dead, -jnp.inf, (row_max + lax.log(safe) * LOG2E) * LN2)
+
+
+def merged(lse, other):
+    """(the log-sum-exp over the keys of both, the weight of the one, that of the other), per row. -inf: no key."""
+    top = jnp.maximum(lse, other)
+    top = jnp.where(top == -jnp.inf, 0.0, top)
+    mine, theirs = (jnp.exp2((x - top) * LOG2E) for x in (lse, other))
+    total = mine + theirs
+    dead = total == 0.0
+    safe = jnp.where(dead, 1.0, total)
+    return jnp.where(dead, -jnp.inf, top + lax.log(safe)), mine / safe, theirs / safe

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import ring
-from harness import workers
+from harness import ring_model, workers
 
 WORDS = "--local-tokens 16 --heads 2 --head-dim 8 --rounds 2 --seconds 0.001 --implementation xla"
 
@@ -14,7 +14,7 @@ WORDS = "--local-tokens 16 --heads 2 --head-dim 8 --rounds 2 --seconds 0.001 --i
 def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0")
     output = tmp_path / "ring.json"
-    words = f"--devices 1,2,4 --tokens 32 {WORDS} --output {output}"
+    words = f"--devices 1,2,4 --tokens 32 --processes 2 --long 64 {WORDS} --output {output}"
     done = run_script("ring.py", *words.split())
     assert done.returncode == 0, done.stderr + done.stdout
     results = json.loads(output.read_text())
@@ -26,6 +26,11 @@ def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
         # Two FLOPs each, half of the pairs, two devices.
         assert row["tflops"] * row["median_ms"] == pytest.approx(products * 2 * 32 * 32 * 2 * 8 / 2 / 2 / 1e9)
         assert {rows[2, 32, True, mode, part]["status"] for part in ring.PARTS} == {"ok"}
+    assert 64 not in {
+        key[1] for key, row in rows.items() if row["status"] == "ok"
+    }  # of the largest mesh, which is not there
+    assert rows[2, 32, True, "fwd", "ring"]["gigabytes"] > 0
+    assert {row["link"] for row in results["expected"]} == {"NVLink", "400 Gb/s"}
     (scale,) = (x for x in results["scaling"] if x["causal"] and x["mode"] == "fwd")
     alone = rows[1, 16, True, "fwd", "ring"]["tflops"]
     assert scale["weak"] == pytest.approx(rows[2, 32, True, "fwd", "ring"]["tflops"] / alone)
@@ -33,7 +38,7 @@ def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
 
 
 def test_what_travels_is_what_the_op_sends():
-    """Keys and values in the forward; in the backward these again, and their gradients in float32."""
+    """Keys and values, as one array, in the forward; in the backward these again, and their gradients in float32."""
     import jax
     from harness import ring_cases
 
@@ -49,9 +54,9 @@ def test_what_travels_is_what_the_op_sends():
         shared = jax.shard_map(body, mesh=abstract, in_specs=ring_cases.TOKENS, out_specs=ring_cases.TOKENS)
         found[mode] = ring_cases._permutes(jax.make_jaxpr(shared)(*given[:count]).jaxpr)
     assert case.label == "4 x 16 tokens, 16x128, causal"
-    assert [dtype for _, dtype, _ in found["fwd"]] == ["bfloat16"] * 6
-    assert sorted(dtype for _, dtype, _ in found["fwdbwd"]) == ["bfloat16"] * 12 + ["float32"] * 8
-    assert {shape for shape, *_ in found["fwdbwd"]} == {(1, 16, 16, 128)}
+    assert [dtype for _, dtype, _ in found["fwd"]] == ["bfloat16"] * 3
+    assert sorted(dtype for _, dtype, _ in found["fwdbwd"]) == ["bfloat16"] * 6 + ["float32"] * 3
+    assert {shape for shape, *_ in found["fwdbwd"]} == {(2, 16, 16, 128)}
 
 
 def test_cases():
@@ -112,3 +117,20 @@ def test_the_budget_holds():
     assert {row["status"] for row in rows} == {"skipped"}
     assert len(rows) == 6
     assert "skipped" in [ring._cell(row) for row in rows]
+
+
+def test_expected_efficiency():
+    """Sends that take no longer than a step cost nothing; longer ones are waited for, in all steps but one."""
+    assert ring_model.efficiency(8, 2.0, 1.5) == 1
+    assert ring_model.efficiency(4, 2.0, 3.0) == pytest.approx(8 / 11)
+    assert ring_model.bytes_of_step(8192, 16, 128, backward=False) == 2 * 8192 * 16 * 128 * 2
+    fields = {"devices": 2, "causal": True, "local_tokens": 8192, "heads": 16, "head_dim": 128}
+    rows = [fields | {"mode": "fwd", "contender": "ring", "median_ms": 1.0}]
+    rows += [fields | {"mode": "fwdbwd", "contender": "ring", "median_ms": 4.0}]
+    rows += [fields | {"mode": "fwd", "contender": "communication", "median_ms": 0.25}]
+    found = {(row["direction"], row["link"]): row for row in ring_model.expected(rows)}
+    assert found["forward", "NVLink"]["8"] == 1
+    assert found["backward", "NVLink"]["send_ms"] == pytest.approx(0.75)
+    size = 2 * 8192 * 16 * 128 * 2
+    assert found["forward", "400 Gb/s"]["send_ms"] == pytest.approx(size / 50e6)
+    assert found["forward", "400 Gb/s"]["8"] == pytest.approx(4 / (4 + 7 * (size / 50e6 - 0.5)))

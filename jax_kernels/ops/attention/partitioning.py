@@ -62,6 +62,10 @@ def _fields(inputs: AttentionInputs) -> dict[str, ArrayAxes]:
         "mask": (batch, heads, None, None),
         "lse": (batch, heads, None),
         "excess": (batch, heads, None),
+        "reach": (batch, None),
+        "key_norms": (batch, kv_heads),
+        "earlier_out": of_query,
+        "earlier_lse": (batch, heads, None),
     }
 
 

@@ -317,13 +317,11 @@ def _specs(request: AttentionRequest, views: BranchCall) -> dict[str, Any]:
     spec = lambda *shape, dtype=request.dtype: jax.ShapeDtypeStruct((entries, *shape), jnp.dtype(dtype))
     specs: dict[str, Any] = {
         "query": spec(views.rows, views.heads, request.head_dim),
-        "key": spec(views.kv_rows, views.kv_heads, request.head_dim),
-        "value": spec(views.kv_rows, views.kv_heads, request.v_head_dim),
+        "key": spec(views.rows, views.kv_heads, request.head_dim),
+        "value": spec(views.rows, views.kv_heads, request.v_head_dim),
     }
     if views.is_masked:
-        specs["segment_ids"] = tuple(spec(rows, dtype="int32") for rows in (views.rows, views.kv_rows))
-    if views.span is not None and request.is_causal:
-        specs["q_offset"] = spec(dtype="int32")
+        specs["segment_ids"] = (spec(views.rows, dtype="int32"),) * 2
     return specs
 
 

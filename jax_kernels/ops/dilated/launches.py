@@ -50,7 +50,7 @@ def _seconds(calls: Sequence[BranchCall], request: AttentionRequest, block_q: in
 
 def _gathered_bytes(call: BranchCall, request: AttentionRequest) -> int:
     """Query, key and value, read and written."""
-    rows = call.rows * call.heads + 2 * call.kv_rows * call.kv_heads
+    rows = call.rows * call.heads + 2 * call.rows * call.kv_heads
     return 2 * _entries(call, request) * rows * request.head_dim * request.bits // 8
 
 
@@ -58,7 +58,7 @@ def _flops(call: BranchCall, request: AttentionRequest, block_q: int) -> float:
     q_blocks = -(-call.rows // block_q)
     tiles = _entries(call, request) * call.heads * q_blocks
     share = (q_blocks + 1) / (2 * q_blocks) if request.is_causal else 1  # of the keys, that a tile has on average
-    return 4 * tiles * block_q * share * call.kv_rows * request.head_dim
+    return 4 * tiles * block_q * share * call.rows * request.head_dim
 
 
 def _entries(call: BranchCall, request: AttentionRequest) -> int:

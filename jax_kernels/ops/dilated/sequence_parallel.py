@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.dilated_attention import prepare
 from jax_kernels.ops.dilated.shards import Shards
 from jax_kernels.ops.planned_op import under_defaults
+from jax_kernels.ops.ring.layouts import axis_size
 
 __all__ = ["sequence_parallel_dilated_attention"]
 
@@ -44,10 +44,9 @@ def sequence_parallel_dilated_attention(
         out = out[:, i * T : (i + 1) * T]
 
     Segments that fit a device's tokens need no communication. Of longer ones the keys and values that take part, one
-    in `rate`, are gathered from the devices of the segment, with their segment_ids where these are given; nothing else
-    travels, but in the backward, where they are gathered again, their gradients: each device rounds its own to
-    query's dtype, and they are added up in float32. It takes memory for the longest segment divided by its rate. What
-    the backward keeps are a device's query, key, value, segment_ids, out and lse.
+    in `rate`, travel round the ring of the segment's devices, with their segment_ids where these are given. In the
+    backward they travel again, with their float32 gradients. A device holds those of two devices at a time, so memory
+    is linear in its own tokens. What the backward keeps are a device's query, key, value, segment_ids, out and lse.
 
     Pallas kernels ("mosaic_gpu", "triton") run in a jax.shard_map with check_vma=False alone.
 
@@ -90,16 +89,7 @@ def sequence_parallel_dilated_attention(
         deterministic=deterministic,
         precision=precision,
         implementation=implementation,
-        shards=Shards(axis_name, _axis_size(axis_name)),
+        shards=Shards(axis_name, axis_size(axis_name)),
     )
     results = dilated_vjp.run(call, arrays)
     return results if return_lse else results[0]
-
-
-def _axis_size(axis_name: str) -> int:
-    if not isinstance(axis_name, str):
-        raise TypeError(f"axis_name: got {type(axis_name).__name__}, want the name of a mesh axis")
-    try:
-        return lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(f"axis_name: got {axis_name!r}, want an axis of the jax.shard_map around this call") from None

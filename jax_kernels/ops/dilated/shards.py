@@ -1,6 +1,7 @@
 """Dilated attention's segments that several devices share, each of which has some of their tokens."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +24,11 @@ class Span:
         """This device's, within its segment."""
         return lax.axis_index(self.axis_name) % self.devices
 
-    @property
-    def _groups(self) -> tuple[tuple[int, ...], ...]:
-        firsts = range(0, self.everyone, self.devices)
-        return tuple(tuple(range(first, first + self.devices)) for first in firsts)
-
-    def gather(self, x: jax.Array) -> jax.Array:
-        """[entries, rows, ...] of each device -> [entries, devices * rows, ...], in the order of the devices."""
-        return lax.all_gather(x, self.axis_name, axis=1, tiled=True, axis_index_groups=self._groups)
-
-    def add_up(self, x: jax.Array) -> jax.Array:
-        """The sum over the devices, in float32, of what they have for the rows that this device gave to gather."""
-        x = x.astype(jnp.float32)
-        return lax.psum_scatter(x, self.axis_name, scatter_dimension=1, tiled=True, axis_index_groups=self._groups)
+    def shifted(self, tree: Any, by: int) -> Any:
+        """The arrays of the device `by` places before this one, round the ring of the segment's devices."""
+        n = self.devices
+        there = [(first + i, first + (i + by) % n) for first in range(0, self.everyone, n) for i in range(n)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
 
     def mine(self, table: np.ndarray) -> jax.Array:
         """This device's line of a table with one for each device of a segment."""

@@ -5,7 +5,7 @@ in column `phase` what one residue class takes, so a head is a strided slice. Wh
 rate divides its segments, that reshape is the array of a call, of which a kernel reads the heads that take part
 (BranchCall.is_strided). Else the rows are gathered. Reshapes, static slices, concatenations and selects do that, which
 XLA fuses, unless an order permutes the tokens. Where several devices share a segment, a piece has this device's tokens
-of it, and the keys of its classes are gathered from the others.
+of it, and the keys of its classes travel round the ring of these devices.
 """
 
 import dataclasses
@@ -190,8 +190,8 @@ class BranchCall:
 
     rows: queries, and keys, of an entry. heads, kv_heads: of an entry. is_masked: whether it needs segment ids, for
     the caller's, or for the rows that some classes lack where causality does not hide them. span: the devices whose
-    keys each entry has, all of as many rows, where it is not this one alone. is_strided: the call takes some heads of a
-    view of the whole arrays, of its one piece.
+    keys each entry meets, all of as many rows, where it is not this one alone. is_strided: the call takes some heads
+    of a view of the whole arrays, of its one piece.
     """
 
     pieces: tuple[Piece, ...]
@@ -201,10 +201,6 @@ class BranchCall:
     is_masked: bool
     span: Span | None = None
     is_strided: bool = False
-
-    @property
-    def kv_rows(self) -> int:
-        return self.rows if self.span is None else self.rows * self.span.devices
 
     def entries(self, batch: int, num_heads: int) -> int:
         return sum(_entries(piece, batch, num_heads, self.heads) for piece in self.pieces)

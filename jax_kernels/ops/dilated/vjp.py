@@ -12,9 +12,11 @@ from jax.custom_batching import sequential_vmap
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.ops.attention import flash_attention as attention
 from jax_kernels.ops.attention.flash_attention import AttentionCall
+from jax_kernels.ops.dilated import ring
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated.views import BranchCall, Piece
 from jax_kernels.ops.planned_op import under_defaults
+from jax_kernels.ops.ring.steps import Rows
 from jax_kernels.pallas.attention.passes import dilated_rows
 from jax_kernels.reference.attention import row_terms
 
@@ -62,19 +64,12 @@ class DilatedCall:
         return all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions)
 
 
-def _inputs(call: DilatedCall, views: BranchCall, planned: AttentionCall, query, key, value, ids) -> AttentionInputs:
+def _inputs(call: DilatedCall, views: BranchCall, query, key, value, ids) -> AttentionInputs:
     if views.is_masked:
         ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
         ids = dilated_views.gather_ids(ids, views)
     query, key, value = _read(call, views, query.shape[2], query, key, value)
-    if views.span is None:
-        return AttentionInputs(query, key, value, q_segment_ids=ids, kv_segment_ids=ids)
-    key, value, kv_ids = jax.tree.map(views.span.gather, (key, value, ids))
-    is_causal = planned.options.is_causal
-    first = jnp.full(query.shape[0], views.span.index * views.rows, jnp.int32) if is_causal else None
-    return attention.vary_alike(
-        AttentionInputs(query, key, value, q_segment_ids=ids, kv_segment_ids=kv_ids, q_offset=first)
-    )
+    return AttentionInputs(query, key, value, q_segment_ids=ids, kv_segment_ids=ids)
 
 
 def _read(call: DilatedCall, views: BranchCall, num_heads: int, *arrays: jax.Array) -> list[jax.Array]:
@@ -99,8 +94,15 @@ def _forward(call: DilatedCall, attentions, arrays):
     query = arrays[0]
     batch, _, heads, _ = query.shape
     planned = [planned for _, planned in attentions]
-    inputs = [_inputs(call, *of_one, *arrays) for of_one in attentions]
-    results = attention.attention_forward_together(planned, inputs)
+    inputs = [_inputs(call, views, *arrays) for views, _ in attentions]
+    results: list[Any] = [None] * len(attentions)
+    alone = [i for i, (views, _) in enumerate(attentions) if views.span is None]
+    of_alone = attention.attention_forward_together([planned[i] for i in alone], [inputs[i] for i in alone])
+    for i, found in zip(alone, of_alone, strict=True):
+        results[i] = found
+    for i, (views, _) in enumerate(attentions):
+        if views.span is not None:
+            results[i] = ring.forward(views.span, planned[i], inputs[i])
     outs, lses = [result.out for result in results], [result.lse for result in results]
     like = jax.ShapeDtypeStruct((*query.shape[:3], outs[0].shape[-1]), query.dtype)
     if call.by_kernels:
@@ -158,7 +160,7 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
     dquery = jnp.zeros(query.shape, jnp.float32) if _sums_whole(call, query) else None
     parts: dict[str, list[Any]] = {"query": [], "key": [], "value": []}
     for views, planned in call.differentiated:
-        inputs = _inputs(call, views, planned, query, key, value, ids)
+        inputs = _inputs(call, views, query, key, value, ids)
         if terms is None:
             lse_of_rows, delta = _branch_terms(call, views, planned, inputs, lse, dout, dlse)
         else:
@@ -169,12 +171,13 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
         elif call.sums_dquery:
             so_far = jnp.zeros((*inputs.query.shape[:2], views.heads, query.shape[3]), jnp.float32)
         (dout_of_rows,) = _read(call, views, heads, dout)
-        gradients = attention.attention_gradients(planned, inputs, lse_of_rows, delta, dout_of_rows, so_far)
+        if views.span is not None:
+            rows = Rows(lse=lse_of_rows, delta=delta, dout=dout_of_rows)
+            gradients = ring.gradients(views.span, planned, inputs, rows, so_far)
+        else:
+            gradients = attention.attention_gradients(planned, inputs, lse_of_rows, delta, dout_of_rows, so_far)
         if views.is_strided and dquery is not None:
             dquery, gradients = gradients.query.reshape(query.shape), gradients._replace(query=None)
-        if views.span is not None:
-            dkey, dvalue = (views.span.add_up(x) for x in (gradients.key, gradients.value))
-            gradients = gradients._replace(key=dkey, value=dvalue)
         for name, part in parts.items():
             part.append(getattr(gradients, name))
     scale = call.attentions[0][1].options.scale if call.sums_dquery else 1.0
@@ -229,7 +232,10 @@ def _branch_terms(
     """
     rows = lambda x: dilated_views.gather_rows(x, views, dout.shape[2])
     lse_of_rows = rows(lse.swapaxes(1, 2)).swapaxes(1, 2)
-    branch_out, branch_lse, _ = attention.attention_forward(planned, inputs)
+    if views.span is None:
+        branch_out, branch_lse, _ = attention.attention_forward(planned, inputs)
+    else:
+        branch_out, branch_lse, _ = ring.forward(views.span, planned, inputs)
     dlse = None if dlse is None else rows(dlse.swapaxes(1, 2)).swapaxes(1, 2)
     if call.is_mean and dlse is not None:
         dlse = jnp.where(jnp.isneginf(branch_lse), 0, jnp.exp(branch_lse - lse_of_rows)) * dlse / call.share

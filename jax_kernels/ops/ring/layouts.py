@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["LAYOUTS", "Layout", "Pair"]
+__all__ = ["LAYOUTS", "Chunks", "Layout", "Whole", "axis_size"]
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pair:
+class Chunks:
     """A call of a step: chunk `query` of the device's queries, and chunk `key` of the keys that it has.
 
     A chunk is an int, or a traced index. q_offset: of the call, or None where no limit holds between the two.
@@ -26,6 +26,20 @@ class Pair:
     query: Any
     key: Any
     q_offset: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A step that is one call of all of the device's queries and all of the keys that it has.
+
+    q_offset: of the call, an int or traced. reach: (first, end), two traced numbers: the queries from `first` on see
+    the keys below `end`, the others none; None where no such limit holds. is_causal, window: of the call.
+    """
+
+    q_offset: Any = 0
+    reach: tuple[Any, Any] | None = None
+    is_causal: bool = False
+    window: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +58,12 @@ class Layout:
     right: int | None
 
     @property
+    def limits(self) -> dict[str, Any]:
+        """is_causal and window, as flash_attention takes them."""
+        left, right = (-1 if side is None else side for side in (self.left, self.right))
+        return {"is_causal": right == 0, "window": (left, right) if left >= 0 or right > 0 else None}
+
+    @property
     def chunks(self) -> int:
         """How many a device's tokens have; those of a chunk are neighbours, or equally far from each other."""
         return 2 if self.name == "zigzag" else 1
@@ -58,6 +78,11 @@ class Layout:
             return np.arange(device, self.devices * self.length, self.devices)
         firsts = (device, 2 * self.devices - 1 - device) if self.name == "zigzag" else (device,)
         return np.concatenate([np.arange(self.chunk) + first * self.chunk for first in firsts])
+
+    def first(self, chunk: int, device: Any) -> Any:
+        """The first token of a chunk of a device, an int or a traced number. The layout is not striped."""
+        place = device if chunk == 0 else 2 * self.devices - 1 - device
+        return place * self.chunk
 
     def is_dead(self, step: int) -> bool:
         """Whether no device has a pair of a query and a key in a step."""
@@ -103,27 +128,61 @@ class Layout:
         left, right = self._of_stripes(step)
         return -left if left is not None and left < 0 else min(0, right or 0)
 
-    def pairs(self, step: int, index: Any) -> list[Pair]:
+    def whole(self, step: int, index: Any) -> Whole | None:
+        """The one call of a step, None where it needs more than one; index: as in pairs.
+
+        Under a causal mask alone, each step but the first leaves every query either all keys of its chunks or none.
+        """
+        is_causal, window = self.window(step)
+        if self.left is None and self.right is None:
+            return Whole()
+        source = lax.rem(index - step + self.devices, jnp.int32(self.devices))
+        if self.name == "striped":
+            return Whole(q_offset=self.pairs(step, index)[0].q_offset, is_causal=is_causal, window=window)
+        if self.left is None and self.right == 0:
+            if step == 0:
+                return Whole(is_causal=True)
+            is_later = index > source
+            if self.name == "contiguous":
+                return Whole(reach=(0, jnp.where(is_later, self.length, 0)))
+            # The later device's queries all see the first keys; of the earlier one's only the last see any, and all.
+            return Whole(reach=(jnp.where(is_later, 0, self.chunk), jnp.where(is_later, self.chunk, self.length)))
+        if self.name == "contiguous":
+            q_offset = 0 if step == 0 else (index - source) * self.chunk
+            return Whole(q_offset=q_offset, is_causal=is_causal, window=window)
+        return None
+
+    def pairs(self, step: int, index: Any) -> list[Chunks]:
         """The calls of a step on the device `index`, a traced number; all have the same sizes."""
         source = lax.rem(index - step + self.devices, jnp.int32(self.devices))
         no_limit = self.left is None and self.right is None
         if self.name == "striped":
             offset_of_stripe = jnp.where(index >= source, 0, -1) + self._shift(step)
-            return [Pair(query=0, key=0, q_offset=None if no_limit else offset_of_stripe)]
+            return [Chunks(query=0, key=0, q_offset=None if no_limit else offset_of_stripe)]
         if self.name == "contiguous":
-            return [Pair(query=0, key=0, q_offset=None if no_limit else (index - source) * self.chunk)]
+            return [Chunks(query=0, key=0, q_offset=None if no_limit else (index - source) * self.chunk)]
         firsts = lambda device: (device, 2 * self.devices - 1 - device)
         offset = lambda q, k: None if no_limit else (firsts(index)[q] - firsts(source)[k]) * self.chunk
         if self.right != 0:
-            return [Pair(query=q, key=k, q_offset=offset(q, k)) for q in range(2) for k in range(2)]
+            return [Chunks(query=q, key=k, q_offset=offset(q, k)) for q in range(2) for k in range(2)]
         if step == 0:
-            return [Pair(query=q, key=k, q_offset=offset(q, k)) for q, k in ((0, 0), (1, 1), (1, 0))]
+            return [Chunks(query=q, key=k, q_offset=offset(q, k)) for q, k in ((0, 0), (1, 1), (1, 0))]
         # Of a causal mask two of the four calls are dead: the last chunk sees the first keys, and either the first
         # chunk does so, too, or the last one sees the last keys.
         both = jnp.where(index > source, 0, 1)
         near = jnp.abs(index - source) * self.chunk
         is_full = self.left is None
         return [
-            Pair(query=1, key=0, q_offset=None if is_full else offset(1, 0)),
-            Pair(query=both, key=both, q_offset=None if is_full else near),
+            Chunks(query=1, key=0, q_offset=None if is_full else offset(1, 0)),
+            Chunks(query=both, key=both, q_offset=None if is_full else near),
         ]
+
+
+def axis_size(axis_name: Any) -> int:
+    """The devices along a mesh axis. Raises TypeError, or ValueError outside of a jax.shard_map with that axis."""
+    if not isinstance(axis_name, str):
+        raise TypeError(f"axis_name: got {type(axis_name).__name__}, want the name of a mesh axis")
+    try:
+        return lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(f"axis_name: got {axis_name!r}, want an axis of the jax.shard_map around this call") from None

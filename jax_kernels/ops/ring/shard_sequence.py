@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
 
-__all__ = ["shard_sequence", "unshard_sequence"]
+__all__ = ["order_of", "shard_sequence", "unshard_sequence"]
 
 
 def shard_sequence(x: Any, mesh: Mesh, axis_name: str, *, layout: str = "zigzag", axis: int = 1) -> Any:
@@ -49,9 +49,13 @@ def _tokens(x: Any, axis: int) -> int:
 def _order(mesh: Mesh, axis_name: str, layout: str, length: int) -> np.ndarray:
     if axis_name not in mesh.shape:
         raise ValueError(f"axis_name: got {axis_name!r}, want an axis of the mesh, one of {tuple(mesh.shape)}")
+    return order_of(mesh.shape[axis_name], layout, length)
+
+
+def order_of(devices: int, layout: str, length: int) -> np.ndarray:
+    """The tokens of device 0, then those of device 1, and so on, of `length`; raises what shard_sequence documents."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}, want one of {', '.join(map(repr, LAYOUTS))}")
-    devices = mesh.shape[axis_name]
     multiple = devices * (2 if layout == "zigzag" else 1)
     if length % multiple:
         raise ValueError(

@@ -17,9 +17,10 @@ ELEMENTS = 4096  # of a program's rows; 2048 to 16384 are alike
 WARPS = 4
 
 
-def longest(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """[B, heads] float32: the largest squared norm of a row of x [B, T, heads, D]."""
+def longest(x: jax.Array, *, interpret: bool, entries: int | None = None) -> jax.Array:
+    """[B, heads] float32: the largest squared norm of a row of x [B, T, heads, D]. entries: of only so many entries."""
     batch, length, heads, head_dim = x.shape
+    batch = batch if entries is None else entries
     width = padded(head_dim)
     block = ELEMENTS // width
     blocks = pl.cdiv(length, block)

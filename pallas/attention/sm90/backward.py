@@ -95,7 +95,7 @@ def attention_backward(
     else:
         dq = as_varying(jax.freeze(arrays.dquery), axes)
         if dquery is None:
-            dq = (dq * options.scale).astype(inputs.query.dtype)
+            dq = (dq * options.scale).astype(jnp.float32 if options.float32_gradients else inputs.query.dtype)
         elif not adds:
             dq = dq + pad_for_tma(dquery, width)
     if dbias is not None:

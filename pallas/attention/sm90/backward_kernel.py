@@ -71,8 +71,12 @@ def key_gradients(
     barriers = KernelBarriers.wanted(traits)
     leaves, tree = jax.tree.flatten(arrays)
 
+    def results_of(arrays):
+        # In float32 both gradients are halves of one array.
+        return Results(*(arrays[:1] if options.float32_gradients else ()), *arrays)
+
     def entry(*refs):
-        given, results = jax.tree.unflatten(tree, refs[: len(leaves)]), Results(*refs[len(leaves) :])
+        given, results = jax.tree.unflatten(tree, refs[: len(leaves)]), results_of(refs[len(leaves) :])
         pl.run_scoped(
             lambda scratch: _kernel(Kernel.of(traits, barriers, given, results, scratch)),
             Smem.scratch(traits, barriers),
@@ -81,18 +85,24 @@ def key_gradients(
 
     batch, keys = arrays.key.shape[:2]
     shape = jax.ShapeDtypeStruct((batch, keys, schedule.kv_heads, head_dim), traits.dtype)
+    shapes = [shape, shape]
+    if options.float32_gradients:
+        shapes = [jax.ShapeDtypeStruct((2 * batch, *shape.shape[1:]), jnp.float32)]
     rows = pl.cdiv(kv_length, traits.block_kv) * traits.block_kv
     dbias = [jax.ShapeDtypeStruct((batch, schedule.kv_heads, rows), jnp.float32)] if bias_gradient else []
     results = launch(
         entry,
         "attention_backward_sm90",
-        out_type=[shape, shape, *dbias],
+        out_type=[*shapes, *dbias],
         ctas=schedule.ctas,
         warpgroups=COMPUTE_WGS + 1,
         semantics=plgpu.LoweringSemantics.Warpgroup,
         interpret=interpret,
     )(*leaves)
-    return Results(*results)
+    found = results_of(results)
+    if options.float32_gradients:
+        return found._replace(dkey=found.dkey[:batch], dvalue=found.dvalue[batch:])
+    return found
 
 
 def _kernel(kernel: Kernel) -> None:

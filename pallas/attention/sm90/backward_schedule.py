@@ -190,6 +190,7 @@ class Schedule:
         blocks = self.limits(arrays, b).query_blocks(kv_index * self.block_kv, *sizes, among, in_order=True)
         blocks = blocks.at_least_one()
         is_split = self.split.parts > 1
+        has_reach = arrays.bounds is not None and arrays.bounds.shape[1] > 2  # some queries may meet no key
 
         def place(step):
             if is_split:
@@ -199,8 +200,10 @@ class Schedule:
             else:
                 head = kv_head * group + lax.div(step, as_int32(blocks.count))
                 nth = lax.rem(step, as_int32(blocks.count))
+            if self.rotate and self.visits_all and has_reach:
+                nth = lax.rem(nth + kv_index * self.rotate, as_int32(blocks.count))
             q_block = blocks.at(nth)
-            if self.rotate and self.visits_all:
+            if self.rotate and self.visits_all and not has_reach:
                 q_block = lax.rem(q_block + kv_index * self.rotate, jnp.int32(q_blocks))
             return StepPlace(head, q_block, blocks.is_partial(nth))
 

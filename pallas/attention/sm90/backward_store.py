@@ -91,6 +91,12 @@ class Store:
         row_group, half = self.row_group, self.half
         place = b, pl.ds(kv_index * traits.block_kv + 64 * row_group, 64), kv_head
         dtype = dv_gmem.dtype
+        if traits.options.float32_gradients:
+            plgpu.barrier_wait(self.last_read)
+            of_value = b + dv_gmem.shape[0] // 2, *place[1:]
+            self._store_float32(dv, dv_gmem, *of_value)
+            self._store_float32([part * traits.options.scale for part in dk], self.kernel.results.dkey, *place)
+            return
         if traits.splits_columns or self.v_smem is None:
             plgpu.barrier_wait(self.last_read)
         if self.v_smem is None:
@@ -133,6 +139,14 @@ class Store:
             columns = pl.ds(self.half * width, width)
             load = lambda which: plgpu.load(arrays.sums.at[nth, which, rows, columns], layout=WGMMA, optimized=False)
             self.store([load(0)], [load(1)])
+
+    def _store_float32(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
+        """Stores x, arrays of columns, by way of dquery's shared memory."""
+        for c, chunk in enumerate(self.chunks):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            self.sums_smem[...] = _columns(x, 64 * c, 64)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(self.sums_smem, gmem.at[b, rows, kv_head, pl.ds(64 * chunk, 64)])
 
     def _store_through_keys(self, x: list[Any], gmem: Any, b: Any, rows: Any, kv_head: Any) -> None:
         """Stores x, arrays of columns, by way of the keys' shared memory."""

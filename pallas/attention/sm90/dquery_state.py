@@ -197,7 +197,7 @@ class Kernel:
                 traits.kv_length,
                 is_causal=options.is_causal,
                 window=options.window,
-            )
+            ).of_queries(tile.q_start)
             among = None
             if arrays.segments is not None:
                 among = arrays.segments.among(tile.b, lax.div(tile.q_start, jnp.int32(BLOCK_Q)))

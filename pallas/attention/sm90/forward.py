@@ -23,7 +23,7 @@ from jax_kernels.pallas.attention.passes import row_norms
 from jax_kernels.pallas.attention.sm90 import bias as bias_sm90
 from jax_kernels.pallas.attention.sm90 import block_lists, clean_end, forward_kernel, head_views
 from jax_kernels.pallas.attention.sm90 import score_mod as score_mod_sm90
-from jax_kernels.pallas.attention.sm90.forward_state import Arrays
+from jax_kernels.pallas.attention.sm90.forward_state import Arrays, Earlier
 from jax_kernels.pallas.attention.sm90.segments import segments_of
 from jax_kernels.pallas.attention.sm90.softcap import TANH_UP_TO
 from jax_kernels.pallas.mosaic.smem_tiles import has_odd_length, pad_for_tma
@@ -53,6 +53,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
     of_look = key.shape[2] / (query.shape[2] + key.shape[2]) if measures_q and not is_limited else 1
     if config.bounded and _look_pays(keys, bounded_from * of_look, query, call.heads) and bias is None:
         named = {"measures_q": measures_q, "no_later_keys": no_later_keys, "interpret": interpret}
+        named["key_norms"] = inputs.key_norms
         largest, small = _bounds(query, key, mod, options, **named)
     sinks = inputs.sinks
     config = dataclasses.replace(config, measures_q=measures_q)
@@ -64,6 +65,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         bounds=block_ranges.bounds_array(inputs, options),
         segments=segments,
         bias=bias,
+        earlier=_earlier(inputs, config.block_q),
         lists=lists,
         mod=mod,
         sinks=None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
@@ -138,6 +140,15 @@ def _launch(
     ]
 
 
+def _earlier(inputs: AttentionInputs, block_q: int) -> Earlier | None:
+    """The results that this call's are merged with, of whole blocks of queries."""
+    if inputs.earlier_out is None:
+        return None
+    short = -inputs.query.shape[1] % block_q
+    out = jnp.pad(inputs.earlier_out, [(0, 0), (0, short), (0, 0), (0, 0)])
+    return Earlier(out, jnp.pad(inputs.earlier_lse, [(0, 0), (0, 0), (0, short)]))
+
+
 def _scheduler(
     calls: tuple[head_views.LaunchCall, ...], options: AttentionOptions, config, core_count: int, *, interpret: bool
 ) -> TileScheduler:
@@ -166,12 +177,20 @@ def listed_blocks(config) -> dict[str, Any]:
 
 
 def _bounds(
-    query, key, mod, options: AttentionOptions, *, no_later_keys: bool, interpret: bool, measures_q: bool = False
+    query,
+    key,
+    mod,
+    options: AttentionOptions,
+    *,
+    no_later_keys: bool,
+    interpret: bool,
+    measures_q: bool = False,
+    key_norms=None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """(largest, small), both [B, H]. No score of a head exceeds its largest, in base 2; None where that is not known.
 
     small: int32, whether all scores of a head are so small that a softcap's tanh is a polynomial; None without a
-    softcap. measures_q: largest is for queries of norm 1.
+    softcap. measures_q: largest is for queries of norm 1. key_norms: of AttentionInputs, else they are looked up.
     """
     cap, room = options.softcap, softmax.room(query.dtype)
 
@@ -179,7 +198,8 @@ def _bounds(
     def scores():
         longest = functools.partial(row_norms.longest, interpret=interpret)
         of_queries = jnp.ones((query.shape[0], query.shape[2]), jnp.float32) if measures_q else longest(query)
-        return softmax.largest_scores(of_queries, longest(key), options.scale / softmax.LOG2E)
+        of_keys = longest(key) if key_norms is None else key_norms
+        return softmax.largest_scores(of_queries, of_keys, options.scale / softmax.LOG2E)
 
     factor = 1 / cap if cap else mod.tanh_factor if mod is not None else None
     small = None if factor is None else (scores() * abs(factor) <= TANH_UP_TO).astype(jnp.int32)

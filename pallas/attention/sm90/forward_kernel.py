@@ -38,7 +38,7 @@ from jax_kernels.pallas.attention.sm90.forward_state import Arrays, Plan, Result
 from jax_kernels.pallas.attention.sm90.head_views import LaunchCall, of_call
 from jax_kernels.pallas.attention.sm90.softcap import tanh_polynomial
 from jax_kernels.pallas.mosaic.launch import launch
-from jax_kernels.pallas.mosaic.layouts import WGMMA
+from jax_kernels.pallas.mosaic.layouts import ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import all_of_warp, as_int32
 from jax_kernels.pallas.mosaic.tile_scheduler import TileScheduler
 
@@ -65,9 +65,11 @@ def run(
         pl.run_scoped(body, Scratch.of(plan, bias), collective_axes="wg")
 
     shape = jax.ShapeDtypeStruct
+    # Stores from registers do not end where the rows do.
+    rows = [of.blocks * config.block_q if plan.stores_registers else None for of in scheduler.shapes]
     outs = [
-        shape((*query.shape[:2], call.heads, plan.v_head_dim), out_dtype)
-        for query, call in zip(arrays.query, calls, strict=True)
+        shape((query.shape[0], whole or query.shape[1], call.heads, plan.v_head_dim), out_dtype)
+        for query, call, whole in zip(arrays.query, calls, rows, strict=True)
     ]
     lses = [shape((of.batch, of.heads, of.blocks * config.block_q), jnp.float32) for of in scheduler.shapes]
     kernel = launch(
@@ -304,10 +306,15 @@ class Compute(ComputeWarpgroup):
             may_be_dead = self.kv_loop.may_be_dead or plan.has_bias or plan.has_mod
             inverse, lse = softmax.finish(row_max, row_sum, may_be_dead=may_be_dead)
         acc = sums.acc * lax.broadcast_in_dim(inverse * factor, sums.acc.shape, [0])
+        if plan.has_earlier:
+            acc, lse = self._merged(acc, lse, b, h, q_start)
         if not plan.early_q:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's stores have left shared memory
-        for c, part in enumerate(plan.out_tiles.chunks(acc.astype(plan.out_dtype))):
-            self.smem.out.at[plan.q_place(w, turn), c][...] = part
+        if plan.stores_registers:
+            of_call(tile.call, len(plan.calls), lambda i: self._store_registers(i, acc, b, h, q_start))
+        else:
+            for c, part in enumerate(plan.out_tiles.chunks(acc.astype(plan.out_dtype))):
+                self.smem.out.at[plan.q_place(w, turn), c][...] = part
         lse_smem, excess_smem = self.scratch.lse_and_excess(plan, w)
         lse_smem[...] = lse
         if plan.has_excess:
@@ -316,9 +323,23 @@ class Compute(ComputeWarpgroup):
 
         def store(i: int) -> None:
             rows = pl.ds(q_start, 64)
-            plan.out_tiles.store(self.smem.out_copied.at[plan.q_place(w, turn)], results.outs[i].at[b, rows, h])
+            if not plan.stores_registers:
+                plan.out_tiles.store(self.smem.out_copied.at[plan.q_place(w, turn)], results.outs[i].at[b, rows, h])
             plgpu.copy_smem_to_gmem(lse_smem, results.lses[i].at[b, h, rows])
             if plan.has_excess:
                 plgpu.copy_smem_to_gmem(excess_smem, results.excess[i].at[b, h, rows])
 
         of_call(tile.call, len(plan.calls), store)
+
+    def _merged(self, acc: Any, lse: Any, b: Any, h: Any, q_start: Any) -> tuple[Any, Any]:
+        """(O, lse) over the keys of this call and those of the earlier result."""
+        earlier, rows = self.arrays.earlier, pl.ds(q_start, 64)
+        assert earlier is not None
+        earlier_lse = plgpu.load(earlier.lse.at[b, h, rows], layout=ROW, optimized=False)
+        earlier_out = plgpu.load(earlier.out.at[b, rows, h], layout=WGMMA, optimized=False)
+        lse, mine, theirs = softmax.merged(lse, earlier_lse)
+        wide = lambda x: lax.broadcast_in_dim(x, acc.shape, [0])
+        return acc * wide(mine) + earlier_out * wide(theirs), lse
+
+    def _store_registers(self, i: int, acc: Any, b: Any, h: Any, q_start: Any) -> None:
+        self.results.outs[i].at[b, pl.ds(q_start, 64), h][...] = acc.astype(self.plan.out_dtype)

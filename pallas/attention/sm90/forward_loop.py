@@ -231,7 +231,7 @@ class KvLoop:
         b, h, q_index, q_head, kv_head, kv_length = self._place(call, index)
         limits = block_ranges.limits(
             self.bounds, b, options.q_offset, kv_length, is_causal=options.is_causal, window=options.window
-        )
+        ).of_queries(q_index * block_q)
         among = None if self.segments is None else self.segments.among(b, q_index)
         blocks = limits.key_blocks(q_index * block_q, block_q, block_kv, among, in_order=True).at_least_one()
         return WorkTile(

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,13 @@ from jax_kernels.pallas.mosaic.smem_tiles import SmemTiles, has_odd_length
 from jax_kernels.pallas.mosaic.tile_scheduler import Fetched, TileScheduler
 
 
+class Earlier(NamedTuple):
+    """The results for other keys of the same queries, float32. out: [B, T, H, Dv]. lse: [B, H, whole blocks]."""
+
+    out: Any
+    lse: Any
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays:
@@ -27,7 +34,8 @@ class Arrays:
     query, key, value: one array for each call of the launch. Several calls share a launch only where they have nothing
     beside these and the counter.
 
-    counter: TileScheduler.counter's. end: the block that kv_lengths ends in, see clean_end.py; its keys are None.
+    counter: TileScheduler.counter's. earlier: what the results are merged with. end: the block that kv_lengths ends in,
+    see clean_end.py; its keys are None.
     score_bounds: [B, H] float32, which no score of a head exceeds, in base 2; with config.measures_q, of a query of
     norm 1. small_scores: [B, H] int32, whether all scores of a head are small, see softcap.py.
     """
@@ -35,6 +43,7 @@ class Arrays:
     bounds: Any = None
     counter: Any = None
     bias: Bias | None = None
+    earlier: "Earlier | None" = None
     end: Any = None
     key: list[Any]
     score_bounds: Any = None
@@ -87,6 +96,7 @@ class Plan:
     has_mod: bool
     has_segments: bool
     has_sinks: bool
+    has_earlier: bool
     natural: bool
 
     @classmethod
@@ -117,6 +127,7 @@ class Plan:
             has_mod=arrays.mod is not None,
             has_segments=arrays.segments is not None,
             has_sinks=arrays.sinks is not None,
+            has_earlier=arrays.earlier is not None,
             natural=bias.tiles is not None or (arrays.mod is not None and arrays.mod.may_mask),
         )
 
@@ -144,12 +155,17 @@ class Plan:
         return self.out_dtype == self.dtype and self.v_head_dim == self.head_dim
 
     @property
+    def stores_registers(self) -> bool:
+        """Whether the output goes from registers to device memory: in float32 shared memory has no room for it."""
+        return self.out_dtype != self.dtype
+
+    @property
     def share_q_out(self) -> bool:
         return self.config.share_q_out and self.out_fits_q
 
     @property
     def early_q(self) -> bool:
-        return self.config.early_q and self.out_fits_q and not self.share_q_out
+        return self.config.early_q and (self.out_fits_q or self.stores_registers) and not self.share_q_out
 
     @property
     def q_tiles(self) -> int:
@@ -170,7 +186,7 @@ class Plan:
 
     @property
     def out_tiles(self) -> SmemTiles:
-        return SmemTiles(self.v_head_dim, self.any_rows, swizzled=self.out_dtype == self.dtype)
+        return SmemTiles(self.v_head_dim, self.any_rows)
 
     def kv_loop(self, arrays: Arrays, cta: Any) -> KvLoop:
         return KvLoop(
@@ -215,7 +231,7 @@ class Scratch:
     def of(cls, plan: Plan, bias: Bias) -> "Scratch":
         config, qk_tiles, v_tiles, has_segments = plan.config, plan.qk_tiles, plan.v_tiles, plan.has_segments
         compute_wgs, block_kv, stages = config.compute_warpgroups, config.block_kv, config.stages
-        own_out = None if plan.share_q_out or plan.early_q else plan.out_tiles
+        own_out = None if plan.share_q_out or plan.early_q or plan.stores_registers else plan.out_tiles
         return cls(
             q=qk_tiles.scratch(plan.q_tiles, 64, dtype=plan.dtype),
             out=None if own_out is None else own_out.scratch(compute_wgs, 64, dtype=plan.out_dtype),
@@ -248,8 +264,9 @@ class Smem:
     def of(cls, plan: Plan, scratch: Scratch) -> "Smem":
         (q, q_copied), (k, k_copied) = plan.qk_tiles.views(scratch.q), plan.qk_tiles.views(scratch.k)
         v, v_copied = plan.v_tiles.views(scratch.v)
-        shares_q = plan.share_q_out or plan.early_q
-        out, out_copied = (q, q_copied) if shares_q else plan.out_tiles.views(scratch.out)
+        out, out_copied = q, q_copied
+        if scratch.out is not None:
+            out, out_copied = plan.out_tiles.views(scratch.out)
         return cls(
             q=q,
             q_copied=q_copied,

@@ -96,12 +96,14 @@ def _dkv(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call
         name="attention_backward_dkv_triton",
         grid=(call.kv_blocks, key.shape[2], key.shape[0]),
         ins=ins,
-        outs=[
-            (jax.ShapeDtypeStruct(x.shape, x.dtype), kv_spec(d))
-            for x, d in ((key, call.head_dim), (value, call.v_head_dim))
-        ]
+        outs=[(_gradient_of(x, call), kv_spec(d)) for x, d in ((key, call.head_dim), (value, call.v_head_dim))]
         + [(by_key, by_key_spec)] * len(summed(call, operands, by_key=True)),
     )
+
+
+def _gradient_of(x: jax.Array, call: TracedCall) -> jax.ShapeDtypeStruct:
+    """The gradient of an array."""
+    return jax.ShapeDtypeStruct(x.shape, jnp.float32 if call.options.float32_gradients else x.dtype)
 
 
 def _dkv_kernel(refs: Refs, *, call: TracedCall):
@@ -186,7 +188,7 @@ def _dq(inputs, bounds, q_ids, kv_ids, dout, lse, delta, excess, operands, call,
         name="attention_backward_dq_triton",
         grid=programs.grid,
         ins=programs.ins | {"dout": (dout, programs.q_spec(call.v_head_dim))} | rows,
-        outs=[(jax.ShapeDtypeStruct(query.shape, query.dtype), spec)]
+        outs=[(_gradient_of(query, call), spec)]
         + [(by_query, programs.row_spec)] * len(summed(call, operands, by_key=False)),
         q_block=programs.q_block,
     )

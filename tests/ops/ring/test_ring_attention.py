@@ -23,7 +23,7 @@ import tiers
 from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard_sequence
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.ring_attention import RESIDUALS
+from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.testing import rms_error
 
 TOKENS, BATCH = 48, 2
@@ -45,11 +45,24 @@ CASES = {
     "window_striped_both": (4, "striped", {"window": (3, 10)}),
     "window_right": (4, "zigzag", {"window": (-1, 4)}),
     "to_all": (2, "zigzag", {"is_causal": True, "segment_ids": True, "sinks": True, "strategy": "all_to_all"}),
+    "gather": (4, "zigzag", {"is_causal": True, "segment_ids": True, "sinks": True, "strategy": "all_gather"}),
+    "gather_window": (3, "contiguous", {"window": (7, 20), "strategy": "all_gather"}),
     "to_all_striped": (2, "striped", {"window": (4, 9), "strategy": "all_to_all"}),
     "interpreted": (2, "zigzag", {"is_causal": True, "window": (30, 0), "implementation": "triton"}),
     "unchecked": (4, "zigzag", {"is_causal": True, "check_vma": False}),
 }
-QUICK = ["zigzag", "striped", "full", "one", "packed", "window", "window_contiguous", "window_striped_both", "to_all"]
+QUICK = [
+    "zigzag",
+    "striped",
+    "full",
+    "one",
+    "packed",
+    "window",
+    "window_contiguous",
+    "window_striped_both",
+    "to_all",
+    "gather",
+]
 
 
 def run_case(devices, layout, options):
@@ -201,7 +214,14 @@ def ring_of(**options):
 BAD = {
     "axis": (lambda: ring_of(axis_name="rows"), "axis_name: got 'rows', want an axis of the jax.shard_map"),
     "layout": (lambda: ring_of(layout="zig"), "layout: got 'zig', want one of 'zigzag', 'striped', 'contiguous'"),
-    "strategy": (lambda: ring_of(strategy="tree"), "strategy: got 'tree', want one of 'ring', 'all_to_all', 'auto'"),
+    "strategy": (
+        lambda: ring_of(strategy="tree"),
+        "strategy: got 'tree', want one of 'ring', 'all_to_all', 'all_gather', 'auto'",
+    ),
+    "striped": (
+        lambda: ring_of(strategy="all_gather", layout="striped"),
+        "layout: got 'striped' with strategy='all_gather', want 'zigzag' or 'contiguous'",
+    ),
     "window": (lambda: ring_of(window=-7), "window: got"),
     "order": (lambda: shard_sequence(X, MESH, "sequence", layout="zig"), "layout: got 'zig'"),
     "mesh": (lambda: shard_sequence(X, MESH, "rows"), "axis_name: got 'rows', want an axis of the mesh"),

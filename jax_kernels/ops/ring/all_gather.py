@@ -1,0 +1,81 @@
+"""Attention of a shared sequence by one all-gather of its keys and values: no step has to wait for another.
+
+It takes memory for all keys and values on each device, and is for sequences so short that a ring's steps are shorter
+than what it costs to start them.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.vjp import RingArrays, RingCall
+
+__all__ = ["all_gather_attention"]
+
+
+def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of a device's queries.
+
+    JAX differentiates it: a device rounds its gradients of all keys and values to their dtype, and the sums over the
+    devices are float32.
+    """
+    layout, axis_name = call.layout, call.axis_name
+    if layout.name == "striped":
+        raise ValueError("layout: got 'striped' with strategy='all_gather', want 'zigzag' or 'contiguous'")
+    keys, values = (_gathered(axis_name, layout, x) for x in (arrays.key, arrays.value))
+    of_chunks: Any = lambda x: [None] * layout.chunks if x is None else jnp.split(x, layout.chunks, 1)
+    ids = arrays.segment_ids
+    all_ids = None if ids is None else _in_order(layout, lax.all_gather(ids, axis_name, axis=1, tiled=True))
+    index = lax.axis_index(axis_name)
+    found = []
+    for chunk, (query, q_ids) in enumerate(zip(of_chunks(arrays.query), of_chunks(ids), strict=True)):
+        found.append(
+            flash_attention(
+                query,
+                keys[chunk],
+                values[chunk],
+                **layout.limits,
+                q_offset=layout.first(chunk, index),
+                segment_ids=None if all_ids is None else (q_ids, all_ids),
+                sinks=None if arrays.sinks is None else arrays.sinks[0],
+                return_lse=True,
+                **dict(call.options),
+            )
+        )
+    return jnp.concatenate([out for out, _ in found], 1), jnp.concatenate([lse for _, lse in found], 2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(axis_name: str, layout: Layout, x: jax.Array) -> tuple[jax.Array, ...]:
+    """An array's tokens of all devices, in their order, once for each chunk of queries."""
+    return (_in_order(layout, lax.all_gather(x, axis_name, axis=1, tiled=True)),) * layout.chunks
+
+
+def _gathered_forward(axis_name: str, layout: Layout, x: jax.Array) -> tuple[Any, Any]:
+    return _gathered(axis_name, layout, x), None
+
+
+def _gathered_backward(axis_name: str, layout: Layout, _: None, cotangents: Any) -> tuple[jax.Array]:
+    dtype = cotangents[0].dtype
+    total = functools.reduce(jnp.add, [x.astype(jnp.float32) for x in cotangents])
+    total = _in_order(layout, total, back=True)
+    return (lax.psum_scatter(total, axis_name, scatter_dimension=1, tiled=True).astype(dtype),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def _in_order(layout: Layout, x: jax.Array, *, back: bool = False) -> jax.Array:
+    """[B, all tokens, ...] in the order of the devices, in the order of the tokens; or back."""
+    if layout.chunks == 1:
+        return x
+    places = [place for device in range(layout.devices) for place in (device, 2 * layout.devices - 1 - device)]
+    order = np.asarray(places) if back else np.argsort(places)
+    parts = jnp.split(x, len(places), 1)
+    return jnp.concatenate([parts[i] for i in order], 1)

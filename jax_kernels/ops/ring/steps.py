@@ -1,0 +1,275 @@
+"""The attention of one step of a ring: a device's queries, and the keys and values that it has in this step.
+
+A step is one call of the attention kernels wherever its limits allow. On "mosaic_gpu" such a call starts from the
+float32 (out, lse) of the steps before, adds query's gradient to that of the steps before, and gives those of key and
+value in float32: between two steps nothing is read or written but by the kernels.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_kernels.attention_inputs import AttentionInputs, HeadView
+from jax_kernels.ops.attention.flash_attention import attention_forward, attention_gradients, prepare
+from jax_kernels.ops.partitioning import is_partitioned
+from jax_kernels.ops.ring.layouts import Chunks, Layout, Whole
+from jax_kernels.pallas.attention.passes import row_norms
+
+__all__ = ["Pair", "Rows", "Step", "Visitors", "forward_onto", "merged", "weight", "with_norms"]
+
+
+class Pair(NamedTuple):
+    """Keys and values, or their gradients, [B, T, Hkv, D] each: as one array [2 B, T, Hkv, D] where they are alike.
+
+    Of several collectives XLA hides one at a time behind a kernel. A kernel reads a half of the one array in place.
+    """
+
+    arrays: tuple[jax.Array, ...]
+
+    @classmethod
+    def of(cls, key: jax.Array, value: jax.Array) -> "Pair":
+        return cls((jnp.concatenate([key, value]),) if key.shape == value.shape else (key, value))
+
+    @property
+    def key(self) -> jax.Array:
+        return self.arrays[0] if len(self.arrays) == 2 else self.arrays[0][: len(self.arrays[0]) // 2]
+
+    @property
+    def value(self) -> jax.Array:
+        return self.arrays[1] if len(self.arrays) == 2 else self.arrays[0][len(self.arrays[0]) // 2 :]
+
+
+class Visitors(NamedTuple):
+    """What travels round the ring. segment_ids: [B, T], or None."""
+
+    pair: Pair
+    segment_ids: Any
+
+
+class Rows(NamedTuple):
+    """What a backward has for each query. lse, delta: [B, H, T], from row_terms. dout: like out."""
+
+    lse: Any
+    delta: Any
+    dout: Any
+
+
+def weight(lse: jax.Array, total: jax.Array) -> jax.Array:
+    """exp(lse - total) as [B, T, H, 1]; 0 where there is no key."""
+    found = jnp.where(jnp.isneginf(lse), 0, jnp.exp(lse - jnp.where(jnp.isneginf(total), 0, total)))
+    return found.swapaxes(1, 2)[..., None]
+
+
+def merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
+    """The (out, lse) of the keys of both."""
+    lse = jnp.logaddexp(one[1], other[1])
+    return one[0] * weight(one[1], lse) + other[0] * weight(other[1], lse), lse
+
+
+def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionInputs:
+    """The inputs of a step with the norms of its keys, which are read where they stand in the one array of a pair."""
+    if planned.implementation != "mosaic_gpu" or len(pair.arrays) == 2 or is_partitioned():
+        return inputs
+    (array,) = pair.arrays
+    return inputs._replace(key_norms=row_norms.longest(array, interpret=planned.interpret, entries=len(array) // 2))
+
+
+def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: bool) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) over the keys of a planned call and those of `total`, an (out, lse) of the same queries, or None.
+
+    lse is float32, and so is out, but where is_last is True it may have query's dtype.
+    """
+    if planned.implementation != "mosaic_gpu":
+        planned = dataclasses.replace(planned, out_dtype="float32")
+        out, lse, *_ = attention_forward(planned, inputs)
+        return (out, lse) if total is None else merged(total, (out, lse))
+    joins = total is not None and inputs.value.shape[-1] <= WIDEST_JOINED
+    is_rounded = is_last and (joins or total is None)
+    # What sends the next keys has some of the multiprocessors for a while, and a reach makes some tiles short.
+    blocks = dataclasses.replace(planned.config, forward=dataclasses.replace(planned.config.forward, dynamic=True))
+    dtype = str(inputs.query.dtype) if is_rounded else "float32"
+    planned = dataclasses.replace(planned, out_dtype=dtype, config=blocks)
+    if joins:
+        inputs = inputs._replace(earlier_out=total[0], earlier_lse=total[1])
+    out, lse, *_ = attention_forward(planned, inputs)
+    return (out, lse) if total is None or joins else merged(total, (out, lse))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """Step number `number` of a ring on the device `index`, a traced number.
+
+    query: [B, T, H, D]. q_ids: [B, T], or None. options: of flash_attention, by name.
+    """
+
+    layout: Layout
+    number: int
+    index: Any
+    query: jax.Array
+    q_ids: Any
+    options: dict[str, Any]
+
+    def forward(self, visitors: Visitors, total: Any, *, is_last: bool) -> tuple[jax.Array, jax.Array]:
+        """(out, lse) over the keys of this step and of the steps before, whose (out, lse) is `total`, or None.
+
+        lse is float32, and so is out, but where is_last is True it may have query's dtype.
+        """
+        whole = self._whole_call(visitors)
+        if whole is None:
+            found = self._forward_of_pairs(visitors)
+            return found if total is None else merged(total, found)
+        planned, inputs = whole
+        return forward_onto(planned, with_norms(planned, inputs, visitors.pair), total, is_last=is_last)
+
+    def gradients(
+        self, visitors: Visitors, rows: Rows, dquery: jax.Array, heads: HeadView | None = None
+    ) -> tuple[jax.Array, Pair]:
+        """The float32 gradients of query, over the scale and with those of the steps before, and of key and value.
+
+        heads: the key heads that are taken, with all of their queries; only `in_parts` says when some may be.
+        """
+        scale = self.options["scale"]
+        whole = self._whole_call(visitors)
+        if whole is None:
+            found = self._gradients_of_pairs(visitors, rows)
+            return dquery + found[0] / scale, Pair.of(*found[1:])
+        planned, inputs = whole
+        lse, delta = rows.lse, rows.delta
+        options = dataclasses.replace(planned.options, float32_gradients=True)
+        if heads is not None:
+            group = self.query.shape[2] // inputs.key.shape[2]
+            of_query = _some_heads(heads.first * group, heads.count * group)
+            options = dataclasses.replace(options, query_heads=of_query, kv_heads=heads)
+            lse, delta = (x[:, of_query.first : of_query.first + of_query.count] for x in (lse, delta))
+        planned = dataclasses.replace(planned, options=options)
+        if planned.implementation == "mosaic_gpu" and not options.deterministic:
+            found = attention_gradients(planned, inputs, lse, delta, rows.dout, dquery)
+            return found.query, Pair.of(found.key, found.value)
+        found = attention_gradients(planned, inputs, lse, delta, rows.dout)
+        return dquery + found.query.astype(jnp.float32) / scale, Pair.of(found.key, found.value)
+
+    def in_parts(self, visitors: Visitors) -> list[HeadView]:
+        """The key heads in two halves, where `gradients` takes them apart; else an empty list."""
+        whole, kv_heads = self._whole_call(visitors), visitors.pair.key.shape[2]
+        if whole is None or whole[0].implementation != "mosaic_gpu" or whole[0].options.deterministic or kv_heads < 2:
+            return []
+        half = kv_heads // 2
+        return [_some_heads(0, half), _some_heads(half, kv_heads - half)]
+
+    def _whole_call(self, visitors: Visitors) -> tuple[Any, Any] | None:
+        """The planned call of all queries and keys, and its arrays; None where the step needs more than one."""
+        whole = self.layout.whole(self.number, self.index)
+        if whole is None:
+            return None
+        planned, inputs = self._prepared(self.query, visitors, self.q_ids, whole)
+        if whole.reach is None:
+            return planned, inputs
+        if planned.implementation != "mosaic_gpu" or self.layout.chunk % CHUNK:
+            return None
+        planned = dataclasses.replace(planned, config=_dividing(planned.config, self.layout.chunk))
+        reach = jnp.stack([jnp.asarray(x, jnp.int32) for x in whole.reach])
+        return planned, inputs._replace(reach=jnp.broadcast_to(reach, (self.query.shape[0], 2)))
+
+    def _prepared(self, query: Any, visitors: Visitors, q_ids: Any, whole: Whole) -> tuple[Any, Any]:
+        ids = visitors.segment_ids
+        return prepare(
+            query=query,
+            key=visitors.pair.key,
+            value=visitors.pair.value,
+            is_causal=whole.is_causal,
+            window=whole.window,
+            segment_ids=None if ids is None else (q_ids, ids),
+            q_offset=whole.q_offset,
+            return_lse=True,
+            **self.options,
+        )
+
+    def _pairs(self, visitors: Visitors) -> tuple[list[Chunks], Any, Any]:
+        """The step's pairs of chunks, and their call, whose batch they are, with its arrays."""
+        layout, pairs = self.layout, self.layout.pairs(self.number, self.index)
+        join = lambda x, field: None if x is None else _joined(layout, pairs, field, x)
+        whole, batch = Whole(), self.query.shape[0]
+        if pairs[0].q_offset is not None:
+            is_causal, window = layout.window(self.number)
+            offsets = jnp.concatenate([jnp.full((batch,), pair.q_offset, jnp.int32) for pair in pairs])
+            whole = Whole(q_offset=offsets, is_causal=is_causal, window=window)
+        of_keys = Visitors(
+            Pair(tuple(_joined(layout, pairs, "key", x) for x in (visitors.pair.key, visitors.pair.value))),
+            join(visitors.segment_ids, "key"),
+        )
+        return pairs, *self._prepared(join(self.query, "query"), of_keys, join(self.q_ids, "query"), whole)
+
+    def _forward_of_pairs(self, visitors: Visitors) -> tuple[jax.Array, jax.Array]:
+        """The float32 (out, lse) of this step alone."""
+        layout = self.layout
+        pairs, planned, inputs = self._pairs(visitors)
+        out, lse, *_ = attention_forward(dataclasses.replace(planned, out_dtype="float32"), inputs)
+        of_chunk: list[Any] = [None] * layout.chunks
+        for pair, *found in zip(pairs, jnp.split(out, len(pairs)), jnp.split(lse, len(pairs)), strict=True):
+            for chunk in range(layout.chunks):
+                mine = found
+                if not isinstance(pair.query, int):
+                    mine = [found[0], jnp.where(pair.query == chunk, found[1], -jnp.inf)]
+                elif pair.query != chunk:
+                    continue
+                of_chunk[chunk] = mine if of_chunk[chunk] is None else merged(of_chunk[chunk], mine)
+        return jnp.concatenate([x[0] for x in of_chunk], 1), jnp.concatenate([x[1] for x in of_chunk], 2)
+
+    def _gradients_of_pairs(self, visitors: Visitors, rows: Rows) -> tuple[Any, ...]:
+        """The float32 gradients of query, key and value of this step alone."""
+        layout = self.layout
+        pairs, planned, inputs = self._pairs(visitors)
+        planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
+        lse, delta = (_joined(layout, pairs, "query", x, 2) for x in (rows.lse, rows.delta))
+        found = attention_gradients(planned, inputs, lse, delta, _joined(layout, pairs, "query", rows.dout))
+        return tuple(
+            _of_chunks(layout, [getattr(pair, field) for pair in pairs], x.astype(jnp.float32))
+            for x, field in zip(found[:3], ("query", "key", "key"), strict=True)
+        )
+
+
+CHUNK = 128  # tokens, of which a chunk is a multiple for the Hopper kernels to take some chunks of an array in place
+# Above this head_dim the Hopper kernel has no registers for the result of the steps before.
+WIDEST_JOINED = 128
+
+
+def _some_heads(first: int, count: int) -> HeadView:
+    return HeadView(count=count, first=first, run=count, skip=0)
+
+
+def _dividing(blocks: Any, chunk: int) -> Any:
+    """The blocks of the Hopper kernels, of which a chunk has whole ones: three warpgroups have 192 queries, two 128."""
+    forward, deterministic = blocks.forward, blocks.backward.dquery
+    if chunk % forward.block_q:
+        forward = dataclasses.replace(forward, compute_warpgroups=2)
+    sizes = forward.block_q, forward.block_kv, blocks.backward.block_q, deterministic.block_kv if deterministic else 1
+    assert all(chunk % size == 0 for size in sizes), (blocks, chunk)
+    return dataclasses.replace(blocks, forward=forward)
+
+
+def _chosen(layout: Layout, x: Any, chunk: Any, axis: int = 1) -> Any:
+    """A chunk of an array's tokens. chunk: an int, or a traced number that is 0 or 1."""
+    if layout.chunks == 1:
+        return x
+    chunks = jnp.split(x, layout.chunks, axis)
+    return chunks[chunk] if isinstance(chunk, int) else jnp.where(chunk == 0, chunks[0], chunks[1])
+
+
+def _joined(layout: Layout, pairs: list[Chunks], field: str, x: jax.Array, axis: int = 1) -> jax.Array:
+    """The chunks of an array's tokens that the pairs name in a field, as a batch."""
+    return jnp.concatenate([_chosen(layout, x, getattr(pair, field), axis) for pair in pairs])
+
+
+def _of_chunks(layout: Layout, places: list[Any], x: jax.Array) -> jax.Array:
+    """[B, T, ...] of what the pairs gave, [pairs * B, chunk, ...], for the chunks at `places`: sums of each chunk's."""
+    sums: list[Any] = [jnp.float32(0)] * layout.chunks
+    for at, part in zip(places, jnp.split(x, len(places)), strict=True):
+        for chunk in range(layout.chunks):
+            if isinstance(at, int):
+                sums[chunk] = sums[chunk] + (part if at == chunk else 0)
+            else:
+                sums[chunk] = sums[chunk] + jnp.where(at == chunk, part, 0)
+    shape = x.shape[0] // len(places), *x.shape[1:]
+    return jnp.concatenate([jnp.broadcast_to(y, shape) for y in sums], 1)

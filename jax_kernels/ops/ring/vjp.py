@@ -1,0 +1,206 @@
+"""The ring of ring_attention: its steps, forward and backward, and what travels between them."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_kernels.ops.planned_op import under_defaults
+from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors, weight
+from jax_kernels.reference.attention import row_terms
+
+__all__ = ["RESIDUALS", "RingArrays", "RingCall", "gradients", "run", "with_results"]
+
+RESIDUALS = "ring_attention_out", "ring_attention_lse"  # names for policies of jax.checkpoint
+
+
+class RingArrays(NamedTuple):
+    """A device's arrays. segment_ids: [B, T]. sinks: [1, H] float32. None where there is none."""
+
+    query: Any
+    key: Any
+    value: Any
+    segment_ids: Any
+    sinks: Any
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingCall:
+    """The static half of a call.
+
+    strategy: "ring", "all_to_all" or "all_gather". options: of flash_attention, by name.
+    """
+
+    layout: Layout
+    axis_name: str
+    strategy: str
+    options: tuple[tuple[str, Any], ...]
+
+    def shifted(self, tree: Any, by: int) -> Any:
+        """The arrays of the device `by` places before this one."""
+        devices = self.layout.devices
+        if by % devices == 0:
+            return tree
+        there = [(i, (i + by) % devices) for i in range(devices)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps in which any device has something to do. In the first, step 0, each has its own keys."""
+        return [step for step in range(self.layout.devices) if step == 0 or not self.layout.is_dead(step)]
+
+    @property
+    def index(self) -> Any:
+        return lax.axis_index(self.axis_name)
+
+    @property
+    def scale(self) -> float:
+        return dict(self.options)["scale"]
+
+    def step(self, number: int, arrays: RingArrays) -> Step:
+        return Step(
+            layout=self.layout,
+            number=number,
+            index=self.index,
+            query=arrays.query,
+            q_ids=arrays.segment_ids,
+            options=dict(self.options),
+        )
+
+
+@jax.custom_vjp
+def run(call: RingCall, arrays: RingArrays):
+    """(out, lse)."""
+    return _forward(call, arrays)
+
+
+def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
+    """All steps, and the sinks."""
+    numbers: list[int] = call.steps
+    total: Any = None
+    visitors = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
+    upcoming: Any = Visitors(Pair.of(arrays.key, arrays.value), arrays.segment_ids)
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        upcoming = None if following is None else call.shifted(upcoming, following - number)
+        step, is_last = call.step(number, arrays), following is None and arrays.sinks is None
+        total = step.forward(visitors, total, is_last=is_last)
+        # Else XLA joins work on the next keys to work on these, which then waits for both.
+        total, visitors = lax.optimization_barrier((total, upcoming))
+        upcoming = visitors
+    out, lse = total
+    if arrays.sinks is not None:
+        with_sink = jnp.logaddexp(lse, arrays.sinks[..., None])
+        out, lse = out * weight(lse, with_sink), with_sink
+    out = checkpoint_name(out.astype(arrays.query.dtype), RESIDUALS[0])
+    lse = checkpoint_name(lse, RESIDUALS[1])
+    return out, lse
+
+
+@under_defaults
+def _vjp_forward(call: RingCall, arrays: RingArrays):
+    out, lse = _forward(call, arrays)
+    return (out, lse), (call, arrays, out, lse)
+
+
+@under_defaults
+def _vjp_backward(residuals: Any, cotangents: Any):
+    call, arrays, out, lse = residuals
+    return None, gradients(call, arrays, out, lse, *cotangents)
+
+
+@jax.custom_vjp
+def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array):
+    """The results of run, known already: for their gradient with respect to the arrays."""
+    return out, lse
+
+
+@under_defaults
+def _with_results_forward(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array):
+    return (out, lse), (call, arrays, out, lse)
+
+
+@under_defaults
+def _with_results_backward(residuals: Any, cotangents: Any):
+    return *_vjp_backward(residuals, cotangents), None, None
+
+
+with_results.defvjp(_with_results_forward, _with_results_backward)
+
+
+def gradients(call: RingCall, arrays: RingArrays, out: Any, lse: Any, dout: Any, dlse: Any) -> RingArrays:
+    """The gradients of the arrays, from the results and their cotangents (dlse may be None)."""
+    terms = row_terms(out, lse, dout, dlse)
+    dquery, dkey, dvalue = _gradients(call, arrays, Rows(lse=terms[0], delta=terms[1], dout=dout))
+    dsinks = None
+    if arrays.sinks is not None:
+        share = jnp.exp(arrays.sinks[..., None] - terms[0])
+        dsinks = -jnp.sum(share * terms[1], axis=(0, 2))[None]
+    of_ids = None if arrays.segment_ids is None else jnp.zeros(arrays.segment_ids.shape, jax.dtypes.float0)
+    return RingArrays(
+        query=(dquery * call.scale).astype(arrays.query.dtype),
+        key=dkey.astype(arrays.key.dtype),
+        value=dvalue.astype(arrays.value.dtype),
+        segment_ids=of_ids,
+        sinks=dsinks,
+    )
+
+
+run.defvjp(_vjp_forward, _vjp_backward)
+
+
+def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The float32 gradients of query, over the scale, and of key and value.
+
+    The gradients of keys and values follow these round the ring, one step behind, and come home at the end. XLA hides
+    one collective at a time behind a kernel. So a step takes half of the heads while the next keys arrive, and half
+    while the gradients travel. Of the device's own keys, the second half is left for the way home.
+    """
+    _, *numbers = call.steps
+    # Opaque: else XLA keeps the keys that arrived in the forward, of all devices.
+    (query, key, value, ids), rows = lax.optimization_barrier((arrays[:4], rows))
+    arrays = arrays._replace(query=query, key=key, value=value, segment_ids=ids)
+    mine = Visitors(Pair((key, value)), ids)
+    own, dquery = call.step(0, arrays), jnp.zeros_like(query, jnp.float32)
+    if not numbers:
+        dquery, of_mine = own.gradients(mine, rows, dquery)
+        return dquery, of_mine.key, of_mine.value
+    halves: list[Any] = own.in_parts(mine)
+    upcoming = call.shifted(Visitors(Pair.of(key, value), ids), numbers[0])
+    dquery, of_mine = own.gradients(mine, rows, dquery, halves[0] if halves else None)
+    (dquery, of_mine), visitors = lax.optimization_barrier(((dquery, of_mine), upcoming))
+    travelling, at = None, 0
+    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
+        upcoming = None if following is None else call.shifted(visitors, following - number)
+        step = call.step(number, arrays)
+        found: list[Pair] = []
+        parts: list[Any] = step.in_parts(visitors) if upcoming is not None and travelling is not None else []
+        for part in parts[:1]:
+            dquery, pair = step.gradients(visitors, rows, dquery, part)
+            (dquery, pair), upcoming, travelling = lax.optimization_barrier(((dquery, pair), upcoming, travelling))
+            found.append(pair)
+        travelling = None if travelling is None else call.shifted(travelling, number - at)
+        dquery, pair = step.gradients(visitors, rows, dquery, parts[1] if parts else None)
+        found.append(pair)
+        (dquery, found), visitors, travelling = lax.optimization_barrier(((dquery, found), upcoming, travelling))
+        pair = _joined(found)
+        travelling = pair if travelling is None else jax.tree.map(jnp.add, travelling, pair)
+        at = number
+    if halves:
+        (rows, mine), dquery, travelling = lax.optimization_barrier(((rows, mine), dquery, travelling))
+    home = call.shifted(travelling, -at)
+    if halves:
+        dquery, of_rest = own.gradients(mine, rows, dquery, halves[1])
+        (dquery, of_rest), home = lax.optimization_barrier(((dquery, of_rest), home))
+        of_mine = _joined([of_mine, of_rest])
+    home = jax.tree.map(jnp.add, home, of_mine)
+    return dquery, home.key, home.value
+
+
+def _joined(parts: list[Pair]) -> Pair:
+    """The gradients of all heads, from those of some heads each."""
+    return jax.tree.map(lambda *of_heads: jnp.concatenate(of_heads, axis=2), *parts) if len(parts) > 1 else parts[0]

@@ -1,0 +1,130 @@
+"""bridge.ring_attention over two CPU processes: as attention on one, forward and gradients."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+RANKS = 2
+WORKER = """
+import os, sys
+import torch
+import torch.distributed as dist
+from jax_kernels import bridge
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+x = torch.ones(1, 4, 2, 8)
+try:
+    bridge.ring_attention(x, x, x)
+except RuntimeError as error:
+    assert "call bridge.initialize_distributed()" in str(error), error
+    print("not initialized", flush=True)
+bridge.initialize_distributed(timeout=60)
+bridge.initialize_distributed()  # a second call does nothing
+
+torch.manual_seed(0)
+tokens, heads = 16, 4
+query, dout = torch.randn(2, tokens, heads, 8), torch.randn(2, tokens, heads, 8)
+key, value, dlse = torch.randn(2, tokens, 2, 8), torch.randn(2, tokens, 2, 8), torch.randn(2, heads, tokens)
+ids = torch.repeat_interleave(torch.arange(4, dtype=torch.int32), 4).expand(2, -1).contiguous()
+sinks = torch.randn(heads)
+
+
+def reference(query, key, value, ids, sinks, is_causal):
+    repeated = [x.repeat_interleave(2, dim=2) for x in (key, value)]
+    scores = torch.einsum("bthd,bshd->bhts", query, repeated[0]) / 8**0.5
+    keep = torch.ones(tokens, tokens, dtype=bool)
+    keep = keep.tril() if is_causal else keep
+    if ids is not None:
+        keep = keep & (ids[:, None, :, None] == ids[:, None, None, :])
+    scores = scores.masked_fill(~keep, -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    lse = lse if sinks is None else torch.logaddexp(lse, sinks[:, None])
+    return torch.einsum("bhts,bshd->bthd", (scores - lse[..., None]).exp(), repeated[1]), lse
+
+
+def check(layout, is_causal, ids, sinks, **options):
+    whole = [x.double().requires_grad_() for x in (query, key, value)]
+    of_sinks = None if sinks is None else sinks.double().requires_grad_()
+    out, lse = reference(*whole, ids, of_sinks, is_causal)
+    torch.autograd.backward([out, lse], [dout.double(), dlse.double()])
+    shard = lambda x, axis=1: None if x is None else bridge.shard_sequence(x, layout=layout, axis=axis)
+    mine = [shard(x).requires_grad_() for x in (query, key, value)]
+    my_sinks = None if sinks is None else sinks.clone().requires_grad_()
+    got, got_lse = bridge.ring_attention(
+        *mine, layout=layout, is_causal=is_causal, segment_ids=shard(ids), sinks=my_sinks, return_lse=True, **options
+    )
+    torch.autograd.backward([got, got_lse], [shard(dout), shard(dlse, 2)])
+    close = lambda a, b: torch.testing.assert_close(a, b.float(), rtol=0, atol=2e-6)
+    close(bridge.unshard_sequence(got, layout=layout), out)
+    close(bridge.unshard_sequence(got_lse, layout=layout, axis=2), lse)
+    for x, of in zip(mine, whole):
+        close(bridge.unshard_sequence(x.grad, layout=layout), of.grad)
+    if sinks is not None:
+        dist.all_reduce(my_sinks.grad)
+        close(my_sinks.grad, of_sinks.grad)
+
+
+check("zigzag", True, ids, sinks)
+check("contiguous", False, None, None)
+check("zigzag", True, None, None, strategy="all_gather")
+mine = bridge.shard_sequence(query).requires_grad_()
+out = bridge.ring_attention(mine, mine, mine, is_causal=True)  # lse has no cotangent
+(first,) = torch.autograd.grad(out.square().sum(), mine, create_graph=True)
+try:
+    first.sum().backward()
+except RuntimeError as error:
+    assert "double backward" in str(error), error
+    print("once", flush=True)
+try:
+    bridge.shard_sequence(query[:, :7])
+except ValueError as error:
+    assert "got 7 tokens for 2 devices with layout='zigzag', want a multiple of 4" in str(error), error
+    print("refused", flush=True)
+alone = dist.new_group([0])
+if rank == 0:
+    out = bridge.ring_attention(query, key, value, group=alone, is_causal=True)
+    torch.testing.assert_close(out, reference(query, key, value, None, None, True)[0], rtol=0, atol=2e-6)
+print("done", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(200)
+def test_two_processes_are_as_exact_as_one():
+    root = pathlib.Path(__file__).parents[2]
+    with socket.socket() as opened:
+        opened.bind(("", 0))
+        port = opened.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(RANKS),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", WORKER],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        told = [process.communicate(timeout=150) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (printed, errors) in zip(processes, told, strict=True):
+        assert process.returncode == 0, errors[-3000:]
+        said = [line for line in printed.splitlines() if not line.startswith("[Gloo]")]
+        assert said == ["not initialized", "once", "refused", "done"]

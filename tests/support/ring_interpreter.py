@@ -1,0 +1,104 @@
+"""Steps of a ring by the Hopper kernels in JAX's Mosaic interpreter, against float64.
+
+A script, as a kernel that deadlocks hangs its process. Each argument is the JSON of a case: head_dim, heads, kv_heads,
+number (of the step), index (of the device), layout, is_causal, joins (whether there is a result of earlier steps).
+It prints a line of JSON for each: the errors, and whether there were races.
+"""
+
+import functools
+import json
+import sys
+
+import mosaic_interpreter  # first: it sets the environment
+
+# isort: split
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
+from jax_kernels.testing import rms_error
+
+TOKENS = 256
+
+
+def run(case: dict) -> dict:
+    parameters = functools.partial(mosaic_interpreter._PARAMS, detect_races=True)
+    plgpu.InterpretGPUParams = parameters
+    heads, kv_heads, head_dim = case["heads"], case["kv_heads"], case["head_dim"]
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
+    query, dout = (draw(1, TOKENS, heads, head_dim).astype(jnp.bfloat16) for _ in range(2))
+    key, value = (draw(1, TOKENS, kv_heads, head_dim).astype(jnp.bfloat16) for _ in range(2))
+    total = (draw(1, TOKENS, heads, head_dim), draw(1, heads, TOKENS)) if case["joins"] else None
+    if total is not None:  # a query that has met no key
+        total = total[0].at[:, 0].set(0), total[1].at[:, :, 0].set(-jnp.inf)
+    lse_of_all, delta, so_far = draw(1, heads, TOKENS) + 6, draw(1, heads, TOKENS), draw(1, TOKENS, heads, head_dim)
+    layout = Layout(name=case["layout"], devices=2, length=TOKENS, left=None, right=0 if case["is_causal"] else None)
+    scale = head_dim**-0.5
+
+    def step(query, index):
+        options = {"scale": scale, "implementation": "mosaic_gpu"}
+        return Step(layout=layout, number=case["number"], index=index, query=query, q_ids=None, options=options)
+
+    visitors = Visitors(Pair.of(key, value), None)
+    index = jnp.int32(case["index"])
+    forward = lambda query, index, visitors, total: step(query, index).forward(
+        visitors, total, is_last=case.get("is_last", False)
+    )
+    out, lse = jax.jit(forward)(query, index, visitors, total)
+
+    def backward(query, index, visitors, rows, so_far):
+        at = step(query, index)
+        parts = at.in_parts(visitors) if case.get("in_parts") else [None]
+        pairs = []
+        for part in parts:
+            so_far, pair = at.gradients(visitors, rows, so_far, part)
+            pairs.append(pair)
+        return so_far, *(jnp.concatenate([getattr(x, name) for x in pairs], axis=2) for name in ("key", "value"))
+
+    rows = Rows(lse_of_all, delta, dout)
+    dquery, dkey, dvalue = jax.jit(backward)(query, index, visitors, rows, so_far)
+    jax.block_until_ready((out, lse, dquery, dkey, dvalue))
+    races = mosaic_interpreter.races_found()
+
+    wide = lambda x: np.asarray(x, np.float64)
+    q, k, v, do = wide(query), *(np.repeat(wide(x), heads // kv_heads, axis=2) for x in (key, value)), wide(dout)
+    source = (case["index"] - case["number"]) % 2
+    keep = np.ones((TOKENS, TOKENS), bool)
+    if case["is_causal"]:
+        keep = layout.tokens(case["index"])[:, None] >= layout.tokens(source)
+    scores = np.where(keep, np.einsum("bthd,bshd->bhts", q, k) * scale, -np.inf)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        want_lse = np.logaddexp.reduce(scores, axis=-1)
+        p = np.where(keep, np.exp(scores - np.where(np.isneginf(want_lse), 0, want_lse)[..., None]), 0)
+        want = np.einsum("bhts,bshd->bthd", p, v)
+        if total is not None:
+            both = np.logaddexp(want_lse, wide(total[1]))
+            share = lambda x: np.where(np.isneginf(both), 0, np.exp(x - both)).swapaxes(1, 2)[..., None]
+            want, want_lse = want * share(want_lse) + wide(total[0]) * share(wide(total[1])), both
+    p = np.where(keep, np.exp(scores - wide(lse_of_all)[..., None]), 0)
+    ds = p * (np.einsum("bthd,bshd->bhts", do, v) - wide(delta)[..., None])
+    by_group = lambda x: x.reshape(1, TOKENS, kv_heads, -1, head_dim).sum(3)
+    wants = {
+        "out": (out, want),
+        "lse": (lse, want_lse),
+        "dquery": (dquery, wide(so_far) + np.einsum("bhts,bshd->bthd", ds, k)),
+        "dkey": (dkey, by_group(np.einsum("bhts,bthd->bshd", ds, q)) * scale),
+        "dvalue": (dvalue, by_group(np.einsum("bhts,bthd->bshd", p, do))),
+    }
+    errors = {}
+    for name, (got, wanted) in wants.items():
+        got, dead = wide(got), np.isneginf(wanted)
+        assert np.array_equal(np.isneginf(got), dead), name
+        errors[name] = float(rms_error(np.where(dead, 0, got), np.where(dead, 0, wanted)))
+    dtypes = {name: str(got.dtype) for name, (got, _) in wants.items()}
+    return {"errors": errors, "races": races, "dtypes": dtypes}
+
+
+if __name__ == "__main__":
+    mosaic_interpreter.install()
+    for argument in sys.argv[1:]:
+        print(json.dumps(run(json.loads(argument))), flush=True)
