@@ -9,7 +9,9 @@ from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.dilated_attention import DilatedAttention, LongNet, LongNetConfig, MultiHeadDilatedAttention
 from jax_kernels.models.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.models.linear import GatedMLP, Linear
+from jax_kernels.models.losses import linear_cross_entropy
 from jax_kernels.models.normalization import LayerNorm, RMSNorm
+from jax_kernels.models.sharding import ShardingRules, make_mesh, shard_batch, shard_model, state_shardings
 from jax_kernels.models.transformer import Transformer, flat_parameters
 
 __all__ = [
@@ -24,9 +26,15 @@ __all__ = [
     "MultiHeadAttention",
     "MultiHeadDilatedAttention",
     "RMSNorm",
+    "ShardingRules",
     "Transformer",
     "TransformerConfig",
     "attention_fn",
     "flat_parameters",
+    "linear_cross_entropy",
+    "make_mesh",
     "rotary_embedding",
+    "shard_batch",
+    "shard_model",
+    "state_shardings",
 ]
