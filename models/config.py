@@ -30,6 +30,7 @@ class TransformerConfig:
     dtype: dtype of the computation, by name; bfloat16 is what to train in on GPUs. param_dtype: of the parameters.
     remat: what of each block the backward computes again: False for nothing, True for all; "attention" for all but
       attention's out and log-sum-exp, which are kept; "products" for all but these and the products of matrices.
+    scan_layers: run the blocks as a loop (jax.lax.scan), which compiles faster. The parameters are the same.
     implementation: of the attention, as in flash_attention.
     precision: "fp8" for products of 8 bits in the blocks (q, k, v, out, gate, up and down), as in matmul; None for
       those of dtype. The parameters are the same. scaling: with "fp8", as in matmul; "row" gives each token a scale of
@@ -51,6 +52,7 @@ class TransformerConfig:
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat: bool | str = False
+    scan_layers: bool = False
     implementation: str | None = None
     precision: str | None = None
     scaling: str | None = None
@@ -73,8 +75,9 @@ class TransformerConfig:
                 raise TypeError(f"TransformerConfig.{name}={number!r} must be a number")
             if not (number > 0 and math.isfinite(number)):
                 raise ValueError(f"TransformerConfig.{name}={number} must be positive and finite")
-        if not isinstance(self.tie_embeddings, bool):
-            raise TypeError(f"TransformerConfig.tie_embeddings={self.tie_embeddings!r} must be a bool")
+        for name in ("tie_embeddings", "scan_layers"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a bool")
         if not isinstance(self.remat, bool) and self.remat not in REMAT:
             names = ", ".join(map(repr, REMAT))
             raise (ValueError if isinstance(self.remat, str) else TypeError)(

@@ -79,6 +79,16 @@ def _run_block(state: Any, x: jax.Array, *, graphdef: Any, remat: bool | str, ta
     return recomputed(block, remat)(state, x)
 
 
+def _stacked(states: Any, dtype: Any) -> Any:
+    """The states of all blocks as one, with a first axis for the blocks.
+
+    Matrices are rounded to the computation's dtype here, as their products would round them: stacking then costs no
+    pass over memory of its own.
+    """
+    rounded = lambda x: x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jax.tree.map(lambda *xs: jnp.stack([rounded(x) for x in xs]), *states)
+
+
 class Transformer(nnx.Module):
     """A causal decoder: token embedding, blocks with RMSNorm before attention and MLP, a final RMSNorm, a head.
 
@@ -270,10 +280,17 @@ class Transformer(nnx.Module):
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = self._constrained(x.astype(self.config.dtype))
         target = dispatch.target_device(x), dispatch.interpreting()
-        for layer in self.layers:
-            graphdef, state = nnx.split(layer)
-            x = _run_block(state, x, graphdef=graphdef, remat=self.config.remat, target=target)
-            x = self._constrained(x)
+        graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
+
+        def run(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
+            x = _run_block(state, x, graphdef=graphdefs[0], remat=self.config.remat, target=target)
+            return self._constrained(x), None
+
+        if self.config.scan_layers:
+            x, _ = jax.lax.scan(run, x, _stacked(states, x.dtype))
+        else:
+            for state in states:
+                x, _ = run(x, state)
         return self.final_norm(x), order
 
     def _constrained(self, x: jax.Array) -> jax.Array:

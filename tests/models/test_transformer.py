@@ -128,6 +128,8 @@ def test_remat_changes_no_gradient():
     loss = lambda transformer: (transformer(tokens()) ** 2).mean()
     gradient, products = nnx.jit(nnx.grad(loss)), {}
     want = gradient(model())
+    scanned = gradient(model(scan_layers=True, remat="products"))
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6), scanned, want)
     for remat in (True, "attention", "products", False):
         transformer = model(remat=remat)
         jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6), gradient(transformer), want)
@@ -231,6 +233,17 @@ def test_config_fills_its_defaults():
     ("changes", "error", "message"),
     [
         ({"vocab_size": 0}, ValueError, "TransformerConfig.vocab_size=0 must be positive"),
+        (
+            {"remat": "some"},
+            ValueError,
+            "TransformerConfig.remat='some' must be a bool or one of 'attention', 'products'",
+        ),
+        (
+            {"sequence_layout": "zig"},
+            ValueError,
+            "sequence_layout='zig' must be one of 'zigzag', 'striped', 'contiguous'",
+        ),
+        ({"sequence_axis": 1}, TypeError, "sequence_axis=1 must be the name of a mesh axis, or None"),
         ({"num_layers": 1.5}, TypeError, "TransformerConfig.num_layers=1.5 must be an int"),
         ({"num_heads": 5, "head_dim": None}, ValueError, "num_kv_heads=2 must divide num_heads=5"),
         ({"num_heads": 6, "head_dim": None}, ValueError, "num_heads=6 must divide model_dim=32"),
