@@ -19,6 +19,7 @@ __all__ = [
     "ShardingRules",
     "batch_sharding",
     "make_mesh",
+    "place",
     "sequence_devices",
     "shard_batch",
     "shard_model",
@@ -149,7 +150,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) 
 def shard_model(model: nnx.Module, mesh: Mesh, rules: ShardingRules | None = None) -> None:
     """Places the parameters of a model on a mesh, in the model itself."""
     state = nnx.state(model)
-    nnx.update(model, jax.device_put(state, state_shardings(state, mesh, rules)))
+    nnx.update(model, place(state, state_shardings(state, mesh, rules)))
 
 
 def shard_batch(batch: Any, mesh: Mesh, rules: ShardingRules | None = None) -> Any:
@@ -159,11 +160,19 @@ def shard_batch(batch: Any, mesh: Mesh, rules: ShardingRules | None = None) -> A
 
     Raises ValueError where the devices do not divide the batch.
     """
-    sharding = lambda x: batch_sharding(x.shape, mesh, rules)
+    return place(batch, jax.tree.map(lambda x: batch_sharding(x.shape, mesh, rules), batch))
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """A tree of arrays by its shardings. Of several processes each gives whole arrays, the same ones."""
     if jax.process_count() == 1:
-        return jax.tree.map(lambda x: jax.device_put(x, sharding(x)), batch)
-    whole = jax.tree.map(np.asarray, batch)
-    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding(x), x.__getitem__), whole)
+        return jax.device_put(tree, shardings)
+
+    def own(x: Any, sharding: NamedSharding) -> jax.Array:
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+    return jax.tree.map(own, tree, shardings)
 
 
 def batch_sharding(shape: Sequence[int], mesh: Mesh, rules: ShardingRules | None = None) -> NamedSharding:
