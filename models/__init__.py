@@ -6,10 +6,14 @@ Needs the `flax` extra. Nothing else in the library imports Flax.
 from jax_kernels.models.attention import KVCache, MultiHeadAttention, rotary_embedding
 from jax_kernels.models.attention_fn import attention_fn
 from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.data import TokenBatches, read_text
 from jax_kernels.models.dilated_attention import DilatedAttention, LongNet, LongNetConfig, MultiHeadDilatedAttention
 from jax_kernels.models.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.models.linear import GatedMLP, Linear
+from jax_kernels.models.losses import linear_cross_entropy
 from jax_kernels.models.normalization import LayerNorm, RMSNorm
+from jax_kernels.models.sharding import ShardingRules, make_mesh, shard_batch, shard_model, state_shardings
+from jax_kernels.models.trainer import Trainer, next_token_loss
 from jax_kernels.models.transformer import Transformer, flat_parameters
 
 __all__ = [
@@ -24,9 +28,19 @@ __all__ = [
     "MultiHeadAttention",
     "MultiHeadDilatedAttention",
     "RMSNorm",
+    "ShardingRules",
+    "TokenBatches",
+    "Trainer",
     "Transformer",
     "TransformerConfig",
     "attention_fn",
     "flat_parameters",
+    "linear_cross_entropy",
+    "make_mesh",
+    "next_token_loss",
+    "read_text",
     "rotary_embedding",
+    "shard_batch",
+    "shard_model",
+    "state_shardings",
 ]

@@ -8,11 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels import masks
-from jax_kernels.models.config import check_heads, check_precision
+from jax_kernels.models.config import check_heads, check_precision, check_sequence
 from jax_kernels.models.linear import Linear
+from jax_kernels.models.remat import PROJECTION
+from jax_kernels.models.sharding import ShardingRules, sequence_devices, share_sequence, token_order
 from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.decode_attention import MOST_QUERIES, decode_attention
+from jax_kernels.ops.ring.ring_attention import ring_attention
 
 __all__ = ["KVCache", "MultiHeadAttention", "rotary_embedding"]
 
@@ -107,6 +112,12 @@ class MultiHeadAttention(nnx.Module):
       implementation: of the attention, as in flash_attention.
       precision: "fp8" for projections by products of 8 bits, as in matmul; None for those of dtype. scaling: with
         "fp8", as in matmul.
+      sequence_axis: a mesh axis. Where the mesh of jax.set_mesh has it, or a jax.shard_map around the call, its devices
+        share out the tokens, and the attention is ring_attention. x then has its tokens in the order of
+        sequence_layout, as shard_sequence gives them, and its rotary positions follow. Without such a mesh, and with a
+        cache, the axis has no effect.
+      sequence_layout: as ring_attention's layout; None for its default.
+      rules: which mesh axes share out the batch and the heads; None for ShardingRules().
       rngs: initialises the kernels (LeCun normal), from its stream `params`.
 
     Raises:
@@ -129,11 +140,15 @@ class MultiHeadAttention(nnx.Module):
         implementation: str | None = None,
         precision: str | None = None,
         scaling: str | None = None,
+        sequence_axis: str | None = None,
+        sequence_layout: str | None = None,
+        rules: ShardingRules | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         if mask is not None and not isinstance(mask, masks.Mask):
             raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask, or None; an array goes to a call")
         check_precision("", precision, scaling)
+        check_sequence("", sequence_axis, sequence_layout)
         num_kv_heads, head_dim = check_heads("", model_dim, num_heads, num_kv_heads, head_dim)
         if use_rotary and head_dim % 2:
             raise ValueError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
@@ -147,6 +162,9 @@ class MultiHeadAttention(nnx.Module):
         self.mask = nnx.data(mask)
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation
+        self.sequence_axis = sequence_axis
+        self.sequence_layout = sequence_layout or ("zigzag" if is_causal else "contiguous")
+        self.rules = ShardingRules() if rules is None else rules
 
         def linear(in_features: int, out_features: int) -> nnx.Linear:
             options = {"use_bias": False, "dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -185,7 +203,8 @@ class MultiHeadAttention(nnx.Module):
           mask: bool, broadcastable to [B, num_heads, T, S], True = attend, or a masks.Mask, combined with is_causal.
             S is T, or the cache's max_length. Under a Mask, the queries stand after the cached tokens.
           cache: from init_cache or from the call before. Not changed. Where its length is [B], the T tokens of each
-            sequence stand after its own.
+            sequence stand after its own. Up to 16 causal tokens attend by decode_attention, but under a mask, and
+            where an implementation other than "xla" is named.
 
         Returns:
           out [B, T, model_dim] in dtype; with a cache (out, the new cache).
@@ -194,6 +213,7 @@ class MultiHeadAttention(nnx.Module):
           ValueError: x or the cache has the wrong shape, or the cache has no room for T tokens. A traced length
             cannot be checked: under jit, a sequence past the cache's end gets NaN.
           TypeError: the cache's length is no integer.
+          NotImplementedError: devices share out the tokens, and there is a mask.
         """
         self._check_input(x)
         start: int | jax.Array = 0
@@ -204,11 +224,15 @@ class MultiHeadAttention(nnx.Module):
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & as_mask(mask)
         if cache is None:
-            return self._project(self._attend(query, key, value, mask))
+            attend = self._attend if sequence_devices(self.sequence_axis) == 1 else self._attend_over_devices
+            return self._project(attend(query, key, value, mask))
 
         cache = _append(cache, key, value)
         key, value = cache.key.astype(self.dtype), cache.value.astype(self.dtype)
-        out = self._attend(query, key, value, mask, q_offset=start, kv_lengths=cache.lengths)
+        if self._decodes(query, mask):
+            out = decode_attention(query, key, value, kv_lengths=cache.lengths, implementation=self.implementation)
+        else:
+            out = self._attend(query, key, value, mask, q_offset=start, kv_lengths=cache.lengths)
         has_room = (cache.lengths <= cache.max_length)[:, None, None]
         out = jnp.where(has_room, self._project(out), jnp.nan)
         return out, cache
@@ -217,6 +241,40 @@ class MultiHeadAttention(nnx.Module):
         """Attention by heads: [B, T, num_heads, head_dim]. arguments: what a cache adds to flash_attention's."""
         arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
         return flash_attention(query, key, value, mask=mask, **arguments)
+
+    def _decodes(self, query: jax.Array, mask: Any) -> bool:
+        """Whether decode_attention takes the place of flash_attention: both give the same."""
+        is_free = self.implementation in (None, "xla")
+        return self.is_causal and mask is None and is_free and 0 < query.shape[1] <= MOST_QUERIES
+
+    def _attend_over_devices(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any) -> jax.Array:
+        """As _attend, where devices share out the tokens."""
+        if mask is not None:
+            raise NotImplementedError(
+                f"mask: got {type(mask).__name__} where devices share out the tokens along {self.sequence_axis!r}, "
+                "want None"
+            )
+        assert self.sequence_axis is not None
+        return share_sequence(self._ring, query, key, value, axis=self.sequence_axis, rules=self.rules)
+
+    def _ring(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        """Attention inside shard_map, of a device's tokens."""
+        assert self.sequence_axis is not None
+        return ring_attention(
+            query,
+            key,
+            value,
+            axis_name=self.sequence_axis,
+            layout=self.sequence_layout,
+            is_causal=self.is_causal,
+            implementation=self.implementation,
+        )
+
+    def token_order(self, length: int, what: str = "x") -> Any:
+        """The tokens by their place in x, int32 [length], where devices share them out; else None."""
+        if self.sequence_axis is None or sequence_devices(self.sequence_axis) == 1:
+            return None
+        return token_order(self.sequence_axis, self.sequence_layout, length, what)
 
     def _check_input(self, x: jax.Array) -> None:
         if x.ndim != 3 or x.shape[-1] != self.model_dim:
@@ -236,21 +294,23 @@ class MultiHeadAttention(nnx.Module):
     def _heads(self, x: jax.Array, start: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """query [B, T, num_heads, head_dim], key and value [B, T, num_kv_heads, head_dim].
 
-        start: the position of the first token, a scalar or [B].
+        start: the position of the first token, a scalar or [B]. It is 0 where devices may share out the tokens.
         """
         self._check_input(x)
         batch, length = x.shape[:2]
-        query = self.q_proj(x).reshape(batch, length, self.num_heads, self.head_dim)
-        key = self.k_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
-        value = self.v_proj(x).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        project = lambda projection: checkpoint_name(projection(x), PROJECTION)
+        query = project(self.q_proj).reshape(batch, length, self.num_heads, self.head_dim)
+        key = project(self.k_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        value = project(self.v_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
         if self.use_rotary:
-            positions = jnp.asarray(start)[..., None] + jnp.arange(length)
+            order = self.token_order(length) if isinstance(start, int) else None
+            positions = jnp.asarray(start)[..., None] + (jnp.arange(length) if order is None else order)
             query = rotary_embedding(query, positions, self.rope_theta)
             key = rotary_embedding(key, positions, self.rope_theta)
         return query, key, value
 
     def _project(self, out: jax.Array) -> jax.Array:
-        return self.out_proj(out.reshape(*out.shape[:2], self.num_heads * self.head_dim))
+        return checkpoint_name(self.out_proj(out.reshape(*out.shape[:2], self.num_heads * self.head_dim)), PROJECTION)
 
 
 def as_mask(mask: jax.Array | masks.Mask) -> masks.Mask:

@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_kernels import quantization
+from jax_kernels.models.remat import REMAT
+from jax_kernels.ops.ring.layouts import LAYOUTS
 
-__all__ = ["TransformerConfig", "check_heads", "check_precision", "check_scaling"]
+__all__ = ["TransformerConfig", "check_heads", "check_precision", "check_scaling", "check_sequence"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -26,7 +28,9 @@ class TransformerConfig:
     rope_theta: base of the rotary frequencies. norm_eps: epsilon of the RMSNorms.
     tie_embeddings: the head is the transposed token embedding instead of a matrix of its own.
     dtype: dtype of the computation, by name; bfloat16 is what to train in on GPUs. param_dtype: of the parameters.
-    remat: recompute each block in the backward instead of keeping its activations.
+    remat: what of each block the backward computes again: False for nothing, True for all; "attention" for all but
+      attention's out and log-sum-exp, which are kept; "products" for all but these and the products of matrices.
+    scan_layers: run the blocks as a loop (jax.lax.scan), which compiles faster. The parameters are the same.
     implementation: of the attention, as in flash_attention.
     precision: "fp8" for products of 8 bits in the blocks (q, k, v, out, gate, up and down), as in matmul; None for
       those of dtype. The parameters are the same. scaling: with "fp8", as in matmul; "row" gives each token a scale of
@@ -47,10 +51,13 @@ class TransformerConfig:
     tie_embeddings: bool = True
     dtype: str = "float32"
     param_dtype: str = "float32"
-    remat: bool = False
+    remat: bool | str = False
+    scan_layers: bool = False
     implementation: str | None = None
     precision: str | None = None
     scaling: str | None = None
+    sequence_axis: str | None = "sequence"
+    sequence_layout: str = "zigzag"
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "model_dim", "num_layers"):
@@ -68,9 +75,14 @@ class TransformerConfig:
                 raise TypeError(f"TransformerConfig.{name}={number!r} must be a number")
             if not (number > 0 and math.isfinite(number)):
                 raise ValueError(f"TransformerConfig.{name}={number} must be positive and finite")
-        for name in ("tie_embeddings", "remat"):
+        for name in ("tie_embeddings", "scan_layers"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a bool")
+        if not isinstance(self.remat, bool) and self.remat not in REMAT:
+            names = ", ".join(map(repr, REMAT))
+            raise (ValueError if isinstance(self.remat, str) else TypeError)(
+                f"TransformerConfig.remat={self.remat!r} must be a bool or one of {names}"
+            )
         for name in ("dtype", "param_dtype"):
             dtype = _dtype_name(getattr(self, name))
             if dtype not in DTYPES:
@@ -79,6 +91,7 @@ class TransformerConfig:
         if self.implementation is not None and not isinstance(self.implementation, str):
             raise TypeError(f"TransformerConfig.implementation={self.implementation!r} must be a name or None")
         check_precision("TransformerConfig.", self.precision, self.scaling)
+        check_sequence("TransformerConfig.", self.sequence_axis, self.sequence_layout)
         object.__setattr__(self, "num_kv_heads", kv_heads)
         object.__setattr__(self, "head_dim", head_dim)
         object.__setattr__(self, "mlp_dim", mlp_dim)
@@ -118,6 +131,14 @@ def check_scaling(prefix: str, precision: object, scaling: object) -> None:
         raise ValueError(f"{prefix}scaling={scaling!r} must be 'tensor', 'row', 'block' or None")
     if precision != "fp8":
         raise ValueError(f"{prefix}scaling={scaling!r} must be None with precision={precision!r}: it is for 'fp8'")
+
+
+def check_sequence(prefix: str, axis: object, layout: object) -> None:
+    """Raises TypeError or ValueError, naming `prefix` + the argument, for a sequence_axis or layout that is none."""
+    if axis is not None and not isinstance(axis, str):
+        raise TypeError(f"{prefix}sequence_axis={axis!r} must be the name of a mesh axis, or None")
+    if layout is not None and layout not in LAYOUTS:
+        raise ValueError(f"{prefix}sequence_layout={layout!r} must be one of {', '.join(map(repr, LAYOUTS))}")
 
 
 def positive(name: str, value: object) -> None:

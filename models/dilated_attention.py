@@ -8,12 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.sharding import ShardingRules, sequence_devices, share_sequence
 from jax_kernels.models.transformer import Block, Transformer
 from jax_kernels.ops.dilated.dilated_attention import check_pattern, dilated_attention
+from jax_kernels.ops.dilated.sequence_parallel import sequence_parallel_dilated_attention
 
 __all__ = ["DilatedAttention", "LongNet", "LongNetConfig", "MultiHeadDilatedAttention"]
 
@@ -87,6 +90,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         rngs: as in MultiHeadAttention.
       segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
         implementation: as in dilated_attention.
+      sequence_axis, rules: as in MultiHeadAttention, with sequence_parallel_dilated_attention. The tokens stay in their
+        order: a device has neighbours.
       layer_norm: a LayerNorm over all heads before out_proj; layer_norm_eps: its epsilon.
       gamma: None for LeCun normal kernels. A number for MAGNETO's, which are Xavier normal, with those of v_proj and
         out_proj multiplied by gamma. MAGNETO takes sqrt(log(2 * layers)) for a decoder.
@@ -122,6 +127,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         implementation: str | None = None,
         precision: str | None = None,
         scaling: str | None = None,
+        sequence_axis: str | None = None,
+        rules: ShardingRules | None = None,
         rngs: nnx.Rngs,
     ) -> None:
         _check_magneto("", layer_norm, gamma)
@@ -149,6 +156,9 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
             implementation=implementation,
             precision=precision,
             scaling=scaling,
+            sequence_axis=sequence_axis,
+            sequence_layout="contiguous",
+            rules=rules,
             rngs=rngs,
         )
         if heads == "groups" and len(self.attention.segment_lengths) > num_heads:
@@ -180,9 +190,40 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
           [B, T, model_dim] in dtype.
 
         Raises:
-          ValueError: x has the wrong shape.
+          ValueError: x has the wrong shape, or as sequence_parallel_dilated_attention.
+          NotImplementedError: devices share out the tokens, and there are segment_ids, or the layout is "partition".
         """
-        return self._project(self.attention(*self._heads(x, 0), segment_ids=segment_ids))
+        arrays = self._heads(x, 0)
+        if sequence_devices(self.sequence_axis) == 1:
+            return self._project(self.attention(*arrays, segment_ids=segment_ids))
+        if segment_ids is not None or self.attention.layout != "overlap":
+            raise NotImplementedError(
+                f"segment_ids, layout: got layout {self.attention.layout!r}"
+                f"{'' if segment_ids is None else ' and segment_ids'} where devices share out the tokens along "
+                f"{self.sequence_axis!r}, want None and 'overlap'"
+            )
+        assert self.sequence_axis is not None
+        # A head's offset within a branch hangs on its number, so that every device needs all heads.
+        out = share_sequence(self._ring, *arrays, axis=self.sequence_axis, rules=self.rules, heads_alike=False)
+        return self._project(out)
+
+    def _ring(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        of = self.attention
+        assert self.sequence_axis is not None
+        return sequence_parallel_dilated_attention(
+            query,
+            key,
+            value,
+            axis_name=self.sequence_axis,
+            segment_lengths=of.segment_lengths,
+            dilation_rates=of.dilation_rates,
+            is_causal=of.is_causal,
+            heads=of.heads,
+            combine=of.combine,
+            order=of.order,
+            stop_gradient_weights=of.stop_gradient_weights,
+            implementation=of.implementation,
+        )
 
     def _project(self, out: jax.Array) -> jax.Array:
         if self.out_norm is not None:
@@ -207,6 +248,7 @@ class LongNetConfig(TransformerConfig):
 
     segment_lengths, dilation_rates, heads, combine, layout, order: as in dilated_attention.
     layer_norm, gamma: as in MultiHeadDilatedAttention.
+    sequence_layout: "contiguous" alone.
 
     A bad field raises ValueError or TypeError, with its name.
     """
@@ -219,6 +261,7 @@ class LongNetConfig(TransformerConfig):
     order: str | None = None
     layer_norm: bool = False
     gamma: float | None = None
+    sequence_layout: str = "contiguous"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,6 +272,8 @@ class LongNetConfig(TransformerConfig):
                 "with heads='groups'"
             )
         _check_magneto("LongNetConfig.", self.layer_norm, self.gamma)
+        if self.sequence_layout != "contiguous":
+            raise ValueError(f"LongNetConfig.sequence_layout={self.sequence_layout!r} must be 'contiguous'")
         object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
         object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
 
@@ -236,7 +281,7 @@ class LongNetConfig(TransformerConfig):
 class LongNetBlock(Block):
     """A block of Transformer with dilated attention."""
 
-    def _attention(self, config: Any, rngs: nnx.Rngs) -> MultiHeadAttention:
+    def _attention(self, config: Any, rules: ShardingRules, rngs: nnx.Rngs) -> MultiHeadAttention:
         return MultiHeadDilatedAttention(
             config.model_dim,
             config.num_heads,
@@ -256,6 +301,8 @@ class LongNetBlock(Block):
             implementation=config.implementation,
             precision=config.precision,
             scaling=config.scaling,
+            sequence_axis=config.sequence_axis,
+            rules=rules,
             rngs=rngs,
         )
 
@@ -264,13 +311,29 @@ class LongNet(Transformer):
     """A Transformer whose blocks have dilated attention.
 
     Its parameters are those of Transformer, and with config.layer_norm also layers.N.attention.out_norm.scale and
-    .bias. It has no cache: init_cache raises.
+    .bias. It has no cache: init_cache raises, and generate runs the whole sequence anew for each token.
 
     Args:
       config: a LongNetConfig.
-      rngs: as in Transformer.
+      rules, rngs: as in Transformer.
 
     Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486.
     """
 
     block_type = LongNetBlock
+
+    def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
+        """As in Transformer. Attention is causal, so that padding after the last token has no effect."""
+        tokens = jnp.pad(tokens, ((0, 0), (0, more)))
+
+        def logits(tokens: jax.Array, last: jax.Array) -> jax.Array:
+            x, order = self._hidden(tokens, None)
+            x = x if order is None else x[:, np.argsort(order)]
+            return self._logits(jnp.take_along_axis(x, last[:, None, None], axis=1))[:, 0]
+
+        def advance(token: jax.Array, index: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+            place = lengths + index
+            tokens = tokens.at[jnp.arange(len(token)), place].set(token)
+            return logits(tokens, place), tokens
+
+        return (logits(tokens, lengths - 1), tokens), advance

@@ -1,5 +1,6 @@
 """A decoder-only Transformer as an nnx module."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,53 +8,41 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_kernels import dispatch
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.generate import check_generation, generate
 from jax_kernels.models.linear import GatedMLP
+from jax_kernels.models.losses import linear_cross_entropy
 from jax_kernels.models.normalization import RMSNorm
+from jax_kernels.models.remat import recomputed
+from jax_kernels.models.sharding import ShardingRules
 
-__all__ = ["MLP", "Block", "Transformer", "flat_parameters"]
-
-
-class MLP(nnx.Module):
-    """The gated MLP: down_proj(silu(gate_proj(x)) * up_proj(x)), without bias."""
-
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
-        options = {"use_bias": False, "dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
-        self.gate_proj = nnx.Linear(config.model_dim, config.mlp_dim, **options)
-        self.up_proj = nnx.Linear(config.model_dim, config.mlp_dim, **options)
-        self.down_proj = nnx.Linear(config.mlp_dim, config.model_dim, **options)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def _mlp_of_8_bits(config: Any, rngs: nnx.Rngs) -> GatedMLP:
-    """The MLP of the same parameters, by gated_matmul."""
-    return GatedMLP(
-        config.model_dim,
-        config.mlp_dim,
-        precision=config.precision,
-        scaling=config.scaling,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        rngs=rngs,
-    )
+__all__ = ["Block", "Transformer", "flat_parameters"]
 
 
 class Block(nnx.Module):
     """A block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: TransformerConfig, *, rules: ShardingRules | None = None, rngs: nnx.Rngs) -> None:
+        rules = ShardingRules() if rules is None else rules
         norm = lambda: RMSNorm(
             config.model_dim, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )
         self.attention_norm = norm()
-        self.attention = self._attention(config, rngs)
+        self.attention = self._attention(config, rules, rngs)
         self.mlp_norm = norm()
-        self.mlp = MLP(config, rngs=rngs) if config.precision is None else _mlp_of_8_bits(config, rngs)
+        self.mlp = GatedMLP(
+            config.model_dim,
+            config.mlp_dim or 0,
+            precision=config.precision,
+            scaling=config.scaling,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            rngs=rngs,
+        )
 
-    def _attention(self, config: Any, rngs: nnx.Rngs) -> MultiHeadAttention:
+    def _attention(self, config: Any, rules: ShardingRules, rngs: nnx.Rngs) -> MultiHeadAttention:
         return MultiHeadAttention(
             config.model_dim,
             config.num_heads,
@@ -65,6 +54,9 @@ class Block(nnx.Module):
             implementation=config.implementation,
             precision=config.precision,
             scaling=config.scaling,
+            sequence_axis=config.sequence_axis,
+            sequence_layout=config.sequence_layout,
+            rules=rules,
             rngs=rngs,
         )
 
@@ -74,7 +66,27 @@ class Block(nnx.Module):
         else:
             attended, cache = self.attention(self.attention_norm(x), cache=cache)
         normed, x = self.mlp_norm(attended, residual=x)  # and x + attended
-        return x + self.mlp(normed), cache
+        return self.mlp(normed, residual=x), cache
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "remat", "target"))
+def _run_block(state: Any, x: jax.Array, *, graphdef: Any, remat: bool | str, target: Any) -> jax.Array:
+    """A block without a cache. It is traced and lowered once for all blocks of a model.
+
+    target: what decides on the plans beside the arrays: the device, and whether kernels are interpreted.
+    """
+    block = lambda state, x: nnx.merge(graphdef, state)(x)[0]
+    return recomputed(block, remat)(state, x)
+
+
+def _stacked(states: Any, dtype: Any) -> Any:
+    """The states of all blocks as one, with a first axis for the blocks.
+
+    Matrices are rounded to the computation's dtype here, as their products would round them: stacking then costs no
+    pass over memory of its own.
+    """
+    rounded = lambda x: x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jax.tree.map(lambda *xs: jnp.stack([rounded(x) for x in xs]), *states)
 
 
 class Transformer(nnx.Module):
@@ -102,17 +114,22 @@ class Transformer(nnx.Module):
 
     Args:
       config: the shape.
+      rules: which mesh axes share out which arrays; None for ShardingRules().
       rngs: initialises the parameters, from its stream `params`. Embeddings are normal with variance 1 / model_dim,
         kernels LeCun normal.
+
+    On a mesh (`with jax.set_mesh(mesh)`, see make_mesh and shard_model) the same calls run over its devices. Tokens go
+    in, and results come out, in their order.
     """
 
     block_type = Block
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: TransformerConfig, *, rules: ShardingRules | None = None, rngs: nnx.Rngs) -> None:
         self.config = config
+        self.rules = ShardingRules() if rules is None else rules
         initialize = nnx.initializers.normal(config.model_dim**-0.5)
         self.embed = nnx.Param(initialize(rngs.params(), (config.vocab_size, config.model_dim), config.param_dtype))
-        self.layers = nnx.List([self.block_type(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.layers = nnx.List([self.block_type(config, rules=self.rules, rngs=rngs) for _ in range(config.num_layers)])
         self.final_norm = RMSNorm(
             config.model_dim, epsilon=config.norm_eps, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )
@@ -163,27 +180,124 @@ class Transformer(nnx.Module):
         """
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(f"cache: got {len(cache)} entries, want one for each of the {len(self.layers)} layers")
-        if tokens is not None and embeddings is None:
-            x = self.embed_tokens(tokens)
-        elif tokens is None and embeddings is not None:
-            x = embeddings
-        else:
+        if (tokens is None) == (embeddings is None):
             raise ValueError("tokens, embeddings: want exactly one of them")
-        x = x.astype(self.config.dtype)
         if cache is None:
-            block = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
-            for layer in self.layers:
-                x, _ = block(layer, x)
-            return self._logits(x)
+            x, order = self._hidden(tokens, embeddings)
+            return self._logits(x if order is None else self._constrained(x[:, np.argsort(order)]))
+        x, cache = self._extended(tokens, embeddings, cache)
+        return self._logits(x), cache
+
+    def losses(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+        """The cross-entropy of each target under the logits at its place, which never stand in memory as a whole.
+
+        Equivalent to linear_cross_entropy of the logits of a call: float32 [B, T], in nats.
+
+        Args:
+          tokens, targets: integers [B, T]. A target below 0 has a loss of 0 and no gradient.
+
+        Raises:
+          ValueError: a shape or dtype is wrong, or the devices along the sequence axis do not divide the tokens.
+        """
+        if targets.shape != tokens.shape:
+            raise ValueError(f"targets: got shape {targets.shape}, want tokens' {tokens.shape}")
+        x, order = self._hidden(tokens, None)
+        tied = self.config.tie_embeddings
+        w = self.embed[...] if tied else self.head.kernel[...]
+        targets = targets if order is None else targets[:, order]
+        found = linear_cross_entropy(x, w, targets, transpose_w=tied, rules=self.rules)
+        return found if order is None else found[:, np.argsort(order)]
+
+    def generate(
+        self,
+        tokens: jax.Array,
+        max_new_tokens: int,
+        temperature: float | jax.Array = 1.0,
+        top_k: int | None = None,
+        eos_id: int | None = None,
+        *,
+        lengths: jax.Array | None = None,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Draws tokens after prompts, as one compiled loop.
+
+        Args:
+          tokens: integers [B, P], the prompts. Shorter ones are padded at their end, by any ids, and have `lengths`.
+          max_new_tokens: how many to draw for each prompt.
+          temperature: the logits are divided by it; 0 takes the likeliest token each time.
+          top_k: draw among so many of the likeliest tokens; None for all. Those as likely as the last count, too.
+          eos_id: a prompt is done once it has drawn this token. The loop ends when all are.
+          lengths: integers [B], from 1 to P; None for P.
+          key: a jax.random.key; only temperature 0 goes without.
+
+        Returns:
+          int32 [B, max_new_tokens], the tokens after each prompt; those after an eos_id are eos_id.
+
+        Raises:
+          ValueError, TypeError: an argument is out of range, naming it.
+        """
+        tokens, lengths = check_generation(
+            tokens, lengths, max_new_tokens, temperature, top_k, eos_id, key, self.config.vocab_size
+        )
+        return generate(self, tokens, lengths, max_new_tokens, temperature, top_k, eos_id, key)
+
+    def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
+        """What generate needs: (logits, memory) after prompts [B, P] of some lengths, and how they go on.
+
+        The second is a function of a token [B], its number after the prompts, and the memory before it: (logits,
+        memory) after it. Logits are float32 [B, vocab_size]. more: how many tokens there may be after the prompts.
+        """
+        batch, length = tokens.shape
+        room = -(-(length + more) // 8) * 8  # what decode_attention's Hopper kernel takes without a copy
+        x, cache = self._extended(tokens, None, self.init_cache(batch, room))
+        cache = tuple(layer.with_length(lengths) for layer in cache)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+
+        def advance(token: jax.Array, index: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+            x, cache = self._extended(token[:, None], None, cache)
+            return self._logits(x)[:, 0], cache
+
+        return (self._logits(last)[:, 0], cache), advance
+
+    def _extended(self, tokens: Any, embeddings: Any, cache: Any) -> tuple[jax.Array, tuple[KVCache, ...]]:
+        """(the final norm's result [B, T, model_dim], the new cache)."""
+        x = self.embed_tokens(tokens) if embeddings is None else embeddings
+        x = x.astype(self.config.dtype)
         filled = []
         for layer, layer_cache in zip(self.layers, cache, strict=True):
             x, layer_cache = layer(x, layer_cache)
             filled.append(layer_cache)
-        return self._logits(x), tuple(filled)
+        return self.final_norm(x), tuple(filled)
+
+    def _hidden(self, tokens: Any, embeddings: Any) -> tuple[jax.Array, Any]:
+        """(the final norm's result [B, T, model_dim], the tokens by their place in it, None for their order)."""
+        length = (tokens if embeddings is None else embeddings).shape[1]
+        order = self.layers[0].attention.token_order(length, "tokens")
+        if isinstance(order, jax.Array):  # inside a shard_map the devices have their tokens in this order already
+            order = None
+        if order is not None:
+            tokens, embeddings = (None if x is None else x[:, order] for x in (tokens, embeddings))
+        x = self.embed_tokens(tokens) if embeddings is None else embeddings
+        x = self._constrained(x.astype(self.config.dtype))
+        target = dispatch.target_device(x), dispatch.interpreting()
+        graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
+
+        def run(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
+            x = _run_block(state, x, graphdef=graphdefs[0], remat=self.config.remat, target=target)
+            return self._constrained(x), None
+
+        if self.config.scan_layers:
+            x, _ = jax.lax.scan(run, x, _stacked(states, x.dtype))
+        else:
+            for state in states:
+                x, _ = run(x, state)
+        return self.final_norm(x), order
+
+    def _constrained(self, x: jax.Array) -> jax.Array:
+        return self.rules.constrain(x, "batch", "tokens", None)
 
     def _logits(self, x: jax.Array) -> jax.Array:
         kernel = self.embed[...].T if self.config.tie_embeddings else self.head.kernel[...]
-        x = self.final_norm(x)
         return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
 

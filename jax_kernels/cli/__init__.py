@@ -9,6 +9,7 @@ __all__ = ["UserError", "main"]
 # Optional package -> the extra of this library that installs it.
 EXTRAS = {
     "flax": "flax",
+    "grain": "flax",
     "matplotlib": "cli",
     "optax": "flax",
     "orbax": "flax",

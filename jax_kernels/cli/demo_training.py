@@ -84,11 +84,8 @@ class Trainer:
         self.settings = settings
         self.optimizer = make_optimizer(settings)
 
-        @nnx.jit
-        def create(rngs: nnx.Rngs) -> Transformer:
-            return make_model(settings.model, rngs)
-
-        self.graphdef, params = nnx.split(create(nnx.Rngs(settings.seed)), nnx.Param)
+        # Not under jit, which would compile the initialisation of each layer anew.
+        self.graphdef, params = nnx.split(make_model(settings.model, nnx.Rngs(settings.seed)), nnx.Param)
         self.state = {"params": params, "optimizer": jax.jit(self.optimizer.init)(params)}
         self.step = 0
         self._loss = jax.jit(lambda params, windows: mean_loss(nnx.merge(self.graphdef, params), windows))

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions, AttentionResult
@@ -23,6 +24,7 @@ from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference.attention import row_terms
 
 __all__ = [
+    "RESIDUALS",
     "AttentionCall",
     "attention_backward",
     "attention_forward",
@@ -32,6 +34,8 @@ __all__ = [
     "prepare",
     "vary_alike",
 ]
+
+RESIDUALS = "flash_attention_out", "flash_attention_lse"  # names for policies of jax.checkpoint
 
 
 @jax.tree_util.register_static
@@ -289,7 +293,13 @@ def _attention_fwd(call, primals):
     perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
     wanted = {f"{name}_gradient": perturbed(getattr(primals, name)) for name in ("bias", "score_mod")}
     call = dataclasses.replace(call, options=dataclasses.replace(call.options, **wanted))
-    result = attention_forward(call, inputs)
+    named = lambda x, name: None if x is None else checkpoint_name(x, name)
+    found = attention_forward(call, inputs)
+    result = AttentionResult(
+        out=named(found.out, RESIDUALS[0]),
+        lse=named(found.lse, RESIDUALS[1]),
+        excess=named(found.excess, RESIDUALS[1]),
+    )
     return result[:2], (call, inputs, result)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
@@ -19,7 +20,9 @@ from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, under_defaults
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.quantization import QuantizedArray
 
-__all__ = ["MLP", "check", "mlp"]
+__all__ = ["MLP", "RESIDUALS", "check", "mlp"]
+
+RESIDUALS = "mlp_gate", "mlp_up"  # names for policies of jax.checkpoint: the first products, before the activation
 
 MLP = PlannedOp("mlp", GATED.implementations, GATED.order)
 
@@ -170,9 +173,14 @@ def _down(call: PlannedCall, inputs: MlpInputs, hidden: jax.Array) -> jax.Array:
 def _forward(call, inputs):
     saving = dataclasses.replace(call, options=dataclasses.replace(call.options, saves_preactivation=True))
     result = gradients.batched(saving)(inputs.first)
+    saved = MatmulResult(
+        out=None,
+        preactivation=checkpoint_name(result.preactivation, RESIDUALS[0]),
+        up=None if result.up is None else checkpoint_name(result.up, RESIDUALS[1]),
+    )
     out = _down(call, inputs, result.out)
     residual = None if inputs.residual is None else inputs.residual.dtype.type(0)  # tells that there was one
-    return out, (inputs._replace(residual=residual), result._replace(out=None))
+    return out, (inputs._replace(residual=residual), saved)
 
 
 @under_defaults

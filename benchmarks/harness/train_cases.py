@@ -1,0 +1,210 @@
+"""One contender of benchmarks/train.py: a decoder, its training step, and the time of it."""
+
+import dataclasses
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["LLAMA", "POLICIES", "TrainCase", "measure"]
+
+POLICIES: dict[str, Any] = {"none": False, "all": True, "attention": "attention", "products": "products"}
+LLAMA = ("llama", "llama-remat")
+# TFLOP/s of dense products in bfloat16, by the vendor's data sheets.
+PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainCase:
+    """A contender by its name (see benchmarks/train.py) on a mesh, such as "data=2"; "" for one device.
+
+    batch: of one device. A mesh of n devices has n times the batch, also along "sequence", where each device has a part
+    of each sequence: so the work of a token, which hangs on the length of its sequence, stays the same.
+    """
+
+    name: str
+    mesh: str
+    batch: int
+    seq_len: int
+    layers: int
+    width: int
+    heads: int
+    mlp: int
+    vocabulary: int
+    dtype: str
+    param_dtype: str
+    steps: int
+    rounds: int
+
+    def __post_init__(self) -> None:
+        policy = self.name.removeprefix("plain-").removeprefix("cudnn-")
+        if policy not in POLICIES and self.name not in LLAMA:
+            known = ", ".join((*POLICIES, *LLAMA))
+            raise ValueError(f"contenders: got {self.name!r}, want one of {known}, or a policy after plain- or cudnn-")
+        if self.mesh and self.name in LLAMA:
+            raise ValueError(f"meshes: got {self.mesh!r} for {self.name}, want none")
+        _ = self.axes
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.mesh}".strip()
+
+    @property
+    def axes(self) -> dict[str, int]:
+        try:
+            return {name: int(size) for name, size in (part.split("=") for part in self.mesh.split(",") if part)}
+        except ValueError:
+            raise ValueError(f"meshes: got {self.mesh!r}, want axes such as data=2,sequence=2") from None
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.axes.values())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The batch and the tokens of a sequence, over all devices."""
+        return self.batch * self.devices, self.seq_len
+
+    @property
+    def flops(self) -> float:
+        """The FLOPs of a step, without what is computed again."""
+        batch, length = self.shape
+        weights = self.layers * (4 * self.width**2 + 3 * self.width * self.mlp) + self.vocabulary * self.width
+        pairs = batch * length * (length + 1) / 2
+        return 6 * weights * batch * length + 12 * self.layers * self.width * pairs
+
+
+def measure(case: TrainCase) -> dict[str, Any]:
+    """The row of a contender."""
+    build = _llama_step if case.name in LLAMA else _transformer_step
+    start = time.perf_counter()
+    step, device, peak = build(case)
+    build_s = time.perf_counter() - start
+    start = time.perf_counter()
+    loss = float(step()())
+    first_s = time.perf_counter() - start
+    step()()
+    times = []
+    for _ in range(case.rounds):
+        start = time.perf_counter()
+        for _ in range(case.steps):
+            wait = step()
+        wait()
+        times.append((time.perf_counter() - start) / case.steps * 1e3)
+    median = statistics.median(times)
+    tflops = case.flops / median / 1e9 / case.devices
+    best = next((value for name, value in PEAKS.items() if name in device), None)
+    return {
+        "device": device,
+        "devices": case.devices,
+        "batch": case.shape[0],
+        "seq_len": case.shape[1],
+        "build_s": build_s,
+        "first_s": first_s,
+        "loss": loss,
+        "times_ms": times,
+        "median_ms": median,
+        "tokens_per_s": math.prod(case.shape) / median * 1e3,
+        "tflops": tflops,
+        "mfu": None if best is None else tflops / best,
+        "peak_gb": peak(),
+    }
+
+
+Step = Callable[[], Callable[[], Any]]  # queues a step, and returns what waits for it and gives its loss
+
+
+def _transformer_step(case: TrainCase) -> tuple[Step, str, Callable[[], float | None]]:
+    import jax
+    import optax
+    from flax import nnx
+
+    from jax_kernels.models import Transformer, TransformerConfig, make_mesh, shard_batch, state_shardings
+
+    is_plain = case.name.startswith(("plain-", "cudnn-"))
+    config = TransformerConfig(
+        vocab_size=case.vocabulary,
+        model_dim=case.width,
+        num_layers=case.layers,
+        num_heads=case.heads,
+        mlp_dim=case.mlp,
+        dtype=case.dtype,
+        param_dtype=case.param_dtype,
+        remat=POLICIES[case.name.removeprefix("plain-").removeprefix("cudnn-")],
+        implementation="cudnn" if case.name.startswith("cudnn-") else None,
+    )
+    mesh = make_mesh(case.axes or {"data": 1})
+    graphdef, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
+    optimizer = optax.adamw(1e-4)
+    params = jax.device_put(params, state_shardings(params, mesh))
+    moments = jax.jit(optimizer.init)(params)
+    tokens = jax.random.randint(jax.random.key(1), case.shape, 0, case.vocabulary)
+    tokens = shard_batch(tokens, mesh)
+
+    def loss_of(params: Any, tokens: Any) -> Any:
+        model, targets = nnx.merge(graphdef, params), jax.numpy.roll(tokens, -1, 1)
+        if is_plain:
+            return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
+        return model.losses(tokens, targets).mean()
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def train(params: Any, moments: Any, tokens: Any) -> Any:
+        loss, gradients = jax.value_and_grad(loss_of)(params, tokens)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments, loss
+
+    jax.block_until_ready((params, moments, tokens))
+    state = [params, moments]
+    del params, moments
+
+    def step() -> Callable[[], Any]:
+        with jax.set_mesh(mesh):
+            state[0], state[1], loss = train(*state, tokens)
+        return functools.partial(jax.block_until_ready, loss)
+
+    device = jax.devices()[0]
+    statistics_of = lambda: (device.memory_stats() or {}).get("peak_bytes_in_use")
+    peak = lambda: None if statistics_of() is None else statistics_of() / 1e9
+    return step, device.device_kind, peak
+
+
+def _llama_step(case: TrainCase) -> tuple[Step, str, Callable[[], float | None]]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    there = "cuda" if torch.cuda.is_available() else "cpu"
+    config = LlamaConfig(
+        vocab_size=case.vocabulary,
+        hidden_size=case.width,
+        intermediate_size=case.mlp,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        max_position_embeddings=case.seq_len,
+        tie_word_embeddings=True,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with torch.device(there):
+        model = LlamaForCausalLM(config).to(getattr(torch, case.param_dtype))
+    if case.name == "llama-remat":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=there == "cuda")
+    tokens = torch.randint(0, case.vocabulary, case.shape, device=there)
+    casts = case.dtype == "bfloat16" and case.param_dtype == "float32"
+
+    def step() -> Callable[[], Any]:
+        with torch.autocast(there, torch.bfloat16, enabled=casts):
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item
+
+    if there == "cpu":
+        return step, "cpu", lambda: None
+    torch.cuda.synchronize()
+    return step, torch.cuda.get_device_name(), lambda: torch.cuda.max_memory_allocated() / 1e9

@@ -1,0 +1,153 @@
+"""Times training steps of a decoder: this library's Transformer, also with cuDNN attention, and Hugging Face's Llama.
+
+    PYTHONPATH=. python benchmarks/train.py --output benchmarks/results/train-h200.json
+    PYTHONPATH=. python benchmarks/train.py --contenders products --meshes data=2 sequence=2
+
+A step is forward, backward and AdamW on random tokens, with the state donated. Its time is the wall clock over queued
+steps, closed by block_until_ready; "first" is the first step, which traces and compiles. Each contender has a process
+of its own. MFU counts 6 FLOPs for each weight of a product and token, and 12 for each number of a head and each pair of
+a query and a key that the causal mask keeps. Work that a policy repeats does not count.
+
+Contenders: a remat policy of TransformerConfig ("none", "all", "attention", "products"), with the linear cross-entropy
+in chunks; "plain-" and a policy, with the logits whole; "cudnn-" and a policy, with cuDNN attention, plain; and of
+PyTorch "llama" and "llama-remat", with SDPA. Their products are in bfloat16; parameters and moments are in the dtype of
+--param-dtype, the Llama's, too.
+
+The exit status is 1 where a contender failed or was skipped because the budget was spent.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from harness import command_line, report
+from harness.process import say
+from harness.train_cases import LLAMA, TrainCase, measure
+from harness.workers import answer, run_cases
+from rich.console import Console
+from rich.table import Table
+
+CONTENDERS = "products,attention,all,none,plain-products,cudnn-products,cudnn-all,llama,llama-remat"
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--contenders", default=CONTENDERS, help="comma list")
+    told = "further meshes for the first contender, such as data=2"
+    parser.add_argument("--meshes", nargs="*", default=[], help=told)
+    for name, default in (("batch", 2), ("seq-len", 8192), ("layers", 18), ("width", 2048), ("heads", 16)):
+        parser.add_argument(f"--{name}", type=command_line.positive(int), default=default)
+    parser.add_argument("--mlp", type=command_line.positive(int), default=5632)
+    parser.add_argument("--vocabulary", type=command_line.positive(int), default=32000)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the products")
+    parser.add_argument("--param-dtype", default="float32", choices=("bfloat16", "float32"))
+    parser.add_argument("--steps", type=command_line.positive(int), default=8, help="steps of one turn")
+    parser.add_argument("--rounds", type=command_line.positive(int), default=3, help="turns")
+    parser.add_argument("--limit", type=command_line.positive(float), default=60, help="seconds for one contender")
+    told = "seconds after which no more work begins"
+    parser.add_argument("--budget", type=command_line.positive(float), default=400, help=told)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    try:
+        cases(args)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def cases(args: argparse.Namespace) -> list[TrainCase]:
+    """Raises ValueError for an unknown contender or mesh."""
+    names = [name.strip() for name in args.contenders.split(",")]
+
+    def case(name: str, mesh: str) -> TrainCase:
+        return TrainCase(
+            name=name,
+            mesh=mesh,
+            batch=args.batch,
+            seq_len=args.seq_len,
+            layers=args.layers,
+            width=args.width,
+            heads=args.heads,
+            mlp=args.mlp,
+            vocabulary=args.vocabulary,
+            dtype=args.dtype,
+            param_dtype=args.param_dtype,
+            steps=args.steps,
+            rounds=args.rounds,
+        )
+
+    return [case(name, "") for name in names] + [case(names[0], mesh) for mesh in args.meshes]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = arguments(argv)
+    if args.worker:
+        for line in sys.stdin:
+            answer(measure(TrainCase(**json.loads(line))))
+        return 0
+    deadline = time.monotonic() + args.budget
+    kept = {k: v for k, v in vars(args).items() if not isinstance(v, pathlib.Path)}
+    results: dict[str, Any] = {"schema": report.SCHEMA, "arguments": kept, "rows": []}
+    for case in cases(args):
+        row: dict[str, Any] = {"contender": case.name, "mesh": case.mesh}
+        if case.name in LLAMA and importlib.util.find_spec("transformers") is None:
+            row |= {"status": "unavailable", "reason": "the Python module transformers is not installed"}
+        else:
+            # The Llama's process would leave nothing of a GPU whose memory JAX has taken.
+            environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if case.name in LLAMA else {}
+            command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--worker"]
+            asked = [dataclasses.asdict(case)]
+            answers = run_cases(command, asked, limit=args.limit / 2, deadline=deadline, environment=environment)
+            ((_, found, reason),) = answers
+            status = "skipped" if reason.startswith("the time budget") else "failed" if reason else "ok"
+            row |= {"status": status, "reason": reason} | (found or {})
+        results["rows"].append(row)
+        say(f"{case.label}: {row['reason'] or told(row)}")
+        if args.output is not None:
+            report.write_json(args.output, results)
+    console = Console(width=160)
+    console.print(table(results["rows"]))
+    if args.output is not None:
+        # Last: it takes hold of the devices, whose memory the workers need.
+        report.write_json(args.output, {"environment": report.environment(args.commit)} | results)
+    return report.exit_status(row["status"] for row in results["rows"])
+
+
+def told(row: dict[str, Any]) -> str:
+    return f"{row['median_ms']:.1f} ms a step, first {row['first_s']:.1f} s, loss {row['loss']:.3f}"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Table:
+    made = Table(title="training steps")
+    for column in ("contender", "mesh", "ms a step", "MFU", "tokens/s", "share", "first s", "peak GB", "loss"):
+        made.add_column(column, justify="left" if column in ("contender", "mesh") else "right")
+    alone = {row["contender"]: row for row in rows if not row["mesh"] and "median_ms" in row}
+    for row in rows:
+        if "median_ms" not in row:
+            made.add_row(row["contender"], row["mesh"], row["status"])
+            continue
+        rate, one = row["tokens_per_s"], alone.get(row["contender"])
+        share = f"{rate / one['tokens_per_s'] / row['devices']:.1%}" if row["mesh"] and one else ""
+        mfu, peak = (row[name] for name in ("mfu", "peak_gb"))
+        made.add_row(
+            row["contender"],
+            row["mesh"],
+            f"{row['median_ms']:.1f}",
+            "" if mfu is None else f"{mfu:.3f}",
+            f"{rate:,.0f}",
+            share,
+            f"{row['first_s']:.1f}",
+            "" if peak is None else f"{peak:.1f}",
+            f"{row['loss']:.3f}",
+        )
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Generation of tokens as one compiled loop: the body of Transformer.generate."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jax_kernels import dispatch
+
+__all__ = ["check_generation", "generate"]
+
+
+def check_generation(
+    tokens: Any, lengths: Any, max_new_tokens: Any, temperature: Any, top_k: Any, eos_id: Any, key: Any, vocabulary: int
+) -> tuple[jax.Array, jax.Array]:
+    """(tokens, lengths [B]) of a call of generate. Raises ValueError or TypeError, naming the argument."""
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, want integers [batch, length], length 1 or more")
+    batch, length = tokens.shape
+    for name, value, most in (("max_new_tokens", max_new_tokens, None), ("top_k", top_k, vocabulary)):
+        if value is None and name == "top_k":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{name}: got {value!r}, want an int")
+        if value < 1 or (most is not None and value > most):
+            raise ValueError(f"{name}: got {value}, want 1 {'or more' if most is None else f'to {most}'}")
+    if eos_id is not None and (isinstance(eos_id, bool) or not isinstance(eos_id, int | np.integer)):
+        raise TypeError(f"eos_id: got {eos_id!r}, want an int or None")
+    if not isinstance(temperature, jax.Array):
+        if isinstance(temperature, bool) or not isinstance(temperature, int | float | np.number):
+            raise TypeError(f"temperature: got {temperature!r}, want a number")
+        if not 0 <= temperature < float("inf"):
+            raise ValueError(f"temperature: got {temperature}, want 0 or more")
+    if key is None and (isinstance(temperature, jax.Array) or temperature > 0):
+        raise ValueError(f"key: got None with temperature={temperature}, want a jax.random.key")
+    lengths = jnp.full((batch,), length, jnp.int32) if lengths is None else jnp.asarray(lengths)
+    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(f"lengths: got {lengths.dtype} {lengths.shape}, want integers [batch] = ({batch},)")
+    if not isinstance(lengths, jax.core.Tracer) and batch:
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < 1 or high > length:
+            raise ValueError(f"lengths: got {low} to {high}, want 1 to the {length} tokens of a prompt")
+    return tokens.astype(jnp.int32), lengths.astype(jnp.int32)
+
+
+def generate(
+    model: Any, tokens: jax.Array, lengths: jax.Array, max_new_tokens: int, temperature: Any, top_k: int | None,
+    eos_id: int | None, key: Any,
+) -> jax.Array:  # fmt: skip
+    """Transformer.generate, of checked arguments."""
+    graphdef, state = nnx.split(model)
+    is_greedy = not isinstance(temperature, jax.Array) and temperature == 0
+    return _generate(
+        state,
+        tokens,
+        lengths,
+        jnp.float32(1 if is_greedy else temperature),
+        jax.random.key(0) if key is None else key,
+        graphdef=graphdef,
+        max_new_tokens=int(max_new_tokens),
+        is_greedy=is_greedy,
+        top_k=None if top_k is None else int(top_k),
+        eos_id=None if eos_id is None else int(eos_id),
+        target=(dispatch.target_device(tokens), dispatch.interpreting()),
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "max_new_tokens", "is_greedy", "top_k", "eos_id", "target")
+)  # fmt: skip
+def _generate(
+    state: Any, tokens: jax.Array, lengths: jax.Array, temperature: jax.Array, key: jax.Array, *, graphdef: Any,
+    max_new_tokens: int, is_greedy: bool, top_k: int | None, eos_id: int | None, target: Any,
+) -> jax.Array:  # fmt: skip
+    model = nnx.merge(graphdef, state)
+    batch = tokens.shape[0]
+    begin, advance = model.next_logits(tokens, lengths, max_new_tokens)
+    fill = 0 if eos_id is None else eos_id
+
+    def draw(logits: jax.Array, index: jax.Array) -> jax.Array:
+        if is_greedy:
+            return logits.argmax(-1).astype(jnp.int32)
+        if top_k is not None:
+            least = lax.top_k(logits, top_k)[0][:, -1:]
+            logits = jnp.where(logits >= least, logits, -jnp.inf)
+        return jax.random.categorical(jax.random.fold_in(key, index), logits / temperature).astype(jnp.int32)
+
+    def goes_on(carry: Any) -> jax.Array:
+        index, _, _, is_done, _ = carry
+        return (index < max_new_tokens) & ~is_done.all()
+
+    def one(carry: Any) -> Any:
+        index, logits, memory, is_done, drawn = carry
+        token = jnp.where(is_done, fill, draw(logits, index))
+        drawn = lax.dynamic_update_index_in_dim(drawn, token, index, axis=1)
+        if eos_id is not None:
+            is_done = is_done | (token == eos_id)
+        logits, memory = advance(token, index, memory)
+        return index + 1, logits, memory, is_done, drawn
+
+    logits, memory = begin
+    drawn = jnp.full((batch, max_new_tokens), fill, jnp.int32)
+    start = jnp.int32(0), logits, memory, jnp.zeros(batch, bool), drawn
+    return lax.while_loop(goes_on, one, start)[-1]

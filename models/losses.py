@@ -1,0 +1,137 @@
+"""The cross-entropy of a language model's head, a chunk of the vocabulary at a time."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels.models.sharding import ShardingRules
+from jax_kernels.ops.planned_op import under_defaults
+
+__all__ = ["linear_cross_entropy"]
+
+# Logits of so many vocabulary entries stand at once: 16,384 tokens by 4,096 entries in float32 take 268 MB.
+CHUNK = 4096
+
+
+@under_defaults
+def linear_cross_entropy(
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    *,
+    transpose_w: bool = False,
+    chunk: int = CHUNK,
+    rules: ShardingRules | None = None,
+) -> jax.Array:
+    """The cross-entropy of each token under the logits x @ w, which never stand in memory as a whole.
+
+    Equivalent to the following JAX code, in float32 from the product on::
+
+        logits = x @ (w.T if transpose_w else w)
+        losses = logsumexp(logits, axis=-1) - take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        losses = where(targets >= 0, losses, 0)
+
+    The vocabulary is walked through in chunks, forward and backward. The backward computes the logits of a chunk again.
+    It rounds their cotangents to x's dtype for its products, and adds up x's gradient in float32.
+
+    Args:
+      x: [..., D], bfloat16, float16 or float32.
+      w: [D, V], or [V, D] with transpose_w, of any dtype of floats; it is rounded to x's for the products.
+      targets: integers [...]: the token ids. A token whose target is below 0 has a loss of 0 and no gradient.
+      chunk: the most vocabulary entries whose logits stand at once.
+      rules: how the devices of a mesh share out the logits; None for the default ones.
+
+    Returns:
+      losses [...], float32, in nats.
+
+    Raises:
+      TypeError: a dtype is wrong.
+      ValueError: shapes do not fit together, or chunk is below 1. A target of V or more gives NaN.
+    """
+    for name, array in (("x", x), ("w", w)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name}: got dtype {array.dtype}, want floats")
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise TypeError(f"targets: got dtype {targets.dtype}, want integers")
+    if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1 if transpose_w else 0]:
+        want = "[V, D] with transpose_w" if transpose_w else "[D, V]"
+        raise ValueError(f"w: got shape {w.shape}, want {want} beside x's {x.shape}")
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(f"targets: got shape {targets.shape}, want x's {x.shape[:-1]}")
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunk: got {chunk!r}, want a positive int")
+    rows = w if transpose_w else w.T
+    vocabulary = rows.shape[0]
+    count = -(-vocabulary // chunk)
+    losses = _losses(count, ShardingRules() if rules is None else rules, x, rows, targets.astype(jnp.int32))
+    return jnp.where(targets < vocabulary, losses, jnp.nan)
+
+
+def _chunks(count: int, x: jax.Array, rows: jax.Array, rules: ShardingRules) -> tuple[jax.Array, jax.Array]:
+    """The rows of each chunk [count, V / count, D] in x's dtype, and their token ids [count, V / count].
+
+    A chunk has every count-th row, so that devices that share out the vocabulary have an equal part of each chunk. Ids
+    past the vocabulary are those of padding.
+    """
+    vocabulary, depth = rows.shape
+    rows = jnp.pad(rows.astype(x.dtype), ((0, -vocabulary % count), (0, 0)))
+    rows = rows.reshape(-1, count, depth).swapaxes(0, 1)
+    ids = jnp.arange(rows.shape[0] * rows.shape[1], dtype=jnp.int32).reshape(-1, count).T
+    return rules.constrain(rows, None, "vocab"), ids
+
+
+def _logits(x: jax.Array, rows: jax.Array, ids: jax.Array, vocabulary: int, rules: ShardingRules) -> jax.Array:
+    """[..., V / count] in float32; those of padding are -inf."""
+    logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=jnp.float32)
+    names = ("batch", "tokens") if x.ndim == 3 else (None,) * (x.ndim - 1)
+    logits = rules.constrain(logits, *names, "vocab")
+    return jnp.where(ids < vocabulary, logits, -jnp.inf)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _losses(count: int, rules: ShardingRules, x: jax.Array, rows: jax.Array, targets: jax.Array) -> jax.Array:
+    return _forward(count, rules, x, rows, targets)[0]
+
+
+@under_defaults
+def _forward(count: int, rules: ShardingRules, x: jax.Array, rows: jax.Array, targets: jax.Array) -> Any:
+    def one(carry: Any, of_chunk: Any) -> Any:
+        largest, total, chosen = carry
+        logits = _logits(x, of_chunk[0], of_chunk[1], rows.shape[0], rules)
+        above = jnp.maximum(largest, logits.max(-1))
+        total = total * jnp.exp(largest - above) + jnp.exp(logits - above[..., None]).sum(-1)
+        is_target = of_chunk[1] == targets[..., None]
+        return (above, total, chosen + jnp.where(is_target, logits, 0).sum(-1)), None
+
+    full = lambda value: jnp.full(targets.shape, value, jnp.float32)
+    # A finite maximum to begin with: the difference of two infinite ones is NaN.
+    start = full(jnp.finfo(jnp.float32).min), full(0), full(0)
+    (largest, total, chosen), _ = lax.scan(one, start, _chunks(count, x, rows, rules))
+    lse = largest + jnp.log(total)
+    return jnp.where(targets >= 0, lse - chosen, 0), (x, rows, targets, lse)
+
+
+@under_defaults
+def _backward(count: int, rules: ShardingRules, residuals: Any, cotangent: jax.Array) -> Any:
+    x, rows, targets, lse = residuals
+    cotangent = jnp.where(targets >= 0, cotangent, 0)
+    outer = "abcdefgh"[: x.ndim - 1]
+
+    def one(dx: Any, of_chunk: Any) -> Any:
+        of_rows, ids = of_chunk
+        logits = _logits(x, of_rows, ids, rows.shape[0], rules)
+        share = jnp.exp(logits - lse[..., None]) - (ids == targets[..., None])
+        dlogits = (share * cotangent[..., None]).astype(x.dtype)
+        dx = dx + jnp.einsum("...v,vd->...d", dlogits, of_rows, preferred_element_type=jnp.float32)
+        drows = jnp.einsum(f"{outer}v,{outer}z->vz", dlogits, x, preferred_element_type=jnp.float32)
+        return dx, rules.constrain(drows, "vocab").astype(rows.dtype)
+
+    dx, drows = lax.scan(one, jnp.zeros(x.shape, jnp.float32), _chunks(count, x, rows, rules))
+    drows = drows.swapaxes(0, 1).reshape(-1, rows.shape[1])[: rows.shape[0]]
+    return dx.astype(x.dtype), drows, None
+
+
+_losses.defvjp(_forward, _backward)

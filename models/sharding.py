@@ -1,0 +1,253 @@
+"""Which devices of a mesh hold which parts of a model's arrays: a table of names, and the functions that apply it."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_kernels.ops.ring.layouts import Layout
+
+__all__ = [
+    "MESH_AXES",
+    "ShardingRules",
+    "batch_sharding",
+    "make_mesh",
+    "place",
+    "sequence_devices",
+    "shard_batch",
+    "shard_model",
+    "share_sequence",
+    "state_shardings",
+    "token_order",
+]
+
+# The mesh axes that the default rules know, the one whose devices talk least first.
+MESH_AXES = ("pipeline", "data", "fsdp", "sequence", "tensor")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingRules:
+    """Two tables: from the axes of a model's arrays to mesh axes, and from parameters to the axes of their arrays.
+
+    axes: pairs of an array's axis ("batch", "tokens", "embed", "heads", "mlp", "vocab", "stage") and the mesh axes that
+      share it out. A mesh axis is left out where the mesh lacks it, where its devices do not divide the array, and
+      where an earlier axis of the same array has it: such an array is whole on each of its devices.
+    parameters: pairs of a regular expression, which matches the end of a parameter's dotted name (see
+      flat_parameters), and the names of its axes. The first that matches, and has as many axes, counts. Other
+      parameters are whole on every device.
+    """
+
+    axes: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("batch", ("data", "fsdp")),
+        ("tokens", ("sequence",)),
+        ("embed", ("fsdp",)),
+        ("heads", ("tensor",)),
+        ("mlp", ("tensor",)),
+        ("vocab", ("tensor",)),
+        ("stage", ("pipeline",)),
+    )
+    parameters: tuple[tuple[str, tuple[str | None, ...]], ...] = (
+        (r"embed", ("vocab", "embed")),
+        (r"head\.kernel", ("embed", "vocab")),
+        (r"attention\.[qkv]_proj\.kernel", ("embed", "heads")),
+        (r"attention\.out_proj\.kernel", ("heads", "embed")),
+        (r"mlp\.(gate|up)_proj\.kernel", ("embed", "mlp")),
+        (r"mlp\.down_proj\.kernel", ("mlp", "embed")),
+    )
+
+    def mesh_axes(self, name: str | None, length: int, mesh: Any, taken: Sequence[str] = ()) -> tuple[str, ...]:
+        """The mesh axes that share out an array's axis of this name and length. mesh: a Mesh or an AbstractMesh.
+
+        Raises ValueError for a name that the table lacks.
+        """
+        if name is None:
+            return ()
+        table = dict(self.axes)
+        if name not in table:
+            raise ValueError(f"axes: got {name!r}, want one of {', '.join(map(repr, table))}")
+        found: list[str] = []
+        for axis in table[name]:
+            devices = math.prod(mesh.shape[x] for x in (*found, axis) if x in mesh.shape)
+            if mesh.shape.get(axis, 1) > 1 and length % devices == 0 and axis not in taken:
+                found.append(axis)
+        return tuple(found)
+
+    def spec(self, names: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
+        """How a mesh shares out an array whose axes have these names; the last axes may be without."""
+        found: list[tuple[str, ...]] = []
+        for name, length in zip(names, shape, strict=False):
+            taken = [x for axes in found for x in axes]
+            found.append(self.mesh_axes(name, length, mesh, taken))
+        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in found))
+
+    def parameter_spec(self, name: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
+        """How a mesh shares out the parameter of a dotted name."""
+        for pattern, names in self.parameters:
+            if len(names) == len(shape) and re.search(rf"(^|\.)({pattern})$", name):
+                return self.spec(names, shape, mesh)
+        return PartitionSpec()
+
+    def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
+        """x, shared out by its axes' names on the mesh of jax.set_mesh; as it is without one, and inside shard_map."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
+            return x
+        return lax.with_sharding_constraint(x, self.spec(names, x.shape, mesh))
+
+
+def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with Auto axes, on which XLA places what the rules do not, for jax.set_mesh.
+
+    Args:
+      axes: the number of devices along each axis, by name: {"data": 2, "sequence": 4}. One may be -1, for all devices
+        that the others leave.
+      devices: to take, in order; None for jax.devices(), the first of them.
+
+    Raises:
+      ValueError: a number is out of range, or there are too few devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = dict(axes)
+    rest = [name for name, size in sizes.items() if size == -1]
+    bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
+    if bad or len(rest) > 1 or not sizes:
+        raise ValueError(f"axes: got {dict(axes)}, want a positive number of devices for each axis, or -1 for one")
+    count = math.prod(size for size in sizes.values() if size != -1)
+    if rest:
+        sizes[rest[0]] = len(devices) // count
+    total = math.prod(sizes.values())
+    if total > len(devices) or total == 0 or (rest and total != len(devices)):
+        raise ValueError(f"axes: got {dict(axes)} for {len(devices)} devices")
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices[:total])
+
+
+def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) -> Any:
+    """The NamedSharding of each array of a tree, by its name in the tree.
+
+    Args:
+      state: an nnx.State, a module, or any tree of arrays or jax.ShapeDtypeStructs whose names end as the parameters'
+        do, such as the state of an optax optimizer.
+      mesh: to share them out on. rules: None for the default ones.
+    """
+    rules = ShardingRules() if rules is None else rules
+    state = nnx.state(state) if isinstance(state, nnx.Module) else state
+
+    def sharding(path: Any, x: Any) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        return NamedSharding(mesh, rules.parameter_spec(name, x.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def shard_model(model: nnx.Module, mesh: Mesh, rules: ShardingRules | None = None) -> None:
+    """Places the parameters of a model on a mesh, in the model itself."""
+    state = nnx.state(model)
+    nnx.update(model, place(state, state_shardings(state, mesh, rules)))
+
+
+def shard_batch(batch: Any, mesh: Mesh, rules: ShardingRules | None = None) -> Any:
+    """A tree of arrays [batch, tokens, ...] on the devices of a mesh, the tokens in their order.
+
+    Of several processes each gives the whole batch, of which its own devices take their parts.
+
+    Raises ValueError where the devices do not divide the batch.
+    """
+    return place(batch, jax.tree.map(lambda x: batch_sharding(x.shape, mesh, rules), batch))
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """A tree of arrays by its shardings. Of several processes each gives whole arrays, the same ones."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, shardings)
+
+    def own(x: Any, sharding: NamedSharding) -> jax.Array:
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+    return jax.tree.map(own, tree, shardings)
+
+
+def batch_sharding(shape: Sequence[int], mesh: Mesh, rules: ShardingRules | None = None) -> NamedSharding:
+    """How a mesh shares out an array [batch, tokens, ...].
+
+    Raises ValueError where the devices do not divide the batch.
+    """
+    rules = ShardingRules() if rules is None else rules
+    wanted = [axis for axis in dict(rules.axes)["batch"] if mesh.shape.get(axis, 1) > 1]
+    if list(rules.mesh_axes("batch", shape[0], mesh)) != wanted:
+        devices = math.prod(mesh.shape[axis] for axis in wanted)
+        raise ValueError(f"batch: got {shape[0]} rows for {devices} devices ({', '.join(wanted)}), want a multiple")
+    return NamedSharding(mesh, rules.spec(("batch", "tokens"), shape, mesh))
+
+
+def _kind(axis: str | None) -> AxisType | None:
+    """The type of an axis of the mesh of jax.set_mesh; None where it has more than one device nowhere."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis is None or mesh.empty or mesh.shape.get(axis, 1) == 1:
+        return None
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))[axis]
+
+
+def sequence_devices(axis: str | None) -> int:
+    """How many devices share out the tokens: along `axis` of the mesh of jax.set_mesh, or of a shard_map; else 1."""
+    return 1 if _kind(axis) is None else jax.sharding.get_abstract_mesh().shape[axis]
+
+
+def token_order(axis: str, layout: str, length: int, what: str = "x") -> Any:
+    """The tokens by their place in a layout: int32 [length], of the whole array, or inside shard_map of this device.
+
+    Raises ValueError, naming `what`, for a length that the layout does not divide.
+    """
+    devices = sequence_devices(axis)
+    is_local = _kind(axis) == AxisType.Manual
+    whole = length * devices if is_local else length
+    multiple = devices * (2 if layout == "zigzag" else 1)
+    if whole % multiple:
+        raise ValueError(
+            f"{what}: got {whole} tokens for {devices} devices along {axis!r} with the layout {layout!r}, want a "
+            f"multiple of {multiple}"
+        )
+    arrangement = Layout(name=layout, devices=devices, length=whole // devices, left=None, right=None)
+    order = np.stack([arrangement.tokens(i) for i in range(devices)]).astype(np.int32)
+    return jax.numpy.asarray(order)[lax.axis_index(axis)] if is_local else order.reshape(-1)
+
+
+def share_sequence(
+    attention: Callable[..., jax.Array],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    axis: str,
+    rules: ShardingRules,
+    heads_alike: bool = True,
+) -> jax.Array:
+    """An attention for shard_map on arrays [B, T, heads, head_dim]: each device calls it on its part of them.
+
+    The batch, the tokens and, where the attention treats all heads alike, the heads are shared out.
+
+    Raises NotImplementedError on a mesh with Explicit axes.
+    """
+    kind = _kind(axis)
+    if kind == AxisType.Manual:
+        return attention(query, key, value)
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+        raise NotImplementedError(
+            f"sequence_axis: got {axis!r} on a mesh with Explicit axes, want Auto axes, as make_mesh gives them"
+        )
+    batch = rules.mesh_axes("batch", query.shape[0], mesh, (axis,))
+    both = math.gcd(query.shape[2], key.shape[2])
+    heads = rules.mesh_axes("heads", both, mesh, (axis, *batch)) if heads_alike else ()
+    spec = PartitionSpec(batch or None, axis, heads or None, None)
+    # Kernels in the ring have no types of varying arrays in the interpreter; every array here varies over all axes.
+    shared = jax.shard_map(attention, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    return shared(query, key, value)

@@ -1,0 +1,264 @@
+"""Trainer: the state of a training run on a mesh, its compiled step, and its checkpoints."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_kernels.models.config import TransformerConfig, positive
+from jax_kernels.models.dilated_attention import LongNet, LongNetConfig
+from jax_kernels.models.sharding import ShardingRules, make_mesh, place, state_shardings
+from jax_kernels.models.transformer import Transformer
+
+__all__ = ["Trainer", "next_token_loss"]
+
+Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def next_token_loss(model: Transformer, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(the sum of model.losses over a batch (tokens, targets), the number of targets that count)."""
+    tokens, targets = batch
+    return model.losses(tokens, targets).sum(), (targets >= 0).sum()
+
+
+class Trainer:
+    """Trains a model of a TransformerConfig or a LongNetConfig on the devices of a mesh.
+
+    Products are in config.dtype; parameters, gradients that are added up, and the optimizer's moments are in
+    config.param_dtype, float32 by default. A step takes over the state of the step before (donation).
+
+    Args:
+      config: of the model; its `remat` says what the backward computes again.
+      optimizer: of optax.
+      mesh: a mesh with Auto axes, as make_mesh gives it; None for one device. rules: as in Transformer.
+      seed: of the parameters, and of the keys that `loss` gets.
+      accumulate: each batch is cut into so many parts, one after the other, whose gradients are added up in float32.
+      loss: loss(model, batch, key) -> (the sum of the losses, how many they are). The step takes the gradient of the
+        sum over the whole batch by the number over the whole batch. key hangs on the seed, the step and the part.
+      folder: for checkpoints; None for none. keep: how many of the newest to keep.
+
+    step: how many steps the state has had.
+
+    Raises:
+      ValueError, TypeError: an argument is out of range, naming it; a dtype is float16, whose losses would need scales.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        optimizer: optax.GradientTransformation,
+        *,
+        mesh: Mesh | None = None,
+        rules: ShardingRules | None = None,
+        seed: int = 0,
+        accumulate: int = 1,
+        loss: Loss = next_token_loss,
+        folder: str | Path | None = None,
+        keep: int = 2,
+    ) -> None:
+        positive("accumulate", accumulate)
+        positive("keep", keep)
+        if "float16" in (config.dtype, config.param_dtype):
+            raise ValueError("config: got float16, want bfloat16 or float32: its losses would need scales")
+        self.config = config
+        self.optimizer = optimizer
+        self.mesh = make_mesh({"data": 1}) if mesh is None else mesh
+        self.rules = ShardingRules() if rules is None else rules
+        self.accumulate = accumulate
+        self.loss = loss
+        self.step = 0
+        kind = LongNet if isinstance(config, LongNetConfig) else Transformer
+        # Not under jit, which would compile the initialisation of each layer anew.
+        self.graphdef, params = nnx.split(kind(config, rules=self.rules, rngs=nnx.Rngs(seed)))
+        params = place(params, state_shardings(params, self.mesh, self.rules))
+        moments = jax.eval_shape(optimizer.init, params)
+        create = jax.jit(optimizer.init, out_shardings=state_shardings(moments, self.mesh, self.rules))
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        self.state: dict[str, Any] = {
+            "params": params,
+            "optimizer": create(params),
+            "step": place(jnp.int32(0), whole),
+            "key": place(jax.random.key_data(jax.random.key(seed)), whole),
+        }
+        self._manager = None if folder is None else _manager(Path(folder), keep)
+
+    @property
+    def model(self) -> Any:
+        """The model with the state's parameters, which the next step takes over."""
+        return nnx.merge(self.graphdef, self.state["params"])
+
+    @functools.cached_property
+    def _train(self) -> Any:
+        shardings = jax.tree.map(lambda x: x.sharding, self.state)
+        return jax.jit(self._new_state, donate_argnums=0, out_shardings=(shardings, None))
+
+    def _new_state(self, state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
+        total, count, gradients = self._gradients(state["params"], batch, key)
+        gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, state["params"])
+        updates, moments = self.optimizer.update(gradients, state["optimizer"], state["params"])
+        squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
+        after = {
+            "params": optax.apply_updates(state["params"], updates),
+            "optimizer": moments,
+            "step": state["step"] + 1,
+            "key": state["key"],
+        }
+        return after, {"loss": total / count, "gradient_norm": jnp.sqrt(sum(squares))}
+
+    def _gradients(self, params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+        """The sum of the losses, how many they are, and the sum's gradients."""
+
+        def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return self.loss(nnx.merge(self.graphdef, params), batch, key)
+
+        differentiate = jax.value_and_grad(loss, has_aux=True)
+        if self.accumulate == 1:
+            (total, count), gradients = differentiate(params, batch, jax.random.fold_in(key, 0))
+            return total, count, gradients
+
+        def parts(x: jax.Array) -> jax.Array:
+            if x.shape[0] % self.accumulate:
+                raise ValueError(f"batch: got {x.shape[0]} rows, want a multiple of accumulate={self.accumulate}")
+            # Every n-th row makes a part, so that the devices that share out the rows have an equal part of it.
+            x = x.reshape(-1, self.accumulate, *x.shape[1:]).swapaxes(0, 1)
+            return self.rules.constrain(x, None, "batch", "tokens")
+
+        def one(sums: Any, given: Any) -> Any:
+            part, index = given
+            (total, count), gradients = differentiate(params, part, jax.random.fold_in(key, index))
+            return jax.tree.map(lambda x, y: x + y, sums, (total, count, gradients)), None
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
+        first = jax.eval_shape(loss, params, jax.tree.map(lambda x: parts(x)[0], batch), key)
+        start = (*(jnp.zeros(x.shape, x.dtype) for x in first), zeros)
+        (total, count, gradients), _ = jax.lax.scan(
+            one, start, (jax.tree.map(parts, batch), jnp.arange(self.accumulate))
+        )
+        return total, count, gradients
+
+    def train(self, batch: Any) -> dict[str, jax.Array]:
+        """One step on a batch, whose rows and tokens are placed as shard_batch or TokenBatches do it.
+
+        Returns {"loss": the mean, "gradient_norm": of the mean's gradient}, on the device and perhaps not yet computed.
+        """
+        with jax.set_mesh(self.mesh):
+            self.state, found = self._train(self.state, batch)
+        self.step += 1
+        return found
+
+    @functools.cached_property
+    def _evaluate(self) -> Any:
+        return jax.jit(lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0)))
+
+    def evaluate(self, batch: Any) -> float:
+        """The mean loss on a batch."""
+        with jax.set_mesh(self.mesh):
+            total, count = self._evaluate(self.state["params"], batch)
+        return float(total) / float(count)
+
+    def fit(
+        self,
+        batches: Any,
+        steps: int,
+        *,
+        save_every: int | None = None,
+        run: Mapping[str, Any] | None = None,
+        on_step: Callable[[int, dict[str, jax.Array]], None] | None = None,
+    ) -> None:
+        """Trains until the state has had `steps` steps, on batches[0], batches[1], ... from the state's own step on.
+
+        save_every: saves after every so many steps, and after the last. run: as in save. on_step(step, found): is
+        called after each step with what `train` gives.
+        """
+        while self.step < steps:
+            found = self.train(batches[self.step])
+            if on_step is not None:
+                on_step(self.step, found)
+            if save_every is not None and (self.step % save_every == 0 or self.step == steps):
+                self.save(run)
+
+    def save(self, run: Mapping[str, Any] | None = None) -> None:
+        """Writes a checkpoint of the state, and of `run`, a JSON value. It counts once it is whole: see restore.
+
+        On a GPU it is written while training goes on; the next save, and `close`, wait for it.
+        """
+        import orbax.checkpoint as ocp
+
+        kept = {"config": dataclasses.asdict(self.config), "run": dict(run or {})}
+        items = ocp.args.Composite(state=ocp.args.StandardSave(self.state), run=ocp.args.JsonSave(kept))
+        self._checkpoints.save(self.step, args=items)
+
+    def restore(self, step: int | None = None) -> dict[str, Any]:
+        """Puts the state where a checkpoint was, on this trainer's mesh, whatever mesh it was saved from.
+
+        A checkpoint that was not written to its end, because the process was killed, does not count.
+
+        Args:
+          step: of the checkpoint; None for the newest.
+
+        Returns:
+          The `run` that was saved with it.
+
+        Raises:
+          FileNotFoundError: there is no such checkpoint. ValueError: its model has other parameters.
+        """
+        import orbax.checkpoint as ocp
+
+        steps = self._checkpoints.all_steps()
+        if not steps or (step is not None and step not in steps):
+            raise FileNotFoundError(f"folder: got no checkpoint{'' if step is None else f' of step {step}'}")
+        step = max(steps) if step is None else step
+        kept = self._checkpoints.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+        self._check_config(kept["config"])
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        self.state = self._checkpoints.restore(step, args=items).state
+        self.step = int(self.state["step"])
+        return kept["run"]
+
+    def _check_config(self, other: dict[str, Any]) -> None:
+        """Raises ValueError where a checkpoint's model has other parameters or another forward."""
+        free = {"dtype", "remat", "scan_layers", "implementation", "sequence_axis", "sequence_layout"}
+        as_json = lambda x: list(x) if isinstance(x, tuple) else x
+        own = {name: as_json(x) for name, x in dataclasses.asdict(self.config).items()}
+        names = [name for name in sorted(own.keys() | other.keys()) if name not in free]
+        told = [f"{name}={other.get(name)!r}" for name in names if own.get(name) != other.get(name)]
+        if told:
+            raise ValueError(f"config: got a model that differs from the checkpoint's, which has {', '.join(told)}")
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the newest whole checkpoint, None where there is none."""
+        return None if self._manager is None else self._manager.latest_step()
+
+    @property
+    def _checkpoints(self) -> Any:
+        if self._manager is None:
+            raise ValueError("folder: got None, want a folder for checkpoints")
+        return self._manager
+
+    def close(self) -> None:
+        """Waits for a checkpoint that is still being written."""
+        if self._manager is not None:
+            self._manager.close()
+
+
+def _manager(folder: Path, keep: int) -> Any:
+    import orbax.checkpoint as ocp  # it takes a second
+
+    return ocp.CheckpointManager(
+        folder.resolve(),
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+            # On the CPU an asynchronous save would read buffers that the next step takes over.
+            enable_async_checkpointing=jax.default_backend() != "cpu",
+        ),
+    )

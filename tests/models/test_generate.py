@@ -1,0 +1,110 @@
+"""Transformer.generate against a forward of the whole sequence for each token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_kernels.models import LongNet, LongNetConfig, Transformer, TransformerConfig
+
+CONFIG = TransformerConfig(vocab_size=50, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48)
+DILATED = LongNetConfig(
+    vocab_size=50, model_dim=32, num_layers=1, num_heads=4, mlp_dim=48, segment_lengths=(4, 16), dilation_rates=(1, 2),
+)  # fmt: skip
+LENGTHS, NEW = (7, 3, 5), 6
+
+
+@pytest.fixture(params=[CONFIG, DILATED], ids=["transformer", "longnet"])
+def model(request):
+    kind = LongNet if isinstance(request.param, LongNetConfig) else Transformer
+    return kind(request.param, rngs=nnx.Rngs(0))
+
+
+def prompts():
+    return np.asarray(jax.random.randint(jax.random.key(1), (len(LENGTHS), max(LENGTHS)), 0, 50))
+
+
+def step_by_step(model, choose):
+    """The tokens that choose(logits [V], number) takes after each prompt, by full forwards."""
+    forward = nnx.jit(lambda model, tokens: model(tokens))
+    found = []
+    for prompt, length in zip(prompts(), LENGTHS, strict=True):
+        tokens = np.zeros((1, max(LENGTHS) + NEW), np.int32)  # causal: what follows is without effect
+        tokens[0, :length] = prompt[:length]
+        for i in range(NEW):
+            tokens[0, length + i] = choose(np.asarray(forward(model, tokens))[0, length + i - 1], i)
+        found.append(tokens[0, length : length + NEW])
+    return np.stack(found)
+
+
+def test_the_likeliest_tokens_of_prompts_of_different_lengths(model):
+    want = step_by_step(model, lambda logits, i: logits.argmax())
+    got = model.generate(prompts(), NEW, temperature=0, lengths=jnp.array(LENGTHS))
+    assert got.dtype == jnp.int32
+    np.testing.assert_array_equal(got, want)
+    # What stands in the padding is without effect, and one token draws no less than one of the k likeliest.
+    other = np.where(np.arange(7) < np.array(LENGTHS)[:, None], prompts(), 1)
+    again = model.generate(other, NEW, 0.7, 1, lengths=jnp.array(LENGTHS), key=jax.random.key(3))
+    np.testing.assert_array_equal(again, want)
+
+
+def test_ends_at_the_end_token(model):
+    free = np.asarray(model.generate(prompts(), NEW, temperature=0, lengths=jnp.array(LENGTHS)))
+    eos = int(free[0, 2])
+    got = np.asarray(model.generate(prompts(), NEW, 0, eos_id=eos, lengths=jnp.array(LENGTHS)))
+    for row, want in zip(got, free, strict=True):
+        ends = np.flatnonzero(want == eos)
+        first = ends[0] if len(ends) else NEW
+        np.testing.assert_array_equal(row[:first], want[:first])
+        assert (row[first:] == eos).all()
+    assert (got[0, 2:] == eos).all()
+
+
+def test_samples_by_the_temperature_among_the_likeliest():
+    model = Transformer(CONFIG, rngs=nnx.Rngs(0))
+    prompt = np.tile(prompts()[:1], (4000, 1))
+    draw = lambda temperature, key, top_k=None: np.asarray(
+        model.generate(prompt, 1, temperature, top_k, key=jax.random.key(key))
+    )[:, 0]
+    logits = np.asarray(model(prompt[:1]))[0, -1].astype(np.float64)
+    softmax = lambda x: np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+    for temperature in (0.5, 2.0):
+        found = np.bincount(draw(temperature, 0), minlength=50) / len(prompt)
+        np.testing.assert_allclose(found, softmax(logits / temperature), atol=0.03)
+    few = draw(1.0, 1, top_k=3)
+    assert set(few) == set(np.argsort(logits)[-3:])
+    assert (draw(1.0, 2) != draw(1.0, 3)).any()
+
+
+def test_compiles_once_and_runs_under_jit():
+    model, traces = Transformer(CONFIG, rngs=nnx.Rngs(0)), []
+
+    class Counted(Transformer):
+        def embed_tokens(self, tokens):
+            traces.append(tokens.shape)
+            return super().embed_tokens(tokens)
+
+    counted = Counted(CONFIG, rngs=nnx.Rngs(0))
+    results = [counted.generate(prompts(), NEW, t, key=jax.random.key(0)) for t in (0.5, 0.5, 0.9)]
+    assert traces == [(3, 7), (3, 1)]
+    np.testing.assert_array_equal(results[0], results[1])
+    inside = nnx.jit(lambda model, tokens: model.generate(tokens, NEW, 0.5, key=jax.random.key(0)))
+    np.testing.assert_array_equal(inside(model, prompts()), results[0])
+
+
+def test_bad_arguments_are_named():
+    model = Transformer(CONFIG, rngs=nnx.Rngs(0))
+    for options, error, message in [
+        ({"max_new_tokens": 0}, ValueError, "max_new_tokens: got 0, want 1 or more"),
+        ({"max_new_tokens": 2.5}, TypeError, r"max_new_tokens: got 2\.5, want an int"),
+        ({"top_k": 51}, ValueError, "top_k: got 51, want 1 to 50"),
+        ({"temperature": -1}, ValueError, "temperature: got -1, want 0 or more"),
+        ({"temperature": 0.5, "key": None}, ValueError, r"key: got None with temperature=0\.5, want a jax\.random"),
+        ({"lengths": [1, 2]}, ValueError, r"lengths: got int32 \(2,\), want integers \[batch\] = \(3,\)"),
+        ({"lengths": [0, 2, 8]}, ValueError, "lengths: got 0 to 8, want 1 to the 7 tokens of a prompt"),
+        ({"eos_id": "x"}, TypeError, "eos_id: got 'x', want an int or None"),
+        ({"tokens": prompts()[0]}, ValueError, r"tokens: got int32 \(7,\), want integers \[batch, length\]"),
+    ]:
+        with pytest.raises(error, match=message):
+            model.generate(**({"tokens": prompts(), "max_new_tokens": 2, "key": jax.random.key(0)} | options))

@@ -1,0 +1,93 @@
+"""linear_cross_entropy against float64, and that its logits never stand as a whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kernels.models import linear_cross_entropy
+
+BATCH, LENGTH, DEPTH, VOCABULARY = 2, 7, 16, 37
+
+
+def arrays(dtype=jnp.float32, scale=1.0):
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.standard_normal((BATCH, LENGTH, DEPTH)) * scale, dtype)
+    w = jnp.asarray(random.standard_normal((DEPTH, VOCABULARY)), jnp.float32)
+    targets = random.integers(0, VOCABULARY, (BATCH, LENGTH))
+    targets[0, :2] = -1
+    cotangent = jnp.asarray(random.standard_normal((BATCH, LENGTH)), jnp.float32)
+    return x, w, jnp.asarray(targets, jnp.int32), cotangent
+
+
+def oracle(x, w, targets, cotangent):
+    """(losses, dx, dw) in float64."""
+    x, w, cotangent = (np.asarray(y, np.float64) for y in (x, w, cotangent))
+    logits = x @ w
+    largest = logits.max(-1, keepdims=True)
+    lse = np.log(np.exp(logits - largest).sum(-1)) + largest[..., 0]
+    counts = targets >= 0
+    one_hot = np.eye(VOCABULARY)[np.maximum(targets, 0)]
+    losses = np.where(counts, lse - (logits * one_hot).sum(-1), 0)
+    dlogits = (np.exp(logits - lse[..., None]) - one_hot) * np.where(counts, cotangent, 0)[..., None]
+    return losses, dlogits @ w.T, np.einsum("btv,btd->dv", dlogits, x)
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 37, 4096])
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_against_float64(chunk, transpose_w):
+    x, w, targets, cotangent = arrays()
+    turned = lambda w: w.T if transpose_w else w
+    call = lambda x, w: linear_cross_entropy(x, turned(w), targets, transpose_w=transpose_w, chunk=chunk)
+    losses, vjp = jax.vjp(jax.jit(call), x, w)
+    for got, want in zip((losses, *vjp(cotangent)), oracle(x, w, targets, cotangent), strict=True):
+        np.testing.assert_allclose(got, want, atol=3e-6)
+
+
+def test_bfloat16_is_as_good_as_a_plain_evaluation():
+    x, w, targets, cotangent = arrays(jnp.bfloat16)
+
+    def plain(x, w):
+        logits = jnp.matmul(x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+        losses = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        return jnp.where(targets >= 0, losses, 0)
+
+    want = oracle(x, w, targets, cotangent)
+    results = []
+    for call in (lambda x, w: linear_cross_entropy(x, w, targets, chunk=8), plain):
+        losses, vjp = jax.vjp(call, x, w)
+        results.append([np.linalg.norm(a - b) for a, b in zip((losses, *vjp(cotangent)), want, strict=True)])
+    for ours, theirs in zip(*results, strict=True):
+        assert 0 < ours < 1.1 * theirs
+
+
+def test_large_logits_and_targets_out_of_range():
+    x, w, targets, _ = arrays(scale=1e4)
+    losses = linear_cross_entropy(x, w, targets, chunk=8)
+    assert np.isfinite(losses).all()
+    np.testing.assert_allclose(losses, oracle(x, w, targets, losses)[0], rtol=1e-5)
+    losses = linear_cross_entropy(x, w, targets.at[1, 1].set(VOCABULARY), chunk=8)
+    assert np.isnan(losses[1, 1])
+    assert np.isnan(losses).sum() == 1
+
+
+def test_the_logits_of_the_vocabulary_never_stand():
+    x, w, targets, _ = arrays()
+    loss = lambda x, w: linear_cross_entropy(x, w, targets, chunk=10).sum()
+    program = str(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(x, w))
+    assert f"f32[{BATCH},{LENGTH},10]" in program
+    assert f"[{BATCH},{LENGTH},{VOCABULARY}]" not in program
+
+
+def test_bad_arguments_are_named():
+    x, w, targets, _ = arrays()
+    for arguments, error, message in [
+        ((x, w.T, targets), ValueError, r"w: got shape \(37, 16\), want \[D, V\] beside x's \(2, 7, 16\)"),
+        ((x, w, targets[:1]), ValueError, r"targets: got shape \(1, 7\), want x's \(2, 7\)"),
+        ((x, w, targets * 1.0), TypeError, "targets: got dtype float32, want integers"),
+        ((x.astype(jnp.int32), w, targets), TypeError, "x: got dtype int32, want floats"),
+    ]:
+        with pytest.raises(error, match=message):
+            linear_cross_entropy(*arguments)
+    with pytest.raises(ValueError, match="chunk: got 0, want a positive int"):
+        linear_cross_entropy(x, w, targets, chunk=0)

@@ -1,0 +1,174 @@
+"""Models on meshes of CPU devices, in a process of its own: as on one device.
+
+As a script it prints, for each case, the errors of loss, logits and gradients, and how the parameters are shared out.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import tiers
+
+from jax_kernels import shard_sequence, unshard_sequence
+from jax_kernels.models import (
+    LongNet,
+    LongNetConfig,
+    MultiHeadAttention,
+    ShardingRules,
+    Transformer,
+    TransformerConfig,
+    make_mesh,
+    shard_batch,
+    shard_model,
+)
+from jax_kernels.models.sharding import batch_sharding
+from jax_kernels.testing import rms_error
+
+CONFIG = TransformerConfig(vocab_size=64, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48)
+DILATED = LongNetConfig(
+    vocab_size=64, model_dim=32, num_layers=1, num_heads=4, mlp_dim=48, segment_lengths=(8, 32), dilation_rates=(1, 2),
+)  # fmt: skip
+CASES = {
+    "ring": (CONFIG, {"data": 2, "sequence": 2}),
+    "tensor": (CONFIG, {"tensor": 2}),
+    "fsdp": (CONFIG, {"fsdp": 4}),
+    "all": (dataclasses.replace(CONFIG, remat="attention"), {"data": 2, "sequence": 2, "tensor": 2}),
+    "striped": (dataclasses.replace(CONFIG, sequence_layout="striped", tie_embeddings=False), {"sequence": 4}),
+    "longnet": (DILATED, {"data": 2, "sequence": 2}),
+    "longnet_tensor": (DILATED, {"sequence": 4, "tensor": 2}),
+}
+QUICK = ["ring", "tensor", "fsdp", "longnet"]
+
+
+@nnx.jit
+def step(model, tokens, targets):
+    def loss(model):
+        losses = model.losses(tokens, targets)
+        return losses.mean(), losses
+
+    return *nnx.value_and_grad(loss, has_aux=True)(model), model(tokens)
+
+
+def run_case(config, axes):
+    model = (LongNet if isinstance(config, LongNetConfig) else Transformer)(config, rngs=nnx.Rngs(0))
+    random = np.random.default_rng(0)
+    tokens, targets = random.integers(0, config.vocab_size, (2, 4, 32))
+    targets[0, :5] = -1
+
+    want = step(model, tokens, targets)
+    mesh = make_mesh(axes)
+    shard_model(model, mesh)
+    with jax.set_mesh(mesh):
+        got = step(model, *shard_batch((tokens, targets), mesh))
+    flat = lambda found: [np.asarray(x) for x in jax.tree.leaves(found)]
+    errors = [rms_error(g, w) for g, w in zip(flat(got), flat(want), strict=True)]
+    spec = lambda x: [*x[...].sharding.spec, None][:2]
+    layer = model.layers[0]
+    specs = {"q": spec(layer.attention.q_proj.kernel), "down": spec(layer.mlp.down_proj.kernel)}
+    return {"error": max(errors), "specs": specs | {"embed": spec(model.embed)}}
+
+
+def run_module(layout, is_causal):
+    """MultiHeadAttention by itself: under jax.set_mesh, inside a shard_map, and on one device."""
+    options = {"num_kv_heads": 2, "is_causal": is_causal, "rngs": nnx.Rngs(0)}
+    attention = MultiHeadAttention(32, 4, sequence_axis="sequence", sequence_layout=layout, **options)
+    layout = attention.sequence_layout
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 24, 32)), jnp.float32)
+    want = attention(x)
+    mesh = make_mesh({"sequence": 2, "tensor": 2})
+    shared = shard_sequence(x, mesh, "sequence", layout=layout)
+    with jax.set_mesh(mesh):
+        found = [nnx.jit(lambda attention, x: attention(x))(attention, shared)]
+        tokens = jax.P(None, "sequence")
+        found.append(jax.shard_map(attention, in_specs=tokens, out_specs=tokens, check_vma=False)(shared))
+    errors = [rms_error(np.asarray(unshard_sequence(y, mesh, "sequence", layout=layout)), want) for y in found]
+    return {"error": max(errors)}
+
+
+MODULES = {"module": (None, True), "module_full": (None, False), "module_striped": ("striped", True)}
+
+
+def main(names) -> dict:
+    return {name: run_module(*MODULES[name]) if name in MODULES else run_case(*CASES[name]) for name in names}
+
+
+def in_process(script: str, *arguments: str, devices: int = 8, limit: int = 200) -> list[str]:
+    """The lines that a script prints in a process with so many CPU devices."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+    }
+    done = subprocess.run(
+        [sys.executable, script, *arguments],
+        env=environment, capture_output=True, text=True, timeout=limit, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES], [*QUICK, "module"], 5))
+def test_a_mesh_changes_nothing(names):
+    results = json.loads(in_process(__file__, *names)[-1])
+    assert sorted(results) == sorted(names)
+    for name, found in results.items():
+        assert found["error"] < 3e-6, name
+    if "fsdp" in results:
+        assert results["fsdp"]["specs"]["q"] == ["fsdp", None]
+        assert results["tensor"]["specs"]["down"] == ["tensor", None]
+
+
+MESH = AbstractMesh((2, 3, 2, 2), ("data", "fsdp", "sequence", "tensor"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "want"),
+    [
+        ("embed", (64, 12), P("tensor", "fsdp")),
+        ("layers.3.attention.q_proj.kernel", (12, 16), P("fsdp", "tensor")),
+        ("0.mu.layers.3.attention.out_proj.kernel", (16, 12), P("tensor", "fsdp")),
+        ("layers.0.mlp.down_proj.kernel", (7, 12), P(None, "fsdp")),  # 2 devices do not divide 7
+        ("layers.0.mlp.down_proj.kernel", (12,), P()),
+        ("final_norm.scale", (12,), P()),
+        ("head.kernel", (12, 64), P("fsdp", "tensor")),
+    ],
+)
+def test_parameters_by_name(name, shape, want):
+    assert ShardingRules().parameter_spec(name, shape, MESH) == want
+
+
+def test_rules_are_data():
+    rules = ShardingRules(axes=(("batch", ("data", "tensor")), ("tokens", ("tensor",))), parameters=())
+    assert rules.spec(("batch", "tokens", None), (8, 8, 8), MESH) == P(("data", "tensor"), None, None)
+    assert rules.spec(("batch", "tokens"), (2, 8), MESH) == P("data", "tensor")
+    assert rules.parameter_spec("embed", (64, 12), MESH) == P()
+    with pytest.raises(ValueError, match="axes: got 'rows', want one of 'batch', 'tokens'"):
+        rules.spec(("rows",), (8,), MESH)
+    assert hash(rules) == hash(dataclasses.replace(rules))
+
+
+def test_bad_meshes_and_batches_are_named():
+    count = len(jax.devices())
+    assert make_mesh({"data": -1}).shape == {"data": count}
+    for axes in ({"data": 0}, {"data": count + 1}, {"data": -1, "fsdp": -1}, {}, {"data": -1, "fsdp": 2 * count}):
+        with pytest.raises(ValueError, match=f"axes: got {axes}"):
+            make_mesh(axes)
+    with pytest.raises(ValueError, match=r"batch: got 3 rows for 6 devices \(data, fsdp\), want a multiple"):
+        batch_sharding((3, 8), MESH)
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1:])))

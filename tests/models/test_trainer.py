@@ -1,0 +1,158 @@
+"""Trainer: exact resumption after a kill, other meshes, accumulation; TokenBatches: an order by seed and step."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_text
+
+CONFIG = TransformerConfig(vocab_size=64, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
+RUNS = Path(__file__).parent / "trainer_runs.py"
+STEPS = 6
+
+
+def start(*words):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+    }
+    command = [sys.executable, str(RUNS), *map(str, words)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end(process, code=0):
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == code, err[-3000:]
+    return json.loads(out.splitlines()[-1]) if out else None
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_is_killed_in_a_checkpoint_s_write_goes_on_as_if_it_had_not_been(tmp_path):
+    mesh = "data=2,sequence=2"
+    whole, killed = start(tmp_path / "whole", mesh, STEPS), start(tmp_path / "killed", mesh, STEPS, "kill")
+    want = end(whole)
+    assert end(killed, -signal.SIGKILL) is None
+    assert [path.name for path in sorted((tmp_path / "killed").iterdir())] == ["2", "4.orbax-checkpoint-tmp"]
+    got = end(start(tmp_path / "killed", mesh, STEPS, "elsewhere"))
+    assert got["begun"] == 2
+    assert got["losses"] == want["losses"][2:]
+    # The checkpoint of step 4, from 4 devices, on 2 and on 1.
+    for devices, found in got["elsewhere"].items():
+        assert found["devices"] == [int(devices)]
+        np.testing.assert_allclose(found["losses"], want["losses"][4:], rtol=1e-5)
+
+
+def batches(**options):
+    random = np.random.default_rng(0)
+    return TokenBatches(random.integers(0, 64, 500), 16, 4, **options)
+
+
+def test_learns_and_accumulates_what_one_batch_gives():
+    """Parts of a batch in which different numbers of targets count give the whole batch's mean."""
+    runs = []
+    for options in ({"accumulate": 1}, {"accumulate": 2}):
+        trainer = Trainer(CONFIG, optax.adamw(1e-2), **options)
+        tokens, targets = batches()[0]
+        targets = targets.at[1, :12].set(-1)
+        runs.append([trainer.train((tokens, targets)) for _ in range(4)])
+        assert trainer.step == int(trainer.state["step"]) == 4
+    for one, two in zip(*runs, strict=True):
+        np.testing.assert_allclose(one["loss"], two["loss"], rtol=1e-5)
+        np.testing.assert_allclose(one["gradient_norm"], two["gradient_norm"], rtol=1e-4)
+    assert float(runs[0][-1]["loss"]) < 0.9 * float(runs[0][0]["loss"])
+    losses = trainer.model.losses(tokens, targets)
+    np.testing.assert_allclose(trainer.evaluate((tokens, targets)), float(losses.sum()) / 52, rtol=1e-5)
+
+
+def test_mixed_precision_keeps_parameters_and_moments_in_float32():
+    longnet = LongNetConfig(
+        vocab_size=64, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32, segment_lengths=(8,), dilation_rates=(1,),
+    )  # fmt: skip
+    for config in (CONFIG, longnet):
+        trainer = Trainer(dataclasses.replace(config, dtype="bfloat16", remat=True), optax.adamw(1e-2))
+        losses = [float(trainer.train(batches()[step])["loss"]) for step in range(2)]
+        assert np.isfinite(losses).all()
+        kinds = {x.dtype for x in jax.tree.leaves((trainer.state["params"], trainer.state["optimizer"]))}
+        assert kinds == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
+
+
+def test_the_loss_s_keys_hang_on_the_seed_and_the_step():
+    def keys(seed):
+        seen = lambda model, batch, key: (jax.random.uniform(key) + 0 * model.embed[...].sum(), jnp.int32(1))
+        trainer = Trainer(CONFIG, optax.sgd(0.0), seed=seed, loss=seen)
+        return [float(trainer.train(batches()[0])["loss"]) for _ in range(3)]
+
+    assert keys(0) == keys(0)
+    assert len({*keys(0), *keys(1)}) == 6
+
+
+def test_bad_arguments_and_checkpoints_are_named(tmp_path):
+    trainer = Trainer(CONFIG, optax.sgd(0.1), folder=tmp_path)
+    with pytest.raises(FileNotFoundError, match="folder: got no checkpoint"):
+        trainer.restore()
+    trainer.save({"text": "a"})
+    other = Trainer(dataclasses.replace(CONFIG, mlp_dim=48, remat=True), optax.sgd(0.1), folder=tmp_path)
+    with pytest.raises(
+        ValueError, match="config: got a model that differs from the checkpoint's, which has mlp_dim=32"
+    ):
+        other.restore()
+    again = Trainer(dataclasses.replace(CONFIG, remat=True), optax.sgd(0.1), folder=tmp_path, seed=5)
+    assert again.restore() == {"text": "a"}
+    np.testing.assert_array_equal(again.model.embed[...], trainer.model.embed[...])
+    for x in (trainer, other, again):
+        x.close()
+    with pytest.raises(ValueError, match="folder: got None, want a folder for checkpoints"):
+        Trainer(CONFIG, optax.sgd(0.1)).save()
+    with pytest.raises(ValueError, match="accumulate=0 must be positive"):
+        Trainer(CONFIG, optax.sgd(0.1), accumulate=0)
+    with pytest.raises(ValueError, match="config: got float16, want bfloat16 or float32"):
+        Trainer(dataclasses.replace(CONFIG, dtype="float16"), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="batch: got 4 rows, want a multiple of accumulate=3"):
+        Trainer(CONFIG, optax.sgd(0.1), accumulate=3).train(batches()[0])
+
+
+def test_batches_hang_on_the_seed_and_the_step_alone():
+    one, other = batches(), batches(mesh=make_mesh({"data": 1}))
+    assert one.windows == 31
+    for step in (0, 3, 40):
+        for x, y in zip(one[step], other[step], strict=True):
+            np.testing.assert_array_equal(x, y)
+    tokens, targets = one[5]
+    assert (tokens.shape, tokens.dtype) == ((4, 16), jnp.int32)
+    np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
+    # An epoch has every window once.
+    epoch = np.concatenate([np.asarray(one[step][0]) for step in range(31)])
+    windows = {tuple(x) for x in one.tokens[: 31 * 16].reshape(31, 16).tolist()}
+    assert all({tuple(x) for x in part.tolist()} == windows for part in (epoch[:31], epoch[31:62]))
+    assert (np.asarray(batches(seed=1)[0][0]) != np.asarray(one[0][0])).any()
+    assert one.sha256 == batches(seed=4).sha256
+
+
+def test_reads_files_and_folders(tmp_path):
+    for name, text in (("b.txt", "two"), ("a/c.txt", "one"), (".hidden", "no"), ("empty", "")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert read_text(tmp_path).tobytes() == b"onetwo"
+    assert isinstance(read_text(tmp_path / "b.txt"), np.memmap)
+    assert read_text([tmp_path / "b.txt", tmp_path / "a"]).tobytes() == b"twoone"
+    with pytest.raises(FileNotFoundError, match="is neither a file nor a folder"):
+        read_text(tmp_path / "none")
+    with pytest.raises(ValueError, match="paths: got no bytes of text"):
+        read_text(tmp_path / "empty")
+    for bad, message in [
+        ({"seq_len": 0}, "seq_len: got 0, want 1 or more"),
+        ({"seq_len": 500}, "tokens: got 500, want at least 501 for seq_len=500"),
+        ({"tokens": np.zeros(5)}, r"tokens: got float64 \(5,\), want integers \[n\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            TokenBatches(**({"tokens": np.zeros(500, np.int32), "seq_len": 16, "batch_size": 4} | bad))
