@@ -96,8 +96,8 @@ def flash_attention(
       The others are those of jax_kernels.flash_attention.
 
     With a Mask or a score_mod it runs as bridge.from_jax says. JAX compiles a program, which it keeps, for each
-    function, each structure of a Mask and each set of shapes, those of a Mask's arrays included. With a Mask,
-    torch.compile has a graph break here. All calls that torch.func.vmap maps share one Mask.
+    function, each structure of a Mask and each set of shapes, those of a Mask's arrays included. With a Mask, a
+    graph of torch.compile serves that Mask alone. All calls that torch.func.vmap maps share one Mask.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.attention_inputs import AttentionResult
-from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge import dlpack, library, private
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.once import once
 from jax_kernels.ops.attention import flash_attention as attention
@@ -258,6 +258,7 @@ class Attention(torch.autograd.Function):
     """Attention with its gradient. A `setup_context` of its own would add 20 microseconds to each call."""
 
     @staticmethod
+    @private.unseen_by_dynamo
     def forward(ctx, with_rows, *arguments):
         """(out, rows), or out alone."""
         out, rows = library.below_function(forward_op, *arguments)
@@ -267,6 +268,7 @@ class Attention(torch.autograd.Function):
         return (out, rows) if with_rows else out
 
     @staticmethod
+    @private.unseen_by_dynamo
     def backward(ctx, dout, drows=None):
         if dout is None and drows is None:
             return (None,) * (1 + ALL)
@@ -300,6 +302,7 @@ class KnownAttention(torch.autograd.Function):
     """A KnownCall with its gradient."""
 
     @staticmethod
+    @private.unseen_by_dynamo
     def forward(ctx, call, *tensors):
         """(out, rows), or out alone."""
         out, rows = call.chain(*tensors)
@@ -309,6 +312,7 @@ class KnownAttention(torch.autograd.Function):
         return (out, rows) if call.facts.with_rows else out
 
     @staticmethod
+    @private.unseen_by_dynamo
     def backward(ctx, dout, drows=None):
         call = ctx.call
         _, *needed = ctx.needs_input_grad

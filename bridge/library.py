@@ -71,6 +71,7 @@ def define(
     CUDA graph.
     """
 
+    @private.unseen_by_dynamo
     def kernel(*arguments: Any) -> Any:
         return results(run(*program(*arguments)), *arguments)
 
@@ -97,6 +98,7 @@ def _defined(
     torch.library.register_fake(f"jax_kernels::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.jax_kernels, name).default
 
+    @private.unseen_by_dynamo
     def autograd(*arguments: Any) -> Any:
         flat = _flat(arguments)
         if has_tangent(flat):
@@ -324,6 +326,7 @@ class _Last(torch.autograd.Function):
     """A function whose gradient raises."""
 
     @staticmethod
+    @private.unseen_by_dynamo
     def forward(ctx, name, function, *tensors):
         ctx.name = name
         return tuple(function(*tensors))

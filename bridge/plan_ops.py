@@ -6,7 +6,7 @@ of the Masks.
 
 import torch
 
-from jax_kernels.bridge import library
+from jax_kernels.bridge import library, private
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.operands import NONE, found
 from jax_kernels.bridge.planning import make_plan
@@ -42,6 +42,7 @@ class Call(torch.autograd.Function):
     """
 
     @staticmethod
+    @private.unseen_by_dynamo
     def forward(ctx, plan, operands, *tensors):
         results = library.below_function(call_op, list(tensors), plan.name, operands.name)
         ctx.plan = plan
@@ -53,6 +54,7 @@ class Call(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @private.unseen_by_dynamo
     def backward(ctx, *cotangents):
         plan, given = ctx.plan, list(cotangents[: ctx.plan.count])
         if any(cotangent is not None for cotangent in cotangents[plan.count :]):
@@ -72,6 +74,7 @@ class KnownPlan(torch.autograd.Function):
     """A KnownCall of a plan, with its gradient."""
 
     @staticmethod
+    @private.unseen_by_dynamo
     def forward(ctx, call, *tensors):
         plan, results = call.facts, call.chain(*tensors)
         ctx.call = call
@@ -82,6 +85,7 @@ class KnownPlan(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @private.unseen_by_dynamo
     def backward(ctx, *cotangents):
         call = ctx.call
         plan = call.facts
