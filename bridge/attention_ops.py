@@ -204,10 +204,16 @@ def _backward_program(*arguments):
     return library.Program(_backward(call.device, call.options, bias_gradient), (*call.tensors, *arrays))
 
 
-def _gradients(found, *arguments):
+def _gradients(*arguments):
+    """What makes the backward's results of the gradients that were computed."""
     call = split(arguments)
-    left = iter(found)
-    return tuple(next(left) if there else call.tensors.query.new_empty(0) for there in _with_gradient(call))
+    there, dtype, device = _with_gradient(call), call.tensors.query.dtype, call.device
+
+    def finish(found):
+        left = iter(found)
+        return tuple(next(left) if is_there else torch.empty(0, dtype=dtype, device=device) for is_there in there)
+
+    return finish
 
 
 class _Spec(NamedTuple):
@@ -408,7 +414,7 @@ forward_op = library.define(
     "flash_attention",
     f"({_ARGUMENTS}) -> (Tensor, Tensor)",
     program=_forward_program,
-    results=lambda found, *arguments: tuple(found),
+    finish=lambda *arguments: tuple,
     fake=_fake_forward,
     differentiate=lambda *arguments: library.apply(Attention, True, *arguments),
     label=_label,
@@ -417,7 +423,7 @@ inference_op = library.define(
     "flash_attention_inference",
     f"({_ARGUMENTS}) -> Tensor",
     program=_inference_program,
-    results=lambda found, *arguments: found[0],
+    finish=lambda *arguments: operator.itemgetter(0),
     fake=_fake_inference,
     differentiate=lambda *arguments: library.apply(Attention, False, *arguments),
     label=_label,
@@ -427,7 +433,7 @@ backward_op = library.define(
     f"({_ARGUMENTS}, bool bias_gradient, Tensor out, Tensor rows, Tensor? dout, Tensor? drows) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     program=_backward_program,
-    results=_gradients,
+    finish=_gradients,
     fake=_fake_backward,
     differentiate=_differentiate_backward,
     label=_label,

@@ -94,10 +94,21 @@ def seen(arguments: Sequence[Any], options: Sequence[Any]) -> Seen:
 class JaxOp:
     """A JAX function as from_jax gives it, for an op that tells by what its calls may be known."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, is_whole: bool = False) -> None:
+        """is_whole: its arguments are tensors and constants, and its results tensors, so that torch.compile need not
+        look inside of a call: each name that it sees adds to what it checks before every call of a graph.
+        """
         self._function = function
-        self._name = register(function)
+        self._name = name = register(function)
         self._known = Known()
+        self._is_whole = is_whole
+
+        def in_graph(*args: Any, **kwargs: Any) -> Any:
+            tensors: list[torch.Tensor] = []
+            structure = flatten((args, kwargs), tensors, None)
+            return _traced_call(name, structure, tensors, ())
+
+        self._in_graph = torch.compiler.allow_in_graph(in_graph) if is_whole else in_graph
 
     def find(self, seen: Seen) -> KnownCall | None:
         """The call that is known by that. Not for code that torch.compile traces."""
@@ -105,6 +116,8 @@ class JaxOp:
 
     def serve(self, seen: Seen | None, *args: Any, **kwargs: Any) -> Any:
         """The function's results. seen: what the call is known as from now on, if its tensors are the arguments'."""
+        if self._is_whole and torch.compiler.is_compiling():
+            return self._in_graph(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         masks: list[Mask] = []
         structure = flatten((args, kwargs), tensors, masks)

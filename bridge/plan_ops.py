@@ -30,6 +30,10 @@ def _backward_program(stored, cotangents, plan, operands=""):
     return library.Program(find_plan(plan).backward, (*stored, *cotangents), found(operands))
 
 
+def _same(results):
+    return results
+
+
 def _empty(plan, infos):
     return [torch.empty(info.shape, dtype=info.dtype, device=plan.device) for info in infos]
 
@@ -113,7 +117,7 @@ class KnownPlan(torch.autograd.Function):
 
 
 def _known_backward(plan, tensors):
-    return KnownCall(library.chain_for(plan.backward, tensors, NONE), lambda results: results)
+    return KnownCall(library.chain_for(plan.backward, tensors, NONE), _same)
 
 
 def _differentiate(tensors, plan, operands=""):
@@ -141,7 +145,7 @@ call_op = library.define(
     "call",
     '(Tensor[] tensors, str plan, str operands="") -> Tensor[]',
     program=_program,
-    results=lambda found, *arguments: found,
+    finish=lambda *arguments: _same,
     fake=lambda tensors, plan, operands="": _empty(find_plan(plan), find_plan(plan).results),
     differentiate=_differentiate,
     label=lambda tensors, plan, operands="": find_plan(plan).label,
@@ -150,7 +154,7 @@ backward_op = library.define(
     "call_backward",
     '(Tensor[] stored, Tensor?[] cotangents, str plan, str operands="") -> Tensor[]',
     program=_backward_program,
-    results=lambda found, *arguments: found,
+    finish=lambda *arguments: _same,
     fake=lambda stored, cotangents, plan, operands="": _empty(find_plan(plan), find_plan(plan).grads),
     differentiate=_differentiate_backward,
     label=lambda stored, cotangents, plan, operands="": find_plan(plan).label,

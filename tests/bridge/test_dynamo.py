@@ -139,3 +139,22 @@ def test_masks_of_graphs_have_one_name_as_long_as_they_live():
     assert len(operands._KEPT) == before
     with pytest.raises(RuntimeError, match="only while the Mask is alive"):
         operands.found(name)
+
+
+@pytest.mark.parametrize("name", ["flash_attention", "rms_norm"])
+def test_a_call_is_one_node_of_a_graph(name):
+    """Each name that torch.compile sees inside of a call would add to its checks before every call."""
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append([x.target for x in module.graph.nodes if x.op == "call_function"])
+        return module.forward
+
+    call, inputs = {
+        "flash_attention": (lambda *x: bridge.flash_attention(*x, is_causal=True), qkv()),
+        "rms_norm": (bridge.rms_norm, [random(5, 8), random(8)]),
+    }[name]
+    compiled = torch.compile(lambda *x: call(*x), backend=backend, fullgraph=True)
+    close(gradients(compiled, inputs), gradients(call, inputs))
+    ((target,),) = graphs
+    assert target.__name__.endswith("in_graph")
