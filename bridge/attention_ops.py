@@ -138,13 +138,13 @@ def _forward(device: torch.device, options: Options):
             excess = None if inputs.bias is None else lse
         return out, lse if excess is None else jnp.stack([lse, excess], axis=1)
 
-    return jax.jit(forward)
+    return jax.jit(forward, keep_unused=True)
 
 
 @once
 def _inference(device: torch.device, options: Options):
     forward = _forward(device, options)
-    return jax.jit(lambda *arrays: forward(*arrays)[:1])
+    return jax.jit(lambda *arrays: forward(*arrays)[:1], keep_unused=True)
 
 
 @once
@@ -179,7 +179,7 @@ def _backward(device: torch.device, options: Options, bias_gradient: bool):
         (pulled,) = pullback({name: getattr(gradients, name) for name in given})
         return tuple(pulled[name] for name in given)
 
-    return jax.jit(backward)
+    return jax.jit(backward, keep_unused=True)
 
 
 def _forward_program(*arguments):

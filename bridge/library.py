@@ -234,14 +234,12 @@ def _through_jax(
     """run by the DLPack route. given: the tensors that are not None; they stand for those of `tensors` in turn."""
     device = given[0].device
     dlpack.refuse_capture(device)
-    arrays, owners = dlpack.import_tensors(given, device)
+    arrays, owners = dlpack.import_tensors(given, device, is_one_call=True)
     filled = iter(arrays)
     masks = () if operands is None else (operands.masks,)
     with planning_for(device):
         results = function(*masks, *(None if tensor is None else next(filled) for tensor in tensors))
-    exported = dlpack.export_arrays(results, device)
-    del owners  # JAX reads them until the results are exported
-    return exported
+    return dlpack.export_arrays(results, device, owners)
 
 
 class _ThroughJax:
