@@ -126,7 +126,8 @@ def pooled_scores(query: Any, key: Any, block_size: int | tuple[int, int]) -> An
 
 def _kinds(kind: type) -> list[type]:
     """A class and those below it."""
-    return [kind, *(below for own in kind.__subclasses__() for below in _kinds(own))]
+    below: list[type] = type.__subclasses__(kind)
+    return [kind, *(each for own in below for each in _kinds(own))]
 
 
 for _kind in _kinds(Mask):

@@ -52,7 +52,7 @@ def unseen_by_dynamo(function: Any) -> Any:
     itself is as fast as before. Where torch.compile traces a call of it, it does so all the same.
     """
     try:
-        from torch._C._dynamo.eval_frame import set_code_exec_strategy  # type: ignore[attr-defined]
+        from torch._C._dynamo.eval_frame import set_code_exec_strategy
         from torch._dynamo.types import FrameAction, FrameExecStrategy
     except ImportError:
         return torch.compiler.disable(function)
