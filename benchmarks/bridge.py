@@ -9,13 +9,15 @@ batches, outside of the time, so that its queue never fills. The figure is the m
 |---|---|
 | no grad | flash_attention under torch.no_grad |
 | forward | flash_attention with gradients |
-| backward | torch.autograd.grad of its output |
+| backward | torch.autograd.grad of its output; the no-op's backward is an autograd.Function that returns tensors |
+| backward, one thread | the same, where PyTorch runs it in the calling thread (autograd.set_multithreading_enabled) |
 | compiled | flash_attention in torch.compile, without gradients |
 | from_jax | x * 2 |
 | capture, empty capture | a CUDA graph of one call, and one of none |
 
-Wall time: milliseconds of a call at (2, 8192, 16, 128), from the first to the last of a queue of calls, and the GPU's
-own time of it, by CUDA events around a queue that waits for its launches.
+Wall time: milliseconds of a call at (2, 8192, 16, 128), from the first to the last of a queue of calls that begins with
+an idle GPU. Device time: CUDA events around the calls of the same queue. A GPU that rested before a queue is faster in
+it, so that two queues cannot be compared.
 
 `--profile` prints where the host's time of 2,000 calls goes, and times nothing.
 """
@@ -84,6 +86,24 @@ def define_nothing() -> Any:
     return library
 
 
+def no_op_with_gradient() -> Callable[..., Any]:
+    """A function of three tensors that computes nothing, nor does its backward: the least that autograd costs."""
+    import torch
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
+            ctx.save_for_backward(query, key, value)
+            ctx.set_materialize_grads(False)
+            return torch.empty_like(query)
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            return tuple(x.detach() for x in ctx.saved_tensors)
+
+    return Nothing.apply
+
+
 def host_calls(route: str) -> Calls:
     """The calls of the host's table that the route has."""
     import torch
@@ -95,11 +115,18 @@ def host_calls(route: str) -> Calls:
     attend = attention_of(route)
     plain = [x.detach() for x in inputs]
     calls: Calls = {"no grad": lambda: attend(*plain)}
-    if route != "no-op":
-        out = attend(*inputs)
-        dout = torch.randn_like(out)
-        calls["forward"] = lambda: attend(*inputs)
-        calls["backward"] = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    differentiable = no_op_with_gradient() if route == "no-op" else attend
+    differentiable(*inputs)  # the backward of a first call is not known to the bridge
+    out = differentiable(*inputs)
+    dout = torch.randn_like(out)
+
+    def in_one_thread() -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return calls["backward"]()
+
+    calls["forward"] = lambda: differentiable(*inputs)
+    calls["backward"] = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    calls["backward, one thread"] = in_one_thread
     torch._dynamo.reset()
     compiled = torch.compile(lambda *given: attend(*given), fullgraph=True)
     calls["compiled"] = lambda: compiled(*plain)
@@ -157,38 +184,30 @@ def measure_host(
         for name, call in make(route).items():
             row: dict[str, Any] = {"route": route, "call": name, "shape": SMALL, "status": "ok", "reason": ""}
             try:
-                with torch.set_grad_enabled(name in ("forward", "backward")):
+                with torch.set_grad_enabled(name.startswith(("forward", "backward"))):
                     row["host_us"] = host_microseconds(call, calls, batch, seconds)
             except Exception as error:
                 row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
             rows.append(row)
-            say(f"{route:7} {name:9} {row.get('host_us', float('nan')):9.1f} us {row['reason']}")
+            say(f"{route:7} {name:20} {row.get('host_us', float('nan')):9.1f} us {row['reason']}")
     return rows
 
 
 def queue_times(call: Callable[[], Any], calls: int) -> dict[str, float]:
-    """wall_ms: the host's clock around a queue of calls that ends in a wait. device_ms: CUDA events around it.
-
-    The queue begins behind work of the GPU that outlasts its launches for the events, and with an idle GPU for the
-    clock.
-    """
+    """wall_ms: the host's clock around a queue of calls that ends in a wait. device_ms: CUDA events around them."""
     import torch
 
     for _ in range(2):
         call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for _ in range(calls):
-        call()
-    torch.cuda.synchronize()
-    wall = (time.perf_counter() - begin) / calls * 1e3
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(40_000_000)
     start.record()
     for _ in range(calls):
         call()
     end.record()
     torch.cuda.synchronize()
+    wall = (time.perf_counter() - begin) / calls * 1e3
     return {"wall_ms": wall, "device_ms": start.elapsed_time(end) / calls}
 
 

@@ -96,8 +96,8 @@ def flash_attention(
       The others are those of jax_kernels.flash_attention.
 
     With a Mask or a score_mod it runs as bridge.from_jax says. JAX compiles a program, which it keeps, for each
-    function, each structure of a Mask and each set of shapes, those of a Mask's arrays included. With a Mask,
-    torch.compile has a graph break here. All calls that torch.func.vmap maps share one Mask.
+    function, each structure of a Mask and each set of shapes, those of a Mask's arrays included. With a Mask, a
+    graph of torch.compile serves that Mask alone. All calls that torch.func.vmap maps share one Mask.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
@@ -112,6 +112,11 @@ def flash_attention(
     """
     statics: Any = None
     present: Sequence[Any] = ()
+    if torch.compiler.is_compiling() and score_mod is None and not isinstance(mask, Mask):
+        return _in_graph(
+            *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
+            *(scale, softcap, return_lse, deterministic, precision, implementation),
+        )
     if not torch.compiler.is_compiling():
         if bias is mask is segment_ids is kv_lengths is sinks is None and type(q_offset) is int:
             present, there = (query, key, value), None
@@ -163,10 +168,19 @@ def _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_of
     return [x for x in every if x is not None], tuple(x is not None for x in every)
 
 
-def _call(given: _Given, statics: Any, present: Sequence[Any]) -> Any:
+@torch.compiler.allow_in_graph
+def _in_graph(*given: Any) -> Any:
+    """A call of a compiled graph without a Mask or a score_mod.
+
+    torch.compile does not look inside: each name that it sees adds to what it checks before every call.
+    """
+    return _call(_Given(*given), None, (), is_traced=True)
+
+
+def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: bool = False) -> Any:
     """Runs a call: with a Mask or a score_mod by from_jax, else by flash_attention's own operators.
 
-    statics, present: what the call is known as from now on.
+    statics, present: what the call is known as from now on. is_traced: whether it is part of a compiled graph.
     """
     if given.score_mod is not None or isinstance(given.mask, Mask):
         return sparse_attention.attend(
@@ -244,7 +258,7 @@ def _call(given: _Given, statics: Any, present: Sequence[Any]) -> Any:
     )
     if statics is not None and (keys := _padded(tensors, options)) is not None:
         return flash_attention(query, sinks=given.sinks, window=given.window, **keys._asdict(), **_kept(options))
-    results = _run(tensors, options)
+    results = _run(tensors, options, is_traced=is_traced)
     read = [x for x in tensors if x is not None]
     if statics is not None and library.is_plain_call() and same_tensors(read, present):
         _KNOWN.learn(statics, present, lambda: known_call(tensors, options))
@@ -273,11 +287,11 @@ def _kept(options: Options) -> dict[str, Any]:
     return {name: own[name] for name in own if name not in ("window_left", "window_right", "q_offset")}
 
 
-def _run(tensors: Tensors, options: Options) -> Any:
+def _run(tensors: Tensors, options: Options, *, is_traced: bool) -> Any:
     """Runs a call that has been checked: out, or (out, lse)."""
     arguments = (*tensors, *options)
     operator = forward_op if options.return_lse else inference_op
-    if not library.is_plain_call():
+    if is_traced or not library.is_plain_call():
         results = operator(*arguments)
     elif torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated):
         results = Attention.apply(options.return_lse, *arguments)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.attention_inputs import AttentionResult
-from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge import dlpack, library, private
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.once import once
 from jax_kernels.ops.attention import flash_attention as attention
@@ -138,13 +138,13 @@ def _forward(device: torch.device, options: Options):
             excess = None if inputs.bias is None else lse
         return out, lse if excess is None else jnp.stack([lse, excess], axis=1)
 
-    return jax.jit(forward)
+    return jax.jit(forward, keep_unused=True)
 
 
 @once
 def _inference(device: torch.device, options: Options):
     forward = _forward(device, options)
-    return jax.jit(lambda *arrays: forward(*arrays)[:1])
+    return jax.jit(lambda *arrays: forward(*arrays)[:1], keep_unused=True)
 
 
 @once
@@ -179,7 +179,7 @@ def _backward(device: torch.device, options: Options, bias_gradient: bool):
         (pulled,) = pullback({name: getattr(gradients, name) for name in given})
         return tuple(pulled[name] for name in given)
 
-    return jax.jit(backward)
+    return jax.jit(backward, keep_unused=True)
 
 
 def _forward_program(*arguments):
@@ -204,10 +204,16 @@ def _backward_program(*arguments):
     return library.Program(_backward(call.device, call.options, bias_gradient), (*call.tensors, *arrays))
 
 
-def _gradients(found, *arguments):
+def _gradients(*arguments):
+    """What makes the backward's results of the gradients that were computed."""
     call = split(arguments)
-    left = iter(found)
-    return tuple(next(left) if there else call.tensors.query.new_empty(0) for there in _with_gradient(call))
+    there, dtype, device = _with_gradient(call), call.tensors.query.dtype, call.device
+
+    def finish(found):
+        left = iter(found)
+        return tuple(next(left) if is_there else torch.empty(0, dtype=dtype, device=device) for is_there in there)
+
+    return finish
 
 
 class _Spec(NamedTuple):
@@ -258,6 +264,7 @@ class Attention(torch.autograd.Function):
     """Attention with its gradient. A `setup_context` of its own would add 20 microseconds to each call."""
 
     @staticmethod
+    @private.unseen_by_dynamo
     def forward(ctx, with_rows, *arguments):
         """(out, rows), or out alone."""
         out, rows = library.below_function(forward_op, *arguments)
@@ -267,6 +274,7 @@ class Attention(torch.autograd.Function):
         return (out, rows) if with_rows else out
 
     @staticmethod
+    @private.unseen_by_dynamo
     def backward(ctx, dout, drows=None):
         if dout is None and drows is None:
             return (None,) * (1 + ALL)
@@ -300,6 +308,7 @@ class KnownAttention(torch.autograd.Function):
     """A KnownCall with its gradient."""
 
     @staticmethod
+    @private.unseen_by_dynamo
     def forward(ctx, call, *tensors):
         """(out, rows), or out alone."""
         out, rows = call.chain(*tensors)
@@ -309,6 +318,7 @@ class KnownAttention(torch.autograd.Function):
         return (out, rows) if call.facts.with_rows else out
 
     @staticmethod
+    @private.unseen_by_dynamo
     def backward(ctx, dout, drows=None):
         call = ctx.call
         _, *needed = ctx.needs_input_grad
@@ -404,7 +414,7 @@ forward_op = library.define(
     "flash_attention",
     f"({_ARGUMENTS}) -> (Tensor, Tensor)",
     program=_forward_program,
-    results=lambda found, *arguments: tuple(found),
+    finish=lambda *arguments: tuple,
     fake=_fake_forward,
     differentiate=lambda *arguments: library.apply(Attention, True, *arguments),
     label=_label,
@@ -413,7 +423,7 @@ inference_op = library.define(
     "flash_attention_inference",
     f"({_ARGUMENTS}) -> Tensor",
     program=_inference_program,
-    results=lambda found, *arguments: found[0],
+    finish=lambda *arguments: operator.itemgetter(0),
     fake=_fake_inference,
     differentiate=lambda *arguments: library.apply(Attention, False, *arguments),
     label=_label,
@@ -423,7 +433,7 @@ backward_op = library.define(
     f"({_ARGUMENTS}, bool bias_gradient, Tensor out, Tensor rows, Tensor? dout, Tensor? drows) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     program=_backward_program,
-    results=_gradients,
+    finish=_gradients,
     fake=_fake_backward,
     differentiate=_differentiate_backward,
     label=_label,

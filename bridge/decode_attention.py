@@ -10,7 +10,7 @@ from jax_kernels.ops import decode_attention as ops
 
 __all__ = ["decode_attention"]
 
-_attend = JaxOp(ops.decode_attention)
+_attend = JaxOp(ops.decode_attention, is_whole=True)
 
 
 def decode_attention(

@@ -11,7 +11,7 @@ from jax_kernels.ops.dilated import dilated_attention as ops
 
 __all__ = ["dilated_attention"]
 
-_attend = JaxOp(ops.dilated_attention)
+_attend = JaxOp(ops.dilated_attention, is_whole=True)
 
 
 def dilated_attention(

@@ -14,10 +14,8 @@ public ones cost more than twice the time of a call.
 """
 
 import atexit
-import collections
 import functools
 import itertools
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +24,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import torch
+
+from jax_kernels.bridge.held import Held
 
 __all__ = [
     "check_dtype",
@@ -104,45 +104,61 @@ def jax_device(device: torch.device) -> jax.Device:
     raise RuntimeError(f"got a tensor on {device}, but JAX sees only {devices}")
 
 
-def import_tensors(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[list[jax.Array], list[torch.Tensor]]:
+def import_tensors(
+    tensors: Sequence[torch.Tensor], device: torch.device, *, is_one_call: bool = False
+) -> tuple[list[jax.Array], list[torch.Tensor]]:
     """JAX arrays over the tensors' memory, and the tensors that own it.
 
     Keep the owners until the results have been exported: before that, PyTorch may give a dead tensor's memory
     away while JAX still reads it. The tensors must all be on `device`, and must not be written to by JAX
     (never donate the arrays).
+
+    is_one_call: a promise that all arrays go to one call of a function that was jitted with keep_unused, and the owners
+    to export_arrays. Then the wait of one array for PyTorch's stream is that of all.
     """
-    # Detached: the caller's own tensors may live on, and would not show when JAX lets go of the memory.
-    owners = [readable(tensor).detach() for tensor in tensors]
-    for owner in owners:
-        _LENT[next(_LOANS)] = owner
+    owners = [readable(tensor) for tensor in tensors]
+    if is_one_call and device.type == "cuda":
+        owners = [owner.detach() if owner.requires_grad else owner for owner in owners]
+    else:
+        # Detached: the caller's own tensors may live on, and would not show when JAX lets go of the memory.
+        owners = [owner.detach() for owner in owners]
+        for owner in owners:
+            _LENT[next(_LOANS)] = owner
     target = jax_device(device)
     filled = [tensor for tensor in owners if tensor.numel()]
-    arrays = iter(_over(filled, device, target))
+    arrays = iter(_over(filled, device, target, is_one_call))
     return [next(arrays) if t.numel() else jnp.zeros(t.shape, _TO_JAX[t.dtype], device=target) for t in owners], owners
 
 
-def export_arrays(arrays: Iterable[jax.Array], device: torch.device) -> list[torch.Tensor]:
-    """New tensors, owned by PyTorch, with the arrays' values. Never waits for the GPU on the host."""
+def export_arrays(
+    arrays: Iterable[jax.Array], device: torch.device, read: Sequence[torch.Tensor] = ()
+) -> list[torch.Tensor]:
+    """New tensors, owned by PyTorch, with the arrays' values. Never waits for the GPU on the host.
+
+    read: tensors that JAX reads for the arrays. They are held as long.
+    """
     arrays = list(arrays)
     for index, array in enumerate(arrays):
         torch_dtype(f"output {index}", array.dtype)
     if device.type == "cpu":
         jax.block_until_ready(arrays)
         return [_view(array, None).clone() if array.size else _empty(array, device) for array in arrays]
-    stream = torch.cuda.current_stream(device)
+    stream = _current_stream(device)
     # 0, the default stream's handle, means something else in DLPack, where 1 stands for it.
     handle = stream.cuda_stream or 1
     views = [_view(array, handle) if array.size else _empty(array, device) for array in arrays]
+    if not any(array.size for array in arrays):
+        jax.block_until_ready(arrays)  # nothing else tells the stream when JAX has read the tensors
     if torch.cuda.current_device() == device.index:
-        return _cloned(views, stream)
+        return _cloned(views, stream, read)
     with torch.cuda.device(device):
-        return _cloned(views, stream)
+        return _cloned(views, stream, read)
 
 
-def _cloned(views: list[torch.Tensor], stream: torch.cuda.Stream) -> list[torch.Tensor]:
+def _cloned(views: list[torch.Tensor], stream: Any, read: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of the views on the current stream of their device, which is the current one."""
     tensors = [view.clone(memory_format=torch.contiguous_format) for view in views]
-    _HELD.hold(stream, views)
+    _HELD.hold(stream, views, read)
     return tensors
 
 
@@ -158,6 +174,8 @@ def refuse_capture(device: torch.device) -> None:
 
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured on the current stream of a GPU."""
+    if not torch.cuda.is_initialized():
+        return False
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
@@ -229,7 +247,7 @@ def _private() -> _DlpackFunctions | None:
 _PRIVATE = _private()
 
 
-def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device) -> list[jax.Array]:
+def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device, is_one_call: bool) -> list[jax.Array]:
     """Arrays over the memory of readable tensors; on a GPU, JAX waits for PyTorch's current stream."""
     if _PRIVATE is None:
         if device.type == "cuda":
@@ -242,11 +260,21 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device)
     if device.type == "cuda":
         stream = target.get_stream_for_external_ready_events()
         ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(device))
+        ready.record(_current_stream(device))
         _external(stream, device).wait_event(ready)
     code = _DLPACK_DEVICE[device.type]
     to_array = _PRIVATE.to_array
-    return [to_array(torch.utils.dlpack.to_dlpack(tensor), target, stream, None, code) for tensor in tensors]
+    arrays = []
+    for tensor in tensors:
+        arrays.append(to_array(torch.utils.dlpack.to_dlpack(tensor), target, stream, None, code))
+        if is_one_call:
+            stream = None
+    return arrays
+
+
+def _current_stream(device: torch.device) -> Any:
+    """PyTorch's current stream of a GPU, as an object that is kept: torch.cuda.current_stream makes one each time."""
+    return _external(torch._C._cuda_getCurrentRawStream(device.index), device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -261,61 +289,7 @@ def _view(array: jax.Array, stream: int | None) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(array.__dlpack__(stream=stream))  # type: ignore[call-arg]
 
 
-class _Entry(NamedTuple):
-    """Memory of JAX's that is held until the event `copied`. size: its bytes."""
-
-    copied: torch.cuda.Event
-    memory: list[torch.Tensor]
-    size: int
-
-
-class _Held:
-    """JAX's memory that a PyTorch stream may still be reading: kept until the stream has passed the copy.
-
-    One queue for each stream, in the stream's own order. Queues are looked at on later calls. Where the host
-    runs so far ahead that more than a sixteenth of the GPU's memory is held, it waits for the oldest copy.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queues: dict[tuple[int, int], collections.deque[_Entry]] = {}
-        self._sizes: dict[int, int] = collections.defaultdict(int)
-
-    def hold(self, stream: torch.cuda.Stream, memory: list[torch.Tensor]) -> None:
-        copied = torch.cuda.Event()
-        copied.record(stream)
-        index = stream.device_index
-        size = sum(tensor.nbytes for tensor in memory)
-        released = []  # freed after the lock is, as freeing runs code of JAX's
-        with self._lock:
-            queue = self._queues.setdefault((index, stream.cuda_stream), collections.deque())
-            queue.append(_Entry(copied=copied, memory=memory, size=size))
-            self._sizes[index] += size
-            for (owner, _), entries in self._queues.items():
-                while owner == index and entries and entries[0].copied.query():
-                    released.append(entries.popleft())
-                    self._sizes[index] -= released[-1].size
-            while self._sizes[index] > _memory_to_hold(index) and len(queue) > 1:
-                queue[0].copied.synchronize()
-                released.append(queue.popleft())
-                self._sizes[index] -= released[-1].size
-
-    def clear(self) -> None:
-        """Waits for every copy and gives the memory back."""
-        with self._lock:
-            for queue in self._queues.values():
-                for entry in queue:
-                    entry.copied.synchronize()
-            self._queues.clear()
-            self._sizes.clear()
-
-
-@functools.cache
-def _memory_to_hold(index: int) -> int:
-    return torch.cuda.get_device_properties(index).total_memory // 16
-
-
-_HELD = _Held()
+_HELD = Held()
 # The tensors that JAX may still be reading, by a running number.
 _LENT: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _LOANS = itertools.count()
@@ -328,7 +302,7 @@ def _finish() -> None:
     JAX's threads let go of a tensor under the interpreter's lock: once the interpreter is gone, that aborts
     the process.
     """
-    _HELD.clear()
+    read = _HELD.clear()
     deadline = time.monotonic() + 2
-    while _LENT and time.monotonic() < deadline:
+    while (_LENT or any(x() is not None for x in read)) and time.monotonic() < deadline:
         time.sleep(0.001)

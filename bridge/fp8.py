@@ -12,7 +12,7 @@ from jax_kernels.ops.attention import flash_attention_fp8 as ops
 
 __all__ = ["flash_attention_fp8", "quantize", "quantize_fp8"]
 
-_attend = JaxOp(ops.flash_attention_fp8)
+_attend = JaxOp(ops.flash_attention_fp8, is_whole=True)
 _FORMATS = ("e4m3", "e5m2")
 
 

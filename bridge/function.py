@@ -22,7 +22,7 @@ import torch
 
 from jax_kernels.bridge import answers, library, plan_vmap
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
-from jax_kernels.bridge.operands import NONE, MaskSignature, Operands, operands_of
+from jax_kernels.bridge.operands import NONE, MaskSignature, Operands, kept_operands, operands_of
 from jax_kernels.bridge.plan_ops import Call, KnownPlan, call_op
 from jax_kernels.bridge.planning import plan_for
 from jax_kernels.bridge.plans import Request, Signature, register
@@ -51,9 +51,10 @@ def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
       A function that takes tensors where `function` takes arrays, at least one and all on one device. It returns
       tensors, which PyTorch owns. Gradients flow to floating-point and complex tensors that require one; integer and
       bool tensors, and the arrays of a Mask, get none. It runs on the tensors' device, in the order of PyTorch's
-      current stream. It works under torch.compile(fullgraph=True), but a Mask causes a graph break. torch.func.vmap of
-      it is jax.vmap of `function`. It cannot be differentiated twice or in forward mode, or captured in a CUDA graph. A
-      graph that calls it (torch.export, make_fx) runs only in the process that traced it.
+      current stream. It works under torch.compile(fullgraph=True), where a Mask is a constant: the graph serves the
+      Mask that it was traced with, as long as that lives. torch.func.vmap of it is jax.vmap of `function`. It cannot be
+      differentiated twice or in forward mode. A CUDA graph captures calls of the direct route, after a first call
+      outside. A graph that calls it (torch.export, make_fx) runs only in the process that traced it.
 
     Raises, when called:
       TypeError: JAX does not take a tensor's dtype (float64 and int64 need jax_enable_x64), or a constant is not
@@ -93,10 +94,21 @@ def seen(arguments: Sequence[Any], options: Sequence[Any]) -> Seen:
 class JaxOp:
     """A JAX function as from_jax gives it, for an op that tells by what its calls may be known."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, is_whole: bool = False) -> None:
+        """is_whole: its arguments are tensors and constants, and its results tensors, so that torch.compile need not
+        look inside of a call: each name that it sees adds to what it checks before every call of a graph.
+        """
         self._function = function
-        self._name = register(function)
+        self._name = name = register(function)
         self._known = Known()
+        self._is_whole = is_whole
+
+        def in_graph(*args: Any, **kwargs: Any) -> Any:
+            tensors: list[torch.Tensor] = []
+            structure = flatten((args, kwargs), tensors, None)
+            return _traced_call(name, structure, tensors, ())
+
+        self._in_graph = torch.compiler.allow_in_graph(in_graph) if is_whole else in_graph
 
     def find(self, seen: Seen) -> KnownCall | None:
         """The call that is known by that. Not for code that torch.compile traces."""
@@ -104,11 +116,15 @@ class JaxOp:
 
     def serve(self, seen: Seen | None, *args: Any, **kwargs: Any) -> Any:
         """The function's results. seen: what the call is known as from now on, if its tensors are the arguments'."""
+        if self._is_whole and torch.compiler.is_compiling():
+            return self._in_graph(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         masks: list[Mask] = []
         structure = flatten((args, kwargs), tensors, masks)
         if tensors and not torch.compiler.is_compiling():
             answers.answer(self._function, tensors[0].device, *args, **kwargs)
+        if masks and torch.compiler.is_compiling():
+            return _traced_call(self._name, structure, tensors, masks)
         if masks:
             return _with_masks(self._name, structure, tensors, masks)
         results = _run(self._name, structure, tensors, NONE, None)
@@ -141,10 +157,12 @@ def _run(
     name: str, structure: Any, tensors: list[torch.Tensor], operands: Operands, masks: MaskSignature | None
 ) -> Any:
     """The results of the function. masks: the signature of the operands."""
+    if torch.compiler.is_compiling():
+        return _traced_call(name, structure, tensors, ())
     signatures = tuple(_signature(x) for x in tensors)
     if not library.is_plain_call():
-        traced = _traced(name, structure, signatures, masks)
-        return rebuild(traced.outputs, iter(call_op(tensors, traced.plan, operands.name)))
+        plan = plan_for(Request(name, structure, signatures, masks, jax.config.jax_enable_x64), (False,) * len(tensors))
+        return rebuild(plan.outputs, iter(call_op(tensors, plan.name, operands.name)))
     grad = torch.is_grad_enabled()
     needs = tuple(grad and x.requires_grad for x in tensors)
     plan = plan_for(Request(name, structure, signatures, masks, jax.config.jax_enable_x64), needs)
@@ -155,13 +173,18 @@ def _run(
     return rebuild(plan.outputs, iter(results))
 
 
-@torch.compiler.disable(reason="jax_kernels: a Mask is no constant that torch.compile takes")
 def _with_masks(name: str, structure: Any, tensors: list[torch.Tensor], masks: list[Mask]) -> Any:
     if not tensors:
         return _run(name, structure, tensors, NONE, NONE.signature)
     first, *_ = tensors
     operands = operands_of(masks, first.device)
     return _run(name, structure, tensors, operands, operands.signature)
+
+
+def _traced_call(name: str, structure: Any, tensors: list[torch.Tensor], masks: Sequence[Mask]) -> Any:
+    """A call in a graph of torch.compile. It serves the Masks that it was traced with, and no others."""
+    traced = _traced(name, structure, tuple(_signature(x) for x in tensors), *masks)
+    return rebuild(traced.outputs, iter(call_op(tensors, traced.plan, traced.operands)))
 
 
 def _signature(tensor: torch.Tensor) -> Signature:
@@ -171,14 +194,19 @@ def _signature(tensor: torch.Tensor) -> Signature:
 
 
 class _Traced(NamedTuple):
-    """A plan without a gradient, in constants for torch.compile: its name, and the structure of its outputs."""
+    """A plan without a gradient, in constants for torch.compile: its name, its outputs' structure, the Masks' name."""
 
     plan: str
     outputs: Any
+    operands: str
 
 
 @torch.compiler.assume_constant_result
-def _traced(name: str, structure: Any, signatures: tuple[Signature, ...], masks: MaskSignature | None) -> _Traced:
-    request = Request(name, structure, signatures, masks, jax.config.jax_enable_x64)
+def _traced(name: str, structure: Any, signatures: tuple[Signature, ...], *masks: Mask) -> _Traced:
+    operands: Any = NONE
+    if masks and signatures:
+        first, *_ = signatures
+        operands = kept_operands(masks, first.device)
+    request = Request(name, structure, signatures, operands.signature if masks else None, jax.config.jax_enable_x64)
     plan = plan_for(request, (False,) * len(signatures))
-    return _Traced(plan.name, plan.outputs)
+    return _Traced(plan.name, plan.outputs, operands.name)

@@ -41,6 +41,7 @@ __all__ = [
 
 _LIBRARY = torch.library.Library("jax_kernels", "FRAGMENT")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
+_TENSOR = torch.Tensor
 
 
 class Program(NamedTuple):
@@ -55,27 +56,34 @@ def define(
     name: str,
     schema: str,
     program: Callable[..., Program],
-    results: Callable[..., Any],
+    finish: Callable[..., Callable[[list[torch.Tensor]], Any]],
     fake: Callable[..., Any],
     differentiate: Callable[..., Any],
     label: Callable[..., str],
 ) -> Any:
     """The operator torch.ops.jax_kernels.<name>, for CPU and CUDA tensors.
 
-    program: gives what runs. results: makes the operator's results of the program's list, and of the operator's
-    arguments. fake: gives empty results of their shapes. differentiate: gives the results where they need a gradient;
-    it calls the operator with below_function. label: gives the name for the error that refuses a tensor with a tangent,
-    of forward-mode differentiation.
+    program: gives what runs, whose tensors are the operator's, in its order. finish: gives what makes the operator's
+    results of the program's list, and holds no tensor. fake: gives empty results of their shapes. differentiate: gives
+    the results where they need a gradient; it calls the operator with below_function. label: gives the name for the
+    error that refuses a tensor with a tangent, of forward-mode differentiation.
 
     <name>_direct is the same operator, for compiled graphs of calls that are launched directly: they may be part of a
     CUDA graph.
     """
 
+    @private.unseen_by_dynamo
     def kernel(*arguments: Any) -> Any:
-        return results(run(*program(*arguments)), *arguments)
+        return finish(*arguments)(run(*program(*arguments)))
+
+    def known_call(*arguments: Any) -> KnownCall | None:
+        function, tensors, operands = program(*arguments)
+        if operands is not None and operands.masks:
+            return None
+        return KnownCall(chain_for(function, tensors, operands), finish(*arguments))
 
     operator, direct = (
-        _defined(full, schema, tags, kernel, fake, differentiate, label)
+        _defined(full, schema, tags, kernel, known_call, fake, differentiate, label)
         for full, tags in ((name, (*_TAGS, torch.Tag.cudagraph_unsafe)), (f"{name}_direct", _TAGS))
     )
     _DIRECT[operator] = _Direct(operator=direct, program=program)
@@ -87,6 +95,7 @@ def _defined(
     schema: str,
     tags: Sequence[torch.Tag],
     kernel: Callable[..., Any],
+    known_call: Callable[..., KnownCall | None],
     fake: Callable[..., Any],
     differentiate: Callable[..., Any],
     label: Callable[..., str],
@@ -97,16 +106,55 @@ def _defined(
     torch.library.register_fake(f"jax_kernels::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.jax_kernels, name).default
 
+    known = Known()
+
+    @private.unseen_by_dynamo
     def autograd(*arguments: Any) -> Any:
+        seen = _seen(arguments)
+        if (call := known.find(*seen)) is not None:
+            return call(seen.tensors)
         flat = _flat(arguments)
         if has_tangent(flat):
             refuse_tangent(label(*arguments))
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*flat):
             return differentiate(*arguments)
-        return below_autograd(operator, *arguments)
+        results = below_autograd(operator, *arguments)
+        if is_plain_call():
+            known.learn(*seen, lambda: known_call(*arguments))
+        return results
 
     _LIBRARY.impl(name, autograd, "Autograd")
     return operator
+
+
+class _Seen(NamedTuple):
+    """The arguments of an operator: those that are no tensors, with the places of those that are, and the tensors."""
+
+    statics: tuple[Any, ...]
+    tensors: list[torch.Tensor]
+
+
+def _seen(arguments: Sequence[Any]) -> _Seen:
+    if list in map(type, arguments):
+        return _seen_in_lists(arguments)
+    statics = [_TENSOR if isinstance(x, _TENSOR) else x for x in arguments]
+    return _Seen(tuple(statics), [x for x in arguments if isinstance(x, _TENSOR)])
+
+
+def _seen_in_lists(arguments: Sequence[Any]) -> _Seen:
+    statics: list[Any] = []
+    tensors: list[torch.Tensor] = []
+    for x in arguments:
+        if isinstance(x, _TENSOR):
+            tensors.append(x)
+            statics.append(_TENSOR)
+        elif isinstance(x, list | tuple):
+            there = [y for y in x if y is not None]
+            tensors += there
+            statics.append(len(x) if len(there) == len(x) else tuple(y is None for y in x))
+        else:
+            statics.append(x)
+    return _Seen(tuple(statics), tensors)
 
 
 def _flat(arguments: Sequence[Any]) -> list[Any]:
@@ -186,14 +234,12 @@ def _through_jax(
     """run by the DLPack route. given: the tensors that are not None; they stand for those of `tensors` in turn."""
     device = given[0].device
     dlpack.refuse_capture(device)
-    arrays, owners = dlpack.import_tensors(given, device)
+    arrays, owners = dlpack.import_tensors(given, device, is_one_call=True)
     filled = iter(arrays)
     masks = () if operands is None else (operands.masks,)
     with planning_for(device):
         results = function(*masks, *(None if tensor is None else next(filled) for tensor in tensors))
-    exported = dlpack.export_arrays(results, device)
-    del owners  # JAX reads them until the results are exported
-    return exported
+    return dlpack.export_arrays(results, device, owners)
 
 
 class _ThroughJax:
@@ -324,6 +370,7 @@ class _Last(torch.autograd.Function):
     """A function whose gradient raises."""
 
     @staticmethod
+    @private.unseen_by_dynamo
     def forward(ctx, name, function, *tensors):
         ctx.name = name
         return tuple(function(*tensors))

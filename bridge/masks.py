@@ -12,9 +12,10 @@ reach them, and no gradient passes through them. Tensors of one call are on one 
 arrays would have; arrays are taken as they are. A Mask's own methods give JAX arrays, of which torch.from_dlpack makes
 tensors. pooled_scores of tensors gives a tensor, with a gradient.
 
-Builders run when they are called: torch.compile has a graph break there, torch.func.vmap cannot map their arguments,
-and a CUDA graph cannot capture them. To have all of it in one program, write a JAX function that builds the mask and
-calls attention, and pass it to bridge.from_jax.
+In a graph of torch.compile a Mask is a constant. Builders, and `&`, `|` and `~`, run when they are called: there
+torch.compile has a graph break, torch.func.vmap cannot map their arguments, and a CUDA graph cannot capture them. To
+have all of it in one program, write a JAX function that builds the mask and calls attention, and pass it to
+bridge.from_jax.
 """
 
 import functools
@@ -29,6 +30,7 @@ import torch
 from jax_kernels import masks as _masks
 from jax_kernels.bridge import dlpack as _dlpack
 from jax_kernels.bridge import library as _library
+from jax_kernels.bridge import private as _private
 from jax_kernels.bridge.function import from_jax as _from_jax
 from jax_kernels.bridge.operands import on_device as _on_device
 from jax_kernels.masks import BlockLists as BlockLists
@@ -120,3 +122,14 @@ _pooled_scores = _from_jax(_masks.pooled_scores)
 def pooled_scores(query: Any, key: Any, block_size: int | tuple[int, int]) -> Any:
     is_tensor = isinstance(query, torch.Tensor) or isinstance(key, torch.Tensor)
     return (_pooled_scores if is_tensor else _masks.pooled_scores)(query, key, block_size)
+
+
+def _kinds(kind: type) -> list[type]:
+    """A class and those below it."""
+    below: list[type] = type.__subclasses__(kind)
+    return [kind, *(each for own in below for each in _kinds(own))]
+
+
+for _kind in _kinds(Mask):
+    _private.constant_for_dynamo(_kind)
+_private.untraced_by_dynamo("jax", "jax_kernels.masks")

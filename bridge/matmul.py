@@ -10,9 +10,9 @@ from jax_kernels.ops.matmul import mlp as mlp_ops
 
 __all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul", "mlp"]
 
-_matmul = JaxOp(ops.matmul)
-_gated_matmul = JaxOp(ops.gated_matmul)
-_mlp = JaxOp(mlp_ops.mlp)
+_matmul = JaxOp(ops.matmul, is_whole=True)
+_gated_matmul = JaxOp(ops.gated_matmul, is_whole=True)
+_mlp = JaxOp(mlp_ops.mlp, is_whole=True)
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 

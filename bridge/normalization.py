@@ -24,8 +24,8 @@ def _as_arrays(norm: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_layer_norm = JaxOp(normalization.layer_norm)
-_rms_norm = JaxOp(normalization.rms_norm)
+_layer_norm = JaxOp(normalization.layer_norm, is_whole=True)
+_rms_norm = JaxOp(normalization.rms_norm, is_whole=True)
 _quantized_layer_norm = from_jax(_as_arrays(normalization.layer_norm))
 _quantized_rms_norm = from_jax(_as_arrays(normalization.rms_norm))
 

@@ -19,7 +19,7 @@ from jax_kernels.bridge import dlpack, library
 from jax_kernels.bridge.once import fresh_name
 from jax_kernels.masks import Mask, checks
 
-__all__ = ["NONE", "MaskSignature", "Operands", "found", "on_device", "operands_of"]
+__all__ = ["NONE", "MaskSignature", "Operands", "found", "kept_operands", "on_device", "operands_of"]
 
 
 class ArraySignature(NamedTuple):
@@ -37,12 +37,14 @@ class MaskSignature(NamedTuple):
     arrays: tuple[ArraySignature, ...]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Operands:
-    """The Masks of a call. They are found by the name as long as somebody holds this object; no Masks have name ""."""
+class _OfMasks:
+    """The Masks of a call: `masks`, on its device, and the `name` under which they are found."""
 
     name: str
-    masks: tuple[Mask, ...]
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        raise NotImplementedError
 
     @functools.cached_property
     def signature(self) -> MaskSignature:
@@ -59,8 +61,41 @@ class Operands:
         return None if any(x is None for x in found) else [y for x in found if x is not None for y in x]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operands(_OfMasks):
+    """The Masks of a call. They are found as long as somebody holds this object; no Masks have name ""."""
+
+    name: str
+    given: tuple[Mask, ...]
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        return self.given
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class KeptOperands(_OfMasks):
+    """The Masks of calls in a graph of torch.compile. They are found as long as all of them live."""
+
+    name: str
+    device: torch.device
+    references: tuple[weakref.ref[Mask], ...]
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        living = [mask for reference in self.references if (mask := reference()) is not None]
+        return tuple(on_device(mask, self.device) for mask in living)
+
+    def is_of(self, masks: Sequence[Mask], device: torch.device) -> bool:
+        """Whether it holds these very masks, for calls on the device."""
+        if device != self.device or len(masks) != len(self.references):
+            return False
+        return all(reference() is mask for reference, mask in zip(self.references, masks, strict=True))
+
+
 NONE = Operands("", ())
 _FOUND: weakref.WeakValueDictionary[str, Operands] = weakref.WeakValueDictionary()
+_KEPT: dict[str, KeptOperands] = {}
 # Copies by Mask and device. Equal Masks hold the very same arrays, which never change.
 _MOVED: weakref.WeakKeyDictionary[Mask, dict[jax.Device, Mask]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()  # guards _FOUND and _MOVED
@@ -139,15 +174,32 @@ def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:
     return operands
 
 
-def found(name: str) -> Operands:
+def kept_operands(masks: Sequence[Mask], device: torch.device) -> KeptOperands:
+    """The operands of masks in a graph of torch.compile, which takes their name for a constant."""
+    with _LOCK:
+        for kept in list(_KEPT.values()):
+            if kept.is_of(masks, device):
+                return kept
+        name = fresh_name("masks")
+        drop = functools.partial(_drop, _KEPT, name)
+        references = tuple(weakref.ref(mask, drop) for mask in masks)
+        _KEPT[name] = KeptOperands(name=name, device=device, references=references)
+        return _KEPT[name]
+
+
+def _drop(kept: dict[str, KeptOperands], name: str, _: Any) -> None:
+    kept.pop(name, None)
+
+
+def found(name: str) -> Operands | KeptOperands:
     """The operands of that name, as long as somebody holds them."""
     if not name:
         return NONE
-    operands = _FOUND.get(name)
+    operands = _FOUND.get(name) or _KEPT.get(name)
     if operands is None:
         raise RuntimeError(
             "mask: a graph that calls a function with a Mask runs only in the process that traced it, and only while "
-            "the traced call is alive"
+            "the Mask is alive"
         )
     return operands
 

@@ -6,7 +6,7 @@ of the Masks.
 
 import torch
 
-from jax_kernels.bridge import library
+from jax_kernels.bridge import library, private
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.operands import NONE, found
 from jax_kernels.bridge.planning import make_plan
@@ -30,6 +30,10 @@ def _backward_program(stored, cotangents, plan, operands=""):
     return library.Program(find_plan(plan).backward, (*stored, *cotangents), found(operands))
 
 
+def _same(results):
+    return results
+
+
 def _empty(plan, infos):
     return [torch.empty(info.shape, dtype=info.dtype, device=plan.device) for info in infos]
 
@@ -42,6 +46,7 @@ class Call(torch.autograd.Function):
     """
 
     @staticmethod
+    @private.unseen_by_dynamo
     def forward(ctx, plan, operands, *tensors):
         results = library.below_function(call_op, list(tensors), plan.name, operands.name)
         ctx.plan = plan
@@ -53,6 +58,7 @@ class Call(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @private.unseen_by_dynamo
     def backward(ctx, *cotangents):
         plan, given = ctx.plan, list(cotangents[: ctx.plan.count])
         if any(cotangent is not None for cotangent in cotangents[plan.count :]):
@@ -72,6 +78,7 @@ class KnownPlan(torch.autograd.Function):
     """A KnownCall of a plan, with its gradient."""
 
     @staticmethod
+    @private.unseen_by_dynamo
     def forward(ctx, call, *tensors):
         plan, results = call.facts, call.chain(*tensors)
         ctx.call = call
@@ -82,6 +89,7 @@ class KnownPlan(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @private.unseen_by_dynamo
     def backward(ctx, *cotangents):
         call = ctx.call
         plan = call.facts
@@ -109,7 +117,7 @@ class KnownPlan(torch.autograd.Function):
 
 
 def _known_backward(plan, tensors):
-    return KnownCall(library.chain_for(plan.backward, tensors, NONE), lambda results: results)
+    return KnownCall(library.chain_for(plan.backward, tensors, NONE), _same)
 
 
 def _differentiate(tensors, plan, operands=""):
@@ -137,7 +145,7 @@ call_op = library.define(
     "call",
     '(Tensor[] tensors, str plan, str operands="") -> Tensor[]',
     program=_program,
-    results=lambda found, *arguments: found,
+    finish=lambda *arguments: _same,
     fake=lambda tensors, plan, operands="": _empty(find_plan(plan), find_plan(plan).results),
     differentiate=_differentiate,
     label=lambda tensors, plan, operands="": find_plan(plan).label,
@@ -146,7 +154,7 @@ backward_op = library.define(
     "call_backward",
     '(Tensor[] stored, Tensor?[] cotangents, str plan, str operands="") -> Tensor[]',
     program=_backward_program,
-    results=lambda found, *arguments: found,
+    finish=lambda *arguments: _same,
     fake=lambda stored, cotangents, plan, operands="": _empty(find_plan(plan), find_plan(plan).grads),
     differentiate=_differentiate_backward,
     label=lambda stored, cotangents, plan, operands="": find_plan(plan).label,

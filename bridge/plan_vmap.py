@@ -63,7 +63,7 @@ def _in_parallel(size: int, infos: tuple[Info, ...]) -> tuple[Info, ...]:
 
 def _vmap(function: Callable[..., Any], size: int, mapped: tuple[bool, ...]) -> Callable[..., Any]:
     """jax.vmap of a function of Masks, which all calls share, and of arrays."""
-    return jax.jit(jax.vmap(function, (None, *mapped_axes(mapped)), axis_size=size))
+    return jax.jit(jax.vmap(function, (None, *mapped_axes(mapped)), axis_size=size), keep_unused=True)
 
 
 def _call_rule(info, in_dims, tensors, plan, operands=""):

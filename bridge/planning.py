@@ -96,8 +96,8 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...]) -> Plan:
         grads=tuple(Info(signatures[index].shape, signatures[index].dtype) for index in moving),
         inputs_read=tuple(inputs_read),
         outputs_read=tuple(outputs_read),
-        forward=jax.jit(forward),
-        backward=jax.jit(backward),
+        forward=jax.jit(forward, keep_unused=True),
+        backward=jax.jit(backward, keep_unused=True),
     )
 
 

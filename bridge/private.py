@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["empty_on_gpu", "guard", "without_modes"]
+__all__ = [
+    "constant_for_dynamo",
+    "empty_on_gpu",
+    "guard",
+    "unseen_by_dynamo",
+    "untraced_by_dynamo",
+    "without_modes",
+]
 
 Check = Callable[..., bool]
 
@@ -36,6 +43,40 @@ def _empty_strided_cuda() -> Callable[..., torch.Tensor]:
 _GUARDS = _tensor_guards()
 # (shape, strides, dtype) -> an empty tensor on the current GPU
 empty_on_gpu = _empty_strided_cuda()
+
+
+def unseen_by_dynamo(function: Any) -> Any:
+    """Keeps torch.compile out of the frames of a function, and of all that it calls. Returns the function.
+
+    torch.compile also looks at the frames that a backward runs, and those of JAX do not survive that. The function
+    itself is as fast as before. Where torch.compile traces a call of it, it does so all the same.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import set_code_exec_strategy
+        from torch._dynamo.types import FrameAction, FrameExecStrategy
+    except ImportError:
+        return torch.compiler.disable(function)
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
+    return function
+
+
+def untraced_by_dynamo(*packages: str) -> None:
+    """Makes a call of these packages' functions a break of a graph that torch.compile traces."""
+    try:
+        from torch._dynamo.trace_rules import add
+    except ImportError:
+        return
+    for package in packages:
+        add(package)
+
+
+def constant_for_dynamo(kind: type) -> None:
+    """Lets torch.compile take objects of a class for constants, which it compares by ==."""
+    try:
+        from torch.utils._pytree import register_constant
+    except ImportError:
+        return
+    register_constant(kind)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemsetD8Async": (_HANDLE, ctypes.c_ubyte, _SIZE, _HANDLE),
     "cuMemsetD32Async": (_HANDLE, _UNSIGNED, _SIZE, _HANDLE),
     "cuMemcpyDtoDAsync_v2": (_HANDLE, _HANDLE, _SIZE, _HANDLE),
+    "cuThreadExchangeStreamCaptureMode": (_OUT,),
 }
 
 

@@ -58,13 +58,19 @@ class _State:
     newest: int = 0
 
 
-# Off until it has run on a GPU.
-_STATE = _State(is_enabled=os.environ.get("JAX_KERNELS_DIRECT", "0") == "1")
+def _is_wanted(setting: str | None) -> bool:
+    """Whether the route is on by the value of JAX_KERNELS_DIRECT. Raises ValueError for others than 0 and 1."""
+    if setting not in (None, "", "0", "1"):
+        raise ValueError(f"JAX_KERNELS_DIRECT: got {setting!r}, want 0 to turn the direct route off, or 1")
+    return setting != "0"
+
+
+_STATE = _State(is_enabled=_is_wanted(os.environ.get("JAX_KERNELS_DIRECT")))
 _LOCK = threading.RLock()
 
 
 def is_enabled() -> bool:
-    """Whether the direct route is on: where JAX_KERNELS_DIRECT is 1, and outside of `disabled`."""
+    """Whether the direct route is on: unless JAX_KERNELS_DIRECT is 0, and outside of `disabled`."""
     return _STATE.is_enabled
 
 
@@ -204,7 +210,7 @@ def _warn(what: str, reason: str) -> None:
     _STATE.warned = reason
     warnings.warn(
         f"jax_kernels.bridge does not launch the kernels of {what} directly, so that calls cost more of the host's "
-        f"time: {reason}. JAX_KERNELS_DIRECT=1 turned the direct route on.",
+        f"time: {reason}. JAX_KERNELS_DIRECT=0 turns the direct route, and this warning, off.",
         RuntimeWarning,
         stacklevel=2,
     )

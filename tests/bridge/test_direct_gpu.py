@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import os
 import subprocess
 import sys
 import textwrap
@@ -25,12 +24,6 @@ pytestmark = [
 ]
 SHAPE = (2, 512, 4, 64)
 SLEEP = 20_000_000  # cycles: about 12 ms on an H200
-
-
-@pytest.fixture(autouse=True)
-def direct(monkeypatch):
-    """Turns the direct route on."""
-    monkeypatch.setattr(route._STATE, "is_enabled", True)
 
 
 @contextlib.contextmanager
@@ -304,10 +297,8 @@ def alone(code: str) -> None:
         error = (got.double() - want.double()).norm() / want.double().norm()
         assert error < tolerance, (float(error), route.reasons())
     """
-    env = dict(os.environ, JAX_KERNELS_DIRECT="1")
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(header) + textwrap.dedent(code)],
-        env=env,
         capture_output=True,
         text=True,
         timeout=240,

@@ -3,6 +3,7 @@
 import threading
 import time
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import torch
 
 from jax_kernels import bridge
 from jax_kernels.bridge import dlpack
+from jax_kernels.bridge import held as held_memory
+from jax_kernels.bridge.direct import driver
 
 CPU = torch.device("cpu")
 NARROW = [
@@ -169,8 +172,8 @@ class Event:
 def held(monkeypatch):
     Event.made = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(dlpack, "_memory_to_hold", lambda index: 1000)
-    return dlpack._Held()
+    monkeypatch.setattr(held_memory, "_memory_to_hold", lambda index: 1000)
+    return held_memory.Held()
 
 
 def sizes(held):
@@ -201,3 +204,43 @@ def test_the_host_waits_when_too_much_is_held(held):
     held.hold(stream, [torch.zeros(1000)])  # a call's own memory is never waited for
     assert [event.passed for event in Event.made] == [True, True, True, True, False]
     assert sizes(held) == {7: [4000]}
+
+
+def test_what_has_passed_is_let_go_of_where_no_call_comes(held):
+    stream = types.SimpleNamespace(device_index=0, cuda_stream=7)
+    tensor = torch.zeros(3)
+    reference = weakref.ref(tensor)
+    held.hold(stream, [torch.zeros(25)], [tensor])
+    del tensor
+    time.sleep(0.2)
+    assert reference() is not None
+    assert held.sizes() == {0: 100}
+    Event.made[0].passed = True
+    deadline = time.monotonic() + 10
+    while reference() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert reference() is None
+    assert held.sizes() == {0: 0}
+
+
+def test_the_tensors_that_are_read_come_back_at_the_end(held):
+    tensor = torch.zeros(3)
+    held.hold(types.SimpleNamespace(device_index=0, cuda_stream=7), [torch.zeros(25)], [tensor])
+    (reference,) = held.clear()
+    assert reference() is tensor
+    assert Event.made[0].passed
+
+
+def test_another_threads_capture_is_not_ended(monkeypatch):
+    """The mode in which a thread may ask for an event while another one captures is set around that, and only there."""
+    modes = []
+
+    def exchange(mode):
+        modes.append(mode._obj.value)
+        mode._obj.value = 0 if len(modes) == 1 else 2
+
+    fake = types.SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(driver, "driver", lambda: fake)
+    with held_memory.while_others_capture():
+        assert modes == [2]
+    assert modes == [2, 0]

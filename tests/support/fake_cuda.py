@@ -94,6 +94,9 @@ class FakeCuda:
     def _cuCtxPopCurrent(self, out):
         write(out, self.stack.pop())
 
+    def _cuThreadExchangeStreamCaptureMode(self, mode):
+        pass
+
     def _cuCtxSynchronize(self):
         self.calls.append(("synchronize", self.stack[-1]))
 

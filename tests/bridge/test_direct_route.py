@@ -1,0 +1,97 @@
+"""Whether the direct route is taken: the setting, the self-test, and the fall back to the DLPack route."""
+
+import types
+import warnings
+
+import forked
+import pytest
+import torch
+
+from jax_kernels.bridge import dlpack
+from jax_kernels.bridge.direct import route
+from jax_kernels.bridge.direct.chain import NotDirectError
+
+GPU = torch.device("cuda", 0)
+TENSOR = types.SimpleNamespace(shape=(4, 8), dtype=torch.bfloat16, device=GPU)
+
+
+def double(x):
+    return (x * 2,)
+
+
+def half(x):
+    return (x / 2,)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A route that knows nothing yet, and a GPU as far as it asks for one."""
+    monkeypatch.setattr(route, "_STATE", route._State(is_enabled=True))
+    monkeypatch.setattr(dlpack, "is_capturing", lambda device: False)
+    monkeypatch.setattr(dlpack, "jax_device", lambda device: None)
+
+
+def test_the_route_is_on_unless_it_is_turned_off():
+    assert [route._is_wanted(setting) for setting in (None, "", "1", "0")] == [True, True, True, False]
+    with pytest.raises(ValueError, match="JAX_KERNELS_DIRECT: got 'off', want 0 to turn"):
+        route._is_wanted("off")
+
+
+@pytest.mark.parametrize("setting", ["0", "1"])
+def test_the_environment_is_read(setting, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from jax_kernels.bridge.direct import route; print(route.is_enabled())")
+    done = forked.run(script, env={"JAX_KERNELS_DIRECT": setting}, timeout=120)
+    assert done.stdout.split() == [str(setting == "1")], done.stderr
+
+
+def test_a_failed_self_test_sends_all_calls_through_dlpack_and_warns_once(gpu, monkeypatch):
+    tested = []
+
+    def fails(device, kind):
+        tested.append((device, kind))
+        raise RuntimeError("wrong numbers")
+
+    monkeypatch.setattr(route, "_test", fails)
+    with pytest.warns(RuntimeWarning, match=r"cuda:0 directly.*RuntimeError: wrong numbers.*JAX_KERNELS_DIRECT=0"):
+        assert route.find(double, [TENSOR]) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert route.find(half, [TENSOR]) is None
+        assert route.find(double, [TENSOR]) is None
+    assert tested == [(GPU, "kernels")]
+    assert route.reasons() == ["cuda:0: RuntimeError: wrong numbers", *["RuntimeError: wrong numbers"] * 2]
+
+
+def test_a_function_whose_chain_cannot_be_made_takes_the_other_route_alone(gpu, monkeypatch):
+    chain = object()
+
+    def loaded(function, tensors, masks, device):
+        if function is double:
+            raise KeyError("field 12")
+        return chain
+
+    monkeypatch.setattr(route, "_test", lambda device, kind: None)
+    monkeypatch.setattr(route, "_loaded", loaded)
+    with pytest.warns(RuntimeWarning, match=r"a function on cuda:0 directly.*KeyError: 'field 12'"):
+        assert route.find(double, [TENSOR]) is None
+    assert route.find(half, [TENSOR]) is chain
+
+
+def test_a_function_without_a_chain_takes_the_other_route_silently(gpu, monkeypatch):
+    def loaded(function, tensors, masks, device):
+        raise NotDirectError("the program has a convolution")
+
+    monkeypatch.setattr(route, "_test", lambda device, kind: None)
+    monkeypatch.setattr(route, "_loaded", loaded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert route.find(double, [TENSOR]) is None
+    assert route.reasons() == ["the program has a convolution"]
+
+
+def test_nothing_is_asked_of_the_route_where_it_is_off(gpu, monkeypatch):
+    monkeypatch.setattr(route, "_make", lambda *given: pytest.fail("the route is off"))
+    with route.disabled():
+        assert not route.is_enabled()
+        assert route.find(double, [TENSOR]) is None
