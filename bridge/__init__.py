@@ -7,6 +7,7 @@ from jax_kernels.bridge.memory import leave_memory_to_torch
 
 leave_memory_to_torch()
 
+from jax_kernels.bridge import huggingface as huggingface  # noqa: E402
 from jax_kernels.bridge import masks as masks  # noqa: E402
 from jax_kernels.bridge import nn as nn  # noqa: E402
 from jax_kernels.bridge.attention import flash_attention as flash_attention  # noqa: E402

@@ -27,7 +27,7 @@ def attend(
 ) -> torch.Tensor:
     """flash_attention of [B, H, T, D], [B, Hkv, S, D] and [B, Hkv, S, Dv]: [B, H, T, Dv], or a transposed view of it.
 
-    options: those of flash_attention that are the same for all batch entries and heads, without return_lse.
+    options: those of flash_attention that are the same for all batch entries and heads, and no return_lse.
     """
     scores = [x for x in (mask, bias) if x is not None]
     if not folds(query, key, value) or not all(_score_folds(x, query) for x in scores):
