@@ -106,3 +106,27 @@ def test_gradients_of_a_model():
         grads.append([x.grad.float().clone() for x in model.parameters()])
     for theirs, ours in zip(*grads, strict=True):
         assert float((ours - theirs).norm() / theirs.norm()) < 0.05
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("padding", [True, False])
+def test_multihead_attention(batch_first, padding):
+    torch.manual_seed(0)
+    options = {"batch_first": batch_first, "device": "cuda", "dtype": torch.bfloat16}
+    theirs = torch.nn.MultiheadAttention(256, 4, **options)
+    ours = bridge.nn.MultiheadAttention(256, 4, **options)
+    ours.load_state_dict(theirs.state_dict())
+    exact = torch.nn.MultiheadAttention(256, 4, batch_first=batch_first, device="cuda", dtype=torch.float64)
+    exact.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16)
+    x = x if batch_first else x.transpose(0, 1).contiguous()
+    mask = {"key_padding_mask": torch.arange(300, device="cuda") > torch.tensor([[200], [299]], device="cuda")}
+    mask = mask if padding else {}
+    results = []
+    for module, given in ((exact, x.double()), (theirs, x), (ours, x)):
+        given = given.detach().requires_grad_()
+        out, _ = module(given, given, given, need_weights=False, **mask)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [given, *module.parameters()])])
+    for want, plain, got in zip(*results, strict=True):
+        theirs_error, error = (float((y.double() - want).norm()) for y in (plain, got))
+        assert error <= 1.1 * theirs_error + 1e-4 * float(want.norm())
