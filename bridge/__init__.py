@@ -7,8 +7,14 @@ from jax_kernels.bridge.memory import leave_memory_to_torch
 
 leave_memory_to_torch()
 
+from jax_kernels.bridge import huggingface as huggingface  # noqa: E402
 from jax_kernels.bridge import masks as masks  # noqa: E402
 from jax_kernels.bridge import nn as nn  # noqa: E402
+from jax_kernels.bridge.aliases import flash_attn_func as flash_attn_func  # noqa: E402
+from jax_kernels.bridge.aliases import flash_attn_kvpacked_func as flash_attn_kvpacked_func  # noqa: E402
+from jax_kernels.bridge.aliases import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func  # noqa: E402
+from jax_kernels.bridge.aliases import flash_attn_varlen_func as flash_attn_varlen_func  # noqa: E402
+from jax_kernels.bridge.aliases import flash_dmattn_func as flash_dmattn_func  # noqa: E402
 from jax_kernels.bridge.attention import flash_attention as flash_attention  # noqa: E402
 from jax_kernels.bridge.caches import cache_info as cache_info  # noqa: E402
 from jax_kernels.bridge.caches import clear_cache as clear_cache  # noqa: E402

@@ -16,7 +16,13 @@ from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.dispatch import explain
 from jax_kernels.ops.dilated import dilated_attention as ops
 
-__all__ = ["MultiheadDilatedAttention"]
+__all__ = ["MultiheadDilatedAttention", "RingDilatedAttention"]
+
+
+_ONE_PROCESS = (
+    "processes of PyTorch do not share a sequence here; jax_kernels.sequence_parallel_dilated_attention shares it "
+    "among devices, on JAX arrays"
+)
 
 
 class _Timed(NamedTuple):
@@ -31,7 +37,8 @@ class MultiheadDilatedAttention(torch.nn.Module):
     """Multi-head dilated attention, batch first, with MAGNETO's LayerNorm and initialisation.
 
     state_dict() has the names and shapes of dilated-attention-pytorch: q_proj, k_proj, v_proj and out_proj with
-    weight [embed_dim, embed_dim] and, with bias, bias [embed_dim]; with layer_norm also norm.weight and norm.bias.
+    weight [embed_dim, embed_dim] and, with bias, bias [embed_dim]; with layer_norm also norm.weight and norm.bias. A
+    state dict with a fused qkv_proj [3 * embed_dim, embed_dim] can be loaded.
     Its attention differs from that package's in one point: outputs are not divided by their own sum over the segment.
     That division is no mean, and shows every token the later ones.
 
@@ -43,8 +50,8 @@ class MultiheadDilatedAttention(torch.nn.Module):
       bias: whether the projections have one.
       layer_norm: a LayerNorm before out_proj; layer_norm_eps: its epsilon.
       gamma_init: the projections are Xavier normal; those of v_proj and out_proj are multiplied by this.
-      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None is the fastest on the parameters'
-        device.
+      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None or "auto" is the fastest on the
+        parameters' device.
       dtype, device: of the parameters, as in any PyTorch module.
       benchmark_backends: with attention_backend None, time forward and backward of each implementation that can serve,
         once, now, for one sequence over the longest segment (at most 8192 tokens). The fastest is kept for as long as
@@ -54,8 +61,9 @@ class MultiheadDilatedAttention(torch.nn.Module):
 
     Attributes:
       attention_backend: the implementation that runs with the parameters' present device and dtype. gpu_info: the
-      DeviceInfo of that device. dtype: of the parameters. backend_times: the milliseconds of each implementation that
-      was timed; empty without benchmark_backends. On the meta device attention_backend and gpu_info are None.
+      DeviceInfo of that device. device, dtype: of the parameters. backend_times: the milliseconds of each
+      implementation that was timed; empty without benchmark_backends. On the meta device attention_backend and gpu_info
+      are None.
 
     Raises:
       TypeError, ValueError: an argument is out of range, naming it.
@@ -111,6 +119,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
             raise ValueError(
                 f"benchmark_backends: got True with attention_backend={attention_backend!r}, want one of the two"
             )
+        attention_backend = None if attention_backend == "auto" else attention_backend
         branches = ops.check_pattern(segment_lengths, dilation_rates, heads, combine, layout, order)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -129,7 +138,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
         self.q_proj, self.k_proj, self.v_proj = linear(), linear(), linear()
         self.norm = torch.nn.LayerNorm(embed_dim, eps=layer_norm_eps, **place) if layer_norm else None
         self.out_proj = linear()
-        if benchmark_backends and self._device.type == "meta":
+        if benchmark_backends and self.device.type == "meta":
             raise ValueError("benchmark_backends: got True on the meta device, want a device that can run them")
         self.reset_parameters()
 
@@ -139,35 +148,45 @@ class MultiheadDilatedAttention(torch.nn.Module):
         if benchmark_backends:
             self.backend_times = self._time_backends()
             fastest = min(self.backend_times, key=lambda name: self.backend_times[name])
-            self._timed = _Timed(device=self._device, dtype=self.dtype, fastest=fastest)
-        elif self._device.type != "meta":
+            self._timed = _Timed(device=self.device, dtype=self.dtype, fastest=fastest)
+        elif self.device.type != "meta":
             self._plan(attention_backend)  # raises what a call would
 
     @property
     def attention_backend(self) -> str | None:
-        if self._device.type == "meta":
+        if self.device.type == "meta":
             return None
         return self._implementation or self._plan(None).implementation
 
     @property
     def gpu_info(self) -> DeviceInfo | None:
-        return None if self._device.type == "meta" else device_info(dlpack.jax_device(self._device))
+        return None if self.device.type == "meta" else device_info(dlpack.jax_device(self.device))
 
     @property
     def dtype(self) -> torch.dtype:
         return self.q_proj.weight.dtype
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         return self.q_proj.weight.device
 
     @property
     def _implementation(self) -> str | None:
         """The implementation that is passed to calls. None leaves the choice to them."""
         timed = self._timed
-        if timed is not None and (timed.device, timed.dtype) == (self._device, self.dtype):
+        if timed is not None and (timed.device, timed.dtype) == (self.device, self.dtype):
             return timed.fastest
         return self._asked
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        """Splits a fused qkv_proj, [3 * embed_dim, embed_dim] in the order query, key, value, into its projections."""
+        for kind in ("weight", "bias"):
+            fused = state_dict.get(f"{prefix}qkv_proj.{kind}")
+            if fused is not None and fused.shape[0] == 3 * self.embed_dim:
+                del state_dict[f"{prefix}qkv_proj.{kind}"]
+                for name, part in zip("qkv", fused.chunk(3), strict=True):
+                    state_dict[f"{prefix}{name}_proj.{kind}"] = part
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def reset_parameters(self) -> None:
         for projection, gain in (
@@ -190,10 +209,12 @@ class MultiheadDilatedAttention(torch.nn.Module):
         is_causal: bool = False,
         *,
         segment_ids: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        """(output [B, T, embed_dim], None) from query, key and value [B, T, embed_dim]; key and value default to query.
+        need_weights: bool = False,
+    ) -> Any:
+        """The output [B, T, embed_dim] from query, key and value [B, T, embed_dim]; key and value default to query.
 
         is_causal: a token attends to itself and to earlier ones only. segment_ids: int32 [B, T]: packed sequences.
+        need_weights: return (the output, None), as modules do whose weights are never stored.
         """
         key = query if key is None else key
         value = key if value is None else value
@@ -213,7 +234,8 @@ class MultiheadDilatedAttention(torch.nn.Module):
         ).flatten(-2)
         if self.norm is not None:
             out = self.norm(out)
-        return functional.dropout(self.out_proj(out), self.dropout, self.training), None
+        out = functional.dropout(self.out_proj(out), self.dropout, self.training)
+        return (out, None) if need_weights else out
 
     def _shape(self) -> tuple[int, int, int, int]:
         """The shape of a typical query: one sequence over the longest segment."""
@@ -222,11 +244,11 @@ class MultiheadDilatedAttention(torch.nn.Module):
 
     def _plan(self, implementation: str | None) -> Any:
         x = jax.ShapeDtypeStruct(self._shape(), dlpack.jax_dtype(self.dtype))
-        with library.planning_for(self._device):
+        with library.planning_for(self.device):
             return explain(ops.dilated_attention, x, x, x, implementation=implementation, **self.pattern)
 
     def _time_backends(self) -> dict[str, float]:
-        device = self._device
+        device = self.device
         wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         query, key, value, dout = torch.randn(4, *self._shape(), dtype=self.dtype, device=device)
         times = {}
@@ -246,3 +268,31 @@ class MultiheadDilatedAttention(torch.nn.Module):
                 elapsed.append(1e3 * (time.perf_counter() - start))
             times[name] = min(elapsed[1:])
         return times
+
+
+class RingDilatedAttention(MultiheadDilatedAttention):
+    """MultiheadDilatedAttention, under the name that ring versions of it have elsewhere, in one process.
+
+    Several devices share a sequence by jax_kernels.sequence_parallel_dilated_attention, on JAX arrays.
+
+    Args:
+      ring_size: the number of processes that share a sequence: 1, or None. The others are MultiheadDilatedAttention's.
+
+    Raises:
+      NotImplementedError: ring_size is above 1, or a call is made in a torch.distributed group of several processes.
+    """
+
+    def __init__(self, *args: Any, ring_size: int | None = None, **options: Any) -> None:
+        if ring_size not in (None, 1):
+            raise NotImplementedError(f"ring_size: got {ring_size}, want 1: {_ONE_PROCESS}")
+        super().__init__(*args, **options)
+        self.ring_size = ring_size
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """As MultiheadDilatedAttention's. With ring_size=1 each process of a group has sequences of its own."""
+        group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.ring_size is None and group and torch.distributed.get_world_size() > 1:
+            raise NotImplementedError(
+                f"ring_size: got None among {torch.distributed.get_world_size()} processes, want 1: {_ONE_PROCESS}"
+            )
+        return super().forward(*args, **options)

@@ -10,24 +10,31 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from jax_kernels.bridge.adaptive_attention import AdaptiveAttention
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.bridge.dynamic_mask_attention import DynamicMaskAttention
+from jax_kernels.bridge.flex_attention import FlexAttention
 from jax_kernels.bridge.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, rotary_embedding
 from jax_kernels.bridge.matmul import GatedMLP, Linear, gated_matmul, linear
-from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
+from jax_kernels.bridge.multihead_attention import MultiheadAttention
+from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention, RingDilatedAttention
 from jax_kernels.bridge.normalization import LayerNorm, RMSNorm
 
 __all__ = [
     "MLP",
+    "AdaptiveAttention",
     "Attention",
     "Block",
     "DynamicMaskAttention",
+    "FlexAttention",
     "GatedMLP",
     "LayerNorm",
     "Linear",
+    "MultiheadAttention",
     "MultiheadDilatedAttention",
     "RMSNorm",
+    "RingDilatedAttention",
     "Transformer",
     "has_gpu",
     "logits_and_input_gradients",

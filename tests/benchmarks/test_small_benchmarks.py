@@ -297,3 +297,17 @@ def test_versions_side_by_side(tmp_path, monkeypatch):
     assert versions.main(arguments) == 1
     rows = json.loads(output.read_text())["rows"]
     assert [row["ours"]["status"] for row in rows if row["case"] == "bias bs"] == ["wrong", "wrong"]
+
+
+def test_huggingface_runs(tmp_path, run_script):
+    pytest.importorskip("transformers", minversion="5.0")
+    out = tmp_path / "huggingface.json"
+    tiny = "--shapes tiny --device cpu --length 16 --steps 2 --rounds 1 --seconds 0.001"
+    done = run_script("huggingface.py", *tiny.split(), "--output", str(out))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    ok = [(row["mode"], row["contender"]) for row in rows if row["status"] == "ok"]
+    assert ok == [(mode, name) for mode in ("train", "decode") for name in ("jax_kernels", "sdpa")]
+    assert all(row["median_ms"] > 0 and row["ratios"]["sdpa"] > 0 for row in rows if row["status"] == "ok")
+    assert all(row["error"] < 0.02 for row in rows if row["mode"] == "decode" and row["status"] == "ok")
+    assert {row["status"] for row in rows if row["contender"] == "sdpa-cudnn"} == {"unavailable"}

@@ -1,4 +1,4 @@
-"""flash_attention and scaled_dot_product_attention on CPU tensors: numbers, gradients, errors."""
+"""flash_attention on CPU tensors: numbers, gradients, errors."""
 
 import inspect
 import itertools
@@ -311,50 +311,3 @@ def test_integers_are_int32(name, dtype):
 def test_errors(args, options, error, message):
     with pytest.raises(error, match=message):
         bridge.flash_attention(*args, **options)
-
-
-SDPA = {
-    "plain": ((2, 4, 24, 16), (2, 4, 24, 16), {}),
-    "causal, odd lengths": ((2, 4, 17, 16), (2, 4, 29, 16), {"is_causal": True}),
-    "grouped heads": ((2, 4, 24, 16), (2, 2, 24, 16), {"enable_gqa": True, "is_causal": True}),
-    "mask of two axes": ((2, 4, 9, 8), (2, 4, 11, 8), {"attn_mask": torch.rand(9, 11) > 0.4}),
-    "mask for each entry": ((2, 4, 9, 8), (2, 4, 11, 8), {"attn_mask": torch.rand(2, 1, 1, 11) > 0.4, "scale": 0.2}),
-    "rows without keys": ((1, 2, 4, 8), (1, 2, 4, 8), {"attn_mask": torch.arange(4)[:, None].expand(4, 4) > 1}),
-    "added to the scores": ((2, 4, 9, 8), (2, 4, 11, 8), {"attn_mask": torch.randn(4, 9, 11).requires_grad_()}),
-    "added, for each entry": ((2, 4, 9, 8), (2, 4, 11, 8), {"attn_mask": torch.randn(2, 1, 1, 11).requires_grad_()}),
-    "added, -inf": ((2, 4, 9, 8), (2, 4, 9, 8), {"attn_mask": torch.triu(torch.full((9, 9), -torch.inf), 1)}),
-}
-
-
-@pytest.mark.parametrize("case", SDPA)
-def test_scaled_dot_product_attention_is_pytorchs(case):
-    q_shape, kv_shape, options = SDPA[case]
-    inputs = [torch.randn(shape, requires_grad=True) for shape in (q_shape, kv_shape, kv_shape)]
-    results = [
-        f(*inputs, **options) for f in (bridge.scaled_dot_product_attention, functional.scaled_dot_product_attention)
-    ]
-    torch.testing.assert_close(*results, atol=3e-6, rtol=0)
-    cotangent = torch.randn_like(results[0])
-    mask = options.get("attn_mask")
-    inputs += [mask] if mask is not None and mask.requires_grad else []
-    for ours, theirs in zip(*(torch.autograd.grad(r, inputs, cotangent) for r in results), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-
-
-HEADS = torch.zeros(1, 4, 8, 16)
-SDPA_ERRORS = [
-    ({"dropout_p": 0.1}, NotImplementedError, r"^dropout_p: got 0\.1, want 0"),
-    ({"attn_mask": torch.zeros(8, 8).half()}, TypeError, r"^attn_mask: got dtype torch\.float16, want torch\.bool"),
-    ({"attn_mask": torch.zeros(8, 8), "is_causal": True}, ValueError, "^attn_mask, is_causal: got both"),
-    ({"attn_mask": torch.zeros(8, 8).int()}, TypeError, r"^attn_mask: got dtype torch\.int32, want torch\.bool"),
-    ({"attn_mask": torch.ones(8, 8).bool(), "is_causal": True}, ValueError, "^attn_mask, is_causal: got both"),
-    ({"key": HEADS[:, :2], "value": HEADS[:, :2]}, ValueError, "^query, key, value: got 4, 2 and 2 heads"),
-    ({"query": HEADS[0]}, ValueError, r"^query: got shape \(4, 8, 16\), want 4 axes \[batch, heads, length"),
-    ({"query": 3}, TypeError, r"^query: got builtins\.int, want a torch\.Tensor"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), SDPA_ERRORS, ids=[case[2] for case in SDPA_ERRORS])
-def test_scaled_dot_product_attention_errors(options, error, message):
-    with pytest.raises(error, match=message):
-        bridge.scaled_dot_product_attention(**{"query": HEADS, "key": HEADS, "value": HEADS, **options})

@@ -1,7 +1,9 @@
 """dilated_attention on PyTorch tensors is JAX's, and the module around it."""
 
+import copy
 import importlib
 import inspect
+import pickle
 import types
 
 import dilated_oracle
@@ -90,9 +92,9 @@ def test_module(layer_norm):
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     x = torch.randn(2, 15, 32)
-    out, weights = module(x, x, x, is_causal=True)
+    out, weights = module(x, x, x, is_causal=True, need_weights=True)
     assert weights is None
-    torch.testing.assert_close(module(x, is_causal=True)[0], out)
+    torch.testing.assert_close(module(x, is_causal=True), out)
     np.testing.assert_allclose(out.detach().numpy(), by_hand(dict(module.named_parameters()), x), atol=2e-5)
     out.square().sum().backward()
     assert all(parameter.grad.abs().max() > 0 for name, parameter in module.named_parameters() if name != "k_proj.bias")
@@ -100,7 +102,7 @@ def test_module(layer_norm):
     # The value defaults to the key.
     y, ids = torch.randn(2, 15, 32), np.random.default_rng(0).integers(-1, 2, (2, 15)).astype(np.int32)
     with torch.no_grad():
-        out, _ = module(x, y, is_causal=True, segment_ids=torch.from_numpy(ids))
+        out = module(x, y, is_causal=True, segment_ids=torch.from_numpy(ids))
     want = by_hand(dict(module.named_parameters()), x, y, y, ids)
     np.testing.assert_allclose(out.numpy(), want, atol=2e-5)
 
@@ -116,7 +118,7 @@ def test_module_takes_weights_of_the_public_names(bias, layer_norm):
     x = torch.randn(2, 15, 32, generator=generator)
     module = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), bias=bias, layer_norm=layer_norm)
     module.load_state_dict(weights, strict=True)
-    out = module(x, is_causal=True)[0].detach().numpy()
+    out = module(x, is_causal=True).detach().numpy()
     np.testing.assert_allclose(out, by_hand(weights, x), atol=2e-5)
     with pytest.raises(RuntimeError, match=r"Missing key.*q_proj.weight"):
         module.load_state_dict({name: weight for name, weight in weights.items() if name != "q_proj.weight"})
@@ -128,7 +130,7 @@ def test_module_shows_no_token_a_later_one():
     x = torch.randn(1, 15, 32)
     changed = torch.eye(16, 15, dtype=torch.bool)[:, :, None]
     with torch.no_grad():
-        out = module(torch.where(changed, 10 * x + 1, x), is_causal=True)[0]
+        out = module(torch.where(changed, 10 * x + 1, x), is_causal=True)
     # PyTorch's products round rows of different batch entries differently.
     differs = ((out - out[-1:]).abs() > 1e-4).any(-1)[:-1]
     assert not differs.tril(-1).any()
@@ -142,10 +144,10 @@ def test_module_initialisation_and_dropout():
         assert getattr(module, f"{name}_proj").weight.std().item() == pytest.approx(gain / 16, rel=0.03)
         assert not getattr(module, f"{name}_proj").bias.any()
     x = torch.randn(2, 15, 256)
-    dropped = module(x)[0]
+    dropped = module(x)
     kept = dropped != 0
     assert kept.float().mean().item() == pytest.approx(0.75, abs=0.02)
-    torch.testing.assert_close(dropped[kept], module.eval()(x)[0][kept] / 0.75)
+    torch.testing.assert_close(dropped[kept], module.eval()(x)[kept] / 0.75)
 
 
 def test_module_backends():
@@ -175,7 +177,7 @@ def test_module_of_another_layout():
     x = torch.randn(2, 16, 32)
     query, key, value = (layer(x).unflatten(-1, (4, 8)) for layer in (module.q_proj, module.k_proj, module.v_proj))
     out = bridge.dilated_attention(query, key, value, **PATTERN, layout="partition").flatten(-2)
-    torch.testing.assert_close(module(x)[0], module.out_proj(module.norm(out)))
+    torch.testing.assert_close(module(x), module.out_proj(module.norm(out)))
     with pytest.raises(ValueError, match="layout: got 'partition' with heads='groups', combine='lse'"):
         make(layout="partition", heads="groups")
 
@@ -222,7 +224,7 @@ def test_module_backend_on_gpu():
     module.cuda().bfloat16()
     assert module.attention_backend in ("mosaic_gpu", "triton")
     assert module.gpu_info.architecture != "CPU"
-    assert module(torch.randn(2, 15, 128, device="cuda", dtype=torch.bfloat16))[0].isfinite().all()
+    assert module(torch.randn(2, 15, 128, device="cuda", dtype=torch.bfloat16)).isfinite().all()
 
 
 def test_module_on_meta():
@@ -235,7 +237,42 @@ def test_module_on_meta():
     assert module.attention_backend == "xla"
     assert module.gpu_info.architecture == "CPU"
     x = torch.randn(2, 15, 32)
-    assert module(x)[0].isfinite().all()
+    assert module(x).isfinite().all()
     module = make(device="meta")
     module.load_state_dict(real.state_dict(), assign=True)
-    torch.testing.assert_close(module(x)[0], real(x)[0])
+    torch.testing.assert_close(module(x), real(x))
+
+
+def test_module_results_and_fused_weights():
+    make = lambda **options: bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), **options)
+    module, x = make(), torch.randn(2, 15, 32)
+    out, weights = module(x, need_weights=True)
+    assert weights is None
+    torch.testing.assert_close(module(x), out, atol=0, rtol=0)
+    assert module.device == torch.device("cpu")
+    fused = {name: weight for name, weight in module.state_dict().items() if name[:2] not in ("q_", "k_", "v_")}
+    for kind in ("weight", "bias"):
+        fused[f"qkv_proj.{kind}"] = torch.cat([getattr(getattr(module, f"{name}_proj"), kind) for name in "qkv"])
+    other = torch.nn.Sequential(make(attention_backend="auto"))
+    other.load_state_dict({f"0.{name}": weight for name, weight in fused.items()})
+    torch.testing.assert_close(other(x), out, atol=0, rtol=0)
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\).*qkv_proj\.weight"):
+        make().load_state_dict({**module.state_dict(), "qkv_proj.weight": torch.zeros(3, 32)})
+    assert torch.equal(copy.deepcopy(module)(x), out)
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x), out)
+
+
+def test_ring_module_in_one_process(monkeypatch):
+    torch.manual_seed(0)
+    module = bridge.nn.RingDilatedAttention(32, 4, *PATTERN.values())
+    plain = bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values())
+    plain.load_state_dict(module.state_dict())
+    x = torch.randn(2, 15, 32)
+    assert torch.equal(module(x, is_causal=True), plain(x, is_causal=True))
+    with pytest.raises(NotImplementedError, match=r"^ring_size: got 2, want 1: processes of PyTorch do not share"):
+        bridge.nn.RingDilatedAttention(32, 4, *PATTERN.values(), ring_size=2)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    with pytest.raises(NotImplementedError, match=r"^ring_size: got None among 4 processes, want 1"):
+        module(x)
+    assert bridge.nn.RingDilatedAttention(32, 4, *PATTERN.values(), ring_size=1)(x).shape == x.shape

@@ -1,0 +1,233 @@
+"""A Llama of random weights by this library's attention, beside the same model by PyTorch's attention.
+
+    PYTHONPATH=. JAX_PLATFORMS= python benchmarks/huggingface.py --output benchmarks/results/huggingface-h200.json
+
+The contenders are attention of one model, in bfloat16, by transformers' names:
+
+| contender | attention |
+|---|---|
+| jax_kernels | bridge.huggingface, its kernels launched directly |
+| sdpa-cudnn | "sdpa", by cuDNN alone |
+| sdpa | "sdpa", as PyTorch chooses |
+
+Training: milliseconds of a step, forward and backward of the next tokens' loss, by the host's clock around a queue of
+steps. Decoding: milliseconds of a token, one sequence, greedy, by the host's clock around all tokens, behind a prompt.
+A ratio above 1 is faster than that contender. The error of a contender is the relative difference of its logits of the
+last token of the prompt to those of "sdpa".
+"""
+
+import contextlib
+import pathlib
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+from harness import report
+from harness.process import refuse, say
+from harness.timing import Contender, alternate, host_timer, speed_ratio
+from rich.console import Console
+from rich.table import Table
+from typer import Exit, Option, run
+
+# About 1.2 billion parameters each, with the embedding that is the head too.
+SHAPES: dict[str, dict[str, Any]] = {
+    "heads of 64": {"num_attention_heads": 32, "head_dim": 64, "vocab_size": 128256},  # Llama 3.2 1B
+    "heads of 128": {"num_attention_heads": 16, "head_dim": 128, "vocab_size": 32000},
+    "tiny": {
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+    },
+}
+CONTENDERS = ("jax_kernels", "sdpa-cudnn", "sdpa")
+
+
+def model_of(shape: str, device: str) -> Any:
+    """A LlamaForCausalLM of random weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_key_value_heads": 8}
+    config = LlamaConfig(
+        **sizes | SHAPES[shape], max_position_embeddings=131072, tie_word_embeddings=True, rope_theta=500000.0
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@contextlib.contextmanager
+def attention_of(model: Any, contender: str) -> Iterator[None]:
+    """Gives the model the attention of the contender inside the block."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from jax_kernels import bridge
+    from jax_kernels.bridge.direct import route
+
+    if contender == "jax_kernels":
+        bridge.huggingface.replace_attention(model)
+        with route.enabled():
+            yield
+    else:
+        model.set_attn_implementation("sdpa")
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if contender == "sdpa-cudnn" else contextlib.nullcontext():
+            yield
+
+
+@contextlib.contextmanager
+def attempt(contender: Contender) -> Iterator[None]:
+    """contender.attempt(), for which a call that PyTorch's attention has no kernel for is unavailable, not failed."""
+    try:
+        with contender.attempt():
+            yield
+    finally:
+        if contender.status == "failed" and re.search("No (viable|available)", contender.reason):
+            contender.give_up("unavailable", contender.reason)
+
+
+def train(model: Any, tokens: Any) -> Callable[[str], Callable[[int], Any]]:
+    """The step of training by a contender."""
+
+    def of(contender: str) -> Callable[[int], Any]:
+        def step(index: int) -> Any:
+            model.zero_grad(set_to_none=True)
+            with attention_of(model, contender):
+                loss = model(tokens, labels=tokens, use_cache=False).loss
+                loss.backward()
+            return loss
+
+        return step
+
+    return of
+
+
+def measure_training(model: Any, tokens: Any, rounds: int, seconds: float) -> list[Contender]:
+    contenders, step = [], train(model.train(), tokens)
+    for name in CONTENDERS:
+        contender = Contender(name, "torch")
+        contenders.append(contender)
+        with attempt(contender):
+            contender.start(step(name), plan="one step")
+    alternate(contenders, host_timer, rounds=rounds, seconds=seconds, say=say)
+    return contenders
+
+
+def measure_decoding(model: Any, tokens: Any, steps: int, rounds: int) -> list[Contender]:
+    import torch
+
+    contenders = [Contender(name, "torch", plan=f"{steps} tokens") for name in CONTENDERS]
+    model.eval()
+    want = None
+    with torch.no_grad():
+        for contender in reversed(contenders):  # "sdpa" first: the others are compared with it
+            with attempt(contender), attention_of(model, contender.name):
+                logits = model(tokens, use_cache=False, logits_to_keep=1).logits.float()
+                want = logits if want is None else want
+                contender.judge(float((logits - want).norm() / want.norm()), "sdpa", tolerance=0.1)
+                decode(model, tokens, 2)  # it compiles
+        for _ in range(rounds):
+            for contender in contenders:
+                if contender.status == "ok":
+                    with attempt(contender), attention_of(model, contender.name):
+                        contender.times.append(decode(model, tokens, steps) * 1e3 / steps)
+    for contender in contenders:
+        say(f"  {contender.name}: {', '.join(f'{ms:.3f}' for ms in contender.times)} ms a token {contender.reason}")
+    return contenders
+
+
+def decode(model: Any, tokens: Any, steps: int) -> float:
+    """The seconds that so many new tokens take behind the prompt."""
+    import torch
+    from transformers import DynamicCache
+
+    wait = torch.cuda.synchronize if tokens.is_cuda else lambda: None
+    cache = DynamicCache(config=model.config)
+    new = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+    wait()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        new = model(new, past_key_values=cache, use_cache=True).logits.argmax(-1)
+    wait()
+    return time.perf_counter() - begin
+
+
+def rows_of(contenders: list[Contender], facts: dict[str, Any]) -> list[dict[str, Any]]:
+    times = {x.name: x.times for x in contenders if x.status == "ok" and x.times}
+    rows = []
+    for contender in contenders:
+        row = {"contender": contender.name, **facts, **contender.findings}
+        if contender.name in times:
+            row["ratios"] = {name: speed_ratio(contender.times, theirs) for name, theirs in times.items()}
+        rows.append(row)
+    return rows
+
+
+def show(results: dict[str, Any]) -> None:
+    table = Table(
+        "shape", "mode", "contender", "ms", "error", *CONTENDERS[1:], "status", title=results["environment"]["device"]
+    )
+    for row in results["rows"]:
+        ratios = [f"{row['ratios'][name]:.3f}" if name in row.get("ratios", ()) else "" for name in CONTENDERS[1:]]
+        ms = f"{row['median_ms']:.3f}" if "median_ms" in row else ""
+        error = "" if row["error"] is None else f"{row['error']:.1e}"
+        status = row["status"] + (f": {row['reason']}" if row["reason"] else "")
+        table.add_row(row["shape"], row["mode"], row["contender"], ms, error, *ratios, status)
+    Console(width=160).print(table)
+
+
+def measure(
+    output: Annotated[pathlib.Path | None, Option(help="JSON file")] = None,
+    commit: Annotated[str | None, Option(help="commit to record where the tree has no .git")] = None,
+    shapes: Annotated[str, Option(help="names of SHAPES, with commas")] = "heads of 64,heads of 128",
+    modes: Annotated[str, Option(help="train, decode or both, with a comma")] = "train,decode",
+    length: Annotated[int, Option(min=2, help="tokens of a step, and of the prompt")] = 8192,
+    steps: Annotated[int, Option(min=1, help="tokens that are decoded")] = 256,
+    rounds: Annotated[int, Option(min=1, help="turns of each contender")] = 3,
+    seconds: Annotated[float, Option(help="seconds of a turn of training")] = 0.6,
+    device: Annotated[str, Option(help="cuda or cpu")] = "cuda",
+) -> None:
+    """Times a model by each attention. The exit status is 1 where one failed."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        refuse("times a GPU, and PyTorch finds none; want --device cpu with --shapes tiny")
+    unknown = [x for x in shapes.split(",") if x not in SHAPES] + [
+        x for x in modes.split(",") if x not in ("train", "decode")
+    ]
+    if unknown:
+        refuse(f"--shapes, --modes: got {unknown[0]!r}, want {', '.join(SHAPES)}; train, decode")
+    results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(commit, with_torch=True)}
+    results["timer"] = "host"
+    results["rows"] = rows = []
+    for shape in shapes.split(","):
+        model = model_of(shape, device)
+        parameters = sum(x.numel() for x in model.parameters())
+        tokens = torch.randint(3, model.config.vocab_size, (1, length), device=device)
+        for mode in modes.split(","):
+            say(f"{shape}, {parameters / 1e9:.2f} billion parameters, {length} tokens, {mode}")
+            if mode == "train":
+                contenders = measure_training(model, tokens, rounds, seconds)
+            else:
+                contenders = measure_decoding(model, tokens, steps, rounds)
+            facts = {"shape": shape, "mode": mode, "parameters": parameters, "length": length}
+            rows += rows_of(contenders, facts | ({"steps": steps} if mode == "decode" else {}))
+            if output is not None:
+                report.write_json(output, results)
+        del model
+    show(results)
+    raise Exit(report.exit_status(row["status"] for row in rows))
+
+
+def main() -> None:
+    """Reads the command line. typer ends the process."""
+    run(measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""Hugging Face models by this library's attention: attn_implementation="jax_kernels".
+
+transformers is imported when something here is called, never before.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from jax_kernels.bridge import growing, heads_first
+from jax_kernels.bridge.attention import flash_attention
+from jax_kernels.bridge.decode_attention import decode_attention
+from jax_kernels.bridge.sdpa import shared_axes
+
+__all__ = ["NAME", "attention", "attention_mask", "register", "replace_attention"]
+
+NAME = "jax_kernels"
+_NOT_GIVEN: Any = object()
+# Arguments that would change the attention and that it does not serve.
+_REFUSED = ("indices", "block_indices", "head_mask")
+
+
+def register(name: str = NAME) -> str:
+    """Makes the attention known to transformers, under the name, which it returns. It may be called again.
+
+    Afterwards `attn_implementation=name` works in from_pretrained, in from_config, and in a model's
+    set_attn_implementation. Masks of a model are those of PyTorch's attention there ("sdpa"), but for plain sliding
+    windows, which the kernels make themselves.
+
+    Raises ImportError where transformers 5 or later is not installed.
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            "bridge.huggingface: got no transformers of version 5 or later; want it, from pip install transformers"
+        ) from error
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, attention_mask)
+    return name
+
+
+def replace_attention(model: Any) -> Any:
+    """The model itself, a transformers.PreTrainedModel, with the attention of all its layers by this library.
+
+    Raises:
+      TypeError: model is no PreTrainedModel.
+      ValueError: the model's class has attention of its own, which cannot be replaced.
+    """
+    name = register()
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model: got {type(model).__name__}, want a transformers.PreTrainedModel")
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise ValueError(
+            f"model: got a {type(model).__name__}, whose attention does not go through transformers' AttentionInterface"
+        )
+    return model
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = _NOT_GIVEN,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention of a layer, as transformers' AttentionInterface calls it.
+
+    Args:
+      module: the layer. Its is_causal counts where the argument is None.
+      query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]; bfloat16, float16 or float32.
+      attention_mask: broadcastable to [B, H, T, S], bool (True = attend) or added to the scores. None is causal,
+        aligned top-left, for several queries of a causal layer, and else no mask.
+      scaling: multiplies the scores. softcap: as in flash_attention.
+      dropout: 0.
+      sliding_window: how many keys up to its own a token attends to, where attention_mask is None.
+      s_aux: the sinks, [H].
+      position_bias: added to the scores, broadcastable to [B, H, T, S].
+      others: cu_seq_lens_q, int32 [documents + 1], where each document of a packed sequence begins. Others are without
+        effect on attention, or refused.
+
+    Returns:
+      (out [B, T, H, Dv], None).
+
+    Raises:
+      NotImplementedError: dropout is not 0, or an argument that it does not serve is given.
+    """
+    _refuse(dropout, others)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    length, kv_length = query.shape[2], key.shape[2]
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
+    if attention_mask is None and length == 1 and position_bias is None and _is_decoding(query, key, value, s_aux):
+        return _decoded(query, key, value, s_aux, options), None
+    if attention_mask is None and length > 1 and causal:
+        if kv_length > length:  # an empty cache has room behind the keys
+            key, value = key[:, :, :length], value[:, :, :length]
+            position_bias = None if position_bias is None else position_bias[..., :length]
+        options |= {"is_causal": True, "window": _window(module, sliding_window, length)}
+        if (ids := _documents(others.get("cu_seq_lens_q"), query)) is not None:
+            options["segment_ids"] = ids
+    mask, bias = _mask_and_bias(attention_mask, position_bias)
+    if s_aux is None and "segment_ids" not in options:
+        out = heads_first.attend(query, key, value, mask=mask, bias=bias, **options)
+        return out.transpose(1, 2).contiguous(), None
+    tensors = (x.transpose(1, 2) for x in (query, key, value))
+    return flash_attention(*tensors, mask=mask, bias=bias, sinks=s_aux, **options), None
+
+
+def _refuse(dropout: float, others: dict[str, Any]) -> None:
+    if dropout:
+        raise NotImplementedError(
+            f"dropout: got {dropout} in training, want 0: attention weights are never stored. Set the config's "
+            'attention_dropout (BERT: attention_probs_dropout_prob) to 0, or take attn_implementation="sdpa"'
+        )
+    if others.get("output_attentions"):
+        raise NotImplementedError(
+            "output_attentions: got True, want False: attention weights are never stored. Take "
+            'attn_implementation="eager" to see them'
+        )
+    for name in _REFUSED:
+        if others.get(name) is not None:
+            raise NotImplementedError(
+                f'{name}: got one, want None: this model needs attn_implementation="eager" or "sdpa"'
+            )
+
+
+def _mask_and_bias(mask: torch.Tensor | None, bias: torch.Tensor | None) -> tuple[Any, Any]:
+    """(a bool mask, what is added to the scores) of a layer's mask and bias."""
+    if mask is None:
+        return None, bias
+    mask = shared_axes(mask)
+    if mask.dtype == torch.bool:
+        return mask, bias
+    return None, mask if bias is None else bias + mask
+
+
+def _window(module: torch.nn.Module, sliding_window: Any, length: int) -> tuple[int, int] | None:
+    """The window of a causal layer whose mask was left to the kernels."""
+    if sliding_window is _NOT_GIVEN:
+        sliding_window = _window_of_config(module, length)
+    return None if sliding_window is None or sliding_window >= length else (sliding_window - 1, 0)
+
+
+def _window_of_config(module: torch.nn.Module, length: int) -> int | None:
+    config = getattr(module, "config", None)
+    window = getattr(config, "sliding_window", None)
+    if window is None or window >= length:
+        return None
+    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if types is None or index is None:
+        raise NotImplementedError(
+            f"sliding_window: got none from {type(module).__name__}, and {window} from its config; want it from the "
+            'layer: this model needs attn_implementation="eager" or "sdpa"'
+        )
+    return window if types[index] == "sliding_attention" else None
+
+
+def _documents(starts: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
+    """Numbers [B, T] of the documents that the tokens of one packed sequence belong to."""
+    if starts is None:
+        return None
+    if query.shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q: got it with {query.shape[0]} batch entries, want one packed sequence")
+    positions = torch.arange(query.shape[2], device=query.device, dtype=starts.dtype)
+    return torch.searchsorted(starts[1:].contiguous(), positions, right=True).to(torch.int32)[None]
+
+
+def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> bool:
+    """Tells whether decode_attention can serve a call of one query that attends to all keys."""
+    if torch.compiler.is_compiling() or not key.shape[2] or max(query.shape[-1], value.shape[-1]) > 256:
+        return False
+    given = (query, key, value) if sinks is None else (query, key, value, sinks)
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+
+
+def _decoded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, options: dict[str, Any]
+) -> torch.Tensor:
+    """[B, 1, H, Dv]. The keys stand in memory as [B, Hkv, S, D], and are read so: heads join the batch.
+
+    JAX compiles for each number of keys. So they are copied to memory for one of few numbers, and kv_lengths tells how
+    many count. What stands behind them is without effect.
+    """
+    batch, heads, _, _ = query.shape
+    length = key.shape[2]
+    room = growing.bucket(length)
+    if room > length:
+        key, value = (_with_room(x, room) for x in (key, value))
+    query, key, value = heads_first.of_folded_heads(query, key, value)
+    lengths = _lengths(length, query.shape[0], query.device)
+    if sinks is None:
+        out = decode_attention(query, key, value, kv_lengths=lengths, **options)
+        return out.reshape(batch, 1, heads, out.shape[-1])
+    out, lse = decode_attention(query, key, value, kv_lengths=lengths, return_lse=True, **options)
+    # The sinks join the denominator: exp(lse) / (exp(lse) + exp(sinks)) of the weights is left for the keys.
+    left = torch.sigmoid(lse.reshape(batch, 1, heads, 1) - sinks.float()[:, None])
+    return (out.reshape(batch, 1, heads, -1) * left).to(out.dtype)
+
+
+def _with_room(x: torch.Tensor, room: int) -> torch.Tensor:
+    larger = x.new_empty(*x.shape[:2], room, x.shape[3])
+    larger[:, :, : x.shape[2]].copy_(x)
+    return larger
+
+
+@functools.lru_cache(maxsize=4)  # the layers of a model ask for the same ones
+def _lengths(length: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.full((count,), length, dtype=torch.int32, device=device)
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    **others: Any,
+) -> torch.Tensor | None:
+    """The mask of a model's layers, as transformers' AttentionMaskInterface asks for it: bool [B, 1, T, S], or None.
+
+    It is that of PyTorch's attention, but for two kinds of sliding windows without padding, for which it is None: all
+    tokens of a sequence at once, which the kernels mask themselves, and a token all of whose keys are in its window.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    if allow_is_causal_skip and _is_plain_window(local_size, config) and _is_full(attention_mask):
+        if _is_whole(q_length, q_offset, kv_offset, attention_mask):
+            return None
+        known = isinstance(q_offset, int) and isinstance(kv_offset, int)
+        if known and q_length == 1 and q_offset - kv_offset + 1 == kv_length <= local_size:
+            return None
+    return sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip and not (q_length == 1 and isinstance(q_offset, torch.Tensor)),
+        config=config,
+        **others,
+    )
+
+
+def _is_plain_window(local_size: int | None, config: Any) -> bool:
+    """Tells whether the local attention is the config's sliding window, which layers pass on, and no chunks."""
+    if local_size is None or getattr(config, "attention_chunk_size", None) is not None:
+        return False
+    return getattr(config, "sliding_window", None) == local_size
+
+
+def _is_full(attention_mask: torch.Tensor | None) -> bool:
+    """Tells whether a 2-D mask leaves out no token. Inside torch.compile nobody can look."""
+    return attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all()))
+
+
+def _is_whole(q_length: int, q_offset: Any, kv_offset: Any, attention_mask: torch.Tensor | None) -> bool:
+    """Tells whether the queries are the first tokens, and all of them."""
+    begins = isinstance(q_offset, int) and isinstance(kv_offset, int) and q_offset == kv_offset == 0
+    return begins and q_length > 1 and (attention_mask is None or attention_mask.shape[-1] == q_length)

@@ -1,0 +1,189 @@
+"""torch.nn.MultiheadAttention by flash_attention."""
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from jax_kernels.bridge.attention import flash_attention
+from jax_kernels.bridge.warned import warn_once
+
+__all__ = ["MultiheadAttention"]
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """torch.nn.MultiheadAttention by this library's attention.
+
+    It has PyTorch's arguments, parameters, initialisation and state dict, and takes its place in PyTorch's own layers.
+    One default is another: need_weights is False, as attention by kernels never stores its weights.
+
+    PyTorch's own computation runs instead for need_weights=True, which is slow, and, with a warning the first time, for
+    dropout in training, a head_dim above 256 and float64. It also runs for empty tensors.
+
+    Args:
+      implementation: of the attention, as in flash_attention. The others are torch.nn.MultiheadAttention's.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        implementation: str | None = None,
+    ) -> None:
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout=dropout,
+            bias=bias,
+            add_bias_kv=add_bias_kv,
+            add_zero_attn=add_zero_attn,
+            kdim=kdim,
+            vdim=vdim,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
+        self.implementation = implementation
+
+    def forward(  # type: ignore[override]
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(the output like query, None, or with need_weights the attention weights).
+
+        Args:
+          query: [N, L, embed_dim] with batch_first, else [L, N, embed_dim]; or [L, embed_dim].
+          key, value: likewise, of S tokens, kdim and vdim wide.
+          key_padding_mask: [N, S] or [S]. A bool one is True where no query may attend to a key; floats are added to
+            the scores.
+          attn_mask: [L, S] or [N * num_heads, L, S]. A bool one is True where a query may not attend; floats are added.
+          need_weights: also return the attention weights, [N, L, S]; average_attn_weights=False keeps the heads apart.
+          is_causal: token i sees tokens up to i alone. An attn_mask beside it is taken to say the same.
+
+        A query that may attend to nothing has an attention of 0, as in torch.nn.MultiheadAttention without weights.
+
+        Raises:
+          ValueError, TypeError: a mask or a tensor has a wrong shape or dtype.
+        """
+        if is_causal and attn_mask is None and (need_weights or self._keeps_keys()):
+            attn_mask = self._causal_mask(query, key)
+        reason = self._reason(query)
+        if need_weights or reason is not None or 0 in (*query.shape, *key.shape):
+            if reason is not None and not need_weights:
+                warn_once(f"MultiheadAttention: {reason}; PyTorch's own computation runs instead")
+            if is_causal and attn_mask is None:
+                attn_mask = self._causal_mask(query, key)
+            return super().forward(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        if query.ndim not in (2, 3) or not query.ndim == key.ndim == value.ndim:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+            raise ValueError(f"query, key, value: got shapes {shapes}, want 3 axes each, or 2 without a batch")
+        is_batched = query.ndim == 3
+        batch = query.shape[0 if self.batch_first else 1] if is_batched else 1
+        mask, bias = self._mask_and_bias(query, key, attn_mask, key_padding_mask, batch, is_causal)
+        out = flash_attention(
+            *self._projected(query, key, value, batch),
+            mask=mask,
+            bias=bias,
+            is_causal=is_causal and not self._keeps_keys(),
+            implementation=self.implementation,
+        )
+        return self.out_proj(out.reshape(*query.shape[:-1], self.embed_dim)), None
+
+    def _keeps_keys(self) -> bool:
+        """Tells whether keys that all queries see are appended."""
+        return self.bias_k is not None or self.add_zero_attn
+
+    def _reason(self, query: torch.Tensor) -> str | None:
+        """Why PyTorch's own computation has to run, or None."""
+        if self.dropout and self.training:
+            return f"dropout={self.dropout} drops attention weights in training, which flash_attention never stores"
+        if self.head_dim > 256:
+            return f"head_dim is {self.head_dim}, and flash_attention's at most 256"
+        if query.dtype == torch.float64:
+            return "query is float64, and flash_attention computes in float32"
+        return None
+
+    def _projected(self, query: Any, key: Any, value: Any, batch: int) -> list[torch.Tensor]:
+        """The projections, [B, T, H, D]. Sequence first, the entries of the batch count as heads: nothing is copied."""
+        if self.in_proj_weight is None:
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        else:
+            weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        projected = [functional.linear(*x) for x in zip((query, key, value), weights, biases, strict=True)]
+        axis = 1 if self.batch_first and query.ndim == 3 else 0  # of the length
+        if self.bias_k is not None:
+            given = zip(projected[1:], (self.bias_k, self.bias_v), strict=True)
+            projected[1:] = [self._appended(x, row.to(x.dtype), axis) for x, row in given]
+        if self.add_zero_attn:
+            projected[1:] = [self._appended(x, x.new_zeros(1, 1, self.embed_dim), axis) for x in projected[1:]]
+        shape = (-1, self.num_heads, self.head_dim) if axis else (-1, batch * self.num_heads, self.head_dim)
+        return [x.reshape(batch if axis else 1, *shape) for x in projected]
+
+    @staticmethod
+    def _appended(x: torch.Tensor, row: torch.Tensor, axis: int) -> torch.Tensor:
+        """The keys or values with one more token, [1, 1, embed_dim], the same for all entries of the batch."""
+        row = row[0] if x.ndim == 2 else row.expand(*(1 if i == axis else x.shape[i] for i in range(2)), -1)
+        return torch.cat([x, row], dim=axis)
+
+    def _causal_mask(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        axis = 1 if self.batch_first and query.ndim == 3 else 0
+        mask = torch.ones(query.shape[axis], key.shape[axis], dtype=torch.bool, device=query.device)
+        return mask.triu(1)
+
+    def _mask_and_bias(
+        self, query: Any, key: Any, attn_mask: Any, key_padding_mask: Any, batch: int, is_causal: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(True where a query may attend, what is added to the scores), for tensors as _projected gives them."""
+        axis = 1 if self.batch_first and query.ndim == 3 else 0
+        length, kv_length = query.shape[axis], key.shape[axis]
+        given = []
+        if attn_mask is not None and not (is_causal and not self._keeps_keys()):
+            _check("attn_mask", attn_mask, ((length, kv_length), (batch * self.num_heads, length, kv_length)))
+            given.append(attn_mask.reshape(-1 if attn_mask.ndim == 3 else 1, length, kv_length))
+        if key_padding_mask is not None:
+            _check("key_padding_mask", key_padding_mask, ((batch, kv_length),) if query.ndim == 3 else ((kv_length,),))
+            rows = key_padding_mask.reshape(batch, 1, 1, kv_length)
+            given.append(rows.expand(-1, self.num_heads, -1, -1).reshape(-1, 1, kv_length) if batch > 1 else rows[0])
+        mask = bias = None
+        appended = int(self.bias_k is not None) + int(self.add_zero_attn)
+        for x in given:
+            x = functional.pad(x, (0, appended)) if appended else x
+            if x.dtype == torch.bool:
+                mask = ~x if mask is None else mask & ~x
+            else:
+                bias = x if bias is None else bias + x
+        return tuple(None if x is None else self._of_batch(x, batch, axis) for x in (mask, bias))  # type: ignore[return-value]
+
+    def _of_batch(self, x: torch.Tensor, batch: int, axis: int) -> torch.Tensor:
+        """[N * num_heads or 1, L, S] as the scores have it."""
+        return x[None] if x.shape[0] == 1 or not axis else x.unflatten(0, (batch, self.num_heads))
+
+
+def _check(name: str, mask: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{name}: got {type(mask).__name__}, want a torch.Tensor")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name}: got dtype {mask.dtype}, want torch.bool (True = masked out) or floats (added)")
+    if tuple(mask.shape) not in shapes:
+        wanted = " or ".join(str(x) for x in shapes)
+        raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {wanted}")

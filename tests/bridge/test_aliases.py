@@ -1,0 +1,167 @@
+"""flash-attn's and flash-dmattn's functions, by their own names and meanings, against float64."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+
+from jax_kernels import bridge
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0])
+CASES = {
+    "plain": ((9, 11), {}),
+    "causal, more keys": ((9, 11), {"causal": True}),
+    "causal, more queries": ((11, 9), {"causal": True}),
+    "window": ((9, 13), {"window_size": (2, 1)}),
+    "window of one side": ((9, 13), {"window_size": (3, -1)}),
+    "causal window, softcap, scale": (
+        (9, 11),
+        {"causal": True, "window_size": (3, 0), "softcap": 1.5, "softmax_scale": 0.3},
+    ),
+    "alibi": ((9, 11), {"alibi_slopes": SLOPES, "causal": True}),
+    "alibi of entries": ((9, 9), {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)])}),
+}
+
+
+def wanted(reference, query, key, value, *, causal=False, window_size=(-1, -1), softmax_scale=None, softcap=0.0,
+           alibi_slopes=None):  # fmt: skip
+    """(out, lse) in float64."""
+    length, kv_length = query.shape[1], key.shape[1]
+    bias = None
+    if alibi_slopes is not None:
+        rows = torch.arange(length)[:, None] + kv_length - length
+        bias = -alibi_slopes.reshape(-1, 4, 1, 1) * (rows - torch.arange(kv_length)).abs()
+    sides = tuple(None if side < 0 else side for side in window_size)
+    return reference(
+        *(query, key, value),
+        bias=bias,
+        is_causal=causal,
+        window=None if sides == (None, None) else sides,
+        q_offset=kv_length - length,
+        softcap=softcap or None,
+        scale=softmax_scale,
+    )
+
+
+def same_gradients(got, want, inputs, atol=2e-5):
+    cotangent = torch.randn(want.shape, dtype=torch.float64)
+    pairs = zip(*(torch.autograd.grad((x.double() * cotangent).sum(), inputs) for x in (got, want)), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flash_attn_func(case, make_qkv, reference):
+    (length, kv_length), options = CASES[case]
+    inputs = make_qkv(length=length, kv_length=kv_length, kv_heads=2)
+    want, want_lse = wanted(reference, *inputs, **options)
+    out, lse, nothing = bridge.flash_attn_func(*inputs, return_attn_probs=True, **options)
+    assert nothing is None
+    torch.testing.assert_close(out.double(), want, atol=3e-6, rtol=0)
+    torch.testing.assert_close(lse.double(), want_lse, atol=3e-6, rtol=0)
+    alone = bridge.flash_attn_func(*inputs, **options)
+    torch.testing.assert_close(alone, out, atol=1e-6, rtol=0)
+    same_gradients(alone, want, inputs)
+
+
+def test_packed_tensors(make_qkv, reference):
+    qkv = torch.stack(make_qkv(), dim=2).detach().requires_grad_()
+    want, _ = reference(*qkv.unbind(2), is_causal=True)
+    got = bridge.flash_attn_qkvpacked_func(qkv, causal=True)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=0)
+    same_gradients(got, want, [qkv])
+    got = bridge.flash_attn_kvpacked_func(qkv[:, :, 0], qkv[:, :, 1:], 0.0, None, True)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=0)
+
+
+PACKED = {
+    "self": ((4, 0, 7, 3), None, {"causal": True}),
+    "self, alibi": ((4, 7, 3), None, {"causal": True, "alibi_slopes": SLOPES}),
+    "cross": ((4, 2, 3), (5, 6, 1), {}),
+    "causal cross": ((4, 0, 3, 2), (5, 6, 3, 1), {"causal": True}),
+    "window of a cross": ((4, 3), (5, 6), {"window_size": (1, 1)}),
+    "alibi of entries": ((4, 3), (5, 6), {"alibi_slopes": torch.stack([SLOPES, SLOPES.flip(0)])}),
+}
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_flash_attn_varlen_func(case, reference):
+    lengths, kv_lengths, options = PACKED[case]
+    starts_of = lambda x: torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32)
+    starts = starts_of(lengths)
+    kv_starts = starts if kv_lengths is None else starts_of(kv_lengths)
+    kv_lengths = kv_lengths or lengths
+    torch.manual_seed(0)
+    rows, columns = sum(lengths) + 2, sum(kv_lengths) + (2 if kv_starts is starts else 1)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((rows, 4, 16), (columns, 2, 16), (columns, 2, 16))]
+    out, lse, _ = bridge.flash_attn_varlen_func(
+        *inputs, starts, kv_starts, max(lengths), max(kv_lengths), return_attn_probs=True, **options
+    )
+    wants, lses = [], []
+    for number in range(len(lengths)):
+        if not lengths[number]:
+            continue
+        q = inputs[0][None, starts[number] : starts[number + 1]]
+        k, v = (x[None, kv_starts[number] : kv_starts[number + 1]] for x in inputs[1:])
+        own = dict(options)
+        if own.get("alibi_slopes", SLOPES).ndim == 2:
+            own["alibi_slopes"] = own["alibi_slopes"][number]
+        found = wanted(reference, q, k, v, **own)
+        wants.append(found[0][0])
+        lses.append(found[1][0])
+    want = torch.cat([*wants, torch.zeros(2, 4, 16, dtype=torch.float64)])
+    assert out.shape == inputs[0].shape
+    assert lse.shape == (4, rows)
+    torch.testing.assert_close(out.double(), want, atol=3e-6, rtol=0)
+    torch.testing.assert_close(lse[:, :-2].double(), torch.cat(lses, dim=1), atol=3e-6, rtol=0)
+    same_gradients(out, want, inputs)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("masked", [False, True])
+def test_flash_dmattn_func(heads, masked, make_qkv, reference):
+    inputs = make_qkv(length=9, kv_length=11, kv_heads=2)
+    bias = torch.randn(2, heads, 9, 11, requires_grad=True)
+    mask = torch.rand(2, heads, 9, 11) > 0.3 if masked else None
+    of_heads = lambda x: x if heads in (1, 4) else x.repeat_interleave(2, dim=1)
+    want, _ = reference(
+        *inputs, bias=of_heads(bias), mask=of_heads(mask) if masked else None, is_causal=True, q_offset=2
+    )
+    got = bridge.flash_dmattn_func(*inputs, mask, bias, is_causal=True)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=0)
+    same_gradients(got, want, [*inputs, bias])
+
+
+def test_signatures():
+    names = lambda function: " ".join(inspect.signature(function).parameters)
+    common = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
+    assert names(bridge.flash_attn_func) == f"q k v {common}"
+    packed = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+    assert names(bridge.flash_attn_varlen_func) == f"{packed} {common} block_table"
+
+
+X = torch.zeros(2, 8, 4, 16)
+STARTS = torch.tensor([0, 8, 16], dtype=torch.int32)
+ERRORS = [
+    (bridge.flash_attn_func, (X, X, X, 0.1), {}, NotImplementedError, r"^dropout_p: got 0\.1, want 0"),
+    (bridge.flash_attn_func, (X, X, X), {"window_size": 3}, TypeError, r"^window_size: got 3, want \(left, right\)"),
+    (bridge.flash_attn_func, (X, X, X), {"alibi_slopes": SLOPES[:3]}, ValueError, r"^alibi_slopes: got .* want torch"),
+    (bridge.flash_attn_func, (X[0], X, X), {}, ValueError, r"^query: got shape \(8, 4, 16\), want 4 axes"),
+    (bridge.flash_attn_qkvpacked_func, (X,), {}, ValueError, r"^qkv: got shape .*, want \[batch, length, 3, heads"),
+    (bridge.flash_dmattn_func, (X, X, X), {"return_attn_probs": True}, NotImplementedError, "^return_attn_probs: got"),
+    (
+        *(bridge.flash_attn_varlen_func, (*(X.flatten(0, 1),) * 3, STARTS.long(), STARTS, 8, 8)),
+        *({}, ValueError, r"^cu_seqlens_q: got torch\.int64 \(3,\), want torch\.int32 \[sequences \+ 1\]"),
+    ),
+    (
+        *(bridge.flash_attn_varlen_func, (*(X.flatten(0, 1),) * 3, STARTS, STARTS, 8, 8)),
+        *({"block_table": STARTS}, NotImplementedError, "^block_table: got one, want None"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "args", "options", "error", "message"), ERRORS, ids=[x[4] for x in ERRORS])
+def test_errors(function, args, options, error, message):
+    with pytest.raises(error, match=message):
+        function(*args, **options)

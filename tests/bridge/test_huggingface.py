@@ -1,0 +1,246 @@
+"""Hugging Face models with attn_implementation="jax_kernels", on random small configs."""
+
+import copy
+
+import pytest
+import torch
+
+from jax_kernels import bridge
+from jax_kernels.bridge import heads_first, huggingface
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,  # large, so that attention is far from uniform
+}
+DECODER = SHAPE | {"num_key_value_heads": 2}
+# The config, its arguments, and PyTorch's attention that has all of the model's arguments.
+MODELS = {
+    "llama": ("LlamaConfig", DECODER, "sdpa"),
+    "mistral": ("MistralConfig", DECODER | {"sliding_window": 5}, "sdpa"),
+    "qwen3": ("Qwen3Config", DECODER | {"head_dim": 16}, "sdpa"),
+    "gemma2": (
+        *("Gemma2Config", DECODER | {"head_dim": 16, "sliding_window": 5, "attn_logit_softcapping": 5.0}),
+        "eager",
+    ),
+    "gpt-oss": (
+        *("GptOssConfig", DECODER | {"head_dim": 16, "sliding_window": 5, "num_local_experts": 2}),
+        "eager",
+    ),
+}
+LENGTH = 12
+PADDED = {"none": None, "left": [0] * 3 + [1] * 9, "right": [1] * 9 + [0] * 3}
+
+
+def config_of(name):
+    kind, arguments, _ = MODELS[name]
+    more = {"num_experts_per_tok": 1} if name == "gpt-oss" else {}
+    return getattr(transformers, kind)(**arguments, **more)
+
+
+def both(name, cls="AutoModelForCausalLM", config=None):
+    """A model by PyTorch's attention, and its copy by this library's."""
+    torch.manual_seed(0)
+    config = config_of(name) if config is None else config
+    reference = MODELS[name][2] if name in MODELS else "sdpa"
+    theirs = getattr(transformers, cls).from_config(copy.deepcopy(config), attn_implementation=reference).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in theirs.named_parameters():
+            if parameter_name.endswith("sinks"):
+                parameter.copy_(torch.randn(parameter.shape))
+    return theirs, bridge.huggingface.replace_attention(copy.deepcopy(theirs))
+
+
+def tokens_and_mask(padding):
+    tokens = torch.randint(3, 97, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    if PADDED[padding] is None:
+        return tokens, None, torch.ones(2, LENGTH, dtype=torch.bool)
+    mask = torch.tensor([PADDED[padding], [1] * LENGTH])
+    return tokens, mask, mask.bool()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_gradients(name):
+    theirs, ours = both(name)
+    for padding in PADDED:
+        tokens, mask, is_token = tokens_and_mask(padding)
+        with torch.no_grad():
+            want, got = (model(tokens, attention_mask=mask).logits for model in (theirs, ours))
+        torch.testing.assert_close(got[is_token], want[is_token], atol=2e-4, rtol=2e-4)
+    labels = torch.where(is_token, tokens, -100)
+    for model in (theirs, ours):
+        model.train()
+        model(tokens, attention_mask=mask, labels=labels).loss.backward()
+    pairs = list(zip(theirs.parameters(), ours.parameters(), strict=True))
+    largest = max(float(parameter.grad.abs().max()) for parameter, _ in pairs if parameter.grad is not None)
+    for want, got in pairs:
+        if want.grad is not None:
+            torch.testing.assert_close(got.grad, want.grad, atol=2e-5 * max(1.0, largest), rtol=2e-4)
+
+
+def generated(model, tokens, mask, cache):
+    return model.generate(
+        tokens,
+        attention_mask=mask,
+        max_new_tokens=10,
+        min_new_tokens=10,
+        do_sample=False,
+        cache_implementation=cache,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate(name, cache):
+    theirs, ours = both(name)
+    for padding in ("none", "left"):
+        tokens, mask, _ = tokens_and_mask(padding)
+        mask = torch.ones_like(tokens) if mask is None else mask
+        want, got = (generated(model, tokens, mask, cache) for model in (theirs, ours))
+        assert torch.equal(got.sequences, want.sequences)
+        torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), atol=5e-4, rtol=5e-4)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+def test_a_growing_cache_compiles_once_for_many_lengths(sinks, monkeypatch):
+    """Only the padded lengths reach the operator, in place; what stands in the room behind the keys has no effect."""
+    seen = set()
+    attend = bridge.decode_attention
+    monkeypatch.setattr(
+        huggingface, "decode_attention", lambda *given, **options: seen.add(given[1].shape) or attend(*given, **options)
+    )
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape: empty(x, *shape).fill_(torch.nan))
+    layer = torch.nn.Module()
+    s_aux = torch.randn(4) if sinks else None
+    for length in (*range(100, 140), 160):
+        query, key, value = torch.randn(2, 4, 1, 16), *torch.randn(2, 2, 2, length, 16)
+        got, weights = huggingface.attention(layer, query, key, value, None, s_aux=s_aux)
+        want = bridge.flash_attention(*(x.transpose(1, 2) for x in (query, key, value)), sinks=s_aux)
+        torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
+        assert weights is None
+    assert seen == {(4, 128, 1, 16), (4, 160, 1, 16)}
+
+
+def test_the_masks_of_windows_are_the_kernels(monkeypatch):
+    """A sequence without padding gets a window, and no dense mask."""
+    _, ours = both("mistral")
+    seen = []
+    attend = heads_first.attend
+    monkeypatch.setattr(heads_first, "attend", lambda *x, **given: seen.append(given) or attend(*x, **given))
+    tokens, mask, _ = tokens_and_mask("left")
+    with torch.no_grad():
+        ours(tokens)
+        assert [(x["mask"], x["is_causal"], x["window"]) for x in seen] == [(None, True, (4, 0))] * 2
+        seen.clear()
+        ours(tokens, attention_mask=mask)
+        assert all(x["mask"].shape == (2, 1, LENGTH, LENGTH) and "window" not in x for x in seen)
+
+
+@pytest.mark.parametrize("padding", PADDED)
+def test_encoders_see_both_ways(padding):
+    config = transformers.BertConfig(**SHAPE, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0)
+    theirs, ours = both("bert", "AutoModel", config)
+    tokens, mask, is_token = tokens_and_mask(padding)
+    want, got = (model(tokens, attention_mask=mask).last_hidden_state for model in (theirs, ours))
+    torch.testing.assert_close(got[is_token], want[is_token], atol=1e-4, rtol=1e-4)
+    moved = tokens.clone()
+    moved[:, 8] = 5
+    assert not torch.allclose(ours(moved, attention_mask=mask).last_hidden_state[:, 4], got[:, 4], atol=1e-3)
+
+
+def test_encoder_and_decoder_with_a_position_bias():
+    config = transformers.T5Config(
+        vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, pad_token_id=0,
+        decoder_start_token_id=0, initializer_factor=3.0,
+    )  # fmt: skip
+    theirs, ours = both("t5", "AutoModelForSeq2SeqLM", config)
+    tokens, mask, _ = tokens_and_mask("right")
+    arguments = {"attention_mask": mask, "decoder_input_ids": tokens[:, :7]}
+    for model in (theirs, ours):
+        model(tokens, **arguments).logits.square().mean().backward()
+    want, got = (model(tokens, **arguments).logits for model in (theirs, ours))
+    torch.testing.assert_close(got, want, atol=5e-4, rtol=5e-4)
+    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    want, got = (model.get_parameter(name).grad for model in (theirs, ours))
+    torch.testing.assert_close(got, want, atol=2e-5 * float(want.abs().max()), rtol=1e-3)
+
+
+def test_packed_documents():
+    theirs, ours = both("llama")
+    tokens, _, _ = tokens_and_mask("none")
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    with torch.no_grad():
+        want = torch.cat([theirs(tokens[:1, :5]).logits, theirs(tokens[:1, 5:]).logits], dim=1)
+        got = ours(tokens[:1], position_ids=positions, use_cache=False).logits
+        torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
+    query, key, value = torch.randn(3, 1, 4, 12, 16)
+    layer = torch.nn.Module()
+    got, _ = huggingface.attention(layer, query, key, value, None, cu_seq_lens_q=starts)
+    cut = lambda x: (x[:, :, :5], x[:, :, 5:])
+    parts = [
+        huggingface.attention(layer, *given, None)[0] for given in zip(cut(query), cut(key), cut(value), strict=True)
+    ]
+    torch.testing.assert_close(got, torch.cat(parts, dim=1), atol=3e-6, rtol=0)
+    with pytest.raises(ValueError, match=r"^cu_seq_lens_q: got it with 2 batch entries, want one packed sequence"):
+        huggingface.attention(layer, *torch.randn(3, 2, 4, 12, 16), None, cu_seq_lens_q=starts)
+
+
+@pytest.mark.timeout(300)
+def test_compiles_in_one_graph():
+    torch._dynamo.reset()
+    theirs, ours = both("llama")
+    tokens, mask, is_token = tokens_and_mask("left")
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        got, want = compiled(tokens, attention_mask=mask).logits, theirs(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(got[is_token], want[is_token], atol=2e-4, rtol=2e-4)
+
+
+def test_registration():
+    assert bridge.huggingface.register() == bridge.huggingface.register() == "jax_kernels"
+    model = transformers.AutoModelForCausalLM.from_config(config_of("llama"), attn_implementation="jax_kernels")
+    assert model.config._attn_implementation == "jax_kernels"
+    assert bridge.huggingface.replace_attention(model) is model
+    model.set_attn_implementation("sdpa")
+    assert bridge.huggingface.replace_attention(model).config._attn_implementation == "jax_kernels"
+
+
+def test_errors(monkeypatch):
+    config = config_of("llama")
+    config.attention_dropout = 0.1
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=bridge.huggingface.register())
+    tokens, _, _ = tokens_and_mask("none")
+    model.eval()(tokens)
+    with pytest.raises(NotImplementedError, match=r"^dropout: got 0\.1 in training, want 0: .* attention_dropout"):
+        model.train()(tokens)
+    layer, (query, key, value) = torch.nn.Module(), torch.randn(3, 1, 4, 12, 16)
+    for options, message in (
+        ({"output_attentions": True}, '^output_attentions: got True, want False.*"eager"'),
+        ({"block_indices": query}, "^block_indices: got one, want None"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            huggingface.attention(layer, query, key, value, None, **options)
+    # Whether this layer has the window of its config, nobody says.
+    layer.config = transformers.MistralConfig(sliding_window=5)
+    with pytest.raises(NotImplementedError, match=r"^sliding_window: got none from Module, and 5 from its config"):
+        huggingface.attention(layer, query, key, value, None)
+    with pytest.raises(TypeError, match=r"^model: got Linear, want a transformers\.PreTrainedModel"):
+        bridge.huggingface.replace_attention(torch.nn.Linear(2, 2))
+    own = type(model)
+    monkeypatch.setattr(own, "_can_set_attn_implementation", classmethod(lambda cls: False))
+    model.config._attn_implementation_internal = "sdpa"
+    with pytest.raises(ValueError, match=r"^model: got a LlamaForCausalLM, whose attention does not go through"):
+        bridge.huggingface.replace_attention(model)

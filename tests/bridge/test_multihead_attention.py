@@ -1,0 +1,196 @@
+"""bridge.nn.MultiheadAttention is torch.nn.MultiheadAttention, in numbers, gradients and weights."""
+
+import copy
+import inspect
+import itertools
+import pickle
+
+import pytest
+import torch
+
+from jax_kernels import bridge
+from jax_kernels.bridge import warned
+
+EMBED, HEADS, BATCH, LENGTH, KEYS = 32, 4, 3, 9, 11
+CASES = {
+    "self, batch first": ({"batch_first": True}, {}),
+    "self, sequence first": ({}, {}),
+    "cross": ({"batch_first": True}, {"keys": KEYS}),
+    "cross, sequence first, without bias": ({"bias": False}, {"keys": KEYS}),
+    "widths of their own": ({"kdim": 20, "vdim": 24, "batch_first": True}, {"keys": KEYS}),
+    "no batch": ({"batch_first": True}, {"batch": None, "keys": KEYS, "padding": True}),
+    "padding": ({"batch_first": True}, {"padding": True}),
+    "padding, sequence first": ({}, {"padding": True, "keys": KEYS}),
+    "mask": ({"batch_first": True}, {"keys": KEYS, "mask": (LENGTH, KEYS)}),
+    "mask of heads": ({"batch_first": True}, {"keys": KEYS, "mask": (BATCH * HEADS, LENGTH, KEYS), "padding": True}),
+    "mask of heads, sequence first": ({}, {"mask": (BATCH * HEADS, LENGTH, LENGTH), "padding": True}),
+    "added": ({"batch_first": True}, {"mask": (LENGTH, LENGTH), "added": True, "padding": True}),
+    "added, sequence first": ({}, {"mask": (BATCH * HEADS, LENGTH, LENGTH), "added": True}),
+    "causal": ({"batch_first": True}, {"causal": True}),
+    "appended rows": ({"add_bias_kv": True, "batch_first": True}, {"padding": True, "mask": (LENGTH, LENGTH)}),
+    "appended zeros": ({"add_zero_attn": True}, {"padding": True, "keys": KEYS}),
+    "appended both, sequence first": ({"add_zero_attn": True, "add_bias_kv": True}, {"mask": (LENGTH, LENGTH)}),
+    "appended, no batch": ({"add_bias_kv": True, "add_zero_attn": True}, {"batch": None}),
+}
+SLOW = {"mask", "padding", "appended zeros", "appended, no batch", "added, sequence first", "cross"}
+
+
+def both(**options):
+    torch.manual_seed(0)
+    theirs = torch.nn.MultiheadAttention(EMBED, HEADS, **options)
+    ours = bridge.nn.MultiheadAttention(EMBED, HEADS, **options)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def inputs_of(module, *, batch=BATCH, keys=None, padding=False, mask=None, added=False, causal=False):
+    """The positional tensors and the arguments of a call."""
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)
+    shape = lambda length, width: (
+        (length, width) if batch is None else (batch, length, width) if module.batch_first else (length, batch, width)
+    )
+    if keys is None:
+        x = draw(*shape(LENGTH, EMBED)).requires_grad_()
+        tensors = [x, x, x]
+    else:
+        sizes = ((LENGTH, EMBED), (keys, module.kdim), (keys, module.vdim))
+        tensors = [draw(*shape(*size)).requires_grad_() for size in sizes]
+    options = {}
+    if mask is not None:
+        options["attn_mask"] = draw(*mask) if added else draw(*mask) > 0.6
+    if padding:
+        left_out = torch.zeros(batch or 1, keys or LENGTH, dtype=torch.bool)
+        left_out[0, -4:] = True
+        left_out = left_out if not added else torch.zeros_like(left_out, dtype=torch.float).masked_fill(left_out, -9.0)
+        options["key_padding_mask"] = left_out[0] if batch is None else left_out
+    if causal:
+        options |= {"is_causal": True, "attn_mask": torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)}
+    return tensors, options
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES])
+def test_numbers_and_gradients(case):
+    arguments, given = CASES[case]
+    theirs, ours = both(**arguments)
+    tensors, options = inputs_of(theirs, **given)
+    want, _ = theirs(*tensors, need_weights=False, **options)
+    got, weights = ours(*tensors, **options)
+    assert weights is None
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
+    cotangent = torch.randn_like(want)
+    leaves = [*dict.fromkeys(tensors)]
+    gradients = [
+        torch.autograd.grad(out, [*leaves, *module.parameters()], cotangent)
+        for out, module in ((got, ours), (want, theirs))
+    ]
+    for x, y in zip(*gradients, strict=True):
+        torch.testing.assert_close(x, y, atol=3e-5, rtol=1e-5)
+    if given.get("causal"):
+        torch.testing.assert_close(ours(*tensors, is_causal=True)[0], want, atol=3e-6, rtol=0)
+
+
+def test_causal_with_appended_keys_shows_no_later_token():
+    """All tokens see the appended rows, and none a later token."""
+    _, module = both(add_bias_kv=True, batch_first=True)
+    x = torch.randn(1, LENGTH, EMBED)
+    got, _ = module(x, x, x, is_causal=True)
+    want, _ = module(x, x, x, attn_mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1))
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+
+
+def test_arguments_parameters_and_initialisation():
+    names = list(inspect.signature(torch.nn.MultiheadAttention).parameters)
+    assert list(inspect.signature(bridge.nn.MultiheadAttention).parameters) == [*names, "implementation"]
+    forward = list(inspect.signature(torch.nn.MultiheadAttention.forward).parameters)
+    assert list(inspect.signature(bridge.nn.MultiheadAttention.forward).parameters) == forward
+    for bias, own, append in itertools.product([False, True], repeat=3):
+        options = {"bias": bias, "add_bias_kv": append, **({"kdim": 8, "vdim": 12} if own else {})}
+        drawn = []
+        for cls in (torch.nn.MultiheadAttention, bridge.nn.MultiheadAttention):
+            torch.manual_seed(3)
+            drawn.append(cls(EMBED, HEADS, **options).state_dict())
+        assert list(drawn[0]) == list(drawn[1])
+        assert all(torch.equal(x, y) for x, y in zip(drawn[0].values(), drawn[1].values(), strict=True))
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_weights_are_pytorchs(average):
+    theirs, ours = both(batch_first=True)
+    (x, _, _), options = inputs_of(theirs, padding=True)
+    options |= {"need_weights": True, "average_attn_weights": average}
+    for want, got in zip(theirs(x, x, x, **options), ours(x, x, x, **options), strict=True):
+        torch.testing.assert_close(got, want)
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    for want, got in zip(
+        theirs(x, x, x, attn_mask=causal, **options), ours(x, x, x, is_causal=True, **options), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_what_falls_back_is_pytorchs(monkeypatch):
+    monkeypatch.setattr(warned, "_GIVEN", set())
+    x = torch.randn(2, LENGTH, EMBED)
+    theirs, ours = both(batch_first=True, dropout=0.5)
+    results = []
+    for module, options in ((theirs, {"need_weights": False}), (ours, {})):
+        torch.manual_seed(2)
+        results.append(module(x, x, x, **options)[0])
+    torch.testing.assert_close(*results)
+    assert any("dropout=0.5 drops attention weights" in x for x in warned._GIVEN)
+    torch.testing.assert_close(ours.eval()(x, x, x)[0], theirs.eval()(x, x, x)[0], atol=3e-6, rtol=0)
+    with pytest.warns(UserWarning, match="query is float64"):
+        assert ours.double()(x.double(), x.double(), x.double())[0].dtype == torch.float64
+    assert ours.float()(x[:, :0], x[:, :0], x[:, :0])[0].shape == (2, 0, EMBED)
+
+
+def test_rows_that_see_nothing_are_the_bias_of_the_output():
+    _, ours = both(batch_first=True)
+    x = torch.randn(2, LENGTH, EMBED, requires_grad=True)
+    out, _ = ours(x, x, x, key_padding_mask=torch.tensor([[True] * LENGTH, [False] * LENGTH]))
+    torch.testing.assert_close(out[0], ours.out_proj.bias.expand(LENGTH, -1))
+    assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.timeout(300)
+def test_in_pytorchs_layers_compiled_copied_and_pickled():
+    torch._dynamo.reset()
+    layer = torch.nn.TransformerDecoderLayer(EMBED, HEADS, 48, dropout=0.0, batch_first=True)
+    ours = copy.deepcopy(layer)
+    for name in ("self_attn", "multihead_attn"):
+        module = bridge.nn.MultiheadAttention(EMBED, HEADS, batch_first=True)
+        module.load_state_dict(getattr(layer, name).state_dict())
+        setattr(ours, name, module)
+    x, memory = torch.randn(2, 5, EMBED), torch.randn(2, 7, EMBED)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(5)
+    want = layer(x, memory, tgt_mask=mask, tgt_is_causal=True)
+    torch.testing.assert_close(ours(x, memory, tgt_mask=mask, tgt_is_causal=True), want, atol=3e-6, rtol=0)
+    module = ours.self_attn
+    want, _ = module(x, x, x, key_padding_mask=torch.arange(5) > torch.tensor([[3], [5]]))
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    got, _ = compiled(x, x, x, key_padding_mask=torch.arange(5) > torch.tensor([[3], [5]]))
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(copied(x, x, x)[0], module(x, x, x)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"attn_mask": torch.ones(2, 5).bool()},
+            ValueError,
+            r"^attn_mask: got shape \(2, 5\), want \(9, 9\) or \(8, 9",
+        ),
+        ({"attn_mask": torch.ones(9, 9).int()}, TypeError, r"^attn_mask: got dtype torch\.int32, want torch\.bool"),
+        ({"key_padding_mask": torch.ones(9).bool()}, ValueError, r"^key_padding_mask: got shape \(9,\), want \(2, 9\)"),
+        ({"key_padding_mask": [True]}, TypeError, r"^key_padding_mask: got list, want a torch\.Tensor"),
+        ({"key": torch.ones(9, EMBED)}, ValueError, r"^query, key, value: got shapes .*, want 3 axes each"),
+    ],
+)
+def test_errors(options, error, message):
+    _, ours = both(batch_first=True)
+    x = torch.randn(2, LENGTH, EMBED)
+    with pytest.raises(error, match=message):
+        ours(**{"query": x, "key": x, "value": x, **options})

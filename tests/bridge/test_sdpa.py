@@ -1,0 +1,261 @@
+"""scaled_dot_product_attention against PyTorch's own: shapes, masks, gradients, what falls back, errors."""
+
+import inspect
+import warnings
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+from jax_kernels import bridge
+from jax_kernels.bridge import heads_first, warned
+
+# Shapes of query, key and value, and the options.
+SAME = ((2, 4, 9, 8), (2, 4, 11, 8), (2, 4, 11, 8))
+CASES = {
+    "causal, odd lengths": ((2, 4, 17, 16), (2, 4, 29, 16), (2, 4, 29, 16), {"is_causal": True}),
+    "more queries than keys": ((2, 4, 29, 16), (2, 4, 17, 16), (2, 4, 17, 16), {"is_causal": True}),
+    "grouped heads": ((2, 4, 24, 16), (2, 2, 24, 16), (2, 2, 24, 16), {"enable_gqa": True, "is_causal": True}),
+    "groups of their own": ((2, 4, 9, 8), (2, 2, 11, 8), (2, 1, 11, 8), {"enable_gqa": True}),
+    "2 axes": ((9, 8), (11, 8), (11, 6), {}),
+    "3 axes": ((3, 9, 8), (3, 11, 8), (3, 11, 6), {"attn_mask": torch.rand(3, 9, 11) > 0.4}),
+    "3 axes, grouped heads": ((4, 9, 8), (2, 11, 8), (2, 11, 8), {"enable_gqa": True}),
+    "5 axes": ((2, 3, 4, 9, 8), (2, 3, 4, 11, 8), (2, 3, 4, 11, 6), {"is_causal": True}),
+    "5 axes, broadcast": ((2, 3, 4, 9, 8), (1, 3, 4, 11, 8), (1, 1, 1, 11, 6), {}),
+    "5 axes, broadcast mask": (
+        *((2, 3, 4, 9, 8), (2, 3, 4, 11, 8), (2, 3, 4, 11, 8)),
+        {"attn_mask": torch.randn(2, 1, 4, 9, 11).requires_grad_()},
+    ),
+    "one batch entry of keys": ((2, 4, 9, 8), (1, 4, 11, 8), (1, 4, 11, 8), {}),
+    "one head of keys": ((2, 4, 9, 8), (2, 1, 11, 8), (2, 1, 11, 8), {}),
+    "one head and entry of queries": ((1, 1, 9, 8), (2, 4, 11, 8), (2, 4, 11, 8), {}),
+    "axes of several numbers": ((9, 8), (2, 4, 11, 8), (4, 11, 8), {}),
+    "mask of two axes": (*SAME, {"attn_mask": torch.rand(9, 11) > 0.4}),
+    "expanded mask": (*SAME, {"attn_mask": (torch.rand(2, 1, 1, 11) > 0.4).expand(2, 4, 9, 11), "scale": 0.2}),
+    "rows without keys": (*SAME, {"attn_mask": torch.arange(9)[:, None].expand(9, 11) > 3}),
+    "added to the scores": (*SAME, {"attn_mask": torch.randn(4, 9, 11).requires_grad_()}),
+    "added, one column": (*SAME, {"attn_mask": torch.randn(9, 1).requires_grad_()}),
+    "added, expanded leaf": (*SAME, {"attn_mask": torch.randn(9, 1).expand(9, 11).detach().requires_grad_()}),
+    "added, -inf": (*SAME, {"attn_mask": torch.triu(torch.full((9, 11), -torch.inf), 1)}),
+    "added, rows of -inf": (*SAME, {"attn_mask": torch.full((9, 11), -torch.inf).triu(-3)}),
+    "added, the least float": (*SAME, {"attn_mask": torch.full((9, 11), torch.finfo(torch.float32).min).triu(-3)}),
+    "scale 0": (*SAME, {"scale": 0.0}),
+    "a negative int as scale": (*SAME, {"scale": -1}),
+    "a scale of 30": (*SAME, {"scale": 30.0}),
+    "one query, mask of entries": (
+        *((2, 4, 1, 8), (2, 2, 11, 8), (2, 2, 11, 8)),
+        {"attn_mask": torch.rand(2, 1, 1, 11) > 0.4, "enable_gqa": True},
+    ),
+    "one query, added for heads": (
+        *((2, 4, 1, 8), (2, 2, 11, 8), (2, 2, 11, 8)),
+        {"attn_mask": torch.randn(4, 1, 11).requires_grad_(), "enable_gqa": True},
+    ),
+    "added, of heads and entries": (*SAME, {"attn_mask": torch.randn(2, 4, 9, 11).requires_grad_()}),
+    "no entries": ((0, 4, 9, 8), (0, 4, 11, 8), (0, 4, 11, 8), {}),
+    "no heads": ((2, 0, 9, 8), (2, 0, 11, 8), (2, 0, 11, 8), {}),
+    "no queries": ((2, 4, 0, 8), (2, 4, 11, 8), (2, 4, 11, 8), {"is_causal": True}),
+    "no keys": ((2, 4, 9, 8), (2, 4, 0, 8), (2, 4, 0, 8), {}),
+    "head_dim 0": ((2, 4, 9, 0), (2, 4, 11, 0), (2, 4, 11, 8), {"scale": 1.0}),
+}
+SLOW = {"3 axes, grouped heads", "more queries than keys", "scale 0", "added, one column", "added, -inf", "no heads"}
+
+
+def test_the_signature_is_pytorchs():
+    want = "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False)"
+    own = inspect.signature(bridge.scaled_dot_product_attention)
+    assert str(own.replace(return_annotation=own.empty, parameters=[
+        x.replace(annotation=x.empty) for x in own.parameters.values()
+    ])) == want  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES])
+def test_numbers_and_gradients(case):
+    """PyTorch's plain mathematics in float64 is the reference."""
+    *shapes, options = CASES[case]
+    torch.manual_seed(len(case))
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    mask = options.get("attn_mask")
+    is_added = mask is not None and mask.is_floating_point()
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    exact_mask = mask.detach().double().requires_grad_(mask.requires_grad) if is_added else mask
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = bridge.scaled_dot_product_attention(*inputs, **options)
+    with sdpa_kernel(SDPBackend.MATH):
+        want = functional.scaled_dot_product_attention(*exact, **{**options, "attn_mask": exact_mask})
+    assert out.shape == want.shape
+    # Beside scores of -1e38 float32 holds no more than their order: rows of them alone have equal weights.
+    far = mask is not None and is_added and bool((mask == torch.finfo(torch.float32).min).all(-1).any())
+    torch.testing.assert_close(out.double(), want, atol=3e-5 if options.get("scale") == 30.0 else 3e-6, rtol=0)
+    if far:
+        return
+    cotangent = torch.randn(want.shape, dtype=torch.float64)
+    if is_added and mask.requires_grad:
+        inputs.append(mask)
+        exact.append(exact_mask)
+    got = torch.autograd.grad((out.double() * cotangent).sum(), inputs)
+    for ours, theirs in zip(got, torch.autograd.grad((want * cotangent).sum(), exact), strict=True):
+        scale = max(1.0, float(theirs.abs().max())) if theirs.numel() else 1.0
+        torch.testing.assert_close(ours.double(), theirs, atol=2e-5 * scale, rtol=0)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(9, 11), (11, 9)])
+def test_pytorchs_causal_bias(queries, keys, monkeypatch):
+    monkeypatch.setattr(warned, "_GIVEN", set())
+    query, key, value = torch.randn(2, 4, queries, 8), *torch.randn(2, 2, 4, keys, 8)
+    got = bridge.scaled_dot_product_attention(query, key, value, causal_upper_left(queries, keys))
+    torch.testing.assert_close(got, functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lower = causal_lower_right(queries, keys)
+    got = bridge.scaled_dot_product_attention(query, key, value, lower)
+    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    torch.testing.assert_close(got, functional.scaled_dot_product_attention(query, key, value, mask))
+    double = [x.double() for x in (query, key, value)]
+    with pytest.warns(UserWarning, match="query is float64"):
+        got = bridge.scaled_dot_product_attention(*double, lower)
+    torch.testing.assert_close(got, functional.scaled_dot_product_attention(*double, mask))
+    with pytest.raises(ValueError, match=r"^attn_mask: got a CausalBias of 3 queries"):
+        bridge.scaled_dot_product_attention(query, key, value, causal_upper_left(3, 3))
+
+
+LAYOUTS = {
+    "transposed": (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), 4, 9),
+    "contiguous": (lambda x: x, 4, 9),
+    "one query, grouped heads": (lambda x: x, 2, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dense_layouts_are_read_in_place(layout, monkeypatch):
+    arrange, kv_heads, length = LAYOUTS[layout]
+    query, key, value = torch.randn(2, 4, length, 8), *torch.randn(2, 2, kv_heads, 11, 8)
+    seen = []
+    attend = heads_first.flash_attention
+    monkeypatch.setattr(heads_first, "flash_attention", lambda *x, **given: seen.extend(x) or attend(*x, **given))
+    given = [arrange(x) for x in (query, key, value)]
+    got = bridge.scaled_dot_product_attention(*given, enable_gqa=True)
+    want = functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
+    assert [x.data_ptr() for x in seen] == [x.data_ptr() for x in given]
+    assert all(x.is_contiguous() for x in seen)
+
+
+FALLBACKS = {
+    "dropout": ({"dropout_p": 0.5}, torch.float32, 8, "dropout_p=0.5 drops attention weights"),
+    "wide heads": ({"is_causal": True}, torch.float32, 264, "head_dim is 264, and flash_attention's at most 256"),
+    "float64": ({}, torch.float64, 8, "query is float64, and flash_attention computes in float32"),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_what_falls_back_is_pytorchs_and_says_so_once(case, monkeypatch):
+    monkeypatch.setattr(warned, "_GIVEN", set())
+    options, dtype, head_dim, message = FALLBACKS[case]
+    inputs = torch.randn(3, 1, 2, 5, head_dim, dtype=dtype).requires_grad_()
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match=message):
+        got = bridge.scaled_dot_product_attention(*inputs, **options)
+    torch.manual_seed(1)
+    want = functional.scaled_dot_product_attention(*inputs, **options)
+    torch.testing.assert_close(got, want, atol=0, rtol=0)
+    assert torch.autograd.grad(got.sum(), inputs)[0].isfinite().all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bridge.scaled_dot_product_attention(*inputs, **options)
+
+
+def test_by_assignment(monkeypatch):
+    """torch.nn's modules call it, and its own fall back does not call itself."""
+    monkeypatch.setattr(warned, "_GIVEN", set())
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 7, 32)
+    padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+    want = layer(x, src_key_padding_mask=padding)
+    calls = []
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", bridge.scaled_dot_product_attention)
+    attend = heads_first.attend
+    monkeypatch.setattr(heads_first, "attend", lambda *x, **given: calls.append(given) or attend(*x, **given))
+    got = layer(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
+    assert len(calls) == 1
+    with pytest.warns(UserWarning, match="drops attention weights"):
+        functional.scaled_dot_product_attention(*torch.randn(3, 1, 2, 5, 8), dropout_p=0.1)
+
+
+def test_meta_tensors():
+    query = torch.empty(2, 4, 9, 8, device="meta")
+    assert bridge.scaled_dot_product_attention(query, query, query).shape == query.shape
+
+
+@pytest.mark.timeout(300)
+def test_compiles_in_one_graph():
+    torch._dynamo.reset()
+    call = lambda *args: bridge.scaled_dot_product_attention(*args, is_causal=True)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    inputs = [torch.randn(2, 4, 9, 8, requires_grad=True) for _ in range(3)]
+    torch.testing.assert_close(compiled(*inputs), call(*inputs), atol=1e-6, rtol=0)
+    masked = lambda q, k, v, mask: bridge.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((3, 2, 4, 9, 8), (3, 2, 2, 9, 8), (3, 2, 2, 9, 8))]
+    mask = torch.randn(3, 1, 1, 9, 9, requires_grad=True)
+    got, want = (
+        torch.autograd.grad(f(*inputs, mask).square().sum(), (*inputs, mask))
+        for f in (torch.compile(masked, backend="aot_eager", fullgraph=True), masked)
+    )
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    dropped = torch.compile(
+        lambda x: bridge.scaled_dot_product_attention(x, x, x, dropout_p=1e-9), backend="aot_eager", fullgraph=True
+    )
+    assert dropped(torch.randn(1, 2, 5, 8)).isfinite().all()
+
+
+def test_vmap_and_autocast():
+    query, key, value = torch.randn(3, 2, 3, 4, 9, 8)
+    mask = torch.rand(3, 9, 9) > 0.4
+    mask[..., 0] = True
+    call = lambda f: torch.func.vmap(f, in_dims=(1, 1, 1, 0), out_dims=1)(query, key, value, mask)
+    got, want = call(bridge.scaled_dot_product_attention), call(functional.scaled_dot_product_attention)
+    torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = bridge.scaled_dot_product_attention(
+            query, key.bfloat16(), value, torch.zeros(9, dtype=torch.bfloat16)[None]
+        )
+    assert got.dtype == torch.bfloat16
+
+
+ONE = torch.zeros(1, 4, 8, 16)
+ERRORS = [
+    ({"attn_mask": torch.zeros(8, 8).half()}, TypeError, r"^attn_mask: got dtype torch\.float16, want torch\.bool"),
+    ({"attn_mask": torch.zeros(8, 8).int()}, TypeError, r"^attn_mask: got dtype torch\.int32, want torch\.bool"),
+    ({"attn_mask": torch.zeros(8, 8), "is_causal": True}, ValueError, "^attn_mask, is_causal: got both"),
+    ({"attn_mask": torch.ones(8).bool()}, ValueError, r"^attn_mask: got shape \(8,\), want 2 axes or more"),
+    ({"attn_mask": torch.ones(1, 1, 4, 8, 8).bool()}, ValueError, r"^attn_mask: got shape .* want at most 4 axes"),
+    ({"attn_mask": torch.ones(3, 4, 8, 8).bool()}, ValueError, r"^mask: got shape \(3, 4, 8, 8\), want"),
+    ({"attn_mask": [[True]]}, TypeError, r"^attn_mask: got builtins\.list, want a torch\.Tensor"),
+    ({"key": ONE[:, :2], "value": ONE[:, :2]}, ValueError, "^query, key, value: got 4, 2, 2 heads, want one number"),
+    (
+        {"key": ONE[:, :3], "value": ONE[:, :3], "enable_gqa": True},
+        *(ValueError, r"^key, value: got \[3, 3\] heads, want divisors of query's 4"),
+    ),
+    ({"query": ONE[0, 0], "key": ONE[0, 0], "value": ONE[0, 0], "enable_gqa": True}, ValueError, "^query: .*3 axes"),
+    ({"query": ONE.expand(2, 4, 8, 16), "key": ONE.expand(3, 4, 8, 16)}, ValueError, r".*want ones that broadcast"),
+    ({"key": ONE[:, :, :4]}, ValueError, "^value: got "),
+    ({"query": ONE[0, 0, 0]}, ValueError, r"^query: got shape \(16,\), want 2 axes or more"),
+    ({"query": 3}, TypeError, r"^query: got builtins\.int, want a torch\.Tensor"),
+    ({"key": ONE.half()}, TypeError, r"^key: got dtype torch\.float16, want query's dtype torch\.float32"),
+    ({"scale": float("nan")}, ValueError, "^scale: got nan, want a finite number"),
+    (
+        {"query": torch.nested.as_nested_tensor([ONE[0]], layout=torch.jagged)},
+        ValueError,
+        "^query: got a nested tensor",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), ERRORS, ids=[case[2] for case in ERRORS])
+def test_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        bridge.scaled_dot_product_attention(**{"query": ONE, "key": ONE, "value": ONE, **options})
