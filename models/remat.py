@@ -7,7 +7,7 @@ import jax
 
 from jax_kernels.ops.attention.flash_attention import RESIDUALS as OF_ATTENTION
 from jax_kernels.ops.matmul.mlp import RESIDUALS as OF_MLP
-from jax_kernels.ops.ring.ring_attention import RESIDUALS as OF_RING
+from jax_kernels.ops.ring.vjp import RESIDUALS as OF_RING
 
 __all__ = ["PROJECTION", "REMAT", "recomputed"]
 
