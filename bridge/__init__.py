@@ -4,6 +4,7 @@ Importing it keeps JAX from taking most of the GPU's memory at its first use (se
 """
 
 from jax_kernels.bridge.memory import leave_memory_to_torch
+from jax_kernels.bridge.memory import memory_report as memory_report
 
 leave_memory_to_torch()
 

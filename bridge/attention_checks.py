@@ -20,7 +20,7 @@ def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
         raise TypeError(f"{name}: got {type(tensor).__module__}.{type(tensor).__name__}, want a torch.Tensor")
     if tensor.layout != torch.strided:
         raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor; convert it with .to_dense()")
-    if tensor.device.type not in ("cpu", "cuda"):
+    if tensor.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want one on a CPU or a CUDA device")
     if tensor.device != query.device:
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want query's device {query.device}")
@@ -102,7 +102,7 @@ def as_torch_is_set(query, key, value, *, bias=None, deterministic=None) -> tupl
     """
     if deterministic is None and torch.are_deterministic_algorithms_enabled():
         deterministic = True
-    if torch.is_autocast_enabled(query.device.type):
+    if query.device.type != "meta" and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if bias is not None and bias.dtype != torch.float32:

@@ -4,7 +4,7 @@
 |---|---|
 | flash_attention | out, and rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess |
 | flash_attention_inference | out |
-| flash_attention_backward | the gradients of query, key, value, bias and sinks; empty tensors for those not asked for |
+| flash_attention_backward | the gradients of query, key, value, bias and sinks; empty tensors for those not wanted |
 
 The excess is the exact log-sum-exp minus lse. The backward of a bias needs it.
 """
@@ -26,6 +26,7 @@ from jax_kernels.bridge.once import once
 from jax_kernels.ops.attention import flash_attention as attention
 
 __all__ = [
+    "DIFFERENTIATED",
     "Arguments",
     "Attention",
     "BackwardArguments",
@@ -35,7 +36,9 @@ __all__ = [
     "forward_op",
     "inference_op",
     "known_call",
+    "names_of",
     "split",
+    "wanted_of",
 ]
 
 DIFFERENTIATED = ("query", "key", "value", "bias", "sinks")
@@ -79,10 +82,11 @@ class Options(NamedTuple):
 class BackwardArguments(NamedTuple):
     """The arguments of the backward after those of the forward.
 
-    bias_gradient: whether bias gets a gradient. dout, drows: the gradients of out and rows, or None for zeros.
+    wanted: which of DIFFERENTIATED get a gradient, a bit for each, the lowest for the first. dout, drows: the gradients
+    of out and rows, or None for zeros.
     """
 
-    bias_gradient: bool
+    wanted: int
     out: Any
     rows: Any
     dout: Any
@@ -147,12 +151,23 @@ def _inference(device: torch.device, options: Options):
     return jax.jit(lambda *arrays: forward(*arrays)[:1], keep_unused=True)
 
 
-@once
-def _backward(device: torch.device, options: Options, bias_gradient: bool):
-    """The jitted backward: the gradients of the tensors of DIFFERENTIATED that are given.
+def wanted_of(needed: Sequence[Any]) -> int:
+    """BackwardArguments.wanted of what tells for each of DIFFERENTIATED whether its gradient is needed."""
+    return sum(1 << index for index, is_needed in enumerate(needed[: len(DIFFERENTIATED)]) if is_needed)
 
-    It takes the arrays of Tensors, and then out, rows, dout and drows. bias_gradient: whether bias gets a gradient.
+
+def names_of(wanted: int) -> list[str]:
+    """The names of DIFFERENTIATED in BackwardArguments.wanted."""
+    return [name for index, name in enumerate(DIFFERENTIATED) if wanted >> index & 1]
+
+
+@once
+def _backward(device: torch.device, options: Options, wanted: int):
+    """The jitted backward: the gradients that are wanted. XLA leaves out what is computed for others alone.
+
+    It takes the arrays of Tensors, and then out, rows, dout and drows. wanted: as in BackwardArguments.
     """
+    names = names_of(wanted)
 
     def backward(*arrays):
         tensors = Tensors(*arrays[:TENSORS])
@@ -161,11 +176,9 @@ def _backward(device: torch.device, options: Options, bias_gradient: bool):
         if tensors.bias is not None:
             lse, excess = rows[:, 0], rows[:, 1]
             dlse = None if drows is None else drows[:, 0]
-        given = {name: x for name, x in tensors._asdict().items() if name in DIFFERENTIATED and x is not None}
-        if not bias_gradient:
-            given.pop("bias", None)
+        given = {name: getattr(tensors, name) for name in names}
         call, inputs = _prepare(options, *tensors)
-        call = dataclasses.replace(call, options=dataclasses.replace(call.options, bias_gradient=bias_gradient))
+        call = dataclasses.replace(call, options=dataclasses.replace(call.options, bias_gradient="bias" in names))
         dout = jnp.zeros_like(out) if dout is None else dout
         result = AttentionResult(out=out, lse=lse, excess=excess)
         gradients = attention.attention_backward(call, inputs, result, dout, dlse)
@@ -177,7 +190,7 @@ def _backward(device: torch.device, options: Options, bias_gradient: bool):
 
         _, pullback = jax.vjp(prepared, given)
         (pulled,) = pullback({name: getattr(gradients, name) for name in given})
-        return tuple(pulled[name] for name in given)
+        return tuple(pulled[name] for name in names)
 
     return jax.jit(backward, keep_unused=True)
 
@@ -192,26 +205,22 @@ def _inference_program(*arguments):
     return library.Program(_inference(call.device, call.options), call.tensors)
 
 
-def _with_gradient(call: Arguments) -> list[bool]:
-    """Tells for each of DIFFERENTIATED whether the backward gives its gradient, or else an empty tensor."""
-    present = {name: x is not None for name, x in zip(DIFFERENTIATED, call.tensors.differentiated, strict=True)}
-    return list((present | {"bias": present["bias"] and call.backward.bias_gradient}).values())
-
-
 def _backward_program(*arguments):
     call = split(arguments)
-    bias_gradient, *arrays = call.backward
-    return library.Program(_backward(call.device, call.options, bias_gradient), (*call.tensors, *arrays))
+    wanted, *arrays = call.backward
+    return library.Program(_backward(call.device, call.options, wanted), (*call.tensors, *arrays))
 
 
 def _gradients(*arguments):
     """What makes the backward's results of the gradients that were computed."""
     call = split(arguments)
-    there, dtype, device = _with_gradient(call), call.tensors.query.dtype, call.device
+    names, dtype, device = names_of(call.backward.wanted), call.tensors.query.dtype, call.device
 
     def finish(found):
-        left = iter(found)
-        return tuple(next(left) if is_there else torch.empty(0, dtype=dtype, device=device) for is_there in there)
+        named = dict(zip(names, found, strict=True))
+        return tuple(
+            named[name] if name in named else torch.empty(0, dtype=dtype, device=device) for name in DIFFERENTIATED
+        )
 
     return finish
 
@@ -256,8 +265,8 @@ def _fake_inference(*arguments):
 def _fake_backward(*arguments):
     call = split(arguments)
     empty = lambda x: call.tensors.query.new_empty(0) if x is None else x.new_empty(x.shape)
-    given = zip(call.tensors.differentiated, _with_gradient(call), strict=True)
-    return tuple(empty(x if there else None) for x, there in given)
+    names = names_of(call.backward.wanted)
+    return tuple(empty(getattr(call.tensors, name) if name in names else None) for name in DIFFERENTIATED)
 
 
 class Attention(torch.autograd.Function):
@@ -280,11 +289,11 @@ class Attention(torch.autograd.Function):
             return (None,) * (1 + ALL)
         *tensors, out, rows = ctx.saved_tensors
         _, *needed = ctx.needs_input_grad
-        needs = Tensors(*needed[:TENSORS])
-        extra = BackwardArguments(bias_gradient=needs.bias, out=out, rows=rows, dout=dout, drows=drows)
+        differentiated = needed[: len(DIFFERENTIATED)]
+        extra = BackwardArguments(wanted=wanted_of(differentiated), out=out, rows=rows, dout=dout, drows=drows)
         gradients = library.call_in_backward(backward_op, *tensors, *ctx.options, *extra)
-        wanted = (x if is_needed else None for x, is_needed in zip(gradients, needs.differentiated, strict=True))
-        return (None, *wanted, *(None,) * (ALL - len(DIFFERENTIATED)))
+        found = (x if is_needed else None for x, is_needed in zip(gradients, differentiated, strict=True))
+        return (None, *found, *(None,) * (ALL - len(DIFFERENTIATED)))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -297,6 +306,11 @@ class _Facts(NamedTuple):
     options: Options
     there: tuple[bool, ...]
     with_rows: bool
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors that are there."""
+        return [name for name, is_there in zip(Tensors._fields, self.there, strict=True) if is_there]
 
     def filled(self, tensors: Sequence[Any]) -> Tensors:
         """Tensors of those that are there."""
@@ -326,17 +340,14 @@ class KnownAttention(torch.autograd.Function):
             return (None,) * (1 + len(needed))
         given = [x.contiguous() for x in (dout, drows) if x is not None]
         tensors = [*ctx.saved_tensors, *given]
-        bias_gradient = call.facts.there[3] and call.facts.filled(needed).bias
-        statics = bias_gradient, dout is None, drows is None
+        wanted = _WANTED_OF_THREE if needed == _ALL_OF_THREE else wanted_of(call.facts.filled(needed))
+        statics = wanted, dout is None, drows is None
         known = call.backwards.find(statics, tensors)
         gradients = _known_backward(call, statics, tensors) if known is None else known(tensors)
         if needed == _ALL_OF_THREE:
             return (None, *gradients)
-        wanted = call.facts.filled(needed)._asdict()
-        names = [name for name in DIFFERENTIATED if wanted[name] is not None and (name != "bias" or bias_gradient)]
-        found = dict(zip(names, gradients, strict=True))
-        filled = [found.get(name) if is_needed else None for name, is_needed in wanted.items() if is_needed is not None]
-        return (None, *filled)
+        found = dict(zip(names_of(wanted), gradients, strict=True))
+        return (None, *(found.get(name) for name in call.facts.names))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -344,27 +355,26 @@ class KnownAttention(torch.autograd.Function):
 
 
 _ALL_OF_THREE = [True, True, True]
+_WANTED_OF_THREE = wanted_of(_ALL_OF_THREE)
 
 
 def _known_backward(call: KnownCall, statics: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients that the backward's function gives, by the operator. The next call of its kind is known."""
-    bias_gradient, without_dout, without_drows = statics
+    """The gradients that are wanted, by the operator. The next call of its kind is known."""
+    wanted, without_dout, without_drows = statics
     count = sum(call.facts.there)
     given, (out, rows, *cotangents) = call.facts.filled(tensors[:count]), tensors[count:]
     left = iter(cotangents)
     dout, drows = (None if without else next(left) for without in (without_dout, without_drows))
-    extra = BackwardArguments(bias_gradient=bias_gradient, out=out, rows=rows, dout=dout, drows=drows)
+    extra = BackwardArguments(wanted=wanted, out=out, rows=rows, dout=dout, drows=drows)
     gradients = library.call_in_backward(backward_op, *given, *call.facts.options, *extra)
     if library.is_plain_call() and not torch.is_grad_enabled() and call.backwards is not None:
 
         def make():
-            function = _backward(given.query.device, call.facts.options, bias_gradient)
+            function = _backward(given.query.device, call.facts.options, wanted)
             return KnownCall(library.chain_for(function, (*given, out, rows, dout, drows)), _same)
 
         call.backwards.learn(statics, tensors, make)
-    there = {"bias": bias_gradient}
-    pairs = zip(DIFFERENTIATED, gradients, given.differentiated, strict=True)
-    return [gradient for name, gradient, x in pairs if x is not None and there.get(name, True)]
+    return [x for index, x in enumerate(gradients) if wanted >> index & 1]
 
 
 def _same(results: Any) -> Any:
@@ -430,7 +440,7 @@ inference_op = library.define(
 )
 backward_op = library.define(
     "flash_attention_backward",
-    f"({_ARGUMENTS}, bool bias_gradient, Tensor out, Tensor rows, Tensor? dout, Tensor? drows) -> "
+    f"({_ARGUMENTS}, int wanted, Tensor out, Tensor rows, Tensor? dout, Tensor? drows) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     program=_backward_program,
     finish=_gradients,

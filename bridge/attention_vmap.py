@@ -6,7 +6,15 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge import library
-from jax_kernels.bridge.attention_ops import BackwardArguments, Tensors, backward_op, forward_op, inference_op, split
+from jax_kernels.bridge.attention_ops import (
+    BackwardArguments,
+    Tensors,
+    backward_op,
+    forward_op,
+    inference_op,
+    names_of,
+    split,
+)
 
 __all__ = ["define_rules"]
 
@@ -29,7 +37,7 @@ def _rule(op: Any) -> Callable[..., Any]:
         extra: tuple[Any, ...] = ()
         if call.backward is not None:
             given = zip(BackwardArguments._fields, call.backward, is_mapped.backward, strict=True)
-            extra = tuple(x if name == "bias_gradient" else _join(x, m, size) for name, x, m in given)
+            extra = tuple(x if name == "wanted" else _join(x, m, size) for name, x, m in given)
         results = op(*joined, *call.options, *extra)
         if isinstance(results, torch.Tensor):
             return results.unflatten(0, (size, batch)), 0
@@ -48,7 +56,7 @@ def _is_a_loop(call: Any, is_mapped: Tensors) -> bool:
         return True
     if call.backward is None:
         return False
-    return call.tensors.sinks is not None or (call.tensors.bias is not None and call.backward.bias_gradient)
+    return not {"bias", "sinks"}.isdisjoint(names_of(call.backward.wanted))
 
 
 def _one_by_one(op: Any, size: int, front: list[Any], mapped: list[bool]) -> Any:

@@ -14,6 +14,7 @@ public ones cost more than twice the time of a call.
 """
 
 import atexit
+import contextlib
 import functools
 import itertools
 import time
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import torch
+from jax._src import core
 
 from jax_kernels.bridge.held import Held
 
@@ -31,10 +33,12 @@ __all__ = [
     "check_dtype",
     "copied",
     "export_arrays",
+    "held_bytes",
     "import_tensors",
     "is_capturing",
     "jax_device",
     "jax_dtype",
+    "outside_of_traces",
     "read_by",
     "readable",
     "refuse_capture",
@@ -89,6 +93,11 @@ def jax_device(device: torch.device) -> jax.Device:
     """
     if device.type not in _DLPACK_DEVICE:
         raise ValueError(f"got a tensor on {device}, want one on a CPU or a CUDA device")
+    if device.type == "cuda" and torch.version.hip:
+        raise RuntimeError(
+            f"got a tensor on {device}, which is an AMD GPU's in this build of PyTorch ({torch.version.hip}), want one "
+            "on a CPU or an NVIDIA GPU"
+        )
     try:
         devices = jax.local_devices(backend=device.type)
     except RuntimeError as error:
@@ -207,6 +216,11 @@ def read_by(function: Callable[..., Any], tensors: Sequence[torch.Tensor], devic
     return results
 
 
+def outside_of_traces() -> contextlib.AbstractContextManager[Any]:
+    """Makes JAX compute inside the block, also where it is tracing a function that calls the bridge on tensors."""
+    return contextlib.nullcontext() if core.trace_state_clean() else core.eval_context()
+
+
 def _empty(array: jax.Array, device: torch.device) -> torch.Tensor:
     return torch.empty(array.shape, dtype=_TO_TORCH[array.dtype], device=device)
 
@@ -290,6 +304,13 @@ def _view(array: jax.Array, stream: int | None) -> torch.Tensor:
 
 
 _HELD = Held()
+
+
+def held_bytes(device: torch.device) -> int:
+    """The bytes of JAX's memory on a GPU that are held until PyTorch's streams have read them."""
+    return _HELD.sizes().get(device.index, 0)
+
+
 # The tensors that JAX may still be reading, by a running number.
 _LENT: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 _LOANS = itertools.count()

@@ -12,6 +12,7 @@ for the forward and one for the backward.
 | plan_vmap.py | torch.func.vmap of these operators |
 """
 
+import ctypes
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -183,7 +184,8 @@ def _with_masks(name: str, structure: Any, tensors: list[torch.Tensor], masks: l
 
 def _traced_call(name: str, structure: Any, tensors: list[torch.Tensor], masks: Sequence[Mask]) -> Any:
     """A call in a graph of torch.compile. It serves the Masks that it was traced with, and no others."""
-    traced = _traced(name, structure, tuple(_signature(x) for x in tensors), *masks)
+    # torch.compile makes no constant of a frozen dataclass; of its id it does, and checks for that very object.
+    traced = _traced(name, structure, tuple(_signature(x) for x in tensors), *[id(mask) for mask in masks])
     return rebuild(traced.outputs, iter(call_op(tensors, traced.plan, traced.operands)))
 
 
@@ -202,8 +204,10 @@ class _Traced(NamedTuple):
 
 
 @torch.compiler.assume_constant_result
-def _traced(name: str, structure: Any, signatures: tuple[Signature, ...], *masks: Mask) -> _Traced:
+def _traced(name: str, structure: Any, signatures: tuple[Signature, ...], *ids: int) -> _Traced:
+    """ids: of the Masks, which the function that is traced holds."""
     operands: Any = NONE
+    masks: list[Mask] = [ctypes.cast(number, ctypes.py_object).value for number in ids]
     if masks and signatures:
         first, *_ = signatures
         operands = kept_operands(masks, first.device)

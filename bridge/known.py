@@ -103,7 +103,7 @@ class Known:
         """
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return
-        if not all(x.is_contiguous() for x in tensors):
+        if not all(x.is_contiguous() and not x.is_meta for x in tensors):
             return
         key = _key(statics, tensors)
         call = None if key is None else make()

@@ -15,7 +15,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from jax_kernels import dispatch
-from jax_kernels.bridge import dlpack, fork, private
+from jax_kernels.bridge import dlpack, fork, memory, private
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.known import Known, KnownCall
 
@@ -205,10 +205,17 @@ def _device_info(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def planning_for(device: torch.device) -> Iterator[None]:
-    """Makes JAX plan for this device inside the block, whatever its default device is. Raises in a forked process."""
+    """Makes JAX plan for this device inside the block, whatever its default device is, and trace nothing of outside.
+
+    A meta tensor has the plan of JAX's default device. Raises RuntimeError in a forked process.
+    """
     fork.refuse()
-    with dispatch.on_device(_device_info(device)):
-        yield
+    with dlpack.outside_of_traces():
+        if device.type == "meta":
+            yield
+            return
+        with dispatch.on_device(_device_info(device)):
+            yield
 
 
 def run(
@@ -234,12 +241,16 @@ def _through_jax(
     """run by the DLPack route. given: the tensors that are not None; they stand for those of `tensors` in turn."""
     device = given[0].device
     dlpack.refuse_capture(device)
-    arrays, owners = dlpack.import_tensors(given, device, is_one_call=True)
-    filled = iter(arrays)
     masks = () if operands is None else (operands.masks,)
-    with planning_for(device):
-        results = function(*masks, *(None if tensor is None else next(filled) for tensor in tensors))
-    return dlpack.export_arrays(results, device, owners)
+
+    def call() -> list[torch.Tensor]:
+        arrays, owners = dlpack.import_tensors(given, device, is_one_call=True)
+        filled = iter(arrays)
+        with planning_for(device):
+            results = function(*masks, *(None if tensor is None else next(filled) for tensor in tensors))
+        return dlpack.export_arrays(results, device, owners)
+
+    return memory.with_room(device, call)
 
 
 class _ThroughJax:

@@ -124,12 +124,4 @@ def pooled_scores(query: Any, key: Any, block_size: int | tuple[int, int]) -> An
     return (_pooled_scores if is_tensor else _masks.pooled_scores)(query, key, block_size)
 
 
-def _kinds(kind: type) -> list[type]:
-    """A class and those below it."""
-    below: list[type] = type.__subclasses__(kind)
-    return [kind, *(each for own in below for each in _kinds(own))]
-
-
-for _kind in _kinds(Mask):
-    _private.constant_for_dynamo(_kind)
 _private.untraced_by_dynamo("jax", "jax_kernels.masks")

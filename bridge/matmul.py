@@ -217,7 +217,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 def _under_autocast(*tensors: torch.Tensor | None) -> list[Any]:
     """The tensors in autocast's dtype where it is on, but for those of 8 bits; as they are otherwise."""
     device = next(x for x in tensors if x is not None).device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     stays = lambda x: not x.is_floating_point() or x.dtype in _EIGHT_BITS

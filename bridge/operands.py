@@ -209,6 +209,8 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
 
     jax.Arrays are copied once. NumPy arrays and tensors may change, and are copied each time.
     """
+    if device.type == "meta":
+        return mask
     target = dlpack.jax_device(device)
     leaves = jax.tree.leaves(mask)
     if any(isinstance(x, jax.core.Tracer) for x in leaves):

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 __all__ = [
-    "constant_for_dynamo",
     "empty_on_gpu",
     "guard",
     "unseen_by_dynamo",
@@ -68,15 +67,6 @@ def untraced_by_dynamo(*packages: str) -> None:
         return
     for package in packages:
         add(package)
-
-
-def constant_for_dynamo(kind: type) -> None:
-    """Lets torch.compile take objects of a class for constants, which it compares by ==."""
-    try:
-        from torch.utils._pytree import register_constant
-    except ImportError:
-        return
-    register_constant(kind)
 
 
 @contextlib.contextmanager

@@ -241,7 +241,7 @@ def _loaded(
 
 
 def _compiled(function: Callable[..., Any], specs: Sequence[Any], device: torch.device) -> Any:
-    with dispatch.on_device(dispatch.device_info(dlpack.jax_device(device))):
+    with dlpack.outside_of_traces(), dispatch.on_device(dispatch.device_info(dlpack.jax_device(device))):
         return compile_chain(_target(device), function, specs)
 
 

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 
+import jax
 import pytest
 import torch
 from torch.nn import functional
@@ -116,15 +117,31 @@ def test_dtypes_of_bias_and_sinks(make_qkv):
     assert gradient.dtype == torch.float16
 
 
-def test_a_constant_bias_has_no_gradient_computed(make_qkv, monkeypatch):
-    seen = []
-    backward = bridge.attention_ops._backward
-    monkeypatch.setattr(bridge.attention_ops, "_backward", lambda *args: seen.append(args[2]) or backward(*args))
-    bias = torch.zeros(24)
-    bridge.flash_attention(*make_qkv(), bias=bias).sum().backward()
-    bridge.flash_attention(*make_qkv(), bias=bias.requires_grad_()).sum().backward()
-    assert seen == [False, True]
-    assert bias.grad.shape == (24,)
+def test_only_the_gradients_that_are_asked_for_are_computed(make_qkv, monkeypatch):
+    """The second round is that of known calls."""
+    programs, made = {}, bridge.attention_ops._backward
+
+    def backward(device, options, wanted):
+        programs[wanted] = made(device, options, wanted)
+        return programs[wanted]
+
+    monkeypatch.setattr(bridge.attention_ops, "_backward", backward)
+    inputs, bias, sinks = make_qkv(), torch.randn(24).requires_grad_(), torch.randn(4).requires_grad_()
+    for asked in [(0,), (1,), (0, 2), (3,), (2, 4), (0, 1, 2, 3, 4)] * 2:
+        everything = [*inputs, bias, sinks]
+        given = [x if index in asked else x.detach() for index, x in enumerate(everything)]
+        out = bridge.flash_attention(*given[:3], bias=given[3], sinks=given[4])
+        got = torch.autograd.grad(out.square().sum(), [given[index] for index in asked])
+        out = bridge.flash_attention(*inputs, bias=bias, sinks=sinks)
+        want = torch.autograd.grad(out.square().sum(), everything)
+        for index, gradient in zip(asked, got, strict=True):
+            torch.testing.assert_close(gradient, want[index])
+    assert set(programs) == {0b1, 0b10, 0b101, 0b1000, 0b10100, 0b11111}
+    arrays = [jax.ShapeDtypeStruct(x.shape, "float32") for x in (*inputs, bias, sinks)]
+    rows = jax.ShapeDtypeStruct((2, 2, 4, 24), "float32")
+    arrays += [*[None] * 5, arrays[0], rows, arrays[0], None]
+    work = {wanted: programs[wanted].lower(*arrays).compile().cost_analysis()["flops"] for wanted in (0b1, 0b11111)}
+    assert work[0b1] < 0.8 * work[0b11111]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
+import torch
 from jax._src import xla_bridge
 
-from jax_kernels.bridge import memory
+from jax_kernels import bridge
+from jax_kernels.bridge import dlpack, memory
 
 
 @pytest.fixture
@@ -70,3 +73,67 @@ def test_a_process_ends_in_peace():
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "terminate" not in done.stderr
+
+
+class OnGpu:
+    """A GPU's memory, as far as memory_report asks for it."""
+
+    def memory_stats(self):
+        return {"bytes_in_use": 3 * 2**30, "pool_bytes": 4 * 2**30}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(dlpack, "jax_device", lambda device: OnGpu())
+    figures = {"mem_get_info": (10 * 2**30, 80 * 2**30), "memory_allocated": 5 * 2**30, "memory_reserved": 6 * 2**30}
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, figure=figure: figure)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    return emptied
+
+
+def test_a_report_has_both_allocators(gpu):
+    report = bridge.memory_report("cuda:0")
+    assert (report.device, report.total, report.free) == (torch.device("cuda", 0), 80 * 2**30, 10 * 2**30)
+    assert (report.torch_allocated, report.torch_reserved) == (5 * 2**30, 6 * 2**30)
+    assert (report.jax_in_use, report.jax_reserved, report.held) == (3 * 2**30, 4 * 2**30, 0)
+    assert report.other == (80 - 10 - 6 - 4) * 2**30
+    assert "PyTorch: 5.00 GiB in tensors, 6.00 GiB reserved" in str(report)
+    assert bridge.memory_report(0) == report
+    with pytest.raises(ValueError, match="device: got cpu, want a CUDA device"):
+        bridge.memory_report("cpu")
+
+
+def failing(*messages):
+    """A call that fails with each of the messages in turn, and then gives 7."""
+    left = list(messages)
+
+    def call():
+        if left:
+            raise jax.errors.JaxRuntimeError(left.pop(0))
+        return 7
+
+    return call
+
+
+FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12 bytes."
+
+
+def test_pytorch_gives_memory_back_where_jax_finds_none(gpu):
+    device = torch.device("cuda", 0)
+    assert memory.with_room(device, failing()) == 7
+    assert not gpu
+    assert memory.with_room(device, failing(FULL)) == 7
+    assert gpu == [True]
+    with pytest.raises(torch.cuda.OutOfMemoryError, match=r"JAX is out of memory: RESOURCE(.|\n)*JAX: 3.00 GiB"):
+        memory.with_room(device, failing(FULL, FULL))
+    assert gpu == [True, True]
+
+
+@pytest.mark.parametrize(("place", "message"), [("cuda:0", "INTERNAL: x"), ("cpu", FULL)])
+def test_other_errors_are_raised_at_once(gpu, place, message):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message.split()[0]):
+        memory.with_room(torch.device(place), failing(message))
+    assert not gpu

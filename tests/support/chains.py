@@ -52,7 +52,7 @@ def attention(kind: str, *, length: int = 512, head_dim: int = 128, **given: Any
     of_call, others = options(is_causal=True, **given), [None] * (len(Tensors._fields) - 3)
     x = spec(2, length, 4, head_dim)
     if kind == "backward":
-        backward = attention_ops._backward.__wrapped__(CPU, of_call, False)
+        backward = attention_ops._backward.__wrapped__(CPU, of_call, attention_ops.wanted_of([True] * 3))
         rows = spec(2, 4, length, dtype="float32")
         function = lambda q, k, v, out, rows, dout: backward(q, k, v, *others, out, rows, dout, None)
         return Program(function=function, specs=[x, x, x, x, rows, x])
