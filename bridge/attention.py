@@ -300,4 +300,4 @@ def _run(tensors: Tensors, options: Options, *, is_traced: bool) -> Any:
     if not options.return_lse:
         return results
     out, rows = results
-    return out, rows if tensors.bias is None else rows[:, 0]
+    return out, tensors.lse_of(rows)

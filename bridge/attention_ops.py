@@ -2,11 +2,11 @@
 
 | operator | results |
 |---|---|
-| flash_attention | out, and rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess |
+| flash_attention | out, and rows: lse [B, H, T], or with a bias or a mask [B, 2, H, T] of lse and its excess |
 | flash_attention_inference | out |
 | flash_attention_backward | the gradients of query, key, value, bias and sinks; empty tensors for those not wanted |
 
-The excess is the exact log-sum-exp minus lse. The backward of a bias needs it.
+The excess is the exact log-sum-exp minus lse. The backward of a bias needs it, and on Hopper that of a mask of keys.
 """
 
 import dataclasses
@@ -62,6 +62,15 @@ class Tensors(NamedTuple):
     def differentiated(self) -> tuple[Any, ...]:
         """The tensors of DIFFERENTIATED, in its order."""
         return self[: len(DIFFERENTIATED)]
+
+    @property
+    def has_excess(self) -> bool:
+        """Whether the rows of a call have an excess. They may not depend on the plan, so that it may be 0."""
+        return self.bias is not None or self.mask is not None
+
+    def lse_of(self, rows: Any) -> Any:
+        """The log-sum-exp of a call's rows."""
+        return rows[:, 0] if self.has_excess else rows
 
 
 class Options(NamedTuple):
@@ -139,8 +148,9 @@ def _forward(device: torch.device, options: Options):
         if lse is None:  # nothing reads it, but the operator's results must not depend on the plan
             batch, length, heads = out.shape[:3]
             lse = jnp.zeros((batch, heads, length), jnp.float32)
-            excess = None if inputs.bias is None else lse
-        return out, lse if excess is None else jnp.stack([lse, excess], axis=1)
+        if not Tensors(*arrays).has_excess:
+            return out, lse
+        return out, jnp.stack([lse, jnp.zeros_like(lse) if excess is None else excess], axis=1)
 
     return jax.jit(forward, keep_unused=True)
 
@@ -161,6 +171,11 @@ def names_of(wanted: int) -> list[str]:
     return [name for index, name in enumerate(DIFFERENTIATED) if wanted >> index & 1]
 
 
+def _gives_excess(call: Any, inputs: Any) -> bool:
+    """Whether the forward of a plan gives an excess, which its backward then needs."""
+    return jax.eval_shape(lambda inputs: attention.attention_forward(call, inputs), inputs).excess is not None
+
+
 @once
 def _backward(device: torch.device, options: Options, wanted: int):
     """The jitted backward: the gradients that are wanted. XLA leaves out what is computed for others alone.
@@ -172,14 +187,12 @@ def _backward(device: torch.device, options: Options, wanted: int):
     def backward(*arrays):
         tensors = Tensors(*arrays[:TENSORS])
         out, rows, dout, drows = arrays[TENSORS:]
-        lse, dlse, excess = rows, drows, None
-        if tensors.bias is not None:
-            lse, excess = rows[:, 0], rows[:, 1]
-            dlse = None if drows is None else drows[:, 0]
+        lse, dlse = tensors.lse_of(rows), None if drows is None else tensors.lse_of(drows)
         given = {name: getattr(tensors, name) for name in names}
         call, inputs = _prepare(options, *tensors)
         call = dataclasses.replace(call, options=dataclasses.replace(call.options, bias_gradient="bias" in names))
         dout = jnp.zeros_like(out) if dout is None else dout
+        excess = rows[:, 1] if tensors.has_excess and _gives_excess(call, inputs) else None
         result = AttentionResult(out=out, lse=lse, excess=excess)
         gradients = attention.attention_backward(call, inputs, result, dout, dlse)
 
@@ -253,7 +266,7 @@ def _fake_forward(*arguments):
         _check(call.device, options, *(None if x is None else _Spec(tuple(x.shape), x.dtype) for x in tensors))
     batch, length, heads, _ = tensors.query.shape
     out = tensors.query.new_empty((batch, length, heads, tensors.value.shape[-1]))
-    rows = (batch, heads, length) if tensors.bias is None else (batch, 2, heads, length)
+    rows = (batch, 2, heads, length) if tensors.has_excess else (batch, heads, length)
     return out, tensors.query.new_empty(rows, dtype=torch.float32)
 
 
@@ -395,7 +408,7 @@ def known_call(tensors: Tensors, options: Options) -> KnownCall:
     if not options.return_lse and not needs_grad:
         finish = operator.itemgetter(0)
     elif options.return_lse:
-        finish = tuple if tensors.bias is None else _without_excess
+        finish = _without_excess if tensors.has_excess else tuple
     return KnownCall(chain, finish, KnownAttention if needs_grad else None, facts)
 
 
