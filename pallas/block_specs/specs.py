@@ -295,13 +295,15 @@ class NormSm90:
     row_warps: warps that share a row, 1, 4, 8 or 16; others where these do not divide the columns. warpgroups: of a
     CTA; each has a ring of stages. stages: as many as shared memory has room for, up to this number. turns: blocks that
     a forward's warpgroup takes before its CTA ends, and the multiprocessor takes another CTA; 0: a CTA for each
-    multiprocessor, which takes blocks to the end.
+    multiprocessor, which takes blocks to the end. claims: such CTAs' warpgroups claim blocks one by one, instead of
+    having equal shares of them; with three stages or more.
     """
 
     row_warps: int
     warpgroups: int
     stages: int
     turns: int = 0
+    claims: bool = False
 
     def __post_init__(self) -> None:
         if self.stages < 2:

@@ -80,7 +80,7 @@ def test_hidden_is_not_kept():
 def test_explain():
     given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 4096), (4096, 14336), (14336, 4096))]
     with on_device("H200"):
-        assert explain(mlp, *given).implementation == "mosaic_gpu"
+        assert (explain(mlp, *given).op, explain(mlp, *given).implementation) == ("mlp", "mosaic_gpu")
         assert explain(mlp, *given, w_gate=given[1]).config.forward is not None
     with on_device("A100"):
         assert explain(mlp, *given, implementation="triton").implementation == "triton"

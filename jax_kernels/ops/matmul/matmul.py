@@ -188,7 +188,7 @@ def check_gated(
         inputs = inputs._replace(w_up_scale=of_second.w_scale)
     elif inputs.w_scale is not None:
         inputs = inputs._replace(w_up_scale=inputs.w_scale)  # 8 bits without scales
-    return dataclasses.replace(request, op="gated_matmul"), inputs._replace(w_up=w_up), options
+    return dataclasses.replace(request, op="gated_matmul", is_gated=True), inputs._replace(w_up=w_up), options
 
 
 def _check_gated_low_bit(
@@ -204,7 +204,7 @@ def _check_gated_low_bit(
     _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
     request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
     inputs = inputs._replace(w_up=of_second.w, w_up_scale=of_second.w_scale)
-    return dataclasses.replace(request, op="gated_matmul"), inputs, options
+    return dataclasses.replace(request, op="gated_matmul", is_gated=True), inputs, options
 
 
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:

@@ -131,7 +131,7 @@ def check(
         bias_down=None if bias_down is None else matmul.checked_bias(bias_down, x.dtype, columns, "bias_down"),
         residual=None if residual is None else matmul.checked_residual(residual, x.dtype, (*x.shape[:-1], columns)),
     )
-    return request, inputs, options
+    return dataclasses.replace(request, op="mlp"), inputs, options
 
 
 def _sizes(x: Any, weights: dict[str, Any], transpose_w: bool) -> tuple[int, int]:

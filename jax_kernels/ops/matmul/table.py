@@ -35,7 +35,7 @@ class MatmulRequest(Request):
     """A product [m, k] @ [k, n] without its arrays, or two of a gated unit.
 
     shapes: those of x, w and out, as a kernel takes them. scaling: of 8-bit products, see MatmulInputs; else None.
-    low_bit: the layout of weights of few bits, whose shape is that of their bytes; else None.
+    low_bit: the layout of weights of few bits, whose shape is that of their bytes; else None. is_gated: two products.
     """
 
     m: int
@@ -50,6 +50,7 @@ class MatmulRequest(Request):
     low_bit: LowBit | None = None
     derivative: Any = None
     transpose_x: bool = False
+    is_gated: bool = False
 
 
 def request_of(options: MatmulOptions, dtype: Any, sizes: tuple[int, int, int], device: Any) -> MatmulRequest:
@@ -99,7 +100,7 @@ def _low_bit_reason(request: MatmulRequest, layout: LowBit) -> str | None:
         return "beside weights of few bits it takes x in bfloat16 and float16, not in float32"
     if request.activation is not None and (reason := not_for_triton(request.activation)):
         return reason
-    most = low_bit_sm90.MOST_ROWS // (2 if request.op == "gated_matmul" else 1)
+    most = low_bit_sm90.MOST_ROWS // (2 if request.is_gated else 1)
     if not 0 < request.m <= most:
         return f"beside weights of few bits it takes up to {most} rows of x, and at least one"
     if not request.n or request.n % low_bit_sm90.COLUMNS:
@@ -165,7 +166,7 @@ def _config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:
         columns=request.n,
         rows=request.m,
         bits=8 * sizes[0],
-        is_gated=request.op == "gated_matmul",
+        is_gated=request.is_gated,
         is_aligned=all(columns * size % 16 == 0 for (_, columns), size in zip(request.shapes, sizes, strict=True)),
     )
     return Blocks(forward=row.config, core_count=request.device.core_count), source

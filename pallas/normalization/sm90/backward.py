@@ -1,8 +1,8 @@
 """The backward of layer_norm and rms_norm on Hopper: x and dout are read once, and dx is written once.
 
-It runs as the forward does. dx takes the place of x in the ring. The sums of dscale and dbias stay in float32 registers
-from a warpgroup's first block to its last. A CTA then adds up the sums of its groups in shared memory, and XLA adds up
-those of the CTAs.
+It runs as the forward does, with one CTA on each multiprocessor, whose groups claim blocks one by one. dx takes the
+place of x in the ring. The sums of dscale and dbias stay in float32 registers from a warpgroup's first block to its
+last. A CTA then adds up the sums of its groups in shared memory, and XLA adds up those of the CTAs.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ X, DOUT, DTOTAL = range(3)  # of the rings
 
 
 class _Arrays(NamedTuple):
-    """The arrays that the kernel reads. x, dout, dtotal: by parts. scale: by parts of a row."""
+    """The arrays that the kernel reads. x, dout, dtotal: by parts. scale: by parts of a row. counter: see Warpgroup."""
 
     x: Any
     dout: Any
@@ -46,6 +46,7 @@ class _Arrays(NamedTuple):
     scale: Any
     mean: Any
     inverse: Any
+    counter: Any
 
 
 def norm_backward(
@@ -80,6 +81,7 @@ def norm_backward(
         scale=optional(traits.weights_by_parts, inputs.scale),
         mean=optional(whole_blocks, result.mean),
         inverse=whole_blocks(result.inverse),
+        counter=traits.counter(),
     )
     leaves, tree = jax.tree.flatten(given)
     sums = jax.ShapeDtypeStruct((traits.ctas, traits.row_warps, traits.lines, LINE), jnp.float32)
@@ -115,7 +117,9 @@ def _kernel(traits: Traits, given: _Arrays, gradients: NormGradients, smem: Smem
     names = tuple(name for name in SUMS if getattr(gradients, name) is not None)
     rings, totals = tuple(smem.memory) if names else (smem.memory, None)
     arrays = tuple(x for x in (given.x, given.dout, given.dtotal) if x is not None)
-    worker = Warpgroup(traits=traits, smem=smem, rings=rings, arrays=arrays, wg=lax.axis_index("wg"))
+    worker = Warpgroup(
+        traits=traits, smem=smem, rings=rings, arrays=arrays, wg=lax.axis_index("wg"), counter=given.counter
+    )
     backward = _Backward(worker=worker, given=given, gradients=gradients, names=names)
     worker.load_first()
     backward.load_scale()
@@ -162,7 +166,7 @@ class _Backward:
     def step(self, place: Place, state: tuple[_Numbers, Any]) -> tuple[_Numbers, Any]:
         """A block: the sums of its rows, then dx and the sums over rows, line by line."""
         worker, (numbers, sums) = self.worker, state
-        following = self.load_numbers(place.block + worker.traits.stride)  # there when the next step begins
+        following = self.load_numbers(place.following)  # there when the next step begins
         mean_g, mean_normed = self._means(place, numbers)
         factor = mean_normed * numbers.inverse
         sums = {name: list(of_lines) for name, of_lines in sums.items()}

@@ -3,8 +3,9 @@
 Each warpgroup, or group of warpgroups that share a row, has a ring of blocks of rows in shared memory, and loads blocks
 ahead of the one it computes. The output takes the place of x in the ring, from where it is copied to device memory.
 
-A CTA takes a few neighbouring blocks, and several CTAs run on a multiprocessor at once. Memory does not serve all
-multiprocessors equally fast: with equal shares of the rows for each, the slowest would be waited for.
+Memory does not serve all multiprocessors equally fast: with equal shares of the rows for each, the slowest would be
+waited for. So a CTA takes a few neighbouring blocks, and several CTAs run on a multiprocessor at once; where only one
+fits, it stays, and its warpgroups claim blocks one by one.
 """
 
 import dataclasses
@@ -45,7 +46,7 @@ def norm_forward(
         scale=optional(traits.weights_by_parts, inputs.scale),
         bias=optional(traits.weights_by_parts, inputs.bias),
     )
-    leaves, tree = jax.tree.flatten(given)
+    leaves, tree = jax.tree.flatten((given, traits.counter()))
     like_x = jax.ShapeDtypeStruct(given.x.shape, inputs.x.dtype)
     wanted = NormResult(
         out=like_x,
@@ -56,9 +57,9 @@ def norm_forward(
     out_leaves, out_tree = jax.tree.flatten(wanted)
 
     def entry(*refs):
-        given = jax.tree.unflatten(tree, refs[: len(leaves)])
+        given, counter = jax.tree.unflatten(tree, refs[: len(leaves)])
         results = jax.tree.unflatten(out_tree, refs[len(leaves) :])
-        run = lambda smem: _kernel(traits, given, results, smem)
+        run = lambda smem: _kernel(traits, given, counter, results, smem)
         pl.run_scoped(run, Smem.scratch(traits, inputs.x.dtype), collective_axes="wg")
 
     found = launch(
@@ -81,10 +82,12 @@ def norm_forward(
     )
 
 
-def _kernel(traits: Traits, given: NormInputs, results: NormResult, smem: Smem) -> None:
+def _kernel(traits: Traits, given: NormInputs, counter: Any, results: NormResult, smem: Smem) -> None:
     """One warpgroup of a CTA."""
     arrays = (given.x,) if given.residual is None else (given.x, given.residual)
-    worker = Warpgroup(traits=traits, smem=smem, rings=smem.memory, arrays=arrays, wg=lax.axis_index("wg"))
+    worker = Warpgroup(
+        traits=traits, smem=smem, rings=smem.memory, arrays=arrays, wg=lax.axis_index("wg"), counter=counter
+    )
     worker.load_first()
     scale, bias = (None if x is None else worker.load_weights(x) for x in (given.scale, given.bias))
     forward = _Forward(worker=worker, results=results, scale=scale, bias=bias)

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_kernels.normalization_inputs import NormOptions
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic import interpreter
-from jax_kernels.pallas.mosaic.barriers import group_barrier
+from jax_kernels.pallas.mosaic.barriers import count_up, group_barrier
 from jax_kernels.pallas.mosaic.registers import as_float32, kept
 
 LINE = 128  # columns: 4 for each lane of a warp
@@ -146,6 +146,15 @@ class Traits:
         return self.groups if self.turns else self.ctas * self.groups
 
     @property
+    def claims(self) -> bool:
+        """Whether a group claims its blocks one by one, two ahead of the one that it computes."""
+        return self.config.claims and not self.turns and self.stages > 2
+
+    def counter(self) -> Any:
+        """A new counter for a launch, of the blocks that are claimed; None where none are."""
+        return jax.new_ref(jnp.zeros(1, jnp.int32)) if self.claims else None
+
+    @property
     def stages(self) -> int:
         """As many as shared memory has room for, up to the block spec's."""
         scale_bytes = self.scale_bytes if self.keeps_scale else 0
@@ -180,14 +189,15 @@ class Smem:
     """A CTA's shared memory.
 
     memory: the rings, and what takes their place at the end. ready: [warpgroups * stages]. sums: [groups, 2, values,
-    parts], sums of parts, in turns. scale: by parts of a row, or None. row_ready: [groups] and all_ready: [1], for the
-    interpreter alone.
+    parts], sums of parts, in turns. scale: by parts of a row, or None. claimed: [groups, 2], the number of a block that
+    a group is to load, in turns, or None. row_ready: [groups] and all_ready: [1], for the interpreter alone.
     """
 
     memory: Any
     ready: Any
     sums: Any
     scale: Any
+    claimed: Any
     row_ready: Any
     all_ready: Any
 
@@ -203,6 +213,7 @@ class Smem:
             ready=plgpu.Barrier(num_arrivals=traits.copies, num_barriers=traits.warpgroups * traits.stages),
             sums=plgpu.SMEM((traits.groups, 2, 2, traits.row_warps), jnp.float32) if traits.is_split else None,
             scale=plgpu.SMEM((traits.row_warps, traits.lines, LINE), scale_dtype) if traits.keeps_scale else None,
+            claimed=plgpu.SMEM((traits.groups, 2), jnp.int32) if traits.claims else None,
             row_ready=plgpu.Barrier(num_arrivals=traits.members, num_barriers=traits.groups) if interpreted else None,
             all_ready=plgpu.Barrier(num_arrivals=traits.warpgroups) if interpreted else None,
         )
@@ -210,9 +221,10 @@ class Smem:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """A block of a warpgroup: its number, that of the warpgroup's turn, and its slot in the rings."""
+    """A block of a warpgroup: its number, the next one's, that of the warpgroup's turn, and its slot in the rings."""
 
     block: Any
+    following: Any
     turn: Any
     slot: Any
 
@@ -221,7 +233,8 @@ class Place:
 class Warpgroup:
     """A warpgroup of a CTA. rings: for each array [warpgroups, stages, 4 parts, lines, 128].
 
-    arrays: refs in device memory that the rings take, by parts.
+    arrays: refs in device memory that the rings take, by parts. counter: [1] in device memory, of the blocks that were
+    claimed, or None.
     """
 
     traits: Traits
@@ -229,6 +242,7 @@ class Warpgroup:
     rings: tuple[Any, ...]
     arrays: tuple[Any, ...]
     wg: Any
+    counter: Any = None
 
     @property
     def group(self) -> Any:
@@ -265,25 +279,67 @@ class Warpgroup:
         Each block is loaded stages - 1 turns ahead, when the copies from its slot have been read. stores: copies to
         device memory that step starts.
         """
-        traits, ready = self.traits, self.smem.ready
-        first, count, stride = self.first, self.count, traits.stride
-        ahead, last = traits.stages - 1, traits.stages - 1
+        if self.traits.claims:
+            return self._for_each_claimed_block(step, state, stores)
+        first, count, stride = self.first, self.count, self.traits.stride
+        ahead = self.traits.stages - 1
 
         def body(turn, carry):
             slot, state = carry
-            plgpu.barrier_wait(ready.at[self.wg * traits.stages + slot])
-            state = step(Place(block=first + turn * stride, turn=turn, slot=slot), state)
-
-            @pl.when(turn + ahead < count)
-            def _load():
-                plgpu.wait_smem_to_gmem(stores, wait_read_only=True)
-                self._load(first + (turn + ahead) * stride, jnp.where(slot == 0, last, slot - 1))
-
-            return jnp.where(slot == last, 0, slot + 1), state
+            block = first + turn * stride
+            state = self._turn(step, Place(block=block, following=block + stride, turn=turn, slot=slot), state)
+            self._load_ahead(first + (turn + ahead) * stride, turn + ahead < count, slot, stores)
+            return self._next(slot), state
 
         _, state = lax.fori_loop(0, count, body, (jnp.int32(0), state))
         plgpu.wait_smem_to_gmem(0)
         return state
+
+    def _for_each_claimed_block(self, step: Callable[[Place, Any], Any], state: Any, stores: int) -> Any:
+        """for_each_block, of blocks that are claimed when they are to be loaded, by whichever group comes first."""
+        traits, ahead = self.traits, self.traits.stages - 1
+        claimed_before = ahead * traits.stride  # the first blocks of all groups
+        self._claim(jnp.int32(0))
+
+        def body(carry):
+            turn, slot, blocks, state = carry
+            place = Place(block=blocks[0], following=blocks[1], turn=turn, slot=slot)
+            state = self._turn(step, place, state)  # which has a barrier, behind which the claim is seen
+            if interpreter.INTERPRETED:  # which has no atomic addition
+                new = self.first + (turn + ahead) * traits.stride
+            else:
+                new = claimed_before + self.smem.claimed[self.group, lax.rem(turn, jnp.int32(2))]
+            self._load_ahead(new, new < traits.blocks, slot, stores)
+            self._claim(turn + 1)
+            return turn + 1, self._next(slot), (*blocks[1:], new), state
+
+        blocks = tuple(self.first + i * traits.stride for i in range(ahead))
+        start = jnp.int32(0), jnp.int32(0), blocks, state
+        state = lax.while_loop(lambda carry: carry[2][0] < traits.blocks, body, start)[3]
+        plgpu.wait_smem_to_gmem(0)
+        return state
+
+    def _claim(self, turn: Any) -> None:
+        """Has the next block's number written to shared memory, for a turn."""
+        if interpreter.INTERPRETED:
+            return
+        place = self.smem.claimed.at[self.group, pl.ds(lax.rem(turn, jnp.int32(2)), 1)]
+        pl.when(self.member == 0)(lambda: count_up(self.counter, place))
+
+    def _turn(self, step: Callable[[Place, Any], Any], place: Place, state: Any) -> Any:
+        plgpu.barrier_wait(self.smem.ready.at[self.wg * self.traits.stages + place.slot])
+        return step(place, state)
+
+    def _next(self, slot: Any) -> Any:
+        return jnp.where(slot == self.traits.stages - 1, 0, slot + 1)
+
+    def _load_ahead(self, block: Any, exists: Any, slot: Any, stores: int) -> None:
+        """Loads a block to the slot before this one, when the copies from there have been read."""
+
+        @pl.when(exists)
+        def _load():
+            plgpu.wait_smem_to_gmem(stores, wait_read_only=True)
+            self._load(block, jnp.where(slot == 0, self.traits.stages - 1, slot - 1))
 
     def _load(self, block: Any, slot: Any) -> None:
         for gmem, ring in zip(self.arrays, self.rings, strict=True):
