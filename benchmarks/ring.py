@@ -59,7 +59,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     told = "the most tokens whose results are held against flash_attention on one GPU"
     parser.add_argument("--check", type=int, default=16384, help=told)
     parser.add_argument("--strategy", default="ring", choices=STRATEGIES, help="of ring_attention")
-    told = "comma list of global tokens of which one call is timed, causal; '' for none"
+    told = "comma list of global tokens of which one call, the first, is timed, causal; '' for none"
     parser.add_argument("--long", default="", help=told)
     told = "processes that compile cases at once; they take turns on the GPUs"
     parser.add_argument("--processes", type=command_line.positive(int), default=1, help=told)
