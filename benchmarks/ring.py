@@ -37,6 +37,8 @@ from harness.workers import answer, run_cases
 from rich.console import Console
 from rich.table import Table
 
+from jax_kernels.ops.ring.ring_attention import STRATEGIES
+
 CONTENDERS = (*PARTS, "torch alltoall", "torch allgather")
 # The compiler of a case, and its turns, take less on an H200.
 LIMIT = 45.0
@@ -56,7 +58,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=command_line.positive(float), default=0.1, help="queued work of one turn")
     told = "the most tokens whose results are held against flash_attention on one GPU"
     parser.add_argument("--check", type=int, default=16384, help=told)
-    told = "comma list of global tokens of which one call is timed, causal; '' for none"
+    parser.add_argument("--strategy", default="ring", choices=STRATEGIES, help="of ring_attention")
+    told = "comma list of global tokens of which one call, the first, is timed, causal; '' for none"
     parser.add_argument("--long", default="", help=told)
     told = "processes that compile cases at once; they take turns on the GPUs"
     parser.add_argument("--processes", type=command_line.positive(int), default=1, help=told)
@@ -92,6 +95,7 @@ def cases(args: argparse.Namespace) -> list[RingCase]:
             causal=causal,
             modes=tuple(args.mode) if causal else ("fwd",),
             implementation=args.implementation,
+            strategy=args.strategy,
             rounds=args.rounds,
             seconds=args.seconds,
             check=devices > 1 and tokens <= args.check,

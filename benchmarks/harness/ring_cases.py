@@ -46,6 +46,7 @@ class RingCase:
     rounds: int
     seconds: float
     check: bool
+    strategy: str = "ring"
     parts: tuple[str, ...] = PARTS
     once: bool = False
 
@@ -69,6 +70,7 @@ def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
         "head_dim": case.head_dim,
         "causal": case.causal,
         "mode": mode,
+        "strategy": case.strategy,
         "contender": contender.name,
         "calls_per_turn": contender.calls,
     } | contender.findings
@@ -166,7 +168,7 @@ def _in_mode(attend: Callable[..., Any], mode: str) -> Callable[..., Any]:
 def _program(case: RingCase, mesh: Any, mode: str, part: str, arrays: Sequence[jax.Array]) -> tuple[Any, Any]:
     """The jitted program of a part, and its arguments."""
     attend = functools.partial(
-        ring_attention, axis_name="sequence", layout=_layout(case), strategy="ring", is_causal=case.causal,
+        ring_attention, axis_name="sequence", layout=_layout(case), strategy=case.strategy, is_causal=case.causal,
         implementation=case.implementation,
     )  # fmt: skip
     given = arrays[: 3 if mode == "fwd" else 4]

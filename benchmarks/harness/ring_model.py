@@ -26,7 +26,7 @@ def efficiency(devices: int, step_ms: float, send_ms: float) -> float:
 
 
 def expected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The expected efficiency of each causal case over two devices, for each of DEVICES and each link.
+    """The expected efficiency of each causal case of a ring over two devices, for each of DEVICES and each link.
 
     A step is half of the ring over two devices, of the forward alone, or of the backward alone, which is what
     "fwdbwd" takes longer. The links are the one that was measured (the forward's communication alone) and NETWORK.
@@ -34,7 +34,7 @@ def expected(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     times = {
         (row["local_tokens"], row["mode"], row["contender"]): row
         for row in rows
-        if row["devices"] == 2 and row["causal"] and "median_ms" in row
+        if row["devices"] == 2 and row["causal"] and "median_ms" in row and row["strategy"] == "ring"
     }
     found = []
     for (tokens, mode, contender), row in times.items():

@@ -4,6 +4,7 @@ The attention is scaled_dot_product_attention by cuDNN, with PyTorch's own load 
 queues the same number of calls; a time is that of the slowest process, from a barrier on.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from harness.ring_cases import RingCase, row_of
+from harness.side_by_side import gpu_alone
 from harness.timing import Contender
 from harness.workers import answer
 
@@ -34,7 +36,8 @@ def work(cases: Iterator[RingCase]) -> None:
         case = told[0]
         if case is None:
             break
-        rows = [row for mode in case.modes for row in _measure(case, mode, mesh)]
+        with gpu_alone() if rank == 0 else contextlib.nullcontext():
+            rows = [row for mode in case.modes for row in _measure(case, mode, mesh)]
         if rank == 0:
             answer(rows)
     dist.destroy_process_group()

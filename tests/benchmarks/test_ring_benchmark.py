@@ -125,9 +125,11 @@ def test_expected_efficiency():
     assert ring_model.efficiency(4, 2.0, 3.0) == pytest.approx(8 / 11)
     assert ring_model.bytes_of_step(8192, 16, 128, backward=False) == 2 * 8192 * 16 * 128 * 2
     fields = {"devices": 2, "causal": True, "local_tokens": 8192, "heads": 16, "head_dim": 128}
+    fields |= {"strategy": "ring"}
     rows = [fields | {"mode": "fwd", "contender": "ring", "median_ms": 1.0}]
     rows += [fields | {"mode": "fwdbwd", "contender": "ring", "median_ms": 4.0}]
     rows += [fields | {"mode": "fwd", "contender": "communication", "median_ms": 0.25}]
+    assert ring_model.expected([row | {"strategy": "all_gather"} for row in rows]) == []
     found = {(row["direction"], row["link"]): row for row in ring_model.expected(rows)}
     assert found["forward", "NVLink"]["8"] == 1
     assert found["backward", "NVLink"]["send_ms"] == pytest.approx(0.75)

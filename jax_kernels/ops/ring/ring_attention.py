@@ -48,10 +48,13 @@ def ring_attention(
         gather = lambda x: all_gather(x, axis_name, axis=1, tiled=True)[:, argsort(tokens)]
         out = flash_attention(*map(gather, (query, key, value)), segment_ids=gather(segment_ids), ...)[:, mine]
 
-    Keys and values travel round the ring of the devices. Each step's result is (out, lse), which are merged in float32
-    with those before; "mosaic_gpu" rounds the out of a step to query's dtype. In the backward keys, values and their
-    float32 gradients travel. Steps that a window makes empty on all devices are left out, and their keys do not stop
-    there. shard_sequence brings an array into a layout.
+    Keys and values travel round the ring of the devices. Each step merges its (out, lse) in float32 with those of the
+    steps before. In the backward keys, values and their float32 gradients travel. Sends run beside the kernels. Steps
+    that a window makes empty on all devices are left out, and their keys do not stop there. shard_sequence brings an
+    array into a layout.
+
+    All partial results are float32, but the gradient of query with deterministic=True on "mosaic_gpu": there each step
+    rounds its own.
 
     The forward keeps query, key, value, out and lse. out and lse have the names "ring_attention_out" and
     "ring_attention_lse" for the policies of jax.checkpoint.
@@ -63,7 +66,8 @@ def ring_attention(
         from i on) or "contiguous". None is "zigzag" with is_causal, else "contiguous". Under a causal mask the first
         two give all devices equal work.
       strategy: "ring", as above; "all_to_all": each device gets all tokens of some heads (Ulysses), so that its number
-        of devices divides H and Hkv; "auto" is "ring".
+        of devices divides H and Hkv; "all_gather": each device gets all keys and values, which takes memory for them
+        ("zigzag" and "contiguous" alone); "auto" is "ring".
       is_causal, window, softcap, sinks, scale: as in flash_attention, by the tokens' places in the whole sequence.
       segment_ids: int32 [B, T], of a device's tokens: packed sequences. An id below 0 marks padding.
       return_lse, deterministic, precision, implementation: as in flash_attention.

@@ -42,14 +42,14 @@ class Pair(NamedTuple):
 
 
 class Visitors(NamedTuple):
-    """What travels round the ring. segment_ids: [B, T], or None."""
+    """The arrays that travel round the ring. segment_ids: [B, T], or None."""
 
     pair: Pair
     segment_ids: Any
 
 
 class Rows(NamedTuple):
-    """What a backward has for each query. lse, delta: [B, H, T], from row_terms. dout: like out."""
+    """The numbers that a backward has for each query. lse, delta: [B, H, T], from row_terms. dout: like out."""
 
     lse: Any
     delta: Any

@@ -1,0 +1,27 @@
+"""ring_attention compiled for H200s that are not there: every send runs beside a kernel, and no kernel spills."""
+
+import json
+
+import aot
+import pytest
+
+
+# A send of keys and values a step; in the backward one more for each of their gradients, which then come home.
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("devices", "mode", "words", "sends"),
+    [
+        (2, "fwd", (), 1),
+        pytest.param(2, "both", ("check_vma",), 3, marks=pytest.mark.slow),
+        pytest.param(4, "both", (), 9, marks=pytest.mark.slow),
+    ],
+)
+def test_sends_run_beside_kernels(devices, mode, words, sends):
+    compiled = aot.compile_script(aot.__file__.replace("aot.py", "ring_aot.py"), str(devices), mode, *words)
+    found = json.loads(compiled.printed.splitlines()[-1])
+    assert found["permutes"] == sends
+    assert found["waited_for"] == 0
+    assert set(compiled.mosaic) >= {"attention_forward_sm90_mosaic_gpu_kernel"}
+    for name, figures in compiled.mosaic.items():
+        assert figures["spill_stores"] == figures["spill_loads"] == 0, name
+        assert not figures["notes"], name

@@ -1,0 +1,80 @@
+"""Compiles ring_attention for the H200s of one machine, without one, and prints what its schedule hides, as JSON.
+
+    python tests/support/ring_aot.py DEVICES MODE [check_vma]
+
+MODE: "fwd" or "both". {"permutes": how many collective permutes run beside kernels, "waited_for": how many do not,
+"temporary": MiB}.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import sys
+
+import aot
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
+
+from jax_kernels import ring_attention
+from jax_kernels.dispatch import on_device
+
+LOCAL_TOKENS = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Device(AbstractDevice):
+    compute_capability: str = "9.0"
+
+
+def compiled(devices: int, mode: str, *, check_vma: bool):
+    """The program over so many H200s, causal, of LOCAL_TOKENS on each."""
+    attend = functools.partial(ring_attention, axis_name="sequence", is_causal=True)
+
+    def both(query, key, value, dout):
+        out, vjp = jax.vjp(attend, query, key, value)
+        return out, *vjp(dout)
+
+    forward = lambda query, key, value, dout: (attend(query, key, value),)
+    tokens = jax.P(None, "sequence")
+    with on_device("h200") as info:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=aot.target_config(info), topology=f"1x1x{devices}"
+        )
+        mesh = Mesh(np.array(topology.devices), ("sequence",))
+        device = Device(
+            device_kind=aot.GENERATIONS[9, 0].kind, num_cores=info.core_count, platform="gpu", compute_capability="9.0"
+        )
+        shared = jax.shard_map(
+            both if mode == "both" else forward, mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=check_vma
+        )
+        shape = 1, devices * LOCAL_TOKENS, 16, 128
+        x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, tokens))
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            lowered = jax.jit(shared).lower(x, x, x, x)
+        return lowered.compile()
+
+
+def main(devices: str, mode: str, *words: str) -> None:
+    program = compiled(int(devices), mode, check_vma="check_vma" in words)
+    entry = program.as_text().split("\nENTRY", 1)[1].splitlines()
+    hidden, in_flight, kernels = 0, 0, 0
+    for line in entry:
+        if re.search(r"= \(.*\) collective-permute-start\(", line):
+            in_flight, kernels = in_flight + 1, 0
+        elif re.search(r"(custom-call|fusion)\(", line) and ("mosaic_gpu" in line or "dynamic_slice_fusion" in line):
+            kernels += 1
+        elif "collective-permute-done(" in line:
+            in_flight -= 1
+            hidden += kernels > 0
+    started = sum(" collective-permute-start(" in line for line in entry)
+    plain = sum(" collective-permute(" in line for line in entry)
+    temporary = program.memory_analysis().temp_size_in_bytes / 2**20
+    print(json.dumps({"permutes": hidden, "waited_for": started - hidden + plain, "temporary": temporary}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
