@@ -9,9 +9,9 @@ of its own. MFU counts 6 FLOPs for each weight of a product and token, and 12 fo
 a query and a key that the causal mask keeps. Work that a policy repeats does not count.
 
 Contenders: a remat policy of TransformerConfig ("none", "all", "attention", "products"), with the linear cross-entropy
-in chunks; "plain-" and a policy, with the logits whole; "cudnn-" and a policy, with cuDNN attention, plain; and of
-PyTorch "llama" and "llama-remat", with SDPA. Their products are in bfloat16; parameters and moments are in the dtype of
---param-dtype, the Llama's, too.
+in chunks. Before it may stand "scan-", for the blocks as a loop; "xla-", for the MLP's products by XLA; "plain-", with
+the logits whole; "cudnn-", with cuDNN attention. Of PyTorch "llama" and "llama-remat", with SDPA. Their products are in
+bfloat16; parameters and moments are in the dtype of --param-dtype, the Llama's, too.
 
 The exit status is 1 where a contender failed or was skipped because the budget was spent.
 """
@@ -33,7 +33,7 @@ from harness.workers import answer, run_cases
 from rich.console import Console
 from rich.table import Table
 
-CONTENDERS = "products,attention,all,none,plain-products,cudnn-products,cudnn-all,llama,llama-remat"
+CONTENDERS = "products,scan-products,xla-products,attention,all,none,plain-products,cudnn-products,llama,llama-remat"
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
