@@ -9,9 +9,9 @@ of its own. MFU counts 6 FLOPs for each weight of a product and token, and 12 fo
 a query and a key that the causal mask keeps. Work that a policy repeats does not count.
 
 Contenders: a remat policy of TransformerConfig ("none", "all", "attention", "products"), with the linear cross-entropy
-in chunks; "plain-" and a policy, with the logits whole; "cudnn-" and a policy, with cuDNN attention, plain; and of
-PyTorch "llama" and "llama-remat", with SDPA. Their products are in bfloat16; parameters and moments are in the dtype of
---param-dtype, the Llama's, too.
+in chunks. Before it may stand "scan-", for the blocks as a loop; "xla-", for the MLP's products by XLA; "plain-", with
+the logits whole; "cudnn-", with cuDNN attention. Of PyTorch "llama" and "llama-remat", with SDPA. Their products are in
+bfloat16; parameters and moments are in the dtype of --param-dtype, the Llama's, too.
 
 The exit status is 1 where a contender failed or was skipped because the budget was spent.
 """
@@ -33,14 +33,16 @@ from harness.workers import answer, run_cases
 from rich.console import Console
 from rich.table import Table
 
-CONTENDERS = "products,attention,all,none,plain-products,cudnn-products,cudnn-all,llama,llama-remat"
+CONTENDERS = "products,scan-products,xla-products,attention,all,none,plain-products,cudnn-products,llama,llama-remat"
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__)
-    parser.add_argument("--contenders", default=CONTENDERS, help="comma list")
-    told = "further meshes for the first contender, such as data=2"
+    parser.add_argument("--contenders", default=CONTENDERS, help="comma list; '' for meshes alone")
+    told = "further meshes, such as data=2, for the first contender, or for products"
     parser.add_argument("--meshes", nargs="*", default=[], help=told)
+    told = "JSON files of earlier runs on the same machine, whose rows come first"
+    parser.add_argument("--after", nargs="*", type=pathlib.Path, default=[], help=told)
     for name, default in (("batch", 2), ("seq-len", 8192), ("layers", 18), ("width", 2048), ("heads", 16)):
         parser.add_argument(f"--{name}", type=command_line.positive(int), default=default)
     parser.add_argument("--mlp", type=command_line.positive(int), default=5632)
@@ -63,7 +65,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def cases(args: argparse.Namespace) -> list[TrainCase]:
     """Raises ValueError for an unknown contender or mesh."""
-    names = [name.strip() for name in args.contenders.split(",")]
+    names = [name.strip() for name in args.contenders.split(",")] if args.contenders else []
 
     def case(name: str, mesh: str) -> TrainCase:
         return TrainCase(
@@ -82,7 +84,7 @@ def cases(args: argparse.Namespace) -> list[TrainCase]:
             rounds=args.rounds,
         )
 
-    return [case(name, "") for name in names] + [case(names[0], mesh) for mesh in args.meshes]
+    return [case(name, "") for name in names] + [case([*names, "products"][0], mesh) for mesh in args.meshes]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,8 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             answer(measure(TrainCase(**json.loads(line))))
         return 0
     deadline = time.monotonic() + args.budget
-    kept = {k: v for k, v in vars(args).items() if not isinstance(v, pathlib.Path)}
-    results: dict[str, Any] = {"schema": report.SCHEMA, "arguments": kept, "rows": []}
+    kept = {k: v for k, v in vars(args).items() if k not in ("output", "after")}
+    earlier = [row for path in args.after if path.exists() for row in json.loads(path.read_text())["rows"]]
+    results: dict[str, Any] = {"schema": report.SCHEMA, "arguments": kept, "rows": earlier}
     for case in cases(args):
         row: dict[str, Any] = {"contender": case.name, "mesh": case.mesh}
         if case.name in LLAMA and importlib.util.find_spec("transformers") is None:

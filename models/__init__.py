@@ -8,6 +8,7 @@ from jax_kernels.models.attention_fn import attention_fn
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.data import TokenBatches, read_text
 from jax_kernels.models.dilated_attention import DilatedAttention, LongNet, LongNetConfig, MultiHeadDilatedAttention
+from jax_kernels.models.distributed import initialize_distributed
 from jax_kernels.models.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.models.linear import GatedMLP, Linear
 from jax_kernels.models.losses import linear_cross_entropy
@@ -35,6 +36,7 @@ __all__ = [
     "TransformerConfig",
     "attention_fn",
     "flat_parameters",
+    "initialize_distributed",
     "linear_cross_entropy",
     "make_mesh",
     "next_token_loss",

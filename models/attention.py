@@ -14,7 +14,7 @@ from jax_kernels import masks
 from jax_kernels.models.config import check_heads, check_precision, check_sequence
 from jax_kernels.models.linear import Linear
 from jax_kernels.models.remat import PROJECTION
-from jax_kernels.models.sharding import ShardingRules, sequence_devices, share_sequence, token_order
+from jax_kernels.models.sharding import ShardingRules, sequence_devices, share_sequence, shares_sequence, token_order
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.decode_attention import MOST_QUERIES, decode_attention
 from jax_kernels.ops.ring.ring_attention import ring_attention
@@ -269,6 +269,11 @@ class MultiHeadAttention(nnx.Module):
             is_causal=self.is_causal,
             implementation=self.implementation,
         )
+
+    @property
+    def shares_tokens(self) -> bool:
+        """Whether the devices of jax.set_mesh's mesh share out the tokens of whole arrays, outside any shard_map."""
+        return shares_sequence(self.sequence_axis)
 
     def token_order(self, length: int, what: str = "x") -> Any:
         """The tokens by their place in x, int32 [length], where devices share them out; else None."""

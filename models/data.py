@@ -115,7 +115,7 @@ class TokenBatches:
 
     @property
     def sha256(self) -> str:
-        """Of the tokens: tells whether a run goes on with the text that it began with."""
+        """The digest of the tokens, which tells whether a run goes on with the text that it began with."""
         digest = hashlib.sha256()
         for start in range(0, len(self.tokens), 1 << 24):
             digest.update(np.ascontiguousarray(self.tokens[start : start + (1 << 24)]))

@@ -1,4 +1,4 @@
-"""What the backward of a block computes again: policies for jax.checkpoint, by the names of what they keep."""
+"""Policies for jax.checkpoint, by the names of what they keep: the backward of a block computes the rest again."""
 
 from collections.abc import Callable
 from typing import Any

@@ -24,6 +24,7 @@ __all__ = [
     "shard_batch",
     "shard_model",
     "share_sequence",
+    "shares_sequence",
     "state_shardings",
     "token_order",
 ]
@@ -199,6 +200,11 @@ def _kind(axis: str | None) -> AxisType | None:
 def sequence_devices(axis: str | None) -> int:
     """How many devices share out the tokens: along `axis` of the mesh of jax.set_mesh, or of a shard_map; else 1."""
     return 1 if _kind(axis) is None else jax.sharding.get_abstract_mesh().shape[axis]
+
+
+def shares_sequence(axis: str | None) -> bool:
+    """Whether the tokens of whole arrays are shared out along `axis` of the mesh of jax.set_mesh: an Auto axis."""
+    return _kind(axis) == AxisType.Auto
 
 
 def token_order(axis: str, layout: str, length: int, what: str = "x") -> Any:

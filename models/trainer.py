@@ -226,7 +226,15 @@ class Trainer:
 
     def _check_config(self, other: dict[str, Any]) -> None:
         """Raises ValueError where a checkpoint's model has other parameters or another forward."""
-        free = {"dtype", "remat", "scan_layers", "implementation", "sequence_axis", "sequence_layout"}
+        free = {
+            "dtype",
+            "remat",
+            "scan_layers",
+            "implementation",
+            "mlp_implementation",
+            "sequence_axis",
+            "sequence_layout",
+        }
         as_json = lambda x: list(x) if isinstance(x, tuple) else x
         own = {name: as_json(x) for name, x in dataclasses.asdict(self.config).items()}
         names = [name for name in sorted(own.keys() | other.keys()) if name not in free]

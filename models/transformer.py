@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jax_kernels import dispatch
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
@@ -17,6 +18,7 @@ from jax_kernels.models.losses import linear_cross_entropy
 from jax_kernels.models.normalization import RMSNorm
 from jax_kernels.models.remat import recomputed
 from jax_kernels.models.sharding import ShardingRules
+from jax_kernels.ops.matmul.mlp import mlp
 
 __all__ = ["Block", "Transformer", "flat_parameters"]
 
@@ -37,6 +39,7 @@ class Block(nnx.Module):
             config.mlp_dim or 0,
             precision=config.precision,
             scaling=config.scaling,
+            implementation=config.mlp_implementation,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             rngs=rngs,
@@ -66,7 +69,34 @@ class Block(nnx.Module):
         else:
             attended, cache = self.attention(self.attention_norm(x), cache=cache)
         normed, x = self.mlp_norm(attended, residual=x)  # and x + attended
+        if self.attention.shares_tokens and self.mlp.gate_proj.precision is None:
+            return self._mlp_over_devices(normed, x), cache
         return self.mlp(normed, residual=x), cache
+
+    def _mlp_over_devices(self, normed: jax.Array, x: jax.Array) -> jax.Array:
+        """x + mlp(normed), each device on its own tokens.
+
+        The op takes rows, and rows of sequences that devices share would have to be gathered.
+        """
+        mesh, rules, axis = jax.sharding.get_abstract_mesh(), self.attention.rules, self.attention.sequence_axis
+        assert axis is not None
+        up, down, gate = (
+            projection.kernel[...].astype(normed.dtype)
+            for projection in (self.mlp.up_proj, self.mlp.down_proj, self.mlp.gate_proj)
+        )
+        batch = rules.mesh_axes("batch", x.shape[0], mesh, (axis,))
+        wide = rules.mesh_axes("mlp", up.shape[1], mesh, (axis, *batch))
+
+        def local(normed: jax.Array, x: jax.Array, up: jax.Array, down: jax.Array, gate: jax.Array) -> jax.Array:
+            of = self.mlp.gate_proj
+            options = {"w_gate": gate, "activation": self.mlp.activation, "implementation": of.implementation}
+            if not wide:
+                return mlp(normed, up, down, residual=x, **options)
+            return x + jax.lax.psum(mlp(normed, up, down, **options).astype(jnp.float32), wide).astype(x.dtype)
+
+        rows, columns = P(batch or None, axis, None), P(None, wide or None)
+        specs = rows, rows, columns, P(wide or None, None), columns
+        return jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)(normed, x, up, down, gate)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "remat", "target"))
@@ -242,7 +272,7 @@ class Transformer(nnx.Module):
         return generate(self, tokens, lengths, max_new_tokens, temperature, top_k, eos_id, key)
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
-        """What generate needs: (logits, memory) after prompts [B, P] of some lengths, and how they go on.
+        """The model as generate needs it: (logits, memory) after prompts [B, P] of some lengths, and how they go on.
 
         The second is a function of a token [B], its number after the prompts, and the memory before it: (logits,
         memory) after it. Logits are float32 [B, vocab_size]. more: how many tokens there may be after the prompts.

@@ -5,11 +5,12 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 __all__ = ["LLAMA", "POLICIES", "TrainCase", "measure"]
 
+PREFIXES = ("scan", "xla", "plain", "cudnn")
 POLICIES: dict[str, Any] = {"none": False, "all": True, "attention": "attention", "products": "products"}
 LLAMA = ("llama", "llama-remat")
 # TFLOP/s of dense products in bfloat16, by the vendor's data sheets.
@@ -39,13 +40,21 @@ class TrainCase:
     rounds: int
 
     def __post_init__(self) -> None:
-        policy = self.name.removeprefix("plain-").removeprefix("cudnn-")
-        if policy not in POLICIES and self.name not in LLAMA:
-            known = ", ".join((*POLICIES, *LLAMA))
-            raise ValueError(f"contenders: got {self.name!r}, want one of {known}, or a policy after plain- or cudnn-")
+        known = self.policy in POLICIES and all(word in PREFIXES for word in self.prefixes)
+        if not known and self.name not in LLAMA:
+            names, words = ", ".join((*POLICIES, *LLAMA)), "-, ".join(PREFIXES)
+            raise ValueError(f"contenders: got {self.name!r}, want one of {names}, or a policy after {words}-")
         if self.mesh and self.name in LLAMA:
             raise ValueError(f"meshes: got {self.mesh!r} for {self.name}, want none")
         _ = self.axes
+
+    @property
+    def policy(self) -> str:
+        return self.name.rpartition("-")[2]
+
+    @property
+    def prefixes(self) -> list[str]:
+        return self.name.split("-")[:-1]
 
     @property
     def label(self) -> str:
@@ -78,13 +87,19 @@ class TrainCase:
 
 def measure(case: TrainCase) -> dict[str, Any]:
     """The row of a contender."""
-    build = _llama_step if case.name in LLAMA else _transformer_step
+    build = _llama_run if case.name in LLAMA else _transformer_run
     start = time.perf_counter()
-    step, device, peak = build(case)
+    run, device, peak = build(case)
     build_s = time.perf_counter() - start
+    parts = {}
+    for name, part in run.first:
+        start = time.perf_counter()
+        part()
+        parts[name] = time.perf_counter() - start
+    step = run.step
     start = time.perf_counter()
     loss = float(step()())
-    first_s = time.perf_counter() - start
+    parts["run"] = time.perf_counter() - start
     step()()
     times = []
     for _ in range(case.rounds):
@@ -102,7 +117,8 @@ def measure(case: TrainCase) -> dict[str, Any]:
         "batch": case.shape[0],
         "seq_len": case.shape[1],
         "build_s": build_s,
-        "first_s": first_s,
+        "first_s": sum(parts.values()),
+        "first_parts_s": parts,
         "loss": loss,
         "times_ms": times,
         "median_ms": median,
@@ -113,17 +129,25 @@ def measure(case: TrainCase) -> dict[str, Any]:
     }
 
 
-Step = Callable[[], Callable[[], Any]]  # queues a step, and returns what waits for it and gives its loss
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A contender that stands ready.
+
+    first: the parts of the first step, by name, but its run. step: queues a step, and returns a function that waits for
+    it and gives its loss.
+    """
+
+    first: Sequence[tuple[str, Callable[[], Any]]]
+    step: Callable[[], Callable[[], Any]]
 
 
-def _transformer_step(case: TrainCase) -> tuple[Step, str, Callable[[], float | None]]:
+def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | None]]:
     import jax
     import optax
     from flax import nnx
 
     from jax_kernels.models import Transformer, TransformerConfig, make_mesh, shard_batch, state_shardings
 
-    is_plain = case.name.startswith(("plain-", "cudnn-"))
     config = TransformerConfig(
         vocab_size=case.vocabulary,
         model_dim=case.width,
@@ -132,8 +156,10 @@ def _transformer_step(case: TrainCase) -> tuple[Step, str, Callable[[], float | 
         mlp_dim=case.mlp,
         dtype=case.dtype,
         param_dtype=case.param_dtype,
-        remat=POLICIES[case.name.removeprefix("plain-").removeprefix("cudnn-")],
-        implementation="cudnn" if case.name.startswith("cudnn-") else None,
+        remat=POLICIES[case.policy],
+        scan_layers="scan" in case.prefixes,
+        implementation="cudnn" if "cudnn" in case.prefixes else None,
+        mlp_implementation="xla" if "xla" in case.prefixes else None,
     )
     mesh = make_mesh(case.axes or {"data": 1})
     graphdef, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
@@ -145,7 +171,7 @@ def _transformer_step(case: TrainCase) -> tuple[Step, str, Callable[[], float | 
 
     def loss_of(params: Any, tokens: Any) -> Any:
         model, targets = nnx.merge(graphdef, params), jax.numpy.roll(tokens, -1, 1)
-        if is_plain:
+        if "plain" in case.prefixes:
             return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
         return model.losses(tokens, targets).mean()
 
@@ -156,21 +182,31 @@ def _transformer_step(case: TrainCase) -> tuple[Step, str, Callable[[], float | 
         return optax.apply_updates(params, updates), moments, loss
 
     jax.block_until_ready((params, moments, tokens))
-    state = [params, moments]
+    state: list[Any] = [params, moments]
     del params, moments
+    stage: list[Any] = [train]
+
+    def advance(method: str, *arguments: Any) -> None:
+        with jax.set_mesh(mesh):
+            stage[0] = getattr(stage[0], method)(*arguments)
+
+    first = (
+        ("trace", lambda: advance("trace", *state, tokens)),
+        ("lower", lambda: advance("lower")),
+        ("compile", lambda: advance("compile")),
+    )
 
     def step() -> Callable[[], Any]:
-        with jax.set_mesh(mesh):
-            state[0], state[1], loss = train(*state, tokens)
+        state[0], state[1], loss = stage[0](*state, tokens)
         return functools.partial(jax.block_until_ready, loss)
 
     device = jax.devices()[0]
     statistics_of = lambda: (device.memory_stats() or {}).get("peak_bytes_in_use")
     peak = lambda: None if statistics_of() is None else statistics_of() / 1e9
-    return step, device.device_kind, peak
+    return Run(first=first, step=step), device.device_kind, peak
 
 
-def _llama_step(case: TrainCase) -> tuple[Step, str, Callable[[], float | None]]:
+def _llama_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | None]]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -205,6 +241,6 @@ def _llama_step(case: TrainCase) -> tuple[Step, str, Callable[[], float | None]]
         return loss.item
 
     if there == "cpu":
-        return step, "cpu", lambda: None
+        return Run(first=(), step=step), "cpu", lambda: None
     torch.cuda.synchronize()
-    return step, torch.cuda.get_device_name(), lambda: torch.cuda.max_memory_allocated() / 1e9
+    return Run(first=(), step=step), torch.cuda.get_device_name(), lambda: torch.cuda.max_memory_allocated() / 1e9

@@ -1,5 +1,6 @@
 """The jax-kernels command. Its own packages (the cli extra), PyTorch and Flax load when a command needs them."""
 
+import importlib
 import importlib.util
 import sys
 from typing import Any, NoReturn
@@ -50,18 +51,22 @@ def _app() -> Any:
         explain.command(name)(command)
     app.add_typer(explain, name="explain")
 
-    @app.command(
-        add_help_option=False,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        help="Train a small transformer on real text (needs the flax extra); --help shows its options.",
-    )
-    def demo(context: typer.Context) -> Any:
-        from jax_kernels.cli.demo import demo
+    def later(name: str, text: str) -> None:
+        """Adds a command whose module loads when it is called, as it needs the flax extra."""
 
-        command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        command.command()(demo)
-        return command(context.args, prog_name="jax-kernels demo", standalone_mode=False)
+        @app.command(
+            name,
+            add_help_option=False,
+            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+            help=f"{text} (needs the flax extra); --help shows its options.",
+        )
+        def run(context: typer.Context) -> Any:
+            command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            command.command()(getattr(importlib.import_module(f"jax_kernels.cli.{name}"), name))
+            return command(context.args, prog_name=f"jax-kernels {name}", standalone_mode=False)
 
+    later("demo", "Train a small transformer on real text")
+    later("train", "Train a transformer on text, on the devices of a mesh, on one host or several")
     return app
 
 

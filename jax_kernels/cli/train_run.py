@@ -1,0 +1,112 @@
+"""The run of `jax-kernels train`: the processes, the mesh, the text, the Trainer, and train.json."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from jax_kernels.cli import UserError
+from jax_kernels.cli.demo_data import standard_library
+from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_text
+from jax_kernels.models.distributed import initialize_distributed
+
+__all__ = ["as_user_error", "run"]
+
+MESSAGE_SECONDS = 5.0
+
+
+def as_user_error(error: Exception) -> Exception:
+    """The library's own words, which name the argument, as an error of the user's input."""
+    return UserError(str(error))
+
+
+def optimizer_of(settings: dict[str, Any]) -> optax.GradientTransformation:
+    """AdamW with clipped gradients, a warm-up and a cosine; weight decay on matrices only."""
+    steps, peak = settings["steps"], settings["learning_rate"]
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=peak,
+        warmup_steps=max(1, steps // 20),
+        decay_steps=max(2, steps),
+        end_value=peak / 10,
+    )
+    matrices = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)
+    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def run(
+    axes: dict[str, int], text: Path | None, out: Path, *, attention: str, settings: dict[str, Any],
+    model: dict[str, Any], processes: dict[str, Any],
+) -> None:  # fmt: skip
+    """Trains. Raises ValueError, TypeError or FileNotFoundError for what the user can mend."""
+    initialize_distributed(**processes)
+    is_first = jax.process_index() == 0
+    say = print if is_first else lambda *words, **options: None
+    mesh = make_mesh(axes)
+    length = settings["seq_len"]
+    config = TransformerConfig(vocab_size=256, **model)
+    if attention == "dilated":
+        pattern: dict[str, Any] = {"segment_lengths": (length // 4, length // 2, length), "dilation_rates": (1, 2, 4)}
+        config = LongNetConfig(vocab_size=256, **model, **pattern)
+    data = read_text(standard_library_files() if text is None else text)
+    batches = TokenBatches(data, length, settings["batch_size"], seed=settings["seed"], mesh=mesh)
+    kept = settings | {"text": batches.sha256}
+    trainer = Trainer(
+        config,
+        optimizer_of(settings),
+        mesh=mesh,
+        seed=settings["seed"],
+        accumulate=settings["accumulate"],
+        folder=out / "checkpoint",
+    )
+    losses: list[float] = []
+    if trainer.latest is not None:
+        before = trainer.restore()
+        losses = before.pop("losses")
+        check_settings(before, kept)
+        say(f"goes on from step {trainer.step}", flush=True)
+    say(f"{mesh.size} devices, {jax.process_count()} processes, mesh {dict(mesh.shape)}", flush=True)
+    try:
+        train(trainer, batches, losses, kept, say)
+    finally:
+        trainer.close()
+    if is_first:
+        record = {"settings": kept, "mesh": dict(mesh.shape), "processes": jax.process_count(), "losses": losses}
+        (out / "train.json").write_text(json.dumps(record, indent=1))
+
+
+def train(trainer: Trainer, batches: TokenBatches, losses: list[float], kept: dict[str, Any], say: Any) -> None:
+    """All steps that are left, with a message now and then."""
+    steps, tokens = kept["steps"], kept["batch_size"] * kept["seq_len"]
+    last, since = time.monotonic(), trainer.step
+    while trainer.step < steps:
+        found = trainer.train(batches[trainer.step])
+        losses.append(float(found["loss"]))
+        is_last, now = trainer.step == steps, time.monotonic()
+        if now - last > MESSAGE_SECONDS or is_last or len(losses) == 1:
+            rate = (trainer.step - since) * tokens / (now - last)
+            bits = losses[-1] / math.log(2)
+            say(f"step {trainer.step}: {bits:.4f} bits a byte, {rate:,.0f} tokens/s", flush=True)
+            last, since = now, trainer.step
+        if trainer.step % kept["save_every"] == 0 or is_last:
+            trainer.save(kept | {"losses": losses})
+
+
+def standard_library_files() -> list[Path]:
+    """The .py source of Python's standard library, without its tests, in the order of the paths."""
+    root = standard_library()
+    skip = {"site-packages", "test", "tests", "idle_test"}
+    found = (path.relative_to(root) for path in root.rglob("*.py"))
+    return [root / path for path in sorted(found) if not skip & set(path.parts)]
+
+
+def check_settings(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises ValueError where the run was begun with others, but for when it saves."""
+    told = [f"{name} {x}" for name, x in before.items() if name != "save_every" and now.get(name) != x]
+    if told:
+        raise ValueError(f"--out: the checkpoint there was trained with {', '.join(told)}; give another folder")

@@ -1,0 +1,130 @@
+"""`jax-kernels train`: on a mesh, in two processes on one machine's CPUs, again after a stop, and how it fails."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import typer
+
+from jax_kernels.cli import train_run
+from jax_kernels.cli.train import parse_mesh
+from jax_kernels.models.distributed import initialize_distributed, scheduler
+
+MODEL = "--seq-len 32 --batch-size 4 --layers 1 --width 32 --heads 2 --dtype float32 --save-every 2"
+MAIN = "from jax_kernels.cli import main; main()"
+
+
+def start(*words, devices=4):
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+    }
+    command = [sys.executable, "-c", MAIN, "train", *MODEL.split(), *map(str, words)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def end(process, code=0, limit=120):
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == code, err[-3000:] + out
+    return out + err
+
+
+def pair(*words):
+    """Two processes with two devices each, that find each other at a free port."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    joint = ("--coordinator", f"localhost:{port}", "--num-processes", 2)
+    return [start(*joint, *words, "--process-id", i, devices=2) for i in range(2)]
+
+
+def losses(folder):
+    return json.loads((folder / "train.json").read_text())["losses"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"the word is {word};\n" for word in ["alpha", "beta", "gamma"] * 200))
+    return path
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_train_as_one_does(tmp_path, text, capsys):
+    words = ("--mesh", "data=2,sequence=2", "--text", text)
+    alone = start(*words, "--steps", 4, "--out", tmp_path / "alone")
+    outs = [end(process) for process in pair(*words, "--steps", 4, "--out", tmp_path / "pair")]
+    end(alone)
+    assert "4 devices, 2 processes, mesh {'data': 2, 'sequence': 2}" in outs[0]
+    assert "bits a byte" not in outs[1]
+    np.testing.assert_allclose(losses(tmp_path / "pair"), losses(tmp_path / "alone"), rtol=1e-5)
+    # What two processes saved goes on in one, on another mesh.
+    settings = json.loads((tmp_path / "pair" / "train.json").read_text())["settings"]
+    given = {"attention": "dense", "processes": {}, "settings": settings}
+    given["model"] = {"num_layers": 1, "model_dim": 32, "num_heads": 2}
+    train_run.run({"data": 1}, text, tmp_path / "pair", **given)
+    assert "goes on from step 4" in capsys.readouterr().out
+    given["settings"] = settings | {"steps": 5}
+    with pytest.raises(ValueError, match="--out: the checkpoint there was trained with steps 4; give another folder"):
+        train_run.run({"data": 1}, text, tmp_path / "pair", **given)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_process_that_dies_ends_the_others_with_a_message(tmp_path, text):
+    first, second = pair("--mesh", "data=4", "--text", text, "--steps", 10**6, "--out", tmp_path, "--timeout", 15)
+    try:
+        assert any(line.startswith("step 1") for line in iter(first.stdout.readline, ""))
+        second.kill()
+        _, told = first.communicate(timeout=120)
+    finally:
+        for process in (first, second):
+            process.kill()
+    assert first.returncode != 0
+    assert any(word in told for word in ("died", "UNAVAILABLE", "heartbeat", "Connection")), told[-3000:]
+
+
+def test_a_process_that_never_comes_is_not_waited_for(tmp_path):
+    joint = ("--coordinator", "localhost:1", "--num-processes", 2, "--process-id", 1, "--timeout", 2)
+    process = start(*joint, "--out", tmp_path)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert "DEADLINE_EXCEEDED" in out + err, (out + err)[-3000:]
+
+
+@pytest.mark.parametrize("text", ["data", "data=x", "=2", "data=2,data=2", ""])
+def test_bad_meshes_are_named(text):
+    with pytest.raises(typer.BadParameter, match="want axes such as data=2,sequence=2"):
+        parse_mesh(text)
+    assert parse_mesh("data=2, sequence=-1") == {"data": 2, "sequence": -1}
+
+
+def test_schedulers_are_known_by_their_environment(monkeypatch):
+    assert scheduler({}) is None
+    assert scheduler({"SLURM_NTASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}) is None
+    assert scheduler({"SLURM_NTASKS": "8"}) == "Slurm"
+    assert scheduler({"OMPI_COMM_WORLD_SIZE": "2"}) == "Open MPI"
+    assert scheduler({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}) == "Kubernetes"
+    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    assert initialize_distributed() is False
+
+
+def test_half_of_the_processes_arguments_is_an_error():
+    for arguments, message in [
+        ((None, 2, 0), "coordinator: got None with num_processes=2 and process_id=0"),
+        (("host:1", 2, None), "num_processes, process_id: got 2 and None, want both with a coordinator"),
+        (("host:1", 2, 2), "process_id: got 2 of 2 processes, want 0 to 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            initialize_distributed(*arguments)
+    with pytest.raises(ValueError, match="timeout: got 0, want 1 second or more"):
+        initialize_distributed(timeout=0)
