@@ -30,7 +30,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 from harness import report
@@ -211,7 +211,7 @@ def queue_times(call: Callable[[], Any], calls: int) -> dict[str, float]:
     return {"wall_ms": wall, "device_ms": start.elapsed_time(end) / calls}
 
 
-def measure_wall(rounds: int) -> list[dict[str, Any]]:
+def measure_wall(routes: Sequence[str], rounds: int) -> list[dict[str, Any]]:
     """The rows of the large shape, the routes taking turns."""
     import torch
 
@@ -221,7 +221,7 @@ def measure_wall(rounds: int) -> list[dict[str, Any]]:
     dout_heads_first = dout.transpose(1, 2).contiguous()
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     for _ in range(rounds):
-        for route in ("direct", "dlpack", "sdpa"):
+        for route in routes:
             attend = attention_of(route)
             given, cotangent = (heads_first, dout_heads_first) if route == "sdpa" else (inputs, dout)
             both = lambda attend=attend, given=given, cotangent=cotangent: torch.autograd.grad(
@@ -285,6 +285,7 @@ def measure(
     rounds: Annotated[int, Option(min=1, help="turns of each route at the large shape")] = 3,
     profile_calls: Annotated[bool, Option("--profile", help="print a profile of 2,000 calls, and no times")] = False,
     route: Annotated[str, Option(help="of --profile: direct or dlpack")] = "direct",
+    routes: Annotated[str, Option(help="the routes that are timed, with commas between them")] = ",".join(ROUTES),
 ) -> None:
     """Times calls through the bridge. The exit status is 1 where a row failed."""
     import torch
@@ -296,18 +297,23 @@ def measure(
     if profile_calls:
         profile(route, 2000)
         raise Exit(0)
+    chosen = [name for name in ROUTES if name in routes.split(",")]
+    if len(chosen) != len(routes.split(",")):
+        refuse(f"--routes: got {routes!r}, want some of {','.join(ROUTES)}")
     library = define_nothing()
     results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(commit, with_torch=True)}
     results["rows"] = rows = []
-    for name in ROUTES:
+    for name in chosen:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             rows += measure_host(name, host_calls, calls, 20, seconds)
         write(output, results)
-    rows += measure_wall(rounds)
+    rows += measure_wall([name for name in chosen if name != "no-op"], rounds)
     write(output, results)
-    rows.append({"route": "dlpack", "call": "capture", "shape": SMALL, "status": "refused", "reason": ""})
-    for name in ("sdpa", "direct"):  # last, as a capture that fails leaves PyTorch unusable
+    if "dlpack" in chosen:
+        rows.append({"route": "dlpack", "call": "capture", "shape": SMALL, "status": "refused", "reason": ""})
+    # Last, as a capture that fails leaves PyTorch unusable.
+    for name in [name for name in ("sdpa", "direct") if name in chosen]:
         rows += measure_host(name, capture_calls, 20, 1, seconds)
     show(rows)
     from jax_kernels.bridge.direct import route as direct

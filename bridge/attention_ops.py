@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.attention_inputs import AttentionResult
-from jax_kernels.bridge import dlpack, library, private
-from jax_kernels.bridge.known import KnownCall
+from jax_kernels.bridge import dlpack, growing, library, private
+from jax_kernels.bridge.known import KnownCall, same_tensors
 from jax_kernels.bridge.once import once
 from jax_kernels.ops.attention import flash_attention as attention
 
@@ -209,23 +209,25 @@ def _backward(device: torch.device, options: Options, wanted: int):
 
 
 def _forward_program(*arguments):
-    call = split(arguments)
+    call = growing.settled(split(arguments), ("bias", "mask", "key", "value"))
     return library.Program(_forward(call.device, call.options), call.tensors)
 
 
 def _inference_program(*arguments):
-    call = split(arguments)
+    call = growing.settled(split(arguments), ("bias", "mask", "key", "value"))
     return library.Program(_inference(call.device, call.options), call.tensors)
 
 
 def _backward_program(*arguments):
     call = split(arguments)
+    names = names_of(call.backward.wanted)
+    call = growing.settled(call, [name for name in ("bias", "mask", "key", "value") if name not in names])
     wanted, *arrays = call.backward
     return library.Program(_backward(call.device, call.options, wanted), (*call.tensors, *arrays))
 
 
 def _gradients(*arguments):
-    """What makes the backward's results of the gradients that were computed."""
+    """Gives the function that makes the backward's results of the gradients that were computed."""
     call = split(arguments)
     names, dtype, device = names_of(call.backward.wanted), call.tensors.query.dtype, call.device
 
@@ -383,8 +385,10 @@ def _known_backward(call: KnownCall, statics: Any, tensors: Sequence[torch.Tenso
     if library.is_plain_call() and not torch.is_grad_enabled() and call.backwards is not None:
 
         def make():
-            function = _backward(given.query.device, call.facts.options, wanted)
-            return KnownCall(library.chain_for(function, (*given, out, rows, dout, drows)), _same)
+            program = _backward_program(*given, *call.facts.options, *extra)
+            if not same_tensors(_there(program.tensors), tensors):
+                return None
+            return KnownCall(library.chain_for(*program), _same)
 
         call.backwards.learn(statics, tensors, make)
     return [x for index, x in enumerate(gradients) if wanted >> index & 1]
@@ -394,15 +398,21 @@ def _same(results: Any) -> Any:
     return results
 
 
-def known_call(tensors: Tensors, options: Options) -> KnownCall:
-    """The call of tensors that were checked and are read as they are.
+def _there(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+def known_call(tensors: Tensors, options: Options) -> KnownCall | None:
+    """The call of tensors that were checked and are read as they are; None where its program reads others.
 
     It gives what Attention does where a gradient is needed, and else what the operator does that serves it.
     """
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.differentiated)
     with_rows = needs_grad or options.return_lse
-    function = (_forward if with_rows else _inference)(tensors.query.device, options)
-    chain = library.chain_for(function, tensors)
+    program = (_forward_program if with_rows else _inference_program)(*tensors, *options)
+    if not same_tensors(_there(program.tensors), _there(tensors)):
+        return None
+    chain = library.chain_for(*program)
     facts = _Facts(options=options, there=tuple(x is not None for x in tensors), with_rows=options.return_lse)
     finish: Callable[[Any], Any] = _same
     if not options.return_lse and not needs_grad:

@@ -31,13 +31,32 @@ class CompiledAttention:
     the mask keeps a pair. device, dtype: PyTorch's.
     """
 
-    def __init__(self, compiled: ops.CompiledAttention, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, compiled: ops.CompiledAttention, device: torch.device, dtype: torch.dtype, implementation: str | None
+    ):
         self.mask = compiled.mask
         self.plan = compiled.plan
         self.density = compiled.density
         self.device = device
         self.dtype = dtype
         self._compiled = compiled
+        self._implementation = implementation
+
+    def __reduce__(self) -> Any:
+        """As a call of compile_attention, with the mask: it is planned where it is loaded."""
+        query, key, _ = self._compiled.specs.values()
+        batch, length, heads, head_dim = query.shape
+        make = functools.partial(
+            compile_attention,
+            kv_len=key.shape[1],
+            batch=batch,
+            num_heads=heads,
+            num_kv_heads=key.shape[2],
+            dtype=self.dtype,
+            device=self.device,
+            implementation=self._implementation,
+        )
+        return make, (self.mask, length, head_dim)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         for (name, spec), x in zip(self._compiled.specs.items(), (query, key, value), strict=True):
@@ -117,7 +136,7 @@ def compile_attention(
             **options,
         )
     with _LOCK:
-        return _kept(compiled, place, dtype)
+        return _kept(compiled, place, dtype, implementation)
 
 
 def _place(device: torch.device | str | None) -> torch.device:

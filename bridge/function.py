@@ -53,9 +53,10 @@ def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
       tensors, which PyTorch owns. Gradients flow to floating-point and complex tensors that require one; integer and
       bool tensors, and the arrays of a Mask, get none. It runs on the tensors' device, in the order of PyTorch's
       current stream. It works under torch.compile(fullgraph=True), where a Mask is a constant: the graph serves the
-      Mask that it was traced with, as long as that lives. torch.func.vmap of it is jax.vmap of `function`. It cannot be
-      differentiated twice or in forward mode. A CUDA graph captures calls of the direct route, after a first call
-      outside. A graph that calls it (torch.export, make_fx) runs only in the process that traced it.
+      Mask that it was traced with, as long as that lives. torch.func.vmap of it is jax.vmap of `function`. It can be
+      copied, and pickled where `function` can. It cannot be differentiated twice or in forward mode. A CUDA graph
+      captures calls of the direct route, after a first call outside. A graph that calls it (torch.export, make_fx) runs
+      only in the process that traced it.
 
     Raises, when called:
       TypeError: JAX does not take a tensor's dtype (float64 and int64 need jax_enable_x64), or a constant is not
@@ -66,17 +67,34 @@ def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function of jax.Arrays")
-    op = JaxOp(function)
+    return _FromJax(function)
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+
+class _FromJax:
+    """A function of tensors, as from_jax returns it. It is pickled as from_jax of its function, which has a name."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self._op = JaxOp(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or torch.compiler.is_compiling():
-            return op.serve(None, *args, **kwargs)
+            return self._op.serve(None, *args, **kwargs)
         seen = Seen(len(args), args)
-        known = op.find(seen)
-        return op.serve(seen, *args) if known is None else known(args)
+        known = self._op.find(seen)
+        return self._op.serve(seen, *args) if known is None else known(args)
 
-    return call
+    def __reduce__(self) -> Any:
+        return from_jax, (self.__wrapped__,)  # type: ignore[attr-defined]
+
+    def __copy__(self) -> "_FromJax":
+        return self
+
+    def __deepcopy__(self, memo: Any) -> "_FromJax":
+        return self
+
+    def __repr__(self) -> str:
+        return f"from_jax({self.__wrapped__!r})"  # type: ignore[attr-defined]
 
 
 class Seen(NamedTuple):

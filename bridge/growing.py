@@ -1,4 +1,7 @@
-"""Calls whose number of keys grows from call to call, as a cache's does: their keys are padded to few lengths.
+"""Calls that come in many forms, of which few are compiled.
+
+Where the number of keys grows from call to call, as a cache's does, keys are padded to few lengths. Where q_offset has
+many values, it becomes a tensor. A mask or a bias that was expanded is read with an axis of size 1.
 
 JAX compiles a program for each length. A call of few queries without gradients, that was made with several lengths, has
 its keys padded to the next of four lengths in each octave, and kv_lengths that leaves the padding out. What a mask or a
@@ -7,13 +10,13 @@ bias has for the padding is without effect.
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-__all__ = ["Keys", "padded"]
+__all__ = ["Keys", "padded", "settled", "shrunk"]
 
 _MOST_QUERIES = 16
 _LENGTHS = 3  # so many lengths of one call compile as they are
@@ -88,3 +91,59 @@ def _grows(query: torch.Tensor, keys: Keys, others: Any) -> bool:
         while len(_SEEN) > _MOST:
             del _SEEN[next(iter(_SEEN))]
         return len(lengths) == _LENGTHS
+
+
+_OFFSETS: dict[Any, set[int]] = {}
+
+
+def settled(call: Any, shrinking: Sequence[str]) -> Any:
+    """The Arguments of an operator of attention, as its program reads them.
+
+    q_offset is a tensor from its fourth value on. shrinking: the names of tensors that may be read with axes of size 1;
+    key and value are so where neither has more than one head's values.
+    """
+    tensors, options = call.tensors, call.options
+    changed = {name: shrunk(getattr(tensors, name)) for name in ("bias", "mask") if name in shrinking}
+    if "key" in shrinking and "value" in shrinking and _is_one_head(tensors.key) and _is_one_head(tensors.value):
+        changed |= {name: getattr(tensors, name).narrow(2, 0, 1) for name in ("key", "value")}
+    changed = {name: x for name, x in changed.items() if x is not getattr(tensors, name)}
+    if changed:
+        call = call._replace(tensors=tensors._replace(**changed))
+    if tensors.q_offset is not None or not _has_many(call):
+        return call
+    offset = torch.full((), options.q_offset, dtype=torch.int32, device=tensors.query.device)
+    return call._replace(tensors=call.tensors._replace(q_offset=offset), options=options._replace(q_offset=0))
+
+
+def _has_many(call: Any) -> bool:
+    """Whether the call was made with several numbers for q_offset, this one included."""
+    key = (
+        call.options._replace(q_offset=0),
+        call.backward is None,
+        *[None if x is None else x.shape for x in call.tensors],
+    )
+    offset = call.options.q_offset
+    seen = _OFFSETS.get(key)
+    if seen is not None and offset in seen and len(seen) <= _LENGTHS:
+        return False
+    with _LOCK:
+        seen = _OFFSETS.setdefault(key, set())
+        if len(seen) <= _LENGTHS:
+            seen.add(offset)
+        while len(_OFFSETS) > _MOST:
+            del _OFFSETS[next(iter(_OFFSETS))]
+        return len(seen) > _LENGTHS
+
+
+def shrunk(x: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor with one entry of each axis along which all are the same memory."""
+    if x is None or 0 not in x.stride():
+        return x
+    for axis, (size, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            x = x.narrow(axis, 0, 1)
+    return x
+
+
+def _is_one_head(x: torch.Tensor) -> bool:
+    return x.shape[2] > 1 and x.stride(2) == 0

@@ -41,7 +41,7 @@ def while_others_capture() -> Iterator[None]:
 
 
 class _Entry(NamedTuple):
-    """What is held until the event `copied`. size: the bytes of JAX's memory."""
+    """Memory that is held until the event `copied`, and the tensors that JAX reads. size: the bytes of JAX's memory."""
 
     copied: torch.cuda.Event
     memory: list[torch.Tensor]

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from jax_kernels import dispatch
 from jax_kernels.bridge import dlpack, fork, memory, private
 from jax_kernels.bridge.direct import route
-from jax_kernels.bridge.known import Known, KnownCall
+from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 
 __all__ = [
     "Program",
@@ -78,7 +78,8 @@ def define(
 
     def known_call(*arguments: Any) -> KnownCall | None:
         function, tensors, operands = program(*arguments)
-        if operands is not None and operands.masks:
+        read = [x for x in tensors if x is not None]
+        if (operands is not None and operands.masks) or not same_tensors(read, _seen(arguments).tensors):
             return None
         return KnownCall(chain_for(function, tensors, operands), finish(*arguments))
 

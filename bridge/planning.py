@@ -20,11 +20,10 @@ __all__ = ["make_plan", "mapped_axes", "plan_for"]
 def plan_for(request: Request, needs: tuple[bool, ...]) -> Plan:
     """make_plan, with an error message for constants that are not hashable."""
     try:
-        return make_plan(request, needs)
+        hash(request)
     except TypeError as error:
-        if "unhashable" in str(error):
-            raise TypeError(f"got an argument that is neither a tensor nor hashable: {error}") from error
-        raise
+        raise TypeError(f"got an argument that is neither a tensor nor hashable: {error}") from error
+    return make_plan(request, needs)
 
 
 @once

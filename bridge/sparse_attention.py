@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge import growing, library
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.masks import Mask
@@ -80,6 +81,8 @@ def dynamic_mask_attention(
     It returns and raises what bridge.flash_attention does, or from_jax where the two differ.
     """
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
+    if isinstance(mask, torch.Tensor) and library.is_plain_call():
+        mask = growing.shrunk(mask)
     return _dynamic_mask(query, key, value, mask, bias, **arguments)
 
 

@@ -4,6 +4,7 @@ Two structures are equal exactly if a function cannot tell their constants apart
 1.0, True and a member of an IntEnum, make different structures; NaN makes one that equals itself.
 """
 
+import collections
 import dataclasses
 import operator
 from collections.abc import Iterator
@@ -37,7 +38,8 @@ def flatten(tree: Any, leaves: list[Any], masks: list[Mask] | None, leaf_type: A
         return _LEAF
     if isinstance(tree, dict):
         keys = tuple(_constant(key) for key in tree)
-        return ("dict", keys, tuple(flatten(tree[key], leaves, masks, leaf_type) for key in tree))
+        name = "ordered dict" if isinstance(tree, collections.OrderedDict) else "dict"
+        return (name, keys, tuple(flatten(tree[key], leaves, masks, leaf_type) for key in tree))
     if isinstance(tree, tuple | list):
         kind = type(tree) if hasattr(tree, "_fields") else "list" if isinstance(tree, list) else "tuple"
         return (kind, tuple(flatten(item, leaves, masks, leaf_type) for item in tree))
@@ -106,10 +108,11 @@ def rebuild(structure: tuple[Any, ...], leaves: Iterator[Any], masks: Iterator[M
         return number
     if kind == "mask":
         return next(masks)
-    if kind == "dict":
+    if kind in ("dict", "ordered dict"):
         names, children = parts
         keys = [rebuild(key, leaves) for key in names]
-        return {key: rebuild(item, leaves, masks) for key, item in zip(keys, children, strict=True)}
+        items = [(key, rebuild(item, leaves, masks)) for key, item in zip(keys, children, strict=True)]
+        return dict(items) if kind == "dict" else collections.OrderedDict(items)
     (children,) = parts
     items = [rebuild(item, leaves, masks) for item in children]
     if kind == "list":

@@ -254,7 +254,7 @@ ERRORS = [
     ((ZEROS.double(),) * 3, {}, TypeError, r"^query: got dtype torch\.float64, want .*query\.to\(torch\.float32\)"),
     ((ZEROS, ZEROS.long(), ZEROS), {}, TypeError, r"^key: got dtype torch\.int64, want .*key\.to\(torch\.float32\)"),
     ((ZEROS, ZEROS.half(), ZEROS), {}, TypeError, "^key: got dtype float16, want query's dtype float32"),
-    ((ZEROS, ZEROS.to("meta"), ZEROS), {}, ValueError, "^key: got a tensor on meta, want one on a CPU or a CUDA"),
+    ((ZEROS, ZEROS.to("meta"), ZEROS), {}, ValueError, "^key: got a tensor on meta, want query's device cpu"),
     ((ZEROS.to_sparse(), ZEROS, ZEROS), {}, ValueError, r"^query: got layout torch\.sparse_coo, want a dense"),
     ((ZEROS[0], ZEROS, ZEROS), {}, ValueError, r"^query: got shape \(8, 4, 16\), want 4 axes"),
     ((ZEROS, ZEROS[:, :, :3], ZEROS[:, :, :3]), {}, ValueError, "^key: got 3 heads, want a divisor of query's 4"),

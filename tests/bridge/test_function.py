@@ -1,6 +1,8 @@
 """from_jax: any JAX function as a PyTorch function."""
 
+import copy
 import gc
+import pickle
 import typing
 
 import jax
@@ -227,3 +229,36 @@ def test_jitted_and_vmapped_functions():
     outer = bridge.from_jax(jax.jit(jax.vmap(jnp.outer)))
     x, y = torch.randn(3, 4), torch.randn(3, 5)
     torch.testing.assert_close(outer(x, y), x[:, :, None] * y[:, None])
+
+
+def softplus(x):
+    return jnp.logaddexp(x, 0.0)
+
+
+class Activation(torch.nn.Module):
+    """A module that holds what from_jax gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.function = bridge.from_jax(softplus)
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def test_what_from_jax_gives_can_be_copied_and_pickled():
+    x, module = torch.linspace(-2, 2, 5), Activation()
+    assert copy.deepcopy(module).function is module.function
+    for loaded in (pickle.loads(pickle.dumps(module)), pickle.loads(pickle.dumps(module.function))):
+        torch.testing.assert_close(loaded(x), module(x))
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        pickle.dumps(bridge.from_jax(lambda x: x))
+
+
+def test_an_error_of_the_function_is_its_own():
+    def fails(x):
+        return {[]: x}
+
+    with pytest.raises(TypeError) as error:
+        bridge.from_jax(fails)(torch.ones(2))
+    assert "neither a tensor nor hashable" not in str(error.value)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import attention_ops, growing
+from jax_kernels.bridge import attention_ops, dlpack, growing
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +76,69 @@ def test_lengths_that_keys_are_padded_to():
         assert length <= size <= max(128, 1.26 * length)
         assert growing.bucket(size) == size
     assert len({growing.bucket(length) for length in range(1, 65_537)}) == 1 + 9 * 4
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The shapes of what each call gives to JAX."""
+    found, own = [], dlpack.import_tensors
+
+    def import_tensors(tensors, device, **options):
+        found.append([tuple(x.shape) for x in tensors])
+        return own(tensors, device, **options)
+
+    monkeypatch.setattr(dlpack, "import_tensors", import_tensors)
+    return found
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_many_offsets_are_right_and_few_are_compiled(with_gradient, reference, make_qkv):
+    inputs = make_qkv(length=6, kv_length=30)
+    if not with_gradient:
+        inputs = [x.detach() for x in inputs]
+    growing._OFFSETS.clear()
+    made = attention_ops._forward if with_gradient else attention_ops._inference
+    before, wide = len(made), [x.detach().double().requires_grad_(with_gradient) for x in inputs]
+    for offset in (0, 24, 3, 20, 11, 24, 7, 0):
+        got = bridge.flash_attention(*inputs, is_causal=True, q_offset=offset)
+        want, _ = reference(*wide, is_causal=True, q_offset=offset)
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=0)
+        if with_gradient:
+            pairs = torch.autograd.grad(got.square().sum(), inputs), torch.autograd.grad(want.square().sum(), wide)
+            for ours, theirs in zip(*pairs, strict=True):
+                torch.testing.assert_close(ours.double(), theirs, atol=1e-4, rtol=0)
+    assert len(made) - before <= growing._LENGTHS
+
+
+def test_expanded_masks_and_biases_are_not_materialised(read, reference, make_qkv):
+    inputs = [x.detach() for x in make_qkv()]
+    mask = (torch.arange(24) % 3 > 0).expand(2, 4, 24, 24)
+    bias = torch.randn(4, 1, 24).expand(2, 4, 24, 24)
+    got = bridge.flash_attention(*inputs, mask=mask, bias=bias)
+    want, _ = reference(*inputs, mask=mask, bias=bias)
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=0)
+    assert read[-1][3:] == [(1, 4, 1, 24), (1, 1, 1, 24)]
+    got = bridge.dynamic_mask_attention(*inputs, mask)
+    torch.testing.assert_close(got.double(), reference(*inputs, mask=mask)[0], atol=1e-5, rtol=0)
+    assert read[-1][3] == (1, 1, 1, 24)
+
+
+def test_a_gradient_of_an_expanded_bias_has_its_shape(read, reference, make_qkv):
+    """It is that of each entry, though all are the same memory. Key and value that get gradients stay, too."""
+    query, key, value = make_qkv(heads=4, kv_heads=1)
+    bias = torch.randn(1, 1, 1, 24).expand(2, 4, 24, 24).requires_grad_()
+    heads = [x.expand(-1, -1, 4, -1) for x in (key, value)]
+    exact = [x.detach().double().requires_grad_() for x in (query, key, value, bias)]
+    got = bridge.flash_attention(query, *heads, bias=bias)
+    assert read[-1] == [(2, 24, 4, 16), (2, 24, 1, 16), (2, 24, 1, 16), (1, 1, 1, 24)]
+    want, _ = reference(*exact[:3], bias=exact[3])
+    pairs = (torch.autograd.grad(x.square().sum(), y) for x, y in ((got, (query, key, value, bias)), (want, exact)))
+    for ours, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-4, rtol=0)
+    assert read[-1][1:4] == [(2, 24, 4, 16), (2, 24, 4, 16), (2, 4, 24, 24)]
+
+
+def test_a_backward_reads_an_expanded_mask_as_it_is(read, make_qkv):
+    inputs, mask = make_qkv(), torch.ones(24, 1, dtype=torch.bool).expand(2, 1, 24, 24)
+    bridge.flash_attention(*inputs, mask=mask).sum().backward()
+    assert [shapes[3] for shapes in read] == [(1, 1, 24, 1), (1, 1, 24, 1)]

@@ -1,6 +1,8 @@
 """Masks in calls on tensors: their arrays are data of the call. And the builders of bridge.masks."""
 
+import copy
 import gc
+import pickle
 
 import jax
 import numpy as np
@@ -208,3 +210,13 @@ def test_errors(make_qkv):
         bridge.flash_attention(*inputs, mask=masks.segments(np.zeros(7, np.int32)))
     with pytest.raises(RuntimeError, match=r"^mask: a graph that calls a function with a Mask runs only in the proc"):
         operands.found("lost")
+
+
+def test_a_compiled_attention_can_be_copied_and_pickled(make_qkv):
+    mask = masks.causal() & bridge.masks.block_sparse(torch.ones(3, 3, dtype=torch.bool).tril(), 8)
+    options = {"num_heads": 4, "num_kv_heads": 2, "dtype": torch.float32, "implementation": "xla"}
+    attention = bridge.compile_attention(mask, 24, 16, **options)
+    inputs = make_qkv(kv_heads=2)
+    for other in (copy.deepcopy(attention), pickle.loads(pickle.dumps(attention))):
+        assert (other.dtype, other.device, other.plan.implementation) == (torch.float32, torch.device("cpu"), "xla")
+        torch.testing.assert_close(other(*inputs), attention(*inputs))

@@ -1,4 +1,4 @@
-"""Where a call comes from, and where its tensors are: meta tensors, other GPUs' builds, and JAX that traces."""
+"""Meta tensors, builds of PyTorch for other GPUs, and calls inside of what JAX traces."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,6 @@
 """Constants of from_jax: a function sees each as it was given, whatever others it is equal to."""
 
+import collections
 import dataclasses
 import enum
 import math
@@ -120,3 +121,16 @@ def test_numbers_are_constants_of_a_compiled_graph():
             torch.testing.assert_close(compiled(x, mode, number), function(x, mode, number))
     assert function(x, Mode.ON, 2)[0] == 2
     assert function(x, 1, 2)[0] == -2
+
+
+def test_an_ordered_dict_stays_one():
+    seen = []
+
+    def function(x):
+        seen.append((type(x), list(x)))
+        return x
+
+    result = bridge.from_jax(function)(collections.OrderedDict(b=torch.ones(2), a=torch.zeros(3)))
+    assert set(map(repr, seen)) == {repr((collections.OrderedDict, ["b", "a"]))}
+    assert (type(result), list(result)) == (collections.OrderedDict, ["b", "a"])
+    assert type(bridge.from_jax(lambda x: {"a": x})(torch.ones(2))) is dict
