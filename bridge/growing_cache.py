@@ -22,6 +22,9 @@ class GrowingLayer(DynamicLayer):
     as it is, and is copied to new memory by the next token.
     """
 
+    keys: Any
+    values: Any
+
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._rooms: dict[str, torch.Tensor] = {}
@@ -61,6 +64,9 @@ def _is_front(x: torch.Tensor, room: torch.Tensor, length: int) -> bool:
 
 class GrowingCache(DynamicCache):
     """transformers' DynamicCache of GrowingLayers. Layers that have a window of their own stay as they are."""
+
+    layers: Any
+    layer_class_to_replicate: Any
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config=config)
