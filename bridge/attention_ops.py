@@ -136,7 +136,8 @@ def _forward(device: torch.device, options: Options):
             batch, length, heads = out.shape[:3]
             lse = jnp.zeros((batch, heads, length), jnp.float32)
             excess = None if inputs.bias is None else lse
-        return out, lse if excess is None else jnp.stack([lse, excess], axis=1)
+        # A kernel may take a mask of keys as a bias, and gives an excess then, which is 0.
+        return out, lse if Tensors(*arrays).bias is None else jnp.stack([lse, excess], axis=1)
 
     return jax.jit(forward)
 
