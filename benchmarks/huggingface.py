@@ -120,7 +120,10 @@ def measure_training(model: Any, tokens: Any, rounds: int, seconds: float) -> li
     return contenders
 
 
-def measure_decoding(model: Any, tokens: Any, steps: int, rounds: int) -> list[Contender]:
+def measure_decoding(
+    model: Any, tokens: Any, steps: int, rounds: int, write: Callable[[list[Contender]], None]
+) -> list[Contender]:
+    """write: called after each round with what there is."""
     import torch
 
     contenders = [Contender(name, "torch", plan=f"{steps} tokens") for name in DECODING]
@@ -138,8 +141,8 @@ def measure_decoding(model: Any, tokens: Any, steps: int, rounds: int) -> list[C
                 if contender.status == "ok":
                     with attempt(contender), attention_of(model, contender.name):
                         contender.times.append(decode(model, tokens, steps, contender.name) * 1e3 / steps)
-    for contender in contenders:
-        say(f"  {contender.name}: {', '.join(f'{ms:.3f}' for ms in contender.times)} ms a token {contender.reason}")
+                        say(f"  {contender.name}: {contender.times[-1]:.3f} ms a token")
+            write(contenders)
     return contenders
 
 
@@ -216,14 +219,18 @@ def measure(
         tokens = torch.randint(3, model.config.vocab_size, (1, length), device=device)
         for mode in modes.split(","):
             say(f"{shape}, {parameters / 1e9:.2f} billion parameters, {length} tokens, {mode}")
-            if mode == "train":
-                contenders = measure_training(model, tokens, rounds, seconds)
-            else:
-                contenders = measure_decoding(model, tokens, steps, rounds)
             facts = {"shape": shape, "mode": mode, "parameters": parameters, "length": length}
-            rows += rows_of(contenders, facts | ({"steps": steps} if mode == "decode" else {}))
-            if output is not None:
-                report.write_json(output, results)
+            facts |= {"steps": steps} if mode == "decode" else {}
+
+            def write(contenders: list[Contender], facts: dict[str, Any] = facts, done: int = len(rows)) -> None:
+                rows[done:] = rows_of(contenders, facts)
+                if output is not None:
+                    report.write_json(output, results)
+
+            if mode == "train":
+                write(measure_training(model, tokens, rounds, seconds))
+            else:
+                write(measure_decoding(model, tokens, steps, rounds, write))
         del model
     show(results)
     raise Exit(report.exit_status(row["status"] for row in rows))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge import growing, heads_first
+from jax_kernels.bridge import growing, heads_first, library
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.decode_attention import decode_attention
 from jax_kernels.bridge.sdpa import shared_axes
@@ -199,6 +199,8 @@ def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, si
     """Tells whether decode_attention can serve a call of one query that attends to all keys."""
     if torch.compiler.is_compiling() or not key.shape[2] or max(query.shape[-1], value.shape[-1]) > 256:
         return False
+    if type(query) is not torch.Tensor or not library.is_plain_call():
+        return False
     given = (query, key, value) if sinks is None else (query, key, value, sinks)
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
 
@@ -256,8 +258,18 @@ def _copied_with_room(x: torch.Tensor) -> torch.Tensor:
     return larger.view(batch * heads, -1, 1, width)
 
 
-@functools.lru_cache(maxsize=4)  # the layers of a model ask for the same ones
 def _lengths(length: int, count: int, device: torch.device) -> torch.Tensor:
+    """The length, count times. A captured CUDA graph has its own: it may outlive what is kept here."""
+    if device.type != "cuda":
+        return _kept_lengths(length, count, device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.full((count,), length, dtype=torch.int32, device=device)
+    return _kept_lengths(length, count, device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.lru_cache(maxsize=4)  # the layers of a model ask for the same ones
+def _kept_lengths(length: int, count: int, device: torch.device, stream: int) -> torch.Tensor:
+    """The lengths for work on this stream, which fills them first."""
     return torch.full((count,), length, dtype=torch.int32, device=device)
 
 

@@ -161,8 +161,14 @@ def test_generate_with_room(name):
         assert torch.equal(got, theirs.generate(tokens, **arguments))
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", MODELS)
+GENERATED = [
+    pytest.param(name, cache, marks=[pytest.mark.slow] * (name in ("mistral", "qwen3")))
+    for name in MODELS
+    for cache in ("dynamic", "static")
+]
+
+
+@pytest.mark.parametrize(("name", "cache"), GENERATED)
 def test_generate(name, cache):
     theirs, ours = both(name)
     for padding in ("none", "left"):

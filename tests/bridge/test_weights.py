@@ -43,7 +43,7 @@ def llama(config):
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_llama_in_flax_and_back(tied):
     config = llama_config(tie_word_embeddings=tied)
     theirs = llama(config)
