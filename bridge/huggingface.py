@@ -4,6 +4,7 @@ transformers is imported when something here is called, never before.
 """
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -32,13 +33,15 @@ def register(name: str = NAME) -> str:
     """
     try:
         from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as error:
         raise ImportError(
             "bridge.huggingface: got no transformers of version 5 or later; want it, from pip install transformers"
         ) from error
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, attention_mask)
+    # Early versions of 5 ask for masks by other arguments. Theirs is right there, and windows are dense masks.
+    is_known = "q_length" in inspect.signature(sdpa_mask).parameters
+    AttentionMaskInterface.register(name, attention_mask if is_known else sdpa_mask)
     return name
 
 
@@ -116,11 +119,11 @@ def attention(
       NotImplementedError: dropout is not 0, or an argument that it does not serve is given.
     """
     _refuse(dropout, others)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     length, kv_length = query.shape[2], key.shape[2]
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     if attention_mask is None and length == 1 and position_bias is None and _is_decoding(query, key, value, s_aux):
         return _decoded(query, key, value, s_aux, options), None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and length > 1 and causal:
         if kv_length > length:  # an empty cache has room behind the keys
             key, value = key[:, :, :length], value[:, :, :length]

@@ -285,6 +285,15 @@ def test_registration():
     assert bridge.huggingface.replace_attention(model).config._attn_implementation == "jax_kernels"
 
 
+def test_masks_of_early_versions(monkeypatch):
+    """Where transformers asks for a mask by arguments that are not known, its own function answers."""
+    masks = transformers.masking_utils
+    monkeypatch.setattr(masks, "sdpa_mask", lambda batch_size, cache_position: None)
+    monkeypatch.setattr(masks.AttentionMaskInterface, "_global_mapping", {})
+    bridge.huggingface.register("early")
+    assert masks.AttentionMaskInterface()["early"] is masks.sdpa_mask
+
+
 def test_errors(monkeypatch):
     config = config_of("llama")
     config.attention_dropout = 0.1
