@@ -7,7 +7,8 @@ The contenders are attention of one model, in bfloat16, by transformers' names:
 | contender | attention |
 |---|---|
 | jax_kernels | bridge.huggingface, its kernels launched directly |
-| sdpa-cudnn | "sdpa", by cuDNN alone |
+| jax_kernels-growing | the same, decoding with bridge.huggingface.growing_cache |
+| sdpa-cudnn | "sdpa", training by cuDNN alone |
 | sdpa | "sdpa", as PyTorch chooses |
 
 Training: milliseconds of a step, forward and backward of the next tokens' loss, by the host's clock around a queue of
@@ -45,7 +46,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }
-CONTENDERS = ("jax_kernels", "sdpa-cudnn", "sdpa")
+TRAINING = ("jax_kernels", "sdpa-cudnn", "sdpa")
+DECODING = ("jax_kernels", "jax_kernels-growing", "sdpa")
 
 
 def model_of(shape: str, device: str) -> Any:
@@ -70,7 +72,7 @@ def attention_of(model: Any, contender: str) -> Iterator[None]:
     from jax_kernels import bridge
     from jax_kernels.bridge.direct import route
 
-    if contender == "jax_kernels":
+    if contender.startswith("jax_kernels"):
         bridge.huggingface.replace_attention(model)
         with route.enabled():
             yield
@@ -109,7 +111,7 @@ def train(model: Any, tokens: Any) -> Callable[[str], Callable[[int], Any]]:
 
 def measure_training(model: Any, tokens: Any, rounds: int, seconds: float) -> list[Contender]:
     contenders, step = [], train(model.train(), tokens)
-    for name in CONTENDERS:
+    for name in TRAINING:
         contender = Contender(name, "torch")
         contenders.append(contender)
         with attempt(contender):
@@ -118,10 +120,13 @@ def measure_training(model: Any, tokens: Any, rounds: int, seconds: float) -> li
     return contenders
 
 
-def measure_decoding(model: Any, tokens: Any, steps: int, rounds: int) -> list[Contender]:
+def measure_decoding(
+    model: Any, tokens: Any, steps: int, rounds: int, write: Callable[[list[Contender]], None]
+) -> list[Contender]:
+    """write: called after each round with what there is."""
     import torch
 
-    contenders = [Contender(name, "torch", plan=f"{steps} tokens") for name in CONTENDERS]
+    contenders = [Contender(name, "torch", plan=f"{steps} tokens") for name in DECODING]
     model.eval()
     want = None
     with torch.no_grad():
@@ -130,24 +135,27 @@ def measure_decoding(model: Any, tokens: Any, steps: int, rounds: int) -> list[C
                 logits = model(tokens, use_cache=False, logits_to_keep=1).logits.float()
                 want = logits if want is None else want
                 contender.judge(float((logits - want).norm() / want.norm()), "sdpa", tolerance=0.1)
-                decode(model, tokens, 2)  # it compiles
+                decode(model, tokens, 2, contender.name)  # it compiles
         for _ in range(rounds):
             for contender in contenders:
                 if contender.status == "ok":
                     with attempt(contender), attention_of(model, contender.name):
-                        contender.times.append(decode(model, tokens, steps) * 1e3 / steps)
-    for contender in contenders:
-        say(f"  {contender.name}: {', '.join(f'{ms:.3f}' for ms in contender.times)} ms a token {contender.reason}")
+                        contender.times.append(decode(model, tokens, steps, contender.name) * 1e3 / steps)
+                        say(f"  {contender.name}: {contender.times[-1]:.3f} ms a token")
+            write(contenders)
     return contenders
 
 
-def decode(model: Any, tokens: Any, steps: int) -> float:
+def decode(model: Any, tokens: Any, steps: int, contender: str) -> float:
     """The seconds that so many new tokens take behind the prompt."""
     import torch
     from transformers import DynamicCache
 
+    from jax_kernels.bridge import huggingface
+
     wait = torch.cuda.synchronize if tokens.is_cuda else lambda: None
-    cache = DynamicCache(config=model.config)
+    growing = contender == "jax_kernels-growing"
+    cache = huggingface.growing_cache(model) if growing else DynamicCache(config=model.config)
     new = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
     wait()
     begin = time.perf_counter()
@@ -170,10 +178,10 @@ def rows_of(contenders: list[Contender], facts: dict[str, Any]) -> list[dict[str
 
 def show(results: dict[str, Any]) -> None:
     table = Table(
-        "shape", "mode", "contender", "ms", "error", *CONTENDERS[1:], "status", title=results["environment"]["device"]
+        "shape", "mode", "contender", "ms", "error", *TRAINING[1:], "status", title=results["environment"]["device"]
     )
     for row in results["rows"]:
-        ratios = [f"{row['ratios'][name]:.3f}" if name in row.get("ratios", ()) else "" for name in CONTENDERS[1:]]
+        ratios = [f"{row['ratios'][name]:.3f}" if name in row.get("ratios", ()) else "" for name in TRAINING[1:]]
         ms = f"{row['median_ms']:.3f}" if "median_ms" in row else ""
         error = "" if row["error"] is None else f"{row['error']:.1e}"
         status = row["status"] + (f": {row['reason']}" if row["reason"] else "")
@@ -211,14 +219,18 @@ def measure(
         tokens = torch.randint(3, model.config.vocab_size, (1, length), device=device)
         for mode in modes.split(","):
             say(f"{shape}, {parameters / 1e9:.2f} billion parameters, {length} tokens, {mode}")
-            if mode == "train":
-                contenders = measure_training(model, tokens, rounds, seconds)
-            else:
-                contenders = measure_decoding(model, tokens, steps, rounds)
             facts = {"shape": shape, "mode": mode, "parameters": parameters, "length": length}
-            rows += rows_of(contenders, facts | ({"steps": steps} if mode == "decode" else {}))
-            if output is not None:
-                report.write_json(output, results)
+            facts |= {"steps": steps} if mode == "decode" else {}
+
+            def write(contenders: list[Contender], facts: dict[str, Any] = facts, done: int = len(rows)) -> None:
+                rows[done:] = rows_of(contenders, facts)
+                if output is not None:
+                    report.write_json(output, results)
+
+            if mode == "train":
+                write(measure_training(model, tokens, rounds, seconds))
+            else:
+                write(measure_decoding(model, tokens, steps, rounds, write))
         del model
     show(results)
     raise Exit(report.exit_status(row["status"] for row in rows))

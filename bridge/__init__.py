@@ -11,6 +11,7 @@ leave_memory_to_torch()
 from jax_kernels.bridge import huggingface as huggingface  # noqa: E402
 from jax_kernels.bridge import masks as masks  # noqa: E402
 from jax_kernels.bridge import nn as nn  # noqa: E402
+from jax_kernels.bridge import weights as weights  # noqa: E402
 from jax_kernels.bridge.aliases import flash_attn_func as flash_attn_func  # noqa: E402
 from jax_kernels.bridge.aliases import flash_attn_kvpacked_func as flash_attn_kvpacked_func  # noqa: E402
 from jax_kernels.bridge.aliases import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func  # noqa: E402

@@ -119,15 +119,14 @@ def flash_attn_varlen_func(
         ids = _numbers(cu_seqlens_q, q.shape[0]), _numbers(cu_seqlens_k, k.shape[0])
         options["segment_ids"] = ids
         results = _attend(q[None], k[None], v[None], alibi_slopes, 0, options, return_attn_probs)
-        out, lse = results if return_attn_probs else (results, None)
+        out, lse = _pair(results, return_attn_probs)
         return (out[0], lse[0], None) if return_attn_probs else out[0]
     rows, columns = _Places.of(cu_seqlens_q, max_seqlen_q), _Places.of(cu_seqlens_k, max_seqlen_k)
     options["kv_lengths"] = columns.lengths
     offset = columns.lengths - rows.lengths
-    results = _attend(
-        rows.apart(q), columns.apart(k), columns.apart(v), alibi_slopes, offset, options, return_attn_probs
-    )
-    out, lse = results if return_attn_probs else (results, None)
+    tensors = rows.apart(q), columns.apart(k), columns.apart(v)
+    results = _attend(*tensors, alibi_slopes, offset, options, return_attn_probs)
+    out, lse = _pair(results, return_attn_probs)
     joined = rows.joined(out, q.shape[0])
     return (joined, rows.joined(lse.mT, q.shape[0]).mT, None) if return_attn_probs else joined
 
@@ -200,6 +199,11 @@ def _check_packed(name: str, x: Any, parts: int) -> None:
 
 def _finished(results: Any, with_lse: bool) -> Any:
     return (*results, None) if with_lse else results
+
+
+def _pair(results: Any, with_lse: bool) -> tuple[Any, Any]:
+    """(out, lse or None)."""
+    return results if with_lse else (results, None)
 
 
 def _attend(

@@ -2,11 +2,12 @@
 
 | operator | results |
 |---|---|
-| flash_attention | out, and rows: lse [B, H, T], or with a bias or a mask [B, 2, H, T] of lse and its excess |
+| flash_attention | out, and rows: lse [B, H, T], or with a bias [B, 2, H, T] of lse and its excess |
 | flash_attention_inference | out |
 | flash_attention_backward | the gradients of query, key, value, bias and sinks; empty tensors for those not wanted |
 
-The excess is the exact log-sum-exp minus lse. The backward of a bias needs it, and on Hopper that of a mask of keys.
+The excess is the exact log-sum-exp minus lse. The backward of a bias needs it. On Hopper the forward of a mask of keys
+gives one, too, which no backward reads.
 """
 
 import dataclasses
@@ -65,8 +66,8 @@ class Tensors(NamedTuple):
 
     @property
     def has_excess(self) -> bool:
-        """Whether the rows of a call have an excess. They may not depend on the plan, so that it may be 0."""
-        return self.bias is not None or self.mask is not None
+        """Whether the rows of a call have an excess, which may not depend on its plan."""
+        return self.bias is not None
 
     def lse_of(self, rows: Any) -> Any:
         """The log-sum-exp of a call's rows."""
@@ -171,11 +172,6 @@ def names_of(wanted: int) -> list[str]:
     return [name for index, name in enumerate(DIFFERENTIATED) if wanted >> index & 1]
 
 
-def _gives_excess(call: Any, inputs: Any) -> bool:
-    """Whether the forward of a plan gives an excess, which its backward then needs."""
-    return jax.eval_shape(lambda inputs: attention.attention_forward(call, inputs), inputs).excess is not None
-
-
 @once
 def _backward(device: torch.device, options: Options, wanted: int):
     """The jitted backward: the gradients that are wanted. XLA leaves out what is computed for others alone.
@@ -192,7 +188,7 @@ def _backward(device: torch.device, options: Options, wanted: int):
         call, inputs = _prepare(options, *tensors)
         call = dataclasses.replace(call, options=dataclasses.replace(call.options, bias_gradient="bias" in names))
         dout = jnp.zeros_like(out) if dout is None else dout
-        excess = rows[:, 1] if tensors.has_excess and _gives_excess(call, inputs) else None
+        excess = rows[:, 1] if tensors.has_excess else None
         result = AttentionResult(out=out, lse=lse, excess=excess)
         gradients = attention.attention_backward(call, inputs, result, dout, dlse)
 

@@ -55,7 +55,7 @@ class FlexAttention(torch.nn.Module):
         """
         return self.compiled(query, key)(query, key, value)
 
-    @torch.compiler.disable(reason="jax_kernels: a Mask is no constant that torch.compile takes")  # type: ignore[misc]
+    @torch.compiler.disable(reason="jax_kernels: a Mask is no constant that torch.compile takes")
     def compiled(self, query: torch.Tensor, key: torch.Tensor) -> CompiledAttention:
         """The attention of calls with tensors like these: its mask, its plan and its density."""
         for name, x in (("query", query), ("key", key)):

@@ -13,7 +13,7 @@ import torch
 
 from jax_kernels.bridge.attention import flash_attention
 
-__all__ = ["attend", "folds", "of_folded_heads"]
+__all__ = ["attend"]
 
 
 def attend(
@@ -30,18 +30,19 @@ def attend(
     options: those of flash_attention that are the same for all batch entries and heads, and no return_lse.
     """
     scores = [x for x in (mask, bias) if x is not None]
-    if not folds(query, key, value) or not all(_score_folds(x, query) for x in scores):
+    if not _folds(query, key, value) or not all(_score_folds(x, query) for x in scores):
         transposed = (x.transpose(1, 2) for x in (query, key, value))
         return flash_attention(*transposed, mask=mask, bias=bias, **options).transpose(1, 2)
     batch, heads, length, _ = query.shape
     kv_heads = key.shape[1]
     mask, bias = (None if x is None else _score_folded(x, query, kv_heads) for x in (mask, bias))
-    query, key, value = of_folded_heads(query, key, value)
+    query = query.reshape(batch * kv_heads, length, heads // kv_heads, query.shape[-1])  # either size is 1
+    key, value = (x.flatten(0, 1).unsqueeze(2) for x in (key, value))
     out = flash_attention(query, key, value, mask=mask, bias=bias, **options)
     return out.reshape(batch, heads, length, out.shape[-1])
 
 
-def folds(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _folds(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Tells whether heads can become batch entries without a copy, where a transpose would need one."""
     if query.shape[1] != key.shape[1] and query.shape[2] != 1:
         return False
@@ -49,17 +50,6 @@ def folds(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     if all(x.transpose(1, 2).is_contiguous() for x in given):
         return False
     return all(x.is_contiguous() for x in given)
-
-
-def of_folded_heads(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[B * Hkv, T, H / Hkv, D], [B * Hkv, S, 1, D] and [B * Hkv, S, 1, Dv], which are views where `folds` holds."""
-    batch, heads, length, _ = query.shape
-    kv_heads = key.shape[1]
-    query = query.reshape(batch * kv_heads, length, heads // kv_heads, query.shape[-1])  # either size is 1
-    key, value = (x.flatten(0, 1).unsqueeze(2) for x in (key, value))
-    return query, key, value
 
 
 def _score_folds(x: torch.Tensor, query: torch.Tensor) -> bool:

@@ -4,16 +4,17 @@ transformers is imported when something here is called, never before.
 """
 
 import functools
+import inspect
 from typing import Any
 
 import torch
 
-from jax_kernels.bridge import growing, heads_first
+from jax_kernels.bridge import growing, heads_first, library
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.decode_attention import decode_attention
 from jax_kernels.bridge.sdpa import shared_axes
 
-__all__ = ["NAME", "attention", "attention_mask", "register", "replace_attention"]
+__all__ = ["NAME", "attention", "attention_mask", "growing_cache", "register", "replace_attention"]
 
 NAME = "jax_kernels"
 _NOT_GIVEN: Any = object()
@@ -32,13 +33,15 @@ def register(name: str = NAME) -> str:
     """
     try:
         from transformers import AttentionInterface
-        from transformers.masking_utils import AttentionMaskInterface
+        from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     except ImportError as error:
         raise ImportError(
             "bridge.huggingface: got no transformers of version 5 or later; want it, from pip install transformers"
         ) from error
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, attention_mask)
+    # Early versions of 5 ask for masks by other arguments. Theirs is right there, and windows are dense masks.
+    is_known = "q_length" in inspect.signature(sdpa_mask).parameters
+    AttentionMaskInterface.register(name, attention_mask if is_known else sdpa_mask)
     return name
 
 
@@ -60,6 +63,23 @@ def replace_attention(model: Any) -> Any:
             f"model: got a {type(model).__name__}, whose attention does not go through transformers' AttentionInterface"
         )
     return model
+
+
+def growing_cache(model: Any) -> Any:
+    """An empty cache for generate(past_key_values=...) and for a model's calls: a transformers.DynamicCache with room.
+
+    Its keys and values stand in larger memory: a token is written behind them, where DynamicCache copies all of them at
+    each token, and this library's attention reads them in place.
+
+    Args:
+      model: a transformers.PreTrainedModel, or its config. Layers with a window of their own keep transformers' caches.
+
+    Raises ImportError where transformers 5 or later is not installed.
+    """
+    register()
+    from jax_kernels.bridge.growing_cache import GrowingCache
+
+    return GrowingCache(getattr(model, "config", model))
 
 
 def attention(
@@ -99,11 +119,11 @@ def attention(
       NotImplementedError: dropout is not 0, or an argument that it does not serve is given.
     """
     _refuse(dropout, others)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     length, kv_length = query.shape[2], key.shape[2]
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     if attention_mask is None and length == 1 and position_bias is None and _is_decoding(query, key, value, s_aux):
         return _decoded(query, key, value, s_aux, options), None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and length > 1 and causal:
         if kv_length > length:  # an empty cache has room behind the keys
             key, value = key[:, :, :length], value[:, :, :length]
@@ -182,6 +202,8 @@ def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, si
     """Tells whether decode_attention can serve a call of one query that attends to all keys."""
     if torch.compiler.is_compiling() or not key.shape[2] or max(query.shape[-1], value.shape[-1]) > 256:
         return False
+    if type(query) is not torch.Tensor or not library.is_plain_call():
+        return False
     given = (query, key, value) if sinks is None else (query, key, value, sinks)
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
 
@@ -191,16 +213,17 @@ def _decoded(
 ) -> torch.Tensor:
     """[B, 1, H, Dv]. The keys stand in memory as [B, Hkv, S, D], and are read so: heads join the batch.
 
-    JAX compiles for each number of keys. So they are copied to memory for one of few numbers, and kv_lengths tells how
-    many count. What stands behind them is without effect.
+    JAX compiles for each number of keys. So it gets them with room behind them, for one of few numbers, and kv_lengths
+    tells how many count. What stands in the room is without effect.
     """
-    batch, heads, _, _ = query.shape
-    length = key.shape[2]
-    room = growing.bucket(length)
-    if room > length:
-        key, value = (_with_room(x, room) for x in (key, value))
-    query, key, value = heads_first.of_folded_heads(query, key, value)
-    lengths = _lengths(length, query.shape[0], query.device)
+    batch, heads, _, head_dim = query.shape
+    kv_heads, length = key.shape[1:3]
+    query = query.reshape(batch * kv_heads, 1, heads // kv_heads, head_dim)
+    found_key, found_value = _with_room(key), _with_room(value)
+    if found_key is None or found_value is None or found_key.shape[1] != found_value.shape[1]:
+        found_key, found_value = (_copied_with_room(x) for x in (key, value))
+    key, value = found_key, found_value
+    lengths = _lengths(length, batch * kv_heads, query.device)
     if sinks is None:
         out = decode_attention(query, key, value, kv_lengths=lengths, **options)
         return out.reshape(batch, 1, heads, out.shape[-1])
@@ -210,14 +233,46 @@ def _decoded(
     return (out.reshape(batch, 1, heads, -1) * left).to(out.dtype)
 
 
-def _with_room(x: torch.Tensor, room: int) -> torch.Tensor:
-    larger = x.new_empty(*x.shape[:2], room, x.shape[3])
-    larger[:, :, : x.shape[2]].copy_(x)
-    return larger
+def _with_room(x: torch.Tensor) -> torch.Tensor | None:
+    """[B * Hkv, room, 1, D]: the keys or values with what stands behind those of each head in memory.
+
+    None where nothing does, and their number is not one of the few either.
+    """
+    batch, heads, length, width = x.shape
+    step = x.stride(1)
+    room = step // width
+    if x.stride()[2:] != (width, 1) or step % width or room < length or (batch > 1 and x.stride(0) != heads * step):
+        return None
+    if (room == length and room != growing.bucket(length)) or _end(x, batch * heads * step) > 0:
+        return None
+    return x.as_strided((batch * heads, room, 1, width), (step, width, width, 1))
+
+
+def _end(x: torch.Tensor, elements: int) -> int:
+    """How far so many elements from x's first one on reach beyond its storage, in bytes; not above 0 where they fit."""
+    return (x.storage_offset() + elements) * x.element_size() - x.untyped_storage().nbytes()
+
+
+def _copied_with_room(x: torch.Tensor) -> torch.Tensor:
+    """_with_room in new memory."""
+    batch, heads, length, width = x.shape
+    larger = x.new_empty(batch, heads, growing.bucket(length), width)
+    larger[:, :, :length].copy_(x)
+    return larger.view(batch * heads, -1, 1, width)
+
+
+def _lengths(length: int, count: int, device: torch.device) -> torch.Tensor:
+    """The length, count times. A captured CUDA graph has its own: it may outlive what is kept here."""
+    if device.type != "cuda":
+        return _kept_lengths(length, count, device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.full((count,), length, dtype=torch.int32, device=device)
+    return _kept_lengths(length, count, device, torch.cuda.current_stream(device).cuda_stream)
 
 
 @functools.lru_cache(maxsize=4)  # the layers of a model ask for the same ones
-def _lengths(length: int, count: int, device: torch.device) -> torch.Tensor:
+def _kept_lengths(length: int, count: int, device: torch.device, stream: int) -> torch.Tensor:
+    """The lengths for work on this stream, which fills them first."""
     return torch.full((count,), length, dtype=torch.int32, device=device)
 
 
@@ -245,7 +300,7 @@ def attention_mask(
         if _is_whole(q_length, q_offset, kv_offset, attention_mask):
             return None
         known = isinstance(q_offset, int) and isinstance(kv_offset, int)
-        if known and q_length == 1 and q_offset - kv_offset + 1 == kv_length <= local_size:
+        if known and q_length == 1 and q_offset - kv_offset + 1 == kv_length <= (local_size or 0):
             return None
     return sdpa_mask(
         batch_size=batch_size,

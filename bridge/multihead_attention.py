@@ -55,7 +55,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         )
         self.implementation = implementation
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -124,12 +124,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
     def _projected(self, query: Any, key: Any, value: Any, batch: int) -> list[torch.Tensor]:
         """The projections, [B, T, H, D]. Sequence first, the entries of the batch count as heads: nothing is copied."""
-        if self.in_proj_weight is None:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        if self.in_proj_weight is not None and query is key is value:  # one product, whose gradient is rounded once
+            projected = list(functional.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1))
         else:
-            weights = self.in_proj_weight.chunk(3)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        projected = [functional.linear(*x) for x in zip((query, key, value), weights, biases, strict=True)]
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = weights if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            projected = [functional.linear(*x) for x in zip((query, key, value), weights, biases, strict=True)]
         axis = 1 if self.batch_first and query.ndim == 3 else 0  # of the length
         if self.bias_k is not None:
             given = zip(projected[1:], (self.bias_k, self.bias_v), strict=True)

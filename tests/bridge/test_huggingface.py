@@ -100,8 +100,75 @@ def generated(model, tokens, mask, cache):
     )
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_with_room():
+    """Tokens are written in place, attention reads them in place, and what other methods put there is copied."""
+    cache = bridge.huggingface.growing_cache(config_of("llama"))
+    new = lambda length: torch.randn(2, 2, length, 16)
+    want, wanted = new(100), new(100)
+    keys, values = cache.update(want, wanted, 0)
+    first = keys.data_ptr()
+    for _ in range(60):
+        more, others = new(1), new(1)
+        want, wanted = torch.cat([want, more], dim=2), torch.cat([wanted, others], dim=2)
+        keys, values = cache.update(more, others, 0)
+        assert torch.equal(keys, want)
+        assert torch.equal(values, wanted)
+    assert keys.data_ptr() == first
+    query = torch.randn(2, 4, 1, 16)
+    got, _ = huggingface.attention(torch.nn.Module(), query, keys, values, None)
+    want_out = bridge.flash_attention(*(x.transpose(1, 2) for x in (query, want, wanted)))
+    torch.testing.assert_close(got, want_out, atol=3e-6, rtol=0)
+    assert huggingface._with_room(keys).data_ptr() == first
+    cache.layers[0].crop(-20)
+    more = new(3)
+    keys, _ = cache.update(more, more, 0)
+    assert torch.equal(keys, torch.cat([want[:, :, :-20], more], dim=2))
+    assert keys.data_ptr() == first
+    cache.layers[0].reorder_cache(torch.tensor([1, 0]))
+    before, (keys, _) = keys, cache.update(more, more, 0)
+    assert torch.equal(keys, torch.cat([before.flip(0), more], dim=2))
+    assert keys.data_ptr() != first
+    copied = copy.deepcopy(cache)
+    keys, _ = copied.update(new(1), new(1), 0)
+    assert torch.equal(keys[:, :, :-1], cache.layers[0].keys)
+    more = new(200).requires_grad_()
+    keys, _ = cache.update(more, more, 0)
+    assert torch.autograd.grad(keys.sum(), more)[0].eq(1).all()
+
+
+def test_rooms_behind_keys():
+    whole = torch.arange(2.0 * 3 * 128 * 4).reshape(2, 3, 128, 4)
+    room = huggingface._with_room(whole[:, :, :100])
+    assert torch.equal(room, whole.reshape(6, 128, 1, 4))
+    for x in (
+        whole[:, :, :100].contiguous(),  # no room, and 100 is not one of the few numbers
+        whole[:, :, 28:],  # the room of the last head would end behind the memory
+        whole[:, :2, :100],  # a head stands between the entries
+        whole[..., :2][:, :, :100],
+        whole.transpose(1, 2),
+    ):
+        assert huggingface._with_room(x) is None
+    assert huggingface._with_room(whole).shape == (6, 128, 1, 4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_generate_with_room(name):
+    theirs, ours = both(name)
+    tokens, mask, _ = tokens_and_mask("left")
+    for attention_mask in (torch.ones_like(tokens), mask):
+        arguments = {"attention_mask": attention_mask, "max_new_tokens": 10, "do_sample": False, "min_new_tokens": 10}
+        got = ours.generate(tokens, past_key_values=bridge.huggingface.growing_cache(ours), **arguments)
+        assert torch.equal(got, theirs.generate(tokens, **arguments))
+
+
+GENERATED = [
+    pytest.param(name, cache, marks=[pytest.mark.slow] * (name in ("mistral", "qwen3")))
+    for name in MODELS
+    for cache in ("dynamic", "static")
+]
+
+
+@pytest.mark.parametrize(("name", "cache"), GENERATED)
 def test_generate(name, cache):
     theirs, ours = both(name)
     for padding in ("none", "left"):
@@ -216,6 +283,15 @@ def test_registration():
     assert bridge.huggingface.replace_attention(model) is model
     model.set_attn_implementation("sdpa")
     assert bridge.huggingface.replace_attention(model).config._attn_implementation == "jax_kernels"
+
+
+def test_masks_of_early_versions(monkeypatch):
+    """Where transformers asks for a mask by arguments that are not known, its own function answers."""
+    masks = transformers.masking_utils
+    monkeypatch.setattr(masks, "sdpa_mask", lambda batch_size, cache_position: None)
+    monkeypatch.setattr(masks.AttentionMaskInterface, "_global_mapping", {})
+    bridge.huggingface.register("early")
+    assert masks.AttentionMaskInterface()["early"] is masks.sdpa_mask
 
 
 def test_errors(monkeypatch):

@@ -3,6 +3,8 @@
 import inspect
 import warnings
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from torch.nn import functional
@@ -10,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from jax_kernels import bridge
-from jax_kernels.bridge import heads_first, warned
+from jax_kernels.bridge import attention_ops, heads_first, warned
+from jax_kernels.dispatch import on_device
 
 # Shapes of query, key and value, and the options.
 SAME = ((2, 4, 9, 8), (2, 4, 11, 8), (2, 4, 11, 8))
@@ -59,7 +62,11 @@ CASES = {
     "no keys": ((2, 4, 9, 8), (2, 4, 0, 8), (2, 4, 0, 8), {}),
     "head_dim 0": ((2, 4, 9, 0), (2, 4, 11, 0), (2, 4, 11, 8), {"scale": 1.0}),
 }
-SLOW = {"3 axes, grouped heads", "more queries than keys", "scale 0", "added, one column", "added, -inf", "no heads"}
+QUICK = {
+    *("causal, odd lengths", "grouped heads", "groups of their own", "2 axes", "3 axes", "5 axes, broadcast mask"),
+    *("one head and entry of queries", "expanded mask", "rows without keys", "added, expanded leaf", "no keys"),
+    *("added, rows of -inf", "a negative int as scale", "one query, added for heads", "head_dim 0"),
+}
 
 
 def test_the_signature_is_pytorchs():
@@ -70,7 +77,7 @@ def test_the_signature_is_pytorchs():
     ])) == want  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in CASES])
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] * (x not in QUICK)) for x in CASES])
 def test_numbers_and_gradients(case):
     """PyTorch's plain mathematics in float64 is the reference."""
     *shapes, options = CASES[case]
@@ -183,6 +190,24 @@ def test_by_assignment(monkeypatch):
     assert len(calls) == 1
     with pytest.warns(UserWarning, match="drops attention weights"):
         functional.scaled_dot_product_attention(*torch.randn(3, 1, 2, 5, 8), dropout_p=0.1)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1, 500), (500, 500)], ids=str)
+def test_rows_of_a_mask_have_one_shape_on_each_device(shape):
+    """Kernels of a GPU take a mask of keys as a bias. The results of the operator do not show it to its backward."""
+    options = attention_ops.Options(
+        is_causal=False, window_left=-1, window_right=-1, q_offset=0, scale=None, softcap=None, return_lse=False,
+        deterministic=None, precision=None, implementation=None,
+    )  # fmt: skip
+    query = jax.ShapeDtypeStruct((2, 500, 4, 64), jnp.bfloat16)
+    others = dict.fromkeys(("bias", "sinks", "q_segment_ids", "kv_segment_ids", "kv_lengths", "q_offset"))
+    mask = jax.ShapeDtypeStruct(shape, jnp.bool_)
+    tensors = attention_ops.Tensors(query=query, key=query, value=query, mask=mask, **others)
+    device = torch.device("cuda", 0)
+    with on_device("H200"):
+        out, rows = jax.eval_shape(attention_ops._forward.__wrapped__(device, options), *tensors)
+    assert out.shape == query.shape
+    assert rows.shape == (2, 4, 500)
 
 
 def test_meta_tensors():

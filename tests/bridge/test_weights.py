@@ -1,0 +1,152 @@
+"""Parameters between PyTorch, Hugging Face Llamas and Flax: equal outputs, and round trips without loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from jax_kernels import bridge, models
+from jax_kernels.bridge import weights
+
+TOKENS = np.random.default_rng(0).integers(3, 61, (2, 19))
+
+
+def pure(model):
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def llama_config(**more):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    arguments = {
+        "vocab_size": 61,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.2,
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+    }
+    return transformers.LlamaConfig(**arguments | more)
+
+
+def llama(config):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_llama_in_flax_and_back(tied):
+    config = llama_config(tie_word_embeddings=tied)
+    theirs = llama(config)
+    own = models.Transformer(models.TransformerConfig(**weights.transformer_fields(config)), rngs=nnx.Rngs(1))
+    before = jax.tree.structure(pure(own))
+    found = weights.to_flax(theirs)
+    assert jax.tree.structure(found) == before
+    nnx.update(own, found)
+    got = nnx.jit(lambda model, x: model(x))(own, jnp.asarray(TOKENS))
+    with torch.no_grad():
+        want = theirs(torch.from_numpy(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(np.asarray(got), want, atol=1e-4, rtol=1e-4)
+
+    back = weights.from_flax(pure(own), names="llama")
+    assert set(back) == set(theirs.state_dict())
+    assert all(torch.equal(back[name], x) for name, x in theirs.state_dict().items())
+    other = llama(config)
+    torch.nn.init.zeros_(other.model.embed_tokens.weight)
+    other.load_state_dict(back)
+    with torch.no_grad():
+        assert torch.equal(other(torch.from_numpy(TOKENS)).logits, theirs(torch.from_numpy(TOKENS)).logits)
+    assert jax.tree.structure(weights.to_flax(theirs.state_dict())) == before
+    assert jax.tree.structure(weights.to_flax(theirs.model.state_dict() if tied else theirs)) == before
+
+
+LONGNET = {"segment_lengths": (32,), "dilation_rates": (2,), "layer_norm": True}
+
+
+@pytest.mark.parametrize("options", [{"tie_embeddings": False}, {"num_kv_heads": 2}, LONGNET], ids=str)
+def test_the_librarys_models(options):
+    fields = {"vocab_size": 61, "model_dim": 48, "num_layers": 2, "num_heads": 4} | options
+    is_dilated = "segment_lengths" in options
+    config = (models.LongNetConfig if is_dilated else models.TransformerConfig)(**fields)
+    module = bridge.nn.Transformer(fields)
+    own = (models.LongNet if is_dilated else models.Transformer)(config, rngs=nnx.Rngs(1))
+    found = weights.to_flax(module)
+    assert jax.tree.structure(found) == jax.tree.structure(pure(own))
+    nnx.update(own, found)
+    got = nnx.jit(lambda model, x: model(x))(own, jnp.asarray(TOKENS))
+    want = module(torch.from_numpy(TOKENS)).detach().numpy()
+    np.testing.assert_allclose(np.asarray(got), want, atol=2e-5, rtol=0)
+    for parameters in (pure(own), models.flat_parameters(own)):
+        back = weights.from_flax(parameters)
+        assert all(torch.equal(back[name], x) for name, x in module.state_dict().items())
+        assert len(back) == len(module.state_dict())
+
+
+def both(name, *args, **options):
+    torch.manual_seed(0)
+    module = getattr(bridge.nn, name)(*args, **options)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module, getattr(models, name)(*args, rngs=nnx.Rngs(0), **options)
+
+
+MODULES = {
+    "Linear": (48, 32),
+    "GatedMLP": (48, 64),
+    "LayerNorm": (48,),
+    "RMSNorm": (48,),
+    "DynamicMaskAttention": (48, 4),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name):
+    module, own = both(name, *MODULES[name])
+    nnx.update(own, weights.to_flax(module))
+    x = np.random.default_rng(1).standard_normal((2, 9, 48)).astype(np.float32)
+    want = module(torch.from_numpy(x)).detach().numpy()
+    # PyTorch's RMSNorm has another epsilon than Flax's, which are no parameters.
+    np.testing.assert_allclose(np.asarray(own(jnp.asarray(x))), want, atol=2e-4 * max(1.0, np.abs(want).max()), rtol=0)
+    back = weights.from_flax(pure(own))
+    assert all(torch.equal(back[key], value) for key, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_are_kept(dtype):
+    module = torch.nn.Linear(5, 3, dtype=dtype)
+    found = weights.to_flax(module)
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(str(dtype).removeprefix("torch."))}
+    back = weights.from_flax(found)
+    assert back["weight"].dtype == dtype
+    assert torch.equal(back["weight"], module.weight)
+    with torch.no_grad():
+        before = back["weight"].clone()
+        module.weight.zero_()
+    assert torch.equal(weights.from_flax(found)["weight"], before)
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"^source: got parameters that models.Transformer lacks: layers\.0"):
+        weights.to_flax(llama(llama_config(attention_bias=True)))
+    for name, value in (
+        ("attention_bias", True),
+        ("hidden_act", "gelu"),
+        ("rope_parameters", {"rope_type": "linear", "factor": 2.0, "rope_theta": 5.0}),
+    ):
+        with pytest.raises(ValueError, match=rf"^config\.{name}: got "):
+            weights.transformer_fields(llama_config(**{name: value}))
+    with pytest.raises(ValueError, match=r"^names: got 'gpt', want 'bridge' or 'llama'"):
+        weights.from_flax({}, names="gpt")
+    with pytest.raises(ValueError, match=r"^parameters: got 'A', which a Llama lacks"):
+        weights.from_flax({"A": np.zeros(3)}, names="llama")
+    with pytest.raises(TypeError, match=r"^weight: got dtype torch\.float64, want torch\.float32"):
+        weights.to_flax(torch.nn.Linear(2, 2, bias=False, dtype=torch.float64))
