@@ -17,6 +17,7 @@ from jax_kernels.bridge.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm,
 from jax_kernels.bridge.matmul import GatedMLP, Linear, gated_matmul, linear
 from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.normalization import LayerNorm, RMSNorm
+from jax_kernels.bridge.ring_dilated_attention import RingDilatedAttention
 
 __all__ = [
     "MLP",
@@ -28,6 +29,7 @@ __all__ = [
     "Linear",
     "MultiheadDilatedAttention",
     "RMSNorm",
+    "RingDilatedAttention",
     "Transformer",
     "has_gpu",
     "logits_and_input_gradients",
