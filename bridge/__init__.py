@@ -41,6 +41,9 @@ from jax_kernels.bridge.prepare_mask import prepare_mask as prepare_mask  # noqa
 from jax_kernels.bridge.ring_attention import ring_attention as ring_attention  # noqa: E402
 from jax_kernels.bridge.ring_attention import shard_sequence as shard_sequence  # noqa: E402
 from jax_kernels.bridge.ring_attention import unshard_sequence as unshard_sequence  # noqa: E402
+from jax_kernels.bridge.ring_dilated_attention import (  # noqa: E402
+    sequence_parallel_dilated_attention as sequence_parallel_dilated_attention,
+)
 from jax_kernels.bridge.sdpa import scaled_dot_product_attention as scaled_dot_product_attention  # noqa: E402
 from jax_kernels.bridge.sparse_attention import block_sparse_attention as block_sparse_attention  # noqa: E402
 from jax_kernels.bridge.sparse_attention import dynamic_mask_attention as dynamic_mask_attention  # noqa: E402

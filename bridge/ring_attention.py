@@ -1,22 +1,18 @@
 """ring_attention on PyTorch tensors: one process for each device, each of which has some tokens of the sequence."""
 
-import functools
 from typing import Any
 
-import jax
 import torch
 import torch.distributed as dist
 
-from jax_kernels.bridge import dlpack, library
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics
-from jax_kernels.bridge.distributed import AXIS, Ring, ring_of
+from jax_kernels.bridge.distributed import AXIS, ring_of
+from jax_kernels.bridge.shared_op import SharedOp
 from jax_kernels.ops.ring import ring_attention as ops
 from jax_kernels.ops.ring import shard_sequence as orders
 from jax_kernels.ops.ring import vjp as ring_vjp
 
 __all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]
-
-LABEL = "ring_attention"
 
 
 @torch.compiler.disable(reason="jax_kernels: ring_attention runs over several processes")
@@ -78,118 +74,24 @@ def ring_attention(
         "precision": precision,
         "implementation": implementation,
     }
-    ring = ring_of(group)
-    statics = tuple(options.items())
-    out, lse = _Attend.apply(ring, statics, query, key, value, segment_ids, sinks)
+    out, lse = _OP(ring_of(group), options, query, key, value, segment_ids, sinks)
     return (out, lse) if return_lse else out
 
 
-class _Attend(torch.autograd.Function):
-    """(out, lse)."""
-
-    @staticmethod
-    def forward(ctx, ring, statics, query, key, value, segment_ids, sinks):
-        tensors = query, key, value, segment_ids, sinks
-        results = _run(ring, _forward(ring.mesh, statics), tensors)
-        ctx.ring, ctx.statics = ring, statics
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, *results)
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx, dout, dlse):
-        *tensors, out, lse = ctx.saved_tensors
-        if dout is None and dlse is None:
-            return (None,) * 7
-        gradients = _Gradients.apply(ctx.ring, ctx.statics, *tensors, out, lse, dout, dlse)
-        dquery, dkey, dvalue, *dsinks = gradients
-        return None, None, dquery, dkey, dvalue, None, dsinks[0][0] if dsinks else None
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        library.refuse_tangent(LABEL)
+def _attend(query, key, value, segment_ids, sinks, **options):
+    return ops.ring_attention(
+        query, key, value, axis_name=AXIS, segment_ids=segment_ids, sinks=sinks, return_lse=True, **options
+    )
 
 
-class _Gradients(torch.autograd.Function):
-    """The gradients of query, key, value, and where there are sinks theirs, [1, H]."""
-
-    @staticmethod
-    def forward(ctx, ring, statics, query, key, value, segment_ids, sinks, out, lse, dout, dlse):
-        dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
-        return tuple(
-            _run(ring, _backward(ring.mesh, statics), (query, key, value, segment_ids, sinks, out, lse, dout, dlse))
-        )
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        library.refuse_second_gradient(LABEL)
+def _known(query, key, value, segment_ids, sinks, out, lse, **options):
+    call, arrays = ops.prepare(
+        query, key, value, axis_name=AXIS, segment_ids=segment_ids, sinks=sinks, return_lse=True, **options
+    )
+    return ring_vjp.with_results(call, arrays, out, lse) if call.strategy == "ring" else ops.attention_of(call, arrays)
 
 
-# The axis of the tokens in query, key, value, segment_ids, sinks, out, lse, dout and dlse.
-_AXES = 1, 1, 1, 1, None, 1, 2, 1, 2
-
-
-def _run(ring: Ring, program: Any, tensors: Any) -> list[torch.Tensor]:
-    """The results of a program of this process's tensors, some of which may be None."""
-    device = tensors[0].device
-    dlpack.refuse_capture(device)
-    present = [(x, axis) for x, axis in zip(tensors, _AXES[: len(tensors)], strict=True) if x is not None]
-    arrays, owners = ring.whole([x for x, _ in present], [axis for _, axis in present])
-    given = iter(arrays)
-    results = program(*(None if x is None else next(given) for x in tensors))
-    found = ring.own(results, device)
-    del owners
-    return found
-
-
-@functools.cache
-def _forward(mesh: jax.sharding.Mesh, statics: tuple[tuple[str, Any], ...]) -> Any:
-    """The compiled (out, lse) of query, key, value, segment_ids and sinks."""
-
-    def attend(query, key, value, segment_ids, sinks):
-        return ops.ring_attention(
-            query, key, value, axis_name=AXIS, segment_ids=segment_ids, sinks=sinks, return_lse=True, **dict(statics)
-        )
-
-    return _shared(attend, mesh, (1, 2))
-
-
-@functools.cache
-def _backward(mesh: jax.sharding.Mesh, statics: tuple[tuple[str, Any], ...]) -> Any:
-    """The compiled gradients of query, key, value and sinks, from what the forward took and gave."""
-
-    def gradients(query, key, value, segment_ids, sinks, out, lse, dout, dlse):
-        given = {"axis_name": AXIS, "segment_ids": segment_ids, "return_lse": True} | dict(statics)
-        of = lambda query, key, value, sinks: ops.prepare(query, key, value, sinks=sinks, **given)
-        cotangents = dout, jax.numpy.zeros_like(lse) if dlse is None else dlse
-
-        def attend(query, key, value, sinks):
-            call, arrays = of(query, key, value, sinks)
-            if call.strategy != "ring":
-                return ops.attention_of(call, arrays)
-            return ring_vjp.with_results(call, arrays, out, lse)
-
-        *found, dsinks = jax.vjp(attend, query, key, value, sinks)[1](cotangents)
-        return *found, None if dsinks is None else dsinks[None]
-
-    return _shared(gradients, mesh, (1, 1, 1, 0))
-
-
-def _shared(function: Any, mesh: jax.sharding.Mesh, axes: tuple[int, ...]) -> Any:
-    """A function of this process's parts as one of whole arrays.
-
-    axes: those of its results along which the processes' parts stand one after another.
-    """
-    spec = lambda axis: jax.P() if axis is None else jax.P(*[None] * axis, AXIS)
-
-    def run(*given):
-        in_specs = tuple(None if x is None else spec(axis) for axis, x in zip(_AXES[: len(given)], given, strict=True))
-        shared = jax.shard_map(
-            function, mesh=mesh, in_specs=in_specs, out_specs=tuple(map(spec, axes)), check_vma=False
-        )  # fmt: skip
-        return [x for x in shared(*given) if x is not None]
-
-    return jax.jit(run)
+_OP = SharedOp(label="ring_attention", attend=_attend, known=_known)
 
 
 def shard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag", axis: int = 1) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""bridge.ring_attention over two CPU processes: as attention on one, forward and gradients."""
+"""bridge.ring_attention and its dilated form over two CPU processes: as on one, forward and gradients."""
 
 import os
 import pathlib
@@ -85,6 +85,40 @@ try:
 except ValueError as error:
     assert "got 7 tokens for 2 devices with layout='zigzag', want a multiple of 4" in str(error), error
     print("refused", flush=True)
+
+pattern = {"segment_lengths": (4, 16), "dilation_rates": (1, 2)}
+local = lambda x, axis=1: bridge.shard_sequence(x, layout="contiguous", axis=axis)
+of_all = lambda x, axis=1: bridge.unshard_sequence(x, layout="contiguous", axis=axis)
+options = {"is_causal": True, "return_lse": True, "implementation": "xla"} | pattern
+whole = [x.clone().requires_grad_() for x in (query, key, value)]
+want = bridge.dilated_attention(*whole, segment_ids=ids, **options)
+torch.autograd.backward(want, [dout, dlse])
+mine = [local(x).requires_grad_() for x in (query, key, value)]
+got = bridge.sequence_parallel_dilated_attention(*mine, segment_ids=local(ids), **options)
+torch.autograd.backward(got, [local(dout), local(dlse, 2)])
+for axis, g, w in zip((1, 2), got, want):
+    torch.testing.assert_close(of_all(g, axis), w.detach(), rtol=0, atol=2e-6)
+for g, w in zip(mine, whole):
+    torch.testing.assert_close(of_all(g.grad), w.grad, rtol=0, atol=2e-6)
+torch.manual_seed(1)
+arguments = 32, 4, *pattern.values()
+single = bridge.nn.MultiheadDilatedAttention(*arguments, attention_backend="xla", order="hilbert")
+shared = bridge.nn.RingDilatedAttention(*arguments, attention_backend="xla", order="hilbert")
+shared.load_state_dict(single.state_dict())
+x = query.flatten(-2)
+single(x, is_causal=True)[0].square().sum().backward()
+out = shared(local(x), is_causal=True)[0]
+torch.testing.assert_close(of_all(out), single(x, is_causal=True)[0].detach(), rtol=0, atol=2e-6)
+out.square().sum().backward()
+largest = max(x.grad.norm() for x in single.parameters())  # that of k_proj.bias is a sum that cancels
+for one, other in zip(shared.parameters(), single.parameters()):
+    dist.all_reduce(one.grad)
+    assert (one.grad - other.grad).norm() < 2e-6 * largest
+try:
+    bridge.nn.RingDilatedAttention(*arguments, layout="partition")
+except ValueError as error:
+    assert "layout: got 'partition', want 'overlap'" in str(error), error
+    print("dilated", flush=True)
 alone = dist.new_group([0])
 if rank == 0:
     out = bridge.ring_attention(query, key, value, group=alone, is_causal=True)
@@ -127,4 +161,4 @@ def test_two_processes_are_as_exact_as_one():
     for process, (printed, errors) in zip(processes, told, strict=True):
         assert process.returncode == 0, errors[-3000:]
         said = [line for line in printed.splitlines() if not line.startswith("[Gloo]")]
-        assert said == ["not initialized", "once", "refused", "done"]
+        assert said == ["not initialized", "once", "refused", "dilated", "done"]

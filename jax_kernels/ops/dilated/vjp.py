@@ -20,7 +20,7 @@ from jax_kernels.ops.ring.steps import Rows
 from jax_kernels.pallas.attention.passes import dilated_rows
 from jax_kernels.reference.attention import row_terms
 
-__all__ = ["DilatedCall", "run"]
+__all__ = ["DilatedCall", "run", "with_results"]
 
 Parts = list[tuple[Piece, jax.Array]]
 
@@ -245,6 +245,18 @@ def _branch_terms(
 
 
 _dilated.defvjp(_dilated_fwd, _dilated_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def with_results(call: DilatedCall, arrays: Any, out: jax.Array, lse: jax.Array):
+    """The results of run with return_lse, known already: for their gradient with respect to the arrays."""
+    return out, lse
+
+
+with_results.defvjp(
+    lambda call, arrays, out, lse: ((out, lse), (*arrays, out, lse)),
+    lambda call, residuals, cotangents: (*_dilated_bwd(call, residuals, cotangents), None, None),
+)
 
 # One compilation where the caller has none: the views and the merge are many small operations.
 run = jax.jit(_dilated, static_argnums=0)

@@ -1,0 +1,151 @@
+"""Dilated attention of a sequence that several processes share, on PyTorch tensors: a function and a module."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
+from jax_kernels.bridge.distributed import AXIS, ring_of
+from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
+from jax_kernels.bridge.shared_op import SharedOp
+from jax_kernels.ops.dilated import dilated_attention as ops
+from jax_kernels.ops.dilated import vjp as dilated_vjp
+from jax_kernels.ops.dilated.shards import Shards
+from jax_kernels.ops.ring.layouts import axis_size
+
+__all__ = ["RingDilatedAttention", "sequence_parallel_dilated_attention"]
+
+
+@torch.compiler.disable(reason="jax_kernels: sequence_parallel_dilated_attention runs over several processes")
+def sequence_parallel_dilated_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    group: Any = None,
+    is_causal: bool = False,
+    heads: str = "all",
+    combine: str = "lse",
+    order: str | None = None,
+    stop_gradient_weights: bool = False,
+    return_lse: bool = False,
+    segment_ids: torch.Tensor | None = None,
+    scale: float | None = None,
+    deterministic: bool | None = None,
+    precision: str | None = None,
+    implementation: str | None = None,
+) -> Any:
+    """jax_kernels.sequence_parallel_dilated_attention on PyTorch tensors, with one process for each device.
+
+    The ranks of the group, in their order, have neighbouring tokens: those that shard_sequence(layout="contiguous")
+    gives. Else it is as bridge.ring_attention: each process calls it, after bridge.initialize_distributed(), and
+    gradients flow to the process that has the tensor.
+
+    Args:
+      query: [B, T, H, D], bfloat16, float16 or float32: this process's tokens. key: [B, T, Hkv, D]; value:
+        [B, T, Hkv, Dv]; in query's dtype and on its device. segment_ids: int32 [B, T].
+      group: the torch.distributed process group; None is all ranks.
+      deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
+      The others are those of jax_kernels.sequence_parallel_dilated_attention.
+
+    Returns:
+      out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T].
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as jax_kernels.sequence_parallel_dilated_attention. RuntimeError: JAX
+        does not know the processes of torch.distributed, or it is differentiated twice.
+    """
+    check_inputs(query, key, value, segment_ids=(segment_ids,))
+    query, key, value, _, deterministic = as_torch_is_set(query, key, value, deterministic=deterministic)
+    options = {
+        "segment_lengths": tuple(segment_lengths),
+        "dilation_rates": tuple(dilation_rates),
+        "is_causal": is_causal,
+        "heads": heads,
+        "combine": combine,
+        "order": order,
+        "stop_gradient_weights": stop_gradient_weights,
+        "scale": scale,
+        "deterministic": deterministic,
+        "precision": precision,
+        "implementation": implementation,
+    }
+    out, lse = _OP(ring_of(group), options, query, key, value, segment_ids, None)
+    return (out, lse) if return_lse else out
+
+
+def _prepared(query, key, value, segment_ids, options):
+    shards = Shards(AXIS, axis_size(AXIS))
+    return ops.prepare(
+        query=query, key=key, value=value, segment_ids=segment_ids, return_lse=True, shards=shards, **options
+    )
+
+
+def _attend(query, key, value, segment_ids, sinks, **options):
+    return dilated_vjp.run(*_prepared(query, key, value, segment_ids, options))
+
+
+def _known(query, key, value, segment_ids, sinks, out, lse, **options):
+    call, arrays = _prepared(query, key, value, segment_ids, options)
+    return dilated_vjp.with_results(call, arrays, out, lse)
+
+
+_OP = SharedOp(label="sequence_parallel_dilated_attention", attend=_attend, known=_known)
+
+
+class RingDilatedAttention(MultiheadDilatedAttention):
+    """MultiheadDilatedAttention of a sequence that several processes share.
+
+    Its parameters, their names and its arguments are those of MultiheadDilatedAttention; a state_dict serves both. The
+    layout is "overlap". Each process has the module, with the same parameters, and calls it with its own tokens, as
+    sequence_parallel_dilated_attention says. The gradients of its parameters are the parts of this process's tokens:
+    add them up over the group.
+
+    Args:
+      group: the torch.distributed process group whose ranks share the sequence; None is all ranks.
+    """
+
+    def __init__(self, *args: Any, group: Any = None, **kwargs: Any) -> None:
+        if kwargs.get("layout", "overlap") != "overlap":
+            raise ValueError(f"layout: got {kwargs['layout']!r}, want 'overlap': processes share segments of it alone")
+        super().__init__(*args, **kwargs)
+        self.group = group
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        segment_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, None]:
+        """(output [B, T, embed_dim], None) of this process's query, key and value, each [B, T, embed_dim].
+
+        key and value default to query. is_causal: a token attends to itself and to earlier ones only. segment_ids:
+        int32 [B, T]: packed sequences.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.ndim != 3 or x.shape[-1] != self.embed_dim:
+                raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, length, {self.embed_dim}]")
+        split = lambda x: x.unflatten(-1, (self.num_heads, -1))
+        pattern = {name: x for name, x in self.pattern.items() if name != "layout"}
+        out = sequence_parallel_dilated_attention(
+            split(self.q_proj(query)),
+            split(self.k_proj(key)),
+            split(self.v_proj(value)),
+            group=self.group,
+            is_causal=is_causal,
+            segment_ids=segment_ids,
+            implementation=self._implementation,
+            **pattern,
+        ).flatten(-2)
+        if self.norm is not None:
+            out = self.norm(out)
+        return functional.dropout(self.out_proj(out), self.dropout, self.training), None
