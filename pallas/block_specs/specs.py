@@ -259,16 +259,11 @@ class AttentionFp8Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormTriton:
-    """Blocks of the forward of a normalisation: a program holds block_rows rows of up to `chunk` columns at once.
-
-    programs: on each streaming multiprocessor, where each takes one block of rows after another and loads the next one
-    while it computes; 0: a program for each block. Rows of several chunks and quantized results always have the latter.
-    """
+    """Blocks of the forward of a normalisation: a program holds block_rows rows of up to `chunk` columns at once."""
 
     block_rows: int
     chunk: int
     num_warps: int
-    programs: int = 0
 
     def __post_init__(self) -> None:
         _powers_of_two(self, "block_rows", "chunk", "num_warps")

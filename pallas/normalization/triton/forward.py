@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.normalization_inputs import NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormTriton
-from jax_kernels.pallas.normalization.triton.rows import Place, Refs, Traits, chunk_loop, joined_inputs
+from jax_kernels.pallas.normalization.triton.rows import Place, Refs, Traits, chunk_loop
 from jax_kernels.pallas.varying import result_types
 from jax_kernels.quantization import FORMATS
 
@@ -27,6 +27,7 @@ def norm_forward(
     inputs: NormInputs, options: NormOptions, *, config: NormTriton, core_count: int, interpret: bool
 ) -> NormResult:
     """See the package's docstring."""
+    del core_count
     traits = Traits.of(inputs, options, config.block_rows, config.chunk)
     arrays = {name: x for name, x in inputs._asdict().items() if x is not None}
     numbers = jax.ShapeDtypeStruct((traits.rows,), jnp.float32)
@@ -43,18 +44,12 @@ def norm_forward(
     def body(*refs):
         given, written = refs[: len(arrays)], refs[len(arrays) :]
         results = NormResult(**dict.fromkeys(NormResult._fields) | dict(zip(outs, written, strict=True)))
-        refs = Refs(**dict(zip(arrays, given, strict=True)), outs=results)
-        if programs < traits.row_blocks:
-            _rows_ahead_kernel(refs, traits, programs)
-        else:
-            (_kernel if options.quantize is None else _quantized_kernel)(refs, traits)
+        kernel = _kernel if options.quantize is None else _quantized_kernel
+        kernel(Refs(**dict(zip(arrays, given, strict=True)), outs=results), traits)
 
-    programs = traits.row_blocks
-    if config.programs and traits.chunks == 1 and options.quantize is None:
-        programs = min(programs, core_count * config.programs)
     found = pl.pallas_call(
         body,
-        grid=(programs,),
+        grid=(traits.row_blocks,),
         out_shape=result_types(list(outs.values()), *arrays.values()),
         compiler_params=plgpu.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
@@ -80,28 +75,10 @@ def _kernel(refs: Refs, traits: Traits) -> None:
             return state
 
         chunk_loop(traits, write, ())
-    _write_statistics(refs, place(0), mean, inverse)
-
-
-def _rows_ahead_kernel(refs: Refs, traits: Traits, programs: int) -> None:
-    """One of `programs` programs, each of which takes one block of rows after another.
-
-    It loads a block while it computes the one before: a program of one block loads nothing while it computes.
-    """
-    first, stride = pl.program_id(0), programs * traits.block_rows
-    place = lambda row: Place(traits=traits, row=row, column=0)
-
-    def step(i, loaded):
-        row = first * traits.block_rows + i * stride
-        ahead = place(row + stride).load_inputs(refs)
-        at, x = place(row), joined_inputs(loaded)
-        mean, inverse = _statistics(at, x)
-        _write(refs, at, x, mean, inverse)
-        _write_statistics(refs, at, mean, inverse)
-        return ahead
-
-    count = lax.div(traits.row_blocks - first + programs - 1, jnp.int32(programs))
-    lax.fori_loop(0, count, step, place(first * traits.block_rows).load_inputs(refs))
+    results = refs.outs
+    place(0).store_numbers(results.inverse, inverse[:, 0])
+    if results.mean is not None:
+        place(0).store_numbers(results.mean, mean[:, 0])
 
 
 def _quantized_kernel(refs: Refs, traits: Traits) -> None:
@@ -227,9 +204,3 @@ def _write(refs: Refs, place: Place, x: jax.Array, mean: Any, inverse: jax.Array
     place.store(refs.outs.out, _normed(refs, place, x, mean, inverse))
     if refs.outs.total is not None:
         place.store(refs.outs.total, x)
-
-
-def _write_statistics(refs: Refs, place: Place, mean: Any, inverse: jax.Array) -> None:
-    place.store_numbers(refs.outs.inverse, inverse[:, 0])
-    if refs.outs.mean is not None:
-        place.store_numbers(refs.outs.mean, mean[:, 0])

@@ -108,23 +108,16 @@ class Place(NamedTuple):
 
     def inputs(self, refs: Refs) -> jax.Array:
         """x, or x + residual, in x's dtype."""
-        return joined_inputs(self.load_inputs(refs))
-
-    def load_inputs(self, refs: Refs) -> tuple[jax.Array, ...]:
-        """x, and residual where there is one."""
-        return tuple(self.load(ref) for ref in (refs.x, refs.residual) if ref is not None)
+        x = self.load(refs.x)
+        if refs.residual is None:
+            return x
+        return (x.astype(jnp.float32) + self.load(refs.residual).astype(jnp.float32)).astype(x.dtype)
 
     def weight(self, refs: Refs) -> jax.Array | None:
         """scale + scale_offset, [1, chunk] float32; None without a scale."""
         if refs.scale is None:
             return None
         return self.load_columns(refs.scale) + self.traits.options.scale_offset
-
-
-def joined_inputs(loaded: tuple[jax.Array, ...]) -> jax.Array:
-    """The sum of what Place.load_inputs gave, in x's dtype."""
-    x, *residual = loaded
-    return (x.astype(jnp.float32) + residual[0].astype(jnp.float32)).astype(x.dtype) if residual else x
 
 
 def chunk_loop(traits: Traits, step: Any, state: Any) -> Any:
