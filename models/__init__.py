@@ -13,6 +13,7 @@ from jax_kernels.models.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.models.linear import GatedMLP, Linear
 from jax_kernels.models.losses import linear_cross_entropy
 from jax_kernels.models.normalization import LayerNorm, RMSNorm
+from jax_kernels.models.pipeline import pipelined
 from jax_kernels.models.sharding import ShardingRules, make_mesh, shard_batch, shard_model, state_shardings
 from jax_kernels.models.trainer import Trainer, next_token_loss
 from jax_kernels.models.transformer import Transformer, flat_parameters
@@ -40,6 +41,7 @@ __all__ = [
     "linear_cross_entropy",
     "make_mesh",
     "next_token_loss",
+    "pipelined",
     "read_text",
     "rotary_embedding",
     "shard_batch",

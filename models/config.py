@@ -35,8 +35,11 @@ class TransformerConfig:
     precision: "fp8" for products of 8 bits in the blocks (q, k, v, out, gate, up and down), as in matmul; None for
       those of dtype. The parameters are the same. scaling: with "fp8", as in matmul; "row" gives each token a scale of
       its own, so that no token depends on a later one.
+    sequence_axis: a mesh axis. Where the mesh of jax.set_mesh has it, its devices share out the tokens; None for none.
+    sequence_layout: of the tokens there, as ring_attention's layout; None for zigzag, and in a LongNet contiguous.
+    microbatches: parts of a device's rows, where a mesh axis has stages of the blocks; None for as many as stages.
 
-    The value that None stands for replaces it. A bad field raises ValueError or TypeError, with its name.
+    The value that None stands for in a size replaces it. A bad field raises ValueError or TypeError, with its name.
     """
 
     vocab_size: int
@@ -58,7 +61,8 @@ class TransformerConfig:
     precision: str | None = None
     scaling: str | None = None
     sequence_axis: str | None = "sequence"
-    sequence_layout: str = "zigzag"
+    sequence_layout: str | None = None
+    microbatches: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "model_dim", "num_layers"):
@@ -76,6 +80,8 @@ class TransformerConfig:
                 raise TypeError(f"TransformerConfig.{name}={number!r} must be a number")
             if not (number > 0 and math.isfinite(number)):
                 raise ValueError(f"TransformerConfig.{name}={number} must be positive and finite")
+        if self.microbatches is not None:
+            positive("TransformerConfig.microbatches", self.microbatches)
         for name in ("tie_embeddings", "scan_layers"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a bool")

@@ -248,7 +248,7 @@ class LongNetConfig(TransformerConfig):
 
     segment_lengths, dilation_rates, heads, combine, layout, order: as in dilated_attention.
     layer_norm, gamma: as in MultiHeadDilatedAttention.
-    sequence_layout: "contiguous" alone.
+    sequence_layout: "contiguous", or None, which stands for it.
 
     A bad field raises ValueError or TypeError, with its name.
     """
@@ -261,7 +261,6 @@ class LongNetConfig(TransformerConfig):
     order: str | None = None
     layer_norm: bool = False
     gamma: float | None = None
-    sequence_layout: str = "contiguous"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,8 +271,8 @@ class LongNetConfig(TransformerConfig):
                 "with heads='groups'"
             )
         _check_magneto("LongNetConfig.", self.layer_norm, self.gamma)
-        if self.sequence_layout != "contiguous":
-            raise ValueError(f"LongNetConfig.sequence_layout={self.sequence_layout!r} must be 'contiguous'")
+        if self.sequence_layout not in (None, "contiguous"):
+            raise ValueError(f"LongNetConfig.sequence_layout={self.sequence_layout!r} must be 'contiguous' or None")
         object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))
         object.__setattr__(self, "dilation_rates", tuple(self.dilation_rates))
 

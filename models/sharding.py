@@ -48,7 +48,7 @@ class ShardingRules:
     axes: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("batch", ("data", "fsdp")),
         ("tokens", ("sequence",)),
-        ("embed", ("fsdp",)),
+        ("embed", ("fsdp", "pipeline")),
         ("heads", ("tensor",)),
         ("mlp", ("tensor",)),
         ("vocab", ("tensor",)),

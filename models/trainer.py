@@ -232,6 +232,7 @@ class Trainer:
             "scan_layers",
             "implementation",
             "mlp_implementation",
+            "microbatches",
             "sequence_axis",
             "sequence_layout",
         }

@@ -16,6 +16,7 @@ from jax_kernels.models.generate import check_generation, generate
 from jax_kernels.models.linear import GatedMLP
 from jax_kernels.models.losses import linear_cross_entropy
 from jax_kernels.models.normalization import RMSNorm
+from jax_kernels.models.pipeline import pipelined
 from jax_kernels.models.remat import recomputed
 from jax_kernels.models.sharding import ShardingRules
 from jax_kernels.ops.matmul.mlp import mlp
@@ -316,12 +317,28 @@ class Transformer(nnx.Module):
             x = _run_block(state, x, graphdef=graphdefs[0], remat=self.config.remat, target=target)
             return self._constrained(x), None
 
-        if self.config.scan_layers:
+        stages = self.rules.mesh_axes("stage", len(states), jax.sharding.get_abstract_mesh())
+        if stages:
+            x = self._pipelined(lambda state, x: run(x, state)[0], _stacked(states, x.dtype), x, stages[0])
+        elif self.config.scan_layers:
             x, _ = jax.lax.scan(run, x, _stacked(states, x.dtype))
         else:
             for state in states:
                 x, _ = run(x, state)
         return self.final_norm(x), order
+
+    def _pipelined(self, block: Any, states: Any, x: jax.Array, axis: str) -> jax.Array:
+        mesh = jax.sharding.get_abstract_mesh()
+        tokens = self.rules.mesh_axes("tokens", x.shape[1], mesh)
+        return pipelined(
+            block,
+            states,
+            x,
+            axis=axis,
+            microbatches=self.config.microbatches or mesh.shape[axis],
+            batch=self.rules.mesh_axes("batch", x.shape[0], mesh),
+            tokens=tokens[0] if tokens else None,
+        )
 
     def _constrained(self, x: jax.Array) -> jax.Array:
         return self.rules.constrain(x, "batch", "tokens", None)

@@ -164,8 +164,10 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     mesh = make_mesh(case.axes or {"data": 1})
     graphdef, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
     optimizer = optax.adamw(1e-4)
-    params = jax.device_put(params, state_shardings(params, mesh))
-    moments = jax.jit(optimizer.init)(params)
+    places = state_shardings(params, mesh)
+    params = jax.device_put(params, places)
+    of_moments = state_shardings(jax.eval_shape(optimizer.init, params), mesh)
+    moments = jax.jit(optimizer.init, out_shardings=of_moments)(params)
     tokens = jax.random.randint(jax.random.key(1), case.shape, 0, case.vocabulary)
     tokens = shard_batch(tokens, mesh)
 
@@ -175,7 +177,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
             return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
         return model.losses(tokens, targets).mean()
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(places, of_moments, None))
     def train(params: Any, moments: Any, tokens: Any) -> Any:
         loss, gradients = jax.value_and_grad(loss_of)(params, tokens)
         updates, moments = optimizer.update(gradients, moments, params)

@@ -45,6 +45,9 @@ def demo(
         str | None,
         typer.Option(help="Of the attention: mosaic_gpu, triton, cudnn or xla.", show_default="the fastest here"),
     ] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="Devices along each axis: data=2,sequence=2.", show_default="one device")
+    ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
@@ -61,6 +64,7 @@ def demo(
     the unigram entropy, or where PyTorch disagrees; 2 for a wrong option.
     """
     from jax_kernels.cli import demo_run
+    from jax_kernels.cli.train import parse_mesh
 
     given: dict[str, Any] = {
         "seq_len": seq_len,
@@ -72,7 +76,8 @@ def demo(
         "precision": precision,
     }
     try:
-        passed = demo_run.run(text=text, steps=steps, out=out, resume=resume, **given)
+        axes = None if mesh is None else parse_mesh(mesh)
+        passed = demo_run.run(text=text, steps=steps, out=out, resume=resume, mesh=axes, **given)
     except demo_run.OptionError as error:
         raise typer.BadParameter(error.message, param_hint=error.option) from error
     if not passed:

@@ -14,7 +14,7 @@ import jax_kernels
 from jax_kernels.cli import demo_compare, demo_report
 from jax_kernels.cli.demo_data import Corpus, CorpusError, read_corpus, unigram_entropy
 from jax_kernels.cli.demo_training import Checkpoints, Settings, Trainer, bits_per_byte, sample
-from jax_kernels.models import LongNetConfig, TransformerConfig
+from jax_kernels.models import LongNetConfig, TransformerConfig, make_mesh
 
 __all__ = ["OptionError", "run"]
 
@@ -58,7 +58,9 @@ def preset(device: jax_kernels.DeviceInfo) -> Preset:
     return Preset(model, seq_len=2048, batch_size=32 if large else 4, learning_rate=6e-4, steps=400 if large else 800)
 
 
-def run(*, text: Path | None, steps: int | None, out: Path, resume: bool, **given: Any) -> bool:
+def run(
+    *, text: Path | None, steps: int | None, out: Path, resume: bool, mesh: dict[str, int] | None = None, **given: Any
+) -> bool:
     """Runs the whole command. Returns whether every check passed; raises OptionError for what the user can mend."""
     console = Console(highlight=False)
     device = jax_kernels.device_info()
@@ -80,7 +82,10 @@ def run(*, text: Path | None, steps: int | None, out: Path, resume: bool, **give
             settings, corpus = fresh(defaults, text, steps, given)
         check_products(settings.model, device)
         plan = attention_plan(settings)
-        trainer = Trainer(settings)
+        try:
+            trainer = Trainer(settings, None if mesh is None else make_mesh(mesh))
+        except ValueError as error:
+            raise OptionError("--mesh", str(error)) from error
         if resume:
             checkpoints.load_state(trainer)
         else:

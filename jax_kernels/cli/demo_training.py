@@ -12,8 +12,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
+from jax.sharding import Mesh
 
-from jax_kernels.models import LongNet, LongNetConfig, Transformer, TransformerConfig
+from jax_kernels.models import LongNet, LongNetConfig, Transformer, TransformerConfig, make_mesh, state_shardings
+from jax_kernels.models.sharding import batch_sharding, place
 
 __all__ = ["Checkpoints", "Settings", "Trainer", "bits_per_byte", "make_model", "sample"]
 
@@ -66,41 +68,47 @@ def bits_per_byte(nats: Any) -> Any:
     return nats / math.log(2)
 
 
-def mean_loss(model: Transformer, windows: jax.Array) -> jax.Array:
-    """The mean cross-entropy, in nats per byte, of windows [B, T + 1]: each byte is predicted from those before it."""
-    windows = windows.astype(jnp.int32)
-    logits = model(windows[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
-
-
 class Trainer:
     """The state of a run on the device, and the compiled functions on it.
 
     state: {"params": nnx.State, "optimizer": the optax state}; every step takes it over (donation) and makes a new
-    one. step: how many steps it has had.
+    one. step: how many steps it has had. mesh: the devices; None for one.
+
+    Raises ValueError where the devices do not divide a batch.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, mesh: Mesh | None = None) -> None:
         self.settings = settings
         self.optimizer = make_optimizer(settings)
 
         # Not under jit, which would compile the initialisation of each layer anew.
         self.graphdef, params = nnx.split(make_model(settings.model, nnx.Rngs(settings.seed)), nnx.Param)
-        self.state = {"params": params, "optimizer": jax.jit(self.optimizer.init)(params)}
+        self.mesh = make_mesh({"data": 1}) if mesh is None else mesh
+        self._batch = batch_sharding((settings.batch_size, settings.seq_len), self.mesh)
+        params = place(params, state_shardings(params, self.mesh))
+        moments = state_shardings(jax.eval_shape(self.optimizer.init, params), self.mesh)
+        self.state = {"params": params, "optimizer": jax.jit(self.optimizer.init, out_shardings=moments)(params)}
         self.step = 0
-        self._loss = jax.jit(lambda params, windows: mean_loss(nnx.merge(self.graphdef, params), windows))
+        self._loss = jax.jit(self._mean_loss)
+
+    def _mean_loss(self, params: Any, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+        """The mean cross-entropy, in nats per byte, of bytes [B, T] and those that follow them."""
+        return nnx.merge(self.graphdef, params).losses(inputs, targets).mean()
 
     @functools.cached_property
     def _train(self) -> Any:
-        @functools.partial(jax.jit, donate_argnums=0)
-        def train(state, windows):
-            loss = lambda params: mean_loss(nnx.merge(self.graphdef, params), windows)
-            nats, gradients = jax.value_and_grad(loss)(state["params"])
+        places = jax.tree.map(lambda x: x.sharding, self.state)
+
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, None))
+        def train(state, inputs, targets):
+            nats, gradients = jax.value_and_grad(self._mean_loss)(state["params"], inputs, targets)
             updates, optimizer = self.optimizer.update(gradients, state["optimizer"], state["params"])
             return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, nats
 
-        shape = (self.settings.batch_size, self.settings.seq_len + 1)
-        return train.lower(self.state, jax.ShapeDtypeStruct(shape, jnp.uint8)).compile()
+        shape = (self.settings.batch_size, self.settings.seq_len)
+        of_batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._batch)
+        with jax.set_mesh(self.mesh):
+            return train.lower(self.state, of_batch, of_batch).compile()
 
     def compile(self) -> None:
         """Compiles the step ahead of the first one."""
@@ -108,17 +116,25 @@ class Trainer:
 
     def train(self, windows: np.ndarray) -> jax.Array:
         """One step. Returns its loss in nats per byte, on the device and perhaps not yet computed."""
-        self.state, nats = self._train(self.state, windows)
+        self.state, nats = self._train(self.state, *jax.device_put(_inputs_and_targets(windows), self._batch))
         self.step += 1
         return nats
 
     def evaluate(self, batches: np.ndarray) -> float:
         """Bits per byte of batches [n, b, T + 1]."""
-        return float(np.mean([bits_per_byte(float(self._loss(self.state["params"], batch))) for batch in batches]))
+        with jax.set_mesh(self.mesh):
+            nats = [float(self._loss(self.state["params"], *_inputs_and_targets(batch))) for batch in batches]
+        return float(np.mean(bits_per_byte(np.array(nats))))
 
     @property
     def params(self) -> nnx.State:
         return self.state["params"]
+
+
+def _inputs_and_targets(windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The inputs and the targets of windows [B, T + 1]: each byte is predicted from those before it."""
+    windows = windows.astype(np.int32)
+    return windows[:, :-1], windows[:, 1:]
 
 
 class Checkpoints:

@@ -137,7 +137,8 @@ def _weights(scores, highest, sinks):
 
 def _chunk_length(query, key):
     """Queries to a chunk: as many as CHUNK_BYTES holds, a multiple of 16, the whole length if it fits."""
-    row = query.shape[0] * query.shape[2] * max(key.shape[1], 1) * 4
+    batch = query.shape[0] if isinstance(query.shape[0], int) else 1  # symbolic under jax.export
+    row = batch * query.shape[2] * max(key.shape[1], 1) * 4
     rows = max(16, CHUNK_BYTES // max(row, 1) // 16 * 16)
     return min(rows, max(query.shape[1], 1))
 

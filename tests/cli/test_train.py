@@ -18,13 +18,14 @@ MODEL = "--seq-len 32 --batch-size 4 --layers 1 --width 32 --heads 2 --dtype flo
 MAIN = "from jax_kernels.cli import main; main()"
 
 
-def start(*words, devices=4):
+def start(*words, devices=4, command="train", script=MAIN):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
     }
-    command = [sys.executable, "-c", MAIN, "train", *MODEL.split(), *map(str, words)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    options = MODEL.split() if command == "train" else ()
+    arguments = [sys.executable, "-c", script, command, *options, *map(str, words)]
+    return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def end(process, code=0, limit=120):
@@ -75,6 +76,27 @@ def test_two_processes_train_as_one_does(tmp_path, text, capsys):
     given["settings"] = settings | {"steps": 5}
     with pytest.raises(ValueError, match="--out: the checkpoint there was trained with steps 4; give another folder"):
         train_run.run({"data": 1}, text, tmp_path / "pair", **given)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_demo_runs_on_a_mesh(tmp_path, text):
+    """As a script, so that there are four devices; its model is made as small as the tests' one."""
+    text.write_text(text.read_text() * 8)
+    tiny = "TransformerConfig(vocab_size=256, model_dim=32, num_layers=1, num_heads=2)"
+    preset = f"demo_run.Preset({tiny}, seq_len=48, batch_size=4, learning_rate=1e-2, steps=150)"
+    script = (
+        "from jax_kernels.cli import demo_run, main; from jax_kernels.models import TransformerConfig; "
+        f"demo_run.preset = lambda device: {preset}; main()"
+    )
+    found = {}
+    for mesh in ("data=1", "data=2,sequence=2"):
+        words = ("--mesh", mesh, "--text", text, "--out", tmp_path / mesh)
+        assert "PyTorch" in end(start(*words, command="demo", script=script), limit=250)
+        found[mesh] = json.loads((tmp_path / mesh / "run.json").read_text())["losses_nats_per_byte"]
+    one, four = found.values()
+    np.testing.assert_allclose(four[:5], one[:5], rtol=1e-4)
+    assert four[-1] < 0.5 * four[0]
 
 
 @pytest.mark.slow

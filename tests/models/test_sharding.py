@@ -47,10 +47,12 @@ CASES = {
     "fsdp": (CONFIG, {"fsdp": 4}),
     "all": (dataclasses.replace(CONFIG, remat="attention"), {"data": 2, "sequence": 2, "tensor": 2}),
     "striped": (dataclasses.replace(CONFIG, sequence_layout="striped", tie_embeddings=False), {"sequence": 4}),
+    "pipeline": (CONFIG, {"pipeline": 2, "data": 2}),
+    "pipeline_ring": (dataclasses.replace(CONFIG, microbatches=4, remat=True), {"pipeline": 2, "sequence": 2}),
     "longnet": (DILATED, {"data": 2, "sequence": 2}),
     "longnet_tensor": (DILATED, {"sequence": 4, "tensor": 2}),
 }
-QUICK = ["ring", "tensor", "fsdp", "longnet"]
+QUICK = ["ring", "tensor", "fsdp", "pipeline"]
 
 
 @nnx.jit
@@ -120,7 +122,7 @@ def in_process(script: str, *arguments: str, devices: int = 8, limit: int = 200)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES], [*QUICK, "module"], 5))
+@pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES], QUICK, 4))
 def test_a_mesh_changes_nothing(names):
     results = json.loads(in_process(__file__, *names)[-1])
     assert sorted(results) == sorted(names)

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -153,6 +154,18 @@ def test_losses_are_the_cross_entropy_of_the_logits(tie_embeddings):
     (got, gradient), (want, wanted) = (nnx.jit(nnx.value_and_grad(f))(transformer) for f in (ours, plain))
     np.testing.assert_allclose(got, want, rtol=1e-6)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6), gradient, wanted)
+
+
+def test_exports_with_a_symbolic_batch():
+    graphdef, state = nnx.split(model())
+    forward = lambda leaves, tokens: nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))(tokens)
+    (batch,) = jax.export.symbolic_shape("batch")
+    leaves = jax.tree.leaves(state)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    exported = jax.export.export(jax.jit(forward))(shapes, jax.ShapeDtypeStruct((batch, LENGTH), jnp.int32))
+    for rows in (1, 2):
+        want = forward(leaves, tokens()[:rows])
+        np.testing.assert_allclose(exported.call(leaves, tokens()[:rows]), want, atol=5e-6)
 
 
 def test_embeddings_instead_of_tokens():

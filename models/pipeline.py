@@ -1,0 +1,74 @@
+"""Pipeline parallelism: the blocks of a model in stages, on the devices along a mesh axis, by GPipe's schedule."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+__all__ = ["pipelined"]
+
+
+def pipelined(
+    block: Callable[[Any, jax.Array], jax.Array],
+    params: Any,
+    x: jax.Array,
+    *,
+    axis: str,
+    microbatches: int,
+    batch: tuple[str, ...] = (),
+    tokens: str | None = None,
+) -> jax.Array:
+    """The blocks one after the other, each device along a mesh axis computing its part of them for parts of the batch.
+
+    Equivalent to the following JAX code, on the mesh of jax.set_mesh::
+
+        for i in range(L):
+            x = block(tree.map(lambda p: p[i], params), x)
+
+    A device has L / stages neighbouring blocks. In tick t, stage s works on part t - s of the batch, so that stages -
+    1 of microbatches + stages - 1 ticks are idle at each end. The backward, which JAX derives, runs the same schedule
+    in reverse. Sums over devices that share out the batch or the tokens are taken for the gradients of params.
+
+    Args:
+      block: block(params of one block, x) -> x of the same shape and dtype; inside jax.shard_map, over all mesh axes.
+      params: a tree of arrays [L, ...].
+      x: [B, T, D].
+      axis: the mesh axis of the stages, which divide L.
+      microbatches: parts of the batch; they divide the rows that a device has.
+      batch, tokens: the mesh axes that share out B and T; other mesh axes hold copies.
+
+    Raises:
+      ValueError: the stages do not divide the blocks, or microbatches not a device's rows.
+
+    Source: Huang et al., "GPipe" (2018), arXiv:1811.06965.
+    """
+    stages = jax.sharding.get_abstract_mesh().shape[axis]
+    blocks = {p.shape[0] for p in jax.tree.leaves(params)}
+    if any(count % stages for count in blocks):
+        raise ValueError(f"num_layers: got {max(blocks)} for {stages} stages along {axis!r}, want a multiple")
+
+    def local(params: Any, x: jax.Array) -> jax.Array:
+        if x.shape[0] % microbatches:
+            raise ValueError(
+                f"batch: got {x.shape[0]} rows on a device, want a multiple of {microbatches} microbatches"
+            )
+        stage = lax.axis_index(axis)
+        parts = x.reshape(microbatches, -1, *x.shape[1:])
+        onward = [(i, (i + 1) % stages) for i in range(stages)]
+
+        def tick(arriving: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+            # Past the last part the first stage repeats it; what comes of that leaves the last stage too late to count.
+            x = jnp.where(stage == 0, parts[jnp.minimum(t, microbatches - 1)], arriving)
+            x, _ = lax.scan(lambda x, p: (block(p, x), None), x, params)
+            return lax.ppermute(x, axis, onward), x
+
+        _, done = lax.scan(tick, jnp.zeros_like(parts[0]), jnp.arange(microbatches + stages - 1))
+        out = jnp.where(stage == stages - 1, done[stages - 1 :], 0)
+        return lax.psum(out, axis).reshape(x.shape)
+
+    rows = P(batch or None, tokens, None)
+    run = jax.shard_map(local, in_specs=(P(axis), rows), out_specs=rows, check_vma=False)
+    return run(params, x)

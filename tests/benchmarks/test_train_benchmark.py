@@ -1,0 +1,60 @@
+"""benchmarks/train.py on the CPU: contenders, meshes, what it counts, and how it refuses."""
+
+import json
+
+import pytest
+import train
+from harness.train_cases import TrainCase
+
+SMALL = "--batch 2 --seq-len 16 --layers 2 --width 16 --heads 2 --mlp 32 --vocabulary 64 --dtype float32 --steps 1"
+
+
+def case(**changes):
+    sizes = {"batch": 2, "seq_len": 8, "layers": 3, "width": 4, "heads": 2, "mlp": 5, "vocabulary": 7}
+    options = {"name": "products", "mesh": "", "dtype": "float32", "param_dtype": "float32", "steps": 1, "rounds": 1}
+    return TrainCase(**(sizes | options | changes))
+
+
+def test_runs_on_a_mesh_after_another_run(tmp_path, run_script, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0")
+    one, both = tmp_path / "one.json", tmp_path / "both.json"
+    for words in (
+        ["--contenders", "scan-xla-products", "--output", str(one)],
+        ["--contenders", "", "--meshes", "data=2", "--after", str(one), "--output", str(both)],
+    ):
+        done = run_script("train.py", *SMALL.split(), "--rounds", "1", *words)
+        assert done.returncode == 0, done.stderr + done.stdout
+    results = json.loads(both.read_text())
+    alone, shared = results["rows"]
+    assert (alone["contender"], alone["devices"], shared["contender"], shared["devices"]) == (
+        "scan-xla-products", 1, "products", 2,
+    )  # fmt: skip
+    assert (alone["batch"], shared["batch"]) == (2, 4)
+    for row in (alone, shared):
+        assert row["first_s"] == pytest.approx(sum(row["first_parts_s"].values()))
+        assert row["tokens_per_s"] == pytest.approx(row["batch"] * 16 / row["median_ms"] * 1e3)
+        assert 0 < row["loss"] < 10
+        assert row["mfu"] is None
+    assert results["environment"]["platform"] == "cpu"
+
+
+def test_counts_the_products_of_a_step():
+    """6 FLOPs for each weight and token; 12 for each pair that the mask keeps and each number of a head."""
+    weights = 3 * (4 * 4 * 4 + 3 * 4 * 5) + 7 * 4
+    pairs = 2 * (8 * 9 // 2)
+    assert case().flops == 6 * weights * 16 + 12 * 3 * 4 * pairs
+    assert case(mesh="data=2,sequence=2").flops == 4 * case().flops
+    assert case(mesh="data=2,sequence=2").shape == (8, 8)
+
+
+def test_bad_contenders_and_meshes_are_named():
+    for changes, message in [
+        ({"name": "some"}, "contenders: got 'some', want one of none, all, attention, products, llama, llama-remat"),
+        ({"name": "fast-products"}, "contenders: got 'fast-products'"),
+        ({"mesh": "data"}, "meshes: got 'data', want axes such as data=2,sequence=2"),
+        ({"name": "llama", "mesh": "data=2"}, "meshes: got 'data=2' for llama, want none"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            case(**changes)
+    with pytest.raises(SystemExit):
+        train.arguments(["--contenders", "some"])
