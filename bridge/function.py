@@ -10,6 +10,7 @@ for the forward and one for the backward.
 | planning.py | traces a function, and makes the plan |
 | plan_ops.py | the operators that run a plan, and their derivatives |
 | plan_vmap.py | torch.func.vmap of these operators |
+| any_shape.py | the operators of graphs for many shapes |
 """
 
 import ctypes
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from jax_kernels.bridge import answers, library, plan_vmap
+from jax_kernels.bridge import answers, any_shape, library, plan_vmap
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 from jax_kernels.bridge.operands import NONE, MaskSignature, Operands, kept_operands, operands_of
 from jax_kernels.bridge.plan_ops import Call, KnownPlan, call_op
@@ -125,6 +126,8 @@ class JaxOp:
         def in_graph(*args: Any, **kwargs: Any) -> Any:
             tensors: list[torch.Tensor] = []
             structure = flatten((args, kwargs), tensors, None)
+            if any_shape.is_any_shape(tensors) and (results := any_shape.call(name, structure, tensors)) is not None:
+                return results
             return _traced_call(name, structure, tensors, ())
 
         self._in_graph = torch.compiler.allow_in_graph(in_graph) if is_whole else in_graph

@@ -14,7 +14,7 @@ from jax_kernels.bridge.operands import MaskSignature
 from jax_kernels.bridge.plans import FUNCTIONS, Info, Plan, Request, Residual, Signature, keep, new_name
 from jax_kernels.bridge.structure import Leaf, flatten, rebuild
 
-__all__ = ["make_plan", "mapped_axes", "plan_for"]
+__all__ = ["cotangents_of", "make_plan", "mapped_axes", "outputs_of", "plan_for"]
 
 
 def plan_for(request: Request, needs: tuple[bool, ...]) -> Plan:
@@ -36,7 +36,7 @@ def make_plan(request: Request, needs: tuple[bool, ...]) -> Plan:
 def _planned(name: str, request: Request, needs: tuple[bool, ...]) -> Plan:
     signatures = request.signatures
     device = _check(signatures)
-    outputs, structures = _outputs_of(request)
+    outputs, structures = outputs_of(request)
     moving = [index for index, needed in enumerate(needs) if needed]
     specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in signatures]
     mask_specs = _mask_specs(request.masks)
@@ -79,7 +79,7 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...]) -> Plan:
             **{Residual("extra", index): next(stored) for index in extra},
         }
         pullback = jax.tree.unflatten(tree, [places[source] for source in sources])
-        gradients = pullback(_cotangents(out_infos, stored))
+        gradients = pullback(cotangents_of(out_infos, stored))
         return tuple(_conjugate(gradient) for gradient in gradients)
 
     residuals = [residual_infos[index] for index in extra]
@@ -117,7 +117,7 @@ def _check(signatures: tuple[Signature, ...]) -> torch.device:
     return first.device
 
 
-def _outputs_of(request: Request) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Any]]:
+def outputs_of(request: Request) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Any]]:
     """(a function from Masks and arrays to the outputs, a list to which each trace of it adds their structure)."""
     function = FUNCTIONS[request.function]
     structures: list[Any] = []
@@ -169,7 +169,7 @@ def _sources(jaxpr: Any, mask_count: int, count: int) -> list[Residual]:
     return sources
 
 
-def _cotangents(infos: Any, given: Any) -> tuple[Any, ...]:
+def cotangents_of(infos: Any, given: Any) -> tuple[Any, ...]:
     """JAX's cotangents from PyTorch's, where None counts as zero."""
     cotangents = []
     for info, cotangent in zip(infos, given, strict=True):

@@ -13,6 +13,7 @@ import torch
 __all__ = [
     "empty_on_gpu",
     "guard",
+    "hint",
     "unseen_by_dynamo",
     "untraced_by_dynamo",
     "without_modes",
@@ -57,6 +58,17 @@ def unseen_by_dynamo(function: Any) -> Any:
         return torch.compiler.disable(function)
     set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP))
     return function
+
+
+def hint(size: Any) -> int | None:
+    """The value that a size has in a trace, without making a constant of it; None where it has none."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    try:
+        found = size.node.hint
+    except (AttributeError, RuntimeError, ValueError):
+        return None
+    return found if isinstance(found, int) else None
 
 
 def untraced_by_dynamo(*packages: str) -> None:

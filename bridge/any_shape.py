@@ -1,0 +1,267 @@
+"""Calls of from_jax's functions in graphs that serve tensors of many shapes.
+
+The operators `call` and `call_backward` take a plan, which is for one set of shapes. `call_any` and `call_any_backward`
+take a recipe, which is the call without shapes, and find the plan of the tensors when they run. PyTorch must know the
+results' sizes as expressions in those of the tensors. They are found by trying: JAX tells the results' sizes for a few
+sets of sizes. The backward reads the tensors alone, so that XLA computes again what it needs of the forward.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jax_kernels.bridge import library, private
+from jax_kernels.bridge.once import fresh_name, once
+from jax_kernels.bridge.operands import NONE
+from jax_kernels.bridge.planning import cotangents_of, outputs_of, plan_for
+from jax_kernels.bridge.plans import Plan, Request, Signature
+from jax_kernels.bridge.structure import rebuild
+
+__all__ = ["call", "is_any_shape"]
+
+
+class Recipe(NamedTuple):
+    """A call without its values and shapes. function: its name. structure: its arguments, with their constants."""
+
+    function: str
+    structure: Any
+    x64: bool
+
+    def request(self, signatures: Sequence[Signature]) -> Request:
+        return Request(self.function, self.structure, tuple(signatures), None, self.x64)
+
+
+class _Result(NamedTuple):
+    """A result's dtype, and for each axis its size, or the tensor and the axis whose size it is."""
+
+    dtype: torch.dtype
+    sizes: tuple[int | tuple[int, int], ...]
+
+
+class _Results(NamedTuple):
+    """The results of a recipe, and their structure."""
+
+    results: tuple[_Result, ...]
+    structure: Any
+
+
+_RECIPES: dict[str, Recipe] = {}
+
+
+@once
+def _name_of(recipe: Recipe) -> str:
+    name = fresh_name(recipe.function)
+    _RECIPES[name] = recipe
+    return name
+
+
+def _find(name: str) -> Recipe:
+    if name not in _RECIPES:
+        raise RuntimeError(f"{name}: a graph that calls a from_jax function runs only in the process that traced it")
+    return _RECIPES[name]
+
+
+def is_any_shape(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a graph is traced that is to serve other sizes of the tensors, too."""
+    if torch._C._are_functorch_transforms_active():
+        return False
+    return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
+
+
+def call(function: str, structure: Any, tensors: list[torch.Tensor]) -> Any:
+    """The results of a call in a graph for many shapes; None where the sizes of its results are not known."""
+    name = _name_of(Recipe(function, structure, jax.config.jax_enable_x64))
+    found = _results_of(name, tensors)
+    return None if found is None else rebuild(found.structure, iter(call_any_op(tensors, name)))
+
+
+class _Sizes(NamedTuple):
+    """A tensor's sizes: whole numbers, or the texts of expressions. hints: the values that they have in the trace."""
+
+    sizes: tuple[int | str, ...]
+    hints: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _results_of(name: str, tensors: Sequence[torch.Tensor]) -> _Results | None:
+    described = []
+    for x in tensors:
+        hints = [private.hint(size) for size in x.shape]
+        if None in hints:
+            return None
+        sizes = tuple(str(size) if isinstance(size, torch.SymInt) else size for size in x.shape)
+        described.append(_Sizes(sizes, tuple(hints), x.dtype, x.device))  # type: ignore[arg-type]
+    return _tried(name, tuple(described))
+
+
+class _Trial(NamedTuple):
+    """The shapes of the tensors in a trial, and the plan that JAX has for them."""
+
+    shapes: list[tuple[int, ...]]
+    plan: Plan
+
+
+def _trial(recipe: Recipe, tensors: Sequence[_Sizes], factors: dict[str, int]) -> _Trial:
+    """The sizes of the trace, times a factor for each expression."""
+    shapes, signatures = [], []
+    for x in tensors:
+        sizes = zip(x.sizes, x.hints, strict=True)
+        shapes.append(tuple(hint * factors[size] if isinstance(size, str) else hint for size, hint in sizes))
+        signatures.append(Signature(shapes[-1], x.dtype, x.device, torch.strided))
+    return _Trial(shapes, plan_for(recipe.request(signatures), (False,) * len(tensors)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
+    """The results by trying: a result's size is that of a tensor's axis which is the same in two trials.
+
+    Each expression has a factor of its own. Where JAX refuses that, as some sizes must be equal, those that are equal
+    in the trace have the same.
+    """
+    recipe = _find(name)
+    hints = {size: hint for x in tensors for size, hint in zip(x.sizes, x.hints, strict=True) if isinstance(size, str)}
+    values = list(dict.fromkeys(hints.values()))
+    first = _trial(recipe, tensors, dict.fromkeys(hints, 1))
+    for factors in (
+        {text: 2 + at for at, text in enumerate(hints)},
+        {text: 2 + values.index(hint) for text, hint in hints.items()},
+    ):
+        try:
+            second = _trial(recipe, tensors, factors)
+            break
+        except (TypeError, ValueError, NotImplementedError):
+            continue
+    else:
+        return None
+    results = []
+    for one, other in zip(first.plan.results, second.plan.results, strict=True):
+        sizes = [_size(tensors, first, second, pair) for pair in zip(one.shape, other.shape, strict=True)]
+        if None in sizes:
+            return None
+        results.append(_Result(one.dtype, tuple(sizes)))  # type: ignore[arg-type]
+    return _Results(tuple(results), first.plan.outputs)
+
+
+def _size(
+    tensors: Sequence[_Sizes], first: _Trial, second: _Trial, sizes: tuple[int, int]
+) -> int | tuple[int, int] | None:
+    """The size, or the tensor and axis, that has these sizes in the two trials; None where there is neither."""
+    if sizes[0] == sizes[1]:
+        return sizes[0]
+    for index, x in enumerate(tensors):
+        for axis, size in enumerate(x.sizes):
+            if isinstance(size, str) and (first.shapes[index][axis], second.shapes[index][axis]) == sizes:
+                return index, axis
+    return None
+
+
+def _signatures(tensors: Sequence[torch.Tensor]) -> list[Signature]:
+    return [Signature(tuple(x.shape), x.dtype, x.device, x.layout) for x in tensors]
+
+
+def _program(tensors, recipe):
+    plan = plan_for(_find(recipe).request(_signatures(tensors)), (False,) * len(tensors))
+    return library.Program(plan.forward, tensors, NONE)
+
+
+@once
+def _backward(request: Request, wanted: int):
+    """The jitted gradients of the tensors in `wanted`, a bit for each, of the tensors and then the cotangents."""
+    outputs, _ = outputs_of(request)
+    count = len(request.signatures)
+    moving = [index for index in range(count) if wanted >> index & 1]
+
+    def backward(masks, *arrays):
+        leaves, given = list(arrays[:count]), arrays[count:]
+
+        def moved(*values):
+            full = list(leaves)
+            for index, value in zip(moving, values, strict=True):
+                full[index] = value
+            return outputs(masks, *full)
+
+        results, pullback = jax.vjp(moved, *(leaves[index] for index in moving))
+        gradients = pullback(cotangents_of(results, given))
+        return tuple(jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x for x in gradients)
+
+    return jax.jit(backward, keep_unused=True)
+
+
+def _backward_program(tensors, cotangents, wanted, recipe):
+    function = _backward(_find(recipe).request(_signatures(tensors)), wanted)
+    return library.Program(function, (*tensors, *cotangents), NONE)
+
+
+def _fake(tensors, recipe):
+    found = _results_of(recipe, tensors)
+    if found is None:
+        raise RuntimeError(f"{recipe}: the sizes of the results of this call are not known in a graph for many shapes")
+    sizes = lambda result: [x if isinstance(x, int) else tensors[x[0]].shape[x[1]] for x in result.sizes]
+    return [tensors[0].new_empty(sizes(result), dtype=result.dtype) for result in found.results]
+
+
+def _fake_backward(tensors, cotangents, wanted, recipe):
+    return [torch.empty_like(x) for index, x in enumerate(tensors) if wanted >> index & 1]
+
+
+class AnyCall(torch.autograd.Function):
+    """A call with its gradient."""
+
+    @staticmethod
+    @private.unseen_by_dynamo
+    def forward(ctx, recipe, *tensors):
+        results = library.below_function(call_any_op, list(tensors), recipe)
+        ctx.recipe = recipe
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(x for x in results if not (x.is_floating_point() or x.is_complex())))
+        return tuple(results)
+
+    @staticmethod
+    @private.unseen_by_dynamo
+    def backward(ctx, *cotangents):
+        _, *needed = ctx.needs_input_grad
+        if all(x is None for x in cotangents):
+            return (None,) * len(ctx.needs_input_grad)
+        wanted = sum(1 << index for index, is_needed in enumerate(needed) if is_needed)
+        tensors = list(ctx.saved_tensors)
+        found = iter(library.call_in_backward(backward_any_op, tensors, list(cotangents), wanted, ctx.recipe))
+        return (None, *(next(found) if is_needed else None for is_needed in needed))
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        library.refuse_tangent(f"from_jax of {ctx.recipe}")
+
+
+def _differentiate_backward(tensors, cotangents, wanted, recipe):
+    count = len(tensors)
+
+    def again(*arrays):
+        return library.below_function(backward_any_op, list(arrays[:count]), list(arrays[count:]), wanted, recipe)
+
+    return list(library.refuse_gradient(recipe, again, (*tensors, *cotangents)))
+
+
+call_any_op = library.define(
+    "call_any",
+    "(Tensor[] tensors, str recipe) -> Tensor[]",
+    program=_program,
+    finish=lambda *arguments: list,
+    fake=_fake,
+    differentiate=lambda tensors, recipe: list(library.apply(AnyCall, recipe, *tensors)),
+    label=lambda tensors, recipe: recipe,
+)
+backward_any_op = library.define(
+    "call_any_backward",
+    "(Tensor[] tensors, Tensor?[] cotangents, int wanted, str recipe) -> Tensor[]",
+    program=_backward_program,
+    finish=lambda *arguments: list,
+    fake=_fake_backward,
+    differentiate=_differentiate_backward,
+    label=lambda tensors, cotangents, wanted, recipe: recipe,
+)

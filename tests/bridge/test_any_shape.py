@@ -1,0 +1,119 @@
+"""One graph of torch.compile for tensors of many shapes, by the ops that are from_jax's."""
+
+import jax.numpy as jnp
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from jax_kernels import bridge
+from jax_kernels.bridge import any_shape
+from jax_kernels.bridge.function import JaxOp
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).requires_grad_()
+
+
+def qkv(length):
+    return [random(1, length, 2, 8, seed=seed) for seed in range(3)]
+
+
+def dilated(*inputs, **options):
+    return bridge.dilated_attention(*inputs, segment_lengths=[8, 16], dilation_rates=[1, 2], **options)
+
+
+# By name, (a call of tensors, the tensors of a size, the sizes).
+CALLS = {
+    "dilated_attention": (dilated, qkv, (16, 20, 24)),
+    "matmul": (lambda *x: bridge.matmul(*x, activation="silu"), lambda n: [random(n, 8), random(8, 6)], range(5, 15)),
+    "both sizes": (bridge.matmul, lambda n: [random(n, 2 * n), random(2 * n, n + 3)], range(5, 9)),
+    "layer_norm": (bridge.layer_norm, lambda n: [random(2, n, 8), random(8), random(8)], range(5, 15)),
+    "rms_norm": (lambda x, r: bridge.rms_norm(x, residual=r)[1], lambda n: [random(n, 8), random(n, 8)], (5, 6, 7)),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_graph_serves_all_sizes(name):
+    call, inputs_of, sizes = CALLS[name]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *x: call(*x) * 2, backend=counter, fullgraph=True, dynamic=True)
+    frames = set()
+    for size in sizes:
+        inputs = inputs_of(size)
+        got, want = compiled(*inputs), call(*inputs) * 2
+        frames.add(counter.frame_count)  # of the first, two where PyTorch begins again for a number among the arguments
+        torch.testing.assert_close(got, want)
+        gradients = (torch.autograd.grad(x.square().sum(), inputs) for x in (got, want))
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    assert len(frames) == 1
+
+
+def test_sizes_that_torch_finds_to_change():
+    """The first graph is for one size, and the second for all."""
+    counter = CompileCounterWithBackend("inductor")
+    w = random(8, 6)
+    compiled = torch.compile(lambda x: bridge.matmul(x.sin(), w), backend=counter, fullgraph=True)
+    for size in range(5, 15):
+        x = random(size, 8)
+        torch.testing.assert_close(compiled(x), bridge.matmul(x.sin(), w))
+    assert counter.frame_count == 2
+
+
+def test_sizes_of_results_that_are_no_tensors_size():
+    """The sizes of such a call are constants of its graph."""
+    twice = JaxOp(lambda x: jnp.concatenate([x, x]), is_whole=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x: twice.serve(None, x), backend=counter, fullgraph=True, dynamic=True)
+    for size in (5, 6):
+        x = random(size)
+        torch.testing.assert_close(compiled(x), torch.cat([x, x]))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("name", ["call_any", "call_any_backward"])
+def test_opcheck(name):
+    names = []
+    own = any_shape._name_of
+    x, w = random(5, 8).detach(), random(8, 6).detach()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(any_shape, "_name_of", lambda recipe: names.append(own(recipe)) or names[-1])
+        torch.compile(bridge.matmul, backend="aot_eager", fullgraph=True, dynamic=True)(x, w)
+    arguments = ([x, w], names[-1]) if name == "call_any" else ([x, w], [torch.ones(5, 6)], 0b11, names[-1])
+    checks = torch.library.opcheck(getattr(torch.ops.jax_kernels, name).default, arguments)
+    assert set(checks.values()) == {"SUCCESS"}
+
+
+def test_a_second_gradient_raises():
+    names = []
+    own = any_shape._name_of
+    inputs = [random(5, 8), random(8, 6)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(any_shape, "_name_of", lambda recipe: names.append(own(recipe)) or names[-1])
+        torch.compile(bridge.matmul, backend="aot_eager", fullgraph=True, dynamic=True)(*inputs)
+    (out,) = torch.ops.jax_kernels.call_any(inputs, names[-1])
+    (gradient,) = torch.autograd.grad(out.square().sum(), inputs[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        gradient.sum().backward()
+
+
+def test_an_exported_program_of_many_sizes_trains():
+    class Module(torch.nn.Module):
+        def forward(self, query, key, value):
+            return dilated(query, key, value, is_causal=True)
+
+    length = torch.export.Dim("length", min=4, max=1024)
+    exported = torch.export.export(Module(), tuple(qkv(16)), dynamic_shapes=[{1: length}] * 3).module()
+    inputs = qkv(20)
+    gradients = (torch.autograd.grad(x(*inputs).square().sum(), inputs) for x in (exported, Module()))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
