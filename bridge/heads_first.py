@@ -55,7 +55,7 @@ def _folds(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
 def _score_folds(x: torch.Tensor, query: torch.Tensor) -> bool:
     """Tells whether a mask or bias can follow the heads into the batch without becoming larger than a few rows."""
     shape = (1,) * (4 - x.ndim) + tuple(x.shape)
-    return shape[:2] in ((1, 1), tuple(query.shape[:2])) or query.shape[2] == 1
+    return shape[:2] in ((1, 1), tuple(query.shape[:2])) or shape[2] == 1
 
 
 def _score_folded(x: torch.Tensor, query: torch.Tensor, kv_heads: int) -> torch.Tensor:

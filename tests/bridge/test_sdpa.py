@@ -37,6 +37,8 @@ CASES = {
     "axes of several numbers": ((9, 8), (2, 4, 11, 8), (4, 11, 8), {}),
     "mask of two axes": (*SAME, {"attn_mask": torch.rand(9, 11) > 0.4}),
     "expanded mask": (*SAME, {"attn_mask": (torch.rand(2, 1, 1, 11) > 0.4).expand(2, 4, 9, 11), "scale": 0.2}),
+    "mask of keys": (*SAME, {"attn_mask": torch.rand(2, 1, 1, 11) > 0.4}),
+    "added to keys": (*SAME, {"attn_mask": torch.randn(4, 1, 11).requires_grad_()}),
     "rows without keys": (*SAME, {"attn_mask": torch.arange(9)[:, None].expand(9, 11) > 3}),
     "added to the scores": (*SAME, {"attn_mask": torch.randn(4, 9, 11).requires_grad_()}),
     "added, one column": (*SAME, {"attn_mask": torch.randn(9, 1).requires_grad_()}),
