@@ -5,8 +5,9 @@
 Peers: XLA, torch, torch.compile, and Liger and QuACK where they are installed. The copy of an array of x's size gives
 the bandwidth of the run: a forward moves as many bytes, a backward 1.5 times as many. --sweep times other blocks of
 this library's kernels instead, beside those of the block specs: of Triton's as "block_rows,num_warps" forward and
-"block_rows,num_warps,programs[,chunk]" backward, of Hopper's as "sm90:row_warps,warpgroups,stages" for both. The Hopper
-blocks that do not fit a shape are left out.
+"block_rows,num_warps,programs[,chunk]" backward, of Hopper's as "sm90:row_warps,warpgroups,stages" for both, or any of
+them by name as "fwd:triton:num_warps=8,programs=4". The Hopper blocks that do not fit a shape are left out, but for
+those that are given by name.
 
 The exit status is 1 where a contender failed or was wrong.
 """
@@ -247,6 +248,12 @@ def _blocks(case: Case, text: str) -> list[tuple[str, dict[str, int]]]:
     modes = {2: "fwd", 3: "bwd", 4: "bwd"}
     found: list[tuple[str, dict[str, int]]] = [("triton", {}), ("mosaic_gpu", {})]
     for part in text.split(";"):
+        if "=" in part:
+            mode, implementation, words = part.split(":")
+            if mode == case.mode:
+                named = {key: int(x) for key, x in (word.split("=") for word in words.split(","))}
+                found.append((implementation, named))
+            continue
         is_hopper, numbers = part.startswith("sm90:"), [int(word) for word in part.removeprefix("sm90:").split(",")]
         if is_hopper and _fits(case, NormSm90(**dict(zip(HOPPER_BLOCKS, numbers, strict=True)))):
             found.append(("mosaic_gpu", dict(zip(HOPPER_BLOCKS, numbers, strict=True))))

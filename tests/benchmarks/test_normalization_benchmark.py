@@ -8,6 +8,7 @@ import pytest
 
 def test_blocks_of_a_direction():
     text = "1,4;2,8;1,8,2;1,16,1,8192;sm90:4,4,3;sm90:4,4,5;sm90:16,4,3;sm90:4,3,2"
+    text += ";fwd:triton:num_warps=8,programs=4;bwd:mosaic_gpu:stages=2"
     forward, backward = (benchmark.Case("layer_norm", mode, 8, 4096) for mode in ("fwd", "bwd"))
     hopper = lambda *numbers: ("mosaic_gpu", dict(zip(("row_warps", "warpgroups", "stages"), numbers, strict=True)))
     assert benchmark._blocks(forward, text) == [
@@ -16,6 +17,7 @@ def test_blocks_of_a_direction():
         ("triton", {"block_rows": 1, "num_warps": 4}),
         ("triton", {"block_rows": 2, "num_warps": 8}),
         *(hopper(4, 4, 3), hopper(4, 4, 5), hopper(16, 4, 3), hopper(4, 3, 2)),
+        ("triton", {"num_warps": 8, "programs": 4}),
     ]
     assert benchmark._blocks(backward, text) == [
         ("triton", {}),
@@ -23,6 +25,7 @@ def test_blocks_of_a_direction():
         ("triton", {"block_rows": 1, "num_warps": 8, "programs": 2}),
         ("triton", {"block_rows": 1, "num_warps": 16, "programs": 1, "chunk": 8192}),
         *(hopper(4, 4, 3), hopper(16, 4, 3), hopper(4, 3, 2)),  # for five stages shared memory has no room
+        ("mosaic_gpu", {"stages": 2}),
     ]
     assert forward.megabytes * 1.5 == backward.megabytes == 3 * 2 * 8 * 4096 / 1e6
 
