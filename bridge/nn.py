@@ -18,7 +18,7 @@ from jax_kernels.bridge.flex_attention import FlexAttention
 from jax_kernels.bridge.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, rotary_embedding
 from jax_kernels.bridge.matmul import GatedMLP, Linear, gated_matmul, linear
 from jax_kernels.bridge.multihead_attention import MultiheadAttention
-from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention, RingDilatedAttention
+from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.normalization import LayerNorm, RMSNorm
 from jax_kernels.bridge.ring_dilated_attention import RingDilatedAttention
 
