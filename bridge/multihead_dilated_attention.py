@@ -16,13 +16,7 @@ from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.dispatch import explain
 from jax_kernels.ops.dilated import dilated_attention as ops
 
-__all__ = ["MultiheadDilatedAttention", "RingDilatedAttention"]
-
-
-_ONE_PROCESS = (
-    "processes of PyTorch do not share a sequence here; jax_kernels.sequence_parallel_dilated_attention shares it "
-    "among devices, on JAX arrays"
-)
+__all__ = ["MultiheadDilatedAttention"]
 
 
 class _Timed(NamedTuple):
@@ -223,19 +217,15 @@ class MultiheadDilatedAttention(torch.nn.Module):
                 raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, length, {self.embed_dim}]")
         split = lambda x: x.unflatten(-1, (self.num_heads, -1))
         query, key, value = split(self.q_proj(query)), split(self.k_proj(key)), split(self.v_proj(value))
-        out = dilated_attention(
-            query,
-            key,
-            value,
-            is_causal=is_causal,
-            segment_ids=segment_ids,
-            implementation=self._implementation,
-            **self.pattern,
-        ).flatten(-2)
+        out = self._attend(query, key, value, is_causal=is_causal, segment_ids=segment_ids).flatten(-2)
         if self.norm is not None:
             out = self.norm(out)
         out = functional.dropout(self.out_proj(out), self.dropout, self.training)
         return (out, None) if need_weights else out
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **limits: Any) -> torch.Tensor:
+        """The attention of projected query, key and value. limits: is_causal and segment_ids."""
+        return dilated_attention(query, key, value, implementation=self._implementation, **limits, **self.pattern)
 
     def _shape(self) -> tuple[int, int, int, int]:
         """The shape of a typical query: one sequence over the longest segment."""
@@ -268,31 +258,3 @@ class MultiheadDilatedAttention(torch.nn.Module):
                 elapsed.append(1e3 * (time.perf_counter() - start))
             times[name] = min(elapsed[1:])
         return times
-
-
-class RingDilatedAttention(MultiheadDilatedAttention):
-    """MultiheadDilatedAttention, under the name that ring versions of it have elsewhere, in one process.
-
-    Several devices share a sequence by jax_kernels.sequence_parallel_dilated_attention, on JAX arrays.
-
-    Args:
-      ring_size: the number of processes that share a sequence: 1, or None. The others are MultiheadDilatedAttention's.
-
-    Raises:
-      NotImplementedError: ring_size is above 1, or a call is made in a torch.distributed group of several processes.
-    """
-
-    def __init__(self, *args: Any, ring_size: int | None = None, **options: Any) -> None:
-        if ring_size not in (None, 1):
-            raise NotImplementedError(f"ring_size: got {ring_size}, want 1: {_ONE_PROCESS}")
-        super().__init__(*args, **options)
-        self.ring_size = ring_size
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        """As MultiheadDilatedAttention's. With ring_size=1 each process of a group has sequences of its own."""
-        group = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if self.ring_size is None and group and torch.distributed.get_world_size() > 1:
-            raise NotImplementedError(
-                f"ring_size: got None among {torch.distributed.get_world_size()} processes, want 1: {_ONE_PROCESS}"
-            )
-        return super().forward(*args, **options)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.distributed import AXIS, ring_of
@@ -103,7 +102,7 @@ class RingDilatedAttention(MultiheadDilatedAttention):
     Its parameters, their names and its arguments are those of MultiheadDilatedAttention; a state_dict serves both. The
     layout is "overlap". Each process has the module, with the same parameters, and calls it with its own tokens, as
     sequence_parallel_dilated_attention says. The gradients of its parameters are the parts of this process's tokens:
-    add them up over the group.
+    add them up over the group. Without torch.distributed it is MultiheadDilatedAttention.
 
     Args:
       group: the torch.distributed process group whose ranks share the sequence; None is all ranks.
@@ -115,37 +114,9 @@ class RingDilatedAttention(MultiheadDilatedAttention):
         super().__init__(*args, **kwargs)
         self.group = group
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
-        is_causal: bool = False,
-        *,
-        segment_ids: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        """(output [B, T, embed_dim], None) of this process's query, key and value, each [B, T, embed_dim].
-
-        key and value default to query. is_causal: a token attends to itself and to earlier ones only. segment_ids:
-        int32 [B, T]: packed sequences.
-        """
-        key = query if key is None else key
-        value = key if value is None else value
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.ndim != 3 or x.shape[-1] != self.embed_dim:
-                raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, length, {self.embed_dim}]")
-        split = lambda x: x.unflatten(-1, (self.num_heads, -1))
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **limits: Any) -> torch.Tensor:
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return super()._attend(query, key, value, **limits)
         pattern = {name: x for name, x in self.pattern.items() if name != "layout"}
-        out = sequence_parallel_dilated_attention(
-            split(self.q_proj(query)),
-            split(self.k_proj(key)),
-            split(self.v_proj(value)),
-            group=self.group,
-            is_causal=is_causal,
-            segment_ids=segment_ids,
-            implementation=self._implementation,
-            **pattern,
-        ).flatten(-2)
-        if self.norm is not None:
-            out = self.norm(out)
-        return functional.dropout(self.out_proj(out), self.dropout, self.training), None
+        options = {"group": self.group, "implementation": self._implementation, **limits, **pattern}
+        return sequence_parallel_dilated_attention(query, key, value, **options)

@@ -106,9 +106,9 @@ single = bridge.nn.MultiheadDilatedAttention(*arguments, attention_backend="xla"
 shared = bridge.nn.RingDilatedAttention(*arguments, attention_backend="xla", order="hilbert")
 shared.load_state_dict(single.state_dict())
 x = query.flatten(-2)
-single(x, is_causal=True)[0].square().sum().backward()
-out = shared(local(x), is_causal=True)[0]
-torch.testing.assert_close(of_all(out), single(x, is_causal=True)[0].detach(), rtol=0, atol=2e-6)
+single(x, is_causal=True).square().sum().backward()
+out = shared(local(x), is_causal=True)
+torch.testing.assert_close(of_all(out), single(x, is_causal=True).detach(), rtol=0, atol=2e-6)
 out.square().sum().backward()
 largest = max(x.grad.norm() for x in single.parameters())  # that of k_proj.bias is a sum that cancels
 for one, other in zip(shared.parameters(), single.parameters()):
