@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge import answers, attention_vmap, growing, library, sparse_attention
+from jax_kernels.bridge import answers, attention_vmap, flops, growing, library, sparse_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
 from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forward_op, inference_op, known_call
 from jax_kernels.bridge.growing import Keys
@@ -16,6 +16,7 @@ from jax_kernels.ops.attention import flash_attention as attention
 __all__ = ["flash_attention"]
 
 attention_vmap.define_rules()
+flops.define_formulas("flash_attention", "flash_attention_inference", "flash_attention_backward")
 
 
 class _Given(NamedTuple):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from jax_kernels.bridge import answers, any_shape, library, plan_vmap
+from jax_kernels.bridge import answers, any_shape, flops, library, plan_vmap
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 from jax_kernels.bridge.operands import NONE, MaskSignature, Operands, kept_operands, operands_of
 from jax_kernels.bridge.plan_ops import Call, KnownPlan, call_op
@@ -34,6 +34,7 @@ from jax_kernels.masks import Mask
 __all__ = ["JaxOp", "Seen", "from_jax", "seen"]
 
 plan_vmap.define_rules()
+flops.define_formulas("call", "call_backward")
 
 
 def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:

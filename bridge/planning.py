@@ -14,7 +14,7 @@ from jax_kernels.bridge.operands import MaskSignature
 from jax_kernels.bridge.plans import FUNCTIONS, Info, Plan, Request, Residual, Signature, keep, new_name
 from jax_kernels.bridge.structure import Leaf, flatten, rebuild
 
-__all__ = ["cotangents_of", "make_plan", "mapped_axes", "outputs_of", "plan_for"]
+__all__ = ["cotangents_of", "make_plan", "mapped_axes", "mask_specs", "outputs_of", "plan_for"]
 
 
 def plan_for(request: Request, needs: tuple[bool, ...]) -> Plan:
@@ -39,7 +39,7 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...]) -> Plan:
     outputs, structures = outputs_of(request)
     moving = [index for index, needed in enumerate(needs) if needed]
     specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in signatures]
-    mask_specs = _mask_specs(request.masks)
+    specs_of_masks = mask_specs(request.masks)
 
     def with_pullback(masks, *leaves):
         def moved(*values):
@@ -52,13 +52,13 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...]) -> Plan:
 
     with library.planning_for(device):
         if moving:
-            traced = jax.jit(with_pullback).trace(mask_specs, *specs)
+            traced = jax.jit(with_pullback).trace(specs_of_masks, *specs)
             out_infos, pullback = traced.out_info
         else:
-            out_infos, pullback = jax.eval_shape(outputs, mask_specs, *specs), None
+            out_infos, pullback = jax.eval_shape(outputs, specs_of_masks, *specs), None
     count = len(out_infos)
     residual_infos, tree = jax.tree.flatten(pullback)
-    sources = _sources(traced.jaxpr.jaxpr, len(jax.tree.leaves(mask_specs)), count) if moving else []
+    sources = _sources(traced.jaxpr.jaxpr, len(jax.tree.leaves(specs_of_masks)), count) if moving else []
     extra = [index for index, source in enumerate(sources) if source == Residual("extra", index)]
     inputs_read = sorted({source.position for source in sources if source.place == "input"})
     outputs_read = sorted({source.position for source in sources if source.place == "output"})
@@ -136,7 +136,7 @@ def outputs_of(request: Request) -> tuple[Callable[..., tuple[jax.Array, ...]], 
     return outputs, structures
 
 
-def _mask_specs(signature: MaskSignature | None) -> Any:
+def mask_specs(signature: MaskSignature | None) -> Any:
     """The Masks with a jax.ShapeDtypeStruct for each array."""
     if signature is None:
         return ()

@@ -7,12 +7,14 @@ Two structures are equal exactly if a function cannot tell their constants apart
 import collections
 import dataclasses
 import operator
+import types
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from jax_kernels.bridge import twins
 from jax_kernels.masks import Mask
 
 __all__ = ["SINGLE", "Leaf", "flatten", "rebuild"]
@@ -64,6 +66,8 @@ def _constant(value: Any) -> tuple[Any, ...]:
         return ("complex", value.real.hex(), value.imag.hex())
     if isinstance(value, np.generic):
         return ("numpy", value.dtype, value.tobytes())
+    if kind is types.FunctionType and not torch.compiler.is_compiling():
+        value = twins.first_of(value)
     return ("constant", kind, value, _parts(value))
 
 

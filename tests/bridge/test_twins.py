@@ -1,0 +1,104 @@
+"""Functions that are made anew for each call: which of them share a plan."""
+
+import jax.numpy as jnp
+import pytest
+import torch
+
+from jax_kernels import bridge
+from jax_kernels.bridge import plans, twins
+
+FACTOR = 2.0
+TABLE = {"factor": 2.0}
+NUMBERS = [2.0]
+
+
+def helper(x):
+    return x * 3.0
+
+
+class Scaled:
+    """A callable that may change."""
+
+    factor = 2.0
+
+
+SCALED = Scaled()
+
+
+def by(factor):
+    return lambda s, b, h, i, j: s * factor
+
+
+def nested(factor):
+    return lambda x: (lambda y: jnp.tanh(y) * factor)(x)
+
+
+def wrapping(function):
+    return lambda x: function(x) + 1.0
+
+
+# Makes a function anew each time.
+SAME = {
+    "plain": lambda: lambda s, b, h, i, j: s * 2.0,
+    "of JAX": lambda: lambda x: jnp.tanh(x),
+    "closed over": lambda: by(2.0),
+    "nested": lambda: nested(2.0),
+    "a default": lambda: lambda x, factor=2.0: x * factor,
+    "a global number": lambda: lambda x: x * FACTOR,
+    "a global function": lambda: lambda x: helper(x),
+    "a function that is closed over": lambda: wrapping(nested(2.0)),
+}
+DIFFERENT = {
+    "an array": lambda: by(jnp.ones(3)),
+    "a dict": lambda: lambda x: x * TABLE["factor"],
+    "an object": lambda: lambda x: x * SCALED.factor,
+    "a list in a function": lambda: wrapping(lambda x: x * NUMBERS[0]),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_twins(name):
+    make = SAME[name]
+    first, second = make(), make()
+    assert first is not second
+    assert twins.first_of(first) is twins.first_of(second)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_what_may_differ_without_showing(name):
+    first, second = DIFFERENT[name](), DIFFERENT[name]()
+    assert (twins.first_of(first), twins.first_of(second)) == (first, second)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (by(2.0), by(3.0)),
+        (by(2.0), by(2)),
+        (by(0.0), by(-0.0)),
+        (nested(2.0), nested(3.0)),
+        (wrapping(nested(2.0)), wrapping(nested(3.0))),
+        (lambda x: x * 2.0, lambda x: x * 3.0),
+    ],
+)
+def test_others_are_no_twins(first, second):
+    assert twins.first_of(first) is not twins.first_of(second)
+
+
+def test_a_global_that_changes(monkeypatch):
+    make = SAME["a global number"]
+    first = twins.first_of(make())
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    assert twins.first_of(make()) is not first
+
+
+def test_a_lambda_for_each_call_adds_one_plan():
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 16, 2, 8, generator=generator) for _ in range(3))
+    attend = lambda factor: bridge.flash_attention(query, key, value, score_mod=lambda s, b, h, i, j: s * factor)
+    before, results = len(plans.PLANS), [attend(1.5) for _ in range(4)]
+    assert len(plans.PLANS) == before + 1
+    for result in results:
+        torch.testing.assert_close(result, bridge.flash_attention(query * 1.5, key, value))
+    torch.testing.assert_close(attend(2.5), bridge.flash_attention(query * 2.5, key, value))
+    assert len(plans.PLANS) == before + 2
