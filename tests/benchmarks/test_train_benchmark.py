@@ -15,6 +15,7 @@ def case(**changes):
     return TrainCase(**(sizes | options | changes))
 
 
+@pytest.mark.slow
 def test_runs_on_a_mesh_after_another_run(tmp_path, run_script, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0")
     one, both = tmp_path / "one.json", tmp_path / "both.json"

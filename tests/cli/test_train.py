@@ -114,6 +114,7 @@ def test_a_process_that_dies_ends_the_others_with_a_message(tmp_path, text):
     assert any(word in told for word in ("died", "UNAVAILABLE", "heartbeat", "Connection")), told[-3000:]
 
 
+@pytest.mark.slow
 def test_a_process_that_never_comes_is_not_waited_for(tmp_path):
     joint = ("--coordinator", "localhost:1", "--num-processes", 2, "--process-id", 1, "--timeout", 2)
     process = start(*joint, "--out", tmp_path)

@@ -74,6 +74,7 @@ def test_learns_and_accumulates_what_one_batch_gives():
     np.testing.assert_allclose(trainer.evaluate((tokens, targets)), float(losses.sum()) / 52, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_mixed_precision_keeps_parameters_and_moments_in_float32():
     longnet = LongNetConfig(
         vocab_size=64, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32, segment_lengths=(8,), dilation_rates=(1,),
