@@ -8,6 +8,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
@@ -435,3 +436,14 @@ def test_a_process_ends_in_peace():
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "terminate" not in done.stderr
+
+
+def test_a_memory_report_has_what_both_have():
+    x = torch.zeros(2**22, device="cuda")
+    array = jax.device_put(np.zeros(2**20, np.float32), dlpack.jax_device(x.device))
+    report = bridge.memory_report()
+    assert report.device == x.device
+    assert report.torch_reserved >= report.torch_allocated >= x.nbytes
+    assert report.jax_in_use >= array.nbytes
+    assert 0 < report.free < report.total
+    assert str(x.device) in str(report)
