@@ -79,6 +79,15 @@ class DynamicMaskAttention(MultiHeadAttention):
         arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
         return dynamic_mask_attention(query, key, value, keep, bias, **arguments)
 
+    def _decodes(self, query: jax.Array, mask: Any) -> bool:
+        return False  # decode_attention takes no mask
+
+    def _attend_over_devices(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any) -> jax.Array:
+        raise NotImplementedError(
+            f"sequence_axis: devices share out the tokens along {self.sequence_axis!r}, want whole sequences: the keys to "
+            "keep are found among all tokens"
+        )
+
     def _among(self, mask: Any, kv_lengths: jax.Array | None) -> masks.Mask:
         """The mask of the keys that compete for a query's attention."""
         among = masks.causal() if self.is_causal else masks.sliding_window(None, None)

@@ -144,3 +144,10 @@ def test_bad_arguments_are_named():
         module(keys_to_keep=2.0)
     with pytest.raises(ValueError, match="mask: got 4 heads, want 1 or num_kv_heads=2"):
         module()(inputs(), mask=jnp.ones((1, HEADS, LENGTH, LENGTH), bool))
+
+
+def test_devices_do_not_share_the_tokens():
+    attention = module(sequence_axis="sequence")
+    heads = jnp.zeros((BATCH, 8, 4, 8))
+    with pytest.raises(NotImplementedError, match=r"^sequence_axis: devices share out the tokens along 'sequence'"):
+        attention._attend_over_devices(heads, heads, heads, None)
