@@ -84,8 +84,8 @@ class DynamicMaskAttention(MultiHeadAttention):
 
     def _attend_over_devices(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any) -> jax.Array:
         raise NotImplementedError(
-            f"sequence_axis: devices share out the tokens along {self.sequence_axis!r}, want whole sequences: the keys to "
-            "keep are found among all tokens"
+            f"sequence_axis: devices share out the tokens along {self.sequence_axis!r}, want whole sequences: the keys "
+            "to keep are found among all tokens"
         )
 
     def _among(self, mask: Any, kv_lengths: jax.Array | None) -> masks.Mask:
