@@ -78,6 +78,7 @@ def test_statistics():
     assert timing.speed_ratio([1.0, 1.5, 4.0], [2.0, 3.0, 8.0, 100.0]) == 2.0
 
 
+@pytest.mark.slow
 def test_input_sets_overflow_the_cache(make_case):
     big = cases.input_sets(make_case(shape=(1, 1024, 8, 128, 8)))
     bytes_of_one = 4 * 1024 * 8 * 128 * 2

@@ -28,6 +28,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.slow
 def test_runs_and_writes(tmp_path, run_script):
     out = tmp_path / "dilated.json"
     words = [

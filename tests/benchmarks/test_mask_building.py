@@ -26,6 +26,7 @@ def run(tmp_path, monkeypatch, without_gpu):
     return of
 
 
+@pytest.mark.slow
 def test_runs_and_writes(run, monkeypatch):
     monkeypatch.setattr(mask_building, "LISTS", ("block", "function"))
     builders = ("top_k, causal", "top_k of each query", "top_k_blocks, causal")

@@ -61,6 +61,7 @@ def test_weights_of_few_bits(tmp_path, monkeypatch, without_gpu):
     assert row["contenders"][-1]["share_of_copy"] > 0
 
 
+@pytest.mark.slow
 def test_blocks_of_weights_of_few_bits():
     case = benchmark.low_bit_weights.Case("plain", 16, 256, 512, "bf16", "int4")
     arrays = case.arrays()[0]

@@ -96,6 +96,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_a_case_that_hangs_or_dies_ends_no_other(capfd):
     command = [sys.executable, "-c", WORKER]
     cases = ["a", "hang", "b", "die", "c"]

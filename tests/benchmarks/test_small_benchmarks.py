@@ -299,6 +299,7 @@ def test_versions_side_by_side(tmp_path, monkeypatch):
     assert [row["ours"]["status"] for row in rows if row["case"] == "bias bs"] == ["wrong", "wrong"]
 
 
+@pytest.mark.slow
 def test_huggingface_runs(tmp_path, run_script):
     pytest.importorskip("transformers", minversion="5.0")
     out = tmp_path / "huggingface.json"

@@ -42,6 +42,7 @@ def test_pairs_are_counted():
         assert sparse._pairs(23, side, tokens) == want.sum()
 
 
+@pytest.mark.slow
 def test_runs_and_writes(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(sparse, "prepare_process", lambda: None)
     out = tmp_path / "sparse.json"

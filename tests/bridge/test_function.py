@@ -54,7 +54,7 @@ def test_trees_constants_and_gradients():
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile(backend):
     torch._dynamo.reset()
     compiled = torch.compile(loss, backend=backend, fullgraph=True)

@@ -286,7 +286,7 @@ def test_registration():
 
 
 def test_masks_of_early_versions(monkeypatch):
-    """Where transformers asks for a mask by arguments that are not known, its own function answers."""
+    """Its own function answers where transformers asks for a mask by arguments that are not known."""
     masks = transformers.masking_utils
     monkeypatch.setattr(masks, "sdpa_mask", lambda batch_size, cache_position: None)
     monkeypatch.setattr(masks.AttentionMaskInterface, "_global_mapping", {})

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 RANKS = 2
-WORKER = """
+RING = """
 import os, sys
 import torch
 import torch.distributed as dist
@@ -86,6 +86,8 @@ except ValueError as error:
     assert "got 7 tokens for 2 devices with layout='zigzag', want a multiple of 4" in str(error), error
     print("refused", flush=True)
 
+"""
+DILATED = """
 pattern = {"segment_lengths": (4, 16), "dilation_rates": (1, 2)}
 local = lambda x, axis=1: bridge.shard_sequence(x, layout="contiguous", axis=axis)
 of_all = lambda x, axis=1: bridge.unshard_sequence(x, layout="contiguous", axis=axis)
@@ -119,6 +121,8 @@ try:
 except ValueError as error:
     assert "layout: got 'partition', want 'overlap'" in str(error), error
     print("dilated", flush=True)
+"""
+END = """
 alone = dist.new_group([0])
 if rank == 0:
     out = bridge.ring_attention(query, key, value, group=alone, is_causal=True)
@@ -129,8 +133,20 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.timeout(200)
-def test_two_processes_are_as_exact_as_one():
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        pytest.param(RING + END, ["not initialized", "once", "refused", "done"], id="ring"),
+        pytest.param(
+            RING + DILATED + END,
+            ["not initialized", "once", "refused", "dilated", "done"],
+            id="dilated",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_two_processes_are_as_exact_as_one(parts, told):
     root = pathlib.Path(__file__).parents[2]
     with socket.socket() as opened:
         opened.bind(("", 0))
@@ -145,7 +161,7 @@ def test_two_processes_are_as_exact_as_one():
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", WORKER],
+            [sys.executable, "-W", "ignore", "-c", parts],
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -154,11 +170,11 @@ def test_two_processes_are_as_exact_as_one():
         for rank in range(RANKS)
     ]
     try:
-        told = [process.communicate(timeout=150) for process in processes]
+        outputs = [process.communicate(timeout=240) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for process, (printed, errors) in zip(processes, told, strict=True):
+    for process, (printed, errors) in zip(processes, outputs, strict=True):
         assert process.returncode == 0, errors[-3000:]
         said = [line for line in printed.splitlines() if not line.startswith("[Gloo]")]
-        assert said == ["not initialized", "once", "refused", "dilated", "done"]
+        assert said == told

@@ -131,6 +131,7 @@ def test_resuming_equals_never_having_stopped(invoke, text, tmp_path):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_dilated_attention(invoke, text, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_run, "LEARNED", 1.0)
     out = tmp_path / "out"
@@ -150,6 +151,7 @@ def test_dilated_attention(invoke, text, tmp_path, monkeypatch):
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("only_training")
+@pytest.mark.slow
 def test_products_of_8_bits(invoke, text, tmp_path, monkeypatch):
     out = tmp_path / "out"
     result = invoke("--text", text, "--out", out, "--precision", "fp8", "--steps", 40)

@@ -167,6 +167,7 @@ def results(gpu, names):
 
 
 NAMES = list(cases(64, 16, "triton"))
+QUICK = ["causal", "score_mod of heads", "decode", "rms_norm", "columns", "depth"]
 
 
 # JAX cannot trace a score_mod on Auto axes whose arrays have Explicit ones.
@@ -177,7 +178,8 @@ EXPLICIT = [name for name in NAMES if name != "score_mod of heads"]
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
-        ("auto", NAMES),
+        ("auto", QUICK),
+        pytest.param("auto", NAMES, marks=pytest.mark.slow),
         ("explicit", ["causal", "one kv head", "decode", "layer_norm", "depth", "epilogue"]),
         pytest.param("explicit", EXPLICIT, marks=pytest.mark.slow),
     ],

@@ -20,6 +20,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 import dilated_oracle
+import tiers
 
 from jax_kernels import hilbert_order, sequence_parallel_dilated_attention
 from jax_kernels.ops.dilated.shards import dealt_out
@@ -47,6 +48,8 @@ CASES = {
     "interpreted": ((8, 32), (2, 4), True, 4, 2, {"implementation": "triton", "order": "hilbert"}),
     "hilbert_at_rate_1": ((32,), (1,), False, 2, 2, {"order": "hilbert"}),
 }
+# Every branch and mode once: the others combine them.
+QUICK = ("all_lengths", "across_alone", "packed", "groups_mean", "stopped", "hilbert", "interpreted")
 
 
 def ids_of(length):
@@ -119,46 +122,51 @@ def run_case(mesh, lengths, rates, is_causal, heads, kv_heads, others):
     }
 
 
-def main() -> dict:
+def main(names) -> dict:
     mesh = jax.make_mesh((DEVICES,), ("sequence",), (jax.sharding.AxisType.Auto,))
-    return {name: run_case(mesh, *case) for name, case in CASES.items()}
+    return {name: run_case(mesh, *CASES[name]) for name in names}
 
 
-@pytest.fixture(scope="module")
-def results():
+@functools.cache
+def results_of(*names):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_KERNELS_INTERPRET": "1",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0",
     }
     done = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, __file__, *names], env=environment, capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def result_of(name):
+    """The result of a case. Those of a tier run in one process."""
+    return results_of(*(x for x in CASES if (x in QUICK) == (name in QUICK)))[name]
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", CASES)
-def test_is_dilated_attention(name, results):
-    for what, error in zip(("out", "lse", "dq", "dk", "dv"), results[name]["errors"], strict=True):
+@pytest.mark.parametrize("name", tiers.cases(CASES, QUICK))
+def test_is_dilated_attention(name):
+    for what, error in zip(("out", "lse", "dq", "dk", "dv"), result_of(name)["errors"], strict=True):
         assert error < 1e-6, what
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", CASES)
-def test_what_the_backward_keeps(name, results):
+@pytest.mark.parametrize("name", tiers.cases(CASES, QUICK))
+def test_what_the_backward_keeps(name):
     """A device's query, key, value, out and lse, and its ids: nothing that was gathered, and nothing of a branch."""
     *_, heads, kv_heads, others = CASES[name]
     local = (BATCH, 32 // DEVICES)
     of_heads = [(heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, V_HEAD_DIM), (heads, V_HEAD_DIM)]
     want = [[*local, *x] for x in of_heads] + [[BATCH, heads, 32 // DEVICES]]
-    assert results[name]["kept"] == sorted(want + ([list(local)] if "segment_ids" in others else []))
+    assert result_of(name)["kept"] == sorted(want + ([list(local)] if "segment_ids" in others else []))
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", CASES)
-def test_what_travels(name, results):
+@pytest.mark.parametrize("name", tiers.cases(CASES, QUICK))
+def test_what_travels(name):
     """Keys and values of the long segments alone, of each the rows that take part, and their float32 gradients.
 
     They travel from device to device, with the ids of these rows: nothing is gathered. Where a branch's own softmax has
@@ -179,18 +187,18 @@ def test_what_travels(name, results):
         want += [("ppermute", "bfloat16", rows)] * 2 * turns * hops + [("ppermute", "float32", rows)] * 2 * hops
         if "segment_ids" in others or rows != 8 // rate:
             want += [("ppermute", "int32", rows)] * turns * hops
-    assert sorted(map(tuple, results[name]["travels"])) == sorted(want)
+    assert sorted(map(tuple, result_of(name)["travels"])) == sorted(want)
 
 
 @pytest.mark.timeout(240)
-def test_dtypes(results):
+def test_dtypes():
     """Also of one branch alone, which nothing is merged with."""
-    assert {tuple(result["dtypes"]) for result in results.values()} == {("bfloat16", "float32", *["bfloat16"] * 3)}
+    assert {tuple(result_of(name)["dtypes"]) for name in QUICK} == {("bfloat16", "float32", *["bfloat16"] * 3)}
 
 
 @pytest.mark.timeout(240)
-def test_some_tokens_attend_to_nothing(results):
-    assert all(results[name]["dead"] for name in ("across_alone", "packed", "groups_mean"))
+def test_some_tokens_attend_to_nothing():
+    assert all(result_of(name)["dead"] for name in ("across_alone", "packed", "groups_mean"))
 
 
 @pytest.mark.parametrize(("length", "rate", "devices"), [(64, 4, 4), (64, 8, 8), (48, 3, 4), (60, 5, 2)])
@@ -252,4 +260,4 @@ def test_errors(arguments, error, message):
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    print(json.dumps(main(sys.argv[1:])))
