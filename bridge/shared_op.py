@@ -10,6 +10,7 @@ import torch
 
 from jax_kernels.bridge import dlpack, library
 from jax_kernels.bridge.distributed import AXIS, Ring
+from jax_kernels.bridge.once import once
 
 __all__ = ["SharedOp"]
 
@@ -97,13 +98,13 @@ def _run(ring: Ring, program: Any, tensors: Any) -> list[torch.Tensor]:
     return found
 
 
-@functools.cache
+@once
 def _forward(op: SharedOp, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
     """The compiled (out, lse) of query, key, value, segment_ids and sinks."""
     return _shared(functools.partial(op.attend, **dict(options)), mesh, (1, 2))
 
 
-@functools.cache
+@once
 def _backward(op: SharedOp, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
     """The compiled gradients of query, key, value and sinks, from what the forward took and gave."""
 
