@@ -305,10 +305,7 @@ class Warpgroup:
             turn, slot, blocks, state = carry
             place = Place(block=blocks[0], following=blocks[1], turn=turn, slot=slot)
             state = self._turn(step, place, state)  # which has a barrier, behind which the claim is seen
-            if interpreter.INTERPRETED:  # which has no atomic addition
-                new = self.first + (turn + ahead) * traits.stride
-            else:
-                new = claimed_before + self.smem.claimed[self.group, lax.rem(turn, jnp.int32(2))]
+            new = claimed_before + self.smem.claimed[self.group, lax.rem(turn, jnp.int32(2))]
             self._load_ahead(new, new < traits.blocks, slot, stores)
             self._claim(turn + 1)
             return turn + 1, self._next(slot), (*blocks[1:], new), state
@@ -321,10 +318,14 @@ class Warpgroup:
 
     def _claim(self, turn: Any) -> None:
         """Has the next block's number written to shared memory, for a turn."""
-        if interpreter.INTERPRETED:
-            return
         place = self.smem.claimed.at[self.group, pl.ds(lax.rem(turn, jnp.int32(2)), 1)]
-        pl.when(self.member == 0)(lambda: count_up(self.counter, place))
+
+        @pl.when(self.member == 0)
+        def _():
+            if interpreter.INTERPRETED:  # which has no atomic addition: each group claims an equal share
+                place[0] = self.first + turn * self.traits.stride
+            else:
+                count_up(self.counter, place)
 
     def _turn(self, step: Callable[[Place, Any], Any], place: Place, state: Any) -> Any:
         plgpu.barrier_wait(self.smem.ready.at[self.wg * self.traits.stages + place.slot])
