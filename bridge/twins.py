@@ -2,7 +2,7 @@
 
 Two functions are twins if they have the same code and all that the code can read is the same: defaults, what they close
 over, and the globals that the code names. Where one of these is more than a number, a text, a tuple of them, or a part
-of JAX, NumPy or the standard library, a function is like itself alone.
+of JAX, NumPy or the standard library, and where a function calls itself, a function is like itself alone.
 """
 
 import types
@@ -35,9 +35,11 @@ def first_of(function: Any) -> Any:
     return first
 
 
-def _key(function: Any) -> Any:
-    if function.__dict__:
+def _key(function: Any, outer: tuple[Any, ...] = ()) -> Any:
+    """What all twins of a function share. outer: the functions that are being looked at."""
+    if function.__dict__ or function in outer:
         raise _UnknownError
+    outer = *outer, function
     try:
         closed = tuple(cell.cell_contents for cell in function.__closure__ or ())
     except ValueError:  # an empty cell
@@ -46,9 +48,9 @@ def _key(function: Any) -> Any:
     names = dict.fromkeys(name for name in _names(function.__code__) if name in own)
     return (
         *(function.__code__, id(own), function.__module__, function.__qualname__),
-        *(_known(closed), _known(function.__defaults__ or ())),
-        _known(tuple(sorted((function.__kwdefaults__ or {}).items()))),
-        tuple((name, _known(own[name])) for name in names),
+        *(_known(closed, outer), _known(function.__defaults__ or (), outer)),
+        _known(tuple(sorted((function.__kwdefaults__ or {}).items())), outer),
+        tuple((name, _known(own[name], outer)) for name in names),
     )
 
 
@@ -60,7 +62,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _known(value: Any) -> Any:
+def _known(value: Any, outer: tuple[Any, ...]) -> Any:
     """The value in a form whose equality is that of the values."""
     kind = type(value)
     if kind is float:
@@ -70,12 +72,12 @@ def _known(value: Any) -> Any:
     if kind in _NUMBERS:
         return kind, value
     if kind is tuple:
-        return tuple(_known(item) for item in value)
+        return tuple(_known(item, outer) for item in value)
     if isinstance(value, np.generic):
         return value.dtype, value.tobytes()
     home = value.__name__ if kind is types.ModuleType else getattr(value, "__module__", None)
     if isinstance(home, str) and home.split(".")[0] in _LIBRARIES and (callable(value) or kind is types.ModuleType):
         return kind, id(value)
     if kind is types.FunctionType:
-        return _key(value)
+        return _key(value, outer)
     raise _UnknownError

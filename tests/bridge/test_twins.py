@@ -16,6 +16,10 @@ def helper(x):
     return x * 3.0
 
 
+def power(x, n):
+    return x if n == 1 else x * power(x, n - 1)
+
+
 class Scaled:
     """A callable that may change."""
 
@@ -52,6 +56,7 @@ DIFFERENT = {
     "an array": lambda: by(jnp.ones(3)),
     "a dict": lambda: lambda x: x * TABLE["factor"],
     "an object": lambda: lambda x: x * SCALED.factor,
+    "a function that calls itself": lambda: lambda x: power(x, 3),
     "a list in a function": lambda: wrapping(lambda x: x * NUMBERS[0]),
 }
 
