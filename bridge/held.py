@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -134,7 +135,7 @@ def _watch(reference: "weakref.ref[Held]", is_needed: threading.Event) -> None:
     calls = -1
     while True:
         is_needed.wait()
-        threading.Event().wait(_IDLE_SECONDS)
+        time.sleep(_IDLE_SECONDS)
         held = reference()
         if held is None:
             return
