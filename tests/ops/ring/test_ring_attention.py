@@ -3,6 +3,7 @@
 As a script it prints, for each case, the errors of out, lse, dq, dk, dv and dsinks, and what travels.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -21,8 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 import tiers
 
 from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard_sequence
+from jax_kernels.attention_inputs import HeadView
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.steps import Pair, Step
 from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.testing import rms_error
 
@@ -49,6 +52,8 @@ CASES = {
     "gather_window": (3, "contiguous", {"window": (7, 20), "strategy": "all_gather"}),
     "to_all_striped": (2, "striped", {"window": (4, 9), "strategy": "all_to_all"}),
     "interpreted": (2, "zigzag", {"is_causal": True, "window": (30, 0), "implementation": "triton"}),
+    "halves": (4, "zigzag", {"is_causal": True, "halves": True}),
+    "halves_packed": (3, "contiguous", {"segment_ids": True, "sinks": True, "halves": True}),
     "unchecked": (4, "zigzag", {"is_causal": True, "check_vma": False}),
 }
 QUICK = [
@@ -62,10 +67,39 @@ QUICK = [
     "window_striped_both",
     "to_all",
     "gather",
+    "halves",
 ]
 
 
+@contextlib.contextmanager
+def heads_in_halves():
+    """Has the backward take the heads in two halves, as the Hopper kernels do, each cut out of the gradients of all."""
+    own = Step.gradients
+
+    def gradients(self, visitors, rows, dquery, heads=None):
+        if heads is None:
+            return own(self, visitors, rows, dquery)
+        found, pair = own(self, visitors, rows, jnp.zeros_like(dquery))
+        group = dquery.shape[2] // pair.key.shape[2]
+        cut = lambda x, size: x[:, :, heads.first * size : (heads.first + heads.count) * size]
+        mine = (
+            jnp.zeros_like(dquery)
+            .at[:, :, heads.first * group : (heads.first + heads.count) * group]
+            .set(cut(found, group))
+        )
+        return dquery + mine, Pair.of(cut(pair.key, 1), cut(pair.value, 1))
+
+    halves = [HeadView(count=1, first=first, run=1, skip=0) for first in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Step, "gradients", gradients)
+        patch.setattr(Step, "in_parts", lambda self, visitors: halves)
+        yield
+
+
 def run_case(devices, layout, options):
+    if options.get("halves"):
+        with heads_in_halves():
+            return run_case(devices, layout, {name: x for name, x in options.items() if name != "halves"})
     options = dict(options)
     random = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
