@@ -41,6 +41,10 @@ def wrapping(function):
     return lambda x: function(x) + 1.0
 
 
+def with_default(factor):
+    return lambda x, factor=factor: x * factor
+
+
 # Makes a function anew each time.
 SAME = {
     "plain": lambda: lambda s, b, h, i, j: s * 2.0,
@@ -84,6 +88,7 @@ def test_what_may_differ_without_showing(name):
         (nested(2.0), nested(3.0)),
         (wrapping(nested(2.0)), wrapping(nested(3.0))),
         (lambda x: x * 2.0, lambda x: x * 3.0),
+        (with_default(2.0), with_default(3.0)),
     ],
 )
 def test_others_are_no_twins(first, second):
