@@ -34,16 +34,10 @@ def gelu_tanh(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
-# Abramowitz and Stegun (1964), 7.1.26.
-_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-
-
 def gelu(x: jax.Array) -> jax.Array:
     """x Φ(x), with the error function to 1.5e-7."""
     size = jnp.abs(x) * 0.7071067811865476
-    t = 1.0 / (1.0 + 0.3275911 * size)
-    polynomial = t * (_ERF[4] + t * (_ERF[3] + t * (_ERF[2] + t * (_ERF[1] + t * _ERF[0]))))
-    tail = 0.5 * polynomial * jnp.exp(-size * size)  # 1 - Φ(|x|)
+    tail = 0.5 * elementwise.erf_polynomial(size) * jnp.exp(-size * size)  # 1 - Φ(|x|)
     return x * jnp.where(x >= 0, 1.0 - tail, tail)
 
 
@@ -74,8 +68,7 @@ def _d_gelu_tanh(x: jax.Array) -> jax.Array:
 def _d_gelu(x: jax.Array) -> jax.Array:
     """Φ(x) + x φ(x)."""
     size = jnp.abs(x) * 0.7071067811865476
-    t = 1.0 / (1.0 + 0.3275911 * size)
-    polynomial = t * (_ERF[4] + t * (_ERF[3] + t * (_ERF[2] + t * (_ERF[1] + t * _ERF[0]))))
+    polynomial = elementwise.erf_polynomial(size)
     density = jnp.exp(-size * size)
     tail = 0.5 * polynomial * density
     return jnp.where(x >= 0, 1.0 - tail, tail) + 0.3989422804014327 * x * density

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
-__all__ = ["for_tiles", "why_not"]
+from jax_kernels.score_mod.tiles import primitives
+
+__all__ = ["erf_polynomial", "for_tiles", "why_not"]
 
 # What Mosaic computes on a tile as it is. sin and cos are too coarse there for large numbers.
 _KNOWN = {
@@ -40,12 +42,16 @@ def _log1p(x: Any) -> Any:
 _ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
+def erf_polynomial(size: Any) -> Any:
+    """What exp(-size * size) is multiplied by in 1 - erf(size), for size >= 0."""
+    t = 1.0 / (1.0 + 0.3275911 * size)
+    return t * (_ERF[4] + t * (_ERF[3] + t * (_ERF[2] + t * (_ERF[1] + t * _ERF[0]))))
+
+
 def _tail(x: Any) -> Any:
     """1 - erf(|x|)."""
     size = jnp.abs(x)
-    t = 1.0 / (1.0 + 0.3275911 * size)
-    polynomial = t * (_ERF[4] + t * (_ERF[3] + t * (_ERF[2] + t * (_ERF[1] + t * _ERF[0]))))
-    return polynomial * jnp.exp(-size * size)
+    return erf_polynomial(size) * jnp.exp(-size * size)
 
 
 # What stands in for the primitives that Mosaic lacks.
@@ -83,7 +89,7 @@ def for_tiles(function: Callable[[Any], Any] | None) -> Callable[[Any], Any] | N
     """A function that why_not has nothing against, in primitives that Mosaic has."""
     if function is None:
         return None
-    names = set(_names(jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr))
+    names = set(primitives(jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), jnp.float32)).eqns))
     if names <= _KNOWN | {"jit"}:
         return function
     return functools.partial(_run, function)
@@ -121,10 +127,3 @@ def _equations(program: Jaxpr) -> Iterator[Any]:
             yield from _equations(_called(equation))
         else:
             yield equation
-
-
-def _names(program: Jaxpr) -> Iterator[str]:
-    for equation in program.eqns:
-        yield str(equation.primitive)
-        if str(equation.primitive) in _CALLS:
-            yield from _names(_called(equation))

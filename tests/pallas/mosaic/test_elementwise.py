@@ -9,6 +9,7 @@ from jax_kernels import explain, matmul
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.activations import derivative_of
 from jax_kernels.pallas.mosaic import elementwise
+from jax_kernels.score_mod.tiles import primitives
 
 FUNCTIONS = {
     "relu": jax.nn.relu,
@@ -36,7 +37,7 @@ def test_values(name, of):
     x = jnp.asarray(NUMBERS, jnp.float32)
     got = elementwise.for_tiles(function)(x)
     np.testing.assert_allclose(got, function(x), rtol=1e-5, atol=5e-7)
-    names = set(elementwise._names(jax.make_jaxpr(elementwise.for_tiles(function))(x).jaxpr))
+    names = set(primitives(jax.make_jaxpr(elementwise.for_tiles(function))(x).eqns))
     assert names <= elementwise._KNOWN | {"jit"}
 
 
