@@ -36,7 +36,7 @@ def first_of(function: Any) -> Any:
 
 
 def _key(function: Any, outer: tuple[Any, ...] = ()) -> Any:
-    """What all twins of a function share. outer: the functions that are being looked at."""
+    """The value that all twins of a function share. outer: the functions that are being looked at."""
     if function.__dict__ or function in outer:
         raise _UnknownError
     outer = *outer, function

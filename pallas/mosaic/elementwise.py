@@ -43,7 +43,7 @@ _ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
 def erf_polynomial(size: Any) -> Any:
-    """What exp(-size * size) is multiplied by in 1 - erf(size), for size >= 0."""
+    """(1 - erf(size)) / exp(-size * size), for size >= 0."""
     t = 1.0 / (1.0 + 0.3275911 * size)
     return t * (_ERF[4] + t * (_ERF[3] + t * (_ERF[2] + t * (_ERF[1] + t * _ERF[0]))))
 
