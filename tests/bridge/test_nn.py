@@ -48,7 +48,7 @@ def test_logits_and_input_gradients(case):
     assert all(parameter.grad is not None for name, parameter in module.named_parameters() if name != "embed.weight")
 
 
-@pytest.mark.parametrize("scaling", [None, "row"])
+@pytest.mark.parametrize("scaling", [None, pytest.param("row", marks=pytest.mark.slow)])
 def test_products_of_8_bits(scaling):
     flax, module = both(num_layers=1, precision="fp8", scaling=scaling)
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (2, 19))

@@ -190,7 +190,9 @@ def test_bfloat16_compute_has_float32_logits_and_parameters():
     np.testing.assert_allclose(logits, forward(model(), tokens()), atol=0.1)
 
 
-@pytest.mark.parametrize(("scaling", "dtype"), [(None, "bfloat16"), ("block", "float16")])
+@pytest.mark.parametrize(
+    ("scaling", "dtype"), [(None, "bfloat16"), pytest.param("block", "float16", marks=pytest.mark.slow)]
+)
 def test_products_of_8_bits(scaling, dtype):
     """Parameters, and their initial values, are those of the model without."""
     plain, eight = (model(num_layers=1, dtype=dtype, **x) for x in ({}, {"precision": "fp8", "scaling": scaling}))

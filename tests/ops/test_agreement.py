@@ -231,7 +231,7 @@ def check_all(strategy, check, examples, implementation, monkeypatch):
     any_call()
 
 
-@pytest.mark.parametrize(("implementation", "examples"), [("xla", 14), ("triton", 4)])
+@pytest.mark.parametrize(("implementation", "examples"), [("xla", 8), ("triton", 4)])
 def test_flash_attention(implementation, examples, monkeypatch):
     check_all(calls(implementation), check, examples, implementation, monkeypatch)
 

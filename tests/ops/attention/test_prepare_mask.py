@@ -193,7 +193,9 @@ def test_without_lists():
 
 
 @pytest.mark.parametrize(
-    "arguments", [{}, {"is_causal": True, "window": 20}, {"q_offset": jnp.array([3, -5])}], ids=str
+    "arguments",
+    [pytest.param({}, marks=pytest.mark.slow), {"is_causal": True, "window": 20}, {"q_offset": jnp.array([3, -5])}],
+    ids=str,
 )
 def test_results(arguments):
     """As an argument of jit, through three ops, with gradients: those of the mask. One that tells heads apart."""

@@ -367,7 +367,9 @@ def test_16_bit_merges_in_float32():
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("others", [{}, {"order": "hilbert"}, {"layout": "partition"}], ids=str)
+@pytest.mark.parametrize(
+    "others", [pytest.param({}, marks=pytest.mark.slow), {"order": "hilbert"}, {"layout": "partition"}], ids=str
+)
 def test_kernels_interpreted(others, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     pattern = {"segment_lengths": (16,), "dilation_rates": (3,)} | others
