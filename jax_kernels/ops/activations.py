@@ -29,11 +29,6 @@ def tanh(x: jax.Array) -> jax.Array:
     return jnp.tanh(x)
 
 
-def gelu_tanh(x: jax.Array) -> jax.Array:
-    """x Φ(x) by Hendrycks and Gimpel's approximation (2016), arXiv:1606.08415."""
-    return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-
-
 def gelu(x: jax.Array) -> jax.Array:
     """x Φ(x), with the error function to 1.5e-7."""
     size = jnp.abs(x) * 0.7071067811865476
@@ -41,6 +36,7 @@ def gelu(x: jax.Array) -> jax.Array:
     return x * jnp.where(x >= 0, 1.0 - tail, tail)
 
 
+gelu_tanh = elementwise.gelu_tanh
 ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "sigmoid": sigmoid, "tanh": tanh}
 
 

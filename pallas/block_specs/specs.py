@@ -344,6 +344,10 @@ class MatmulSm90:
     promoted_steps: after so many stages float32 sums take over the products of 8 bits, whose sums have 14 bits.
 
     cluster: so many CTAs, 1 or 2, take work tiles below each other. Each loads its part of w's block for both.
+
+    pingpong, wg_rows, early_bias, short_gelu: for operands of 16 bits. pingpong: each warpgroup has work tiles of its
+    own, and its epilogue runs beside the other's products. wg_rows: rows of a warpgroup, 64, or 128 of fewer columns.
+    early_bias: a warpgroup reads its bias before its last products end. short_gelu: gelu by tanh in fewer instructions.
     """
 
     block_n: int
@@ -352,6 +356,10 @@ class MatmulSm90:
     promoted_steps: int = 1
     cluster: int = 1
     compute_wgs: int = 2
+    pingpong: bool = False
+    wg_rows: int = 64
+    early_bias: bool = False
+    short_gelu: bool = False
 
     def __post_init__(self) -> None:
         _positive(self, block_n=64, stages=1, rows_together=1, promoted_steps=1, cluster=1)
@@ -361,6 +369,12 @@ class MatmulSm90:
             raise ValueError(f"MatmulSm90.compute_wgs={self.compute_wgs} must be 2 or 3")
         if self.block_n > 256:
             raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 256")
+        if self.pingpong and self.compute_wgs != 2:
+            raise ValueError(f"MatmulSm90.compute_wgs={self.compute_wgs} must be 2 with pingpong")
+        if self.wg_rows not in (64, 128):
+            raise ValueError(f"MatmulSm90.wg_rows={self.wg_rows} must be 64 or 128")
+        if self.wg_rows * self.block_n > 64 * 256:
+            raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 128 with wg_rows=128")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,22 @@ def test_blocks_replace_those_of_the_plan(kind):
         assert "bf16[64,64]" in program, "64 rows"
 
 
+def test_blocks_by_name():
+    """Also of the products that are gradients."""
+    assert benchmark._blocks("128,3,8", ("block_n", "stages", "rows_together")) == {
+        "block_n": 128, "stages": 3, "rows_together": 8
+    }  # fmt: skip
+    blocks = benchmark._blocks("pingpong=1,block_n=128,wg_rows=128", ())
+    case = benchmark.Case("gated", 128, 256, 64, "bf16", has_gradients=True)
+    arrays = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in case.arrays()[0]]
+    with on_device("H200"):
+        run = lambda *x: benchmark._with_blocks(case, "mosaic_gpu", blocks, *x)
+        program = str(jax.make_jaxpr(run)(*arrays))
+    launches = program.count("name=matmul_sm90")
+    assert launches > 1
+    assert program.count("bf16[4,16,1,8,64]") >= launches, "four stages of 128 x 64"
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("has_gradients", [False, True])
 def test_runs(tmp_path, monkeypatch, without_gpu, has_gradients):
