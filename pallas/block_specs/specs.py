@@ -291,7 +291,8 @@ class NormSm90:
     CTA; each has a ring of stages. stages: as many as shared memory has room for, up to this number. turns: blocks that
     a forward's warpgroup takes before its CTA ends, and the multiprocessor takes another CTA; 0: a CTA for each
     multiprocessor, which takes blocks to the end. claims: such CTAs' warpgroups claim blocks one by one, instead of
-    having equal shares of them; with three stages or more.
+    having equal shares of them; with three stages or more. cluster: CTAs of a forward that share a row, each of which
+    has an equal part of its columns, by row_warps warps; they take as many blocks as turns says.
     """
 
     row_warps: int
@@ -299,6 +300,7 @@ class NormSm90:
     stages: int
     turns: int = 0
     claims: bool = False
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         if self.stages < 2:
@@ -309,6 +311,10 @@ class NormSm90:
             raise ValueError(f"NormSm90.row_warps={self.row_warps} must be 1, 4, 8 or 16")
         if self.turns < 0:
             raise ValueError(f"NormSm90.turns={self.turns} must be 0 or more")
+        if self.cluster not in (1, 2, 4, 8):
+            raise ValueError(f"NormSm90.cluster={self.cluster} must be 1, 2, 4 or 8")
+        if self.cluster > 1 and (self.row_warps == 1 or not self.turns or self.claims):
+            raise ValueError(f"NormSm90.cluster={self.cluster} needs 4 row_warps or more, turns, and no claims: {self}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,8 @@ def norm_backward(
     interpret: bool,
 ) -> NormGradients:
     """See the package's docstring."""
+    if config.cluster > 1:
+        raise ValueError(f"NormSm90.cluster={config.cluster} is for forwards; a backward has 1")
     x = inputs.x if result.total is None else result.total
     rows, columns = x.shape
     traits = Traits.of(

@@ -19,7 +19,9 @@ from jax_kernels.normalization_inputs import NormOptions
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic import interpreter
 from jax_kernels.pallas.mosaic.barriers import count_up, group_barrier
+from jax_kernels.pallas.mosaic.launch import CLUSTER
 from jax_kernels.pallas.mosaic.registers import as_float32, kept
+from jax_kernels.pallas.normalization.sm90 import cluster
 
 LINE = 128  # columns: 4 for each lane of a warp
 WARPS = 4  # of a warpgroup
@@ -48,12 +50,18 @@ def row_warps_of(columns: int, most: int) -> int | None:
     return max(few) if few else min(fit, default=None)
 
 
+def cluster_of(columns: int, config: NormSm90) -> int:
+    """How many CTAs share a row of so many columns: those of the block spec, or 1 where they cannot share it evenly."""
+    ctas = config.cluster
+    return ctas if columns % ctas == 0 and (row_warps_of(columns // ctas, config.row_warps) or 1) > 1 else 1
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traits:
     """Sizes of a launch.
 
-    row_warps: warps that share a row. copies: arrays that go through a ring. scale_bytes: of a scale to keep in shared
-    memory beside the rings.
+    row_warps: warps of a CTA that share a row. cluster: CTAs that do, each of which has a part of the columns. copies:
+    arrays that go through a ring. scale_bytes: of a scale to keep in shared memory beside the rings.
     """
 
     options: NormOptions
@@ -61,6 +69,7 @@ class Traits:
     rows: int
     columns: int
     row_warps: int
+    cluster: int
     itemsize: int
     copies: int
     core_count: int
@@ -78,7 +87,8 @@ class Traits:
         scale_bytes: int = 0,
     ) -> "Traits":
         rows, columns = x.shape
-        row_warps = row_warps_of(columns, config.row_warps)
+        ctas = cluster_of(columns, config)
+        row_warps = row_warps_of(columns // ctas, config.row_warps)
         assert row_warps is not None
         return cls(
             options=options,
@@ -86,6 +96,7 @@ class Traits:
             rows=rows,
             columns=columns,
             row_warps=row_warps,
+            cluster=ctas,
             itemsize=x.dtype.itemsize,
             copies=copies,
             core_count=core_count,
@@ -95,7 +106,12 @@ class Traits:
     @property
     def lines(self) -> int:
         """Lines of a part."""
-        return self.columns // (LINE * self.row_warps)
+        return self.columns // (LINE * self.row_parts)
+
+    @property
+    def row_parts(self) -> int:
+        """Parts of a row, in all CTAs that share it."""
+        return self.row_warps * self.cluster
 
     @property
     def is_split(self) -> bool:
@@ -110,6 +126,8 @@ class Traits:
     @property
     def warpgroups(self) -> int:
         """Whole groups of members, and no more warpgroups than have registers for their lines."""
+        if self.cluster > 1:  # whose barrier is for all threads
+            return self.members
         most = min(self.config.warpgroups, 2) if self.lines > FEW_LINES else self.config.warpgroups
         return max(1, most // self.members) * self.members
 
@@ -132,10 +150,12 @@ class Traits:
         """The most blocks of a group: up to the block spec's, and fewer rather than too few CTAs; 0 for no limit."""
         if not self.config.turns:
             return 0
-        return max(1, min(self.config.turns, self.blocks // (self.groups * self.core_count * CTAS_AT_ONCE)))
+        at_once = self.core_count * CTAS_AT_ONCE // self.cluster
+        return max(1, min(self.config.turns, self.blocks // max(1, self.groups * at_once)))
 
     @property
     def ctas(self) -> int:
+        """CTAs, or clusters of them."""
         if self.turns:
             return pl.cdiv(self.blocks, self.groups * self.turns)
         return min(self.core_count, pl.cdiv(self.blocks, self.groups))
@@ -153,6 +173,12 @@ class Traits:
     def counter(self) -> Any:
         """A new counter for a launch, of the blocks that are claimed; None where none are."""
         return jax.new_ref(jnp.zeros(1, jnp.int32)) if self.claims else None
+
+    def exchanged(self) -> Any:
+        """See Warpgroup; None where the interpreter does not run."""
+        if self.cluster == 1 or not interpreter.INTERPRETED:
+            return None
+        return jax.new_ref(jnp.zeros((self.blocks, 2, self.row_parts), jnp.float32))
 
     @property
     def stages(self) -> int:
@@ -172,11 +198,11 @@ class Traits:
 
     def by_parts(self, x: jax.Array) -> jax.Array:
         """An array [rows, columns] as [parts, lines, 128]."""
-        return x.reshape(self.rows * self.row_warps, self.lines, LINE)
+        return x.reshape(self.rows * self.row_parts, self.lines, LINE)
 
     def weights_by_parts(self, x: jax.Array) -> jax.Array:
         """An array [columns] as [parts of a row, lines, 128]."""
-        return x.reshape(self.row_warps, self.lines, LINE)
+        return x.reshape(self.row_parts, self.lines, LINE)
 
     def numbers(self) -> jax.ShapeDtypeStruct:
         """A number for each row, of whole blocks."""
@@ -190,7 +216,8 @@ class Smem:
 
     memory: the rings, and what takes their place at the end. ready: [warpgroups * stages]. sums: [groups, 2, values,
     parts], sums of parts, in turns. scale: by parts of a row, or None. claimed: [groups, 2], the number of a block that
-    a group is to load, in turns, or None. row_ready: [groups] and all_ready: [1], for the interpreter alone.
+    a group is to load, in turns, or None. row_ready: [groups] and all_ready, cluster_ready: [1], for the interpreter
+    alone.
     """
 
     memory: Any
@@ -200,6 +227,7 @@ class Smem:
     claimed: Any
     row_ready: Any
     all_ready: Any
+    cluster_ready: Any
 
     @classmethod
     def scratch(cls, traits: Traits, dtype: Any, weights: int = 0, scale_dtype: Any = None) -> "Smem":
@@ -208,14 +236,16 @@ class Smem:
         rings = tuple(plgpu.SMEM(shape, dtype) for _ in range(traits.copies))
         totals = plgpu.SMEM((max(1, weights), traits.groups, traits.block_parts, traits.lines, LINE), jnp.float32)
         interpreted = interpreter.INTERPRETED
+        of_cluster = plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.members)
         return cls(
             memory=plgpu.RefUnion(rings, totals) if weights else rings,
             ready=plgpu.Barrier(num_arrivals=traits.copies, num_barriers=traits.warpgroups * traits.stages),
-            sums=plgpu.SMEM((traits.groups, 2, 2, traits.row_warps), jnp.float32) if traits.is_split else None,
+            sums=plgpu.SMEM((traits.groups, 2, 2, traits.row_parts), jnp.float32) if traits.is_split else None,
             scale=plgpu.SMEM((traits.row_warps, traits.lines, LINE), scale_dtype) if traits.keeps_scale else None,
             claimed=plgpu.SMEM((traits.groups, 2), jnp.int32) if traits.claims else None,
             row_ready=plgpu.Barrier(num_arrivals=traits.members, num_barriers=traits.groups) if interpreted else None,
             all_ready=plgpu.Barrier(num_arrivals=traits.warpgroups) if interpreted else None,
+            cluster_ready=of_cluster if interpreted and traits.cluster > 1 else None,
         )
 
 
@@ -234,7 +264,8 @@ class Warpgroup:
     """A warpgroup of a CTA. rings: for each array [warpgroups, stages, 4 parts, lines, 128].
 
     arrays: refs in device memory that the rings take, by parts. counter: [1] in device memory, of the blocks that were
-    claimed, or None.
+    claimed, or None. exchanged: for the interpreter alone, [blocks, values, parts of a row] in device memory, of what
+    the CTAs of a cluster store in one another's memory.
     """
 
     traits: Traits
@@ -243,6 +274,7 @@ class Warpgroup:
     arrays: tuple[Any, ...]
     wg: Any
     counter: Any = None
+    exchanged: Any = None
 
     @property
     def group(self) -> Any:
@@ -259,7 +291,14 @@ class Warpgroup:
 
     def parts(self, block: Any) -> Any:
         """A slice of the 4 parts that this warpgroup has of a block."""
-        return pl.ds(block * self.traits.block_parts + self.member * WARPS, WARPS)
+        if self.traits.cluster == 1:
+            return pl.ds(block * self.traits.block_parts + self.member * WARPS, WARPS)
+        return pl.ds(block * self.traits.row_parts + self._first_part, WARPS)
+
+    @property
+    def _first_part(self) -> Any:
+        """The number of this warpgroup's first part in a row that CTAs share."""
+        return cluster.rank() * self.traits.row_warps + self.member * WARPS
 
     @property
     def count(self) -> Any:
@@ -354,6 +393,8 @@ class Warpgroup:
     def weights_at(self, ref: Any, line: int | None = None) -> Any:
         """The ref of this warpgroup's weights in [parts of a row, lines, 128], or of one line of each part."""
         lines = pl.ds(0, self.traits.lines) if line is None else pl.ds(line, 1)
+        if self.traits.cluster > 1:
+            return ref.at[pl.ds(self._first_part, WARPS), lines]
         return ref.at[pl.ds(self.member * WARPS, WARPS) if self.traits.is_split else 0, lines]
 
     def load_weights(self, ref: Any, line: int | None = None) -> Any:
@@ -388,17 +429,34 @@ class Warpgroup:
             gmem[self.parts(place.block)] = numbers
             return
 
-        @pl.when(self.member == 0)
+        @pl.when(self.member == 0 if self.traits.cluster == 1 else self._first_part == 0)
         def _store():
             gmem[place.block] = numbers
 
     def exchange(self, place: Place, *values: Any) -> list[list[Any]]:
         """For each value [4], the numbers of all parts of the row."""
         traits, sums = self.traits, self.smem.sums.at[self.group, lax.rem(place.turn, jnp.int32(2))]
+        if traits.cluster > 1:
+            return self._exchange_in_cluster(place, sums, values)
         for i, value in enumerate(values):
             sums[i, pl.ds(self.member * WARPS, WARPS)] = value
         self._wait_for_group()
         return [[sums[i, part] for part in range(traits.row_warps)] for i in range(len(values))]
+
+    def _exchange_in_cluster(self, place: Place, sums: Any, values: tuple[Any, ...]) -> list[list[Any]]:
+        """exchange, of rows that CTAs share. sums: the ref [values, parts]; the turn after the next takes it again."""
+        mine = pl.ds(self._first_part, WARPS)
+        if interpreter.INTERPRETED:  # which has no stores to another CTA's memory
+            sums = self.exchanged.at[place.block]
+            for i, value in enumerate(values):
+                sums[i, mine] = value
+            plgpu.barrier_arrive(self.smem.cluster_ready)
+            plgpu.barrier_wait(self.smem.cluster_ready)
+        else:
+            for i, value in enumerate(values):
+                cluster.send(value, sums.at[i, mine], self.traits.cluster, PARTS)
+            cluster.wait_for_cluster()
+        return [[sums[i, part] for part in range(self.traits.row_parts)] for i in range(len(values))]
 
     def _wait_for_group(self) -> None:
         if not interpreter.INTERPRETED:
