@@ -33,7 +33,7 @@ from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.normalization_inputs import NormOptions
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import NormSm90
-from jax_kernels.pallas.normalization.sm90.state import Traits, row_warps_of
+from jax_kernels.pallas.normalization.sm90.traits import Traits, row_warps_of
 
 SHAPES = "32768,4096;16384,8192;65536,1024;8192,16384"
 OPS = {"layer_norm": layer_norm, "rms_norm": rms_norm}

@@ -21,7 +21,7 @@ from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import NormBackwardTriton
 from jax_kernels.pallas.normalization.sm90 import backward as backward_sm90
 from jax_kernels.pallas.normalization.sm90 import forward as forward_sm90
-from jax_kernels.pallas.normalization.sm90.state import cluster_of, row_warps_of
+from jax_kernels.pallas.normalization.sm90.traits import cluster_of, row_warps_of
 from jax_kernels.pallas.normalization.triton import backward as backward_triton
 from jax_kernels.pallas.normalization.triton import forward as forward_triton
 from jax_kernels.pallas.triton.tensors import reaches

@@ -21,16 +21,8 @@ from jax_kernels.normalization_inputs import NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.registers import as_float32
-from jax_kernels.pallas.normalization.sm90.state import (
-    BLOCK,
-    LINE,
-    Place,
-    Smem,
-    Traits,
-    Warpgroup,
-    sum_of_parts,
-    wide,
-)
+from jax_kernels.pallas.normalization.sm90.state import Place, Smem, Warpgroup, sum_of_parts, wide
+from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, Traits
 
 
 def norm_forward(

@@ -25,7 +25,7 @@ from jax_kernels.dispatch import on_device
 from jax_kernels.normalization_inputs import NormInputs, NormOptions
 from jax_kernels.ops.normalization import _by_joined_rows
 from jax_kernels.pallas.block_specs.specs import NormSm90
-from jax_kernels.pallas.normalization.sm90.state import Traits, row_warps_of
+from jax_kernels.pallas.normalization.sm90.traits import Traits, row_warps_of
 from jax_kernels.reference import normalization as reference
 
 # Cores, whether races are looked for, and cases of norm_cases.HOPPER.
