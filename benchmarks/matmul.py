@@ -13,7 +13,8 @@ spec's by name, as "pingpong=1,early_bias=1". They are timed beside the block sp
 
 --weights int8,int4,mxfp8,mxfp4 times x in --dtype by such weights, and by weights in --dtype, in one run, each with its
 share of the bandwidth of a copy that is timed in the same run. --sweep-low-bit times other blocks of the kernels, as
-"compute_wgs,stages" of the Hopper kernel or "block_m,block_n,block_k,num_warps,num_stages,programs" of Triton's.
+"compute_wgs,stages" of the Hopper kernel, or "cluster_join=1,stages=3" by name, or
+"block_m,block_n,block_k,num_warps,num_stages,programs" of Triton's.
 
     PYTHONPATH=. python benchmarks/matmul.py --weights int4,int8 --shapes 16,8192,8192 --kinds plain --peers ""
 

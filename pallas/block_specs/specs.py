@@ -469,10 +469,13 @@ class MatmulLowBitSm90:
     """Blocks of the Hopper matmul of weights of few bits: 64 columns of each of compute_wgs warpgroups.
 
     stages: of the ring, of 128 bytes of each column; as many as shared memory has room for, up to this number.
+    cluster_join: the CTAs that share a work tile, 2, 4 or 8, are a cluster, and have its epilogue. Else a second launch
+    has it.
     """
 
     compute_wgs: int
     stages: int
+    cluster_join: bool = False
 
     def __post_init__(self) -> None:
         _positive(self, stages=1)

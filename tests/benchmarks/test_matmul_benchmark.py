@@ -77,6 +77,13 @@ def test_weights_of_few_bits(tmp_path, monkeypatch, without_gpu):
     assert row["contenders"][-1]["share_of_copy"] > 0
 
 
+def test_swept_blocks_of_weights_of_few_bits():
+    assert benchmark.low_bit_weights.swept("4,3") == ("mosaic_gpu", {"compute_wgs": 4, "stages": 3})
+    assert benchmark.low_bit_weights.swept("cluster_join=1") == ("mosaic_gpu", {"cluster_join": 1})
+    with pytest.raises(ValueError, match="got '4', want compute_wgs, stages or block_m"):
+        benchmark.low_bit_weights.swept("4")
+
+
 @pytest.mark.slow
 def test_blocks_of_weights_of_few_bits():
     case = benchmark.low_bit_weights.Case("plain", 16, 256, 512, "bf16", "int4")

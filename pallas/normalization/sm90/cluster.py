@@ -7,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.mosaic.launch import CLUSTER
 
-__all__ = ["rank", "send", "wait_for_cluster"]
+__all__ = ["rank", "send"]
 
 
 def rank() -> Any:
@@ -18,7 +18,7 @@ def rank() -> Any:
 def send(numbers: Any, to: Any, ctas: int, layout: Any) -> None:
     """Stores a warpgroup's numbers [4], one of each warp, in the shared memory of all CTAs of its cluster.
 
-    to: the ref [4] of their place, which is the same in all. They are seen behind wait_for_cluster. All CTAs have
+    to: the ref [4] of their place, which is the same in all. They are seen behind cluster_barrier. All CTAs have
     started: Mosaic waits for that where a kernel has clusters.
     """
 
@@ -47,17 +47,3 @@ def send(numbers: Any, to: Any, ctas: int, layout: Any) -> None:
         llvm.inline_asm(void, [address, lane, number], assembly, "r,r,f,~{memory}", has_side_effects=True)
 
     store(numbers, to)
-
-
-def wait_for_cluster() -> None:
-    """Waits for all threads of the cluster, and for what they stored in shared memory."""
-
-    @plgpu.inline_mgpu(arg_types=(), return_type=None)
-    def barrier(_):
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import llvm
-
-        assembly = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], assembly, "~{memory}", has_side_effects=True)
-
-    barrier()

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.pallas.mosaic import interpreter
-from jax_kernels.pallas.mosaic.barriers import count_up, group_barrier
+from jax_kernels.pallas.mosaic.barriers import cluster_barrier, count_up, group_barrier
 from jax_kernels.pallas.mosaic.launch import CLUSTER
 from jax_kernels.pallas.mosaic.registers import as_float32, kept
 from jax_kernels.pallas.normalization.sm90 import cluster
@@ -267,7 +267,7 @@ class Warpgroup:
         else:
             for i, value in enumerate(values):
                 cluster.send(value, sums.at[i, mine], self.traits.cluster, PARTS)
-            cluster.wait_for_cluster()
+            cluster_barrier()
         return [[sums[i, part] for part in range(self.traits.row_parts)] for i in range(len(values))]
 
     def _wait_for_group(self) -> None:
