@@ -17,14 +17,6 @@ def relu(x: jax.Array) -> jax.Array:
     return jnp.where(x <= 0.0, 0.0, x)
 
 
-def sigmoid(x: jax.Array) -> jax.Array:
-    return jax.lax.logistic(x)
-
-
-def silu(x: jax.Array) -> jax.Array:
-    return x * sigmoid(x)
-
-
 def tanh(x: jax.Array) -> jax.Array:
     return jnp.tanh(x)
 
@@ -36,7 +28,7 @@ def gelu(x: jax.Array) -> jax.Array:
     return x * jnp.where(x >= 0, 1.0 - tail, tail)
 
 
-gelu_tanh = elementwise.gelu_tanh
+gelu_tanh, sigmoid, silu = elementwise.gelu_tanh, elementwise.sigmoid, elementwise.silu
 ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "sigmoid": sigmoid, "tanh": tanh}
 
 

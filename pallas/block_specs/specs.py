@@ -351,9 +351,10 @@ class MatmulSm90:
 
     cluster: so many CTAs, 1 or 2, take work tiles below each other. Each loads its part of w's block for both.
 
-    pingpong, wg_rows, early_bias, short_gelu: for operands of 16 bits. pingpong: each warpgroup has work tiles of its
-    own, and its epilogue runs beside the other's products. wg_rows: rows of a warpgroup, 64, or 128 of fewer columns.
-    early_bias: a warpgroup reads its bias before its last products end. short_gelu: gelu by tanh in fewer instructions.
+    pingpong, wg_rows, early_bias, short_activation: for operands of 16 bits. pingpong: each warpgroup has work tiles of
+    its own, and its epilogue runs beside the other's products. wg_rows: rows of a warpgroup, 64, or 128 of fewer
+    columns. early_bias: a warpgroup reads its bias before its last products end. short_activation: gelu by tanh,
+    sigmoid and silu in fewer instructions.
     """
 
     block_n: int
@@ -365,7 +366,7 @@ class MatmulSm90:
     pingpong: bool = False
     wg_rows: int = 64
     early_bias: bool = False
-    short_gelu: bool = False
+    short_activation: bool = False
 
     def __post_init__(self) -> None:
         _positive(self, block_n=64, stages=1, rows_together=1, promoted_steps=1, cluster=1)

@@ -24,11 +24,11 @@ def _of(name: str, **blocks: Any) -> Case:
     return Case(testing_matmul.HOPPER[name], blocks)
 
 
-EPILOGUE = {"early_bias": True, "short_gelu": True}
+EPILOGUE = {"early_bias": True, "short_activation": True}
 CASES = {
     "pingpong_edges": _of("edges", **PINGPONG, **EPILOGUE),
     "pingpong_epilogue": _of("epilogue", **PINGPONG, **EPILOGUE),
-    "pingpong_gated": _of("gated", **PINGPONG),
+    "pingpong_gated": _of("gated", **PINGPONG, **EPILOGUE),
     "pingpong_mlp": Case(testing_mlp.HOPPER["plain"], PINGPONG),
     "tall_float32_out": _of("float32_out", **TALL),
     "tall_gated": _of("gated", **TALL),

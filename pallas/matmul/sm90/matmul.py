@@ -58,11 +58,15 @@ def matmul(
     8-bit operands have k along their last axes, a multiple of 128.
     """
     config = dataclasses.replace(config, cluster=min(config.cluster, core_count))
-    activation = shortened(options.activation) if config.short_gelu else options.activation
-    options = dataclasses.replace(options, activation=for_tiles(activation), derivative=for_tiles(options.derivative))
+    short = shortened(options.activation) if config.short_activation else None
+    options = dataclasses.replace(
+        options, activation=short or for_tiles(options.activation), derivative=for_tiles(options.derivative)
+    )
     traits = Traits.of(inputs, options, config)
-    if traits.is_8_bit and (config.pingpong or config.wg_rows != ROWS or config.early_bias or config.short_gelu):
-        raise ValueError(f"{config}: its pingpong, wg_rows, early_bias and short_gelu are for operands of 16 bits")
+    if traits.is_8_bit and (config.pingpong or config.wg_rows != ROWS or config.early_bias or config.short_activation):
+        raise ValueError(
+            f"{config}: its pingpong, wg_rows, early_bias and short_activation are for operands of 16 bits"
+        )
     if traits.stages < (needed := traits.fills - traits.steps):
         raise ValueError(f"MatmulSm90.stages={traits.stages} must be at least {needed}, for the epilogue's operands")
     inputs = with_scales_to_load(inputs, options)

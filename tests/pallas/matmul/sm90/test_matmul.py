@@ -20,6 +20,7 @@ import matmul_block_cases
 import tiers
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.pallas.block_specs.specs import MatmulSm90
 from jax_kernels.pallas.matmul.sm90.matmul import matmul as matmul_sm90
 from jax_kernels.pallas.matmul.sm90.state import Traits
@@ -84,7 +85,7 @@ def test_bad_blocks():
     with pytest.raises(ValueError, match=r"MatmulSm90\.block_n=256 must be at most 128 with wg_rows=128"):
         MatmulSm90(block_n=256, stages=4, rows_together=8, wg_rows=128)
     x = jax.ShapeDtypeStruct((128, 128), jnp.float8_e4m3fn)
-    with pytest.raises(ValueError, match="early_bias and short_gelu are for operands of 16 bits"):
+    with pytest.raises(ValueError, match="early_bias and short_activation are for operands of 16 bits"):
         matmul_sm90(
             MatmulInputs(x, x), MatmulOptions(out_dtype="bfloat16"), config=blocks(pingpong=True), core_count=1,
             interpret=False,
@@ -111,13 +112,15 @@ def test_every_work_tile_is_done_once(m, n, rows_together, cluster):
     assert set(found) == want
 
 
-def test_short_gelu():
-    """The same function to float32's rounding; others stay as they are."""
-    x = jnp.linspace(-8, 8, 4001)
-    short = elementwise.shortened(elementwise.gelu_tanh)
-    assert short is not elementwise.gelu_tanh
-    assert jnp.abs(short(x) - elementwise.gelu_tanh(x)).max() < 2e-6
-    assert elementwise.shortened(jnp.tanh) is jnp.tanh
+@pytest.mark.parametrize("name", ["gelu_tanh", "sigmoid", "silu"])
+def test_short_activations(name, monkeypatch):
+    """The same functions to float32's rounding; others have none."""
+    monkeypatch.setattr(elementwise.registers.interpreter, "INTERPRETED", True)
+    x = jnp.linspace(-100, 100, 8001)
+    short, right = elementwise.shortened(ACTIVATIONS[name]), ACTIVATIONS[name]
+    assert jnp.abs(short(x) - right(x)).max() < 2e-6 * 100
+    assert jnp.abs(short(x / 20) - right(x / 20)).max() < 2e-6
+    assert elementwise.shortened(jnp.tanh) is elementwise.shortened(None) is None
 
 
 COMPILED = {
@@ -144,7 +147,7 @@ COMPILED |= {
     "early": {"activation": "gelu_tanh", "has_bias": True, "has_residual": True, "blocks": EPILOGUE},
     "pingpong": {"activation": "gelu_tanh", "has_bias": True, "has_residual": True, "blocks": PINGPONG | EPILOGUE},
     "pingpong_float32_out": {"out_dtype": "float32", "has_bias": True, "blocks": PINGPONG},
-    "pingpong_gated": {"activation": "silu", "is_gated": True, "blocks": PINGPONG},
+    "pingpong_gated": {"activation": "silu", "is_gated": True, "blocks": PINGPONG | EPILOGUE},
     "pingpong_mlp": {"activation": "gelu", "is_mlp": True, "has_bias": True, "transpose_w": True, "blocks": PINGPONG},
     "tall": {"activation": "gelu_tanh", "has_bias": True, "has_residual": True, "blocks": TALL | EPILOGUE},
     "tall_gated": {"activation": "silu", "is_gated": True, "blocks": TALL},
