@@ -146,7 +146,7 @@ class Traits:
 
     @property
     def loads_residual(self) -> bool:
-        """Whether the compute warpgroups load the residual, which the ring has no room for."""
+        """Whether the compute warpgroups load the residual, which does not come through the ring."""
         return self.has_residual and "residual" not in self.operands
 
     @property
@@ -159,10 +159,14 @@ class Traits:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The fields of MatmulInputs that come through the ring, for the epilogue: arrays [m, n] of w's dtype."""
+        """The fields of MatmulInputs that come through the ring, for the epilogue: arrays [m, n] of w's dtype.
+
+        With pingpong a residual does not: its stages would keep the other warpgroup's steps out to the epilogue's end.
+        """
         if self.out_dtype != self.w_dtype:
             return ()
-        found = {"preactivation": self.derives, "up": self.derives_up, "residual": self.has_residual}
+        of_ring = self.has_residual and not self.config.pingpong
+        found = {"preactivation": self.derives, "up": self.derives_up, "residual": of_ring}
         return tuple(name for name, is_there in found.items() if is_there)
 
     @property
