@@ -317,9 +317,8 @@ def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
             found["tflops"] = case.tflops(spread(contender.times)["median"])
         row["contenders"].append(found)
     times = {c.name: c.times for c in contenders if c.times}
-    first, *others = times
-    for other in others:
-        row.setdefault("speed_ratios", {})[other] = speed_ratio(times[first], times[other])
+    for other in list(times)[1:]:
+        row.setdefault("speed_ratios", {})[other] = speed_ratio(next(iter(times.values())), times[other])
     medians = sorted((spread(x)["median"], name) for name, x in times.items())
     say(f"{case.label}: " + ", ".join(f"{name} {ms:.4f} ms {case.tflops(ms):.0f}" for ms, name in medians))
     for c in contenders:

@@ -62,6 +62,16 @@ def test_runs(tmp_path, monkeypatch, without_gpu, has_gradients):
         assert row["speed_ratios"]["torch"] > 0
 
 
+def test_a_sweep_without_a_gpu(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
+    output = tmp_path / "matmul.json"
+    words = "--shapes 16,64,32 --timer host --kinds epilogue --sweep pingpong=1,early_bias=1;256,4,8,1,1,2"
+    assert benchmark.main([*words.split(), "--output", str(output)]) == 0
+    (row,) = json.loads(output.read_text())["rows"]
+    names = ["row", "pingpong=1,early_bias=1", "256,4,8,1,1,2"]
+    assert [(c["name"], c["status"]) for c in row["contenders"]] == [(name, "unavailable") for name in names]
+
+
 @pytest.mark.timeout(300)
 def test_weights_of_few_bits(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
