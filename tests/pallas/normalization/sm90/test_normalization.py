@@ -45,7 +45,10 @@ def test_interpreted(group):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("cores", "names"),
-    [(4, ["four", "not_shared"]), pytest.param(8, ["two", "rms_two", "long", "rms_long"], marks=pytest.mark.slow)],
+    [
+        (4, ["four"]),
+        pytest.param(8, ["two", "rms_two", "long", "rms_long", "not_shared"], marks=pytest.mark.slow),
+    ],
 )
 def test_rows_that_ctas_share_interpreted(cores, names):
     cases_interpreter.check("norm_block_cases", cores, False, names)
