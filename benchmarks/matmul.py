@@ -8,11 +8,13 @@ with the epilogue in operators of its own) and torch.compile; of 16 bits QuACK, 
 products the example that comes with JAX; of fp8, torch._scaled_mm with and without fast sums.
 --with-gradients times the forward and the gradients of all arrays. --sweep times other blocks of the Hopper kernel
 instead, as "block_n,stages,rows_together,promoted_steps,cluster,compute_wgs", and --sweep-triton those of the Triton
-kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps".
+kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps"; or those that differ from the block
+spec's by name, as "pingpong=1,early_bias=1". They are timed beside the block spec's.
 
 --weights int8,int4,mxfp8,mxfp4 times x in --dtype by such weights, and by weights in --dtype, in one run, each with its
 share of the bandwidth of a copy that is timed in the same run. --sweep-low-bit times other blocks of the kernels, as
-"compute_wgs,stages" of the Hopper kernel or "block_m,block_n,block_k,num_warps,num_stages,programs" of Triton's.
+"compute_wgs,stages" of the Hopper kernel, or "cluster_join=1,stages=3" by name, or
+"block_m,block_n,block_k,num_warps,num_stages,programs" of Triton's.
 
     PYTHONPATH=. python benchmarks/matmul.py --weights int4,int8 --shapes 16,8192,8192 --kinds plain --peers ""
 
@@ -27,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +41,7 @@ from harness.timers import choose_timer, close
 from harness.timing import Contender, alternate, speed_ratio, spread
 
 from jax_kernels import gated_matmul, matmul, mlp
-from jax_kernels.ops.matmul import matmul as ops
+from jax_kernels.pallas import block_specs
 from jax_kernels.quantization import quantize
 
 SHAPES = "8192,8192,8192;4096,4096,4096;16384,4096,4096;2048,2048,2048;8192,1024,512"
@@ -139,20 +142,18 @@ def ours(
     return lambda index: compiled(*sets[index % len(sets)])
 
 
-def _with_blocks(case: Case, implementation: str, blocks: dict[str, int], x: Any, w: Any, other: Any = None) -> Any:
-    """The planned call of a kernel, with other blocks in its plan."""
-    if case.kind == "mlp":
-        raise NotImplementedError("other blocks of mlp are not timed")
-    arguments: dict[str, Any] = {"x": x, "implementation": implementation} | case.options
-    if case.kind == "gated":
-        op, check, arguments = ops.GATED, ops.check_gated, arguments | {"w_gate": w, "w_up": other}
-    else:
-        epilogue = {"bias": other, "activation": "gelu_tanh"} if case.kind == "epilogue" else {}
-        op, check, arguments = ops.OP, ops.check, arguments | {"w": w} | epilogue
-    request, inputs, options = check(**arguments)
-    call = op.call(request, options, implementation)
-    changed = dataclasses.replace(call.config, forward=dataclasses.replace(call.config.forward, **blocks))
-    return ops.run(dataclasses.replace(call, config=changed), inputs)
+def _with_blocks(case: Case, implementation: str, blocks: dict[str, int], *arrays: Any) -> Any:
+    """The call of a kernel, with other blocks in the plans of all its products."""
+    found = block_specs.matmul_row
+
+    def matmul_row(capability: tuple[int, int], name: str, **call: Any) -> Any:
+        row, source = found(capability, name, **call)
+        if name == implementation:
+            row = dataclasses.replace(row, config=dataclasses.replace(row.config, **blocks))
+        return row, source
+
+    with mock.patch.object(block_specs, "matmul_row", matmul_row):
+        return case.function(*arrays, implementation=implementation)
 
 
 def by_torch(case: Case, sets: list[Any], compiled: bool) -> Callable[[int], Any]:
@@ -267,6 +268,13 @@ def _error(output: Any, wanted: Any) -> float:
     return max(jax.tree.leaves(jax.tree.map(of_one, output, wanted)))
 
 
+def _blocks(part: str, names: Sequence[str]) -> dict[str, int]:
+    """The fields of a block spec that a part of --sweep has, by their order or by name."""
+    if "=" not in part:
+        return dict(zip(names, command_line.numbers(part), strict=True))
+    return {name: int(value) for name, value in (word.split("=") for word in part.split(","))}
+
+
 def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list[Contender]:
     """Those that were built; JAX's are judged against XLA."""
     found: list[Contender] = []
@@ -284,7 +292,7 @@ def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list
         if text:
             add("row", "jax", lambda name=implementation: ours(case, sets, name))
             for part in text.split(";"):
-                blocks = dict(zip(SWEPT[implementation], command_line.numbers(part), strict=True))
+                blocks = _blocks(part, SWEPT[implementation])
                 add(part, "jax", lambda name=implementation, blocks=blocks: ours(case, sets, name, blocks))
             return found
     for name in args.implementations:
@@ -309,9 +317,8 @@ def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
             found["tflops"] = case.tflops(spread(contender.times)["median"])
         row["contenders"].append(found)
     times = {c.name: c.times for c in contenders if c.times}
-    first, *others = times
-    for other in others:
-        row.setdefault("speed_ratios", {})[other] = speed_ratio(times[first], times[other])
+    for other in list(times)[1:]:
+        row.setdefault("speed_ratios", {})[other] = speed_ratio(next(iter(times.values())), times[other])
     medians = sorted((spread(x)["median"], name) for name, x in times.items())
     say(f"{case.label}: " + ", ".join(f"{name} {ms:.4f} ms {case.tflops(ms):.0f}" for ms, name in medians))
     for c in contenders:

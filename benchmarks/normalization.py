@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,9 @@ from harness.timing import Contender, alternate, spread
 
 from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.normalization_inputs import NormOptions
-from jax_kernels.ops import normalization
+from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import NormSm90
-from jax_kernels.pallas.normalization.sm90.state import Traits, row_warps_of
+from jax_kernels.pallas.normalization.sm90.traits import Traits, row_warps_of
 
 SHAPES = "32768,4096;16384,8192;65536,1024;8192,16384"
 OPS = {"layer_norm": layer_norm, "rms_norm": rms_norm}
@@ -88,7 +89,7 @@ def ours(case: Case, arrays: Arrays, implementation: str, blocks: dict[str, int]
     op, weights = OPS[case.op], arrays.weights(case.op)
     norm = lambda x, *weights: op(x, *weights, eps=EPS, implementation=implementation)
     if blocks:
-        norm = lambda x, scale, bias=None: _with_blocks(case, x, scale, bias, implementation, blocks)
+        norm = lambda x, *weights: _with_blocks(case, weights, implementation, blocks, x)
     if case.mode == "fwd":
         run = jax.jit(norm).lower(arrays.x, *weights).compile()
         return lambda index: run(arrays.x, *weights)
@@ -97,22 +98,21 @@ def ours(case: Case, arrays: Arrays, implementation: str, blocks: dict[str, int]
     return lambda index: backward(vjp, arrays.dout)
 
 
-def _with_blocks(case: Case, x: Any, scale: Any, bias: Any, implementation: str, blocks: dict[str, int]) -> Any:
-    """The planned call, with other blocks in its plan."""
-    call, inputs, shape = normalization.prepare(
-        x=x,
-        scale=scale,
-        bias=bias,
-        residual=None,
-        eps=EPS,
-        scale_offset=0.0,
-        implementation=implementation,
-        op=case.op,
-    )
-    direction = {"fwd": "forward", "bwd": "backward"}[case.mode]
-    changed = dataclasses.replace(getattr(call.config, direction), **blocks)
-    call = dataclasses.replace(call, config=dataclasses.replace(call.config, **{direction: changed}))
-    return normalization.run(call, inputs, shape)
+def _with_blocks(case: Case, weights: tuple[Any, ...], implementation: str, blocks: dict[str, int], x: Any) -> Any:
+    """The call with other blocks in its plan. A forward whose rows CTAs share has Triton's backward."""
+    found, direction = block_specs.norm_row, {"fwd": "forward", "bwd": "backward"}[case.mode]
+
+    def norm_row(capability: tuple[int, int], name: str, **call: Any) -> Any:
+        row, source = found(capability, name, **call)
+        if name != implementation:
+            return row, source
+        if blocks.get("cluster", 1) > 1:
+            row = dataclasses.replace(row, backward=found(capability, "triton", **call)[0].backward)
+        changed = dataclasses.replace(getattr(row, direction), **blocks)
+        return dataclasses.replace(row, **{direction: changed}), source
+
+    with mock.patch.object(block_specs, "norm_row", norm_row):
+        return OPS[case.op](x, *weights, eps=EPS, implementation=implementation)
 
 
 def by_torch(

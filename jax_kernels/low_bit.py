@@ -79,8 +79,9 @@ def encode(x: jax.Array, layout: LowBit) -> jax.Array:
     if layout.format == "int8":
         return jnp.round(x).astype(jnp.int8)
     codes = _e2m1(x) if layout.is_mx else (jnp.round(x) + 8).astype(jnp.uint8)
-    halves = codes.reshape(*x.shape[:-1], -1, 2, layout.unit // 2)
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*x.shape[:-1], -1)
+    depth = x.shape[-1]
+    halves = codes.reshape(*x.shape[:-1], depth // layout.unit, 2, layout.unit // 2)
+    return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*x.shape[:-1], depth // 2)
 
 
 def _e2m1(x: jax.Array) -> jax.Array:
@@ -108,8 +109,9 @@ def _of_e2m1(code: jax.Array) -> jax.Array:
 
 def decode(stored: jax.Array, layout: LowBit) -> jax.Array:
     """The float32 numbers [..., K padded] of stored values."""
-    units = stored.reshape(*stored.shape[:-1], -1, layout.unit_bytes)
-    return jnp.concatenate(numbers(units, layout), -1).reshape(*stored.shape[:-1], -1)
+    count = stored.shape[-1] // layout.unit_bytes
+    units = stored.reshape(*stored.shape[:-1], count, layout.unit_bytes)
+    return jnp.concatenate(numbers(units, layout), -1).reshape(*stored.shape[:-1], count * layout.unit)
 
 
 def decode_scale(scale: jax.Array) -> jax.Array:

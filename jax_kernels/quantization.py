@@ -97,7 +97,7 @@ def quantize(
 
     Returns:
       A QuantizedArray. Numbers that share a scale with a NaN or an infinity become NaN; with a given scale NaN stays
-      NaN, and an infinity stays one in e5m2, and becomes NaN in e4m3.
+      NaN, and an infinity stays one in e5m2, and becomes NaN in e4m3. The scale of no numbers is 1.
 
     Raises:
       TypeError: x is no float array, or scale no float32 array.
@@ -158,12 +158,12 @@ def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype:
 
 def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> QuantizedArray:
     """Weights of few bits. axis: that of K."""
-    if x.ndim < 2 or 0 in x.shape:
-        raise ValueError(f"x: got shape {x.shape}, want two axes or more, none of length 0, for {layout.format!r}")
+    if x.ndim < 2:
+        raise ValueError(f"x: got shape {x.shape}, want two axes or more, for {layout.format!r}")
     x = x.astype(jnp.float32) if axis == -1 else jnp.swapaxes(x, -1, -2).astype(jnp.float32)
     *outer, columns, depth = x.shape
     group = layout.padded(depth) if layout.group is None else layout.group
-    groups = -(-layout.padded(depth) // group)
+    groups = 1 if layout.group is None else -(-layout.padded(depth) // group)
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, groups * group - depth)])
     grouped = padded.reshape(*outer, columns, groups, group)
     scale = low_bit.scale_of(_largest_along(grouped, -1), layout, scale_dtype or jnp.float32)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import quantize_fp8
+from jax_kernels import low_bit, matmul, quantize_fp8
 from jax_kernels.quantization import dequantize, quantize
 
 
@@ -85,3 +85,48 @@ def test_the_scale_has_a_derivative():
     moved = x.at[largest].multiply(1.01)
     assert jnp.isfinite(jax.grad(near)(x)).all()
     assert jax.grad(near)(moved)[largest] != 0
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 130, 0)])
+def test_no_numbers(shape):
+    """Values and scales have the shapes that the arguments give; scales of no numbers are 1."""
+    calls = [{"scaling": "tensor"}, {"format": "e5m2", "scaling": "row"}, {"scaling": "row", "axis": -2}]
+    calls += [{"scaling": "block"}, *({"format": format, "axis": -1} for format in low_bit.FORMATS)]
+    calls += [{"format": "mxfp4"}, {"format": "int8", "scaling": "row"}, {"format": "int4", "scaling": "row"}]
+
+    @jax.jit
+    def run(x):
+        found = [quantize(x, **call) for call in calls]
+        backs = [jax.vjp(lambda x, call=call: dequantize(quantize(x, **call), jnp.float16), x) for call in calls]
+        return found, [back for back, _ in backs], [vjp(back)[0] for back, vjp in backs]
+
+    for call, found, back, gradient in zip(calls, *run(jnp.zeros(shape, jnp.bfloat16)), strict=True):
+        assert found.shape == shape, call
+        np.testing.assert_array_equal(found.scale.astype(jnp.float32), np.ones(found.scale.shape))
+        if found.layout is not None:
+            depth, columns = shape[found.axis], shape[-3 - found.axis]
+            assert found.values.shape == (*shape[:-2], columns, found.layout.bytes_of(depth)), call
+            assert found.scale.shape == (*shape[:-2], *found.layout.scale_shape(depth, columns)), call
+        assert (back.shape, back.dtype) == (shape, jnp.float16), call
+        assert (gradient.shape, gradient.dtype) == (shape, jnp.bfloat16), call
+
+
+def test_no_numbers_by_axis():
+    x = jnp.zeros((0, 3))
+    for axis, want in ((None, ()), (0, (3,)), (1, (0,)), ((0, 1), ())):
+        values, scales = quantize_fp8(x, axis)
+        assert (values.shape, scales.shape) == ((0, 3), want)
+        np.testing.assert_array_equal(scales, np.ones(want))
+    assert jax.grad(lambda x: quantize_fp8(x)[1] + dequantize(quantize(x)).sum())(x[:, 0]).shape == (0,)
+
+
+def test_products_of_no_weights():
+    """The sum over no numbers is 0, and a product with no columns is empty."""
+    for format in ("int8", "mxfp4"):
+        product = lambda w, format=format: lambda x: matmul(x, quantize(w, format))
+        out, vjp = jax.vjp(product(jnp.zeros((0, 5))), jnp.ones((3, 0), jnp.bfloat16))
+        np.testing.assert_array_equal(out.astype(jnp.float32), np.zeros((3, 5)))
+        assert vjp(out)[0].shape == (3, 0)
+        out, vjp = jax.vjp(product(jnp.zeros((4, 0))), jnp.ones((3, 4), jnp.bfloat16))
+        assert out.shape == (3, 0)
+        np.testing.assert_array_equal(vjp(out)[0].astype(jnp.float32), np.zeros((3, 4)))

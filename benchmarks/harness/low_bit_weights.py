@@ -99,6 +99,18 @@ def with_blocks(case: Case, implementation: str, blocks: dict[str, Any], *arrays
     return ops.run(dataclasses.replace(call, config=config), inputs)
 
 
+def swept(part: str) -> tuple[str, dict[str, int]]:
+    """(implementation, blocks) of a part of --sweep-low-bit: numbers in order, or by name, of the Hopper kernel."""
+    if "=" in part:
+        return "mosaic_gpu", {name: int(value) for name, value in (word.split("=") for word in part.split(","))}
+    found = command_line.numbers(part)
+    by = next((by for by, names in SWEPT.items() if len(names) == len(found)), None)
+    if by is None:
+        wanted = " or ".join(", ".join(names) for names in SWEPT.values())
+        raise ValueError(f"--sweep-low-bit: got {part!r}, want {wanted}")
+    return by, dict(zip(SWEPT[by], found, strict=True))
+
+
 def contenders_of(case: Case, sets: list[Any], sweep: str | None, name: str) -> list[Contender]:
     """The kernels and XLA, or the kernels by other blocks, judged against XLA."""
     calls: dict[str, Callable[..., Any]] = {}
@@ -109,12 +121,7 @@ def contenders_of(case: Case, sets: list[Any], sweep: str | None, name: str) -> 
         for implementation in named:
             calls[f"{name} {implementation}"] = lambda *arrays, by=implementation: case.call(arrays, by)
         for part in sweep.split(";") if sweep else ():
-            found = command_line.numbers(part)
-            by = next((by for by, names in SWEPT.items() if len(names) == len(found)), None)
-            if by is None:
-                wanted = " or ".join(", ".join(names) for names in SWEPT.values())
-                raise ValueError(f"--sweep-low-bit: got {part!r}, want {wanted}")
-            blocks = dict(zip(SWEPT[by], found, strict=True))
+            by, blocks = swept(part)
             calls[f"{name} {part}"] = functools.partial(with_blocks, case, by, blocks)
     right = np.asarray(case.call(sets[0], "xla")).astype(np.float32)
     contenders = []

@@ -17,21 +17,8 @@ def relu(x: jax.Array) -> jax.Array:
     return jnp.where(x <= 0.0, 0.0, x)
 
 
-def sigmoid(x: jax.Array) -> jax.Array:
-    return jax.lax.logistic(x)
-
-
-def silu(x: jax.Array) -> jax.Array:
-    return x * sigmoid(x)
-
-
 def tanh(x: jax.Array) -> jax.Array:
     return jnp.tanh(x)
-
-
-def gelu_tanh(x: jax.Array) -> jax.Array:
-    """x Φ(x) by Hendrycks and Gimpel's approximation (2016), arXiv:1606.08415."""
-    return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
 
 
 def gelu(x: jax.Array) -> jax.Array:
@@ -41,6 +28,7 @@ def gelu(x: jax.Array) -> jax.Array:
     return x * jnp.where(x >= 0, 1.0 - tail, tail)
 
 
+gelu_tanh, sigmoid, silu = elementwise.gelu_tanh, elementwise.sigmoid, elementwise.silu
 ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "sigmoid": sigmoid, "tanh": tanh}
 
 

@@ -18,9 +18,10 @@ from jax_kernels.ops.explicit_axes import as_rows, with_explicit_axes
 from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
 from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, join_batch, kernel, split_batch, under_defaults
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.specs import NormBackwardTriton
 from jax_kernels.pallas.normalization.sm90 import backward as backward_sm90
 from jax_kernels.pallas.normalization.sm90 import forward as forward_sm90
-from jax_kernels.pallas.normalization.sm90.state import row_warps_of
+from jax_kernels.pallas.normalization.sm90.traits import cluster_of, row_warps_of
 from jax_kernels.pallas.normalization.triton import backward as backward_triton
 from jax_kernels.pallas.normalization.triton import forward as forward_triton
 from jax_kernels.pallas.triton.tensors import reaches
@@ -260,12 +261,25 @@ def _supports_mosaic(request: NormRequest) -> str | None:
         return "it has no quantized output, and Triton's kernel has"
     if request.dtype == "float32":
         return "its rings in shared memory are for rows of bfloat16 and float16, not of float32"
-    if row_warps_of(request.columns, 1) is None:
+    if row_warps_of(request.columns, 1) is None and not _is_clustered(request):
         return (
             "it needs columns that are a multiple of 128 up to 2048, of 512 up to 8192 or of 1024 up to 16384, "
             f"and these are {request.columns}"
         )
     return reasons.no_mosaic(request)
+
+
+def _is_clustered(request: NormRequest) -> bool:
+    """Whether the block spec shares such a row out among the CTAs of a cluster, and gives its backward to Triton."""
+    row, _ = block_specs.norm_row(request.device.compute_capability, "mosaic_gpu", columns=request.columns)
+    return cluster_of(request.columns, row.forward) > 1 and isinstance(row.backward, NormBackwardTriton)
+
+
+def _mosaic_backward(*arrays: Any, config: Any, **statics: Any) -> NormGradients:
+    """The kernel that the blocks are of. Rows that do not fit a multiprocessor have Triton's."""
+    is_triton = isinstance(config, NormBackwardTriton)
+    run = backward_triton.norm_backward if is_triton else backward_sm90.norm_backward
+    return run(*arrays, config=config, **statics)
 
 
 def _config(implementation: str, request: NormRequest) -> tuple[Blocks, str]:
@@ -377,7 +391,7 @@ IMPLEMENTATIONS = {
         _supports_mosaic,
         functools.partial(_config, "mosaic_gpu"),
         _shared(kernel(forward_sm90.norm_forward, "forward"), _by_joined_rows),
-        _shared(kernel(backward_sm90.norm_backward, "backward"), _one_by_one),
+        _shared(kernel(_mosaic_backward, "backward"), _one_by_one),
     ),
     "xla": Implementation(
         "xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward

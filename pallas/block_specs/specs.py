@@ -291,7 +291,8 @@ class NormSm90:
     CTA; each has a ring of stages. stages: as many as shared memory has room for, up to this number. turns: blocks that
     a forward's warpgroup takes before its CTA ends, and the multiprocessor takes another CTA; 0: a CTA for each
     multiprocessor, which takes blocks to the end. claims: such CTAs' warpgroups claim blocks one by one, instead of
-    having equal shares of them; with three stages or more.
+    having equal shares of them; with three stages or more. cluster: CTAs of a forward that share a row, each of which
+    has an equal part of its columns, by row_warps warps; they take as many blocks as turns says.
     """
 
     row_warps: int
@@ -299,6 +300,7 @@ class NormSm90:
     stages: int
     turns: int = 0
     claims: bool = False
+    cluster: int = 1
 
     def __post_init__(self) -> None:
         if self.stages < 2:
@@ -309,6 +311,10 @@ class NormSm90:
             raise ValueError(f"NormSm90.row_warps={self.row_warps} must be 1, 4, 8 or 16")
         if self.turns < 0:
             raise ValueError(f"NormSm90.turns={self.turns} must be 0 or more")
+        if self.cluster not in (1, 2, 4, 8):
+            raise ValueError(f"NormSm90.cluster={self.cluster} must be 1, 2, 4 or 8")
+        if self.cluster > 1 and (self.row_warps == 1 or not self.turns or self.claims):
+            raise ValueError(f"NormSm90.cluster={self.cluster} needs 4 row_warps or more, turns, and no claims: {self}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -344,6 +350,11 @@ class MatmulSm90:
     promoted_steps: after so many stages float32 sums take over the products of 8 bits, whose sums have 14 bits.
 
     cluster: so many CTAs, 1 or 2, take work tiles below each other. Each loads its part of w's block for both.
+
+    pingpong, wg_rows, early_bias, short_activation: for operands of 16 bits. pingpong: each warpgroup has work tiles of
+    its own, and its epilogue runs beside the other's products. wg_rows: rows of a warpgroup, 64, or 128 of fewer
+    columns. early_bias: a warpgroup reads its bias before its last products end. short_activation: gelu by tanh,
+    sigmoid and silu in fewer instructions.
     """
 
     block_n: int
@@ -352,6 +363,10 @@ class MatmulSm90:
     promoted_steps: int = 1
     cluster: int = 1
     compute_wgs: int = 2
+    pingpong: bool = False
+    wg_rows: int = 64
+    early_bias: bool = False
+    short_activation: bool = False
 
     def __post_init__(self) -> None:
         _positive(self, block_n=64, stages=1, rows_together=1, promoted_steps=1, cluster=1)
@@ -361,6 +376,12 @@ class MatmulSm90:
             raise ValueError(f"MatmulSm90.compute_wgs={self.compute_wgs} must be 2 or 3")
         if self.block_n > 256:
             raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 256")
+        if self.pingpong and self.compute_wgs != 2:
+            raise ValueError(f"MatmulSm90.compute_wgs={self.compute_wgs} must be 2 with pingpong")
+        if self.wg_rows not in (64, 128):
+            raise ValueError(f"MatmulSm90.wg_rows={self.wg_rows} must be 64 or 128")
+        if self.wg_rows * self.block_n > 64 * 256:
+            raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 128 with wg_rows=128")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -449,10 +470,13 @@ class MatmulLowBitSm90:
     """Blocks of the Hopper matmul of weights of few bits: 64 columns of each of compute_wgs warpgroups.
 
     stages: of the ring, of 128 bytes of each column; as many as shared memory has room for, up to this number.
+    cluster_join: the CTAs that share a work tile, 2, 4 or 8, are a cluster, and have its epilogue. Else a second launch
+    has it.
     """
 
     compute_wgs: int
     stages: int
+    cluster_join: bool = False
 
     def __post_init__(self) -> None:
         _positive(self, stages=1)

@@ -84,6 +84,20 @@ def group_barrier(members: int, first: int) -> None:
     barrier()
 
 
+def cluster_barrier() -> None:
+    """Waits for all threads of the cluster, and for what they stored in shared memory."""
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=None)
+    def barrier(_):
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm
+
+        assembly = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], assembly, "~{memory}", has_side_effects=True)
+
+    barrier()
+
+
 def count_up(counter_ref, out_ref, first: int = 0, *, release: bool = False) -> None:
     """Adds 1 to a counter [1] in device memory: out_ref[0] = first + the counter's value before.
 

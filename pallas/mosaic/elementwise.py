@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
+from jax_kernels.pallas.mosaic import registers
 from jax_kernels.score_mod.tiles import primitives
 
-__all__ = ["erf_polynomial", "for_tiles", "why_not"]
+__all__ = ["erf_polynomial", "for_tiles", "gelu_tanh", "shortened", "sigmoid", "silu", "why_not"]
 
 # What Mosaic computes on a tile as it is. sin and cos are too coarse there for large numbers.
 _KNOWN = {
@@ -46,6 +47,42 @@ def erf_polynomial(size: Any) -> Any:
     """(1 - erf(size)) / exp(-size * size), for size >= 0."""
     t = 1.0 / (1.0 + 0.3275911 * size)
     return t * (_ERF[4] + t * (_ERF[3] + t * (_ERF[2] + t * (_ERF[1] + t * _ERF[0]))))
+
+
+def gelu_tanh(x: Any) -> Any:
+    """x Φ(x) by Hendrycks and Gimpel's approximation (2016), arXiv:1606.08415."""
+    return 0.5 * x * (1.0 + jnp.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+def sigmoid(x: Any) -> Any:
+    return lax.logistic(x)
+
+
+def silu(x: Any) -> Any:
+    return x * sigmoid(x)
+
+
+def _gelu_tanh(x: Any) -> Any:
+    """gelu_tanh in five instructions a number and one of tanh, where the form above has eight."""
+    half = 0.5 * x
+    return half + half * jnp.tanh(x * (0.7978845608028654 + 0.035677408136300125 * (x * x)))
+
+
+def _sigmoid(x: Any) -> Any:
+    """sigmoid without the four instructions of a division that serve the smallest numbers."""
+    return registers.reciprocal(1.0 + jnp.exp(-x))
+
+
+_SHORT: dict[Any, Callable[[Any], Any]] = {
+    gelu_tanh: _gelu_tanh,
+    sigmoid: _sigmoid,
+    silu: lambda x: x * _sigmoid(x),
+}
+
+
+def shortened(function: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    """The same function in fewer instructions, of tiles in the layout of wgmma's results; None where there is none."""
+    return _SHORT.get(function)
 
 
 def _tail(x: Any) -> Any:

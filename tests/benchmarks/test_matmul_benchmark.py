@@ -29,6 +29,22 @@ def test_blocks_replace_those_of_the_plan(kind):
         assert "bf16[64,64]" in program, "64 rows"
 
 
+def test_blocks_by_name():
+    """Also of the products that are gradients."""
+    assert benchmark._blocks("128,3,8", ("block_n", "stages", "rows_together")) == {
+        "block_n": 128, "stages": 3, "rows_together": 8
+    }  # fmt: skip
+    blocks = benchmark._blocks("pingpong=1,block_n=128,wg_rows=128", ())
+    case = benchmark.Case("gated", 128, 256, 64, "bf16", has_gradients=True)
+    arrays = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in case.arrays()[0]]
+    with on_device("H200"):
+        run = lambda *x: benchmark._with_blocks(case, "mosaic_gpu", blocks, *x)
+        program = str(jax.make_jaxpr(run)(*arrays))
+    launches = program.count("name=matmul_sm90")
+    assert launches > 1
+    assert program.count("bf16[4,16,1,8,64]") >= launches, "four stages of 128 x 64"
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("has_gradients", [False, True])
 def test_runs(tmp_path, monkeypatch, without_gpu, has_gradients):
@@ -46,6 +62,16 @@ def test_runs(tmp_path, monkeypatch, without_gpu, has_gradients):
         assert row["speed_ratios"]["torch"] > 0
 
 
+def test_a_sweep_without_a_gpu(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
+    output = tmp_path / "matmul.json"
+    words = "--shapes 16,64,32 --timer host --kinds epilogue --sweep pingpong=1,early_bias=1;256,4,8,1,1,2"
+    assert benchmark.main([*words.split(), "--output", str(output)]) == 0
+    (row,) = json.loads(output.read_text())["rows"]
+    names = ["row", "pingpong=1,early_bias=1", "256,4,8,1,1,2"]
+    assert [(c["name"], c["status"]) for c in row["contenders"]] == [(name, "unavailable") for name in names]
+
+
 @pytest.mark.timeout(300)
 def test_weights_of_few_bits(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
@@ -59,6 +85,13 @@ def test_weights_of_few_bits(tmp_path, monkeypatch, without_gpu):
     kernels = {f"{name} {by}": "unavailable" for name in ("int4", "mxfp8") for by in ("mosaic_gpu", "triton")}
     assert statuses == {"copy": "ok", "bf16": "ok", "int4 xla": "ok", "mxfp8 xla": "ok"} | kernels
     assert row["contenders"][-1]["share_of_copy"] > 0
+
+
+def test_swept_blocks_of_weights_of_few_bits():
+    assert benchmark.low_bit_weights.swept("4,3") == ("mosaic_gpu", {"compute_wgs": 4, "stages": 3})
+    assert benchmark.low_bit_weights.swept("cluster_join=1") == ("mosaic_gpu", {"cluster_join": 1})
+    with pytest.raises(ValueError, match="got '4', want compute_wgs, stages or block_m"):
+        benchmark.low_bit_weights.swept("4")
 
 
 @pytest.mark.slow

@@ -2,8 +2,12 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import normalization as benchmark
 import pytest
+
+from jax_kernels.dispatch import on_device
 
 
 def test_blocks_of_a_direction():
@@ -28,6 +32,18 @@ def test_blocks_of_a_direction():
         ("mosaic_gpu", {"stages": 2}),
     ]
     assert forward.megabytes * 1.5 == backward.megabytes == 3 * 2 * 8 * 4096 / 1e6
+
+
+def test_rows_that_ctas_share():
+    """Also those that are too long for the block spec's kernel."""
+    case = benchmark.Case("rms_norm", "fwd", 64, 32768)
+    x = jax.ShapeDtypeStruct((case.rows, case.columns), jnp.bfloat16)
+    blocks = {"cluster": 2, "claims": 0, "turns": 2}
+    with on_device("H200"):
+        run = lambda x: benchmark._with_blocks(case, (), "mosaic_gpu", blocks, x)
+        assert "cluster=(2,)" in str(jax.make_jaxpr(run)(x))
+        with pytest.raises(NotImplementedError, match="these are 32768"):
+            jax.eval_shape(lambda x: benchmark._with_blocks(case, (), "mosaic_gpu", {"stages": 2}, x), x)
 
 
 @pytest.mark.timeout(300)

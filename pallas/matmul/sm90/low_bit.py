@@ -6,7 +6,8 @@ operand from, and multiplies them by x in shared memory. The products of the num
 first, and the sum is scaled, in float32: weights are not rounded.
 
 Every multiprocessor has a work tile, or a part of the inner dimension of one. Its sums go through device memory, in
-float32, to a second launch, which adds them up in order and computes the epilogue.
+float32, to a second launch, which adds them up in order and computes the epilogue; or, with cluster_join, through
+shared memory to the CTAs of a cluster.
 
 8192 x 8192 weights of 4 bits with a float32 scale for each 128 are 36 MB: 0.0086 ms at 4.24 TB/s. With 16 rows of x
 the L2 cache gives 8 MB more. Decoding takes 1.4 instructions a weight, 0.004 ms.
@@ -14,7 +15,7 @@ the L2 cache gives 8 MB more. Decoding takes 1.4 instructions a weight, 0.004 ms
 
 import dataclasses
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,125 +24,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels import low_bit
-from jax_kernels.low_bit import LowBit
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.specs import MatmulLowBitSm90
+from jax_kernels.pallas.matmul.sm90 import low_bit_join
 from jax_kernels.pallas.matmul.sm90.decoding import decoded
+from jax_kernels.pallas.matmul.sm90.low_bit_traits import COLUMNS, STEP_BYTES, LowBitTraits
 from jax_kernels.pallas.matmul.triton.matmul import joined
 from jax_kernels.pallas.matmul.triton.state import Sums
 from jax_kernels.pallas.mosaic import interpreter
-from jax_kernels.pallas.mosaic.launch import launch
+from jax_kernels.pallas.mosaic.barriers import cluster_barrier
+from jax_kernels.pallas.mosaic.launch import CLUSTER, launch
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED_8BIT, WGMMA
 
-__all__ = ["COLUMNS", "MOST_ROWS", "STEP_BYTES", "LowBitTraits", "Part", "matmul"]
+__all__ = ["COLUMNS", "MOST_ROWS", "STEP_BYTES", "LowBitTraits", "matmul"]
 
 MOST_ROWS = 64  # of x; half of them of a gated unit, whose sums would spill
-COLUMNS = 64  # of w, of a compute warpgroup
-STEP_BYTES = 128  # of each column of w, in a step
-SHARED_MEMORY = 225 << 10  # of a CTA, without its barriers
 REGISTERS = {1: (232, 40), 2: (232, 40), 4: (112, 32)}  # of a compute thread and of a memory thread
-
-
-class Part(NamedTuple):
-    """Weights of a step that are decoded together: half `half` of the bytes from `byte` on.
-
-    chunk: of x, which they are multiplied by. group: whose scale they share.
-    """
-
-    byte: int
-    half: int
-    chunk: int
-    group: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LowBitTraits:
-    """Sizes and features of a launch: [m, k] @ [n, k]ᵀ. rows: m rounded up to 8. weights: 1, or 2 of a gated unit."""
-
-    options: MatmulOptions
-    config: MatmulLowBitSm90
-    layout: LowBit
-    m: int
-    n: int
-    k: int
-    dtype: Any
-    weights: int
-    core_count: int
-
-    @property
-    def rows(self) -> int:
-        return pl.cdiv(self.m, 8) * 8
-
-    @property
-    def compute_wgs(self) -> int:
-        """Compute warpgroups of a CTA: as many as divide the columns, up to the block spec's.
-
-        A gated unit has half of them, for its second product's sums.
-        """
-        most = max(1, self.config.compute_wgs // self.weights)
-        return max(wgs for wgs in (1, 2, 4) if wgs <= most and self.n % (wgs * COLUMNS) == 0)
-
-    @property
-    def block_n(self) -> int:
-        return self.compute_wgs * COLUMNS
-
-    @property
-    def block_k(self) -> int:
-        return STEP_BYTES * (2 if self.layout.is_packed else 1)
-
-    @property
-    def chunks(self) -> int:
-        """The parts of x's columns in a step."""
-        return self.block_k // self.width
-
-    @property
-    def k_steps(self) -> int:
-        return self.k // self.block_k
-
-    @property
-    def tiles(self) -> int:
-        return self.n // self.block_n
-
-    @property
-    def steps_of_split(self) -> int:
-        """Steps of a CTA: as many as give each multiprocessor one CTA."""
-        return pl.cdiv(self.k_steps, max(1, min(self.k_steps, self.core_count // self.tiles)))
-
-    @property
-    def splits(self) -> int:
-        return pl.cdiv(self.k_steps, self.steps_of_split)
-
-    @property
-    def transposes_sums(self) -> bool:
-        """Whether the sums of splits are [splits, n, m]."""
-        return True
-
-    @property
-    def scales_of_step(self) -> int:
-        """Scales of a column in a step, 0 where the column has one for all."""
-        return 0 if self.layout.group is None else max(1, self.block_k // self.layout.group)
-
-    @property
-    def width(self) -> int:
-        """How much of the inner dimension is decoded together: 32 or 64."""
-        return min(64, self.layout.unit // (2 if self.layout.is_packed else 1))
-
-    @property
-    def parts(self) -> list[Part]:
-        """The parts of a step, in the order of their groups."""
-        found = []
-        halves, unit = (2 if self.layout.is_packed else 1), min(self.layout.unit_bytes, self.width)
-        for nth, half in itertools.product(range(STEP_BYTES // unit), range(halves)):
-            chunk = nth * halves + half
-            group = 0 if self.layout.group is None else chunk * self.width // self.layout.group
-            found.append(Part(byte=nth * unit, half=half, chunk=chunk, group=group))
-        return found
-
-    @property
-    def stages(self) -> int:
-        """As many as shared memory has room for, up to the block spec's."""
-        of_weights = self.weights * self.block_n * (STEP_BYTES + 4 * self.scales_of_step)
-        return min(self.config.stages, SHARED_MEMORY // (of_weights + self.rows * self.block_k * 2))
 
 
 @jax.tree_util.register_dataclass
@@ -150,7 +48,8 @@ class Smem:
     """A CTA's shared memory: stages of a step's operands, and for each whether it is there, and whether it is read.
 
     x: [stages, chunks, rows, width]; the rows from m on are never written, and no column of out that is read comes
-    from them. w, scale: one for each product; no scale where a column has one for all of it.
+    from them. w, scale: one for each product; no scale where a column has one for all of it. exchange, joining: see
+    low_bit_join.exchange_sums; None where nothing is joined.
     """
 
     x: Any
@@ -158,6 +57,8 @@ class Smem:
     scale: list[Any]
     ready: Any
     free: Any
+    exchange: Any
+    joining: Any
 
     @classmethod
     def scratch(cls, traits: LowBitTraits, inputs: "Inputs") -> "Smem":
@@ -166,12 +67,16 @@ class Smem:
         w = plgpu.SMEM((stages, traits.block_n, STEP_BYTES), jnp.uint8, transforms=SWIZZLED_8BIT)
         scales = inputs.scales if traits.scales_of_step else []
         copies = traits.chunks + traits.weights + len(scales)
+        in_memory = traits.exchanges and not interpreter.INTERPRETED
+        joining = plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.compute_wgs)
         return cls(
             x=cls._x(traits),
             w=[w] * traits.weights,
             scale=[plgpu.SMEM((stages, traits.scales_of_step, traits.block_n), y.dtype) for y in scales],
             ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
             free=plgpu.Barrier(num_arrivals=traits.compute_wgs, num_barriers=stages),
+            exchange=plgpu.SMEM(traits.exchange, jnp.float32) if in_memory else None,
+            joining=joining if traits.exchanges and interpreter.INTERPRETED else None,
         )
 
     @staticmethod
@@ -201,23 +106,31 @@ class Smem:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """x: [m or m + 1, k]. weights: stored values [n, bytes]. scales: [groups, n] or [n]."""
+    """x: [m or m + 1, k]. weights: stored values [n, bytes]. scales: [groups, n] or [n].
+
+    rest: of a kernel that joins splits, the inputs of the epilogue. exchange: for the interpreter, where it joins some,
+    [work tiles, products, splits, columns, rows].
+    """
 
     x: Any
     weights: list[Any]
     scales: list[Any]
+    rest: MatmulInputs | None
+    exchange: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
     """The state that all warpgroups of a CTA share. sums: refs [splits, n, rows] in device memory.
 
-    column, first, steps: the first column of its work tile, and its part of the inner dimension, in steps.
+    results: the refs of a kernel that joins splits, in place of sums. column, first, steps: the first column of its
+    work tile, and its part of the inner dimension, in steps.
     """
 
     traits: LowBitTraits
     inputs: Inputs
     sums: list[Any]
+    results: MatmulResult | None
     smem: Smem
     split: Any
     column: Any
@@ -248,12 +161,17 @@ def matmul(
         x=jnp.pad(inputs.x, ((0, 1), (0, 0))) if m % 2 and traits.width == 32 else inputs.x,
         weights=[_as_bytes(w) for w in weights],
         scales=[_as_bytes(y) for y in (inputs.w_scale, inputs.w_up_scale) if y is not None],
+        rest=MatmulInputs(x=None, w=None, bias=inputs.bias, residual=inputs.residual) if traits.joins else None,
+        exchange=_exchange_of_interpreter(traits),
     )
     leaves, tree = jax.tree.flatten(given)
-    sums = jax.ShapeDtypeStruct((traits.splits, n, traits.rows), jnp.float32)
+    sums = [jax.ShapeDtypeStruct((traits.splits, n, traits.rows), jnp.float32)] * len(weights)
+    written = low_bit_join.results_of(options, m, n, len(weights) > 1) if traits.joins else sums
+    types, written_tree = jax.tree.flatten(written)
 
     def entry(*refs):
-        arrays, results = jax.tree.unflatten(tree, refs[: len(leaves)]), list(refs[len(leaves) :])
+        arrays = jax.tree.unflatten(tree, refs[: len(leaves)])
+        results = jax.tree.unflatten(written_tree, refs[len(leaves) :])
         pl.run_scoped(
             lambda smem: _kernel(_state(traits, arrays, results, smem)),
             Smem.scratch(traits, given),
@@ -263,30 +181,45 @@ def matmul(
     found = launch(
         entry,
         "matmul_low_bit_sm90",
-        out_type=[sums] * len(weights),
+        out_type=types,
         ctas=traits.tiles * traits.splits,
+        cluster=traits.splits if traits.joins else 1,
         warpgroups=traits.compute_wgs + 1,
         semantics=plgpu.LoweringSemantics.Lane,
         interpret=interpret,
     )(*leaves)
+    if traits.joins:
+        return jax.tree.unflatten(written_tree, found)
     return joined(traits, inputs, Sums(*found), interpret=interpret)
+
+
+def _exchange_of_interpreter(traits: LowBitTraits) -> Any:
+    """See Inputs."""
+    if not (traits.exchanges and interpreter.INTERPRETED):
+        return None
+    shape = traits.tiles, traits.weights, traits.splits, traits.block_n, traits.rows
+    return jax.new_ref(jnp.zeros(shape, jnp.float32))
 
 
 def _as_bytes(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _state(traits: LowBitTraits, inputs: Inputs, sums: list[Any], smem: Smem) -> Kernel:
+def _state(traits: LowBitTraits, inputs: Inputs, results: Any, smem: Smem) -> Kernel:
     cta = lax.axis_index("cta")
-    split = lax.div(cta, jnp.int32(traits.tiles))
+    if traits.joins:
+        split = lax.axis_index(CLUSTER) if traits.splits > 1 else jnp.int32(0)
+    else:
+        split = lax.div(cta, jnp.int32(traits.tiles))
     first = split * traits.steps_of_split
     return Kernel(
         traits=traits,
         inputs=inputs,
-        sums=sums,
+        sums=[] if traits.joins else results,
+        results=results if traits.joins else None,
         smem=smem,
         split=split,
-        column=lax.rem(cta, jnp.int32(traits.tiles)) * traits.block_n,
+        column=(cta if traits.joins else lax.rem(cta, jnp.int32(traits.tiles))) * traits.block_n,
         first=first,
         steps=jnp.minimum(traits.steps_of_split, traits.k_steps - first),
     )
@@ -301,6 +234,8 @@ def _kernel(kernel: Kernel) -> None:
     def _memory():
         plgpu.set_max_registers(of_memory, action="decrease")
         lax.fori_loop(0, kernel.steps, lambda i, _: _load(kernel, i), None)
+        if kernel.traits.exchanges and not interpreter.INTERPRETED:
+            cluster_barrier()  # which waits for all threads
 
     @pl.when(wg < compute_wgs)
     def _compute():
@@ -351,10 +286,32 @@ def _multiply(kernel: Kernel, wg: Any) -> None:
 
     totals = lax.fori_loop(0, kernel.steps, step, [zeros] * traits.weights)
     columns = pl.ds(kernel.column + wg * COLUMNS, COLUMNS)
-    for total, scale, ref in zip(totals, kernel.inputs.scales, kernel.sums, strict=True):
+    scaled = []
+    for nth, (total, scale) in enumerate(zip(totals, kernel.inputs.scales, strict=True)):
         if traits.layout.group is None:
             total = total * _spread(plgpu.load(scale.at[columns], layout=ROW, optimized=False), total)
-        ref[kernel.split, columns] = total
+        if not traits.joins:
+            kernel.sums[nth][kernel.split, columns] = total
+        scaled.append(total)
+    if traits.joins:
+        _join(kernel, wg, scaled, columns)
+
+
+def _join(kernel: Kernel, wg: Any, sums: list[Any], columns: Any) -> None:
+    """The sums of all splits, and the epilogue of a warpgroup's columns, in one CTA of the cluster."""
+    traits, smem, inputs, results = kernel.traits, kernel.smem, kernel.inputs.rest, kernel.results
+    assert inputs is not None
+    assert results is not None
+    finish = lambda sums: low_bit_join.epilogue(traits.options, inputs, results, sums, columns)
+    if not traits.exchanges:
+        finish(sums)
+        return
+    exchange = kernel.inputs.exchange.at[lax.axis_index("cta")] if interpreter.INTERPRETED else smem.exchange
+    low_bit_join.exchange_sums(sums, exchange, smem.joining, wg, kernel.split, traits.splits)
+
+    @pl.when(lax.rem(wg, jnp.int32(traits.splits)) == kernel.split)
+    def _finish():
+        finish(low_bit_join.joined_sums(exchange, wg, traits.splits, traits.rows))
 
 
 def _step(kernel: Kernel, wg: Any, slot: Any, nth: int, total: Any) -> Any:

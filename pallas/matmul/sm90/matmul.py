@@ -42,7 +42,7 @@ from jax_kernels.pallas.matmul.sm90.state import (
     Traits,
     WorkTile,
 )
-from jax_kernels.pallas.mosaic.elementwise import for_tiles
+from jax_kernels.pallas.mosaic.elementwise import for_tiles, shortened
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import COLUMN, WGMMA
 
@@ -58,10 +58,15 @@ def matmul(
     8-bit operands have k along their last axes, a multiple of 128.
     """
     config = dataclasses.replace(config, cluster=min(config.cluster, core_count))
+    short = shortened(options.activation) if config.short_activation else None
     options = dataclasses.replace(
-        options, activation=for_tiles(options.activation), derivative=for_tiles(options.derivative)
+        options, activation=short or for_tiles(options.activation), derivative=for_tiles(options.derivative)
     )
     traits = Traits.of(inputs, options, config)
+    if traits.is_8_bit and (config.pingpong or config.wg_rows != ROWS or config.early_bias or config.short_activation):
+        raise ValueError(
+            f"{config}: its pingpong, wg_rows, early_bias and short_activation are for operands of 16 bits"
+        )
     if traits.stages < (needed := traits.fills - traits.steps):
         raise ValueError(f"MatmulSm90.stages={traits.stages} must be at least {needed}, for the epilogue's operands")
     inputs = with_scales_to_load(inputs, options)
@@ -110,7 +115,7 @@ def _kernel(kernel: Kernel) -> None:
     @pl.when(wg < compute_wgs)
     def _compute():
         plgpu.set_max_registers(of_compute, action="increase")
-        kernel.for_each_tile(functools.partial(_compute_tile, kernel, wg))
+        kernel.for_each_tile(functools.partial(_compute_tile, kernel, wg), wg)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -120,7 +125,7 @@ def _load_tile(kernel: Kernel, tile: WorkTile, nth: Any) -> None:
 
     def step(i, _):
         slot = _free_slot(kernel, nth * traits.fills + i)
-        load = functools.partial(_load_step, kernel, tile, slot=slot)
+        load = functools.partial(_load_step, kernel, tile, slot=slot, ready=kernel.barrier_of(slot, nth))
         if not traits.adds_products:
             load(i, inputs.x, [inputs.w, inputs.w_up] if traits.is_gated else [inputs.w])
             return
@@ -128,18 +133,15 @@ def _load_tile(kernel: Kernel, tile: WorkTile, nth: Any) -> None:
         pl.when(i >= traits.k_steps)(lambda: load(i - traits.k_steps, inputs.x_up, [inputs.w_up]))
 
     lax.fori_loop(0, traits.steps, step, None)
+    blocks = traits.block_m // ROWS
     for i, name in enumerate(traits.operands):
-        for wg in range(traits.compute_wgs):
-            slot = _free_slot(kernel, nth * traits.fills + traits.steps + i * traits.compute_wgs + wg)
+        for nth_rows in range(blocks):
+            slot = _free_slot(kernel, nth * traits.fills + traits.steps + i * blocks + nth_rows)
+            ready = kernel.smem.operands_ready.at[kernel.barrier_of(slot, nth)]
             for first, width in traits.operand_parts:
-                rows, columns = pl.ds(tile.row + wg * ROWS, ROWS), pl.ds(tile.column + first, width)
-                place, ready = kernel.operand(slot, first, width), kernel.smem.operands_ready.at[slot]
+                rows, columns = pl.ds(tile.row + nth_rows * ROWS, ROWS), pl.ds(tile.column + first, width)
+                place = kernel.operand(slot, first, width)
                 plgpu.copy_gmem_to_smem(getattr(inputs, name).at[rows, columns], place, ready)
-
-
-def _part_of(tile: WorkTile, wg: Any, part: int) -> tuple[Any, Any]:
-    """The rows of a warpgroup, and 64 columns."""
-    return pl.ds(tile.row + wg * ROWS, ROWS), pl.ds(tile.column + part * COLUMNS, COLUMNS)
 
 
 def _free_slot(kernel: Kernel, number: Any) -> Any:
@@ -153,19 +155,19 @@ def _free_slot(kernel: Kernel, number: Any) -> Any:
     return slot
 
 
-def _load_step(kernel: Kernel, tile: WorkTile, i: Any, x: Any, weights: list[Any], *, slot: Any) -> None:
-    """Loads a step's block of x and of each of the weights."""
+def _load_step(kernel: Kernel, tile: WorkTile, i: Any, x: Any, weights: list[Any], *, slot: Any, ready: Any) -> None:
+    """Loads a step's block of x and of each of the weights. ready: the index of the stage's barrier."""
     traits, smem = kernel.traits, kernel.smem
     rows, columns = pl.ds(tile.row, traits.block_m), pl.ds(tile.column, traits.block_n)
     depth = pl.ds(i * traits.block_k, traits.block_k)
     x = x.at[depth, rows] if traits.options.transpose_x else x.at[rows, depth]
-    plgpu.copy_gmem_to_smem(x, smem.x.at[slot], smem.ready.at[slot])
+    plgpu.copy_gmem_to_smem(x, smem.x.at[slot], smem.ready.at[ready])
     if traits.is_8_bit:
         load_parts(kernel, tile.column, depth, slot)
         return
     for w, w_smem in zip(weights, (smem.w, smem.w_up), strict=False):
         part = w.at[columns, depth] if traits.options.transpose_w else w.at[depth, columns]
-        kernel.load_w(part, w_smem.at[slot], smem.ready.at[slot])
+        kernel.load_w(part, w_smem.at[slot], smem.ready.at[ready])
 
 
 def _wait_for_readers(kernel: Kernel, tiles: Any) -> None:
@@ -175,29 +177,36 @@ def _wait_for_readers(kernel: Kernel, tiles: Any) -> None:
 
 
 def _compute_tile(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
-    """A warpgroup's 64 rows of a work tile: sums in registers, then the epilogue."""
+    """A warpgroup's rows of a work tile: sums in registers, then the epilogue."""
     traits, smem = kernel.traits, kernel.smem
     sums = (promoted_sums if traits.is_8_bit else plain_sums)(kernel, wg, tile, nth)
-    first = nth * traits.fills + traits.steps
+    first, blocks = nth * traits.fills + traits.steps, traits.block_m // ROWS
     slot_of = lambda i: lax.rem(first + i, jnp.int32(traits.stages))
-    loaded = len(traits.operands) * traits.compute_wgs
+    loaded = len(traits.operands) * blocks
     for i in range(loaded):  # also those of other warpgroups: each has to count the barriers' phases
-        plgpu.barrier_wait(smem.operands_ready.at[slot_of(i)])
-    _epilogue(kernel, wg, tile, sums, [slot_of(i * traits.compute_wgs + wg) for i in range(len(traits.operands))])
+        plgpu.barrier_wait(smem.operands_ready.at[kernel.barrier_of(slot_of(i), nth)])
+    for half, of_half in enumerate(sums):
+        mine = traits.block_of(wg, half)
+        slots = [slot_of(i * blocks + mine) for i in range(len(traits.operands))]
+        _epilogue(kernel, wg, tile, half, of_half, slots)
     for i in range(loaded):
         plgpu.barrier_arrive(smem.free.at[slot_of(i)])
 
 
-def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, sums: Sums, slots: list[Any]) -> None:
-    """Stores a warpgroup's rows in parts of 64 columns, through buffers that take turns."""
+def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, half: int, sums: Sums, slots: list[Any]) -> None:
+    """Stores 64 rows of a warpgroup in parts of 64 columns, through buffers that take turns.
+
+    half: which of its rows. slots: of the stages that hold the operands.
+    """
     traits, smem, results = kernel.traits, kernel.smem, kernel.results
     for part in range(traits.block_n // COLUMNS):
         if part == 0:  # the last work tile may have ended at either buffer
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when((tile.column + part * COLUMNS < traits.n) & (tile.row + wg * ROWS < traits.m))
+        @pl.when((tile.column + part * COLUMNS < traits.n) & (tile.row + traits.first_row(wg, half) < traits.m))
         def _store(part=part):
-            place, buffers = _part_of(tile, wg, part), smem.out.at[wg]
+            rows = pl.ds(tile.row + traits.first_row(wg, half), ROWS)
+            place, buffers = (rows, pl.ds(tile.column + part * COLUMNS, COLUMNS)), smem.out.at[wg]
             z, up = columns_of(sums.product, part), None if sums.up is None else columns_of(sums.up, part)
 
             def operand(name):
@@ -206,15 +215,19 @@ def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, sums: Sums, slots: list[A
                 found = kernel.operand(slots[traits.operands.index(name)], part * COLUMNS, COLUMNS)
                 return plgpu.load(found, layout=WGMMA).astype(jnp.float32)
 
-            for i, (name, y) in enumerate(_results_of_part(kernel, z, up, operand, place)):
+            bias = None if sums.bias is None else sums.bias[part]
+            for i, (name, y) in enumerate(_results_of_part(kernel, z, up, bias, operand, place)):
                 buffer = buffers.at[(part * len(traits.results) + i) % BUFFERS]
                 _store_part(buffer, y, getattr(results, name).at[place])
 
 
 def _results_of_part(
-    kernel: Kernel, z: Any, up: Any, operand: Callable[[str], Any], place: Any
+    kernel: Kernel, z: Any, up: Any, bias: Any, operand: Callable[[str], Any], place: Any
 ) -> Iterator[tuple[str, Any]]:
-    """The fields of MatmulResult with their 64 x 64 numbers in float32. operand(name) loads one of the epilogue's."""
+    """The fields of MatmulResult with their 64 x 64 numbers in float32. operand(name) loads one of the epilogue's.
+
+    bias: of the 64 columns, None where it is still to be loaded.
+    """
     traits, inputs, options = kernel.traits, kernel.inputs, kernel.traits.options
     if traits.derives:
         load_up = functools.partial(operand, "up") if traits.derives_up else None
@@ -223,7 +236,8 @@ def _results_of_part(
     z = scaled(kernel, z, inputs.w_scale, *place)
     up = None if up is None else scaled(kernel, up, inputs.w_up_scale, *place)
     if traits.has_bias:
-        bias = plgpu.load(inputs.bias.at[place[1]], layout=COLUMN, optimized=False)
+        if bias is None:
+            bias = plgpu.load(inputs.bias.at[place[1]], layout=COLUMN, optimized=False)
         z = z + lax.broadcast_in_dim(bias.astype(jnp.float32), z.shape, [1])
     out = z if options.activation is None else options.activation(z)
     if up is not None:

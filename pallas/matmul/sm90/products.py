@@ -20,10 +20,14 @@ from jax_kernels.pallas.mosaic.registers import zeros_stay
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sums:
-    """x @ w and x @ w_up (None without one), each as float32 arrays of 64 rows that stand side by side."""
+    """x @ w and x @ w_up (None without one), each as float32 arrays of 64 rows that stand side by side.
+
+    bias: for each 64 columns, None where it is not loaded yet.
+    """
 
     product: list[Any]
     up: list[Any] | None
+    bias: list[Any] | None = None
 
 
 def columns_of(arrays: list[Any], part: int) -> Any:
@@ -32,9 +36,8 @@ def columns_of(arrays: list[Any], part: int) -> Any:
     return arrays[nth] if arrays[0].shape[1] == COLUMNS else arrays[nth][:, start : start + COLUMNS]
 
 
-def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
-    """Products of 16 bits. All of a step's run while the one before is waited for."""
-    del tile
+def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
+    """Products of 16 bits, of 64 rows each. All of a step's run while the one before is waited for."""
     traits, smem = kernel.traits, kernel.smem
     operands = [smem.w, smem.w_up] if traits.is_gated else [smem.w]
 
@@ -42,12 +45,13 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
         return lax.rem(nth * traits.fills + i, jnp.int32(traits.stages))
 
     def multiply(accs, i):
-        """acc += x w of a step, for each w."""
-        slot, mine = slot_of(i), pl.ds(wg * ROWS, ROWS)
-        plgpu.barrier_wait(smem.ready.at[slot])
-        x = smem.x.at[slot, :, mine].T if traits.options.transpose_x else smem.x.at[slot, mine]
-        for acc, w in zip(accs, operands, strict=True):
-            plgpu.wgmma(acc, x, w.at[slot].T if traits.options.transpose_w else w.at[slot])
+        """acc += x w of a step, for each 64 rows and each w."""
+        slot, halves = slot_of(i), [pl.ds(traits.first_row(wg, half), ROWS) for half in range(traits.halves)]
+        plgpu.barrier_wait(smem.ready.at[kernel.barrier_of(slot, nth)])
+        for half, mine in enumerate(halves):
+            x = smem.x.at[slot, :, mine].T if traits.options.transpose_x else smem.x.at[slot, mine]
+            for acc, w in zip(accs[half * len(operands) :], operands, strict=False):
+                plgpu.wgmma(acc, x, w.at[slot].T if traits.options.transpose_w else w.at[slot])
 
     def sums(*accs):
         def step(i, _):
@@ -57,12 +61,21 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
 
         multiply(accs, 0)
         lax.fori_loop(1, traits.steps, step, None)
+        bias = _bias(kernel, tile) if traits.has_bias and traits.config.early_bias else None
         results = [acc[...] for acc in accs]
         plgpu.barrier_arrive(smem.free.at[slot_of(traits.steps - 1)])
-        return results
+        return results, bias
 
-    product, *up = pl.run_scoped(sums, *(plgpu.ACC((ROWS, traits.block_n)) for _ in operands))
-    return Sums(product=[product], up=up or None)
+    found, bias = pl.run_scoped(sums, *[plgpu.ACC((ROWS, traits.block_n))] * (traits.halves * len(operands)))
+    of_half = [found[half * len(operands) :][: len(operands)] for half in range(traits.halves)]
+    return [Sums(product=[product], up=up or None, bias=bias) for product, *up in of_half]
+
+
+def _bias(kernel: Kernel, tile: WorkTile) -> list[Any]:
+    """The bias of a work tile, for each 64 columns. Those past the last column are others."""
+    starts = [tile.column + start for start in range(0, kernel.traits.block_n, COLUMNS)]
+    places = [pl.ds(jnp.minimum(start, kernel.traits.n - COLUMNS), COLUMNS) for start in starts]
+    return [plgpu.load(kernel.inputs.bias.at[place], layout=COLUMN, optimized=False) for place in places]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +112,7 @@ def load_parts(kernel: Kernel, column: Any, depth: Any, slot: Any) -> None:
         kernel.load_w(part.gmem.at[pl.ds(column + part.first, width), depth], place, part.ready.at[slot])
 
 
-def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
+def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
     """Products of 8 bits, with the scales of blocks; scaled() applies other scales.
 
     Each part waits for its weights. That keeps ptxas from starting a part's products before the sums have taken over
@@ -152,7 +165,7 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> Sums:
     if rest:
         totals = steps(turns * together, rest, totals)
     of_product = len(parts) // 2 if traits.is_gated else len(parts)
-    return Sums(product=totals[:of_product], up=totals[of_product:] or None)
+    return [Sums(product=totals[:of_product], up=totals[of_product:] or None)]
 
 
 def scaled(kernel: Kernel, x: Any, w_scale: Any, rows: Any, columns: Any) -> Any:

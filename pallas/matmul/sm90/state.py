@@ -78,9 +78,29 @@ class Traits:
         return self.config.compute_wgs
 
     @property
+    def tile_wgs(self) -> int:
+        """The compute warpgroups that share a work tile."""
+        return 1 if self.config.pingpong else self.compute_wgs
+
+    @property
+    def halves(self) -> int:
+        """How many times 64 rows a warpgroup has."""
+        return self.config.wg_rows // ROWS
+
+    @property
     def block_m(self) -> int:
         """Rows of a work tile."""
-        return ROWS * self.compute_wgs
+        return self.config.wg_rows * self.tile_wgs
+
+    def block_of(self, wg: Any, half: int) -> Any:
+        """The number of 64 rows of a warpgroup in its work tile."""
+        if self.config.pingpong:
+            return half
+        return wg if self.halves == 1 else wg * self.halves + half
+
+    def first_row(self, wg: Any, half: int) -> Any:
+        """The first of 64 rows of a warpgroup in its work tile."""
+        return self.block_of(wg, half) * ROWS
 
     @property
     def block_n(self) -> int:
@@ -126,7 +146,7 @@ class Traits:
 
     @property
     def loads_residual(self) -> bool:
-        """Whether the compute warpgroups load the residual, which the ring has no room for."""
+        """Whether the compute warpgroups load the residual, which does not come through the ring."""
         return self.has_residual and "residual" not in self.operands
 
     @property
@@ -139,10 +159,14 @@ class Traits:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """The fields of MatmulInputs that come through the ring, for the epilogue: arrays [m, n] of w's dtype."""
+        """The fields of MatmulInputs that come through the ring, for the epilogue: arrays [m, n] of w's dtype.
+
+        With pingpong a residual does not: its stages would keep the other warpgroup's steps out to the epilogue's end.
+        """
         if self.out_dtype != self.w_dtype:
             return ()
-        found = {"preactivation": self.derives, "up": self.derives_up, "residual": self.has_residual}
+        of_ring = self.has_residual and not self.config.pingpong
+        found = {"preactivation": self.derives, "up": self.derives_up, "residual": of_ring}
         return tuple(name for name, is_there in found.items() if is_there)
 
     @property
@@ -153,8 +177,8 @@ class Traits:
 
     @property
     def fills(self) -> int:
-        """How many stages of the ring a work tile fills: its steps, and one for each operand and compute warpgroup."""
-        return self.steps + len(self.operands) * self.compute_wgs
+        """How many stages of the ring a work tile fills: its steps, and one for 64 rows of each operand."""
+        return self.steps + len(self.operands) * (self.block_m // ROWS)
 
     @property
     def m_blocks(self) -> int:
@@ -198,7 +222,8 @@ class Smem:
 
     x, w, w_up: [stages, ...], a step's operands. out: [warpgroups, buffers, 64, 64], parts of a work tile on their
     way to device memory; the residual comes the same way. ready, free: [stages], a step's operands are there, or
-    have been read. operands_ready: [stages], a warpgroup's rows of an operand of the epilogue.
+    have been read. operands_ready: [stages], 64 rows of an operand of the epilogue. With pingpong ready and
+    operands_ready are [warpgroups * stages]: a thread counts the phases of a barrier, and waits for each.
     second_ready: [stages], as ready, of the weights of the second part of 8-bit products. residual_ready:
     [warpgroups].
     """
@@ -226,7 +251,9 @@ class Smem:
             w=w,
             w_up=w if traits.is_gated else None,
             out=plgpu.SMEM((traits.compute_wgs, BUFFERS, ROWS, COLUMNS), traits.out_dtype, transforms=out_tiles),
-            ready=plgpu.Barrier(num_arrivals=3 if traits.is_gated and not traits.is_8_bit else 2, num_barriers=stages),
+            ready=plgpu.Barrier(
+                num_arrivals=3 if traits.is_gated and not traits.is_8_bit else 2, num_barriers=_ready_barriers(traits)
+            ),
             second_ready=plgpu.Barrier(num_barriers=stages) if traits.has_second_part else None,
             free=_free_barrier(traits),
             operands_ready=_operand_barriers(traits),
@@ -234,18 +261,23 @@ class Smem:
         )
 
 
+def _ready_barriers(traits: Traits) -> int:
+    """How many barriers say that a stage is loaded: warpgroups that do not share it have each their own."""
+    return traits.stages * (traits.compute_wgs // traits.tile_wgs)
+
+
 def _free_barrier(traits: Traits) -> Any:
-    """A stage is free when the compute warpgroups have read it, in a cluster those of both CTAs."""
+    """A stage is free when the warpgroups of its work tile have read it, in a cluster those of both CTAs."""
     if traits.cluster == 1:
-        return plgpu.Barrier(num_arrivals=traits.compute_wgs, num_barriers=traits.stages)
-    return plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.compute_wgs, num_barriers=traits.stages)
+        return plgpu.Barrier(num_arrivals=traits.tile_wgs, num_barriers=traits.stages)
+    return plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.tile_wgs, num_barriers=traits.stages)
 
 
 def _operand_barriers(traits: Traits) -> Any:
     """The barriers of a stage that has an operand: each waits for all its copies."""
     if not traits.operands:
         return None
-    return plgpu.Barrier(num_arrivals=len(traits.operand_parts), num_barriers=traits.stages)
+    return plgpu.Barrier(num_arrivals=len(traits.operand_parts), num_barriers=_ready_barriers(traits))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,16 +290,28 @@ class Kernel:
     results: MatmulResult
     smem: Smem
 
-    def for_each_tile(self, run) -> Any:
-        """Calls run(tile, nth) for the CTA's work tiles; nth counts them. Gives their number."""
+    def for_each_tile(self, run, wg: Any = None) -> Any:
+        """Calls run(tile, nth) for the CTA's work tiles; nth counts them. Gives their number.
+
+        wg: a compute warpgroup, which with pingpong has every second one.
+        """
+        every = self.traits.compute_wgs if self.traits.config.pingpong and wg is not None else 1
 
         def body(carry):
             index, nth = carry
             run(self.traits.place(index, lax.axis_index(CLUSTER) if self.traits.cluster > 1 else 0), nth)
-            return index + self.clusters, nth + 1
+            return index + every * self.clusters, nth + every
 
         start = lax.axis_index("cta"), jnp.int32(0)
+        if every > 1:
+            start = start[0] + wg * self.clusters, wg
         return lax.while_loop(lambda carry: carry[0] < self.traits.tiles, body, start)[1]
+
+    def barrier_of(self, slot: Any, nth: Any) -> Any:
+        """The index of a stage's barrier for the warpgroups of work tile number nth of the CTA."""
+        if not self.traits.config.pingpong:
+            return slot
+        return slot + self.traits.stages * lax.rem(nth, jnp.int32(self.traits.compute_wgs))
 
     def operand(self, slot: Any, first: int, width: int) -> Any:
         """The place of columns of an operand of the epilogue in a stage of the ring, where that has a block of w."""

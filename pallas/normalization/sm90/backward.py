@@ -20,18 +20,8 @@ from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOpti
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.registers import as_float32
-from jax_kernels.pallas.normalization.sm90.state import (
-    BLOCK,
-    LINE,
-    LINES,
-    WARPS,
-    Place,
-    Smem,
-    Traits,
-    Warpgroup,
-    sum_of_parts,
-    wide,
-)
+from jax_kernels.pallas.normalization.sm90.state import Place, Smem, Warpgroup, sum_of_parts, wide
+from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, LINES, WARPS, Traits
 
 SUMS = ("scale", "bias")
 X, DOUT, DTOTAL = range(3)  # of the rings
@@ -61,6 +51,8 @@ def norm_backward(
     interpret: bool,
 ) -> NormGradients:
     """See the package's docstring."""
+    if config.cluster > 1:
+        raise ValueError(f"NormSm90.cluster={config.cluster} is for forwards; a backward has 1")
     x = inputs.x if result.total is None else result.total
     rows, columns = x.shape
     traits = Traits.of(

@@ -21,16 +21,8 @@ from jax_kernels.normalization_inputs import NormInputs, NormOptions, NormResult
 from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.registers import as_float32
-from jax_kernels.pallas.normalization.sm90.state import (
-    BLOCK,
-    LINE,
-    Place,
-    Smem,
-    Traits,
-    Warpgroup,
-    sum_of_parts,
-    wide,
-)
+from jax_kernels.pallas.normalization.sm90.state import Place, Smem, Warpgroup, sum_of_parts, wide
+from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, Traits
 
 
 def norm_forward(
@@ -46,7 +38,7 @@ def norm_forward(
         scale=optional(traits.weights_by_parts, inputs.scale),
         bias=optional(traits.weights_by_parts, inputs.bias),
     )
-    leaves, tree = jax.tree.flatten((given, traits.counter()))
+    leaves, tree = jax.tree.flatten((given, traits.counter(), traits.exchanged()))
     like_x = jax.ShapeDtypeStruct(given.x.shape, inputs.x.dtype)
     wanted = NormResult(
         out=like_x,
@@ -57,16 +49,17 @@ def norm_forward(
     out_leaves, out_tree = jax.tree.flatten(wanted)
 
     def entry(*refs):
-        given, counter = jax.tree.unflatten(tree, refs[: len(leaves)])
+        given, counter, exchanged = jax.tree.unflatten(tree, refs[: len(leaves)])
         results = jax.tree.unflatten(out_tree, refs[len(leaves) :])
-        run = lambda smem: _kernel(traits, given, counter, results, smem)
+        run = lambda smem: _kernel(traits, given, counter, exchanged, results, smem)
         pl.run_scoped(run, Smem.scratch(traits, inputs.x.dtype), collective_axes="wg")
 
     found = launch(
         entry,
         "norm_forward_sm90",
         out_type=out_leaves,
-        ctas=traits.ctas,
+        ctas=traits.ctas * traits.cluster,
+        cluster=traits.cluster,
         warpgroups=traits.warpgroups,
         semantics=plgpu.LoweringSemantics.Lane,
         auto_barriers=False,
@@ -82,11 +75,17 @@ def norm_forward(
     )
 
 
-def _kernel(traits: Traits, given: NormInputs, counter: Any, results: NormResult, smem: Smem) -> None:
-    """One warpgroup of a CTA."""
+def _kernel(traits: Traits, given: NormInputs, counter: Any, exchanged: Any, results: NormResult, smem: Smem) -> None:
+    """One warpgroup of a CTA. counter, exchanged: see Warpgroup."""
     arrays = (given.x,) if given.residual is None else (given.x, given.residual)
     worker = Warpgroup(
-        traits=traits, smem=smem, rings=smem.memory, arrays=arrays, wg=lax.axis_index("wg"), counter=counter
+        traits=traits,
+        smem=smem,
+        rings=smem.memory,
+        arrays=arrays,
+        wg=lax.axis_index("wg"),
+        counter=counter,
+        exchanged=exchanged,
     )
     worker.load_first()
     scale, bias = (None if x is None else worker.load_weights(x) for x in (given.scale, given.bias))
@@ -153,7 +152,7 @@ class _Forward:
         squares = sum_of_parts(jnp.square(x - wide(mean, x)))
         if traits.is_split:
             means, of_parts = self.worker.exchange(place, mean, squares)
-            mean = sum(means) * (1 / traits.row_warps)
+            mean = sum(means) * (1 / traits.row_parts)
             squares = sum(of_parts) + sum(jnp.square(x - mean) for x in means) * count
         return mean, self._inverse(squares)
 

@@ -1,8 +1,4 @@
-"""The named state of the Hopper kernels of normalisation: sizes, layouts, shared memory, and sums over a row.
-
-A warp owns a part of a row: lines of 128 columns. Short rows have one part. Others have 4, 8 or 16, so that the warps
-of 1, 2 or 4 warpgroups share a row. A warpgroup always holds a block of 4 parts, one for each of its warps.
-"""
+"""The named state of a Hopper norm's kernel: shared memory, the warpgroups with their blocks, and sums over a row."""
 
 import dataclasses
 import functools
@@ -15,172 +11,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.normalization_inputs import NormOptions
-from jax_kernels.pallas.block_specs.specs import NormSm90
 from jax_kernels.pallas.mosaic import interpreter
-from jax_kernels.pallas.mosaic.barriers import count_up, group_barrier
+from jax_kernels.pallas.mosaic.barriers import cluster_barrier, count_up, group_barrier
+from jax_kernels.pallas.mosaic.launch import CLUSTER
 from jax_kernels.pallas.mosaic.registers import as_float32, kept
+from jax_kernels.pallas.normalization.sm90 import cluster
+from jax_kernels.pallas.normalization.sm90.traits import BLOCK, LINE, LINES, PARTS, WARPS, Traits
 
-LINE = 128  # columns: 4 for each lane of a warp
-WARPS = 4  # of a warpgroup
-MOST_LINES = 16  # of a part
-FEW_LINES = 8  # for which the registers of four warpgroups suffice
-CTAS_AT_ONCE = 4  # on a multiprocessor, of those that end after some turns
 FIRST_BARRIER = 8  # of the hardware barriers that Mosaic leaves alone
-MOST_BARRIERS = 32  # of an array, whose phases a thread keeps in one register
-SHARED_MEMORY = 225 << 10  # of a CTA, for its rings and its scale
-# [4 parts, lines, 128] in registers: a part for each warp, 4 neighbouring columns for each lane.
-_TILING = plgpu.Tiling(((WARPS, 1, LINE), (LINE // 32,)))
-BLOCK = plgpu.Layout.TILED(_TILING, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
-PARTS = BLOCK.reduce((1, 2))  # a number for each part
-LINES = BLOCK.reduce(0)  # numbers that all parts share
-
-
-def row_warps_of(columns: int, most: int) -> int | None:
-    """How many warps share a row of so many columns: the most up to `most`, else the fewest; None where none can."""
-    most_lines = {1: MOST_LINES, 4: MOST_LINES, 8: MOST_LINES, 16: FEW_LINES}
-    fit = [
-        warps
-        for warps, lines in most_lines.items()
-        if columns % (warps * LINE) == 0 and columns <= warps * LINE * lines
-    ]
-    few = [warps for warps in fit if warps <= most]
-    return max(few) if few else min(fit, default=None)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Traits:
-    """Sizes of a launch.
-
-    row_warps: warps that share a row. copies: arrays that go through a ring. scale_bytes: of a scale to keep in shared
-    memory beside the rings.
-    """
-
-    options: NormOptions
-    config: NormSm90
-    rows: int
-    columns: int
-    row_warps: int
-    itemsize: int
-    copies: int
-    core_count: int
-    scale_bytes: int
-
-    @classmethod
-    def of(
-        cls,
-        x: jax.Array,
-        options: NormOptions,
-        config: NormSm90,
-        *,
-        core_count: int,
-        copies: int,
-        scale_bytes: int = 0,
-    ) -> "Traits":
-        rows, columns = x.shape
-        row_warps = row_warps_of(columns, config.row_warps)
-        assert row_warps is not None
-        return cls(
-            options=options,
-            config=config,
-            rows=rows,
-            columns=columns,
-            row_warps=row_warps,
-            itemsize=x.dtype.itemsize,
-            copies=copies,
-            core_count=core_count,
-            scale_bytes=scale_bytes,
-        )
-
-    @property
-    def lines(self) -> int:
-        """Lines of a part."""
-        return self.columns // (LINE * self.row_warps)
-
-    @property
-    def is_split(self) -> bool:
-        """Whether warps share rows."""
-        return self.row_warps > 1
-
-    @property
-    def members(self) -> int:
-        """Warpgroups that share a row."""
-        return max(1, self.row_warps // WARPS)
-
-    @property
-    def warpgroups(self) -> int:
-        """Whole groups of members, and no more warpgroups than have registers for their lines."""
-        most = min(self.config.warpgroups, 2) if self.lines > FEW_LINES else self.config.warpgroups
-        return max(1, most // self.members) * self.members
-
-    @property
-    def groups(self) -> int:
-        """Groups of warpgroups of a CTA. Each takes one block after another."""
-        return self.warpgroups // self.members
-
-    @property
-    def block_parts(self) -> int:
-        """Parts of a group's block: those of one row, or of 4 short ones."""
-        return WARPS * self.members
-
-    @property
-    def blocks(self) -> int:
-        return pl.cdiv(self.rows * self.row_warps, self.block_parts)
-
-    @property
-    def turns(self) -> int:
-        """The most blocks of a group: up to the block spec's, and fewer rather than too few CTAs; 0 for no limit."""
-        if not self.config.turns:
-            return 0
-        return max(1, min(self.config.turns, self.blocks // (self.groups * self.core_count * CTAS_AT_ONCE)))
-
-    @property
-    def ctas(self) -> int:
-        if self.turns:
-            return pl.cdiv(self.blocks, self.groups * self.turns)
-        return min(self.core_count, pl.cdiv(self.blocks, self.groups))
-
-    @property
-    def stride(self) -> int:
-        """From a block of a group to its next one."""
-        return self.groups if self.turns else self.ctas * self.groups
-
-    @property
-    def claims(self) -> bool:
-        """Whether a group claims its blocks one by one, two ahead of the one that it computes."""
-        return self.config.claims and not self.turns and self.stages > 2
-
-    def counter(self) -> Any:
-        """A new counter for a launch, of the blocks that are claimed; None where none are."""
-        return jax.new_ref(jnp.zeros(1, jnp.int32)) if self.claims else None
-
-    @property
-    def stages(self) -> int:
-        """As many as shared memory has room for, up to the block spec's."""
-        scale_bytes = self.scale_bytes if self.keeps_scale else 0
-        room = (SHARED_MEMORY - scale_bytes) // self.stage_bytes
-        return min(self.config.stages, room, MOST_BARRIERS // self.warpgroups)
-
-    @property
-    def keeps_scale(self) -> bool:
-        """Whether shared memory has room for the scale beside two stages."""
-        return 0 < self.scale_bytes <= SHARED_MEMORY - 2 * self.stage_bytes
-
-    @property
-    def stage_bytes(self) -> int:
-        return self.warpgroups * self.copies * WARPS * self.lines * LINE * self.itemsize
-
-    def by_parts(self, x: jax.Array) -> jax.Array:
-        """An array [rows, columns] as [parts, lines, 128]."""
-        return x.reshape(self.rows * self.row_warps, self.lines, LINE)
-
-    def weights_by_parts(self, x: jax.Array) -> jax.Array:
-        """An array [columns] as [parts of a row, lines, 128]."""
-        return x.reshape(self.row_warps, self.lines, LINE)
-
-    def numbers(self) -> jax.ShapeDtypeStruct:
-        """A number for each row, of whole blocks."""
-        return jax.ShapeDtypeStruct((self.blocks * (1 if self.is_split else WARPS),), jnp.float32)
 
 
 @jax.tree_util.register_dataclass
@@ -190,7 +28,8 @@ class Smem:
 
     memory: the rings, and what takes their place at the end. ready: [warpgroups * stages]. sums: [groups, 2, values,
     parts], sums of parts, in turns. scale: by parts of a row, or None. claimed: [groups, 2], the number of a block that
-    a group is to load, in turns, or None. row_ready: [groups] and all_ready: [1], for the interpreter alone.
+    a group is to load, in turns, or None. row_ready: [groups] and all_ready, cluster_ready: [1], for the interpreter
+    alone.
     """
 
     memory: Any
@@ -200,6 +39,7 @@ class Smem:
     claimed: Any
     row_ready: Any
     all_ready: Any
+    cluster_ready: Any
 
     @classmethod
     def scratch(cls, traits: Traits, dtype: Any, weights: int = 0, scale_dtype: Any = None) -> "Smem":
@@ -208,14 +48,16 @@ class Smem:
         rings = tuple(plgpu.SMEM(shape, dtype) for _ in range(traits.copies))
         totals = plgpu.SMEM((max(1, weights), traits.groups, traits.block_parts, traits.lines, LINE), jnp.float32)
         interpreted = interpreter.INTERPRETED
+        of_cluster = plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=traits.members)
         return cls(
             memory=plgpu.RefUnion(rings, totals) if weights else rings,
             ready=plgpu.Barrier(num_arrivals=traits.copies, num_barriers=traits.warpgroups * traits.stages),
-            sums=plgpu.SMEM((traits.groups, 2, 2, traits.row_warps), jnp.float32) if traits.is_split else None,
+            sums=plgpu.SMEM((traits.groups, 2, 2, traits.row_parts), jnp.float32) if traits.is_split else None,
             scale=plgpu.SMEM((traits.row_warps, traits.lines, LINE), scale_dtype) if traits.keeps_scale else None,
             claimed=plgpu.SMEM((traits.groups, 2), jnp.int32) if traits.claims else None,
             row_ready=plgpu.Barrier(num_arrivals=traits.members, num_barriers=traits.groups) if interpreted else None,
             all_ready=plgpu.Barrier(num_arrivals=traits.warpgroups) if interpreted else None,
+            cluster_ready=of_cluster if interpreted and traits.cluster > 1 else None,
         )
 
 
@@ -234,7 +76,8 @@ class Warpgroup:
     """A warpgroup of a CTA. rings: for each array [warpgroups, stages, 4 parts, lines, 128].
 
     arrays: refs in device memory that the rings take, by parts. counter: [1] in device memory, of the blocks that were
-    claimed, or None.
+    claimed, or None. exchanged: for the interpreter alone, [blocks, values, parts of a row] in device memory, of what
+    the CTAs of a cluster store in one another's memory.
     """
 
     traits: Traits
@@ -243,6 +86,7 @@ class Warpgroup:
     arrays: tuple[Any, ...]
     wg: Any
     counter: Any = None
+    exchanged: Any = None
 
     @property
     def group(self) -> Any:
@@ -259,7 +103,14 @@ class Warpgroup:
 
     def parts(self, block: Any) -> Any:
         """A slice of the 4 parts that this warpgroup has of a block."""
-        return pl.ds(block * self.traits.block_parts + self.member * WARPS, WARPS)
+        if self.traits.cluster == 1:
+            return pl.ds(block * self.traits.block_parts + self.member * WARPS, WARPS)
+        return pl.ds(block * self.traits.row_parts + self._first_part, WARPS)
+
+    @property
+    def _first_part(self) -> Any:
+        """The number of this warpgroup's first part in a row that CTAs share."""
+        return cluster.rank() * self.traits.row_warps + self.member * WARPS
 
     @property
     def count(self) -> Any:
@@ -354,6 +205,8 @@ class Warpgroup:
     def weights_at(self, ref: Any, line: int | None = None) -> Any:
         """The ref of this warpgroup's weights in [parts of a row, lines, 128], or of one line of each part."""
         lines = pl.ds(0, self.traits.lines) if line is None else pl.ds(line, 1)
+        if self.traits.cluster > 1:
+            return ref.at[pl.ds(self._first_part, WARPS), lines]
         return ref.at[pl.ds(self.member * WARPS, WARPS) if self.traits.is_split else 0, lines]
 
     def load_weights(self, ref: Any, line: int | None = None) -> Any:
@@ -388,17 +241,34 @@ class Warpgroup:
             gmem[self.parts(place.block)] = numbers
             return
 
-        @pl.when(self.member == 0)
+        @pl.when(self.member == 0 if self.traits.cluster == 1 else self._first_part == 0)
         def _store():
             gmem[place.block] = numbers
 
     def exchange(self, place: Place, *values: Any) -> list[list[Any]]:
         """For each value [4], the numbers of all parts of the row."""
         traits, sums = self.traits, self.smem.sums.at[self.group, lax.rem(place.turn, jnp.int32(2))]
+        if traits.cluster > 1:
+            return self._exchange_in_cluster(place, sums, values)
         for i, value in enumerate(values):
             sums[i, pl.ds(self.member * WARPS, WARPS)] = value
         self._wait_for_group()
         return [[sums[i, part] for part in range(traits.row_warps)] for i in range(len(values))]
+
+    def _exchange_in_cluster(self, place: Place, sums: Any, values: tuple[Any, ...]) -> list[list[Any]]:
+        """exchange, of rows that CTAs share. sums: the ref [values, parts]; the turn after the next takes it again."""
+        mine = pl.ds(self._first_part, WARPS)
+        if interpreter.INTERPRETED:  # which has no stores to another CTA's memory
+            sums = self.exchanged.at[place.block]
+            for i, value in enumerate(values):
+                sums[i, mine] = value
+            plgpu.barrier_arrive(self.smem.cluster_ready)
+            plgpu.barrier_wait(self.smem.cluster_ready)
+        else:
+            for i, value in enumerate(values):
+                cluster.send(value, sums.at[i, mine], self.traits.cluster, PARTS)
+            cluster_barrier()
+        return [[sums[i, part] for part in range(self.traits.row_parts)] for i in range(len(values))]
 
     def _wait_for_group(self) -> None:
         if not interpreter.INTERPRETED:

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 
 import aot
 import cases_interpreter
+import low_bit_block_cases
 import tiers
 
 from jax_kernels.low_bit import LowBit
@@ -32,6 +33,54 @@ INTERPRETED = {
 @pytest.mark.parametrize("group", INTERPRETED)
 def test_interpreted(group):
     cases_interpreter.check("low_bit_matmul_cases", *INTERPRETED[group])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("cores", "names"),
+    [
+        (4, ["two", "an_empty_split"]),
+        pytest.param(4, ["residual", "gated", "alone", "row", "mxfp4_one"], marks=pytest.mark.slow),
+    ],
+)
+def test_splits_that_a_cluster_joins_interpreted(cores, names):
+    cases_interpreter.check("low_bit_block_cases", cores, False, names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", low_bit_block_cases.CASES | low_bit_block_cases.GPU)
+def test_splits_that_a_cluster_joins_on_a_gpu(name):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs Hopper")
+    case = (low_bit_block_cases.CASES | low_bit_block_cases.GPU)[name]
+    for what, (error, bound) in low_bit_block_cases.errors_by(case, "mosaic_gpu").items():
+        assert error <= bound, what
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "activation", "want"),
+    [
+        (8192, 8192, None, (4, 8, True)),
+        (4096, 14336, None, (8, 7, True)),
+        (64, 1280, None, (4, 2, True)),  # of five steps, so that the last CTA of four has none
+        (28672, 8192, None, (1, 32, True)),
+        (8192, 8192, jnp.sin, (4, 8, False)),  # which Mosaic cannot compute well: a second launch has the epilogue
+    ],
+)
+def test_splits_that_a_cluster_joins(n, k, activation, want):
+    traits = LowBitTraits(
+        options=MatmulOptions(out_dtype="bfloat16", transpose_w=True, activation=activation),
+        config=MatmulLowBitSm90(compute_wgs=4, stages=6, cluster_join=True),
+        layout=LowBit(format="int4", group=128),
+        m=16,
+        n=n,
+        k=k,
+        dtype=jnp.bfloat16,
+        weights=1,
+        core_count=132,
+    )
+    assert (traits.splits, traits.steps_of_split, traits.joins) == want
+    assert traits.splits * traits.steps_of_split >= traits.k_steps
 
 
 @pytest.mark.parametrize(
@@ -80,6 +129,16 @@ COMPILED = {
     "mxfp4": {},
     "mxfp4_one": {"m": 1},
     "mxfp4_float16": {"dtype": "float16", "m": 64, "has_residual": True},
+    "int4_joined": {"cluster_join": True},
+    "int4_joined_epilogue": {
+        "cluster_join": True,
+        "m": 1,
+        "activation": "gelu",
+        "has_bias": True,
+        "has_residual": True,
+    },
+    "int4_joined_gated": {"cluster_join": True, "is_gated": True, "m": 32, "activation": "silu"},
+    "int8_joined": {"cluster_join": True, "m": 64, "out_dtype": "float32", "has_residual": True},
 }
 
 
@@ -87,9 +146,9 @@ COMPILED = {
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize("name", tiers.cases(list(COMPILED), ["int4", "int8_row", "mxfp4_one", "mxfp4_float16"]))
 def test_compiled(name):
-    """Two launches, no spills but a few bytes at 64 rows of mxfp4, and wgmma that is not serialised."""
+    """Two launches, or one that joins; few spills at 64 rows of mxfp4, none else; and no wgmma that is serialised."""
     printed, mosaic, _ = aot.compile_script(__file__, json.dumps({"format": name.split("_")[0]} | COMPILED[name]))
-    assert json.loads(printed) == ["matmul_join_triton"]
+    assert json.loads(printed) == ([] if "joined" in name else ["matmul_join_triton"])
     (figures,) = mosaic.values()
     assert figures["spill_stores"] <= (16 if name == "mxfp4_float16" else 0), figures
     assert not figures["notes"]
@@ -101,7 +160,7 @@ def _compile(options: dict) -> list[str]:
     from jax_kernels import gated_matmul, matmul
     from jax_kernels.quantization import quantize
 
-    dtype = options.pop("dtype", "bfloat16")
+    dtype, blocks = options.pop("dtype", "bfloat16"), {"cluster_join": options.pop("cluster_join", False)}
     m, n, k = (options.pop(name, size) for name, size in (("m", 16), ("n", 8192), ("k", 8192)))
     given = {x: options.pop(x) for x in ("format", "group_size", "scaling", "scale_dtype") if x in options}
     axis = -1 if options.get("transpose_w") else -2
@@ -111,7 +170,7 @@ def _compile(options: dict) -> list[str]:
     if options.pop("has_bias", False):
         arrays["bias"] = jax.ShapeDtypeStruct((n,), jnp.float32)
     if options.pop("has_residual", False):
-        arrays["residual"] = jax.ShapeDtypeStruct((m, n), jnp.dtype(dtype))
+        arrays["residual"] = jax.ShapeDtypeStruct((m, n), jnp.dtype(options.get("out_dtype", dtype)))
     leaves, tree = jax.tree.flatten(w)
     is_gated = options.pop("is_gated", False)
 
@@ -120,7 +179,8 @@ def _compile(options: dict) -> list[str]:
         rest = {name: y for name, y in arrays.items() if name != "x"} | options | {"implementation": "mosaic_gpu"}
         return gated_matmul(x, w, w, **rest) if is_gated else matmul(x, w, **rest)
 
-    return aot.lower_and_compile("h200", run, arrays, leaves)[1]
+    with low_bit_block_cases.replaced(blocks):
+        return aot.lower_and_compile("h200", run, arrays, leaves)[1]
 
 
 if __name__ == "__main__":

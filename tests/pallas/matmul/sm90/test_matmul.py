@@ -16,11 +16,15 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 
 import aot
 import cases_interpreter
+import matmul_block_cases
 import tiers
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.pallas.block_specs.specs import MatmulSm90
+from jax_kernels.pallas.matmul.sm90.matmul import matmul as matmul_sm90
 from jax_kernels.pallas.matmul.sm90.state import Traits
+from jax_kernels.pallas.mosaic import elementwise
 
 # Cores, whether races are looked for, and cases of testing_matmul.HOPPER.
 INTERPRETED = {
@@ -48,6 +52,47 @@ def test_8_bits_interpreted(cores, names):
     cases_interpreter.check("fp8_matmul_cases", cores, cores == 1, names)
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("cores", "names"),
+    [
+        (1, ["pingpong_edges"]),
+        pytest.param(1, ["tall_gated"], marks=pytest.mark.slow),
+        pytest.param(3, ["pingpong_epilogue", "pingpong_mlp", "pingpong_gated"], marks=pytest.mark.slow),
+        pytest.param(3, ["tall_float32_out", "tall_transposed", "tall_together"], marks=pytest.mark.slow),
+    ],
+)
+def test_other_blocks_interpreted(cores, names):
+    """Warpgroups with work tiles of their own, and with 128 rows; epilogues with less to do."""
+    cases_interpreter.check("matmul_block_cases", cores, cores == 1, names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", matmul_block_cases.CASES | matmul_block_cases.GPU)
+def test_other_blocks_on_a_gpu(name):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs Hopper")
+    case = (matmul_block_cases.CASES | matmul_block_cases.GPU)[name]
+    for what, (error, bound) in matmul_block_cases.errors_by(case, "mosaic_gpu").items():
+        assert error <= bound, what
+
+
+def test_bad_blocks():
+    blocks = functools.partial(MatmulSm90, block_n=128, stages=4, rows_together=8)
+    with pytest.raises(ValueError, match=r"MatmulSm90\.compute_wgs=3 must be 2 with pingpong"):
+        blocks(pingpong=True, compute_wgs=3)
+    with pytest.raises(ValueError, match=r"MatmulSm90\.wg_rows=96 must be 64 or 128"):
+        blocks(wg_rows=96)
+    with pytest.raises(ValueError, match=r"MatmulSm90\.block_n=256 must be at most 128 with wg_rows=128"):
+        MatmulSm90(block_n=256, stages=4, rows_together=8, wg_rows=128)
+    x = jax.ShapeDtypeStruct((128, 128), jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match="early_bias and short_activation are for operands of 16 bits"):
+        matmul_sm90(
+            MatmulInputs(x, x), MatmulOptions(out_dtype="bfloat16"), config=blocks(pingpong=True), core_count=1,
+            interpret=False,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(("m", "n", "rows_together"), [(900, 640, 3), (128, 64, 8), (1024, 512, 4), (1000, 256, 5)])
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_every_work_tile_is_done_once(m, n, rows_together, cluster):
@@ -66,6 +111,17 @@ def test_every_work_tile_is_done_once(m, n, rows_together, cluster):
     found = list(zip(rows.tolist(), columns.tolist(), strict=True))
     assert len(found) == len(want)
     assert set(found) == want
+
+
+@pytest.mark.parametrize("name", ["gelu_tanh", "sigmoid", "silu"])
+def test_short_activations(name, monkeypatch):
+    """The same functions to float32's rounding; others have none."""
+    monkeypatch.setattr(elementwise.registers.interpreter, "INTERPRETED", True)
+    x = jnp.linspace(-100, 100, 8001)
+    short, right = elementwise.shortened(ACTIVATIONS[name]), ACTIVATIONS[name]
+    assert jnp.abs(short(x) - right(x)).max() < 2e-6 * 100
+    assert jnp.abs(short(x / 20) - right(x / 20)).max() < 2e-6
+    assert elementwise.shortened(jnp.tanh) is elementwise.shortened(None) is None
 
 
 COMPILED = {
@@ -87,22 +143,37 @@ COMPILED = {
     "mlp_gated": {"activation": "silu", "is_mlp": True, "is_gated": True, "transpose_w": True, "has_residual": True},
     "gated_float32_out": {"activation": "gelu", "is_gated": True, "out_dtype": "float32", "has_residual": True},
 }
+EPILOGUE, PINGPONG, TALL = matmul_block_cases.EPILOGUE, matmul_block_cases.PINGPONG, matmul_block_cases.TALL
+COMPILED |= {
+    "early": {"activation": "gelu_tanh", "has_bias": True, "has_residual": True, "blocks": EPILOGUE},
+    "pingpong": {"activation": "gelu_tanh", "has_bias": True, "has_residual": True, "blocks": PINGPONG | EPILOGUE},
+    "pingpong_float32_out": {"out_dtype": "float32", "has_bias": True, "blocks": PINGPONG},
+    "pingpong_gated": {"activation": "silu", "is_gated": True, "blocks": PINGPONG | EPILOGUE},
+    "pingpong_mlp": {"activation": "gelu", "is_mlp": True, "has_bias": True, "transpose_w": True, "blocks": PINGPONG},
+    "tall": {"activation": "gelu_tanh", "has_bias": True, "has_residual": True, "blocks": TALL | EPILOGUE},
+    "tall_gated": {"activation": "silu", "is_gated": True, "blocks": TALL},
+    "tall_mlp_gated": {"activation": "silu", "is_mlp": True, "is_gated": True, "has_residual": True, "blocks": TALL},
+    "tall_together": {"activation": "gelu_tanh", "has_bias": True, "blocks": TALL | {"pingpong": False}},
+}
 
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize(
-    "name", tiers.cases(COMPILED, ["plain", "transposed", "gated", "fp8", "fp8_gated_blocks", "mlp_gated", "function"])
+    "name",
+    tiers.cases(
+        COMPILED, ["plain", "transposed", "gated", "fp8", "fp8_gated_blocks", "mlp_gated", "function", "pingpong"]
+    ),
 )
 def test_compiled(name):
-    """Forward and backward: no launch spills, but for the derivative of a gated unit, once a work tile."""
+    """Forward and backward: no launch spills, but for the derivatives of two mlp, once a work tile."""
     printed, mosaic, others = aot.compile_script(__file__, json.dumps(COMPILED[name]))
     passes = {"fp8": 2, "fp8_gated": 3}.get(name.removesuffix("_blocks").removesuffix("_rows"), 0)
     assert json.loads(printed) == ["matmul_both_ways_triton"] * passes
     assert not passes or others["matmul_both_ways_triton"]["spill_stores"] == 0
     assert list(mosaic) == ["matmul_sm90_mosaic_gpu_kernel"]
     for figures in mosaic.values():
-        assert figures["spill_stores"] <= (40 if name == "mlp_gated" else 0)
+        assert figures["spill_stores"] <= {"mlp_gated": 40, "pingpong_mlp": 8}.get(name, 0)
         assert figures["registers"] <= 168
         assert figures["shared_memory"] <= 232448
 
@@ -111,7 +182,7 @@ def _compile(options: dict) -> list[str]:
     """Compiles in this process; the names of the Triton kernels."""
     from jax_kernels import gated_matmul, matmul, mlp
 
-    dtype, n = options.pop("dtype", "bfloat16"), options.pop("n", 4096)
+    dtype, n, blocks = options.pop("dtype", "bfloat16"), options.pop("n", 4096), options.pop("blocks", {})
     out_dtype = options.get("out_dtype", dtype)
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     arrays = {"x": array(4096, 2048), "w": array(n, 2048) if options.get("transpose_w") else array(2048, n)}
@@ -137,7 +208,8 @@ def _compile(options: dict) -> list[str]:
         )
         return out, vjp(dout)
 
-    return aot.lower_and_compile("h200", both, arrays, dout)[1]
+    with matmul_block_cases.replaced(blocks):
+        return aot.lower_and_compile("h200", both, arrays, dout)[1]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 As a script it compiles a forward and a backward: `python .../test_normalization.py 32768-4096-layer_norm-bfloat16-0`.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 
 import aot
 import cases_interpreter
+import norm_block_cases
 from tiers import cases
 
 from jax_kernels import explain, layer_norm, rms_norm
@@ -23,7 +25,7 @@ from jax_kernels.dispatch import on_device
 from jax_kernels.normalization_inputs import NormInputs, NormOptions
 from jax_kernels.ops.normalization import _by_joined_rows
 from jax_kernels.pallas.block_specs.specs import NormSm90
-from jax_kernels.pallas.normalization.sm90.state import Traits, row_warps_of
+from jax_kernels.pallas.normalization.sm90.traits import Traits, row_warps_of
 from jax_kernels.reference import normalization as reference
 
 # Cores, whether races are looked for, and cases of norm_cases.HOPPER.
@@ -38,6 +40,43 @@ INTERPRETED = {
 @pytest.mark.parametrize("group", INTERPRETED)
 def test_interpreted(group):
     cases_interpreter.check("jax_kernels.testing_normalization", *INTERPRETED[group])
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("cores", "names"),
+    [
+        (4, ["four"]),
+        pytest.param(8, ["two", "rms_two", "long", "rms_long", "not_shared"], marks=pytest.mark.slow),
+    ],
+)
+def test_rows_that_ctas_share_interpreted(cores, names):
+    cases_interpreter.check("norm_block_cases", cores, False, names)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", norm_block_cases.CASES)
+def test_rows_that_ctas_share_on_a_gpu(name):
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip("needs Hopper")
+    for what, (error, bound) in norm_block_cases.errors_by(norm_block_cases.CASES[name], "mosaic_gpu").items():
+        assert error <= bound, what
+
+
+def test_long_rows_need_a_cluster():
+    x = lambda columns: jax.ShapeDtypeStruct((64, columns), jnp.bfloat16)
+    plan = lambda columns: explain(layer_norm, x(columns), implementation="mosaic_gpu").config
+    with on_device("H200"):
+        with pytest.raises(NotImplementedError, match="these are 32768"):
+            plan(32768)
+        with norm_block_cases.replaced(norm_block_cases.CASES["long"].forward):
+            assert plan(32768).forward.cluster == 2
+            with pytest.raises(NotImplementedError, match="these are 65536"):
+                plan(65536)  # 32768 columns of each CTA are too many
+    with pytest.raises(ValueError, match=r"NormSm90\.cluster=2 needs 4 row_warps or more, turns, and no claims"):
+        NormSm90(row_warps=4, warpgroups=4, stages=2, cluster=2)
+    with pytest.raises(ValueError, match=r"NormSm90\.cluster=3 must be 1, 2, 4 or 8"):
+        NormSm90(row_warps=4, warpgroups=4, stages=2, cluster=3)
 
 
 # Columns, the most warps that may share a row, and how many do.
@@ -117,20 +156,27 @@ COMPILED += ["32768-4096-layer_norm-float32-1", "8192-16384-layer_norm-float32-1
 COMPILED += ["65537-1024-rms_norm-float32-1", "16384-8192-rms_norm-bfloat16-0", "16384-2048-layer_norm-float32-1"]
 
 
+# And the blocks of a forward whose rows CTAs share: CTAs, warps of each, turns, stages.
+COMPILED += ["8192-16384-layer_norm-bfloat16-0-2-8-3-4", "4096-32768-layer_norm-bfloat16-1-2-16-2-3"]
+COMPILED += ["2048-65536-rms_norm-float32-0-4-16-2-3"]
+
+
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize("call", cases(COMPILED, COMPILED[:4]))
 def test_compiled(call):
-    """Two launches, neither of which spills."""
+    """Two launches, neither of which spills. Where CTAs share rows, Triton has the backward."""
     printed, mosaic, _ = aot.compile_script(__file__, call)
-    assert json.loads(printed) == []
-    assert sorted(mosaic) == [f"norm_{direction}_sm90_mosaic_gpu_kernel" for direction in ("backward", "forward")]
+    is_shared = call.count("-") > 4
+    assert bool(json.loads(printed)) == is_shared
+    directions = ("forward",) if is_shared else ("backward", "forward")
+    assert sorted(mosaic) == [f"norm_{direction}_sm90_mosaic_gpu_kernel" for direction in directions]
     for name, figures in mosaic.items():
         assert figures["spill_stores"] + figures["spill_loads"] == 0, name
         assert figures["shared_memory"] <= 232448
 
 
-def _compile(rows: str, columns: str, op: str, weights: str, has_residual: str) -> list[str]:
+def _compile(rows: str, columns: str, op: str, weights: str, has_residual: str, *shared: str) -> list[str]:
     """Compiles in this process; the names of the Triton kernels."""
     x = jax.ShapeDtypeStruct((int(rows), int(columns)), jnp.bfloat16)
     given = {"x": x, "scale": jax.ShapeDtypeStruct(x.shape[1:], jnp.dtype(weights))}
@@ -144,7 +190,13 @@ def _compile(rows: str, columns: str, op: str, weights: str, has_residual: str) 
         results, vjp = jax.vjp(lambda given: norm(**given, implementation="mosaic_gpu"), given)
         return results, vjp(dout)
 
-    return aot.lower_and_compile("h200", both, given, (x, x) if int(has_residual) else x)[1]
+    blocks: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if shared:
+        ctas, row_warps, turns, stages = map(int, shared)
+        forward = NormSm90(row_warps=row_warps, warpgroups=4, stages=stages, turns=turns, cluster=ctas)
+        blocks = norm_block_cases.replaced(forward)
+    with blocks:
+        return aot.lower_and_compile("h200", both, given, (x, x) if int(has_residual) else x)[1]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,142 @@
+"""The sizes of a launch of the Hopper matmul of weights of few bits."""
+
+import dataclasses
+import itertools
+import math
+from typing import Any, NamedTuple
+
+from jax.experimental import pallas as pl
+
+from jax_kernels.low_bit import LowBit
+from jax_kernels.matmul_inputs import MatmulOptions
+from jax_kernels.pallas.block_specs.specs import MatmulLowBitSm90
+from jax_kernels.pallas.mosaic import elementwise
+
+COLUMNS = 64  # of w, of a compute warpgroup
+STEP_BYTES = 128  # of each column of w, in a step
+SHARED_MEMORY = 225 << 10  # of a CTA, without its barriers
+
+
+class Part(NamedTuple):
+    """Weights of a step that are decoded together: half `half` of the bytes from `byte` on.
+
+    chunk: of x, which they are multiplied by. group: whose scale they share.
+    """
+
+    byte: int
+    half: int
+    chunk: int
+    group: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowBitTraits:
+    """Sizes and features of a launch: [m, k] @ [n, k]ᵀ. rows: m rounded up to 8. weights: 1, or 2 of a gated unit."""
+
+    options: MatmulOptions
+    config: MatmulLowBitSm90
+    layout: LowBit
+    m: int
+    n: int
+    k: int
+    dtype: Any
+    weights: int
+    core_count: int
+
+    @property
+    def rows(self) -> int:
+        return pl.cdiv(self.m, 8) * 8
+
+    @property
+    def compute_wgs(self) -> int:
+        """Compute warpgroups of a CTA: as many as divide the columns, up to the block spec's.
+
+        A gated unit has half of them, for its second product's sums.
+        """
+        most = max(1, self.config.compute_wgs // self.weights)
+        return max(wgs for wgs in (1, 2, 4) if wgs <= most and self.n % (wgs * COLUMNS) == 0)
+
+    @property
+    def block_n(self) -> int:
+        return self.compute_wgs * COLUMNS
+
+    @property
+    def block_k(self) -> int:
+        return STEP_BYTES * (2 if self.layout.is_packed else 1)
+
+    @property
+    def chunks(self) -> int:
+        """The parts of x's columns in a step."""
+        return self.block_k // self.width
+
+    @property
+    def k_steps(self) -> int:
+        return self.k // self.block_k
+
+    @property
+    def tiles(self) -> int:
+        return self.n // self.block_n
+
+    @property
+    def joins(self) -> bool:
+        """Whether the CTAs of a cluster join the splits: where the kernel can compute the activation."""
+        return self.config.cluster_join and elementwise.why_not(self.options.activation) is None
+
+    @property
+    def most_splits(self) -> int:
+        """As many as give each multiprocessor one CTA."""
+        most = max(1, min(self.k_steps, self.core_count // self.tiles))
+        return max(ctas for ctas in (1, 2, 4, 8) if ctas <= most) if self.joins else most
+
+    @property
+    def steps_of_split(self) -> int:
+        """Steps of a CTA."""
+        return pl.cdiv(self.k_steps, self.most_splits)
+
+    @property
+    def splits(self) -> int:
+        """CTAs of a work tile. Of a cluster the last ones may have no steps."""
+        return self.most_splits if self.joins else pl.cdiv(self.k_steps, self.steps_of_split)
+
+    @property
+    def exchange(self) -> tuple[int, ...]:
+        """The shape of the shared memory that sums are joined in: see exchange_sums."""
+        of_cta = pl.cdiv(self.compute_wgs, self.splits)
+        return self.weights, of_cta, self.splits, self.rows // 4, COLUMNS * 2, 2
+
+    @property
+    def exchanges(self) -> bool:
+        return self.joins and self.splits > 1
+
+    @property
+    def transposes_sums(self) -> bool:
+        """Whether the sums of splits are [splits, n, m]."""
+        return True
+
+    @property
+    def scales_of_step(self) -> int:
+        """Scales of a column in a step, 0 where the column has one for all."""
+        return 0 if self.layout.group is None else max(1, self.block_k // self.layout.group)
+
+    @property
+    def width(self) -> int:
+        """How much of the inner dimension is decoded together: 32 or 64."""
+        return min(64, self.layout.unit // (2 if self.layout.is_packed else 1))
+
+    @property
+    def parts(self) -> list[Part]:
+        """The parts of a step, in the order of their groups."""
+        found = []
+        halves, unit = (2 if self.layout.is_packed else 1), min(self.layout.unit_bytes, self.width)
+        for nth, half in itertools.product(range(STEP_BYTES // unit), range(halves)):
+            chunk = nth * halves + half
+            group = 0 if self.layout.group is None else chunk * self.width // self.layout.group
+            found.append(Part(byte=nth * unit, half=half, chunk=chunk, group=group))
+        return found
+
+    @property
+    def stages(self) -> int:
+        """As many as shared memory has room for, up to the block spec's."""
+        of_weights = self.weights * self.block_n * (STEP_BYTES + 4 * self.scales_of_step)
+        room = SHARED_MEMORY - (4 * math.prod(self.exchange) if self.exchanges else 0)
+        return min(self.config.stages, room // (of_weights + self.rows * self.block_k * 2))

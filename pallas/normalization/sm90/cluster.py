@@ -1,0 +1,49 @@
+"""The exchange of sums between the CTAs of a cluster that share a row: each stores its own in the others' memory."""
+
+from typing import Any
+
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.pallas.mosaic.launch import CLUSTER
+
+__all__ = ["rank", "send"]
+
+
+def rank() -> Any:
+    """The number of the CTA in its cluster."""
+    return lax.axis_index(CLUSTER)
+
+
+def send(numbers: Any, to: Any, ctas: int, layout: Any) -> None:
+    """Stores a warpgroup's numbers [4], one of each warp, in the shared memory of all CTAs of its cluster.
+
+    to: the ref [4] of their place, which is the same in all. They are seen behind cluster_barrier. All CTAs have
+    started: Mosaic waits for that where a kernel has clusters.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=None)
+    def store(_, numbers, to):
+        from jax.experimental.mosaic.gpu import utils
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import arith, llvm, vector
+
+        i32 = ir.IntegerType.get_signless(32)
+        (number,) = numbers.registers.reshape(-1)
+        number = vector.extract(number, dynamic_position=[], static_position=[0])
+        warp = arith.remui(utils.warp_idx(sync=False), utils.c(4, i32))
+        lane = arith.remui(utils.thread_idx(), utils.c(32, i32))
+        start = llvm.ptrtoint(i32, utils.memref_ptr(to))
+        address = arith.addi(start, arith.muli(warp, utils.c(4, i32)))
+        # Lane i stores in CTA number i.
+        assembly = f"""{{
+            .reg .pred p;
+            .reg .b32 there;
+            setp.lt.u32 p, $1, {ctas};
+            @p mapa.shared::cluster.u32 there, $0, $1;
+            @p st.shared::cluster.f32 [there], $2;
+        }}"""
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, [address, lane, number], assembly, "r,r,f,~{memory}", has_side_effects=True)
+
+    store(numbers, to)

@@ -1,0 +1,201 @@
+"""The sizes of a launch of a Hopper norm, and its layouts.
+
+A warp owns a part of a row: lines of 128 columns. Short rows have one part. Others have 4, 8 or 16, so that the warps
+of 1, 2 or 4 warpgroups share a row. A warpgroup always holds a block of 4 parts, one for each of its warps.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_kernels.normalization_inputs import NormOptions
+from jax_kernels.pallas.block_specs.specs import NormSm90
+from jax_kernels.pallas.mosaic import interpreter
+
+LINE = 128  # columns: 4 for each lane of a warp
+WARPS = 4  # of a warpgroup
+MOST_LINES = 16  # of a part
+FEW_LINES = 8  # for which the registers of four warpgroups suffice
+CTAS_AT_ONCE = 4  # on a multiprocessor, of those that end after some turns
+MOST_BARRIERS = 32  # of an array, whose phases a thread keeps in one register
+SHARED_MEMORY = 225 << 10  # of a CTA, for its rings and its scale
+# [4 parts, lines, 128] in registers: a part for each warp, 4 neighbouring columns for each lane.
+_TILING = plgpu.Tiling(((WARPS, 1, LINE), (LINE // 32,)))
+BLOCK = plgpu.Layout.TILED(_TILING, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
+PARTS = BLOCK.reduce((1, 2))  # a number for each part
+LINES = BLOCK.reduce(0)  # numbers that all parts share
+
+
+def row_warps_of(columns: int, most: int) -> int | None:
+    """How many warps share a row of so many columns: the most up to `most`, else the fewest; None where none can."""
+    most_lines = {1: MOST_LINES, 4: MOST_LINES, 8: MOST_LINES, 16: FEW_LINES}
+    fit = [
+        warps
+        for warps, lines in most_lines.items()
+        if columns % (warps * LINE) == 0 and columns <= warps * LINE * lines
+    ]
+    few = [warps for warps in fit if warps <= most]
+    return max(few) if few else min(fit, default=None)
+
+
+def cluster_of(columns: int, config: NormSm90) -> int:
+    """How many CTAs share a row of so many columns: those of the block spec, or 1 where they cannot share it evenly."""
+    ctas = config.cluster
+    return ctas if columns % ctas == 0 and (row_warps_of(columns // ctas, config.row_warps) or 1) > 1 else 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traits:
+    """Sizes of a launch.
+
+    row_warps: warps of a CTA that share a row. cluster: CTAs that do, each of which has a part of the columns. copies:
+    arrays that go through a ring. scale_bytes: of a scale to keep in shared memory beside the rings.
+    """
+
+    options: NormOptions
+    config: NormSm90
+    rows: int
+    columns: int
+    row_warps: int
+    cluster: int
+    itemsize: int
+    copies: int
+    core_count: int
+    scale_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        x: jax.Array,
+        options: NormOptions,
+        config: NormSm90,
+        *,
+        core_count: int,
+        copies: int,
+        scale_bytes: int = 0,
+    ) -> "Traits":
+        rows, columns = x.shape
+        ctas = cluster_of(columns, config)
+        row_warps = row_warps_of(columns // ctas, config.row_warps)
+        assert row_warps is not None
+        return cls(
+            options=options,
+            config=config,
+            rows=rows,
+            columns=columns,
+            row_warps=row_warps,
+            cluster=ctas,
+            itemsize=x.dtype.itemsize,
+            copies=copies,
+            core_count=core_count,
+            scale_bytes=scale_bytes,
+        )
+
+    @property
+    def lines(self) -> int:
+        """Lines of a part."""
+        return self.columns // (LINE * self.row_parts)
+
+    @property
+    def row_parts(self) -> int:
+        """Parts of a row, in all CTAs that share it."""
+        return self.row_warps * self.cluster
+
+    @property
+    def is_split(self) -> bool:
+        """Whether warps share rows."""
+        return self.row_warps > 1
+
+    @property
+    def members(self) -> int:
+        """Warpgroups that share a row."""
+        return max(1, self.row_warps // WARPS)
+
+    @property
+    def warpgroups(self) -> int:
+        """Whole groups of members, and no more warpgroups than have registers for their lines."""
+        if self.cluster > 1:  # whose barrier is for all threads
+            return self.members
+        most = min(self.config.warpgroups, 2) if self.lines > FEW_LINES else self.config.warpgroups
+        return max(1, most // self.members) * self.members
+
+    @property
+    def groups(self) -> int:
+        """Groups of warpgroups of a CTA. Each takes one block after another."""
+        return self.warpgroups // self.members
+
+    @property
+    def block_parts(self) -> int:
+        """Parts of a group's block: those of one row, or of 4 short ones."""
+        return WARPS * self.members
+
+    @property
+    def blocks(self) -> int:
+        return pl.cdiv(self.rows * self.row_warps, self.block_parts)
+
+    @property
+    def turns(self) -> int:
+        """The most blocks of a group: up to the block spec's, and fewer rather than too few CTAs; 0 for no limit."""
+        if not self.config.turns:
+            return 0
+        at_once = self.core_count * CTAS_AT_ONCE // self.cluster
+        return max(1, min(self.config.turns, self.blocks // max(1, self.groups * at_once)))
+
+    @property
+    def ctas(self) -> int:
+        """CTAs, or clusters of them."""
+        if self.turns:
+            return pl.cdiv(self.blocks, self.groups * self.turns)
+        return min(self.core_count, pl.cdiv(self.blocks, self.groups))
+
+    @property
+    def stride(self) -> int:
+        """From a block of a group to its next one."""
+        return self.groups if self.turns else self.ctas * self.groups
+
+    @property
+    def claims(self) -> bool:
+        """Whether a group claims its blocks one by one, two ahead of the one that it computes."""
+        return self.config.claims and not self.turns and self.stages > 2
+
+    def counter(self) -> Any:
+        """A new counter for a launch, of the blocks that are claimed; None where none are."""
+        return jax.new_ref(jnp.zeros(1, jnp.int32)) if self.claims else None
+
+    def exchanged(self) -> Any:
+        """See Warpgroup; None where the interpreter does not run."""
+        if self.cluster == 1 or not interpreter.INTERPRETED:
+            return None
+        return jax.new_ref(jnp.zeros((self.blocks, 2, self.row_parts), jnp.float32))
+
+    @property
+    def stages(self) -> int:
+        """As many as shared memory has room for, up to the block spec's."""
+        scale_bytes = self.scale_bytes if self.keeps_scale else 0
+        room = (SHARED_MEMORY - scale_bytes) // self.stage_bytes
+        return min(self.config.stages, room, MOST_BARRIERS // self.warpgroups)
+
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether shared memory has room for the scale beside two stages."""
+        return 0 < self.scale_bytes <= SHARED_MEMORY - 2 * self.stage_bytes
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.warpgroups * self.copies * WARPS * self.lines * LINE * self.itemsize
+
+    def by_parts(self, x: jax.Array) -> jax.Array:
+        """An array [rows, columns] as [parts, lines, 128]."""
+        return x.reshape(self.rows * self.row_parts, self.lines, LINE)
+
+    def weights_by_parts(self, x: jax.Array) -> jax.Array:
+        """An array [columns] as [parts of a row, lines, 128]."""
+        return x.reshape(self.row_parts, self.lines, LINE)
+
+    def numbers(self) -> jax.ShapeDtypeStruct:
+        """A number for each row, of whole blocks."""
+        return jax.ShapeDtypeStruct((self.blocks * (1 if self.is_split else WARPS),), jnp.float32)

@@ -1,0 +1,49 @@
+"""Cases of the Hopper matmul by weights of few bits whose splits a cluster joins, for cases_interpreter.py and GPUs."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import low_bit_matmul_cases as plain
+
+from jax_kernels.pallas.block_specs import sm90
+
+JOINED = {"cluster_join": True}
+CASES = {
+    "two": ("int4", ((3, 512, 128), {"bias": "bfloat16", "activation": "silu"})),
+    "residual": ("int4_32", ((16, 512, 64), {"has_residual": True, "activation": "gelu", "out_dtype": "float32"})),
+    "an_empty_split": ("int4_256", ((8, 1280, 256), {"dtype": "float16", "has_residual": True})),
+    "gated": ("int4", ((9, 1024, 128), {"is_gated": True, "activation": "silu"})),
+    "alone": ("int8", ((17, 384, 192), {"out_dtype": "float32"})),
+    "row": ("int8_row", ((40, 512, 64), {"transpose_w": True})),
+    "mxfp4_one": ("mxfp4", ((1, 1024, 64), {})),
+}
+GPU = {
+    "few": ("int4", ((16, 8192, 8192), {"bias": "float32", "activation": "gelu"})),
+    "one": ("int4_32", ((1, 4096, 4096), {"has_residual": True})),
+    "many": ("int8", ((64, 4096, 2048), {"out_dtype": "float32"})),
+    "joined_gated": ("mxfp8", ((32, 2048, 1024), {"is_gated": True, "activation": "silu"})),
+}
+
+
+@contextlib.contextmanager
+def replaced(blocks: dict[str, Any]) -> Iterator[None]:
+    """Inside, products are planned with other blocks in all rows of the Hopper kernel."""
+    before = sm90.MATMUL_LOW_BIT
+    sm90.MATMUL_LOW_BIT = tuple(
+        dataclasses.replace(row, config=dataclasses.replace(row.config, **blocks))
+        if row.implementation == "mosaic_gpu"
+        else row
+        for row in before
+    )
+    try:
+        yield
+    finally:
+        sm90.MATMUL_LOW_BIT = before
+
+
+def errors_by(case: Any, implementation: str | None) -> dict[str, tuple[float, float]]:
+    """The largest error of each result, and its bound."""
+    with replaced(JOINED):
+        return plain.errors_by(case, implementation)

@@ -1,0 +1,65 @@
+"""Cases of the Hopper matmul with other blocks than its block spec row's, for cases_interpreter.py and for GPUs."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jax_kernels import testing_matmul, testing_mlp
+from jax_kernels.pallas.block_specs import sm90
+
+PINGPONG = {"pingpong": True}
+TALL = {"pingpong": True, "wg_rows": 128, "block_n": 128, "stages": 6}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call, and the fields of the MatmulSm90 that it replaces."""
+
+    call: Any
+    blocks: dict[str, Any]
+
+
+def _of(name: str, **blocks: Any) -> Case:
+    return Case(testing_matmul.HOPPER[name], blocks)
+
+
+EPILOGUE = {"early_bias": True, "short_activation": True}
+CASES = {
+    "pingpong_edges": _of("edges", **PINGPONG, **EPILOGUE),
+    "pingpong_epilogue": _of("epilogue", **PINGPONG, **EPILOGUE),
+    "pingpong_gated": _of("gated", **PINGPONG, **EPILOGUE),
+    "pingpong_mlp": Case(testing_mlp.HOPPER["plain"], PINGPONG),
+    "tall_float32_out": _of("float32_out", **TALL),
+    "tall_gated": _of("gated", **TALL),
+    "tall_together": _of("epilogue", **TALL | EPILOGUE | {"pingpong": False}),
+    "tall_transposed": _of("transposed", **TALL),
+}
+# For a GPU: many work tiles.
+GPU = {
+    f"{name}_{call}": Case(testing_matmul.GPU[call], blocks)
+    for name, blocks in {"pingpong": PINGPONG | EPILOGUE, "tall": TALL | EPILOGUE, "early": EPILOGUE}.items()
+    for call in ("many", "many_gated")
+}
+
+
+@contextlib.contextmanager
+def replaced(blocks: dict[str, Any]) -> Iterator[None]:
+    """Inside, products are planned with other blocks in all rows of the Hopper matmul."""
+    before = sm90.MATMUL
+    of_hopper = lambda row: row.implementation == "mosaic_gpu" and row.bits != 8
+    sm90.MATMUL = tuple(
+        dataclasses.replace(row, config=dataclasses.replace(row.config, **blocks)) if of_hopper(row) else row
+        for row in before
+    )
+    try:
+        yield
+    finally:
+        sm90.MATMUL = before
+
+
+def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
+    """The largest error of each result, and its bound."""
+    cases = testing_mlp if isinstance(case.call, testing_mlp.Case) else testing_matmul
+    with replaced(case.blocks):
+        return cases.errors_by(case.call, implementation)

@@ -1,0 +1,50 @@
+"""Cases of the Hopper norms whose rows CTAs share, with blocks that no block spec row has, for cases_interpreter.py."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from jax_kernels import testing_normalization
+from jax_kernels.pallas.block_specs import sm80, sm90
+from jax_kernels.pallas.block_specs.specs import NormRow, NormSm90
+from jax_kernels.testing_normalization import Case as Call
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call, and the blocks of its forward."""
+
+    call: Call
+    forward: NormSm90
+
+
+def _shared(ctas: int, row_warps: int = 4, turns: int = 2, stages: int = 2) -> NormSm90:
+    return NormSm90(row_warps=row_warps, warpgroups=4, stages=stages, turns=turns, cluster=ctas)
+
+
+CASES = {
+    "two": Case(Call((7, 1024), drift=8.0, has_residual=True), _shared(2)),
+    "rms_two": Case(Call((5, 2048), "rms_norm", weights="bfloat16"), _shared(2, row_warps=8, stages=3)),
+    "four": Case(Call((9, 4096), centre=100.0, weights="bfloat16"), _shared(4, row_warps=8, turns=3)),
+    "long": Case(Call((5, 32768), drift=8.0), _shared(2, row_warps=16)),
+    "rms_long": Case(Call((3, 65536), "rms_norm", has_residual=True, dtype="float16"), _shared(4, row_warps=16)),
+    "not_shared": Case(Call((4, 1152)), _shared(2)),
+}
+
+
+@contextlib.contextmanager
+def replaced(forward: NormSm90) -> Iterator[None]:
+    """Inside, Hopper's norms are planned with these blocks, and with Triton's backward."""
+    before = sm90.NORM
+    backward = next(row.backward for row in sm80.NORM if row.columns is None)
+    sm90.NORM = (NormRow(implementation="mosaic_gpu", columns=None, forward=forward, backward=backward), *before)
+    try:
+        yield
+    finally:
+        sm90.NORM = before
+
+
+def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
+    """The largest relative error of each result, and its bound."""
+    with replaced(case.forward):
+        return testing_normalization.errors_by(case.call, implementation)
