@@ -49,32 +49,41 @@ CASES = {
     "striped": (dataclasses.replace(CONFIG, sequence_layout="striped", tie_embeddings=False), {"sequence": 4}),
     "pipeline": (CONFIG, {"pipeline": 2, "data": 2}),
     "pipeline_ring": (dataclasses.replace(CONFIG, microbatches=4, remat=True), {"pipeline": 2, "sequence": 2}),
+    "pipeline_documents": (CONFIG, {"pipeline": 2, "data": 2}),
+    "documents": (dataclasses.replace(CONFIG, remat="products"), {"data": 2, "sequence": 2}),
+    "documents_all": (dataclasses.replace(CONFIG, scan_layers=True), {"pipeline": 2, "sequence": 2, "tensor": 2}),
+    "longnet_documents": (DILATED, {"data": 2, "sequence": 2}),
     "longnet": (DILATED, {"data": 2, "sequence": 2}),
     "longnet_tensor": (DILATED, {"sequence": 4, "tensor": 2}),
 }
-QUICK = ["ring", "tensor", "fsdp", "pipeline"]
+# Cases with "documents" in their names have packed documents.
+QUICK = ["documents", "tensor", "fsdp", "pipeline_documents"]
 
 
 @nnx.jit
-def step(model, tokens, targets):
+def step(model, tokens, targets, segment_ids):
     def loss(model):
-        losses = model.losses(tokens, targets)
+        losses = model.losses(tokens, targets, segment_ids=segment_ids)
         return losses.mean(), losses
 
-    return *nnx.value_and_grad(loss, has_aux=True)(model), model(tokens)
+    return *nnx.value_and_grad(loss, has_aux=True)(model), model(tokens, segment_ids=segment_ids)
 
 
-def run_case(config, axes):
+def run_case(config, axes, is_packed):
     model = (LongNet if isinstance(config, LongNetConfig) else Transformer)(config, rngs=nnx.Rngs(0))
     random = np.random.default_rng(0)
     tokens, targets = random.integers(0, config.vocab_size, (2, 4, 32))
     targets[0, :5] = -1
+    ids = None
+    if is_packed:  # each row has other documents; the first ones are longer than a device's part
+        ids = np.sort(random.integers(0, 4, (4, 32)) * random.integers(0, 2, (4, 32)))
+        ids[1, -3:] = -1
 
-    want = step(model, tokens, targets)
+    want = step(model, tokens, targets, ids)
     mesh = make_mesh(axes)
     shard_model(model, mesh)
     with jax.set_mesh(mesh):
-        got = step(model, *shard_batch((tokens, targets), mesh))
+        got = step(model, *shard_batch((tokens, targets, ids), mesh))
     flat = lambda found: [np.asarray(x) for x in jax.tree.leaves(found)]
     errors = [rms_error(g, w) for g, w in zip(flat(got), flat(want), strict=True)]
     spec = lambda x: [*x[...].sharding.spec, None][:2]
@@ -104,7 +113,8 @@ MODULES = {"module": (None, True), "module_full": (None, False), "module_striped
 
 
 def main(names) -> dict:
-    return {name: run_module(*MODULES[name]) if name in MODULES else run_case(*CASES[name]) for name in names}
+    case = lambda name: run_case(*CASES[name], is_packed="documents" in name)
+    return {name: run_module(*MODULES[name]) if name in MODULES else case(name) for name in names}
 
 
 def in_process(script: str, *arguments: str, devices: int = 8, limit: int = 200) -> list[str]:
