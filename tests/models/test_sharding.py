@@ -5,8 +5,6 @@ As a script it prints, for each case, the errors of loss, logits and gradients, 
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import cpu_devices
 import tiers
 
 from jax_kernels import shard_sequence, unshard_sequence
@@ -117,24 +116,10 @@ def main(names) -> dict:
     return {name: run_module(*MODULES[name]) if name in MODULES else case(name) for name in names}
 
 
-def in_process(script: str, *arguments: str, devices: int = 8, limit: int = 200) -> list[str]:
-    """The lines that a script prints in a process with so many CPU devices."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
-    }
-    done = subprocess.run(
-        [sys.executable, script, *arguments],
-        env=environment, capture_output=True, text=True, timeout=limit, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES], QUICK, 4))
 def test_a_mesh_changes_nothing(names):
-    results = json.loads(in_process(__file__, *names)[-1])
+    results = json.loads(cpu_devices.lines_of(__file__, *names)[-1])
     assert sorted(results) == sorted(names)
     for name, found in results.items():
         assert found["error"] < 3e-6, name
