@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import ring
 from harness import ring_cases, ring_model, workers
 
+ROOT = Path(__file__).parents[2]
 WORDS = "--local-tokens 16 --heads 2 --head-dim 8 --rounds 2 --seconds 0.001 --implementation xla"
 
 
@@ -150,3 +153,20 @@ def test_expected_efficiency():
     size = 2 * 8192 * 16 * 128 * 2
     assert found["forward", "400 Gb/s"]["send_ms"] == pytest.approx(size / 50e6)
     assert found["forward", "400 Gb/s"]["8"] == pytest.approx(4 / (4 + 7 * (size / 50e6 - 0.5)))
+
+
+def test_the_table_of_the_docs_is_computed_from_the_results():
+    """Each row of docs/ring_attention.md's table of more devices, by its formula from the run that it names."""
+    rows = json.loads((ROOT / "benchmarks/results/ring-h200-x2.json").read_text())["rows"]
+    found = {(x["local_tokens"], x["direction"], x["link"]): x for x in ring_model.expected(rows)}
+    text = (ROOT / "docs/ring_attention.md").read_text()
+    table = re.findall(
+        r"^\| ([\d,]+) \| (forward|backward) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE
+    )
+    assert len(table) == 4
+    for tokens, direction, step, sends, *shares in table:
+        of_links = [found[int(tokens.replace(",", "")), direction, link] for link in ("NVLink", "400 Gb/s")]
+        assert f"{of_links[0]['step_ms']:.2f}" == step
+        assert ", ".join(f"{x['send_ms']:.2f}" for x in of_links) == sends
+        for told, x in zip(shares, of_links, strict=True):
+            assert ", ".join(f"{100 * x[n]:.0f}" for n in ("8", "64", "512")) + " %" == told
