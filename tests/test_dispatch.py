@@ -5,6 +5,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
@@ -219,3 +220,12 @@ def test_a_mesh_of_cpu_devices_is_a_cpu_on_a_machine_with_a_gpu(monkeypatch):
         found.append(jax.jit(attend)(jnp.asarray(plain)))
     for out in found:
         assert jnp.abs(out - want).max() < 1e-2
+
+
+def test_a_program_for_cpus_and_gpus_alike():
+    """On a machine without a GPU the plan is "xla", which both can run."""
+    attend = lambda x: flash_attention(x, x, x, is_causal=True)
+    x = jax.random.normal(jax.random.key(0), (1, 16, 2, 64), jnp.bfloat16)
+    both = jax.export.export(jax.jit(attend), platforms=["cpu", "cuda"])(x)
+    assert both.platforms == ("cpu", "cuda")
+    assert jnp.array_equal(both.call(x), jax.jit(attend)(x))
