@@ -20,7 +20,7 @@ from jax_kernels.cli.demo_data import standard_library, unigram_entropy
 from jax_kernels.models import TokenBatches, Trainer, TransformerConfig, make_mesh, read_text
 
 CONFIG = TransformerConfig(
-    vocab_size=256, model_dim=64, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=128, remat="products"
+    vocab_size=256, model_dim=64, num_layers=1, num_heads=4, num_kv_heads=2, mlp_dim=128
 )  # fmt: skip
 MESHES = ({"data": 1}, {"data": 2, "sequence": 2})
 STEPS = 30
