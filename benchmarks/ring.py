@@ -59,6 +59,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     told = "the most tokens whose results are held against flash_attention on one GPU"
     parser.add_argument("--check", type=int, default=16384, help=told)
     parser.add_argument("--strategy", default="ring", choices=STRATEGIES, help="of ring_attention")
+    told = "of ring_attention: steps that sends go ahead; default its own choice"
+    parser.add_argument("--sends-ahead", type=command_line.positive(int), help=told)
+    told = "tokens before its own that a query sees in the causal cases; 0 for all"
+    parser.add_argument("--window", type=int, default=0, help=told)
     told = "comma list of global tokens of which one call, the first, is timed, causal; '' for none"
     parser.add_argument("--long", default="", help=told)
     told = "processes that compile cases at once; they take turns on the GPUs"
@@ -70,6 +74,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--worker", choices=("jax", "torch"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     try:
+        if args.window < 0:
+            raise ValueError(f"window: got {args.window}, want 0 or more")
         for name in ("devices", "tokens", "local_tokens", "long"):
             text = getattr(args, name)
             setattr(args, name, command_line.numbers(text) if text or name in ("devices", "tokens") else [])
@@ -96,6 +102,8 @@ def cases(args: argparse.Namespace) -> list[RingCase]:
             modes=tuple(args.mode) if causal else ("fwd",),
             implementation=args.implementation,
             strategy=args.strategy,
+            window=args.window if causal else 0,
+            sends_ahead=args.sends_ahead,
             rounds=args.rounds,
             seconds=args.seconds,
             check=devices > 1 and tokens <= args.check,
@@ -237,7 +245,8 @@ def _cell(row: dict[str, Any] | None) -> str:
         return row["status"]
     if row["contender"] == "communication":
         return f"{row['median_ms']:.3f}"
-    return f"{row['median_ms']:.3f} ({report.figure(row['tflops'])})"
+    rate = f" ({report.figure(row['tflops'])})" if "tflops" in row else ""
+    return f"{row['median_ms']:.3f}{rate}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

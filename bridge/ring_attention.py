@@ -24,6 +24,7 @@ def ring_attention(
     group: Any = None,
     layout: str | None = None,
     strategy: str = "auto",
+    sends_ahead: int | None = None,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
     segment_ids: torch.Tensor | None = None,
@@ -66,6 +67,7 @@ def ring_attention(
     options = {
         "layout": layout,
         "strategy": strategy,
+        "sends_ahead": sends_ahead,
         "is_causal": is_causal,
         "window": tuple(window) if isinstance(window, list) else window,
         "scale": scale,

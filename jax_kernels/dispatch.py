@@ -136,17 +136,28 @@ def on_device(device: DeviceInfo | str) -> Iterator[DeviceInfo]:
 
 
 def target_device(*arrays: Any) -> DeviceInfo:
-    """The device a call will run on: on_device's, else that of the first concrete array, else JAX's default."""
+    """The device a call will run on: on_device's, else that of the first concrete array, else JAX's default.
+
+    JAX tells where traced arrays are if they lie on a mesh, or jax.set_mesh or a shard_map has one: a mesh of CPU
+    devices is a CPU, also on a machine with a GPU.
+    """
     target = _TARGET.get()
     if target is not None:
         return target
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             return _info(next(iter(array.devices())))
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays if isinstance(array, jax.core.Tracer)]
+    if any(_is_of_cpus(mesh) for mesh in (*meshes, jax.sharding.get_abstract_mesh())):
+        return device_info("cpu")
     default = jax.config.jax_default_device
     if isinstance(default, str):
         default = jax.devices(default)[0]
     return device_info() if default is None else _info(default)
+
+
+def _is_of_cpus(mesh: Any) -> bool:
+    return mesh.abstract_device is not None and mesh.abstract_device.device_kind == "cpu"
 
 
 @functools.cache

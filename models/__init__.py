@@ -6,13 +6,14 @@ Needs the `flax` extra. Nothing else in the library imports Flax.
 from jax_kernels.models.attention import KVCache, MultiHeadAttention, rotary_embedding
 from jax_kernels.models.attention_fn import attention_fn
 from jax_kernels.models.config import TransformerConfig
-from jax_kernels.models.data import TokenBatches, read_text
+from jax_kernels.models.data import TokenBatches, read_documents, read_text
 from jax_kernels.models.dilated_attention import DilatedAttention, LongNet, LongNetConfig, MultiHeadDilatedAttention
 from jax_kernels.models.distributed import initialize_distributed
 from jax_kernels.models.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.models.linear import GatedMLP, Linear
 from jax_kernels.models.losses import linear_cross_entropy
 from jax_kernels.models.normalization import LayerNorm, RMSNorm
+from jax_kernels.models.packing import document_positions, document_starts, within_documents
 from jax_kernels.models.pipeline import pipelined
 from jax_kernels.models.sharding import ShardingRules, make_mesh, shard_batch, shard_model, state_shardings
 from jax_kernels.models.trainer import Trainer, next_token_loss
@@ -36,15 +37,19 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "attention_fn",
+    "document_positions",
+    "document_starts",
     "flat_parameters",
     "initialize_distributed",
     "linear_cross_entropy",
     "make_mesh",
     "next_token_loss",
     "pipelined",
+    "read_documents",
     "read_text",
     "rotary_embedding",
     "shard_batch",
     "shard_model",
     "state_shardings",
+    "within_documents",
 ]

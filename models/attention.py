@@ -185,16 +185,34 @@ class MultiHeadAttention(nnx.Module):
 
     @overload
     def __call__(
-        self, x: jax.Array, *, mask: jax.Array | masks.Mask | None = None, cache: None = None
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | masks.Mask | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: None = None,
     ) -> jax.Array: ...
 
     @overload
     def __call__(
-        self, x: jax.Array, *, mask: jax.Array | masks.Mask | None = None, cache: KVCache
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | masks.Mask | None = None,
+        segment_ids: None = None,
+        positions: jax.Array | None = None,
+        cache: KVCache,
     ) -> tuple[jax.Array, KVCache]: ...
 
     def __call__(
-        self, x: jax.Array, *, mask: jax.Array | masks.Mask | None = None, cache: KVCache | None = None
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | masks.Mask | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: KVCache | None = None,
     ) -> jax.Array | tuple[jax.Array, KVCache]:
         """Attends within x, or, with a cache, to the cached tokens and x.
 
@@ -202,6 +220,10 @@ class MultiHeadAttention(nnx.Module):
           x: [B, T, model_dim]. With a cache these are the next T tokens: a whole prompt, one token, or several.
           mask: bool, broadcastable to [B, num_heads, T, S], True = attend, or a masks.Mask, combined with is_causal.
             S is T, or the cache's max_length. Under a Mask, the queries stand after the cached tokens.
+          segment_ids: int32 [B, T], in the order of x: packed documents. A token attends to tokens with its own id, and
+            one with an id below 0 to none.
+          positions: integers [T] or [B, T], in the order of x, for the rotary embedding; None for the tokens' places in
+            the sequence. Attention itself goes by the places.
           cache: from init_cache or from the call before. Not changed. Where its length is [B], the T tokens of each
             sequence stand after its own. Up to 16 causal tokens attend by decode_attention, but under a mask, and
             where an implementation other than "xla" is named.
@@ -210,22 +232,25 @@ class MultiHeadAttention(nnx.Module):
           out [B, T, model_dim] in dtype; with a cache (out, the new cache).
 
         Raises:
-          ValueError: x or the cache has the wrong shape, or the cache has no room for T tokens. A traced length
-            cannot be checked: under jit, a sequence past the cache's end gets NaN.
-          TypeError: the cache's length is no integer.
+          ValueError: an array has the wrong shape, the cache has no room for T tokens, or there are a cache and
+            segment_ids. A traced length cannot be checked: under jit, a sequence past the cache's end gets NaN.
+          TypeError: the cache's length, or positions, are no integers.
           NotImplementedError: devices share out the tokens, and there is a mask.
         """
         self._check_input(x)
         start: int | jax.Array = 0
         if cache is not None:
+            if segment_ids is not None:
+                raise ValueError("segment_ids: got an array beside a cache, want None: its tokens are one document")
             self._check_cache(cache, x)
             start = cache.length
-        query, key, value = self._heads(x, start)
+        query, key, value = self._heads(x, start, positions)
         if self.mask is not None:
             mask = self.mask if mask is None else self.mask & as_mask(mask)
         if cache is None:
             attend = self._attend if sequence_devices(self.sequence_axis) == 1 else self._attend_over_devices
-            return self._project(attend(query, key, value, mask))
+            arguments = {} if segment_ids is None else {"segment_ids": segment_ids}
+            return self._project(attend(query, key, value, mask, **arguments))
 
         cache = _append(cache, key, value)
         key, value = cache.key.astype(self.dtype), cache.value.astype(self.dtype)
@@ -238,7 +263,7 @@ class MultiHeadAttention(nnx.Module):
         return out, cache
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, **arguments: Any) -> jax.Array:
-        """Attention by heads: [B, T, num_heads, head_dim]. arguments: what a cache adds to flash_attention's."""
+        """Attention by heads: [B, T, num_heads, head_dim]. arguments: segment_ids, or what a cache adds."""
         arguments |= {"is_causal": self.is_causal, "implementation": self.implementation}
         return flash_attention(query, key, value, mask=mask, **arguments)
 
@@ -247,7 +272,9 @@ class MultiHeadAttention(nnx.Module):
         is_free = self.implementation in (None, "xla")
         return self.is_causal and mask is None and is_free and 0 < query.shape[1] <= MOST_QUERIES
 
-    def _attend_over_devices(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any) -> jax.Array:
+    def _attend_over_devices(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
         """As _attend, where devices share out the tokens."""
         if mask is not None:
             raise NotImplementedError(
@@ -255,9 +282,11 @@ class MultiHeadAttention(nnx.Module):
                 "want None"
             )
         assert self.sequence_axis is not None
-        return share_sequence(self._ring, query, key, value, axis=self.sequence_axis, rules=self.rules)
+        return share_sequence(self._ring, query, key, value, segment_ids, axis=self.sequence_axis, rules=self.rules)
 
-    def _ring(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def _ring(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
         """Attention inside shard_map, of a device's tokens."""
         assert self.sequence_axis is not None
         return ring_attention(
@@ -267,6 +296,7 @@ class MultiHeadAttention(nnx.Module):
             axis_name=self.sequence_axis,
             layout=self.sequence_layout,
             is_causal=self.is_causal,
+            segment_ids=segment_ids,
             implementation=self.implementation,
         )
 
@@ -296,10 +326,13 @@ class MultiHeadAttention(nnx.Module):
             )
         _check_length(cache, new_tokens=length)
 
-    def _heads(self, x: jax.Array, start: int | jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _heads(
+        self, x: jax.Array, start: int | jax.Array, positions: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """query [B, T, num_heads, head_dim], key and value [B, T, num_kv_heads, head_dim].
 
         start: the position of the first token, a scalar or [B]. It is 0 where devices may share out the tokens.
+        positions: of all tokens, as in a call, in place of start.
         """
         self._check_input(x)
         batch, length = x.shape[:2]
@@ -307,9 +340,12 @@ class MultiHeadAttention(nnx.Module):
         query = project(self.q_proj).reshape(batch, length, self.num_heads, self.head_dim)
         key = project(self.k_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
         value = project(self.v_proj).reshape(batch, length, self.num_kv_heads, self.head_dim)
+        if positions is not None:
+            _check_positions(positions, batch, length)
         if self.use_rotary:
-            order = self.token_order(length) if isinstance(start, int) else None
-            positions = jnp.asarray(start)[..., None] + (jnp.arange(length) if order is None else order)
+            if positions is None:
+                order = self.token_order(length) if isinstance(start, int) else None
+                positions = jnp.asarray(start)[..., None] + (jnp.arange(length) if order is None else order)
             query = rotary_embedding(query, positions, self.rope_theta)
             key = rotary_embedding(key, positions, self.rope_theta)
         return query, key, value
@@ -320,6 +356,13 @@ class MultiHeadAttention(nnx.Module):
 
 def as_mask(mask: jax.Array | masks.Mask) -> masks.Mask:
     return mask if isinstance(mask, masks.Mask) else masks.dense(mask)
+
+
+def _check_positions(positions: jax.Array, batch: int, length: int) -> None:
+    if positions.shape not in ((length,), (batch, length)):
+        raise ValueError(f"positions: got shape {positions.shape}, want [length] or [batch, length] = {batch, length}")
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(f"positions: got dtype {positions.dtype}, want integers")
 
 
 def _check_length(cache: KVCache, *, new_tokens: int) -> None:

@@ -178,36 +178,40 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         raise NotImplementedError("init_cache: dilated attention has no cache; run the whole sequence")
 
     def __call__(  # type: ignore[override]
-        self, x: jax.Array, *, segment_ids: jax.Array | None = None
+        self, x: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
         """Attends within x.
 
         Args:
           x: [B, T, model_dim].
-          segment_ids: int32 [B, T]: packed sequences, as in dilated_attention.
+          segment_ids: int32 [B, T]: packed sequences, as in dilated_attention. The pattern goes by the places in x.
+          positions: as in MultiHeadAttention.
 
         Returns:
           [B, T, model_dim] in dtype.
 
         Raises:
           ValueError: x has the wrong shape, or as sequence_parallel_dilated_attention.
-          NotImplementedError: devices share out the tokens, and there are segment_ids, or the layout is "partition".
+          NotImplementedError: devices share out the tokens, and the layout is "partition".
         """
-        arrays = self._heads(x, 0)
+        arrays = self._heads(x, 0, positions)
         if sequence_devices(self.sequence_axis) == 1:
             return self._project(self.attention(*arrays, segment_ids=segment_ids))
-        if segment_ids is not None or self.attention.layout != "overlap":
+        if self.attention.layout != "overlap":
             raise NotImplementedError(
-                f"segment_ids, layout: got layout {self.attention.layout!r}"
-                f"{'' if segment_ids is None else ' and segment_ids'} where devices share out the tokens along "
-                f"{self.sequence_axis!r}, want None and 'overlap'"
+                f"layout: got {self.attention.layout!r} where devices share out the tokens along "
+                f"{self.sequence_axis!r}, want 'overlap'"
             )
         assert self.sequence_axis is not None
         # A head's offset within a branch hangs on its number, so that every device needs all heads.
-        out = share_sequence(self._ring, *arrays, axis=self.sequence_axis, rules=self.rules, heads_alike=False)
+        out = share_sequence(
+            self._ring, *arrays, segment_ids, axis=self.sequence_axis, rules=self.rules, heads_alike=False
+        )
         return self._project(out)
 
-    def _ring(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    def _ring(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
         of = self.attention
         assert self.sequence_axis is not None
         return sequence_parallel_dilated_attention(
@@ -222,6 +226,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
             combine=of.combine,
             order=of.order,
             stop_gradient_weights=of.stop_gradient_weights,
+            segment_ids=segment_ids,
             implementation=of.implementation,
         )
 

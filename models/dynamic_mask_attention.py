@@ -67,6 +67,10 @@ class DynamicMaskAttention(MultiHeadAttention):
         batch, kv_length = value.shape[:2]
         steps = self.dt_proj(value.reshape(batch, kv_length, -1)).astype(jnp.float32)
         bias = jnp.exp(self.A[...].astype(jnp.float32) * jax.nn.softplus(steps)).swapaxes(1, 2)[:, :, None]
+        ids = arguments.pop("segment_ids", None)
+        if ids is not None:  # as a mask, so that a document's keys compete among themselves
+            of_documents = masks.segments(ids, ids)
+            mask = of_documents if mask is None else as_mask(mask) & of_documents
         among = self._among(mask, arguments.get("kv_lengths"))
         keep = keys_of_largest_bias(
             bias,
@@ -82,7 +86,9 @@ class DynamicMaskAttention(MultiHeadAttention):
     def _decodes(self, query: jax.Array, mask: Any) -> bool:
         return False  # decode_attention takes no mask
 
-    def _attend_over_devices(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any) -> jax.Array:
+    def _attend_over_devices(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
         raise NotImplementedError(
             f"sequence_axis: devices share out the tokens along {self.sequence_axis!r}, want whole sequences: the keys "
             "to keep are found among all tokens"

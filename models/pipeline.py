@@ -12,7 +12,7 @@ __all__ = ["pipelined"]
 
 
 def pipelined(
-    block: Callable[[Any, jax.Array], jax.Array],
+    block: Callable[..., jax.Array],
     params: Any,
     x: jax.Array,
     *,
@@ -20,6 +20,7 @@ def pipelined(
     microbatches: int,
     batch: tuple[str, ...] = (),
     tokens: str | None = None,
+    beside: Any = None,
 ) -> jax.Array:
     """The blocks one after the other, each device along a mesh axis computing its part of them for parts of the batch.
 
@@ -39,6 +40,7 @@ def pipelined(
       axis: the mesh axis of the stages, which divide L.
       microbatches: parts of the batch; they divide the rows that a device has.
       batch, tokens: the mesh axes that share out B and T; other mesh axes hold copies.
+      beside: a tree of arrays [B, T], whose rows belong to those of x: block(params, x, beside). None for none.
 
     Raises:
       ValueError: the stages do not divide the blocks, or microbatches not a device's rows.
@@ -50,19 +52,22 @@ def pipelined(
     if any(count % stages for count in blocks):
         raise ValueError(f"num_layers: got {max(blocks)} for {stages} stages along {axis!r}, want a multiple")
 
-    def local(params: Any, x: jax.Array) -> jax.Array:
+    def local(params: Any, x: jax.Array, beside: Any) -> jax.Array:
         if x.shape[0] % microbatches:
             raise ValueError(
                 f"batch: got {x.shape[0]} rows on a device, want a multiple of {microbatches} microbatches"
             )
         stage = lax.axis_index(axis)
-        parts = x.reshape(microbatches, -1, *x.shape[1:])
+        in_parts = lambda x: x.reshape(microbatches, -1, *x.shape[1:])
+        parts, beside = in_parts(x), jax.tree.map(in_parts, beside)
         onward = [(i, (i + 1) % stages) for i in range(stages)]
 
         def tick(arriving: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
             # Past the last part the first stage repeats it; what comes of that leaves the last stage too late to count.
             x = jnp.where(stage == 0, parts[jnp.minimum(t, microbatches - 1)], arriving)
-            x, _ = lax.scan(lambda x, p: (block(p, x), None), x, params)
+            mine = jax.tree.map(lambda x: x[jnp.clip(t - stage, 0, microbatches - 1)], beside)
+            more = () if beside is None else (mine,)
+            x, _ = lax.scan(lambda x, p: (block(p, x, *more), None), x, params)
             return lax.ppermute(x, axis, onward), x
 
         _, done = lax.scan(tick, jnp.zeros_like(parts[0]), jnp.arange(microbatches + stages - 1))
@@ -70,5 +75,5 @@ def pipelined(
         return lax.psum(out, axis).reshape(x.shape)
 
     rows = P(batch or None, tokens, None)
-    run = jax.shard_map(local, in_specs=(P(axis), rows), out_specs=rows, check_vma=False)
-    return run(params, x)
+    specs = P(axis), rows, P(batch or None, tokens)
+    return jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)(params, x, beside)

@@ -231,6 +231,7 @@ def share_sequence(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    segment_ids: jax.Array | None = None,
     *,
     axis: str,
     rules: ShardingRules,
@@ -238,13 +239,15 @@ def share_sequence(
 ) -> jax.Array:
     """An attention for shard_map on arrays [B, T, heads, head_dim]: each device calls it on its part of them.
 
-    The batch, the tokens and, where the attention treats all heads alike, the heads are shared out.
+    The batch, the tokens and, where the attention treats all heads alike, the heads are shared out. segment_ids:
+    [B, T], for the attention's fourth argument.
 
     Raises NotImplementedError on a mesh with Explicit axes.
     """
     kind = _kind(axis)
+    arrays = (query, key, value) if segment_ids is None else (query, key, value, segment_ids)
     if kind == AxisType.Manual:
-        return attention(query, key, value)
+        return attention(*arrays)
     mesh = jax.sharding.get_abstract_mesh()
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         raise NotImplementedError(
@@ -254,6 +257,6 @@ def share_sequence(
     both = math.gcd(query.shape[2], key.shape[2])
     heads = rules.mesh_axes("heads", both, mesh, (axis, *batch)) if heads_alike else ()
     spec = PartitionSpec(batch or None, axis, heads or None, None)
+    specs = (spec, spec, spec, PartitionSpec(batch or None, axis))[: len(arrays)]
     # Kernels in the ring have no types of varying arrays in the interpreter; every array here varies over all axes.
-    shared = jax.shard_map(attention, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
-    return shared(query, key, value)
+    return jax.shard_map(attention, in_specs=specs, out_specs=spec, check_vma=False)(*arrays)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.models.config import TransformerConfig, positive
 from jax_kernels.models.dilated_attention import LongNet, LongNetConfig
+from jax_kernels.models.packing import within_documents
 from jax_kernels.models.sharding import ShardingRules, make_mesh, place, state_shardings
 from jax_kernels.models.transformer import Transformer
 
@@ -23,9 +24,17 @@ Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def next_token_loss(model: Transformer, batch: Any, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(the sum of model.losses over a batch (tokens, targets), the number of targets that count)."""
-    tokens, targets = batch
-    return model.losses(tokens, targets).sum(), (targets >= 0).sum()
+    """(the sum of model.losses over a batch, the number of targets that count).
+
+    batch: (tokens, targets), or of packed documents (tokens, targets, segment_ids), where targets in another document
+    than their token do not count.
+    """
+    tokens, targets, *rest = batch
+    if not rest:
+        return model.losses(tokens, targets).sum(), (targets >= 0).sum()
+    (segment_ids,) = rest
+    targets = within_documents(targets, segment_ids)
+    return model.losses(tokens, targets, segment_ids=segment_ids).sum(), (targets >= 0).sum()
 
 
 class Trainer:

@@ -16,6 +16,7 @@ from jax_kernels.models.generate import check_generation, generate
 from jax_kernels.models.linear import GatedMLP
 from jax_kernels.models.losses import linear_cross_entropy
 from jax_kernels.models.normalization import RMSNorm
+from jax_kernels.models.packing import Packed, packed
 from jax_kernels.models.pipeline import pipelined
 from jax_kernels.models.remat import recomputed
 from jax_kernels.models.sharding import ShardingRules
@@ -64,9 +65,12 @@ class Block(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x: jax.Array, cache: KVCache | None = None) -> tuple[jax.Array, KVCache | None]:
+    def __call__(
+        self, x: jax.Array, cache: KVCache | None = None, documents: Packed | None = None
+    ) -> tuple[jax.Array, KVCache | None]:
         if cache is None:
-            attended = self.attention(self.attention_norm(x))
+            of_documents = {} if documents is None else documents._asdict()
+            attended = self.attention(self.attention_norm(x), **of_documents)
         else:
             attended, cache = self.attention(self.attention_norm(x), cache=cache)
         normed, x = self.mlp_norm(attended, residual=x)  # and x + attended
@@ -101,13 +105,15 @@ class Block(nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "remat", "target"))
-def _run_block(state: Any, x: jax.Array, *, graphdef: Any, remat: bool | str, target: Any) -> jax.Array:
+def _run_block(
+    state: Any, x: jax.Array, documents: Packed | None, *, graphdef: Any, remat: bool | str, target: Any
+) -> jax.Array:
     """A block without a cache. It is traced and lowered once for all blocks of a model.
 
     target: what decides on the plans beside the arrays: the device, and whether kernels are interpreted.
     """
-    block = lambda state, x: nnx.merge(graphdef, state)(x)[0]
-    return recomputed(block, remat)(state, x)
+    block = lambda state, x, documents: nnx.merge(graphdef, state)(x, documents=documents)[0]
+    return recomputed(block, remat)(state, x, documents)
 
 
 def _stacked(states: Any, dtype: Any) -> Any:
@@ -192,6 +198,7 @@ class Transformer(nnx.Module):
         tokens: jax.Array | None = None,
         *,
         embeddings: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
         cache: tuple[KVCache, ...] | None = None,
     ) -> jax.Array | tuple[jax.Array, tuple[KVCache, ...]]:
         """Logits of the next token at every position.
@@ -199,40 +206,46 @@ class Transformer(nnx.Module):
         Args:
           tokens: integers [B, T]. With a cache these are the next T tokens.
           embeddings: [B, T, model_dim], the output of embed_tokens, in place of tokens: for gradients by the input.
+          segment_ids: integers [B, T]: packed documents, neighbours with one id each. No token sees another document,
+            and positions begin anew with each. An id below 0 marks padding.
           cache: from init_cache or from the call before. Not changed.
 
         Returns:
           float32 logits [B, T, vocab_size]; with a cache (logits, the new cache).
 
         Raises:
-          ValueError: a shape or dtype is wrong, not exactly one of tokens and embeddings is given, or the cache
-            has no room (under jit that gives NaN: see MultiHeadAttention).
-          TypeError: the cache's length is no integer.
+          ValueError: a shape or dtype is wrong, not exactly one of tokens and embeddings is given, there are a cache
+            and segment_ids, or the cache has no room (under jit that gives NaN: see MultiHeadAttention).
+          TypeError: the cache's length, or segment_ids, are no integers.
         """
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(f"cache: got {len(cache)} entries, want one for each of the {len(self.layers)} layers")
         if (tokens is None) == (embeddings is None):
             raise ValueError("tokens, embeddings: want exactly one of them")
         if cache is None:
-            x, order = self._hidden(tokens, embeddings)
+            x, order = self._hidden(tokens, embeddings, segment_ids)
             return self._logits(x if order is None else self._constrained(x[:, np.argsort(order)]))
+        if segment_ids is not None:
+            raise ValueError("segment_ids: got an array beside a cache, want None: its tokens are one document")
         x, cache = self._extended(tokens, embeddings, cache)
         return self._logits(x), cache
 
-    def losses(self, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    def losses(self, tokens: jax.Array, targets: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
         """The cross-entropy of each target under the logits at its place, which never stand in memory as a whole.
 
         Equivalent to linear_cross_entropy of the logits of a call: float32 [B, T], in nats.
 
         Args:
           tokens, targets: integers [B, T]. A target below 0 has a loss of 0 and no gradient.
+          segment_ids: as in a call. All targets count: next_token_loss leaves out those in another document.
 
         Raises:
           ValueError: a shape or dtype is wrong, or the devices along the sequence axis do not divide the tokens.
+          TypeError: segment_ids are no integers.
         """
         if targets.shape != tokens.shape:
             raise ValueError(f"targets: got shape {targets.shape}, want tokens' {tokens.shape}")
-        x, order = self._hidden(tokens, None)
+        x, order = self._hidden(tokens, None, segment_ids)
         tied = self.config.tie_embeddings
         w = self.embed[...] if tied else self.head.kernel[...]
         targets = targets if order is None else targets[:, order]
@@ -300,34 +313,38 @@ class Transformer(nnx.Module):
             filled.append(layer_cache)
         return self.final_norm(x), tuple(filled)
 
-    def _hidden(self, tokens: Any, embeddings: Any) -> tuple[jax.Array, Any]:
+    def _hidden(self, tokens: Any, embeddings: Any, segment_ids: Any = None) -> tuple[jax.Array, Any]:
         """(the final norm's result [B, T, model_dim], the tokens by their place in it, None for their order)."""
         length = (tokens if embeddings is None else embeddings).shape[1]
         order = self.layers[0].attention.token_order(length, "tokens")
-        if isinstance(order, jax.Array):  # inside a shard_map the devices have their tokens in this order already
+        is_local = isinstance(order, jax.Array)
+        documents = None
+        if segment_ids is not None:
+            documents = packed(segment_ids, tokens if embeddings is None else embeddings, is_whole=not is_local)
+        if is_local:  # inside a shard_map the devices have their tokens in this order already
             order = None
         if order is not None:
-            tokens, embeddings = (None if x is None else x[:, order] for x in (tokens, embeddings))
+            tokens, embeddings, documents = jax.tree.map(lambda x: x[:, order], (tokens, embeddings, documents))
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = self._constrained(x.astype(self.config.dtype))
         target = dispatch.target_device(x), dispatch.interpreting()
         graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
 
-        def run(x: jax.Array, state: Any) -> tuple[jax.Array, None]:
-            x = _run_block(state, x, graphdef=graphdefs[0], remat=self.config.remat, target=target)
-            return self._constrained(x), None
+        def block(state: Any, x: jax.Array, documents: Packed | None = None) -> jax.Array:
+            x = _run_block(state, x, documents, graphdef=graphdefs[0], remat=self.config.remat, target=target)
+            return self._constrained(x)
 
         stages = self.rules.mesh_axes("stage", len(states), jax.sharding.get_abstract_mesh())
         if stages:
-            x = self._pipelined(lambda state, x: run(x, state)[0], _stacked(states, x.dtype), x, stages[0])
+            x = self._pipelined(block, _stacked(states, x.dtype), x, documents, stages[0])
         elif self.config.scan_layers:
-            x, _ = jax.lax.scan(run, x, _stacked(states, x.dtype))
+            x, _ = jax.lax.scan(lambda x, state: (block(state, x, documents), None), x, _stacked(states, x.dtype))
         else:
             for state in states:
-                x, _ = run(x, state)
+                x = block(state, x, documents)
         return self.final_norm(x), order
 
-    def _pipelined(self, block: Any, states: Any, x: jax.Array, axis: str) -> jax.Array:
+    def _pipelined(self, block: Any, states: Any, x: jax.Array, documents: Packed | None, axis: str) -> jax.Array:
         mesh = jax.sharding.get_abstract_mesh()
         tokens = self.rules.mesh_axes("tokens", x.shape[1], mesh)
         return pipelined(
@@ -338,6 +355,7 @@ class Transformer(nnx.Module):
             microbatches=self.config.microbatches or mesh.shape[axis],
             batch=self.rules.mesh_axes("batch", x.shape[0], mesh),
             tokens=tokens[0] if tokens else None,
+            beside=documents,
         )
 
     def _constrained(self, x: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
@@ -196,3 +197,35 @@ def test_target_device_follows_the_arrays():
     assert dispatch.target_device(array) == device_info(cpu)
     with jax.default_device(cpu):
         assert dispatch.target_device() == device_info(cpu)
+
+
+def test_a_mesh_of_cpu_devices_is_a_cpu_on_a_machine_with_a_gpu(monkeypatch):
+    """Arrays that lie on the mesh, inside and outside of shard_map, and others under jax.set_mesh."""
+    gpu = device_info("h200")
+    monkeypatch.setattr(dispatch, "device_info", lambda device=None: gpu if device is None else device_info(device))
+    mesh = jax.make_mesh((1,), ("data",))
+    plain = jax.random.normal(jax.random.key(0), (1, 16, 2, 64), jnp.bfloat16)
+    placed = jax.device_put(plain, jax.NamedSharding(mesh, jax.P("data")))
+    attend = lambda x: flash_attention(x, x, x, is_causal=True).astype(jnp.float32)
+    want = attend(plain)  # concrete: its own device is known
+    with pytest.raises(Exception, match=r"(?i)cpu"):
+        jax.jit(attend)(plain)
+    found = [
+        jax.jit(attend)(placed),
+        jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data")))(placed),
+    ]
+    gradient = jax.jit(jax.grad(lambda x: attend(x).sum()))
+    assert jnp.isfinite(gradient(placed)).all()
+    with jax.set_mesh(mesh):
+        found.append(jax.jit(attend)(jnp.asarray(plain)))
+    for out in found:
+        assert jnp.abs(out - want).max() < 1e-2
+
+
+def test_a_program_for_cpus_and_gpus_alike():
+    """On a machine without a GPU the plan is "xla", which both can run."""
+    attend = lambda x: flash_attention(x, x, x, is_causal=True)
+    x = jax.random.normal(jax.random.key(0), (1, 16, 2, 64), jnp.bfloat16)
+    both = jax.export.export(jax.jit(attend), platforms=["cpu", "cuda"])(x)
+    assert both.platforms == ("cpu", "cuda")
+    assert jnp.array_equal(both.call(x), jax.jit(attend)(x))

@@ -33,7 +33,8 @@ class RingCase:
     """Attention of [1, tokens, heads, head_dim] over some devices. modes: of MODES.
 
     check: whether the op is held against flash_attention on one device, which takes all tokens' memory. parts: of
-    PARTS. once: its first call alone is timed, for a case that takes many seconds.
+    PARTS. once: its first call alone is timed, for a case that takes many seconds. window: the tokens before its own
+    that a query sees, under a causal mask; 0 for all. sends_ahead: as in ring_attention; XLA hides so many at a time.
     """
 
     devices: int
@@ -49,6 +50,12 @@ class RingCase:
     strategy: str = "ring"
     parts: tuple[str, ...] = PARTS
     once: bool = False
+    window: int = 0
+    sends_ahead: int | None = None
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        return {"is_causal": self.causal, "window": (self.window, 0) if self.window else None}
 
     def of_mode(self, mode: str) -> Case:
         """The same attention on one device."""
@@ -61,7 +68,10 @@ class RingCase:
 
 
 def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
-    """A row of results. tflops: TFLOP/s per device; the FLOPs are Case.flops, half of them where the mask is causal."""
+    """A row of results.
+
+    tflops: TFLOP/s per device; the FLOPs are Case.flops, half of them where the mask is causal. Windows have none.
+    """
     row = {
         "devices": case.devices,
         "tokens": case.tokens,
@@ -71,11 +81,13 @@ def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
         "causal": case.causal,
         "mode": mode,
         "strategy": case.strategy,
+        "window": case.window,
+        "sends_ahead": case.sends_ahead,
         "contender": contender.name,
         "calls_per_turn": contender.calls,
     } | contender.findings
     row.pop("kernels_ms", None)
-    if contender.times:
+    if contender.times and not case.window:
         row["tflops"] = case.of_mode(mode).tflops(spread(contender.times)["median"]) / case.devices
     return row
 
@@ -149,7 +161,7 @@ def _layout(case: RingCase) -> str:
 
 def _on_one_device(case: RingCase, mesh: jax.sharding.Mesh, mode: str) -> list[jax.Array]:
     """The results of flash_attention in the order of the layout, shared out as the op's are."""
-    attend = functools.partial(flash_attention, is_causal=case.causal, implementation=case.implementation)
+    attend = functools.partial(flash_attention, **case.limits, implementation=case.implementation)
     arrays = _normal(case, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     results = jax.jit(_in_mode(attend, mode))(*arrays[: 3 if mode == "fwd" else 4])
     return [shard_sequence(x, mesh, "sequence", layout=_layout(case)) for x in results]
@@ -168,8 +180,8 @@ def _in_mode(attend: Callable[..., Any], mode: str) -> Callable[..., Any]:
 def _program(case: RingCase, mesh: Any, mode: str, part: str, arrays: Sequence[jax.Array]) -> tuple[Any, Any]:
     """The jitted program of a part, and its arguments."""
     attend = functools.partial(
-        ring_attention, axis_name="sequence", layout=_layout(case), strategy=case.strategy, is_causal=case.causal,
-        implementation=case.implementation,
+        ring_attention, axis_name="sequence", layout=_layout(case), strategy=case.strategy, **case.limits,
+        sends_ahead=case.sends_ahead, implementation=case.implementation,
     )  # fmt: skip
     given = arrays[: 3 if mode == "fwd" else 4]
     shared = functools.partial(jax.shard_map, mesh=mesh, in_specs=TOKENS, out_specs=TOKENS, check_vma=False)
@@ -179,7 +191,9 @@ def _program(case: RingCase, mesh: Any, mode: str, part: str, arrays: Sequence[j
         body, given = (lambda *x: _permuted(travels, x)), _travellers(travels, mesh)
     elif part == "compute":
         body = _with_copies(body)
-    return jax.jit(shared(body)), given
+    overlap = {"xla_gpu_experimental_parallel_collective_overlap_limit": case.sends_ahead}
+    is_told = jax.default_backend() == "gpu" and (case.sends_ahead or 1) > 1
+    return jax.jit(shared(body), compiler_options=overlap if is_told else None), given
 
 
 def _with_copies(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -117,6 +117,7 @@ def measure(case: TrainCase) -> dict[str, Any]:
         "batch": case.shape[0],
         "seq_len": case.shape[1],
         "build_s": build_s,
+        "build_parts_s": run.built,
         "first_s": sum(parts.values()),
         "first_parts_s": parts,
         "loss": loss,
@@ -133,21 +134,32 @@ def measure(case: TrainCase) -> dict[str, Any]:
 class Run:
     """A contender that stands ready.
 
-    first: the parts of the first step, by name, but its run. step: queues a step, and returns a function that waits for
+    built: seconds of the parts of what came before, by name; they have no part in the first step. first: the parts of
+    the first step, by name, but its run. step: queues a step, and returns a function that waits for
     it and gives its loss.
     """
 
     first: Sequence[tuple[str, Callable[[], Any]]]
     step: Callable[[], Callable[[], Any]]
+    built: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | None]]:
+    built: dict[str, float] = {}
+    since = [time.perf_counter()]
+
+    def part(name: str) -> None:
+        built[name], since[0] = time.perf_counter() - since[0], time.perf_counter()
+
     import jax
     import optax
     from flax import nnx
 
     from jax_kernels.models import Transformer, TransformerConfig, make_mesh, shard_batch, state_shardings
 
+    part("import")
+    jax.block_until_ready(jax.numpy.zeros(1) + 1)
+    part("start of the backend")
     config = TransformerConfig(
         vocab_size=case.vocabulary,
         model_dim=case.width,
@@ -165,7 +177,8 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     graphdef, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
     optimizer = optax.adamw(1e-4)
     places = state_shardings(params, mesh)
-    params = jax.device_put(params, places)
+    params = jax.block_until_ready(jax.device_put(params, places))
+    part("model")
     of_moments = state_shardings(jax.eval_shape(optimizer.init, params), mesh)
     moments = jax.jit(optimizer.init, out_shardings=of_moments)(params)
     tokens = jax.random.randint(jax.random.key(1), case.shape, 0, case.vocabulary)
@@ -184,6 +197,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
         return optax.apply_updates(params, updates), moments, loss
 
     jax.block_until_ready((params, moments, tokens))
+    part("moments and tokens")
     state: list[Any] = [params, moments]
     del params, moments
     stage: list[Any] = [train]
@@ -205,7 +219,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     device = jax.devices()[0]
     statistics_of = lambda: (device.memory_stats() or {}).get("peak_bytes_in_use")
     peak = lambda: None if statistics_of() is None else statistics_of() / 1e9
-    return Run(first=first, step=step), device.device_kind, peak
+    return Run(first=first, step=step, built=built), device.device_kind, peak
 
 
 def _llama_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | None]]:

@@ -26,6 +26,9 @@ def train(
         str, typer.Option(help="Devices along each axis, such as data=2,sequence=2; -1 for all that are left.")
     ] = "data=-1",
     text: Annotated[Path | None, typer.Option(help="File or folder.", show_default="Python's standard library")] = None,
+    documents: Annotated[
+        str, typer.Option(help="none: all text is one; files: each file is one, of which none sees another.")
+    ] = "none",
     steps: Annotated[int, typer.Option(min=1, help="Steps in all, those before a restart too.")] = 100,
     seq_len: Annotated[int, typer.Option(min=2, help="Bytes of context.")] = 2048,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in a step, over all devices.")] = 8,
@@ -59,6 +62,7 @@ def train(
     from jax_kernels.cli import train_run
 
     settings: dict[str, Any] = {
+        "documents": documents,
         "steps": steps,
         "seq_len": seq_len,
         "batch_size": batch_size,
@@ -86,6 +90,8 @@ def train(
     axes = parse_mesh(mesh)
     if attention not in ("dense", "dilated"):
         raise typer.BadParameter(f"got {attention!r}, want dense or dilated", param_hint="--attention")
+    if documents not in ("none", "files"):
+        raise typer.BadParameter(f"got {documents!r}, want none or files", param_hint="--documents")
     try:
         train_run.run(axes, text, out, attention=attention, settings=settings, model=model, processes=processes)
     except (ValueError, TypeError, FileNotFoundError) as error:

@@ -11,7 +11,7 @@ import optax
 
 from jax_kernels.cli import UserError
 from jax_kernels.cli.demo_data import standard_library
-from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_text
+from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_documents
 from jax_kernels.models.distributed import initialize_distributed
 
 __all__ = ["as_user_error", "run"]
@@ -53,8 +53,11 @@ def run(
     if attention == "dilated":
         pattern: dict[str, Any] = {"segment_lengths": (length // 4, length // 2, length), "dilation_rates": (1, 2, 4)}
         config = LongNetConfig(vocab_size=256, **model, **pattern)
-    data = read_text(standard_library_files() if text is None else text)
-    batches = TokenBatches(data, length, settings["batch_size"], seed=settings["seed"], mesh=mesh)
+    paths = standard_library_files() if text is None else text
+    data, starts = read_documents(paths)
+    options: dict[str, Any] = {"seed": settings["seed"], "mesh": mesh}
+    options |= {"documents": starts} if settings.get("documents") == "files" else {}
+    batches = TokenBatches(data, length, settings["batch_size"], **options)
     kept = settings | {"text": batches.sha256}
     trainer = Trainer(
         config,

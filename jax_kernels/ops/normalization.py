@@ -383,15 +383,15 @@ IMPLEMENTATIONS = {
         "triton",
         _supports_triton,
         functools.partial(_config, "triton"),
-        _shared(kernel(forward_triton.norm_forward, "forward"), _by_joined_rows, has_vmap=True),
-        _shared(kernel(backward_triton.norm_backward, "backward"), _one_by_one, has_vmap=True),
+        _shared(kernel(forward_triton.norm_forward, "forward", once=True), _by_joined_rows, has_vmap=True),
+        _shared(kernel(backward_triton.norm_backward, "backward", once=True), _one_by_one, has_vmap=True),
     ),
     "mosaic_gpu": Implementation(
         "mosaic_gpu",
         _supports_mosaic,
         functools.partial(_config, "mosaic_gpu"),
-        _shared(kernel(forward_sm90.norm_forward, "forward"), _by_joined_rows),
-        _shared(kernel(_mosaic_backward, "backward"), _one_by_one),
+        _shared(kernel(forward_sm90.norm_forward, "forward", once=True), _by_joined_rows),
+        _shared(kernel(_mosaic_backward, "backward", once=True), _one_by_one),
     ),
     "xla": Implementation(
         "xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward

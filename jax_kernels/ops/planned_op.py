@@ -129,8 +129,14 @@ def named_arguments(op: str, function: Callable[..., Any], args: Any, kwargs: An
     return dict(bound.arguments)
 
 
-def kernel(function: Callable[..., Any], direction: str = "forward") -> Callable[..., Any]:
-    """A kernel's function, which is given the blocks of its direction and core_count out of a call's Blocks."""
+def kernel(function: Callable[..., Any], direction: str = "forward", *, once: bool = False) -> Callable[..., Any]:
+    """A kernel's function, which is given the blocks of its direction and core_count out of a call's Blocks.
+
+    once: a program traces and lowers equal calls once. JAX numbers the kernels of a program, so that the same kernel
+    would be compiled again under another name. The function then takes (arrays, options, *arrays) and its blocks.
+    """
+    if once:
+        function = jax.jit(function, static_argnums=1, static_argnames=("config", "core_count", "interpret"))
 
     def run(*args: Any, config: Blocks, **rest: Any) -> Any:
         blocks = {"config": getattr(config, direction), "core_count": config.core_count}

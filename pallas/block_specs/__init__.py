@@ -10,6 +10,7 @@ from jax_kernels.pallas.block_specs.specs import (
     MatmulLowBitRow,
     MatmulRow,
     NormRow,
+    RingRow,
 )
 
 _FILES = {80: sm80, 86: sm86, 89: sm89, 90: sm90, 100: sm100, 120: sm120}
@@ -97,6 +98,14 @@ def dquery_blocks(*, head_dim: int, bias_bits: int) -> AttentionDquerySm90:
 def dilated_launches(compute_capability: tuple[int, int] | None) -> DilatedLaunches:
     """The costs of launches and gathers of dilated attention. Measured on Hopper, and taken for all GPUs."""
     return getattr(_file(compute_capability, "mosaic_gpu")[0], "DILATED_LAUNCHES", sm90.DILATED_LAUNCHES)
+
+
+def ring_row(compute_capability: tuple[int, int] | None, *, tokens: int, is_windowed: bool) -> RingRow:
+    """The row for a ring with so many tokens on a device. Measured on Hopper, and taken for all GPUs."""
+    rows = getattr(_file(compute_capability, "mosaic_gpu")[0], "RING", sm90.RING)
+    return next(
+        row for row in rows if (row.up_to is None or tokens <= row.up_to) and row.is_windowed in (None, is_windowed)
+    )
 
 
 def matmul_order(compute_capability: tuple[int, int] | None, *, rows: int, columns: int) -> tuple[str, ...]:

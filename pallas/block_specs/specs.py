@@ -200,6 +200,26 @@ class AttentionDqueryRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RingRow:
+    """The way that a sequence is shared out by strategy="auto". The first row that matches is taken.
+
+    strategy, sends_ahead: as in ring_attention. up_to: it serves no more tokens on a device; None for any number.
+    is_windowed: whether there is a window; None serves both.
+    """
+
+    strategy: str
+    sends_ahead: int = 1
+    up_to: int | None = None
+    is_windowed: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.strategy not in ("ring", "all_gather"):  # all_to_all is not for any number of heads
+            raise ValueError(f"{self.strategy=} must be 'ring' or 'all_gather'")
+        if self.sends_ahead < 1:
+            raise ValueError(f"{self.sends_ahead=} must be 1 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DilatedLaunches:
     """The costs that decide which pieces of a dilated attention share a launch.
 

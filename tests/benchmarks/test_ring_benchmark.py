@@ -1,13 +1,17 @@
 """benchmarks/ring.py on CPU devices, and the processes that its cases run in."""
 
+import dataclasses
 import json
+import re
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import ring
-from harness import ring_model, workers
+from harness import ring_cases, ring_model, workers
 
+ROOT = Path(__file__).parents[2]
 WORDS = "--local-tokens 16 --heads 2 --head-dim 8 --rounds 2 --seconds 0.001 --implementation xla"
 
 
@@ -40,7 +44,6 @@ def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
 def test_what_travels_is_what_the_op_sends():
     """Keys and values, as one array, in the forward; in the backward these again, and their gradients in float32."""
     import jax
-    from harness import ring_cases
 
     abstract = jax.sharding.AbstractMesh((4,), ("sequence",), (jax.sharding.AxisType.Auto,))
     case = ring.cases(ring.arguments(["--devices", "4", "--tokens", "64", "--implementation", "xla"]))[0]
@@ -59,6 +62,18 @@ def test_what_travels_is_what_the_op_sends():
     assert {shape for shape, *_ in found["fwdbwd"]} == {(2, 16, 16, 128)}
 
 
+def test_a_window_and_sends_further_ahead(capsys):
+    """On one device in this process: the results are right, and a window has no TFLOP/s."""
+    words = f"--devices 1 --tokens 32 --window 5 --sends-ahead 2 {WORDS}".split()
+    (case, full) = ring.cases(ring.arguments(words))
+    assert (case.window, full.window, case.sends_ahead) == (5, 0, 2)
+    rows = ring_cases.measure(dataclasses.replace(case, check=True))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert {(row["window"], row["sends_ahead"], "tflops" in row) for row in rows} == {(5, 2, False)}
+    assert max(row["error"] for row in rows) < 1e-2
+    assert ring_model.expected(rows) == []
+
+
 def test_cases():
     """One GPU gets the tokens of each GPU of a larger mesh, and all of them."""
     args = ring.arguments(["--devices", "1,2", "--tokens", "16384,65536", "--local-tokens", "4096"])
@@ -73,6 +88,7 @@ def test_cases():
     ("words", "message"),
     [
         ("--tokens 1028", "tokens: got 1028 for 4 devices, want a multiple of 8"),
+        ("--window -3", "window: got -3, want 0 or more"),
         ("--devices 0", "got '0', want positive integers"),
         ("--mode bwd", "mode: got 'bwd', want some of fwd, fwdbwd"),
     ],
@@ -137,3 +153,20 @@ def test_expected_efficiency():
     size = 2 * 8192 * 16 * 128 * 2
     assert found["forward", "400 Gb/s"]["send_ms"] == pytest.approx(size / 50e6)
     assert found["forward", "400 Gb/s"]["8"] == pytest.approx(4 / (4 + 7 * (size / 50e6 - 0.5)))
+
+
+def test_the_table_of_the_docs_is_computed_from_the_results():
+    """Each row of docs/ring_attention.md's table of more devices, by its formula from the run that it names."""
+    rows = json.loads((ROOT / "benchmarks/results/ring-h200-x2.json").read_text())["rows"]
+    found = {(x["local_tokens"], x["direction"], x["link"]): x for x in ring_model.expected(rows)}
+    text = (ROOT / "docs/ring_attention.md").read_text()
+    table = re.findall(
+        r"^\| ([\d,]+) \| (forward|backward) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE
+    )
+    assert len(table) == 4
+    for tokens, direction, step, sends, *shares in table:
+        of_links = [found[int(tokens.replace(",", "")), direction, link] for link in ("NVLink", "400 Gb/s")]
+        assert f"{of_links[0]['step_ms']:.2f}" == step
+        assert ", ".join(f"{x['send_ms']:.2f}" for x in of_links) == sends
+        for told, x in zip(shares, of_links, strict=True):
+            assert ", ".join(f"{100 * x[n]:.0f}" for n in ("8", "64", "512")) + " %" == told

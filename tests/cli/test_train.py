@@ -58,9 +58,20 @@ def text(tmp_path):
     return path
 
 
+@pytest.fixture
+def folder(text):
+    """The text in many files, of which some are shorter than a window and some longer."""
+    data = text.read_bytes()
+    parts = np.split(np.frombuffer(data, np.uint8), range(50, len(data), 70))
+    (text.parent / "files").mkdir()
+    for i, part in enumerate(parts):
+        (text.parent / "files" / f"{i:04}").write_bytes(part[: 10 + i])
+    return text.parent / "files"
+
+
 @pytest.mark.timeout(300)
-def test_two_processes_train_as_one_does(tmp_path, text, capsys):
-    words = ("--mesh", "data=2,sequence=2", "--text", text)
+def test_two_processes_train_as_one_does(tmp_path, folder, capsys):
+    words = ("--mesh", "data=2,sequence=2", "--text", folder, "--documents", "files")
     alone = start(*words, "--steps", 4, "--out", tmp_path / "alone")
     outs = [end(process) for process in pair(*words, "--steps", 4, "--out", tmp_path / "pair")]
     end(alone)
@@ -71,11 +82,11 @@ def test_two_processes_train_as_one_does(tmp_path, text, capsys):
     settings = json.loads((tmp_path / "pair" / "train.json").read_text())["settings"]
     given = {"attention": "dense", "processes": {}, "settings": settings}
     given["model"] = {"num_layers": 1, "model_dim": 32, "num_heads": 2}
-    train_run.run({"data": 1}, text, tmp_path / "pair", **given)
+    train_run.run({"data": 1}, folder, tmp_path / "pair", **given)
     assert "goes on from step 4" in capsys.readouterr().out
     given["settings"] = settings | {"steps": 5}
     with pytest.raises(ValueError, match="--out: the checkpoint there was trained with steps 4; give another folder"):
-        train_run.run({"data": 1}, text, tmp_path / "pair", **given)
+        train_run.run({"data": 1}, folder, tmp_path / "pair", **given)
 
 
 @pytest.mark.slow

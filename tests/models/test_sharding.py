@@ -5,8 +5,6 @@ As a script it prints, for each case, the errors of loss, logits and gradients, 
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import cpu_devices
 import tiers
 
 from jax_kernels import shard_sequence, unshard_sequence
@@ -49,32 +48,41 @@ CASES = {
     "striped": (dataclasses.replace(CONFIG, sequence_layout="striped", tie_embeddings=False), {"sequence": 4}),
     "pipeline": (CONFIG, {"pipeline": 2, "data": 2}),
     "pipeline_ring": (dataclasses.replace(CONFIG, microbatches=4, remat=True), {"pipeline": 2, "sequence": 2}),
+    "pipeline_documents": (CONFIG, {"pipeline": 2, "data": 2}),
+    "documents": (dataclasses.replace(CONFIG, remat="products"), {"data": 2, "sequence": 2}),
+    "documents_all": (dataclasses.replace(CONFIG, scan_layers=True), {"pipeline": 2, "sequence": 2, "tensor": 2}),
+    "longnet_documents": (DILATED, {"data": 2, "sequence": 2}),
     "longnet": (DILATED, {"data": 2, "sequence": 2}),
     "longnet_tensor": (DILATED, {"sequence": 4, "tensor": 2}),
 }
-QUICK = ["ring", "tensor", "fsdp", "pipeline"]
+# Cases with "documents" in their names have packed documents.
+QUICK = ["documents", "tensor", "fsdp", "pipeline_documents"]
 
 
 @nnx.jit
-def step(model, tokens, targets):
+def step(model, tokens, targets, segment_ids):
     def loss(model):
-        losses = model.losses(tokens, targets)
+        losses = model.losses(tokens, targets, segment_ids=segment_ids)
         return losses.mean(), losses
 
-    return *nnx.value_and_grad(loss, has_aux=True)(model), model(tokens)
+    return *nnx.value_and_grad(loss, has_aux=True)(model), model(tokens, segment_ids=segment_ids)
 
 
-def run_case(config, axes):
+def run_case(config, axes, is_packed):
     model = (LongNet if isinstance(config, LongNetConfig) else Transformer)(config, rngs=nnx.Rngs(0))
     random = np.random.default_rng(0)
     tokens, targets = random.integers(0, config.vocab_size, (2, 4, 32))
     targets[0, :5] = -1
+    ids = None
+    if is_packed:  # each row has other documents; the first ones are longer than a device's part
+        ids = np.sort(random.integers(0, 4, (4, 32)) * random.integers(0, 2, (4, 32)))
+        ids[1, -3:] = -1
 
-    want = step(model, tokens, targets)
+    want = step(model, tokens, targets, ids)
     mesh = make_mesh(axes)
     shard_model(model, mesh)
     with jax.set_mesh(mesh):
-        got = step(model, *shard_batch((tokens, targets), mesh))
+        got = step(model, *shard_batch((tokens, targets, ids), mesh))
     flat = lambda found: [np.asarray(x) for x in jax.tree.leaves(found)]
     errors = [rms_error(g, w) for g, w in zip(flat(got), flat(want), strict=True)]
     spec = lambda x: [*x[...].sharding.spec, None][:2]
@@ -104,27 +112,14 @@ MODULES = {"module": (None, True), "module_full": (None, False), "module_striped
 
 
 def main(names) -> dict:
-    return {name: run_module(*MODULES[name]) if name in MODULES else run_case(*CASES[name]) for name in names}
-
-
-def in_process(script: str, *arguments: str, devices: int = 8, limit: int = 200) -> list[str]:
-    """The lines that a script prints in a process with so many CPU devices."""
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
-    }
-    done = subprocess.run(
-        [sys.executable, script, *arguments],
-        env=environment, capture_output=True, text=True, timeout=limit, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    case = lambda name: run_case(*CASES[name], is_packed="documents" in name)
+    return {name: run_module(*MODULES[name]) if name in MODULES else case(name) for name in names}
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES], QUICK, 4))
 def test_a_mesh_changes_nothing(names):
-    results = json.loads(in_process(__file__, *names)[-1])
+    results = json.loads(cpu_devices.lines_of(__file__, *names)[-1])
     assert sorted(results) == sorted(names)
     for name, found in results.items():
         assert found["error"] < 3e-6, name

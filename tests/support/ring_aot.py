@@ -1,9 +1,9 @@
 """Compiles ring_attention for the H200s of one machine, without one, and prints what its schedule hides, as JSON.
 
-    python tests/support/ring_aot.py DEVICES MODE [check_vma]
+    python tests/support/ring_aot.py DEVICES MODE [check_vma] [SENDS_AHEAD]
 
-MODE: "fwd" or "both". {"permutes": how many collective permutes run beside kernels, "waited_for": how many do not,
-"temporary": MiB}.
+MODE: "fwd" or "both". {"beside": of each collective permute, the kernels that begin between its start and its end; 0
+where it is waited for, "temporary": MiB}.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ class Device(AbstractDevice):
     compute_capability: str = "9.0"
 
 
-def compiled(devices: int, mode: str, *, check_vma: bool):
+def compiled(devices: int, mode: str, *, check_vma: bool, sends_ahead: int | None = None):
     """The program over so many H200s, causal, of LOCAL_TOKENS on each."""
-    attend = functools.partial(ring_attention, axis_name="sequence", is_causal=True)
+    attend = functools.partial(ring_attention, axis_name="sequence", is_causal=True, sends_ahead=sends_ahead)
 
     def both(query, key, value, dout):
         out, vjp = jax.vjp(attend, query, key, value)
@@ -55,25 +55,28 @@ def compiled(devices: int, mode: str, *, check_vma: bool):
         x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, tokens))
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             lowered = jax.jit(shared).lower(x, x, x, x)
-        return lowered.compile()
+        # XLA hides so many sends at a time; by itself one.
+        limit = {"xla_gpu_experimental_parallel_collective_overlap_limit": sends_ahead}
+        return lowered.compile(compiler_options=limit if sends_ahead else None)
 
 
 def main(devices: str, mode: str, *words: str) -> None:
-    program = compiled(int(devices), mode, check_vma="check_vma" in words)
+    ahead = next((int(word) for word in words if word.isdecimal()), None)
+    program = compiled(int(devices), mode, check_vma="check_vma" in words, sends_ahead=ahead)
     entry = program.as_text().split("\nENTRY", 1)[1].splitlines()
-    hidden, in_flight, kernels = 0, 0, 0
+    beside, in_flight, kernels = [], {}, 0
     for line in entry:
-        if re.search(r"= \(.*\) collective-permute-start\(", line):
-            in_flight, kernels = in_flight + 1, 0
+        if started := re.search(r"%([\w.-]+) = \(.*\) collective-permute-start\(", line):
+            in_flight[started[1]] = kernels
         elif re.search(r"(custom-call|fusion)\(", line) and ("mosaic_gpu" in line or "dynamic_slice_fusion" in line):
             kernels += 1
-        elif "collective-permute-done(" in line:
-            in_flight -= 1
-            hidden += kernels > 0
-    started = sum(" collective-permute-start(" in line for line in entry)
-    plain = sum(" collective-permute(" in line for line in entry)
+        elif ended := re.search(r"collective-permute-done\(.*?%([\w.-]+)\)", line):
+            beside.append(kernels - in_flight.pop(ended[1]))
+        elif " collective-permute(" in line:
+            beside.append(0)
+    assert not in_flight
     temporary = program.memory_analysis().temp_size_in_bytes / 2**20
-    print(json.dumps({"permutes": hidden, "waited_for": started - hidden + plain, "temporary": temporary}))
+    print(json.dumps({"beside": beside, "temporary": temporary}))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from jax_kernels.ops.planned_op import under_defaults
 from jax_kernels.ops.ring.all_gather import all_gather_attention
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size
 from jax_kernels.ops.ring.vjp import RingArrays, RingCall, run
+from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.varying import as_varying, varying_axes
 
 __all__ = ["STRATEGIES", "attention_of", "prepare", "ring_attention"]
@@ -29,6 +30,7 @@ def ring_attention(
     axis_name: str,
     layout: str | None = None,
     strategy: str = "auto",
+    sends_ahead: int | None = None,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
     segment_ids: jax.Array | None = None,
@@ -67,7 +69,9 @@ def ring_attention(
         two give all devices equal work.
       strategy: "ring", as above; "all_to_all": each device gets all tokens of some heads (Ulysses), so that its number
         of devices divides H and Hkv; "all_gather": each device gets all keys and values, which takes memory for them
-        ("zigzag" and "contiguous" alone); "auto" is "ring".
+        ("zigzag" and "contiguous" alone); "auto" goes by the block specs of the GPU, which have "ring" at every length.
+      sends_ahead: how many steps before its own a ring sends a step's keys and values, 1 or more. Each step more takes
+        memory for those of one more device, and gives a send that much more time. None goes by the block specs: 1.
       is_causal, window, softcap, sinks, scale: as in flash_attention, by the tokens' places in the whole sequence.
       segment_ids: int32 [B, T], of a device's tokens: packed sequences. An id below 0 marks padding.
       return_lse, deterministic, precision, implementation: as in flash_attention.
@@ -90,6 +94,7 @@ def ring_attention(
         axis_name=axis_name,
         layout=layout,
         strategy=strategy,
+        sends_ahead=sends_ahead,
         is_causal=is_causal,
         window=window,
         segment_ids=segment_ids,
@@ -118,6 +123,7 @@ def prepare(
     deterministic: bool | None,
     precision: str | None,
     implementation: str | None,
+    sends_ahead: int | None = None,
     **arguments: Any,
 ) -> tuple[RingCall, RingArrays]:
     """Checks the arguments of ring_attention: what attention_of takes. arguments: those that only `check` needs."""
@@ -134,6 +140,10 @@ def prepare(
         raise ValueError(f"key: got {request.kv_length} tokens, want query's {request.q_length}")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: got {strategy!r}, want one of {', '.join(map(repr, STRATEGIES))}")
+    if sends_ahead is not None:
+        checks.check_number("sends_ahead", sends_ahead)
+        if sends_ahead != int(sends_ahead) or sends_ahead < 1:
+            raise ValueError(f"sends_ahead: got {sends_ahead}, want an int of 1 or more, or None")
     left, right = request.window or (-1, -1)
     limits = None if left < 0 else left, 0 if request.is_causal else None if right < 0 else right
     arrangement = layout_of(layout, devices, request.q_length, *limits)
@@ -141,12 +151,19 @@ def prepare(
     arrays = RingArrays(query, key, value, inputs.q_segment_ids, inputs.sinks)
     arrays = as_varying(arrays, varying_axes(arrays) | {axis_name})
     options = options | {"scale": scale}
-    call = RingCall(layout=arrangement, axis_name=axis_name, strategy=_chosen(strategy), options=tuple(options.items()))
+    row = block_specs.ring_row(
+        request.device.compute_capability, tokens=request.q_length, is_windowed=request.window is not None
+    )
+    if strategy == "auto":
+        strategy = "ring" if arrangement.name == "striped" and row.strategy == "all_gather" else row.strategy
+    call = RingCall(
+        layout=arrangement,
+        axis_name=axis_name,
+        strategy=strategy,
+        sends_ahead=row.sends_ahead if sends_ahead is None else sends_ahead,
+        options=tuple(options.items()),
+    )
     return call, arrays
-
-
-def _chosen(strategy: str) -> str:
-    return "ring" if strategy == "auto" else strategy
 
 
 def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:

@@ -33,12 +33,14 @@ class RingArrays(NamedTuple):
 class RingCall:
     """The static half of a call.
 
-    strategy: "ring", "all_to_all" or "all_gather". options: of flash_attention, by name.
+    strategy: "ring", "all_to_all" or "all_gather". sends_ahead: as in ring_attention. options: of flash_attention, by
+    name.
     """
 
     layout: Layout
     axis_name: str
     strategy: str
+    sends_ahead: int
     options: tuple[tuple[str, Any], ...]
 
     def shifted(self, tree: Any, by: int) -> Any:
@@ -48,6 +50,13 @@ class RingCall:
             return tree
         there = [(i, (i + by) % devices) for i in range(devices)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
+
+    def sent(self, at: int, visitors: Any) -> list[Any]:
+        """The visitors that are sent beside step number `at` of `steps`, in order, from those that it computes with."""
+        numbers = self.steps
+        last = min(at + self.sends_ahead, len(numbers) - 1)
+        first = 1 if at == 0 else at + self.sends_ahead
+        return [self.shifted(visitors, numbers[i] - numbers[at]) for i in range(first, last + 1)]
 
     @property
     def steps(self) -> list[int]:
@@ -83,15 +92,16 @@ def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
     """All steps, and the sinks."""
     numbers: list[int] = call.steps
     total: Any = None
-    visitors = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
-    upcoming: Any = Visitors(Pair.of(arrays.key, arrays.value), arrays.segment_ids)
-    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-        upcoming = None if following is None else call.shifted(upcoming, following - number)
-        step, is_last = call.step(number, arrays), following is None and arrays.sinks is None
+    visitors: Any = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
+    sendable: Any = Visitors(Pair.of(arrays.key, arrays.value), arrays.segment_ids)
+    coming: list[Any] = []  # the visitors of the steps after this one, as far as they are sent
+    for at, number in enumerate(numbers):
+        coming += call.sent(at, sendable)
+        step, is_last = call.step(number, arrays), at == len(numbers) - 1 and arrays.sinks is None
         total = step.forward(visitors, total, is_last=is_last)
         # Else XLA joins work on the next keys to work on these, which then waits for both.
-        total, visitors = lax.optimization_barrier((total, upcoming))
-        upcoming = visitors
+        total, visitors = lax.optimization_barrier((total, coming.pop(0) if coming else None))
+        sendable = visitors
     out, lse = total
     if arrays.sinks is not None:
         with_sink = jnp.logaddexp(lse, arrays.sinks[..., None])
@@ -170,15 +180,16 @@ def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Arra
         dquery, of_mine = own.gradients(mine, rows, dquery)
         return dquery, of_mine.key, of_mine.value
     halves: list[Any] = own.in_parts(mine)
-    upcoming = call.shifted(Visitors(Pair.of(key, value), ids), numbers[0])
+    coming = call.sent(0, Visitors(Pair.of(key, value), ids))
     dquery, of_mine = own.gradients(mine, rows, dquery, halves[0] if halves else None)
-    (dquery, of_mine), visitors = lax.optimization_barrier(((dquery, of_mine), upcoming))
+    (dquery, of_mine), visitors = lax.optimization_barrier(((dquery, of_mine), coming.pop(0)))
     travelling, at = None, 0
-    for number, following in zip(numbers, [*numbers[1:], None], strict=True):
-        upcoming = None if following is None else call.shifted(visitors, following - number)
+    for place, number in enumerate(numbers, 1):
+        sent = call.sent(place, visitors)
+        upcoming, *coming = [*coming, *sent] or [None]
         step = call.step(number, arrays)
         found: list[Pair] = []
-        parts: list[Any] = step.in_parts(visitors) if upcoming is not None and travelling is not None else []
+        parts: list[Any] = step.in_parts(visitors) if sent and travelling is not None else []
         for part in parts[:1]:
             dquery, pair = step.gradients(visitors, rows, dquery, part)
             (dquery, pair), upcoming, travelling = lax.optimization_barrier(((dquery, pair), upcoming, travelling))

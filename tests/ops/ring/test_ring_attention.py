@@ -25,8 +25,11 @@ from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard
 from jax_kernels.attention_inputs import HeadView
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.ring_attention import prepare
 from jax_kernels.ops.ring.steps import Pair, Step
 from jax_kernels.ops.ring.vjp import RESIDUALS
+from jax_kernels.pallas.block_specs import sm90
+from jax_kernels.pallas.block_specs.specs import RingRow
 from jax_kernels.testing import rms_error
 
 TOKENS, BATCH = 48, 2
@@ -54,6 +57,9 @@ CASES = {
     "interpreted": (2, "zigzag", {"is_causal": True, "window": (30, 0), "implementation": "triton"}),
     "halves": (4, "zigzag", {"is_causal": True, "halves": True}),
     "halves_packed": (3, "contiguous", {"segment_ids": True, "sinks": True, "halves": True}),
+    "ahead": (4, "zigzag", {"is_causal": True, "sends_ahead": 2}),
+    "ahead_halves": (4, "zigzag", {"is_causal": True, "segment_ids": True, "halves": True, "sends_ahead": 2}),
+    "ahead_window": (8, "contiguous", {"window": (20, 8), "sinks": True, "sends_ahead": 3}),
     "unchecked": (4, "zigzag", {"is_causal": True, "check_vma": False}),
 }
 QUICK = [
@@ -66,7 +72,8 @@ QUICK = [
     "window_striped_both",
     "to_all",
     "gather",
-    "halves",
+    "ahead_halves",
+    "ahead_window",
 ]
 
 
@@ -108,7 +115,7 @@ def run_case(devices, layout, options):
     ids = jnp.asarray(ids) if options.pop("segment_ids", False) else None
     sinks = normal(4) if options.pop("sinks", False) else None
     check_vma = options.pop("check_vma", options.get("implementation") is None)
-    of_ring = {name: options.pop(name) for name in ("strategy",) if name in options}
+    of_ring = {name: options.pop(name) for name in ("strategy", "sends_ahead") if name in options}
     implementation = options.pop("implementation", "xla")
 
     def both(attention, query, key, value, ids, sinks, dout, dlse):
@@ -251,6 +258,8 @@ BAD = {
         lambda: ring_of(strategy="tree"),
         "strategy: got 'tree', want one of 'ring', 'all_to_all', 'all_gather', 'auto'",
     ),
+    "ahead": (lambda: ring_of(sends_ahead=0), "sends_ahead: got 0, want an int of 1 or more, or None"),
+    "half_ahead": (lambda: ring_of(sends_ahead=1.5), "sends_ahead: got 1.5, want an int of 1 or more, or None"),
     "striped": (
         lambda: ring_of(strategy="all_gather", layout="striped"),
         "layout: got 'striped' with strategy='all_gather', want 'zigzag' or 'contiguous'",
@@ -277,6 +286,33 @@ def test_bad_input(name):
     call, message = BAD[name]
     with pytest.raises(ValueError, match=re.escape(message)):
         call()
+
+
+def test_the_block_specs_choose_by_size(monkeypatch):
+    """ "auto" takes the row for its tokens and its window; a named strategy, or number of steps, takes precedence."""
+    rows = (
+        RingRow(strategy="all_gather", up_to=4, is_windowed=False),
+        RingRow(strategy="ring", sends_ahead=3, up_to=6),
+        RingRow(strategy="ring"),
+    )
+    monkeypatch.setattr(sm90, "RING", rows)
+
+    def chosen(tokens, **options):
+        arguments = {"axis_name": "sequence", "layout": None, "strategy": "auto", "scale": None, "softcap": None}
+        arguments |= {"deterministic": None, "precision": None, "implementation": None} | options
+        found = []
+        attend = lambda x: found.append(prepare(x, x, x, is_causal=False, **arguments)[0])
+        jax.shard_map(attend, mesh=MESH, in_specs=jax.P(), out_specs=jax.P())(jnp.ones((1, tokens, 4, 8)))
+        return found[0].strategy, found[0].sends_ahead
+
+    assert chosen(4) == ("all_gather", 1)
+    assert chosen(4, window=(1, 1)) == chosen(6) == ("ring", 3)
+    assert chosen(8) == ("ring", 1)
+    assert chosen(4, layout="striped") == ("ring", 1)
+    assert chosen(6, strategy="all_gather")[0] == "all_gather"
+    assert chosen(6, sends_ahead=2) == ("ring", 2)
+    with pytest.raises(ValueError, match=r"self.strategy='all_to_all' must be 'ring' or 'all_gather'"):
+        RingRow(strategy="all_to_all")
 
 
 @pytest.mark.parametrize(("policy", "forwards"), [("nothing_saveable", 2), ("names", 1)])

@@ -1,0 +1,72 @@
+"""Packed documents: several in one row of tokens, of which none sees another."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__all__ = ["Packed", "document_positions", "document_starts", "packed", "within_documents"]
+
+
+class Packed(NamedTuple):
+    """The arrays that a block needs beside x for packed documents, int32 [B, T] in the order of x's tokens.
+
+    positions: of each token within its document; None for its place in the sequence.
+    """
+
+    segment_ids: jax.Array
+    positions: jax.Array | None
+
+
+def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:
+    """Checks the ids of the documents of tokens [B, T], and adds the positions that restart.
+
+    is_whole: whether the ids are those of whole rows; positions cannot be told from a device's part of them.
+
+    Raises ValueError for another shape, TypeError for another dtype.
+    """
+    segment_ids = jnp.asarray(segment_ids)
+    if segment_ids.shape != tokens.shape[:2]:
+        raise ValueError(f"segment_ids: got shape {segment_ids.shape}, want [batch, length] = {tokens.shape[:2]}")
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"segment_ids: got dtype {segment_ids.dtype}, want integers")
+    segment_ids = segment_ids.astype(jnp.int32)
+    return Packed(segment_ids, document_positions(segment_ids) if is_whole else None)
+
+
+def document_positions(segment_ids: jax.Array) -> jax.Array:
+    """The position of each token in its document: its distance from the first token of its run of equal ids.
+
+    segment_ids: integers [B, T]. Returns int32 [B, T].
+    """
+    place = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return place - lax.cummax(jnp.where(starts, place, 0), axis=1)
+
+
+def within_documents(targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """The targets of next tokens [B, T], but -1 where the next token is in another document, or an id is below 0.
+
+    Nothing is known of the token after the last one: its target stays.
+    """
+    goes_on = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    return jnp.where(goes_on & (segment_ids >= 0), targets, -1)
+
+
+def document_starts(tokens: np.ndarray, separator: int) -> np.ndarray:
+    """The first token of each document of a text in which each document ends with a separator: int64 [documents].
+
+    Args:
+      tokens: integers [n]; a np.memmap is read in parts. separator: its token id, which counts with the document that
+        it ends.
+    """
+    found = [np.zeros(1, np.int64)]
+    for begin in range(0, len(tokens), PART):
+        found.append(np.flatnonzero(tokens[begin : begin + PART] == separator) + begin + 1)
+    starts = np.concatenate(found)
+    return starts[starts < max(1, len(tokens))]
+
+
+PART = 1 << 24  # tokens

@@ -1,0 +1,52 @@
+"""The first step of a decoder: how often its program for an H200 has each kernel."""
+
+import collections
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from jax_kernels.dispatch import on_device
+from jax_kernels.models import Transformer, TransformerConfig
+
+CONFIG = TransformerConfig(
+    vocab_size=128,
+    model_dim=2048,
+    num_layers=3,
+    num_heads=16,
+    mlp_dim=2048,
+    dtype="bfloat16",
+    remat="products",
+    implementation="xla",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu(AbstractDevice):
+    """The device that Pallas lowers for; Mosaic reads its compute capability."""
+
+    compute_capability: str = "9.0"
+
+
+@pytest.mark.usefixtures("no_interpret")
+def test_a_program_has_a_kernel_once():
+    """JAX numbers the kernels of a program: what is lowered twice has two names, and is compiled twice."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(CONFIG, rngs=nnx.Rngs(0))))
+    tokens = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+
+    def loss(params, tokens):
+        return nnx.merge(graphdef, params).losses(tokens, tokens).mean()
+
+    device = Gpu(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    with on_device("h200"), jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(jax.grad(loss)).trace(params, tokens)
+        program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    kernels = collections.Counter(name for name, _ in set(re.findall(r"([a-z_]+_sm90)_(\d+)", program)))
+    # Norms with a residual and without. Forward the MLP has two products, of which one has a gate; backward three, as
+    # the gradients of its two first matrices are one kernel.
+    assert kernels == {"norm_forward_sm90": 2, "norm_backward_sm90": 2, "matmul_sm90": 5}
+    assert program.count("custom_call @mosaic_gpu") == sum(kernels.values())

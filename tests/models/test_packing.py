@@ -1,0 +1,156 @@
+"""Packed documents: as the same documents one by one, in attention, models, losses, and batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_kernels.models import (
+    DynamicMaskAttention,
+    LongNet,
+    LongNetConfig,
+    MultiHeadAttention,
+    TokenBatches,
+    Trainer,
+    Transformer,
+    TransformerConfig,
+    document_positions,
+    document_starts,
+    next_token_loss,
+    read_documents,
+    within_documents,
+)
+from jax_kernels.models.packing import packed
+
+SHAPE = {"vocab_size": 50, "model_dim": 16, "num_layers": 1, "num_heads": 4, "mlp_dim": 32}
+LENGTHS = (6, 1, 6)  # of the documents of a row, before two tokens of padding
+IDS = np.repeat([3, 0, 7, -1], [*LENGTHS, 2])[None]
+SPANS = [slice(sum(LENGTHS[:i]), sum(LENGTHS[: i + 1])) for i in range(len(LENGTHS))]
+
+
+def row():
+    return jnp.asarray(np.random.default_rng(0).integers(0, 50, (1, len(IDS[0]))))
+
+
+def test_a_row_of_documents_is_each_by_itself():
+    """Logits, the mean loss and its gradients; a document's positions begin anew, so that the equality is close."""
+    model = Transformer(TransformerConfig(**SHAPE, remat="attention"), rngs=nnx.Rngs(0))
+    logits = nnx.jit(lambda model, tokens, ids: model(tokens, segment_ids=ids))(model, row(), IDS)
+    alone = nnx.jit(lambda model, tokens: model(tokens))
+    for span in SPANS:
+        np.testing.assert_allclose(logits[:, span], alone(model, row()[:, span]), atol=2e-6)
+
+    @nnx.jit
+    def packed(model):
+        total, count = next_token_loss(model, (row(), jnp.roll(row(), -1, 1), jnp.asarray(IDS)), jax.random.key(0))
+        return total / count
+
+    @nnx.jit
+    def separate(model):
+        losses = [model.losses(row()[:, s][:, :-1], row()[:, s][:, 1:]) for s in SPANS if s.stop - s.start > 1]
+        return sum(x.sum() for x in losses) / sum(x.size for x in losses)
+
+    for got, want in zip(*(jax.tree.leaves(nnx.value_and_grad(f)(model)) for f in (packed, separate)), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+def test_positions_are_the_caller_s_where_given():
+    """Rotary embedding goes by differences: one shift for all changes nothing, one for some does."""
+    attention = MultiHeadAttention(16, 4, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 8, 16))
+    call = nnx.jit(lambda attention, x, positions: attention(x, positions=positions))
+    want = call(attention, x, None)
+    np.testing.assert_allclose(call(attention, x, jnp.arange(8) + 5), want, atol=1e-5)
+    uneven = call(attention, x, positions=jnp.stack([jnp.arange(8), jnp.arange(8) * 2]))
+    np.testing.assert_allclose(uneven[0], want[0], atol=1e-6)
+    assert np.abs(uneven[1] - want[1]).max() > 1e-3
+
+
+def test_dynamic_masks_choose_among_a_document_s_keys():
+    attention = DynamicMaskAttention(16, 4, keys_to_keep=3, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (1, IDS.shape[1], 16))
+    call = nnx.jit(lambda attention, x, **documents: attention(x, **documents))
+    out = call(attention, x, segment_ids=jnp.asarray(IDS), positions=document_positions(jnp.asarray(IDS)))
+    for span in SPANS:
+        np.testing.assert_allclose(out[:, span], call(attention, x[:, span]), atol=2e-6)
+
+
+def test_a_longnet_sees_no_other_document():
+    """Its pattern goes by the places in the row, so that a document is itself alone only in whole segments."""
+    config = LongNetConfig(**SHAPE, segment_lengths=(4, 8), dilation_rates=(1, 2))
+    model = LongNet(config, rngs=nnx.Rngs(0))
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 50, (1, 16)))
+    call = nnx.jit(lambda model, tokens, ids: model(tokens, segment_ids=ids))
+    out = call(model, tokens, jnp.repeat(jnp.arange(2), 8)[None])
+    for span in (slice(8), slice(8, 16)):
+        np.testing.assert_allclose(out[:, span], call(model, tokens[:, span], None), atol=2e-6)
+
+
+def test_where_documents_begin_and_end():
+    ids = jnp.asarray([[4, 4, 2, 2, 2, 4, -1, -1]])
+    np.testing.assert_array_equal(document_positions(ids), [[0, 1, 0, 1, 2, 0, 0, 1]])
+    np.testing.assert_array_equal(within_documents(jnp.arange(10, 18)[None], ids), [[10, -1, 12, 13, -1, -1, -1, -1]])
+    whole, local = (packed(ids, ids, is_whole=is_whole) for is_whole in (True, False))
+    np.testing.assert_array_equal(whole.positions, document_positions(ids))
+    assert local.positions is None
+    text = np.frombuffer(b"one\ntwo\n\nthree\n", np.uint8)
+    np.testing.assert_array_equal(document_starts(text, ord("\n")), [0, 4, 8, 9])
+
+
+def test_batches_of_documents(tmp_path):
+    texts = [bytes(range(10 * i, 10 * i + size)) for i, size in enumerate((7, 3, 30, 10))]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_bytes(text)
+    tokens, starts = read_documents(tmp_path)
+    np.testing.assert_array_equal(starts, [0, 7, 10, 40])
+    assert tokens.tobytes() == b"".join(texts)
+    batches = TokenBatches(tokens, 16, 3, documents=starts)
+    assert batches.sha256 != TokenBatches(tokens, 16, 3).sha256
+    found = {tuple(map(tuple, np.asarray(window))) for window in np.stack(batches[0], 1)}
+    rows = set()
+    for start in (0, 16, 32):
+        of = np.repeat(np.arange(4), [7, 3, 30, 10])[start : start + 17]
+        targets = np.where(of[1:] == of[:-1], tokens.astype(int)[start + 1 : start + 17], -1)
+        rows.add((tuple(tokens[start : start + 16]), tuple(targets), tuple(of[:-1] - of[0])))
+    assert found == rows
+
+    # What is in other documents has no effect on a document's losses.
+    trainer = Trainer(TransformerConfig(**SHAPE), optax.sgd(0.1))
+    before = trainer.evaluate(batches[0])
+    assert np.isfinite(before)
+    tokens, targets, ids = (np.array(x) for x in batches[0])
+    last = ids == ids.max(1, keepdims=True)
+    alone = lambda tokens: trainer.evaluate((tokens, np.where(last, targets, -1), ids))
+    np.testing.assert_allclose(alone(tokens), alone(np.where(last, tokens, 49)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "told"),
+    [
+        (lambda model: model(row(), segment_ids=IDS[:, :3]), ValueError, r"segment_ids: got shape \(1, 3\), want"),
+        (lambda model: model(row(), segment_ids=IDS * 1.0), TypeError, "segment_ids: got dtype float.*, want integers"),
+        (lambda model: model(row(), segment_ids=IDS, cache=model.init_cache(1, 32)), ValueError, "segment_ids: got an"),
+        (
+            lambda model: model.layers[0].attention(jnp.zeros((1, 4, 16)), positions=jnp.zeros((2, 4), int)),
+            ValueError,
+            r"positions: got shape \(2, 4\), want \[length\] or \[batch, length\] = \(1, 4\)",
+        ),
+        (
+            lambda model: model.layers[0].attention(jnp.zeros((1, 4, 16)), positions=jnp.zeros(4)),
+            TypeError,
+            "positions: got dtype float32, want integers",
+        ),
+        (
+            lambda _: TokenBatches(np.arange(99), 16, 1, documents=np.array([0, 99])),
+            ValueError,
+            "documents: want",
+        ),
+        (lambda _: TokenBatches(np.arange(99), 16, 1, documents=np.array([1, 5])), ValueError, "documents: want"),
+        (lambda _: TokenBatches(np.arange(99), 16, 1, documents=np.zeros(1)), ValueError, "documents: got float64"),
+    ],
+)
+def test_bad_input_is_named(call, error, told):
+    with pytest.raises(error, match=told):
+        call(Transformer(TransformerConfig(**SHAPE), rngs=nnx.Rngs(0)))
