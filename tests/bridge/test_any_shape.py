@@ -1,5 +1,7 @@
 """One graph of torch.compile for tensors of many shapes, by the ops that are from_jax's."""
 
+import enum
+
 import jax.numpy as jnp
 import pytest
 import tiers
@@ -79,6 +81,32 @@ def test_sizes_of_results_that_are_no_tensors_size():
         x = random(size)
         torch.testing.assert_close(compiled(x), torch.cat([x, x]))
     assert counter.frame_count == 2
+
+
+def test_recipes_are_kept_where_no_text_says_them(monkeypatch):
+    """A graph whose recipe is a text outlives clear_cache(), another one says that it does not."""
+    monkeypatch.setattr(any_shape, "_MOST", 2)
+    scaled = JaxOp(lambda x, by, names=(): x * (by if isinstance(by, float) else by.value), is_whole=True)
+    kinds = [enum.Enum("Kind", {"one": number}) for number in range(2, 6)]
+    graph = lambda *given: torch.compile(
+        lambda x: scaled.serve(None, x, *given), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    bridge.clear_cache()
+    plain, first = graph(-0.5, ("a b", None, True, 2**70, [1])), graph(kinds[0].one)
+    x = random(5).detach()
+    torch.testing.assert_close((plain(x), first(x)), (x * -0.5, x * 2))
+    assert bridge.cache_info().recipes == 1
+    for kind in kinds[1:]:
+        graph(kind.one)(x)
+        first(x)  # so that it stays
+    assert bridge.cache_info().recipes == 2
+    bridge.clear_cache()
+    assert bridge.cache_info().recipes == 0
+    torch.testing.assert_close(plain(random(9).detach()), random(9).detach() * -0.5)
+    with pytest.raises(RuntimeError, match=r"compile it again, after torch\.compiler\.reset"):
+        first(x)
+    torch.compiler.reset()
+    torch.testing.assert_close(first(x), x * 2)
 
 
 @pytest.mark.parametrize("name", ["call_any", "call_any_backward"])

@@ -260,7 +260,10 @@ ERRORS = [
     ({"attn_mask": torch.zeros(8, 8), "is_causal": True}, ValueError, "^attn_mask, is_causal: got both"),
     ({"attn_mask": torch.ones(8).bool()}, ValueError, r"^attn_mask: got shape \(8,\), want 2 axes or more"),
     ({"attn_mask": torch.ones(1, 1, 4, 8, 8).bool()}, ValueError, r"^attn_mask: got shape .* want at most 4 axes"),
-    ({"attn_mask": torch.ones(3, 4, 8, 8).bool()}, ValueError, r"^mask: got shape \(3, 4, 8, 8\), want"),
+    *(
+        ({"attn_mask": torch.ones(shape).bool()}, ValueError, rf"^attn_mask: got shape \({text}\), .* \(1, 4, 8, 8\)")
+        for shape, text in (((3, 4, 8, 8), "3, 4, 8, 8"), ((8, 7), "8, 7"), ((3, 1, 8), "3, 1, 8"))
+    ),
     ({"attn_mask": [[True]]}, TypeError, r"^attn_mask: got builtins\.list, want a torch\.Tensor"),
     ({"key": ONE[:, :2], "value": ONE[:, :2]}, ValueError, "^query, key, value: got 4, 2, 2 heads, want one number"),
     (
