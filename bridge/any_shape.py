@@ -57,7 +57,7 @@ class _Results(NamedTuple):
 _MOST = 1024  # recipes that are kept
 _KEPT: dict[str, Recipe] = {}  # those that no text can say, the one that was used last at the end
 _LOCK = threading.Lock()
-_PLAIN = {kind.__name__: kind for kind in (str, bool, int, type(None))}
+_PLAIN: dict[str, type] = {kind.__name__: kind for kind in (str, bool, int, type(None))}
 
 
 def _name_of(recipe: Recipe) -> str:
