@@ -24,9 +24,8 @@ from jax_kernels.bridge.once import fresh_name, once
 from jax_kernels.bridge.operands import NONE
 from jax_kernels.bridge.planning import cotangents_of, outputs_of, plan_for
 from jax_kernels.bridge.plans import FUNCTIONS, Plan, Request, Signature, stem_of
-from jax_kernels.bridge.structure import rebuild
 
-__all__ = ["call", "clear", "count", "is_any_shape"]
+__all__ = ["Flat", "call", "clear", "count", "find", "is_any_shape", "name_of"]
 
 
 class Recipe(NamedTuple):
@@ -85,7 +84,8 @@ def _kept_name(recipe: Recipe) -> str:
     return name
 
 
-def _find(name: str) -> Recipe:
+def find(name: str) -> Recipe:
+    """The recipe of a name. Raises RuntimeError where it is another process's, or is no longer kept."""
     if " " in name:
         return _read(name)
     with _LOCK:
@@ -117,7 +117,7 @@ def _as_tuples(x: Any) -> Any:
 
 def _label(name: str) -> str:
     """The name of a recipe's function in error messages."""
-    return f"from_jax of {stem_of(name.split(' ', 1)[0] if ' ' in name else _find(name).function)}"
+    return f"from_jax of {stem_of(name.split(' ', 1)[0] if ' ' in name else find(name).function)}"
 
 
 def clear() -> None:
@@ -140,11 +140,22 @@ def is_any_shape(tensors: Sequence[torch.Tensor]) -> bool:
     return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
 
 
-def call(function: str, structure: Any, tensors: list[torch.Tensor]) -> Any:
-    """The results of a call in a graph for many shapes; None where the sizes of its results are not known."""
-    name = _name_of(Recipe(function, structure, jax.config.jax_enable_x64))
+class Flat(NamedTuple):
+    """The results of a call, and the structure that they have."""
+
+    results: list[torch.Tensor]
+    structure: Any
+
+
+def name_of(function: str, structure: Any) -> str:
+    """The name of a call's recipe. structure: that of its arguments."""
+    return _name_of(Recipe(function, structure, jax.config.jax_enable_x64))
+
+
+def call(name: str, tensors: list[torch.Tensor]) -> Flat | None:
+    """A call in a graph for many shapes, by its recipe's name; None where the sizes of its results are not known."""
     found = _results_of(name, tensors)
-    return None if found is None else rebuild(found.structure, iter(call_any_op(tensors, name)))
+    return None if found is None else Flat(call_any_op(tensors, name), found.structure)
 
 
 class _Sizes(NamedTuple):
@@ -191,7 +202,7 @@ def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
     Each expression has a factor of its own. Where JAX refuses that, as some sizes must be equal, those that are equal
     in the trace have the same.
     """
-    recipe = _find(name)
+    recipe = find(name)
     hints = {size: hint for x in tensors for size, hint in zip(x.sizes, x.hints, strict=True) if isinstance(size, str)}
     values = list(dict.fromkeys(hints.values()))
     first = _trial(recipe, tensors, dict.fromkeys(hints, 1))
@@ -233,7 +244,7 @@ def _signatures(tensors: Sequence[torch.Tensor]) -> list[Signature]:
 
 
 def _program(tensors, recipe):
-    plan = plan_for(_find(recipe).request(_signatures(tensors)), (False,) * len(tensors))
+    plan = plan_for(find(recipe).request(_signatures(tensors)), (False,) * len(tensors))
     return library.Program(plan.forward, tensors, NONE)
 
 
@@ -261,7 +272,7 @@ def _backward(request: Request, wanted: int):
 
 
 def _backward_program(tensors, cotangents, wanted, recipe):
-    function = _backward(_find(recipe).request(_signatures(tensors)), wanted)
+    function = _backward(find(recipe).request(_signatures(tensors)), wanted)
     return library.Program(function, (*tensors, *cotangents), NONE)
 
 

@@ -42,6 +42,11 @@ class Signature(NamedTuple):
     device: torch.device
     layout: torch.layout
 
+    @property
+    def is_inexact(self) -> bool:
+        """Whether it holds numbers that can be differentiated."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
 
 class Map(NamedTuple):
     """An axis of calls that torch.func.vmap has added in front: how many calls, and which tensors have it."""

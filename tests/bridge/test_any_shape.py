@@ -61,6 +61,38 @@ def test_one_graph_serves_all_sizes(name):
     assert len(frames) == 1
 
 
+class Scale(enum.Enum):
+    ONE = 1.5
+
+
+def in_jax(tree, *, power, kind, name="unused"):
+    x, (y, index) = tree["x"], tree["pair"]
+    cut = y[:, :3]
+    return {"a": [jnp.sin(x @ y) * power, cut], "b": (index + 1, None), "c": kind.value * x.sum()}
+
+
+def test_one_graph_serves_all_sizes_of_a_users_function():
+    """One of several inputs and results in containers, with constants that no text says."""
+    call = bridge.from_jax(in_jax)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def work(x, y, index):
+        found = call({"x": x, "pair": (y, index)}, power=-0.0 + 3, kind=Scale.ONE)
+        return found["a"][0] * 2, found["b"][0], found["c"], found["b"][1]
+
+    compiled = torch.compile(work, backend=counter, fullgraph=True, dynamic=True)
+    frames = set()
+    for size in (4, 6, 10):
+        x, y, index = random(size, 2 * size), random(2 * size, 3 * size + 1), torch.arange(size, dtype=torch.int32)
+        got, want = compiled(x, y, index), work(x, y, index)
+        frames.add(counter.frame_count)
+        torch.testing.assert_close(got[:3], want[:3])
+        assert got[3] is None
+        gradients = (torch.autograd.grad(found[0].square().sum() + found[2], (x, y)) for found in (got, want))
+        torch.testing.assert_close(*gradients)
+    assert len(frames) == 1
+
+
 def test_sizes_that_torch_finds_to_change():
     """The first graph is for one size, and the second for all."""
     counter = CompileCounterWithBackend("aot_eager")
