@@ -110,6 +110,39 @@ def test_numbers_and_gradients(case):
         torch.testing.assert_close(ours.double(), theirs, atol=2e-5 * scale, rtol=0)
 
 
+def _skewed(*shape):
+    """A tensor whose last axis has a stride of 2, one number behind the start of its memory."""
+    *outer, last = shape
+    return torch.randn(*outer, 2 * last + 1)[..., 1 : 2 * last + 1 : 2]
+
+
+# The cases of PyTorch's own tests in which tensors lie in memory in an unusual way: (query, key, value), the mask.
+MEMORY = {
+    "unaligned": ([torch.randn(2 * 3 * 9 * 8 + 3)[3:].view(2, 3, 9, 8) for _ in range(3)], None),
+    "strides of the last axis": ([_skewed(2, 3, 9, 8) for _ in range(3)], _skewed(9, 9)),
+    "a head of one with a stride": ([torch.randn(2, 9, 3, 8)[:, :, :1].transpose(1, 2) for _ in range(3)], None),
+    "one query and key": ([torch.randn(2, 3, 1, 8) for _ in range(3)], torch.randn(1, 1)),
+    "a mask that is transposed": ([torch.randn(2, 3, 9, 8) for _ in range(3)], (torch.rand(9, 9) > 0.4).T),
+    "a mask with an expanded last axis": (
+        [torch.randn(2, 3, 9, 8) for _ in range(3)], (torch.rand(2, 3, 9, 1) > 0.4).expand(2, 3, 9, 9),
+    ),
+    "packed projections": (list(torch.randn(2, 9, 3, 3, 8).permute(2, 0, 3, 1, 4).unbind()), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEMORY)
+def test_memory_that_pytorchs_own_tests_take(case):
+    inputs, mask = MEMORY[case]
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    with sdpa_kernel(SDPBackend.MATH):
+        want = functional.scaled_dot_product_attention(*(x.double() for x in inputs), mask)
+    got = bridge.scaled_dot_product_attention(*inputs, mask)
+    torch.testing.assert_close(got.double(), want, atol=3e-6, rtol=0)
+    gradients = (torch.autograd.grad(x.sin().sum(), inputs) for x in (got, want))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize(("queries", "keys"), [(9, 11), (11, 9)])
 def test_pytorchs_causal_bias(queries, keys, monkeypatch):
     monkeypatch.setattr(warned, "_GIVEN", set())
