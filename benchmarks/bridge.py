@@ -15,6 +15,9 @@ batches, outside of the time, so that its queue never fills. The figure is the m
 | from_jax | x * 2 |
 | capture, empty capture | a CUDA graph of one call, and one of none |
 
+The routes beside the bridge's two are PyTorch's "sdpa", "fa4" (flash_attn.cute of flash-attn-4, where it is installed)
+and an operator that does nothing, "no-op".
+
 Wall time: milliseconds of a call at (2, 8192, 16, 128), from the first to the last of a queue of calls that begins with
 an idle GPU. Device time: CUDA events around the calls of the same queue. A GPU that rested before a queue is faster in
 it, so that two queues cannot be compared.
@@ -40,7 +43,7 @@ from rich.table import Table
 from typer import Exit, Option, run
 
 SMALL, LARGE = (1, 256, 8, 64), (2, 8192, 16, 128)
-ROUTES = ("direct", "dlpack", "sdpa", "no-op")
+ROUTES = ("direct", "dlpack", "sdpa", "fa4", "no-op")
 Calls = dict[str, Callable[[], Any]]
 
 
@@ -68,9 +71,29 @@ def attention_of(route: str) -> Callable[..., Any]:
 
     if route == "sdpa":
         return lambda query, key, value: F.scaled_dot_product_attention(query, key, value)
+    if route == "fa4":
+        return fa4()
     if route == "no-op":
         return torch.ops.jax_kernels_benchmark.nothing
     return bridge.flash_attention
+
+
+def fa4() -> Callable[..., Any]:
+    """FlashAttention 4, on tensors [B, T, H, D]."""
+    from flash_attn.cute import flash_attn_func
+
+    def attend(query: Any, key: Any, value: Any) -> Any:
+        found = flash_attn_func(query, key, value)
+        return found[0] if isinstance(found, tuple) else found  # newer releases return lse too
+
+    return attend
+
+
+def missing(route: str) -> str | None:
+    """The reason why a route cannot be timed here, or None."""
+    from harness.contenders import unavailable
+
+    return unavailable("fa4") if route == "fa4" else None
 
 
 def define_nothing() -> Any:
@@ -127,9 +150,10 @@ def host_calls(route: str) -> Calls:
     calls["forward"] = lambda: differentiable(*inputs)
     calls["backward"] = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
     calls["backward, one thread"] = in_one_thread
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda *given: attend(*given), fullgraph=True)
-    calls["compiled"] = lambda: compiled(*plain)
+    if route != "fa4":  # which torch.compile does not take whole
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *given: attend(*given), fullgraph=True)
+        calls["compiled"] = lambda: compiled(*plain)
     if route in ("direct", "dlpack"):
         double = bridge.from_jax(lambda x: x * 2)
         x = torch.randn(1000, device="cuda")
@@ -303,6 +327,12 @@ def measure(
     library = define_nothing()
     results: dict[str, Any] = {"schema": report.SCHEMA, "environment": report.environment(commit, with_torch=True)}
     results["rows"] = rows = []
+    for name, reason in [(name, missing(name)) for name in chosen]:
+        if reason is not None:
+            say(f"{name}: {reason}")
+            rows.append({"route": name, "call": "no grad", "shape": SMALL, "status": "unavailable", "reason": reason})
+    absent = {row["route"] for row in rows}
+    chosen = [name for name in chosen if name not in absent]
     for name in chosen:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)

@@ -121,9 +121,9 @@ def measure_training(model: Any, tokens: Any, rounds: int, seconds: float) -> li
 
 
 def measure_decoding(
-    model: Any, tokens: Any, steps: int, rounds: int, write: Callable[[list[Contender]], None]
+    model: Any, tokens: Any, steps: int, padding: int, rounds: int, write: Callable[[list[Contender]], None]
 ) -> list[Contender]:
-    """write: called after each round with what there is."""
+    """padding: so many tokens that do not count, at the front. write: called after each round with what there is."""
     import torch
 
     contenders = [Contender(name, "torch", plan=f"{steps} tokens") for name in DECODING]
@@ -135,18 +135,18 @@ def measure_decoding(
                 logits = model(tokens, use_cache=False, logits_to_keep=1).logits.float()
                 want = logits if want is None else want
                 contender.judge(float((logits - want).norm() / want.norm()), "sdpa", tolerance=0.1)
-                decode(model, tokens, 2, contender.name)  # it compiles
+                decode(model, tokens, 2, padding, contender.name)  # it compiles
         for _ in range(rounds):
             for contender in contenders:
                 if contender.status == "ok":
                     with attempt(contender), attention_of(model, contender.name):
-                        contender.times.append(decode(model, tokens, steps, contender.name) * 1e3 / steps)
+                        contender.times.append(decode(model, tokens, steps, padding, contender.name) * 1e3 / steps)
                         say(f"  {contender.name}: {contender.times[-1]:.3f} ms a token")
             write(contenders)
     return contenders
 
 
-def decode(model: Any, tokens: Any, steps: int, contender: str) -> float:
+def decode(model: Any, tokens: Any, steps: int, padding: int, contender: str) -> float:
     """The seconds that so many new tokens take behind the prompt."""
     import torch
     from transformers import DynamicCache
@@ -156,11 +156,15 @@ def decode(model: Any, tokens: Any, steps: int, contender: str) -> float:
     wait = torch.cuda.synchronize if tokens.is_cuda else lambda: None
     growing = contender == "jax_kernels-growing"
     cache = huggingface.growing_cache(model) if growing else DynamicCache(config=model.config)
-    new = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+    counts = torch.ones(len(tokens), tokens.shape[1] + steps, dtype=torch.long, device=tokens.device)
+    counts[:, :padding] = 0
+    mask_of = lambda length: {"attention_mask": counts[:, :length]} if padding else {}
+    length, options = tokens.shape[1], {"past_key_values": cache, "use_cache": True}
+    new = model(tokens, logits_to_keep=1, **options, **mask_of(length)).logits.argmax(-1)
     wait()
     begin = time.perf_counter()
-    for _ in range(steps):
-        new = model(new, past_key_values=cache, use_cache=True).logits.argmax(-1)
+    for step in range(1, steps + 1):
+        new = model(new, **options, **mask_of(length + step)).logits.argmax(-1)
     wait()
     return time.perf_counter() - begin
 
@@ -196,6 +200,7 @@ def measure(
     modes: Annotated[str, Option(help="train, decode or both, with a comma")] = "train,decode",
     length: Annotated[int, Option(min=2, help="tokens of a step, and of the prompt")] = 8192,
     steps: Annotated[int, Option(min=1, help="tokens that are decoded")] = 256,
+    padding: Annotated[int, Option(min=0, help="tokens of padding before the prompt that is decoded behind")] = 0,
     rounds: Annotated[int, Option(min=1, help="turns of each contender")] = 3,
     seconds: Annotated[float, Option(help="seconds of a turn of training")] = 0.6,
     device: Annotated[str, Option(help="cuda or cpu")] = "cuda",
@@ -220,7 +225,7 @@ def measure(
         for mode in modes.split(","):
             say(f"{shape}, {parameters / 1e9:.2f} billion parameters, {length} tokens, {mode}")
             facts = {"shape": shape, "mode": mode, "parameters": parameters, "length": length}
-            facts |= {"steps": steps} if mode == "decode" else {}
+            facts |= {"steps": steps, "padding": padding} if mode == "decode" else {}
 
             def write(contenders: list[Contender], facts: dict[str, Any] = facts, done: int = len(rows)) -> None:
                 rows[done:] = rows_of(contenders, facts)
@@ -230,7 +235,7 @@ def measure(
             if mode == "train":
                 write(measure_training(model, tokens, rounds, seconds))
             else:
-                write(measure_decoding(model, tokens, steps, rounds, write))
+                write(measure_decoding(model, tokens, steps, padding, rounds, write))
         del model
     show(results)
     raise Exit(report.exit_status(row["status"] for row in rows))

@@ -1,12 +1,17 @@
 """Calls of from_jax's functions in graphs that serve tensors of many shapes.
 
 The operators `call` and `call_backward` take a plan, which is for one set of shapes. `call_any` and `call_any_backward`
-take a recipe, which is the call without shapes, and find the plan of the tensors when they run. PyTorch must know the
-results' sizes as expressions in those of the tensors. They are found by trying: JAX tells the results' sizes for a few
-sets of sizes. The backward reads the tensors alone, so that XLA computes again what it needs of the forward.
+take a recipe, which is the call without shapes, and find the plan of the tensors when they run. A recipe is a text that
+says all of it, so that nothing is kept for a graph, unless its constants are more than numbers and texts.
+
+PyTorch must know the results' sizes as expressions in those of the tensors. They are found by trying: JAX tells the
+results' sizes for a few sets of sizes. The backward reads the tensors alone, so that XLA computes again what it needs
+of the forward.
 """
 
 import functools
+import json
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,10 +23,9 @@ from jax_kernels.bridge import library, private
 from jax_kernels.bridge.once import fresh_name, once
 from jax_kernels.bridge.operands import NONE
 from jax_kernels.bridge.planning import cotangents_of, outputs_of, plan_for
-from jax_kernels.bridge.plans import Plan, Request, Signature
-from jax_kernels.bridge.structure import rebuild
+from jax_kernels.bridge.plans import FUNCTIONS, Plan, Request, Signature, stem_of
 
-__all__ = ["call", "is_any_shape"]
+__all__ = ["Flat", "call", "clear", "count", "find", "is_any_shape", "name_of"]
 
 
 class Recipe(NamedTuple):
@@ -49,20 +53,84 @@ class _Results(NamedTuple):
     structure: Any
 
 
-_RECIPES: dict[str, Recipe] = {}
+_MOST = 1024  # recipes that are kept
+_KEPT: dict[str, Recipe] = {}  # those that no text can say, the one that was used last at the end
+_LOCK = threading.Lock()
+_PLAIN: dict[str, type] = {kind.__name__: kind for kind in (str, bool, int, type(None))}
+
+
+def _name_of(recipe: Recipe) -> str:
+    """The text for a recipe, or the name under which it is kept."""
+    try:
+        structure = json.dumps(recipe.structure, default=_type_name)
+    except TypeError:
+        return _kept_name(recipe)
+    return f"{recipe.function} {recipe.x64:d} {structure}"
+
+
+def _type_name(x: Any) -> dict[str, str]:
+    if not isinstance(x, type) or _PLAIN.get(x.__name__) is not x:
+        raise TypeError
+    return {"type": x.__name__}
 
 
 @once
-def _name_of(recipe: Recipe) -> str:
+def _kept_name(recipe: Recipe) -> str:
     name = fresh_name(recipe.function)
-    _RECIPES[name] = recipe
+    with _LOCK:
+        _KEPT[name] = recipe
+        while len(_KEPT) > _MOST:
+            del _KEPT[next(iter(_KEPT))]
     return name
 
 
-def _find(name: str) -> Recipe:
-    if name not in _RECIPES:
-        raise RuntimeError(f"{name}: a graph that calls a from_jax function runs only in the process that traced it")
-    return _RECIPES[name]
+def find(name: str) -> Recipe:
+    """The recipe of a name. Raises RuntimeError where it is another process's, or is no longer kept."""
+    if " " in name:
+        return _read(name)
+    with _LOCK:
+        recipe = _KEPT.pop(name, None)
+        if recipe is not None:
+            _KEPT[name] = recipe
+            return recipe
+    raise RuntimeError(
+        f"{name}: a graph that calls a from_jax function runs only in the process that traced it, and one with "
+        f"constants other than numbers and texts until clear_cache(), or {_MOST} other such graphs, are called; "
+        "compile it again, after torch.compiler.reset()"
+    )
+
+
+@functools.lru_cache(maxsize=_MOST)
+def _read(name: str) -> Recipe:
+    """The recipe that a text says. Raises RuntimeError for one of another process."""
+    function, x64, structure = name.split(" ", 2)
+    if function not in FUNCTIONS:
+        raise RuntimeError(
+            f"{function}: a graph that calls a from_jax function runs only in the process that traced it"
+        )
+    return Recipe(function, _as_tuples(json.loads(structure, object_hook=lambda x: _PLAIN[x["type"]])), x64 == "1")
+
+
+def _as_tuples(x: Any) -> Any:
+    return tuple(map(_as_tuples, x)) if isinstance(x, list) else x
+
+
+def _label(name: str) -> str:
+    """The name of a recipe's function in error messages."""
+    return f"from_jax of {stem_of(name.split(' ', 1)[0] if ' ' in name else find(name).function)}"
+
+
+def clear() -> None:
+    """Drops the recipes that are kept, and what was found by trying."""
+    with _LOCK:
+        _KEPT.clear()
+    _read.cache_clear()
+    _tried.cache_clear()
+
+
+def count() -> int:
+    """How many recipes are kept."""
+    return len(_KEPT)
 
 
 def is_any_shape(tensors: Sequence[torch.Tensor]) -> bool:
@@ -72,11 +140,22 @@ def is_any_shape(tensors: Sequence[torch.Tensor]) -> bool:
     return any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape)
 
 
-def call(function: str, structure: Any, tensors: list[torch.Tensor]) -> Any:
-    """The results of a call in a graph for many shapes; None where the sizes of its results are not known."""
-    name = _name_of(Recipe(function, structure, jax.config.jax_enable_x64))
+class Flat(NamedTuple):
+    """The results of a call, and the structure that they have."""
+
+    results: list[torch.Tensor]
+    structure: Any
+
+
+def name_of(function: str, structure: Any) -> str:
+    """The name of a call's recipe. structure: that of its arguments."""
+    return _name_of(Recipe(function, structure, jax.config.jax_enable_x64))
+
+
+def call(name: str, tensors: list[torch.Tensor]) -> Flat | None:
+    """A call in a graph for many shapes, by its recipe's name; None where the sizes of its results are not known."""
     found = _results_of(name, tensors)
-    return None if found is None else rebuild(found.structure, iter(call_any_op(tensors, name)))
+    return None if found is None else Flat(call_any_op(tensors, name), found.structure)
 
 
 class _Sizes(NamedTuple):
@@ -123,7 +202,7 @@ def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
     Each expression has a factor of its own. Where JAX refuses that, as some sizes must be equal, those that are equal
     in the trace have the same.
     """
-    recipe = _find(name)
+    recipe = find(name)
     hints = {size: hint for x in tensors for size, hint in zip(x.sizes, x.hints, strict=True) if isinstance(size, str)}
     values = list(dict.fromkeys(hints.values()))
     first = _trial(recipe, tensors, dict.fromkeys(hints, 1))
@@ -165,7 +244,7 @@ def _signatures(tensors: Sequence[torch.Tensor]) -> list[Signature]:
 
 
 def _program(tensors, recipe):
-    plan = plan_for(_find(recipe).request(_signatures(tensors)), (False,) * len(tensors))
+    plan = plan_for(find(recipe).request(_signatures(tensors)), (False,) * len(tensors))
     return library.Program(plan.forward, tensors, NONE)
 
 
@@ -193,14 +272,16 @@ def _backward(request: Request, wanted: int):
 
 
 def _backward_program(tensors, cotangents, wanted, recipe):
-    function = _backward(_find(recipe).request(_signatures(tensors)), wanted)
+    function = _backward(find(recipe).request(_signatures(tensors)), wanted)
     return library.Program(function, (*tensors, *cotangents), NONE)
 
 
 def _fake(tensors, recipe):
     found = _results_of(recipe, tensors)
     if found is None:
-        raise RuntimeError(f"{recipe}: the sizes of the results of this call are not known in a graph for many shapes")
+        raise RuntimeError(
+            f"{_label(recipe)}: the sizes of the results of this call are not known in a graph for many shapes"
+        )
     sizes = lambda result: [x if isinstance(x, int) else tensors[x[0]].shape[x[1]] for x in result.sizes]
     return [tensors[0].new_empty(sizes(result), dtype=result.dtype) for result in found.results]
 
@@ -235,7 +316,7 @@ class AnyCall(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        library.refuse_tangent(f"from_jax of {ctx.recipe}")
+        library.refuse_tangent(_label(ctx.recipe))
 
 
 def _differentiate_backward(tensors, cotangents, wanted, recipe):
@@ -244,7 +325,7 @@ def _differentiate_backward(tensors, cotangents, wanted, recipe):
     def again(*arrays):
         return library.below_function(backward_any_op, list(arrays[:count]), list(arrays[count:]), wanted, recipe)
 
-    return list(library.refuse_gradient(recipe, again, (*tensors, *cotangents)))
+    return list(library.refuse_gradient(_label(recipe), again, (*tensors, *cotangents)))
 
 
 call_any_op = library.define(
@@ -254,7 +335,7 @@ call_any_op = library.define(
     finish=lambda *arguments: list,
     fake=_fake,
     differentiate=lambda tensors, recipe: list(library.apply(AnyCall, recipe, *tensors)),
-    label=lambda tensors, recipe: recipe,
+    label=lambda tensors, recipe: _label(recipe),
 )
 backward_any_op = library.define(
     "call_any_backward",
@@ -263,5 +344,5 @@ backward_any_op = library.define(
     finish=lambda *arguments: list,
     fake=_fake_backward,
     differentiate=_differentiate_backward,
-    label=lambda tensors, cotangents, wanted, recipe: recipe,
+    label=lambda tensors, cotangents, wanted, recipe: _label(recipe),
 )

@@ -8,6 +8,7 @@ import torch
 from jax_kernels.bridge import answers, attention_vmap, flops, growing, library, sparse_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
 from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forward_op, inference_op, known_call
+from jax_kernels.bridge.function import Seen
 from jax_kernels.bridge.growing import Keys
 from jax_kernels.bridge.known import Known, same_tensors
 from jax_kernels.masks import Mask
@@ -118,8 +119,13 @@ def flash_attention(
             *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
             *(scale, softcap, return_lse, deterministic, precision, implementation),
         )
+    by_function = score_mod is not None or isinstance(mask, Mask)
     if not torch.compiler.is_compiling():
-        if bias is mask is segment_ids is kv_lengths is sinks is None and type(q_offset) is int:
+        if by_function:
+            present, there = _present_beside_a_mask(
+                query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset
+            )
+        elif bias is mask is segment_ids is kv_lengths is sinks is None and type(q_offset) is int:
             present, there = (query, key, value), None
         else:
             present, there = _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset)
@@ -128,7 +134,7 @@ def flash_attention(
             *(there, None if isinstance(q_offset, torch.Tensor) else q_offset),
             torch.are_deterministic_algorithms_enabled(),
         )
-        known = _KNOWN.find(statics, present)
+        known = sparse_attention.find(statics, present) if by_function else _KNOWN.find(statics, present)
         if known is not None:
             return known(present)
     return _call(
@@ -169,6 +175,16 @@ def _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_of
     return [x for x in every if x is not None], tuple(x is not None for x in every)
 
 
+def _present_beside_a_mask(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset):
+    """_present of a call by from_jax, in the order of its arguments. A Mask is told by its id."""
+    ids = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids,)
+    is_object = isinstance(mask, Mask)
+    offset = q_offset if isinstance(q_offset, torch.Tensor) else None
+    every = (query, key, value, bias, sinks, None if is_object else mask, *ids, kv_lengths, offset)
+    there = tuple(x is not None for x in every)
+    return [x for x in every if x is not None], (*there, type(segment_ids), id(mask) if is_object else None)
+
+
 @torch.compiler.allow_in_graph
 def _in_graph(*given: Any) -> Any:
     """A call of a compiled graph without a Mask or a score_mod.
@@ -188,15 +204,16 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
             given.query,
             given.key,
             given.value,
+            None if statics is None else Seen(statics, present),
             bias=given.bias,
+            sinks=given.sinks,
             mask=given.mask,
-            is_causal=given.is_causal,
-            window=given.window,
             segment_ids=given.segment_ids,
             kv_lengths=given.kv_lengths,
             q_offset=given.q_offset,
+            is_causal=given.is_causal,
+            window=given.window,
             score_mod=given.score_mod,
-            sinks=given.sinks,
             scale=given.scale,
             softcap=given.softcap,
             return_lse=given.return_lse,

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from jax_kernels.bridge import known, library, once, plans
+from jax_kernels.bridge import any_shape, known, library, once, plans
 from jax_kernels.bridge.direct import route
 
 __all__ = ["CacheInfo", "cache_info", "clear_cache"]
@@ -15,30 +15,39 @@ class CacheInfo(NamedTuple):
 
     functions: those given to from_jax, and the bridge's own, which are kept. plans: of calls, with JAX's programs; the
     1,024 newest are kept. chains: of kernels that the direct route has loaded, and calls that have none; the 512 that
-    were used last are kept. known_calls: those that are launched without checks, up to 512 for an op.
+    were used last are kept. known_calls: those that are launched without checks, up to 512 for an op. recipes: of
+    compiled graphs for many sizes, where a constant is more than a number or a text; the 1,024 that were used last are
+    kept, and another graph raises an error that says so.
     """
 
     functions: int
     plans: int
     chains: int
     known_calls: int
+    recipes: int
 
 
 def cache_info() -> CacheInfo:
     """The sizes of the bridge's caches."""
     return CacheInfo(
-        functions=len(plans.FUNCTIONS), plans=len(plans.PLANS), chains=route.count(), known_calls=known.count()
+        functions=len(plans.FUNCTIONS),
+        plans=len(plans.PLANS),
+        chains=route.count(),
+        known_calls=known.count(),
+        recipes=any_shape.count(),
     )
 
 
 def clear_cache() -> None:
     """Drops compiled programs, loaded kernels, and JAX's own caches; what is called again is compiled again.
 
+    A graph of torch.compile whose recipe it drops (cache_info) has to be compiled again, after torch.compiler.reset().
     Kernels in captured CUDA graphs stay loaded. Waits for the GPUs whose kernels it unloads.
     """
     known.clear()
     library.forget()
     once.clear()
     plans.clear()
+    any_shape.clear()
     jax.clear_caches()
     route.clear()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge import dlpack
+from jax_kernels.bridge import dlpack, private
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.attention_checks import check_tensor
 from jax_kernels.bridge.operands import on_device
@@ -41,6 +41,7 @@ class CompiledAttention:
         self.dtype = dtype
         self._compiled = compiled
         self._implementation = implementation
+        self._passed: private.Check | None = None  # whether tensors are as those of a call that passed the checks
 
     def __reduce__(self) -> Any:
         """As a call of compile_attention, with the mask: it is planned where it is loaded."""
@@ -59,6 +60,17 @@ class CompiledAttention:
         return make, (self.mask, length, head_dim)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            self._check(query, key, value)
+        elif self._passed is None or not _holds(self._passed, query, key, value):
+            self._check(query, key, value)
+            if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value)):
+                self._passed = private.guard((query, key, value))
+        mask = self._compiled.prepared_mask
+        return flash_attention(query, key, value, mask=mask, implementation=self.plan.implementation)
+
+    def _check(self, query: Any, key: Any, value: Any) -> None:
+        """Raises unless the tensors are those that the class documents."""
         for (name, spec), x in zip(self._compiled.specs.items(), (query, key, value), strict=True):
             check_tensor(name, x, query)
             if tuple(x.shape[1:]) != spec.shape[1:]:
@@ -70,8 +82,6 @@ class CompiledAttention:
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
             if dtype != self.dtype:
                 raise TypeError(f"{name}: got dtype {dtype}, want {self.dtype}")
-        mask = self._compiled.prepared_mask
-        return flash_attention(query, key, value, mask=mask, implementation=self.plan.implementation)
 
     def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> ops.Speedup:
         """Times JAX's programs now: how many times faster this is than flash_attention without a mask.
@@ -83,6 +93,13 @@ class CompiledAttention:
 
     def __repr__(self) -> str:
         return f"{self._compiled!r} on {self.device}"
+
+
+def _holds(check: private.Check, *tensors: Any) -> bool:
+    try:
+        return check(*tensors)
+    except (RuntimeError, TypeError, ValueError):  # they are no tensors
+        return False
 
 
 def compile_attention(

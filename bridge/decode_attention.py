@@ -4,13 +4,16 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge import growing
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.function import JaxOp, seen
+from jax_kernels.masks import Mask
 from jax_kernels.ops import decode_attention as ops
 
 __all__ = ["decode_attention"]
 
 _attend = JaxOp(ops.decode_attention, is_whole=True)
+_attend_by_object = JaxOp(ops.decode_attention)
 
 
 def decode_attention(
@@ -20,6 +23,8 @@ def decode_attention(
     *,
     kv_lengths: torch.Tensor | None = None,
     block_tables: torch.Tensor | None = None,
+    mask: torch.Tensor | Mask | None = None,
+    bias: torch.Tensor | None = None,
     window: int | tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
@@ -37,6 +42,8 @@ def decode_attention(
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; with block_tables [pages, page_size, Hkv, D or Dv].
       kv_lengths: [B] int32. It is data: a longer sequence in the same cache compiles nothing.
       block_tables: [B, max_pages] int32.
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Or a masks.Mask. bias: broadcastable to
+        [B, H, T, S], in query's dtype or float32. A tensor that was expanded is read as it was before.
       sinks: [H], bfloat16, float16 or float32.
       The others are those of jax_kernels.decode_attention.
 
@@ -49,18 +56,24 @@ def decode_attention(
     if not torch.compiler.is_compiling():
         sides = tuple(window) if isinstance(window, list) else window
         options = sides, softcap, scale, return_lse, implementation
-        call = seen((query, key, value, kv_lengths, block_tables, sinks), options)
+        call = seen((query, key, value, kv_lengths, block_tables, mask, bias, sinks), options)
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)
-    check_inputs(query, key, value, sinks=sinks, kv_lengths=kv_lengths)
-    query, key, value, _, _ = as_torch_is_set(query, key, value)
-    return _attend.serve(
+    is_object = isinstance(mask, Mask)
+    check_inputs(
+        query, key, value, bias=bias, sinks=sinks, mask=None if is_object else mask, kv_lengths=kv_lengths
+    )  # fmt: skip
+    query, key, value, bias, _ = as_torch_is_set(query, key, value, bias=bias)
+    attend = _attend_by_object if is_object else _attend
+    return attend.serve(
         call,
         query,
         key,
         value,
         kv_lengths=kv_lengths,
         block_tables=block_tables,
+        mask=mask if is_object else growing.shrunk(mask),
+        bias=growing.shrunk(bias),
         window=window,
         softcap=softcap,
         sinks=sinks,

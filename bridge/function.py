@@ -10,6 +10,7 @@ for the forward and one for the backward.
 | planning.py | traces a function, and makes the plan |
 | plan_ops.py | the operators that run a plan, and their derivatives |
 | plan_vmap.py | torch.func.vmap of these operators |
+| tangents.py | plans of forward-mode derivatives |
 | any_shape.py | the operators of graphs for many shapes |
 """
 
@@ -24,8 +25,16 @@ import torch
 
 from jax_kernels.bridge import answers, any_shape, flops, library, plan_vmap
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
-from jax_kernels.bridge.operands import NONE, MaskSignature, Operands, kept_operands, operands_of
-from jax_kernels.bridge.plan_ops import Call, KnownPlan, call_op
+from jax_kernels.bridge.operands import (
+    NONE,
+    KeptOperands,
+    MaskSignature,
+    Operands,
+    kept_operands,
+    may_be_known,
+    operands_of,
+)
+from jax_kernels.bridge.plan_ops import Call, KnownPlan, PlanFacts, call_op
 from jax_kernels.bridge.planning import plan_for
 from jax_kernels.bridge.plans import Request, Signature, register
 from jax_kernels.bridge.structure import SINGLE, flatten, rebuild
@@ -56,16 +65,20 @@ def from_jax(function: Callable[..., Any]) -> Callable[..., Any]:
       bool tensors, and the arrays of a Mask, get none. It runs on the tensors' device, in the order of PyTorch's
       current stream. It works under torch.compile(fullgraph=True), where a Mask is a constant: the graph serves the
       Mask that it was traced with, as long as that lives. torch.func.vmap of it is jax.vmap of `function`. It can be
-      copied, and pickled where `function` can. It cannot be differentiated twice or in forward mode. A CUDA graph
-      captures calls of the direct route, after a first call outside. A graph that calls it (torch.export, make_fx) runs
-      only in the process that traced it.
+      copied, and pickled where `function` can. Forward mode (torch.func.jvp, torch.autograd.forward_ad) is jax.jvp of
+      `function`, also twice and under reverse mode. Its gradient cannot be differentiated. A CUDA graph captures calls
+      of the direct route, after a first call outside. One graph of torch.compile(dynamic=True) serves all sizes, where
+      each size of a result is a constant or that of a tensor. A graph that calls it (torch.export, make_fx) runs only
+      in the process that traced it.
 
     Raises, when called:
       TypeError: JAX does not take a tensor's dtype (float64 and int64 need jax_enable_x64), or a constant is not
         hashable, or holds a tensor.
       ValueError: there is no tensor, or tensors are on several devices.
-      NotImplementedError: it is differentiated in forward mode (torch.func.jvp, torch.autograd.forward_ad).
-      RuntimeError: it is differentiated twice, or called in a graph that another process traced.
+      NotImplementedError: it is differentiated in forward mode, and `function` is built on an op that has derivatives
+        in reverse mode alone (jax.custom_vjp), as those of this library are; or its gradient is, as by
+        torch.func.hessian.
+      RuntimeError: its gradient is differentiated in reverse mode, or called in a graph that another process traced.
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function of jax.Arrays")
@@ -84,7 +97,15 @@ class _FromJax:
             return self._op.serve(None, *args, **kwargs)
         seen = Seen(len(args), args)
         known = self._op.find(seen)
-        return self._op.serve(seen, *args) if known is None else known(args)
+        if known is not None:
+            return known(args)
+        if any(isinstance(x, Mask) for x in args):
+            tensors = [x for x in args if isinstance(x, torch.Tensor)]
+            seen = Seen(tuple(id(x) if isinstance(x, Mask) else None for x in args), tensors)
+            if len(tensors) + sum(isinstance(x, Mask) for x in args) < len(args):
+                return self._op.serve(None, *args)
+            known = self._op.find(seen)
+        return self._op.serve(seen, *args) if known is None else known(seen.tensors)
 
     def __reduce__(self) -> Any:
         return from_jax, (self.__wrapped__,)  # type: ignore[attr-defined]
@@ -100,7 +121,7 @@ class _FromJax:
 
 
 class Seen(NamedTuple):
-    """A call as it may be known. statics: all that is no tensor, and which tensors there are."""
+    """A call as it may be known. statics: all that is no tensor, and which tensors there are; of a Mask its id."""
 
     statics: Any
     tensors: Sequence[Any]
@@ -127,9 +148,8 @@ class JaxOp:
         def in_graph(*args: Any, **kwargs: Any) -> Any:
             tensors: list[torch.Tensor] = []
             structure = flatten((args, kwargs), tensors, None)
-            if any_shape.is_any_shape(tensors) and (results := any_shape.call(name, structure, tensors)) is not None:
-                return results
-            return _traced_call(name, structure, tensors, ())
+            flat = _flat_call(any_shape.name_of(name, structure), tensors)
+            return rebuild(flat.structure, iter(flat.results))
 
         self._in_graph = torch.compiler.allow_in_graph(in_graph) if is_whole else in_graph
 
@@ -149,16 +169,20 @@ class JaxOp:
         if masks and torch.compiler.is_compiling():
             return _traced_call(self._name, structure, tensors, masks)
         if masks:
-            return _with_masks(self._name, structure, tensors, masks)
-        results = _run(self._name, structure, tensors, NONE, None)
-        if seen is not None and library.is_plain_call() and same_tensors(tensors, seen.tensors):
+            results = _with_masks(self._name, structure, tensors, masks)
+        else:
+            results = _run(self._name, structure, tensors, NONE, None)
+        is_seen = seen is not None and library.is_plain_call() and same_tensors(tensors, seen.tensors)
+        if seen is not None and is_seen and (not masks or may_be_known(masks)):
 
             def make() -> KnownCall:
+                operands = kept_operands(masks, tensors[0].device) if masks else NONE
                 signatures = tuple(_signature(x) for x in tensors)
-                request = Request(self._name, structure, signatures, None, jax.config.jax_enable_x64)
-                return _known_call(request, tensors)
+                signature = operands.signature if masks else None
+                request = Request(self._name, structure, signatures, signature, jax.config.jax_enable_x64)
+                return _known_call(request, tensors, operands)
 
-            self._known.learn((seen.statics, _config()), tensors, make)
+            self._known.learn((seen.statics, _config()), tensors, make, masks)
         return results
 
 
@@ -167,13 +191,13 @@ def _config() -> tuple[Any, ...]:
     return jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
 
 
-def _known_call(request: Request, tensors: Sequence[torch.Tensor]) -> KnownCall:
+def _known_call(request: Request, tensors: Sequence[torch.Tensor], operands: Operands | KeptOperands) -> KnownCall:
     grad = torch.is_grad_enabled()
     plan = plan_for(request, tuple(grad and x.requires_grad for x in tensors))
-    chain = library.chain_for(plan.forward, tensors, NONE)
+    chain = library.chain_for(plan.forward, tensors, operands)
     is_single = plan.outputs == SINGLE
     finish = operator.itemgetter(0) if is_single else lambda results: rebuild(plan.outputs, iter(results))
-    return KnownCall(chain, finish, KnownPlan if plan.has_gradient else None, plan)
+    return KnownCall(chain, finish, KnownPlan if plan.has_gradient else None, PlanFacts(plan, operands))
 
 
 def _run(
@@ -181,7 +205,9 @@ def _run(
 ) -> Any:
     """The results of the function. masks: the signature of the operands."""
     if torch.compiler.is_compiling():
-        return _traced_call(name, structure, tensors, ())
+        recipe = _recipe(name, structure)
+        results = _call_in_graph(recipe, *tensors)
+        return rebuild(_outputs(recipe), iter(results))
     signatures = tuple(_signature(x) for x in tensors)
     if not library.is_plain_call():
         plan = plan_for(Request(name, structure, signatures, masks, jax.config.jax_enable_x64), (False,) * len(tensors))
@@ -202,6 +228,42 @@ def _with_masks(name: str, structure: Any, tensors: list[torch.Tensor], masks: l
     first, *_ = tensors
     operands = operands_of(masks, first.device)
     return _run(name, structure, tensors, operands, operands.signature)
+
+
+@torch.compiler.assume_constant_result
+def _recipe(name: str, structure: Any) -> str:
+    """The name of a call's recipe, a constant for torch.compile."""
+    return any_shape.name_of(name, structure)
+
+
+def _flat_call(recipe: str, tensors: list[torch.Tensor]) -> any_shape.Flat:
+    """A call of a graph: for many shapes where it is, and its results' sizes are known; else for these shapes alone."""
+    flat = any_shape.call(recipe, tensors) if any_shape.is_any_shape(tensors) else None
+    if flat is not None:
+        return flat
+    function, structure, _ = any_shape.find(recipe)
+    traced = _traced(function, structure, tuple(_signature(x) for x in tensors))
+    return any_shape.Flat(call_op(tensors, traced.plan, traced.operands), traced.outputs)
+
+
+_OUTPUTS: dict[str, Any] = {}  # by recipe: the structure of the results of its call that is being traced
+_MOST_OUTPUTS = 1024
+
+
+@torch.compiler.allow_in_graph
+def _call_in_graph(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The results of a call that is a node of a graph: torch.compile does not look inside."""
+    flat = _flat_call(recipe, list(tensors))
+    _OUTPUTS[recipe] = flat.structure
+    while len(_OUTPUTS) > _MOST_OUTPUTS:
+        _OUTPUTS.pop(next(iter(_OUTPUTS)), None)
+    return tuple(flat.results)
+
+
+@torch.compiler.assume_constant_result
+def _outputs(recipe: str) -> Any:
+    """The structure of the results of the call that was traced last."""
+    return _OUTPUTS[recipe]
 
 
 def _traced_call(name: str, structure: Any, tensors: list[torch.Tensor], masks: Sequence[Mask]) -> Any:

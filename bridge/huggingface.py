@@ -3,15 +3,13 @@
 transformers is imported when something here is called, never before.
 """
 
-import functools
 import inspect
 from typing import Any
 
 import torch
 
-from jax_kernels.bridge import growing, heads_first, library
+from jax_kernels.bridge import decoding, heads_first, library
 from jax_kernels.bridge.attention import flash_attention
-from jax_kernels.bridge.decode_attention import decode_attention
 from jax_kernels.bridge.sdpa import shared_axes
 
 __all__ = ["NAME", "attention", "attention_mask", "growing_cache", "register", "replace_attention"]
@@ -121,8 +119,9 @@ def attention(
     _refuse(dropout, others)
     length, kv_length = query.shape[2], key.shape[2]
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
-    if attention_mask is None and length == 1 and position_bias is None and _is_decoding(query, key, value, s_aux):
-        return _decoded(query, key, value, s_aux, options), None
+    if length == 1 and _is_decoding(query, key, value, attention_mask, position_bias, s_aux):
+        mask, bias = _mask_and_bias(attention_mask, position_bias, is_shrunk=False)
+        return decoding.attend(query, key, value, mask=mask, bias=bias, sinks=s_aux, **options), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and length > 1 and causal:
         if kv_length > length:  # an empty cache has room behind the keys
@@ -157,11 +156,11 @@ def _refuse(dropout: float, others: dict[str, Any]) -> None:
             )
 
 
-def _mask_and_bias(mask: torch.Tensor | None, bias: torch.Tensor | None) -> tuple[Any, Any]:
-    """(a bool mask, what is added to the scores) of a layer's mask and bias."""
+def _mask_and_bias(mask: torch.Tensor | None, bias: torch.Tensor | None, *, is_shrunk: bool = True) -> tuple[Any, Any]:
+    """(a bool mask, what is added to the scores) of a layer's mask and bias. is_shrunk: without repeated entries."""
     if mask is None:
         return None, bias
-    mask = shared_axes(mask)
+    mask = shared_axes(mask) if is_shrunk else mask
     if mask.dtype == torch.bool:
         return mask, bias
     return None, mask if bias is None else bias + mask
@@ -198,82 +197,18 @@ def _documents(starts: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor
     return torch.searchsorted(starts[1:].contiguous(), positions, right=True).to(torch.int32)[None]
 
 
-def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> bool:
-    """Tells whether decode_attention can serve a call of one query that attends to all keys."""
+def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """Tells whether decode_attention can serve a call of one query. others: a mask, a bias and sinks, or None."""
     if torch.compiler.is_compiling() or not key.shape[2] or max(query.shape[-1], value.shape[-1]) > 256:
         return False
     if type(query) is not torch.Tensor or not library.is_plain_call():
         return False
-    given = (query, key, value) if sinks is None else (query, key, value, sinks)
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in given))
-
-
-def _decoded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, options: dict[str, Any]
-) -> torch.Tensor:
-    """[B, 1, H, Dv]. The keys stand in memory as [B, Hkv, S, D], and are read so: heads join the batch.
-
-    JAX compiles for each number of keys. So it gets them with room behind them, for one of few numbers, and kv_lengths
-    tells how many count. What stands in the room is without effect.
-    """
-    batch, heads, _, head_dim = query.shape
-    kv_heads, length = key.shape[1:3]
-    query = query.reshape(batch * kv_heads, 1, heads // kv_heads, head_dim)
-    found_key, found_value = _with_room(key), _with_room(value)
-    if found_key is None or found_value is None or found_key.shape[1] != found_value.shape[1]:
-        found_key, found_value = (_copied_with_room(x) for x in (key, value))
-    key, value = found_key, found_value
-    lengths = _lengths(length, batch * kv_heads, query.device)
-    if sinks is None:
-        out = decode_attention(query, key, value, kv_lengths=lengths, **options)
-        return out.reshape(batch, 1, heads, out.shape[-1])
-    out, lse = decode_attention(query, key, value, kv_lengths=lengths, return_lse=True, **options)
-    # The sinks join the denominator: exp(lse) / (exp(lse) + exp(sinks)) of the weights is left for the keys.
-    left = torch.sigmoid(lse.reshape(batch, 1, heads, 1) - sinks.float()[:, None])
-    return (out.reshape(batch, 1, heads, -1) * left).to(out.dtype)
-
-
-def _with_room(x: torch.Tensor) -> torch.Tensor | None:
-    """[B * Hkv, room, 1, D]: the keys or values with what stands behind those of each head in memory.
-
-    None where nothing does, and their number is not one of the few either.
-    """
-    batch, heads, length, width = x.shape
-    step = x.stride(1)
-    room = step // width
-    if x.stride()[2:] != (width, 1) or step % width or room < length or (batch > 1 and x.stride(0) != heads * step):
-        return None
-    if (room == length and room != growing.bucket(length)) or _end(x, batch * heads * step) > 0:
-        return None
-    return x.as_strided((batch * heads, room, 1, width), (step, width, width, 1))
-
-
-def _end(x: torch.Tensor, elements: int) -> int:
-    """How far so many elements from x's first one on reach beyond its storage, in bytes; not above 0 where they fit."""
-    return (x.storage_offset() + elements) * x.element_size() - x.untyped_storage().nbytes()
-
-
-def _copied_with_room(x: torch.Tensor) -> torch.Tensor:
-    """_with_room in new memory."""
-    batch, heads, length, width = x.shape
-    larger = x.new_empty(batch, heads, growing.bucket(length), width)
-    larger[:, :, :length].copy_(x)
-    return larger.view(batch * heads, -1, 1, width)
-
-
-def _lengths(length: int, count: int, device: torch.device) -> torch.Tensor:
-    """The length, count times. A captured CUDA graph has its own: it may outlive what is kept here."""
-    if device.type != "cuda":
-        return _kept_lengths(length, count, device, 0)
-    if torch.cuda.is_current_stream_capturing():
-        return torch.full((count,), length, dtype=torch.int32, device=device)
-    return _kept_lengths(length, count, device, torch.cuda.current_stream(device).cuda_stream)
-
-
-@functools.lru_cache(maxsize=4)  # the layers of a model ask for the same ones
-def _kept_lengths(length: int, count: int, device: torch.device, stream: int) -> torch.Tensor:
-    """The lengths for work on this stream, which fills them first."""
-    return torch.full((count,), length, dtype=torch.int32, device=device)
+    mask, bias, _ = others
+    if any(x is not None and x.shape[-1] != key.shape[2] for x in (mask, bias)):
+        return False
+    if not torch.is_grad_enabled():
+        return True
+    return not any(x is not None and x.requires_grad for x in (query, key, value, *others))
 
 
 def attention_mask(

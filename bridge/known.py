@@ -5,6 +5,7 @@ values. A check of PyTorch's own compares the tensors, in a microsecond. Whateve
 a first call: compilers, transforms, autocast, modes, tensors that are strided.
 """
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,10 +29,13 @@ class KnownCall:
     chain: what runs, a LoadedChain or the like. is_direct, has_grad: whether the direct route, and gradients, were on
     when it was made. finish: makes the results of the list that a chain gives. function: where a gradient is needed,
     the Function whose forward takes this call and the tensors, and gives what the chain does. facts: those of the call
-    that the Function wants. backwards: the calls of its backward.
+    that the Function wants. backwards: the calls of its backward. references: what ends it with each of its Masks.
     """
 
-    __slots__ = ("backwards", "chain", "check", "facts", "finish", "function", "has_grad", "is_direct", "statics")
+    __slots__ = (
+        *("backwards", "chain", "check", "facts", "finish", "function", "has_grad", "is_direct", "references"),
+        "statics",
+    )
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class KnownCall:
         self.function = function
         self.facts = facts
         self.backwards = None if function is None else Known()
+        self.references: list[Any] = []
         self.statics: Any = None
         self.check: Callable[..., bool] = _never
 
@@ -96,10 +101,17 @@ class Known:
         self._last = call
         return call
 
-    def learn(self, statics: Any, tensors: Sequence[torch.Tensor], make: Callable[[], KnownCall | None]) -> None:
+    def learn(
+        self,
+        statics: Any,
+        tensors: Sequence[torch.Tensor],
+        make: Callable[[], KnownCall | None],
+        masks: Sequence[Any] = (),
+    ) -> None:
         """Makes a call known, unless its tensors cannot be checked, or are not read in place.
 
-        make: gives the call, or None where there is none.
+        make: gives the call, or None where there is none. masks: those Masks whose ids the statics hold. With one of
+        them the call ends, so that it keeps no Mask alive, and no other Mask is taken for it.
         """
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return
@@ -113,6 +125,8 @@ class Known:
         if check is None:
             return
         call.statics, call.check = statics, check
+        forget = functools.partial(_forget, weakref.ref(self), key)
+        call.references = [weakref.ref(mask, forget) for mask in masks]
         try:
             self._calls[key] = call
         except TypeError:  # the statics are not hashable
@@ -120,12 +134,23 @@ class Known:
         while len(self._calls) > _MOST:
             self._calls.pop(next(iter(self._calls)), None)
 
+    def forget(self, key: Any) -> None:
+        """Ends the call of a key."""
+        self._last = self._nothing
+        self._calls.pop(key, None)
+
     def clear(self) -> None:
         self._last = self._nothing
         self._calls.clear()
 
     def __len__(self) -> int:
         return len(self._calls)
+
+
+def _forget(reference: "weakref.ref[Known]", key: Any, _: Any) -> None:
+    known = reference()
+    if known is not None:
+        known.forget(key)
 
 
 def same_tensors(read: Sequence[Any], given: Sequence[Any]) -> bool:

@@ -60,13 +60,15 @@ def define(
     fake: Callable[..., Any],
     differentiate: Callable[..., Any],
     label: Callable[..., str],
+    push: Callable[..., Any] | None = None,
 ) -> Any:
     """The operator torch.ops.jax_kernels.<name>, for CPU and CUDA tensors.
 
     program: gives what runs, whose tensors are the operator's, in its order. finish: gives what makes the operator's
     results of the program's list, and holds no tensor. fake: gives empty results of their shapes. differentiate: gives
     the results where they need a gradient; it calls the operator with below_function. label: gives the name for the
-    error that refuses a tensor with a tangent, of forward-mode differentiation.
+    error that refuses a tensor with a tangent, of forward-mode differentiation. push: gives the results of such
+    tensors, with their tangents, where that is possible.
 
     <name>_direct is the same operator, for compiled graphs of calls that are launched directly: they may be part of a
     CUDA graph.
@@ -84,7 +86,7 @@ def define(
         return KnownCall(chain_for(function, tensors, operands), finish(*arguments))
 
     operator, direct = (
-        _defined(full, schema, tags, kernel, known_call, fake, differentiate, label)
+        _defined(full, schema, tags, kernel, known_call, fake, differentiate, label, push)
         for full, tags in ((name, (*_TAGS, torch.Tag.cudagraph_unsafe)), (f"{name}_direct", _TAGS))
     )
     _DIRECT[operator] = _Direct(operator=direct, program=program)
@@ -100,6 +102,7 @@ def _defined(
     fake: Callable[..., Any],
     differentiate: Callable[..., Any],
     label: Callable[..., str],
+    push: Callable[..., Any] | None,
 ) -> Any:
     _LIBRARY.define(name + schema, tags=tags)
     for key in ("CPU", "CUDA"):
@@ -116,7 +119,7 @@ def _defined(
             return call(seen.tensors)
         flat = _flat(arguments)
         if has_tangent(flat):
-            refuse_tangent(label(*arguments))
+            return refuse_tangent(label(*arguments)) if push is None else push(*arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*flat):
             return differentiate(*arguments)
         results = below_autograd(operator, *arguments)
@@ -272,7 +275,27 @@ def chain_for(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
 ) -> Callable[..., list[torch.Tensor]]:
     """The function of the tensors that are there: its chain, or what runs it by the DLPack route."""
-    return route.find(function, tensors, operands) or _ThroughJax(function, tensors, operands)
+    chain, other = route.find(function, tensors, operands), _ThroughJax(function, tensors, operands)
+    device = next(x.device for x in tensors if x is not None)
+    if chain is None or operands is None or not operands.masks or device.type != "cuda":
+        return chain or other
+    return _UnderMasks(chain, other, operands, device)
+
+
+class _UnderMasks:
+    """A chain whose first inputs are the arrays of Masks."""
+
+    __slots__ = ("_chain", "_device", "_operands", "_other")
+
+    def __init__(self, chain: Any, other: _ThroughJax, operands: Any, device: torch.device) -> None:
+        self._chain = chain
+        self._other = other
+        self._operands = operands
+        self._device = device
+
+    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        masks = self._operands.tensors(self._device)
+        return self._other(*tensors) if masks is None else self._chain(*masks, *tensors)
 
 
 _KNOWN: dict[Any, Known] = {}  # by function

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge.argument_names import rename
 from jax_kernels.bridge.function import JaxOp, Seen, seen
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
@@ -211,7 +212,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """torch.nn.functional.linear, weight [N, K]; with the arguments of bridge.matmul but transpose_w."""
     if "transpose_w" in arguments:
         raise TypeError("transpose_w: linear's weight is [N, K]; want bridge.matmul for another one")
-    return matmul(x, weight, bias=bias, transpose_w=True, **arguments)
+    if torch.compiler.is_compiling():
+        return matmul(x, weight, bias=bias, transpose_w=True, **arguments)
+    try:
+        return matmul(x, weight, bias=bias, transpose_w=True, **arguments)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        rename(error, w="weight")
+        raise
 
 
 def _under_autocast(*tensors: torch.Tensor | None) -> list[Any]:

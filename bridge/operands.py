@@ -9,7 +9,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jax_kernels.bridge import dlpack, library
 from jax_kernels.bridge.once import fresh_name
 from jax_kernels.masks import Mask, checks
 
-__all__ = ["NONE", "MaskSignature", "Operands", "found", "kept_operands", "on_device", "operands_of"]
+__all__ = ["NONE", "MaskSignature", "Operands", "found", "kept_operands", "may_be_known", "on_device", "operands_of"]
 
 
 class ArraySignature(NamedTuple):
@@ -46,6 +46,11 @@ class _OfMasks:
     def masks(self) -> tuple[Mask, ...]:
         raise NotImplementedError
 
+    @property
+    def held(self) -> tuple[Mask, ...]:
+        """The Masks as they were given: as long as somebody holds these, they are found."""
+        raise NotImplementedError
+
     @functools.cached_property
     def signature(self) -> MaskSignature:
         facts = [_facts_of(mask) for mask in self.masks]
@@ -57,8 +62,7 @@ class _OfMasks:
 
         None where they cannot be had: PyTorch lacks a dtype, or a CUDA graph is being captured and they are not there.
         """
-        found = [_tensors(mask, device) for mask in self.masks]
-        return None if any(x is None for x in found) else [y for x in found if x is not None for y in x]
+        return _tensors_of(map(_facts_of, self.masks), device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,10 +76,17 @@ class Operands(_OfMasks):
     def masks(self) -> tuple[Mask, ...]:
         return self.given
 
+    @property
+    def held(self) -> tuple[Mask, ...]:
+        return self.given
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class KeptOperands(_OfMasks):
-    """The Masks of calls in a graph of torch.compile. They are found as long as all of them live."""
+    """The Masks of calls that are made again: of known ones, and in a graph of torch.compile.
+
+    They are found as long as all of them live.
+    """
 
     name: str
     device: torch.device
@@ -83,8 +94,18 @@ class KeptOperands(_OfMasks):
 
     @property
     def masks(self) -> tuple[Mask, ...]:
-        living = [mask for reference in self.references if (mask := reference()) is not None]
-        return tuple(on_device(mask, self.device) for mask in living)
+        return tuple(on_device(mask, self.device) for mask in self.held)
+
+    @property
+    def held(self) -> tuple[Mask, ...]:
+        return tuple(mask for reference in self.references if (mask := reference()) is not None)
+
+    @functools.cached_property
+    def _facts(self) -> list["_Facts"]:
+        return [_facts_of(mask) for mask in self.masks]
+
+    def tensors(self, device: torch.device) -> list[torch.Tensor] | None:
+        return _tensors_of(self._facts, device)
 
     def is_of(self, masks: Sequence[Mask], device: torch.device) -> bool:
         """Whether it holds these very masks, for calls on the device."""
@@ -138,10 +159,20 @@ def _facts_of(mask: Mask) -> _Facts:
     return facts
 
 
-def _tensors(mask: Mask, device: torch.device) -> list[torch.Tensor] | None:
-    facts = _facts_of(mask)
-    if not facts.arrays:
-        return []
+def _tensors_of(every: Iterable[_Facts], device: torch.device) -> list[torch.Tensor] | None:
+    """_OfMasks.tensors of Masks on that device."""
+    tensors: list[torch.Tensor] = []
+    for facts in every:
+        if facts.arrays:
+            found = _read(facts, device)
+            if found is None:
+                return None
+            tensors += found
+    return tensors
+
+
+def _read(facts: _Facts, device: torch.device) -> list[torch.Tensor] | None:
+    """The arrays of a Mask, for work on PyTorch's current stream."""
     is_capturing = dlpack.is_capturing(device)
     stream = torch.cuda.current_stream(device)
     found = facts.copies.get(device)
@@ -149,7 +180,7 @@ def _tensors(mask: Mask, device: torch.device) -> list[torch.Tensor] | None:
         if is_capturing:
             return None
         try:
-            tensors = dlpack.export_arrays(jax.tree.leaves(mask), device)
+            tensors = dlpack.export_arrays(jax.tree.leaves(facts.reference()), device)
         except TypeError:
             return None
         copied = torch.cuda.Event()
@@ -166,6 +197,11 @@ def _tensors(mask: Mask, device: torch.device) -> list[torch.Tensor] | None:
     return found.tensors
 
 
+def may_be_known(masks: Sequence[Mask]) -> bool:
+    """Whether a call with these Masks is the same another time: what they hold does not change."""
+    return all(isinstance(x, jax.Array) for mask in masks for x in jax.tree.leaves(mask))
+
+
 def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:
     """Registers the masks, with their arrays on the device, under a new name."""
     operands = Operands(fresh_name("masks"), tuple(on_device(mask, device) for mask in masks))
@@ -175,7 +211,7 @@ def operands_of(masks: Sequence[Mask], device: torch.device) -> Operands:
 
 
 def kept_operands(masks: Sequence[Mask], device: torch.device) -> KeptOperands:
-    """The operands of masks in a graph of torch.compile, which takes their name for a constant."""
+    """The operands of Masks whose calls are made again; a graph of torch.compile takes their name for a constant."""
     with _LOCK:
         for kept in list(_KEPT.values()):
             if kept.is_of(masks, device):

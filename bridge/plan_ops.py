@@ -4,15 +4,19 @@ Operator `call` runs a plan's forward, `call_backward` its backward. Both take t
 of the Masks.
 """
 
+from typing import NamedTuple
+
 import torch
+from torch.autograd import forward_ad
 
 from jax_kernels.bridge import library, private
 from jax_kernels.bridge.known import KnownCall
-from jax_kernels.bridge.operands import NONE, found
+from jax_kernels.bridge.operands import KeptOperands, Operands, found
 from jax_kernels.bridge.planning import make_plan
-from jax_kernels.bridge.plans import find_plan
+from jax_kernels.bridge.plans import Plan, find_plan
+from jax_kernels.bridge.tangents import pushed
 
-__all__ = ["Call", "KnownPlan", "backward_op", "call_op"]
+__all__ = ["Call", "CallWithTangents", "KnownPlan", "PlanFacts", "backward_op", "call_op"]
 
 
 def _program(tensors, plan, operands=""):
@@ -74,14 +78,57 @@ class Call(torch.autograd.Function):
         library.refuse_tangent(ctx.plan.label)
 
 
+def _residual_zeros(plan):
+    return [torch.zeros(info.shape, dtype=info.dtype, device=plan.device) for info in plan.results[plan.count :]]
+
+
+class CallWithTangents(torch.autograd.Function):
+    """A call in forward mode, also of tensors that need a gradient."""
+
+    @staticmethod
+    @private.unseen_by_dynamo
+    def forward(ctx, plan, operands, *tensors):
+        results = Call.forward(ctx, plan, operands, *tensors)
+        ctx.save_for_forward(*tensors)
+        return results
+
+    @staticmethod
+    @private.unseen_by_dynamo
+    def backward(ctx, *cotangents):
+        if forward_ad._current_level >= 0:  # what the forward kept has tangents of zeros
+            library.refuse_tangent(f"the gradient of {ctx.plan.label}")
+        return Call.backward(ctx, *cotangents)
+
+    @staticmethod
+    @private.unseen_by_dynamo
+    def jvp(ctx, _, __, *tangents):
+        plan = ctx.plan
+        moving = tuple(x is not None and plan.request.signatures[at].is_inexact for at, x in enumerate(tangents))
+        moved = [x for x, is_moving in zip(tangents, moving, strict=True) if is_moving]
+        name = pushed(plan.request, moving).name
+        given = [*ctx.saved_for_forward, *moved]
+        found = iter(library.below_function(call_op, given, name, ctx.operands.name))
+        results = [None if at in plan.fixed else next(found) for at in range(plan.count)]
+        # PyTorch wants a tangent of each residual. Those of zeros are read by nobody: see backward.
+        return (*results, *[x if x.is_floating_point() or x.is_complex() else None for x in _residual_zeros(plan)])
+
+
+class PlanFacts(NamedTuple):
+    """The facts of a KnownCall of a plan. operands: its Masks."""
+
+    plan: Plan
+    operands: Operands | KeptOperands
+
+
 class KnownPlan(torch.autograd.Function):
-    """A KnownCall of a plan, with its gradient."""
+    """A KnownCall of a plan, with its gradient. Its facts are PlanFacts."""
 
     @staticmethod
     @private.unseen_by_dynamo
     def forward(ctx, call, *tensors):
-        plan, results = call.facts, call.chain(*tensors)
+        (plan, operands), results = call.facts, call.chain(*tensors)
         ctx.call = call
+        ctx.masks = operands.held  # until the backward
         ctx.set_materialize_grads(False)
         stored = [tensors[index] for index in plan.inputs_read] + [results[index] for index in plan.outputs_read]
         ctx.save_for_backward(*stored, *results[plan.count :])
@@ -92,7 +139,7 @@ class KnownPlan(torch.autograd.Function):
     @private.unseen_by_dynamo
     def backward(ctx, *cotangents):
         call = ctx.call
-        plan = call.facts
+        plan, operands = call.facts
         if any(cotangent is not None for cotangent in cotangents[plan.count :]):
             library.refuse_second_gradient(plan.label)
         given = [None if x is None else x.contiguous() for x in cotangents[: plan.count]]
@@ -105,19 +152,19 @@ class KnownPlan(torch.autograd.Function):
         if known is not None:
             gradients = known(tensors)
         else:
-            gradients = library.call_in_backward(backward_op, stored, given, plan.name, "")
+            gradients = library.call_in_backward(backward_op, stored, given, plan.name, operands.name)
             if library.is_plain_call() and not torch.is_grad_enabled():
-                call.backwards.learn(statics, tensors, lambda: _known_backward(plan, (*stored, *given)))
+                call.backwards.learn(statics, tensors, lambda: _known_backward(call.facts, (*stored, *given)))
         found = iter(gradients)
         return (None, *(next(found) if needed else None for needed in plan.needs))
 
     @staticmethod
     def jvp(ctx, *tangents):
-        library.refuse_tangent(ctx.call.facts.label)
+        library.refuse_tangent(ctx.call.facts.plan.label)
 
 
-def _known_backward(plan, tensors):
-    return KnownCall(library.chain_for(plan.backward, tensors, NONE), _same)
+def _known_backward(facts, tensors):
+    return KnownCall(library.chain_for(facts.plan.backward, tensors, facts.operands), _same)
 
 
 def _differentiate(tensors, plan, operands=""):
@@ -130,6 +177,16 @@ def _differentiate(tensors, plan, operands=""):
     # The residuals of another level of torch.func. Its backward reads them, and must not be differentiated.
     again = lambda *tensors: library.below_function(call_op, list(tensors), plan, operands)[own.count :]
     return [*results, *library.refuse_gradient(asked.label, again, tensors)]
+
+
+def _push(tensors, plan, operands=""):
+    """The call's results, with tangents."""
+    asked = find_plan(plan)
+    if asked.has_gradient:  # of another level of torch.func, whose backward would read residuals without tangents
+        library.refuse_tangent(f"the gradient of {asked.label}")
+    needs = tuple(torch.is_grad_enabled() and x.requires_grad for x in tensors)
+    own = make_plan(asked.request, needs)
+    return list(library.apply(CallWithTangents, own, found(operands), *tensors)[: own.count])
 
 
 def _differentiate_backward(stored, cotangents, plan, operands=""):
@@ -149,6 +206,7 @@ call_op = library.define(
     fake=lambda tensors, plan, operands="": _empty(find_plan(plan), find_plan(plan).results),
     differentiate=_differentiate,
     label=lambda tensors, plan, operands="": find_plan(plan).label,
+    push=_push,
 )
 backward_op = library.define(
     "call_backward",
@@ -157,5 +215,5 @@ backward_op = library.define(
     finish=lambda *arguments: _same,
     fake=lambda stored, cotangents, plan, operands="": _empty(find_plan(plan), find_plan(plan).grads),
     differentiate=_differentiate_backward,
-    label=lambda stored, cotangents, plan, operands="": find_plan(plan).label,
+    label=lambda stored, cotangents, plan, operands="": f"the gradient of {find_plan(plan).label}",
 )

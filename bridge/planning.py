@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge.argument_names import leaf_names
 from jax_kernels.bridge.once import once
 from jax_kernels.bridge.operands import MaskSignature
-from jax_kernels.bridge.plans import FUNCTIONS, Info, Plan, Request, Residual, Signature, keep, new_name
+from jax_kernels.bridge.plans import FUNCTIONS, Info, Plan, Request, Residual, keep, new_name
 from jax_kernels.bridge.structure import Leaf, flatten, rebuild
 
 __all__ = ["cotangents_of", "make_plan", "mapped_axes", "mask_specs", "outputs_of", "plan_for"]
@@ -35,7 +36,7 @@ def make_plan(request: Request, needs: tuple[bool, ...]) -> Plan:
 
 def _planned(name: str, request: Request, needs: tuple[bool, ...]) -> Plan:
     signatures = request.signatures
-    device = _check(signatures)
+    device = _check(request)
     outputs, structures = outputs_of(request)
     moving = [index for index, needed in enumerate(needs) if needed]
     specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in signatures]
@@ -100,13 +101,13 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...]) -> Plan:
     )
 
 
-def _check(signatures: tuple[Signature, ...]) -> torch.device:
-    """The device of all tensors. Raises what from_jax documents."""
-    if not signatures:
+def _check(request: Request) -> torch.device:
+    """The device of all tensors. Raises what from_jax documents, and names the argument."""
+    if not request.signatures:
         raise ValueError("got no tensor among the arguments, want at least one: its device is where the function runs")
-    first, *_ = signatures
-    for index, x in enumerate(signatures):
-        name = f"tensor argument {index}"
+    first, *_ = request.signatures
+    names = leaf_names(FUNCTIONS[request.function], request.structure)
+    for name, x in zip(names, request.signatures, strict=True):
         dlpack.check_dtype(name, x.dtype)
         if x.layout != torch.strided:
             raise ValueError(f"{name}: got layout {x.layout}, want a dense tensor; convert it with .to_dense()")

@@ -30,6 +30,7 @@ __all__ = [
     "keep",
     "new_name",
     "register",
+    "stem_of",
 ]
 
 
@@ -40,6 +41,11 @@ class Signature(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     layout: torch.layout
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether it holds numbers that can be differentiated."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
 
 class Map(NamedTuple):
@@ -116,7 +122,7 @@ class Plan:
     @property
     def label(self) -> str:
         """Its name in error messages."""
-        return f"from_jax of {_stem(self.request)}"
+        return f"from_jax of {stem_of(self.request.function)}"
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -133,14 +139,14 @@ def register(function: Callable[..., Any]) -> str:
     return name
 
 
-def _stem(request: Request) -> str:
-    """The function's own name, without what fresh_name added."""
-    return request.function.rsplit("_", 2)[0]
+def stem_of(name: str) -> str:
+    """The own name of a function in FUNCTIONS, without what fresh_name added."""
+    return name.rsplit("_", 2)[0]
 
 
 def new_name(request: Request) -> str:
     """A name for a plan of this request, which no other plan has, in this process or another."""
-    return fresh_name(_stem(request))
+    return fresh_name(stem_of(request.function))
 
 
 def keep(name: str, make: Callable[[], Plan]) -> Plan:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "Check",
     "empty_on_gpu",
     "guard",
     "hint",

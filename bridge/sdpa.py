@@ -175,6 +175,8 @@ def _inputs(
     if not batch == key.shape[:-3] == value.shape[:-3]:
         batch = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
         query, key, value = (x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))
+    if mask is not None and not torch.compiler.is_compiling():
+        _check_mask(mask, (*batch, heads, query.shape[-2], key.shape[-2]))
     if len(batch) > 1:
         mask = None if mask is None else _of_one_batch(mask, batch)
         query, key, value = (x.flatten(0, -4) for x in (query, key, value))
@@ -197,6 +199,13 @@ def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_g
             f"query, key, value: got {of_query}, {got} heads, want one number of heads, 1, or enable_gqa=True"
         )
     return most
+
+
+def _check_mask(mask: torch.Tensor, want: tuple[int, ...]) -> None:
+    """Raises unless the mask is broadcastable to [*batch, H, T, S]."""
+    pairs = zip(reversed(mask.shape), reversed(want), strict=False)
+    if any(got not in (1, size) for got, size in pairs):
+        raise ValueError(f"attn_mask: got shape {tuple(mask.shape)}, want one broadcastable to {want}")
 
 
 def _broadcast(*shapes: Sequence[int]) -> tuple[int, ...]:

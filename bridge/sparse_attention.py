@@ -1,28 +1,45 @@
 """Attention on PyTorch tensors under masks of blocks, dynamic masks, Mask objects and functions of the scores."""
 
+import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from jax_kernels.bridge import growing, library
+from jax_kernels.bridge import growing, library, twins
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
-from jax_kernels.bridge.function import from_jax
+from jax_kernels.bridge.function import JaxOp, Seen, from_jax
+from jax_kernels.bridge.known import KnownCall
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import block_sparse_attention as block_sparse
 from jax_kernels.ops.attention import dynamic_mask_attention as dynamic_mask
 from jax_kernels.ops.attention import flash_attention as attention
 
-__all__ = ["attend", "block_sparse_attention", "dynamic_mask_attention"]
+__all__ = ["attend", "block_sparse_attention", "dynamic_mask_attention", "find"]
 
-_flash = from_jax(attention.flash_attention)
+_flash = JaxOp(attention.flash_attention)
 _block_sparse = from_jax(block_sparse.block_sparse_attention)
 _dynamic_mask = from_jax(dynamic_mask.dynamic_mask_attention)
 
 
-def attend(query: Any, key: Any, value: Any, *, mask: Any, bias: Any, **arguments: Any) -> Any:
-    """bridge.flash_attention with a Mask or a score_mod. A score_mod, and the structure of a Mask, are constants."""
-    (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
-    return _flash(query, key, value, mask=mask, bias=bias, **arguments)
+def attend(
+    query: Any, key: Any, value: Any, seen: Seen | None, *, bias: Any, sinks: Any, mask: Any, **arguments: Any
+) -> Any:
+    """bridge.flash_attention with a Mask or a score_mod. A score_mod, and the structure of a Mask, are constants.
+
+    seen: what the call is known as from now on. A score_mod that is made anew for each call is not known.
+    """
+    (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments | {"sinks": sinks})
+    del arguments["sinks"]
+    score_mod = arguments.get("score_mod")
+    if isinstance(score_mod, types.FunctionType) and seen is not None and twins.first_of(score_mod) is not score_mod:
+        seen = None
+    return _flash.serve(seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **arguments)
+
+
+def find(statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
+    """The call of `attend` that is known by that. Not for code that torch.compile traces."""
+    return _flash.find(Seen(statics, tensors))
 
 
 def block_sparse_attention(

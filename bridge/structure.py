@@ -17,10 +17,10 @@ import torch
 from jax_kernels.bridge import twins
 from jax_kernels.masks import Mask
 
-__all__ = ["SINGLE", "Leaf", "flatten", "rebuild"]
+__all__ = ["MASK", "SINGLE", "Leaf", "flatten", "rebuild"]
 
 _LEAF, _MASK = ("leaf",), ("mask",)
-SINGLE = _LEAF  # the structure of one leaf
+SINGLE, MASK = _LEAF, _MASK  # the structures of one leaf, and of a Mask
 _NO_MASKS: Iterator[Mask] = iter(())
 
 

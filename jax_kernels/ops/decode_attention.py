@@ -9,7 +9,9 @@ import jax.numpy as jnp
 
 from jax_kernels import dispatch
 from jax_kernels.dispatch import Implementation, Request
+from jax_kernels.masks import Mask
 from jax_kernels.ops import checks, reasons
+from jax_kernels.ops.attention.checks import checked_bias, checked_mask
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.partitioning import Axis, Shares, is_partitioned, partitioned
@@ -29,7 +31,8 @@ SMALLEST_PAGE = 16
 class DecodeRequest(Request):
     """A decode_attention call without its arrays. kv_length: the keys that a sequence has room for.
 
-    window: (left, 0), or None. page_size: None where the keys of a sequence are contiguous.
+    window: (left, 0), or None. page_size: None where the keys of a sequence are contiguous. has_mask: a bool array, or
+    a Mask, which becomes one.
     """
 
     batch: int
@@ -44,6 +47,8 @@ class DecodeRequest(Request):
     window: tuple[int, int] | None
     softcap: float | None
     has_sinks: bool
+    has_mask: bool
+    has_bias: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,8 @@ def decode_attention(
     *,
     kv_lengths: jax.Array | None = None,
     block_tables: jax.Array | None = None,
+    mask: jax.Array | Mask | None = None,
+    bias: jax.Array | None = None,
     window: int | tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
@@ -80,7 +87,8 @@ def decode_attention(
         position = (kv_lengths[:, None] - T + arange(T))[:, None, :, None]
         scores = jnp.einsum("bthd,bshd->bhts", query, key).astype(float32) * scale
         scores = softcap * tanh(scores / softcap) if softcap else scores
-        keep = (arange(S) <= position) & (arange(S) >= position - left)  # left: the window's
+        scores = scores + bias
+        keep = (arange(S) <= position) & (arange(S) >= position - left) & mask  # left: the window's
         scores = where(keep, scores, -inf)
         lse = logaddexp(logsumexp(scores, axis=-1), sinks[:, None])
         out = jnp.einsum("bhts,bshd->bthd", exp(scores - lse[..., None]), value)
@@ -100,6 +108,13 @@ def decode_attention(
       block_tables: [B, max_pages] int32, the numbers of each sequence's pages, in order. Those past its length are
         never looked at; all others are pages, also where a window leaves them out. It needs kv_lengths; S is
         max_pages * page_size.
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend; floats of 0 and 1 are taken too, unless
+        JAX traces them. Its first axis may be any divisor n of B: each entry is then that of B / n sequences, one after
+        another, as where the heads of the keys are part of the batch. Or a masks.Mask, for which a query stands at its
+        position: it becomes an array first. Keys that a mask leaves out are still read: what leaves out whole stretches
+        is better said by kv_lengths and window.
+      bias: broadcastable to [B, H, T, S] as mask is, in query's dtype or float32, added to the scores after softcap.
+        -inf leaves a key out. One of [1, H, 1, S] is that of ALiBi.
       window: (left, right), or an int for both: a query at position p attends to keys from p - left on. -1 or None is
         no limit. The right side has no effect: no query attends to keys after its own. At most 2**29.
       softcap: a number above 0: the scores become softcap * tanh(scores / softcap).
@@ -127,6 +142,8 @@ def decode_attention(
         value=value,
         kv_lengths=kv_lengths,
         block_tables=block_tables,
+        mask=mask,
+        bias=bias,
         window=window,
         softcap=softcap,
         sinks=sinks,
@@ -142,7 +159,7 @@ def decode_attention(
 
 
 class _Arrays(NamedTuple):
-    """The arrays of a call, in the kernels' form and order. block_tables and sinks may be None."""
+    """The arrays of a call, in the kernels' form and order. Those from block_tables on may be None."""
 
     query: Any
     key: Any
@@ -150,10 +167,25 @@ class _Arrays(NamedTuple):
     kv_lengths: Any
     block_tables: Any
     sinks: Any
+    mask: Any
+    bias: Any
 
 
 def _check(
-    *, query, key, value, kv_lengths, block_tables, window, softcap, sinks, scale, return_lse, implementation
+    *,
+    query,
+    key,
+    value,
+    kv_lengths,
+    block_tables,
+    mask,
+    bias,
+    window,
+    softcap,
+    sinks,
+    scale,
+    return_lse,
+    implementation,
 ) -> tuple[DecodeRequest, _Arrays]:
     """The request behind a call, and its arrays."""
     query, key, value = (
@@ -175,6 +207,9 @@ def _check(
         if kv_lengths is None:
             raise ValueError("kv_lengths: got None with block_tables, want [batch] int32: how many keys count")
     kv_lengths = checks.checked_lengths(kv_lengths, batch)
+    scores = lambda x: (_entries_of(x, batch), heads, q_length, capacity)
+    mask = _keys_of(checked_mask(mask, scores(mask)), kv_lengths, q_length, capacity)
+    bias = _keys_of(checked_bias(bias, scores(bias), query.dtype), kv_lengths, q_length, capacity)
     if kv_lengths is None:
         kv_lengths = jnp.full((batch,), capacity, jnp.int32)
     if sinks is not None and not isinstance(sinks, jax.ShapeDtypeStruct):
@@ -195,8 +230,39 @@ def _check(
         window=window,
         softcap=None if softcap is None else float(softcap),
         has_sinks=sinks is not None,
+        has_mask=mask is not None,
+        has_bias=bias is not None,
     )
-    return request, _Arrays(query, key, value, kv_lengths, block_tables, sinks)
+    arrays = _Arrays(
+        query=query,
+        key=key,
+        value=value,
+        kv_lengths=kv_lengths,
+        block_tables=block_tables,
+        sinks=sinks,
+        mask=mask,
+        bias=bias,
+    )
+    return request, arrays
+
+
+def _entries_of(x: Any, batch: int) -> int:
+    """The entries of a mask or bias along the batch, where each is that of several sequences; else the batch."""
+    shape: tuple[int, ...] = () if x is None or isinstance(x, Mask) else getattr(x, "shape", ())
+    return shape[0] if len(shape) == 4 and shape[0] > 1 and batch % shape[0] == 0 else batch
+
+
+def _keys_of(x: Any, kv_lengths: Any, q_length: int, capacity: int) -> Any:
+    """A mask or bias as an array [B or 1, H or 1, T or 1, S]; None for None. A Mask's queries end at the lengths."""
+    if isinstance(x, Mask):
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in (*jax.tree.leaves(x), kv_lengths)):
+            return jax.ShapeDtypeStruct((x.batch, x.heads, q_length, capacity), bool)
+        last = capacity if kv_lengths is None else jnp.clip(kv_lengths, 0, capacity)
+        return x.unprepared.to_dense(q_length, capacity, q_offset=last - q_length)
+    if x is None or x.shape[3] == capacity:
+        return x
+    shape = (*x.shape[:3], capacity)
+    return jax.ShapeDtypeStruct(shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.broadcast_to(x, shape)
 
 
 def _check_shapes(query: Any, key: Any, value: Any, *, is_paged: bool) -> None:
@@ -246,6 +312,8 @@ def _supports_mosaic(request: DecodeRequest) -> str | None:
         return "its wgmma products take bfloat16 and float16, not float32"
     if request.head_dim % 64 or request.v_head_dim % 64:
         return "its head_dims are multiples of 64: it would have to copy the cache to pad it"
+    if request.has_mask or request.has_bias:
+        return "it takes no mask and no bias"
     if request.kv_length % 8:
         return "its cache has a length that is a multiple of 8: it would have to copy the cache to pad it"
     return reasons.no_mosaic(request)
@@ -307,7 +375,21 @@ def _shared(function: Any) -> Any:
         heads, kv_heads = by_heads(given.query.shape[2], given.key.shape[2])
         batch = Axis(BATCH)
         of_cache = (batch if given.block_tables is None else None, None, kv_heads, None)
-        axes = _Arrays((batch, None, heads, None), of_cache, of_cache, (batch,), (batch, None), (batch, heads))
+        entries = given.query.shape[0]
+        given = given._replace(mask=_repeated(given.mask, entries), bias=_repeated(given.bias, entries))
+        of_scores = lambda x: (
+            None if x is None else (batch if x.shape[0] > 1 else None, heads if x.shape[1] > 1 else None, None, None)
+        )
+        axes = _Arrays(
+            query=(batch, None, heads, None),
+            key=of_cache,
+            value=of_cache,
+            kv_lengths=(batch,),
+            block_tables=(batch, None),
+            sinks=(batch, heads),
+            mask=of_scores(given.mask),
+            bias=of_scores(given.bias),
+        )
         shares = Shares(
             arguments=[of for of, x in zip(axes, given, strict=True) if x is not None],
             results=lambda _: [axes.query, (batch, heads, None)],
@@ -316,9 +398,14 @@ def _shared(function: Any) -> Any:
                 HEADS: given.query.shape[2] if kv_heads is None else given.key.shape[2],
             },
         )
-        return partitioned(function, shares)(*arrays)
+        return partitioned(function, shares)(*given)
 
     return run
+
+
+def _repeated(x: Any, batch: int) -> Any:
+    """A mask or bias that vmap joined, each of whose entries is that of several sequences, with one for each."""
+    return x if x is None or x.shape[0] in (1, batch) else jnp.repeat(x, batch // x.shape[0], axis=0)
 
 
 @_decode.defjvp

@@ -6,7 +6,7 @@ from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.reference import attention
 
 
-def attention_decode(query, key, value, kv_lengths, block_tables, sinks, *, scale, softcap, left):
+def attention_decode(query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left):
     """(out [B, T, H, Dv] in query's dtype, lse [B, H, T] float32).
 
     Arguments are those of the kernels: see jax_kernels.pallas.attention.decode. scale may be any number here.
@@ -19,6 +19,17 @@ def attention_decode(query, key, value, kv_lengths, block_tables, sinks, *, scal
         key, value = (x[pages].reshape(batch, -1, *x.shape[2:]) for x in (key, value))
     kv_lengths = jnp.clip(kv_lengths, 0, key.shape[1])
     first = kv_lengths - query.shape[1]
-    inputs = AttentionInputs(query, key, value, sinks=sinks, kv_lengths=kv_lengths, q_offset=first)
+    of_sequences = lambda x: x if x is None or len(x) in (1, batch) else jnp.repeat(x, batch // len(x), axis=0)
+    inputs = AttentionInputs(
+        query,
+        key,
+        value,
+        bias=of_sequences(bias),
+        mask=of_sequences(mask),
+        sinks=sinks,
+        kv_lengths=kv_lengths,
+        q_offset=first,
+    )
     options = AttentionOptions(scale, is_causal=True, window=(left, 0) if left >= 0 else None, softcap=softcap)
-    return attention.forward(inputs, options, out_dtype=query.dtype)
+    out, lse, *_ = attention.forward(inputs, options, out_dtype=query.dtype)
+    return out, lse

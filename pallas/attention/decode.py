@@ -2,13 +2,14 @@
 
 A kernel is a function
 
-    attention_decode(query, key, value, kv_lengths, block_tables, sinks, *, scale, softcap, left, config, core_count,
-                     interpret) -> (out, lse)
+    attention_decode(query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left, config,
+                     core_count, interpret) -> (out, lse)
 
 query: [B, T, H, D]. key, value: [B, S, Hkv, D] and [B, S, Hkv, Dv]; or, with block_tables [B, pages of a sequence]
 int32, [pages, page_size, Hkv, D] and [pages, page_size, Hkv, Dv]. kv_lengths: [B] int32; below 0 counts as 0, and above
-the keys that there is room for as these. sinks: [B, H] float32 or None. scale: positive. left: how many keys before its
-own a query attends to, -1 for all. out: [B, T, H, Dv] in query's dtype. lse: [B, H, T] float32.
+the keys that there is room for as these. sinks: [B, H] float32 or None. mask, bias: bool and float [n, H or 1, T or 1,
+S], or None; each of their n entries is that of B / n sequences, one after another. scale: positive. left: how many keys
+before its own a query attends to, -1 for all. out: [B, T, H, Dv] in query's dtype. lse: [B, H, T] float32.
 
 The T queries of the H / Hkv heads of query that share a head of key are the rows of one matrix, so that a key is read
 once for all of them: row t * H / Hkv + g is query t of head g.

@@ -1,5 +1,6 @@
 """The scripts features, decode, accuracy, long_sequence and versions, as they run without a GPU."""
 
+import importlib.util
 import json
 import sys
 import types
@@ -300,6 +301,21 @@ def test_versions_side_by_side(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_flash_attention_4_beside_the_bridge(monkeypatch):
+    """It is a route where it is installed, and else one that says what is missing."""
+    bridge = importlib.import_module("bridge")  # the script
+
+    assert bridge.missing("sdpa") is None
+    own = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: own(name) if name == "torch" else None)
+    assert bridge.missing("fa4") == "the Python module flash_attn is not installed"
+    package, cute = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.cute")
+    cute.flash_attn_func = lambda query, key, value: (query + key + value, "lse")
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    assert bridge.attention_of("fa4")(1, 2, 3) == 6
+
+
 def test_huggingface_runs(tmp_path, run_script):
     pytest.importorskip("transformers", minversion="5.0")
     out = tmp_path / "huggingface.json"

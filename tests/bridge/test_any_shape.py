@@ -1,5 +1,7 @@
 """One graph of torch.compile for tensors of many shapes, by the ops that are from_jax's."""
 
+import enum
+
 import jax.numpy as jnp
 import pytest
 import tiers
@@ -59,6 +61,38 @@ def test_one_graph_serves_all_sizes(name):
     assert len(frames) == 1
 
 
+class Scale(enum.Enum):
+    ONE = 1.5
+
+
+def in_jax(tree, *, power, kind, name="unused"):
+    x, (y, index) = tree["x"], tree["pair"]
+    cut = y[:, :3]
+    return {"a": [jnp.sin(x @ y) * power, cut], "b": (index + 1, None), "c": kind.value * x.sum()}
+
+
+def test_one_graph_serves_all_sizes_of_a_users_function():
+    """One of several inputs and results in containers, with constants that no text says."""
+    call = bridge.from_jax(in_jax)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def work(x, y, index):
+        found = call({"x": x, "pair": (y, index)}, power=-0.0 + 3, kind=Scale.ONE)
+        return found["a"][0] * 2, found["b"][0], found["c"], found["b"][1]
+
+    compiled = torch.compile(work, backend=counter, fullgraph=True, dynamic=True)
+    frames = set()
+    for size in (4, 6, 10):
+        x, y, index = random(size, 2 * size), random(2 * size, 3 * size + 1), torch.arange(size, dtype=torch.int32)
+        got, want = compiled(x, y, index), work(x, y, index)
+        frames.add(counter.frame_count)
+        torch.testing.assert_close(got[:3], want[:3])
+        assert got[3] is None
+        gradients = (torch.autograd.grad(found[0].square().sum() + found[2], (x, y)) for found in (got, want))
+        torch.testing.assert_close(*gradients)
+    assert len(frames) == 1
+
+
 def test_sizes_that_torch_finds_to_change():
     """The first graph is for one size, and the second for all."""
     counter = CompileCounterWithBackend("aot_eager")
@@ -79,6 +113,32 @@ def test_sizes_of_results_that_are_no_tensors_size():
         x = random(size)
         torch.testing.assert_close(compiled(x), torch.cat([x, x]))
     assert counter.frame_count == 2
+
+
+def test_recipes_are_kept_where_no_text_says_them(monkeypatch):
+    """A graph whose recipe is a text outlives clear_cache(), another one says that it does not."""
+    monkeypatch.setattr(any_shape, "_MOST", 2)
+    scaled = JaxOp(lambda x, by, names=(): x * (by if isinstance(by, float) else by.value), is_whole=True)
+    kinds = [enum.Enum("Kind", {"one": number}) for number in range(2, 6)]
+    graph = lambda *given: torch.compile(
+        lambda x: scaled.serve(None, x, *given), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    bridge.clear_cache()
+    plain, first = graph(-0.5, ("a b", None, True, 2**70, [1])), graph(kinds[0].one)
+    x = random(5).detach()
+    torch.testing.assert_close((plain(x), first(x)), (x * -0.5, x * 2))
+    assert bridge.cache_info().recipes == 1
+    for kind in kinds[1:]:
+        graph(kind.one)(x)
+        first(x)  # so that it stays
+    assert bridge.cache_info().recipes == 2
+    bridge.clear_cache()
+    assert bridge.cache_info().recipes == 0
+    torch.testing.assert_close(plain(random(9).detach()), random(9).detach() * -0.5)
+    with pytest.raises(RuntimeError, match=r"compile it again, after torch\.compiler\.reset"):
+        first(x)
+    torch.compiler.reset()
+    torch.testing.assert_close(first(x), x * 2)
 
 
 @pytest.mark.parametrize("name", ["call_any", "call_any_backward"])

@@ -12,7 +12,17 @@ def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("options", [{}, {"window": (3, 0)}, {"softcap": 2.0, "scale": 0.5}], ids=str)
+KEPT = random(2, 1, 1, 40) > -0.5
+OPTIONS = {
+    "plain": {},
+    "window": {"window": (3, 0)},
+    "softcap": {"softcap": 2.0, "scale": 0.5},
+    "mask": {"mask": KEPT.expand(2, 4, 3, 40)},
+    "bias": {"bias": random(1, 4, 1, 40).expand(2, 4, 1, 40), "mask": KEPT},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_decode_attention(options, reference):
     query, key, value = random(2, 3, 4, 16), random(2, 40, 2, 16, seed=1), random(2, 40, 2, 16, seed=2)
     lengths = torch.tensor([17, 40], dtype=torch.int32)
@@ -22,6 +32,25 @@ def test_decode_attention(options, reference):
     torch.testing.assert_close(lse, want_lse.float(), atol=2e-6, rtol=1e-5)
     compiled = torch.compile(bridge.decode_attention, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(query, key, value, kv_lengths=lengths, **options), out)
+
+
+def test_decode_attention_by_a_mask_object():
+    query, key, value = random(2, 3, 4, 16), random(2, 40, 2, 16, seed=1), random(2, 40, 2, 16, seed=2)
+    lengths = torch.tensor([17, 40], dtype=torch.int32)
+    mask = bridge.masks.sliding_window(5, 0) | bridge.masks.prefix(2)
+    attend = lambda *x: bridge.decode_attention(*x, kv_lengths=lengths, mask=mask)
+    positions = (lengths[:, None] - 3 + torch.arange(3))[..., None]
+    keys = torch.arange(40)
+    dense = (((positions - 5 <= keys) & (keys <= positions)) | (keys < 2))[:, None]
+    want = bridge.decode_attention(query, key, value, kv_lengths=lengths, mask=dense)
+    torch.testing.assert_close(attend(query, key, value), want)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(query, key, value), want)
+    with pytest.raises(TypeError, match=r"^mask: got dtype torch\.float32, want torch\.bool"):
+        bridge.decode_attention(query, key, value, mask=dense.float())
+    with pytest.raises(ValueError, match=r"^bias: got shape \(3, 1, 1, 40\), want a shape broadcastable"):
+        bridge.decode_attention(query, key, value, bias=torch.zeros(3, 1, 1, 40))
 
 
 def test_pages():

@@ -373,3 +373,30 @@ def test_an_input_that_was_changed_after_the_forward_is_an_error():
         doubled.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_known_calls_with_masks():
+    """Each mask is itself, on a second stream too, and a backward outlives the caller's mask."""
+    inputs = qkv((2, 512, 4, 128))
+    lengths = [torch.tensor([a, 500], dtype=torch.int32, device="cuda") for a in (100, 300)]
+    made = [masks.prefix(x) for x in lengths]
+    columns = torch.arange(512, device="cuda")
+    dense = [(columns < x[:, None])[:, None, None].expand(2, 1, 512, 512) for x in lengths]
+    want = [bridge.flash_attention(*inputs, mask=x) for x in dense]
+    wanted = [torch.autograd.grad(x.float().sin().sum(), inputs) for x in want]
+    outs = []
+    side = torch.cuda.Stream()
+    for _ in range(3):
+        for mask in made:
+            outs.append(bridge.flash_attention(*inputs, mask=mask))
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), only_direct():
+        outs += [bridge.flash_attention(*inputs, mask=mask) for mask in made]
+    torch.cuda.current_stream().wait_stream(side)
+    made.clear()
+    del mask
+    gc.collect()
+    for at, out in enumerate(outs):
+        close(out, want[at % 2], 1e-2)
+        for ours, theirs in zip(torch.autograd.grad(out.float().sin().sum(), inputs), wanted[at % 2], strict=True):
+            close(ours, theirs, 2e-2)

@@ -1,8 +1,10 @@
 """from_jax: any JAX function as a PyTorch function."""
 
+import collections
 import copy
 import gc
 import pickle
+import re
 import typing
 
 import jax
@@ -195,16 +197,21 @@ def test_errors():
         bridge.from_jax(3)
     with pytest.raises(ValueError, match=r"^got no tensor among the arguments"):
         double(3)
-    with pytest.raises(
-        TypeError, match=r"^tensor argument 1: got dtype torch\.float64, .* with \.to\(torch\.float32\)"
-    ):
+    with pytest.raises(TypeError, match=r"^rest\[0\]: got dtype torch\.float64, .* with \.to\(torch\.float32\)"):
         double(x, x.double())
-    with pytest.raises(
-        ValueError, match=r"^tensor argument 1: got a tensor on meta, want the device of the others, cpu"
-    ):
-        double(x, x.to("meta"))
-    with pytest.raises(ValueError, match=r"^tensor argument 0: got layout torch.sparse_coo"):
+    with pytest.raises(ValueError, match=r"^rest\[1\]: got a tensor on meta, want the device of the others, cpu"):
+        double(x, x, x.to("meta"))
+    with pytest.raises(ValueError, match=r"^x: got layout torch.sparse_coo"):
         double(x.to_sparse())
+    pair = collections.namedtuple("pair", ["left", "right"])
+    nested = bridge.from_jax(lambda tree, *, scale=None: tree["a"][1])
+    for name, given, options in (
+        ("tree['a'][1]", {"a": [x, x.double()]}, {}),
+        ("tree.right", pair(x, x.double()), {}),
+        ("scale", {"a": (x, x)}, {"scale": x.double()}),
+    ):
+        with pytest.raises(TypeError, match=rf"^{re.escape(name)}: got dtype torch\.float64"):
+            nested(given, **options)
     with pytest.raises(TypeError, match=r"^got an argument that is neither a tensor nor hashable"):
         double(x, jnp.ones(3))
     with pytest.raises(TypeError, match=r"^output: got dtype int4, which PyTorch does not take"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import heads_first, huggingface
+from jax_kernels.bridge import decoding, heads_first, huggingface
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -118,7 +118,7 @@ def test_a_cache_with_room():
     got, _ = huggingface.attention(torch.nn.Module(), query, keys, values, None)
     want_out = bridge.flash_attention(*(x.transpose(1, 2) for x in (query, want, wanted)))
     torch.testing.assert_close(got, want_out, atol=3e-6, rtol=0)
-    assert huggingface._with_room(keys).data_ptr() == first
+    assert decoding.with_room(keys).data_ptr() == first
     cache.layers[0].crop(-20)
     more = new(3)
     keys, _ = cache.update(more, more, 0)
@@ -138,8 +138,8 @@ def test_a_cache_with_room():
 
 def test_rooms_behind_keys():
     whole = torch.arange(2.0 * 3 * 128 * 4).reshape(2, 3, 128, 4)
-    room = huggingface._with_room(whole[:, :, :100])
-    assert torch.equal(room, whole.reshape(6, 128, 1, 4))
+    room = decoding.with_room(whole[:, :, :100])
+    assert torch.equal(room, whole)
     for x in (
         whole[:, :, :100].contiguous(),  # no room, and 100 is not one of the few numbers
         whole[:, :, 28:],  # the room of the last head would end behind the memory
@@ -147,8 +147,14 @@ def test_rooms_behind_keys():
         whole[..., :2][:, :, :100],
         whole.transpose(1, 2),
     ):
-        assert huggingface._with_room(x) is None
-    assert huggingface._with_room(whole).shape == (6, 128, 1, 4)
+        assert decoding.with_room(x) is None
+    assert decoding.with_room(whole) is whole
+    fixed = torch.zeros(1, 2, 100, 4)  # a cache of a fixed size is read in place from the second time on
+    assert decoding.with_room(fixed) is None
+    assert decoding.with_room(fixed) is fixed
+    grown = fixed.view(-1)[: 2 * 99 * 4].view(1, 2, 99, 4)  # at the same address
+    assert decoding.with_room(grown) is None
+    assert decoding.with_room(fixed) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -183,10 +189,8 @@ def test_generate(name, cache):
 def test_a_growing_cache_compiles_once_for_many_lengths(sinks, monkeypatch):
     """Only the padded lengths reach the operator, in place; what stands in the room behind the keys has no effect."""
     seen = set()
-    attend = bridge.decode_attention
-    monkeypatch.setattr(
-        huggingface, "decode_attention", lambda *given, **options: seen.add(given[1].shape) or attend(*given, **options)
-    )
+    attend = decoding._folded
+    monkeypatch.setattr(decoding, "_folded", lambda *given: seen.add(given[1].shape) or attend(*given))
     empty = torch.Tensor.new_empty
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape: empty(x, *shape).fill_(torch.nan))
     layer = torch.nn.Module()
@@ -197,7 +201,50 @@ def test_a_growing_cache_compiles_once_for_many_lengths(sinks, monkeypatch):
         want = bridge.flash_attention(*(x.transpose(1, 2) for x in (query, key, value)), sinks=s_aux)
         torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
         assert weights is None
-    assert seen == {(4, 128, 1, 16), (4, 160, 1, 16)}
+    assert seen == {(2, 2, 128, 16), (2, 2, 160, 16)}
+
+
+SCORES = {
+    "padding": {"mask": (2, 1, 1, 131)},
+    "of one": {"mask": (1, 1, 131)},
+    "heads": {"mask": (2, 4, 1, 131), "sinks": (4,)},
+    "alibi": {"bias": (1, 4, 1, 131)},
+    "both": {"mask": (2, 1, 1, 131), "bias": (2, 4, 1, 131), "softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_token_decodes_under_masks_and_biases(name, reference):
+    """One call for each kind, in a cache with room, then with the mask written to in place."""
+    options = dict(SCORES[name])
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(2, heads, 192, 16, generator=generator) for heads in (4, 2, 2))
+    query, key, value = query[:, :, :1], key[:, :, :131], value[:, :, :131]
+    for part in ("bias", "sinks"):
+        if part in options:
+            options[part] = torch.randn(options[part], generator=generator)
+    if "mask" in options:
+        options["mask"] = torch.rand(options["mask"], generator=generator) < 0.5
+    for _ in range(2):
+        got = decoding.attend(query, key, value, **options)
+        want, _ = reference(*(x.transpose(1, 2) for x in (query, key, value)), **options)
+        torch.testing.assert_close(got, want.float(), atol=3e-6, rtol=0)
+        for part in ("mask", "bias"):
+            if part in options:
+                options[part][..., 100:] = 0
+
+
+def test_padded_prompts_decode_by_split_keys(monkeypatch):
+    """Each token of each layer, and a mask is padded once for all layers of a token."""
+    _, ours = both("llama")
+    tokens, mask, _ = tokens_and_mask("left")
+    calls, padded = [], []
+    attend, pad = decoding.attend, decoding._pad
+    monkeypatch.setattr(decoding, "attend", lambda *x, **given: calls.append(given["mask"]) or attend(*x, **given))
+    monkeypatch.setattr(decoding, "_pad", lambda x, room: padded.append(x) or pad(x, room))
+    ours.generate(tokens, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    assert [x.shape for x in calls] == [(2, 1, 1, length) for length in (13, 14, 15) for _ in range(2)]
+    assert len(padded) == 3
 
 
 def test_the_masks_of_windows_are_the_kernels(monkeypatch):

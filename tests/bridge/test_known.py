@@ -1,13 +1,16 @@
 """Calls that are known, by chains that compute on the CPU: what is known, what is not, and that all of it is right."""
 
+import gc
 import threading
 
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.utils.checkpoint
 
+import jax_kernels
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack, known, library, private
+from jax_kernels.bridge import dlpack, known, library, private, sparse_attention
 from jax_kernels.bridge.direct import route
 
 
@@ -17,7 +20,7 @@ class Chain:
     def __init__(self, function, tensors, operands):
         self.there = [x is not None for x in tensors]
         self.function = function
-        self.masks = () if operands is None else (operands.masks,)
+        self.operands = operands
         self.calls = 0
 
     def __call__(self, *tensors):
@@ -25,7 +28,8 @@ class Chain:
         arrays, owners = dlpack.import_tensors(tensors, tensors[0].device)
         given = iter(arrays)
         with library.planning_for(tensors[0].device):
-            results = self.function(*self.masks, *(next(given) if there else None for there in self.there))
+            masks = () if self.operands is None else (self.operands.masks,)
+            results = self.function(*masks, *(next(given) if there else None for there in self.there))
         exported = dlpack.export_arrays(results, tensors[0].device)
         del owners
         return exported
@@ -38,7 +42,8 @@ class Route:
         self.chains = {}
 
     def find(self, function, tensors, operands=None):
-        key = function, *[None if x is None else (x.shape, x.dtype) for x in tensors]
+        masks = None if operands is None else operands.name
+        key = function, masks, *[None if x is None else (x.shape, x.dtype) for x in tensors]
         if key not in self.chains:
             self.chains[key] = Chain(function, tensors, operands)
         return self.chains[key]
@@ -69,6 +74,20 @@ def random(*shape, seed=0):
 
 IDS = torch.arange(24, dtype=torch.int32).repeat(2, 1) // 10
 OFFSET = torch.tensor(3, dtype=torch.int32)
+LENGTHS = torch.tensor([5, 24], dtype=torch.int32)
+PREFIX = bridge.masks.causal() | bridge.masks.prefix(3)
+SEGMENTS = bridge.masks.causal() & bridge.masks.segments(jnp.asarray(IDS.numpy()))
+BY_MASK = bridge.from_jax(lambda q, mask, k, v: jax_kernels.flash_attention(q, k, v, mask=mask))
+
+
+def compiled():
+    return bridge.compile_attention("sliding_window", 24, 16, num_heads=4, dtype=torch.float32, left=6, right=0)
+
+
+def decay(score, b, h, q, k):
+    return score - 0.1 * (q - k) ** 2
+
+
 # By name, (a call of tensors, the tensors).
 CALLS = {
     "plain": (bridge.flash_attention, qkv()),
@@ -86,6 +105,18 @@ CALLS = {
         lambda *x: bridge.dilated_attention(*x, segment_lengths=[8, 24], dilation_rates=[1, 2], is_causal=True),
         qkv(),
     ),
+    "Mask": (lambda *x: bridge.flash_attention(*x, mask=PREFIX), qkv()),
+    "Mask of arrays": (lambda *x: bridge.flash_attention(*x, mask=SEGMENTS, scale=0.3), qkv()),
+    "Mask and tensors": (
+        lambda q, k, v, sinks: bridge.flash_attention(
+            q, k, v, mask=SEGMENTS, sinks=sinks, segment_ids=(IDS, IDS), bias=torch.ones(4, 1, 24),
+            kv_lengths=LENGTHS, q_offset=OFFSET
+        ),
+        [*qkv(), random(4)],
+    ),
+    "CompiledAttention": (lambda *x: compiled()(*x), qkv()),
+    "score_mod": (lambda *x: bridge.flash_attention(*x, score_mod=decay), qkv()),
+    "from_jax of a Mask": (lambda q, k, v: BY_MASK(q, SEGMENTS, k, v), qkv()),
     "matmul": (bridge.matmul, [random(5, 8), random(8, 6)]),
     "linear": (bridge.linear, [random(5, 8), random(6, 8), random(6)]),
     "residual": (
@@ -154,6 +185,27 @@ def test_rows_and_their_gradient(with_bias, direct):
             found = torch.autograd.grad(x, given, retain_graph=True, allow_unused=True)
             torch.testing.assert_close(found, gradients[name])
     assert direct.calls
+
+
+def test_each_mask_is_itself(direct):
+    """Masks of one structure share a program, and no call. A call ends with its Mask, which its backward holds."""
+    given, numbers = qkv(), [jnp.arange(24, dtype=jnp.int32)[None].repeat(2, 0) // at for at in (3, 9, 15)]
+    wants = []
+    for ids in (torch.tensor(x.__array__()) for x in numbers):
+        wants.append(bridge.flash_attention(*given, mask=ids[:, None, :, None] == ids[:, None, None]))
+    calls, outs = sparse_attention._flash._known, []
+    for ids in numbers:
+        mask = bridge.masks.segments(ids)
+        outs += [bridge.flash_attention(*given, mask=mask) for _ in range(3)][2:]
+    del mask
+    assert len(calls) == 3
+    for got, want in zip(outs, wants, strict=True):
+        torch.testing.assert_close(got, want)
+        gradients = [torch.autograd.grad(total(x), given) for x in (got, want)]
+        torch.testing.assert_close(*gradients)
+    del outs, got
+    gc.collect()
+    assert len(calls) == 0
 
 
 def test_a_gradient_that_nobody_needs_is_none(direct):

@@ -96,15 +96,20 @@ def test_under_torch_compile():
 
 def test_bad_input():
     x, w = tensors((6, 16), (16, 4))
-    with pytest.raises(ValueError, match=re.escape("w: got shape (16, 4), want [N, K] with x's K = 16")):
+    with pytest.raises(ValueError, match=re.escape("weight: got shape (16, 4), want [N, K] with x's K = 16")):
         bridge.linear(x, w)
+    for arguments, name in (((x.double(), w), "x"), ((x, w.double()), "weight"), ((x, w.T, w[0].double()), "bias")):
+        with pytest.raises(TypeError, match=rf"^{name}: got dtype torch\.float64"):
+            bridge.linear(*arguments)
+    with pytest.raises(TypeError, match=r"^weight: got dtype float16, want x's dtype float32"):
+        bridge.linear(x, w.T.half())
     with pytest.raises(TypeError, match=re.escape("activation: got function, want a name or None")):
         bridge.matmul(x, w, activation=lambda x: x)
     with pytest.raises(TypeError, match=re.escape("out_dtype: got torch.int8, want torch.bfloat16")):
         bridge.matmul(x, w, out_dtype=torch.int8)
     with pytest.raises(TypeError, match=re.escape("transpose_w: linear's weight is [N, K]")):
         bridge.linear(x, w, transpose_w=False)
-    with pytest.raises(TypeError, match="float64"):
+    with pytest.raises(TypeError, match=r"^x: got dtype torch\.float64"):
         bridge.matmul(x.double(), w.double())
 
 

@@ -73,7 +73,7 @@ def test_on_gpu(case, implementation, no_interpret):
     arrays = arrays_of(case)
     try:
         explain(decode_attention, arrays["q"], arrays["k"], arrays["v"], implementation=implementation,
-                **{name: arrays[name] for name in ("kv_lengths", "block_tables") if name in arrays})  # fmt: skip
+                **{name: x for name, x in arrays.items() if name not in ("q", "k", "v", "sinks")})  # fmt: skip
     except NotImplementedError as error:
         pytest.skip(str(error))
     check(case, implementation, arrays)
@@ -101,6 +101,30 @@ def test_it_is_flash_attention_with_bottom_right_alignment(no_interpret):
         assert rms_error(x, y) < 1e-6
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_a_mask_object_and_entries_of_several_sequences(implementation, monkeypatch):
+    """A Mask's queries stand at the end of each sequence; an entry of an array is that of sequences side by side."""
+    from jax_kernels import masks
+
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    case = dataclasses.replace(CASES["pairs"], sinks=False, window=None, mask="BHTS", bias="")
+    arrays = arrays_of(case)
+    position = np.asarray(case.lengths)[:, None] - case.q_length + np.arange(case.q_length)
+    keys = np.arange(case.kv_length)
+    kept = (keys // 7 == position[..., None] // 7) | (keys < 3)
+    arrays["mask"] = jnp.asarray(np.broadcast_to(kept[:, None], case.shape_of("BHTS")))
+    given = masks.from_function(lambda b, h, q, k: q // 7 == k // 7) | masks.prefix(3)
+    for name, (error, bound) in errors(case, arrays, run(case, arrays | {"mask": given}, implementation)).items():
+        assert error <= bound, (name, error, bound)
+
+    case = dataclasses.replace(case, batch=6, mask="BTS", kv_lengths=(200, 190, 3, 0, 7, 8))
+    arrays = arrays_of(case)
+    few = arrays["mask"][::3]
+    arrays["mask"] = jnp.repeat(few, 3, axis=0)
+    for name, (error, bound) in errors(case, arrays, run(case, arrays | {"mask": few}, implementation)).items():
+        assert error <= bound, (name, error, bound)
+
+
 def test_without_lse_and_with_a_scale_of_zero(no_interpret):
     arrays = arrays_of(dataclasses.replace(ON_XLA, window=None, softcap=None, sinks=False, kv_lengths=None))
     out = decode_attention(arrays["q"], arrays["k"], arrays["v"], scale=0)
@@ -113,12 +137,13 @@ def test_without_lse_and_with_a_scale_of_zero(no_interpret):
 @pytest.mark.parametrize("mapped", ["all", "not_the_pages", "queries"])
 def test_vmap(implementation, mapped, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
-    case = CASES["pages_16"]
+    case = dataclasses.replace(CASES["pages_16"], mask="S", bias="BS")
     case = dataclasses.replace(case, heads=2, kv_heads=1, head_dim=64, kv_length=64, kv_lengths=(60, 10))
     calls = [arrays_of(case, seed) for seed in range(2)]
-    axes = {"all": set(calls[0]), "not_the_pages": {"q", "kv_lengths", "block_tables"}, "queries": {"q"}}[mapped]
+    of_sequences = {"q", "kv_lengths", "block_tables", "bias"}
+    axes = {"all": set(calls[0]), "not_the_pages": of_sequences, "queries": {"q"}}[mapped]
     if mapped == "not_the_pages":  # the second call has the first one's sequences in the other order
-        calls[1] = {name: x[::-1] if name in axes else x for name, x in calls[0].items()}
+        calls[1] = {name: x[::-1] if name in axes else x for name, x in calls[0].items()}  # one mask for all
     joined = {name: jnp.stack([c[name] for c in calls]) if name in axes else calls[0][name] for name in calls[0]}
     call = lambda arrays: run(case, arrays, implementation)
     got = jax.vmap(call, in_axes=({name: 0 if name in axes else None for name in joined},))(joined)
@@ -189,6 +214,12 @@ def test_plans(no_interpret):
     assert "multiples of 64" in dict(plan("h200", head_dim=80).passed_over)["mosaic_gpu"]
     assert "multiple of 8" in dict(plan("h200", kv_length=255).passed_over)["mosaic_gpu"]
     assert plan("h200", dtype="float32").implementation == "xla"
+    with on_device("h200"):
+        masked = explain(decode_attention, *shapes(), bias=jax.ShapeDtypeStruct((1, 8, 1, 256), jnp.bfloat16))
+    assert (masked.implementation, dict(masked.passed_over)) == (
+        "triton",
+        {"mosaic_gpu": "it takes no mask and no bias"},
+    )
     assert "decode_attention: mosaic_gpu" in str(plan("h200"))
 
 
@@ -233,6 +264,23 @@ BAD = {
         PAGED | {"key": jnp.ones((2, 24, 2, 16)), "value": jnp.ones((2, 24, 2, 8))},
         ValueError,
         "key: got pages of 24 keys, want a power of two from 16 on",
+    ),
+    "mask": (
+        {"mask": jnp.ones((2, 3, 1, 32), bool)},
+        ValueError,
+        "mask: got shape (2, 3, 1, 32), want a shape broadcas",
+    ),
+    "mask_dtype": ({"mask": jnp.ones((1, 1, 1, 32), int)}, TypeError, "mask: got dtype int32, want bool"),
+    "mask_type": ({"mask": [True]}, TypeError, "mask: got list, want a bool array or a Mask"),
+    "bias": (
+        {"bias": jnp.ones((3, 1, 1, 32))},
+        ValueError,
+        "bias: got shape (3, 1, 1, 32), want a shape broadcastable",
+    ),
+    "bias_dtype": (
+        {"bias": jnp.ones((1, 1, 1, 32), bool)},
+        TypeError,
+        "bias: got dtype bool, want query's dtype float",
     ),
     "window": ({"window": -3}, ValueError, "window: got -3, want an int from 0"),
     "softcap": ({"softcap": 0.0}, ValueError, "softcap: got 0.0, want a number above 0, or None"),

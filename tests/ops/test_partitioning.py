@@ -72,8 +72,12 @@ def cases(length, dim, implementation):
             {"all-gather", "all-reduce"},
         ),
         "decode": (
-            lambda q, k, v, n: decode_attention(q[:, :2], k, v, kv_lengths=n, implementation=implementation),
-            (*qkv, ("ids", (4,))), (*shared, ROWS), set(),
+            lambda q, k, v, n, m, b: decode_attention(
+                q[:, :2], k, v, kv_lengths=4 * n, implementation=implementation,
+                **({"mask": m, "bias": b} if implementation == "triton" else {}),
+            ),
+            (*qkv, ("ids", (4,)), ("bool", (4, 1, 1, length)), (1, 4, 1, length)),
+            (*shared, ROWS, ROWS, columns), set(),
         ),
         "rms_norm": (both(lambda x, s: rms_norm(x, s, implementation=implementation), 2), (x, (128,)), (by_rows, ONE),
                      sums),

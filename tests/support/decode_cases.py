@@ -14,7 +14,10 @@ from jax_kernels.testing import rms_error
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCase:
-    """One call. kv_length: the keys that a sequence has room for. page_size: None for a contiguous cache."""
+    """One call. kv_length: the keys that a sequence has room for. page_size: None for a contiguous cache.
+
+    mask, bias: which axes of [B, H, T, S] they have, as in "BS". Query 0 of head 0 of sequence 0 has no key by a mask.
+    """
 
     name: str
     batch: int = 2
@@ -31,9 +34,16 @@ class DecodeCase:
     softcap: float | None = None
     sinks: bool = False
     scale: float | None = None
+    mask: str = ""
+    bias: str = ""
 
     def __str__(self) -> str:
         return self.name
+
+    def shape_of(self, axes: str) -> tuple[int, ...]:
+        """The shape of a mask or bias that has these axes."""
+        sizes = {"B": self.batch, "H": self.heads, "T": self.q_length, "S": self.kv_length}
+        return tuple(size if axis in axes else 1 for axis, size in sizes.items())
 
     @property
     def lengths(self) -> list[int]:
@@ -58,8 +68,14 @@ _CASES = (
     DecodeCase("pages_128", q_length=2, kv_length=384, kv_lengths=(300, 0), page_size=128, window=100),
     DecodeCase("pages_32_everything", kv_length=96, kv_lengths=(96, 33), page_size=32, softcap=3.0, window=50),
     DecodeCase("odd", head_dim=40, v_head_dim=24, kv_length=83, kv_lengths=(83, 17), scale=-0.3),
+    DecodeCase("padding", batch=3, kv_lengths=(200, 77, 3), mask="BS"),
+    DecodeCase("alibi", bias="HS", softcap=2.0, kv_lengths=None),
+    DecodeCase("pairs", q_length=3, mask="BHTS", bias="BHTS", sinks=True, kv_lengths=(200, 2), window=150, scale=-0.3),
+    DecodeCase("masked_pages", q_length=2, kv_length=96, page_size=32, kv_lengths=(96, 33), mask="TS", bias="B"),
+    DecodeCase("masked_odd", head_dim=40, v_head_dim=24, heads=8, kv_heads=1, kv_length=83, q_length=9,
+               kv_lengths=(83, 17), mask="HS", bias="BTS"),
     DecodeCase("odd_pages", head_dim=40, v_head_dim=72, kv_length=80, kv_lengths=(80, 13), page_size=16, q_length=5),
-)
+)  # fmt: skip
 CASES = {case.name: case for case in _CASES}
 
 
@@ -78,6 +94,14 @@ def arrays_of(case: DecodeCase, seed: int = 0) -> dict[str, Any]:
         arrays["kv_lengths"] = jnp.asarray(case.kv_lengths, jnp.int32)
     if case.sinks:
         arrays["sinks"] = jnp.asarray(normal(case.heads))
+    if case.mask:
+        mask = random.random(case.shape_of(case.mask)) < 0.7
+        mask[0, 0, 0] = False
+        arrays["mask"] = jnp.asarray(mask)
+    if case.bias:
+        bias = 2 * normal(*case.shape_of(case.bias))
+        bias[..., ::7] = -3e38 if case.bias == "HS" else -np.inf
+        arrays["bias"] = jnp.asarray(bias if case.bias == "HS" else np.asarray(bias, case.dtype))
     if case.page_size is not None:
         count = case.kv_length // case.page_size
         numbers = random.permutation(case.batch * count + 2)[: case.batch * count]
@@ -124,20 +148,27 @@ def definition(case: DecodeCase, arrays: dict[str, Any], rounded: bool = False):
     sinks = np.asarray(arrays["sinks"]).astype(np.float64) if case.sinks else np.full(case.heads, -np.inf)
     left = case.window[0] if isinstance(case.window, tuple) else -1 if case.window is None else case.window
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    whole = lambda name, other: np.broadcast_to(
+        np.asarray(arrays.get(name, other)).astype(np.float64), case.shape_of("BHTS")
+    )
+    mask, bias = whole("mask", True), whole("bias", 0.0)
     round_ = lambda x: np.asarray(jnp.asarray(x, case.dtype)).astype(np.float64) if rounded else x
     out = np.zeros((case.batch, case.q_length, case.heads, case.v_head_dim))
     lse = np.full((case.batch, case.heads, case.q_length), -np.inf)
     for b, t, h in np.ndindex(case.batch, case.q_length, case.heads):
         position = case.lengths[b] - case.q_length + t
-        keys = [j for j in range(position + 1) if left < 0 or j >= position - left]
+        keys = [j for j in range(position + 1) if (left < 0 or j >= position - left) and mask[b, h, t, j]]
         head = h // (case.heads // case.kv_heads)
         scores = scale * key[b, keys, head] @ query[b, t, h]
         if case.softcap is not None:
             scores = case.softcap * np.tanh(scores / case.softcap)
-        total = np.exp(scores).sum() + np.exp(sinks[h])
-        if total > 0:
-            lse[b, h, t] = np.log(total)
-            out[b, t, h] = round_(round_(np.exp(scores) / total) @ value[b, keys, head])
+        scores = scores + bias[b, h, t, keys]
+        largest = max([*scores, sinks[h]], default=-np.inf)
+        if largest > -np.inf:
+            total = np.exp(scores - largest).sum() + np.exp(sinks[h] - largest)
+            lse[b, h, t] = largest + np.log(total)
+            weights = np.exp(scores - largest) / total
+            out[b, t, h] = round_(round_(weights) @ value[b, keys, head])
     return out, lse
 
 

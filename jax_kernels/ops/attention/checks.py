@@ -52,13 +52,13 @@ def check(
 
     is_causal, window = checks.checked_window(window, bool(is_causal))
     given = Limits(
-        mask=_mask(mask, scores),
+        mask=checked_mask(mask, scores),
         is_causal=is_causal,
         window=window,
         segment_ids=_segment_ids(segment_ids, (batch, q_length), (batch, kv_length)),
         kv_lengths=checks.checked_lengths(kv_lengths, batch),
     )
-    limits, bias = joined(given, batch), _bias(bias, scores, query.dtype)
+    limits, bias = joined(given, batch), checked_bias(bias, scores, query.dtype)
     mask = limits.mask
     q_segment_ids, kv_segment_ids = limits.segment_ids or (None, None)
     static_offset, q_offset = checks.checked_offset(q_offset, batch)
@@ -109,7 +109,7 @@ def check(
     return request, inputs
 
 
-def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
+def checked_mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
     """A Mask, a bool mask with four axes, or None."""
     if mask is None:
         return None
@@ -131,7 +131,7 @@ def _mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:
     return checks.reshaped(mask, full, bool)
 
 
-def _bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
+def checked_bias(bias: Any, shape: tuple[int, int, int, int], dtype: Any) -> Any:
     """A bias with four axes, or None."""
     if bias is None:
         return None

@@ -13,11 +13,13 @@ from jax_kernels.pallas.attention.triton.decode import merge
 
 
 def attention_decode(
-    query, key, value, kv_lengths, block_tables, sinks, *, scale, softcap, left, config, core_count, interpret
+    query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left, config, core_count,
+    interpret,
 ):  # fmt: skip
     """See jax_kernels.pallas.attention.decode. config: AttentionDecodeSm90.
 
-    The arrays have 16 bits. head_dims are multiples of 64, and the length of a contiguous cache is a multiple of 8.
+    There is no mask and no bias. The arrays have 16 bits. head_dims are multiples of 64, and the length of a contiguous
+    cache is a multiple of 8.
     """
     batch, q_length, heads, head_dim = query.shape
     kv_heads, group = key.shape[2], heads // key.shape[2]

@@ -23,6 +23,8 @@ from jax_kernels.pallas.varying import result_types
 MOST_ROWS = 64
 # Programs that a multiprocessor holds at a time, about.
 PROGRAMS_PER_CORE = 2
+# A bias below it counts as this: in units of log 2 it is still a number.
+LEAST_BIAS = -2.3e38
 # Parts that are merged in one step.
 MERGED_AT_ONCE = 16
 
@@ -30,7 +32,7 @@ MERGED_AT_ONCE = 16
 class Refs(NamedTuple):
     """The arrays of the kernel; None where the call lacks one.
 
-    lengths: [B] int32. tables: [pages of a sequence] int32. sinks: [rows of a tile] float32.
+    lengths: [B] int32. tables: [pages of a sequence] int32. sinks: [rows of a tile] float32. mask, bias: whole.
     """
 
     query: Any
@@ -39,6 +41,8 @@ class Refs(NamedTuple):
     lengths: Any
     tables: Any = None
     sinks: Any = None
+    mask: Any = None
+    bias: Any = None
     outs: Any = ()
 
 
@@ -65,7 +69,8 @@ class TracedCall:
 
 
 def attention_decode(
-    query, key, value, kv_lengths, block_tables, sinks, *, scale, softcap, left, config, core_count, interpret
+    query, key, value, kv_lengths, block_tables, sinks, mask, bias, *, scale, softcap, left, config, core_count,
+    interpret,
 ):  # fmt: skip
     """See jax_kernels.pallas.attention.decode. config: AttentionDecodeTriton. 16-bit arrays."""
     batch, q_length, heads, head_dim = query.shape
@@ -117,6 +122,10 @@ def attention_decode(
     if sinks is not None:
         spec = pl.BlockSpec((None, None, tile), lambda i, split, b: (b, head_of(i), tile_of(i)))
         ins["sinks"] = decode.row_sinks(sinks, kv_heads, q_length, rows), spec
+
+    for name, x in (("mask", mask), ("bias", bias)):
+        if x is not None:
+            ins[name] = x, pl.BlockSpec(x.shape, lambda i, split, b: (0, 0, 0, 0))
 
     out_dtype = query.dtype if splits == 1 else jnp.float32
     parts = (batch, kv_heads, splits, rows)
@@ -235,6 +244,30 @@ def _load_block(call: TracedCall, ref: Any, page: Any, start: Any, length: Any, 
     return plgpu.load(view, mask=wide(keys < length) & (column < head_dim), other=0.0)
 
 
+class _Rows(NamedTuple):
+    """The place of rows in a mask or bias. entry: the sequence, of `count`. head, query: [tile]."""
+
+    entry: Any
+    count: Any
+    head: jax.Array
+    query: jax.Array
+
+
+def _load_scores(call: TracedCall, ref: Any, rows: _Rows, start: Any, length: Any) -> jax.Array:
+    """A mask's or bias's part for keys start ... start + block_kv - 1: [1 or tile, block_kv], zeros past the length."""
+    entries, heads, queries, _ = ref.shape
+    entry = lax.div(rows.entry, lax.div(rows.count, entries))
+    keys = start + iota(call.block_kv)
+    if heads == queries == 1:
+        row = ref.at[entry, jnp.int32(0), jnp.int32(0), pl.ds(start, call.block_kv)]
+        return plgpu.load(row, mask=keys < length, other=0)[None]
+    shape = (call.tile, call.block_kv)
+    wide = lambda x: jnp.broadcast_to(x, shape)
+    of_rows = lambda x, count: wide((x if count > 1 else jnp.zeros_like(x))[:, None])
+    view = ref.at[wide(entry), of_rows(rows.head, heads), of_rows(rows.query, queries), wide(keys[None, :])]
+    return plgpu.load(view, mask=wide((keys < length)[None, :]), other=0)
+
+
 def _kernel(refs: Refs, call: TracedCall) -> None:
     head_tile, split, batch_index = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     block_kv, tile = call.block_kv, call.tile
@@ -243,6 +276,10 @@ def _kernel(refs: Refs, call: TracedCall) -> None:
     # Keys below its limit are those that a row may attend to. Rows that are no query do as the last one.
     query = jnp.minimum(lax.div(row_start + iota(tile), call.group), call.q_length - 1)
     limits = length - call.q_length + 1 + query
+    rows: Any = None
+    if refs.mask is not None or refs.bias is not None:
+        head = lax.rem(head_tile, call.kv_heads) * call.group + lax.rem(row_start + iota(tile), call.group)
+        rows = _Rows(entry=batch_index, count=pl.num_programs(2), head=head, query=query)
     factor = LOG2E * (call.scale if call.softcap is None else call.softcap)
     q = load(refs.query, 0, None, call.head_dim)
 
@@ -265,12 +302,18 @@ def _kernel(refs: Refs, call: TracedCall) -> None:
         keep = keys < limits[:, None]
         if call.left >= 0:
             keep = keep & (keys >= limits[:, None] - (call.left + 1))
+        if refs.bias is not None:
+            added = _load_scores(call, refs.bias, rows, start, length).astype(jnp.float32)
+            s = s * factor + jnp.where(added == -jnp.inf, added, jnp.maximum(added, LEAST_BIAS) * LOG2E)
+        if refs.mask is not None:
+            keep = keep & (_load_scores(call, refs.mask, rows, start, length) != 0)
         s = jnp.where(keep, s, -jnp.inf)
-        new = jnp.maximum(row_max, s.max(axis=1) * factor)
+        to_base_2 = factor if refs.bias is None else 1.0
+        new = jnp.maximum(row_max, s.max(axis=1) * to_base_2)
         # A row may have met no key so far: -inf - -inf would be NaN.
         shift = jnp.where(new == -jnp.inf, 0.0, new)
         alpha = jnp.exp2(row_max - shift)
-        p = jnp.exp2(s * factor - shift[:, None])
+        p = jnp.exp2(s * to_base_2 - shift[:, None])
         v = _load_block(call, refs.value, page, start, length, call.v_head_dim)
         product = lax.dot_general(
             p.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32

@@ -1,0 +1,78 @@
+"""The plans of forward-mode derivatives of from_jax's functions: calls of a function that jax.jvp makes.
+
+As such a plan is one like any other, torch.func.vmap maps it, and so jacfwd works. A function that is built on an op
+with a gradient for reverse mode alone (jax.custom_vjp) has no such plan.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from jax_kernels.bridge import library
+from jax_kernels.bridge.once import once
+from jax_kernels.bridge.planning import make_plan, outputs_of
+from jax_kernels.bridge.plans import Map, Plan, Request, register, stem_of
+from jax_kernels.bridge.structure import MASK, SINGLE
+
+__all__ = ["pushed"]
+
+_REVERSE_ALONE = "custom_lin"  # the primitive that stands for the tangents of a jax.custom_vjp, and has no rule
+
+
+def pushed(request: Request, moving: tuple[bool, ...]) -> Plan:
+    """The plan of the tangents of a request's results that are floating-point or complex.
+
+    Its tensors are those of the request, and the tangents of those that are `moving`. Raises NotImplementedError where
+    the function has derivatives in reverse mode alone.
+    """
+    of_masks = 0 if request.masks is None else len(request.masks.structure.children())
+    function = _function(request.function, request.structure, request.maps, moving, of_masks)
+    tangents = tuple(x for x, is_moving in zip(request.signatures, moving, strict=True) if is_moving)
+    signatures = *request.signatures, *tangents
+    leaves = ("tuple", (*[SINGLE] * len(signatures), *[MASK] * of_masks))
+    structure = ("tuple", (leaves, ("dict", (), ())))
+    own = Request(function, structure, signatures, request.masks, request.x64)
+    return make_plan(own, (False,) * len(signatures))
+
+
+@once
+def _function(function: str, structure: Any, maps: tuple[Map, ...], moving: tuple[bool, ...], of_masks: int) -> str:
+    """The name of the function of a request's leaves, the moving ones' tangents, and its Masks."""
+    outputs, _ = outputs_of(Request(function, structure, (), None, False, maps))
+    places = [at for at, is_moving in enumerate(moving) if is_moving]
+    count = len(moving)
+    label = f"from_jax of {stem_of(function)}"
+
+    def tangents(*given):
+        leaves, given = list(given[:count]), given[count:]
+        directions, masks = given[: len(places)], given[len(places) :]
+        assert len(masks) == of_masks
+
+        def push(*directions):
+            def moved(*values):
+                full = list(leaves)
+                for at, value in zip(places, values, strict=True):
+                    full[at] = value
+                return outputs(masks, *full)
+
+            results, found = jax.jvp(moved, [leaves[at] for at in places], list(directions))
+            pairs = zip(results, found, strict=True)
+            return tuple(x for result, x in pairs if jnp.issubdtype(result.dtype, jnp.inexact))
+
+        if _is_reverse_alone(jax.make_jaxpr(push)(*directions).jaxpr):
+            library.refuse_tangent(label)
+        return push(*directions)
+
+    tangents.__name__ = stem_of(function)
+    return register(tangents)
+
+
+def _is_reverse_alone(jaxpr: Any) -> bool:
+    for equation in jaxpr.eqns:
+        if str(equation.primitive) == _REVERSE_ALONE:
+            return True
+        if any(_is_reverse_alone(inner) for inner in core.jaxprs_in_params(equation.params)):
+            return True
+    return False
