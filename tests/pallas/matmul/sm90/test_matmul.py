@@ -40,14 +40,19 @@ def test_interpreted(group):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("cores", "names"), [(1, ["plain", "gated"]), (3, ["transposed"])])
+@pytest.mark.parametrize(
+    ("cores", "names"), [(1, ["plain", "gated"]), pytest.param(3, ["transposed"], marks=pytest.mark.slow)]
+)
 def test_mlp_interpreted(cores, names):
     """Two launches have the derivative as their epilogue, or the sum of two products."""
     cases_interpreter.check("jax_kernels.testing_mlp", cores, cores == 1, names)
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("cores", "names"), [(1, ["row", "block_edges"]), (3, ["tensor", "edges", "block"])])
+@pytest.mark.parametrize(
+    ("cores", "names"),
+    [(1, ["row", "block_edges"]), (3, ["tensor"]), pytest.param(3, ["edges", "block"], marks=pytest.mark.slow)],
+)
 def test_8_bits_interpreted(cores, names):
     cases_interpreter.check("fp8_matmul_cases", cores, cores == 1, names)
 
@@ -161,9 +166,7 @@ COMPILED |= {
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize(
     "name",
-    tiers.cases(
-        COMPILED, ["plain", "transposed", "gated", "fp8", "fp8_gated_blocks", "mlp_gated", "function", "pingpong"]
-    ),
+    tiers.cases(COMPILED, ["plain", "gated", "fp8", "fp8_gated_blocks", "mlp_gated", "function"]),
 )
 def test_compiled(name):
     """Forward and backward: no launch spills, but for the derivatives of two mlp, once a work tile."""
