@@ -5,8 +5,8 @@ take a recipe, which is the call without shapes, and find the plan of the tensor
 says all of it, so that nothing is kept for a graph, unless its constants are more than numbers and texts.
 
 PyTorch must know the results' sizes as expressions in those of the tensors. They are found by trying: JAX tells the
-results' sizes for a few sets of sizes. A call checks that its results have the sizes that its graph has. The backward reads the tensors alone, so that XLA computes again what it needs
-of the forward.
+results' sizes for a few sets of sizes. A call checks that its results have the sizes that its graph has. The backward
+reads the tensors alone, so that XLA computes again what it needs of the forward.
 """
 
 import functools
@@ -203,8 +203,8 @@ def _trial(recipe: Recipe, tensors: Sequence[_Sizes], values: dict[str, int]) ->
 def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
     """The results by trying: a result's size is that of a tensor's axis which is the same in two trials.
 
-    Each expression grows by a factor of its own. Where JAX refuses that, as some sizes must be equal, those that are equal
-    in the trace have the same.
+    Each expression grows by a factor of its own. Where JAX refuses that, as some sizes must be equal, those that are
+    equal in the trace have the same.
     """
     recipe = find(name)
     hints = {size: hint for x in tensors for size, hint in zip(x.sizes, x.hints, strict=True) if isinstance(size, str)}
@@ -271,8 +271,8 @@ def _program(tensors, recipe, sizes=""):
         got = [tuple(x.shape) for x in plan.results]
         if got != want:
             raise RuntimeError(
-                f"{_label(recipe)}: its results have shapes {got}, and {want} in this graph for many shapes, which takes "
-                "each size of a result for a constant or that of a tensor: compile it with dynamic=False"
+                f"{_label(recipe)}: its results have shapes {got}, and {want} in this graph for many shapes, which "
+                "takes each size of a result for a constant or that of a tensor: compile it with dynamic=False"
             )
     return library.Program(plan.forward, tensors, NONE)
 
