@@ -183,7 +183,8 @@ class _Padded(NamedTuple):
         PyTorch does not count what is written through .data or by others, such as NumPy. On the CPU the values are
         compared, which costs no more than padding. On a GPU such a write is not seen.
         """
-        if self.given() is not x or (self.version, self.address, self.stream) != (x._version, x.data_ptr(), stream):
+        is_same = self.given() is x
+        if not is_same or (self.version, self.address, self.stream) != (x._version, x.data_ptr(), stream):
             return False
         return x.device.type == "cuda" or torch.equal(_shrunk(x), self.result[..., : x.shape[-1]])
 
