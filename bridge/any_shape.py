@@ -5,8 +5,8 @@ take a recipe, which is the call without shapes, and find the plan of the tensor
 says all of it, so that nothing is kept for a graph, unless its constants are more than numbers and texts.
 
 PyTorch must know the results' sizes as expressions in those of the tensors. They are found by trying: JAX tells the
-results' sizes for a few sets of sizes. The backward reads the tensors alone, so that XLA computes again what it needs
-of the forward.
+results' sizes for a few sets of sizes. A call checks that its results have the sizes that its graph has. The backward
+reads the tensors alone, so that XLA computes again what it needs of the forward.
 """
 
 import functools
@@ -51,6 +51,11 @@ class _Results(NamedTuple):
 
     results: tuple[_Result, ...]
     structure: Any
+
+    @property
+    def text(self) -> str:
+        """The sizes, for the operator."""
+        return json.dumps([result.sizes for result in self.results])
 
 
 _MOST = 1024  # recipes that are kept
@@ -155,7 +160,7 @@ def name_of(function: str, structure: Any) -> str:
 def call(name: str, tensors: list[torch.Tensor]) -> Flat | None:
     """A call in a graph for many shapes, by its recipe's name; None where the sizes of its results are not known."""
     found = _results_of(name, tensors)
-    return None if found is None else Flat(call_any_op(tensors, name), found.structure)
+    return None if found is None else Flat(call_any_op(tensors, name, found.text), found.structure)
 
 
 class _Sizes(NamedTuple):
@@ -185,12 +190,11 @@ class _Trial(NamedTuple):
     plan: Plan
 
 
-def _trial(recipe: Recipe, tensors: Sequence[_Sizes], factors: dict[str, int]) -> _Trial:
-    """The sizes of the trace, times a factor for each expression."""
+def _trial(recipe: Recipe, tensors: Sequence[_Sizes], values: dict[str, int]) -> _Trial:
+    """A trial of these values of the expressions."""
     shapes, signatures = [], []
     for x in tensors:
-        sizes = zip(x.sizes, x.hints, strict=True)
-        shapes.append(tuple(hint * factors[size] if isinstance(size, str) else hint for size, hint in sizes))
+        shapes.append(tuple(values[size] if isinstance(size, str) else size for size in x.sizes))
         signatures.append(Signature(shapes[-1], x.dtype, x.device, torch.strided))
     return _Trial(shapes, plan_for(recipe.request(signatures), (False,) * len(tensors)))
 
@@ -199,23 +203,18 @@ def _trial(recipe: Recipe, tensors: Sequence[_Sizes], factors: dict[str, int]) -
 def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
     """The results by trying: a result's size is that of a tensor's axis which is the same in two trials.
 
-    Each expression has a factor of its own. Where JAX refuses that, as some sizes must be equal, those that are equal
-    in the trace have the same.
+    Each expression grows by a factor of its own. Where JAX refuses that, as some sizes must be equal, those that are
+    equal in the trace have the same.
     """
     recipe = find(name)
     hints = {size: hint for x in tensors for size, hint in zip(x.sizes, x.hints, strict=True) if isinstance(size, str)}
     values = list(dict.fromkeys(hints.values()))
-    first = _trial(recipe, tensors, dict.fromkeys(hints, 1))
-    for factors in (
-        {text: 2 + at for at, text in enumerate(hints)},
-        {text: 2 + values.index(hint) for text, hint in hints.items()},
-    ):
-        try:
-            second = _trial(recipe, tensors, factors)
-            break
-        except (TypeError, ValueError, NotImplementedError):
-            continue
-    else:
+    first = _trial(recipe, tensors, hints)
+    distinct = {text: 2 + at for at, text in enumerate(hints)}
+    alike = {text: 2 + values.index(hint) for text, hint in hints.items()}
+    larger = [{text: hint * factors[text] for text, hint in hints.items()} for factors in (distinct, alike)]
+    second = _first_trial(recipe, tensors, larger)
+    if second is None:
         return None
     results = []
     for one, other in zip(first.plan.results, second.plan.results, strict=True):
@@ -223,7 +222,28 @@ def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
         if None in sizes:
             return None
         results.append(_Result(one.dtype, tuple(sizes)))  # type: ignore[arg-type]
+    # A size such as min(n, 8) is a constant in the trials so far, but no longer where all sizes are small.
+    third = _first_trial(recipe, tensors, [distinct, alike])
+    if third is not None:
+        want = [_shape(result.sizes, third.shapes) for result in results]
+        if [tuple(x.shape) for x in third.plan.results] != want:
+            return None
     return _Results(tuple(results), first.plan.outputs)
+
+
+def _first_trial(recipe: Recipe, tensors: Sequence[_Sizes], every: Sequence[dict[str, int]]) -> _Trial | None:
+    """The first of several trials that JAX does not refuse, None where it refuses all."""
+    for values in every:
+        try:
+            return _trial(recipe, tensors, values)
+        except (TypeError, ValueError, NotImplementedError):
+            continue
+    return None
+
+
+def _shape(sizes: Sequence[Any], shapes: Sequence[Sequence[Any]]) -> tuple[Any, ...]:
+    """The shape of a result. sizes: those of _Result, shapes: of the tensors."""
+    return tuple(x if isinstance(x, int) else shapes[x[0]][x[1]] for x in sizes)
 
 
 def _size(
@@ -243,8 +263,17 @@ def _signatures(tensors: Sequence[torch.Tensor]) -> list[Signature]:
     return [Signature(tuple(x.shape), x.dtype, x.device, x.layout) for x in tensors]
 
 
-def _program(tensors, recipe):
+def _program(tensors, recipe, sizes=""):
     plan = plan_for(find(recipe).request(_signatures(tensors)), (False,) * len(tensors))
+    if sizes:
+        shapes = [x.shape for x in tensors]
+        want = [_shape(result, shapes) for result in json.loads(sizes)]
+        got = [tuple(x.shape) for x in plan.results]
+        if got != want:
+            raise RuntimeError(
+                f"{_label(recipe)}: its results have shapes {got}, and {want} in this graph for many shapes, which "
+                "takes each size of a result for a constant or that of a tensor: compile it with dynamic=False"
+            )
     return library.Program(plan.forward, tensors, NONE)
 
 
@@ -276,14 +305,14 @@ def _backward_program(tensors, cotangents, wanted, recipe):
     return library.Program(function, (*tensors, *cotangents), NONE)
 
 
-def _fake(tensors, recipe):
+def _fake(tensors, recipe, sizes=""):
     found = _results_of(recipe, tensors)
     if found is None:
         raise RuntimeError(
             f"{_label(recipe)}: the sizes of the results of this call are not known in a graph for many shapes"
         )
-    sizes = lambda result: [x if isinstance(x, int) else tensors[x[0]].shape[x[1]] for x in result.sizes]
-    return [tensors[0].new_empty(sizes(result), dtype=result.dtype) for result in found.results]
+    shapes = [x.shape for x in tensors]
+    return [tensors[0].new_empty(_shape(result.sizes, shapes), dtype=result.dtype) for result in found.results]
 
 
 def _fake_backward(tensors, cotangents, wanted, recipe):
@@ -295,8 +324,8 @@ class AnyCall(torch.autograd.Function):
 
     @staticmethod
     @private.unseen_by_dynamo
-    def forward(ctx, recipe, *tensors):
-        results = library.below_function(call_any_op, list(tensors), recipe)
+    def forward(ctx, recipe, sizes, *tensors):
+        results = library.below_function(call_any_op, list(tensors), recipe, sizes)
         ctx.recipe = recipe
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
@@ -306,13 +335,13 @@ class AnyCall(torch.autograd.Function):
     @staticmethod
     @private.unseen_by_dynamo
     def backward(ctx, *cotangents):
-        _, *needed = ctx.needs_input_grad
+        _, _, *needed = ctx.needs_input_grad
         if all(x is None for x in cotangents):
             return (None,) * len(ctx.needs_input_grad)
         wanted = sum(1 << index for index, is_needed in enumerate(needed) if is_needed)
         tensors = list(ctx.saved_tensors)
         found = iter(library.call_in_backward(backward_any_op, tensors, list(cotangents), wanted, ctx.recipe))
-        return (None, *(next(found) if is_needed else None for is_needed in needed))
+        return (None, None, *(next(found) if is_needed else None for is_needed in needed))
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -330,12 +359,12 @@ def _differentiate_backward(tensors, cotangents, wanted, recipe):
 
 call_any_op = library.define(
     "call_any",
-    "(Tensor[] tensors, str recipe) -> Tensor[]",
+    "(Tensor[] tensors, str recipe, str sizes='') -> Tensor[]",
     program=_program,
     finish=lambda *arguments: list,
     fake=_fake,
-    differentiate=lambda tensors, recipe: list(library.apply(AnyCall, recipe, *tensors)),
-    label=lambda tensors, recipe: _label(recipe),
+    differentiate=lambda tensors, recipe, sizes="": list(library.apply(AnyCall, recipe, sizes, *tensors)),
+    label=lambda tensors, recipe, sizes="": _label(recipe),
 )
 backward_any_op = library.define(
     "call_any_backward",

@@ -173,8 +173,20 @@ class _Padded(NamedTuple):
 
     given: weakref.ref[torch.Tensor]
     version: int
+    address: int
     stream: int
     result: torch.Tensor
+
+    def is_of(self, x: torch.Tensor, stream: int) -> bool:
+        """Whether it still is that of x, for work on this stream.
+
+        PyTorch does not count what is written through .data or by others, such as NumPy. On the CPU the values are
+        compared, which costs no more than padding. On a GPU such a write is not seen.
+        """
+        is_same = self.given() is x
+        if not is_same or (self.version, self.address, self.stream) != (x._version, x.data_ptr(), stream):
+            return False
+        return x.device.type == "cuda" or torch.equal(_shrunk(x), self.result[..., : x.shape[-1]])
 
 
 _PADDED: dict[tuple[int, int], _Padded] = {}  # by the identity of what was given, and the room
@@ -194,9 +206,9 @@ def _padded(x: torch.Tensor, room: int) -> torch.Tensor:
     if x.is_inference():  # nobody tells whether it was written to
         return _pad(x, room)
     found, version = _PADDED.get((id(x), room)), x._version
-    if found is not None and found.given() is x and (found.version, found.stream) == (version, stream):
+    if found is not None and found.is_of(x, stream):
         return found.result
-    kept = _Padded(given=weakref.ref(x), version=version, stream=stream, result=_pad(x, room))
+    kept = _Padded(given=weakref.ref(x), version=version, address=x.data_ptr(), stream=stream, result=_pad(x, room))
     with _LOCK:
         _PADDED.pop((id(x), room), None)
         _PADDED[id(x), room] = kept
@@ -206,5 +218,9 @@ def _padded(x: torch.Tensor, room: int) -> torch.Tensor:
 
 
 def _pad(x: torch.Tensor, room: int) -> torch.Tensor:
-    x = growing.shrunk(x.reshape((1,) * (4 - x.ndim) + x.shape))
-    return torch.nn.functional.pad(x, (0, room - x.shape[-1])).contiguous()
+    return torch.nn.functional.pad(_shrunk(x), (0, room - x.shape[-1])).contiguous()
+
+
+def _shrunk(x: torch.Tensor) -> torch.Tensor:
+    """The mask or bias with four axes, and as few entries as it has values."""
+    return growing.shrunk(x.reshape((1,) * (4 - x.ndim) + x.shape))

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from jax_kernels.bridge import private
 from jax_kernels.bridge.direct import route
@@ -88,7 +87,7 @@ class Known:
                 call = found
         except (RuntimeError, TypeError, ValueError):  # statics that cannot be compared, or hashed: arrays
             return None
-        if forward_ad._current_level >= 0 or torch._C._len_torch_function_stack():
+        if private.is_forward_mode() or torch._C._len_torch_function_stack():
             return None
         return call
 

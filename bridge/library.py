@@ -334,7 +334,7 @@ def forget() -> None:
 def is_plain_call() -> bool:
     """Tells whether the call is free of compilers, transforms of torch.func and forward-mode differentiation."""
     return not (
-        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or private.is_forward_mode()
     )
 
 
@@ -359,7 +359,7 @@ def below_function(operator: Any, *arguments: Any) -> Any:
 
 def call_in_backward(operator: Any, *arguments: Any) -> Any:
     """The operator's results, below autograd unless somebody may differentiate them."""
-    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+    if torch.is_grad_enabled() or private.is_forward_mode():
         return operator(*arguments)
     return below_autograd(operator, *arguments)
 
@@ -385,9 +385,11 @@ def _of_one_level(function: type[torch.autograd.Function]) -> Any:
 
 def has_tangent(arguments: Sequence[Any]) -> bool:
     """Tells whether forward-mode differentiation watches one of the arguments."""
-    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+    if not private.is_forward_mode() or not torch._C._is_fwd_grad_enabled():
         return False
-    return any(isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in arguments)
+    level = max(forward_ad._current_level, 0)  # PyTorch has but one
+    tensors = (x for x in arguments if isinstance(x, torch.Tensor))
+    return any(forward_ad.unpack_dual(x, level=level).tangent is not None for x in tensors)
 
 
 def refuse_tangent(name: str) -> Any:

@@ -7,7 +7,6 @@ of the Masks.
 from typing import NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from jax_kernels.bridge import library, private
 from jax_kernels.bridge.known import KnownCall
@@ -95,7 +94,7 @@ class CallWithTangents(torch.autograd.Function):
     @staticmethod
     @private.unseen_by_dynamo
     def backward(ctx, *cotangents):
-        if forward_ad._current_level >= 0:  # what the forward kept has tangents of zeros
+        if private.is_forward_mode():  # what the forward kept has tangents of zeros
             library.refuse_tangent(f"the gradient of {ctx.plan.label}")
         return Call.backward(ctx, *cotangents)
 

@@ -134,7 +134,7 @@ _MOST = 1024
 
 def register(function: Callable[..., Any]) -> str:
     """A new name in FUNCTIONS. It is a string, as torch.compile may make a symbol of a number."""
-    name = fresh_name(getattr(function, "__name__", "function"))
+    name = fresh_name(getattr(function, "__name__", "function").replace(" ", "_"))  # a recipe's text is cut at spaces
     FUNCTIONS[name] = function
     return name
 

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 __all__ = [
     "Check",
     "empty_on_gpu",
     "guard",
     "hint",
+    "is_forward_mode",
     "unseen_by_dynamo",
     "untraced_by_dynamo",
     "without_modes",
@@ -44,6 +46,19 @@ def _empty_strided_cuda() -> Callable[..., torch.Tensor]:
 _GUARDS = _tensor_guards()
 # (shape, strides, dtype) -> an empty tensor on the current GPU
 empty_on_gpu = _empty_strided_cuda()
+
+
+def is_forward_mode() -> bool:
+    """Whether tensors may have tangents, of forward-mode differentiation.
+
+    A graph of torch.compile enters torch.func.jvp without the counter that Python code looks at.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    functorch = torch._C._functorch
+    return any(x.key() == functorch.TransformType.Jvp for x in functorch.get_interpreter_stack() or ())
 
 
 def unseen_by_dynamo(function: Any) -> Any:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_kernels.ops.checks import checked_integers
+
 __all__ = ["Packed", "document_positions", "document_starts", "packed", "within_documents"]
 
 
@@ -25,14 +27,16 @@ def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:
 
     is_whole: whether the ids are those of whole rows; positions cannot be told from a device's part of them.
 
-    Raises ValueError for another shape, TypeError for another dtype.
+    Raises ValueError for another shape or values beyond int32, TypeError for another dtype, or traced integers that
+    int32 may not hold.
     """
-    segment_ids = jnp.asarray(segment_ids)
+    if not hasattr(segment_ids, "dtype"):
+        segment_ids = np.asarray(segment_ids)
     if segment_ids.shape != tokens.shape[:2]:
         raise ValueError(f"segment_ids: got shape {segment_ids.shape}, want [batch, length] = {tokens.shape[:2]}")
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"segment_ids: got dtype {segment_ids.dtype}, want integers")
-    segment_ids = segment_ids.astype(jnp.int32)
+    segment_ids = checked_integers("segment_ids", segment_ids, "int32")
     return Packed(segment_ids, document_positions(segment_ids) if is_whole else None)
 
 

@@ -111,6 +111,7 @@ class Trainer:
     def _new_state(self, state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
         total, count, gradients = self._gradients(state["params"], batch, key)
+        count = jnp.maximum(count, 1)  # a batch without a target, such as one of padding alone, teaches nothing
         gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, state["params"])
         updates, moments = self.optimizer.update(gradients, state["optimizer"], state["params"])
         squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
@@ -157,6 +158,7 @@ class Trainer:
         """One step on a batch, whose rows and tokens are placed as shard_batch or TokenBatches do it.
 
         Returns {"loss": the mean, "gradient_norm": of the mean's gradient}, on the device and perhaps not yet computed.
+        Both are 0 where no target counts.
         """
         with jax.set_mesh(self.mesh):
             self.state, found = self._train(self.state, batch)
@@ -168,10 +170,10 @@ class Trainer:
         return jax.jit(lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0)))
 
     def evaluate(self, batch: Any) -> float:
-        """The mean loss on a batch."""
+        """The mean loss on a batch, 0 where no target counts."""
         with jax.set_mesh(self.mesh):
             total, count = self._evaluate(self.state["params"], batch)
-        return float(total) / float(count)
+        return float(total) / max(float(count), 1.0)
 
     def fit(
         self,

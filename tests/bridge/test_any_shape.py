@@ -115,6 +115,27 @@ def test_sizes_of_results_that_are_no_tensors_size():
     assert counter.frame_count == 2
 
 
+def test_a_size_with_a_limit():
+    """No graph of many sizes says 8 where a call gives 4; beyond the sizes that were tried, the call raises."""
+
+    def first(x, most):
+        return x[:most]
+
+    first.__name__ = "a first part"
+    part = bridge.from_jax(first)
+
+    def mean(x, most):
+        y = part(x, most)
+        return y.sum() / y.shape[0]
+
+    compiled = torch.compile(mean, backend="aot_eager", fullgraph=True, dynamic=True)
+    for size in (10, 20, 4):
+        torch.testing.assert_close(compiled(torch.arange(size) + 1.0, 8), (min(size, 8) + 1) / 2 * torch.ones(()))
+    compiled(torch.ones(100), 1000)
+    with pytest.raises(RuntimeError, match=r"a_first_part: its results have shapes \[\(1000,\)\], and \[\(1500,"):
+        compiled(torch.ones(1500), 1000)
+
+
 def test_recipes_are_kept_where_no_text_says_them(monkeypatch):
     """A graph whose recipe is a text outlives clear_cache(), another one says that it does not."""
     monkeypatch.setattr(any_shape, "_MOST", 2)

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
@@ -232,6 +233,23 @@ def test_a_token_decodes_under_masks_and_biases(name, reference):
         for part in ("mask", "bias"):
             if part in options:
                 options[part][..., 100:] = 0
+
+
+def test_a_mask_is_padded_anew_when_others_wrote_to_it():
+    """PyTorch counts no write through .data or by NumPy, nor new memory."""
+
+    def assign(mask):
+        mask.data = ~mask.data
+
+    mask = torch.rand(2, 1, 1, 131, generator=torch.Generator().manual_seed(0)) < 0.5
+    kept = decoding._padded(mask, 160)
+    assert decoding._padded(mask, 160) is kept
+    writes = (lambda x: x.logical_not_(), lambda x: x.data.logical_not_(), lambda x: np.logical_not(x, out=x.numpy()))
+    for write in (*writes, assign):
+        write(mask)
+        padded = decoding._padded(mask, 160)
+        assert torch.equal(padded[..., :131], mask)
+        assert not padded[..., 131:].any()
 
 
 def test_padded_prompts_decode_by_split_keys(monkeypatch):

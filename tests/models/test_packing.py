@@ -88,6 +88,25 @@ def test_a_longnet_sees_no_other_document():
         np.testing.assert_allclose(out[:, span], call(model, tokens[:, span], None), atol=2e-6)
 
 
+def test_ids_are_not_wrapped():
+    """2**32 + 5 is not 5, nor 2**31 padding."""
+    for ids in (np.full((1, 4), 2**32 + 5), np.full((1, 4), 2**31, np.uint32), [[2**40] * 4]):
+        with pytest.raises(ValueError, match="segment_ids: got values up to"):
+            packed(ids, np.zeros((1, 4)))
+    assert packed([[5, 5, 6, 6]], np.zeros((1, 4))).segment_ids.dtype == jnp.int32
+
+
+def test_a_batch_of_padding_teaches_nothing():
+    trainer = Trainer(TransformerConfig(**SHAPE), optax.sgd(0.1), accumulate=2)
+    before = [np.asarray(x) for x in jax.tree.leaves(trainer.state["params"])]
+    tokens = jnp.zeros((2, 6), jnp.int32)
+    batch = tokens, tokens, jnp.full_like(tokens, -1)
+    assert trainer.evaluate(batch) == 0
+    assert trainer.train(batch) == {"loss": 0, "gradient_norm": 0}
+    for x, y in zip(before, jax.tree.leaves(trainer.state["params"]), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_where_documents_begin_and_end():
     ids = jnp.asarray([[4, 4, 2, 2, 2, 4, -1, -1]])
     np.testing.assert_array_equal(document_positions(ids), [[0, 1, 0, 1, 2, 0, 0, 1]])
