@@ -225,7 +225,7 @@ def _found(name: str, make: Callable[[], Plan]) -> Plan:
 
 
 def finder(name: str) -> Callable[[], Plan]:
-    """What finds the plan of this name, also when its recipe is no longer kept."""
+    """A function that finds the plan of this name, also when its recipe is no longer kept."""
     make = _RECIPES.get(name) or _OF_GRAPHS.get(name)
     if make is None:
         plan = find_plan(name)

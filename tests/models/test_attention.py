@@ -117,7 +117,7 @@ def test_decoding_under_a_mask():
 
 
 def test_decoding_under_an_array(monkeypatch):
-    """Of keys, and of queries and keys, by decode_attention; a Mask, and an array of a wrong batch, are flash's."""
+    """One of keys, or of queries and keys, by decode_attention; a Mask, and a wrong batch, go to flash_attention."""
     calls = []
     count = lambda *given, **options: calls.append(options) or decode_attention(*given, **options)
     monkeypatch.setattr(models_attention, "decode_attention", count)
