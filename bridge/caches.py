@@ -17,7 +17,8 @@ class CacheInfo(NamedTuple):
     1,024 newest are kept. chains: of kernels that the direct route has loaded, and calls that have none; the 512 that
     were used last are kept. known_calls: those that are launched without checks, up to 512 for an op. recipes: of
     compiled graphs for many sizes, where a constant is more than a number or a text; the 1,024 that were used last are
-    kept, and another graph raises an error that says so.
+    kept, and another graph raises an error that says so. plan_recipes: by which plans are made again; the 1,024 newest
+    are kept, and those of plans that a graph has. tangents: functions that forward mode made, kept with their plans.
     """
 
     functions: int
@@ -25,6 +26,8 @@ class CacheInfo(NamedTuple):
     chains: int
     known_calls: int
     recipes: int
+    plan_recipes: int
+    tangents: int
 
 
 def cache_info() -> CacheInfo:
@@ -35,6 +38,8 @@ def cache_info() -> CacheInfo:
         chains=route.count(),
         known_calls=known.count(),
         recipes=any_shape.count(),
+        plan_recipes=plans.count_recipes(),
+        tangents=plans.count_tangents(),
     )
 
 

@@ -2,6 +2,7 @@
 
 JAX compiles a program for each number of keys. So the keys are read with room behind them, for one of few numbers, and
 lengths tell how many count. What stands in the room is without effect. A cache that has such room is read in place.
+In a compiled graph the cache is one of a fixed size, and its mask tells the lengths.
 """
 
 import functools
@@ -18,7 +19,7 @@ from jax_kernels.bridge import growing
 from jax_kernels.bridge.function import JaxOp, seen
 from jax_kernels.ops import decode_attention as ops
 
-__all__ = ["attend", "with_room"]
+__all__ = ["attend", "attend_in_graph", "with_room"]
 
 
 def attend(
@@ -55,6 +56,38 @@ def attend(
     return _attend.serve(
         call, query, roomy_key, roomy_value, lengths, mask, bias, sinks, scale=scale, softcap=softcap
     )  # fmt: skip
+
+
+def attend_in_graph(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """attend, in code that torch.compile traces, for all keys that a cache of a fixed size has room for.
+
+    The keys behind the last one that the mask leaves to a sequence are not read. So the graph serves every token: how
+    many keys count is in the values of the mask, and no shape or constant of the graph.
+    """
+    four = lambda x: None if x is None else x.reshape((1,) * (4 - x.ndim) + x.shape)
+    mask, bias = four(mask), four(bias)
+    lengths = _ends(mask, key)
+    return _attend.serve(None, query, key, value, lengths, mask, bias, sinks, scale=scale, softcap=softcap)
+
+
+def _ends(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor:
+    """[B * Hkv] int32: behind the last key that a 4-D mask leaves to a sequence; the number of keys without a mask."""
+    batch, heads, room, _ = key.shape
+    if mask is None:
+        return torch.full((batch * heads,), room, dtype=torch.int32, device=key.device)
+    numbers = torch.arange(1, room + 1, dtype=torch.int32, device=key.device)
+    ends = torch.where(mask, numbers, 0).amax(dim=(1, 2, 3))
+    return ends[:, None].expand(batch, heads).reshape(-1)
 
 
 class _Folded(NamedTuple):
@@ -105,7 +138,7 @@ def _plan(query, key, value, lengths, mask, bias, sinks, *, scale, softcap):
 
 
 _decode.plan = _plan  # type: ignore[attr-defined]
-_attend = JaxOp(_decode)
+_attend = JaxOp(_decode, is_whole=True)
 
 
 def with_room(x: torch.Tensor) -> torch.Tensor | None:

@@ -40,7 +40,7 @@ from jax_kernels.bridge.plans import Request, Signature, register
 from jax_kernels.bridge.structure import SINGLE, flatten, rebuild
 from jax_kernels.masks import Mask
 
-__all__ = ["JaxOp", "Seen", "from_jax", "seen"]
+__all__ = ["JaxOp", "Seen", "from_jax", "seen", "seen_by_name"]
 
 plan_vmap.define_rules()
 flops.define_formulas("call", "call_backward")
@@ -93,19 +93,18 @@ class _FromJax:
         self._op = JaxOp(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return self._op.serve(None, *args, **kwargs)
-        seen = Seen(len(args), args)
-        known = self._op.find(seen)
-        if known is not None:
-            return known(args)
-        if any(isinstance(x, Mask) for x in args):
-            tensors = [x for x in args if isinstance(x, torch.Tensor)]
-            seen = Seen(tuple(id(x) if isinstance(x, Mask) else None for x in args), tensors)
-            if len(tensors) + sum(isinstance(x, Mask) for x in args) < len(args):
-                return self._op.serve(None, *args)
-            known = self._op.find(seen)
-        return self._op.serve(seen, *args) if known is None else known(seen.tensors)
+        seen = None
+        if not kwargs:
+            seen = Seen(len(args), args)
+            if (known := self._op.find(seen)) is not None:
+                return known(args)
+        if seen is None or not all(isinstance(x, torch.Tensor) for x in args):
+            seen = seen_by_name(args, kwargs)
+            if (known := self._op.find(seen)) is not None:
+                return known(seen.tensors)
+        return self._op.serve(seen, *args, **kwargs)
 
     def __reduce__(self) -> Any:
         return from_jax, (self.__wrapped__,)  # type: ignore[attr-defined]
@@ -131,6 +130,45 @@ def seen(arguments: Sequence[Any], options: Sequence[Any]) -> Seen:
     """A call of these arguments, which may be tensors, and options, which are none."""
     statics = [None if isinstance(x, torch.Tensor) else (x,) for x in arguments]
     return Seen((*options, *statics), [x for x in arguments if isinstance(x, torch.Tensor)])
+
+
+def _is_int(x: Any) -> bool:
+    return type(x) is int
+
+
+_EXACT = (bool, int, str, type(None))  # values that are equal where their types and values are
+
+
+def seen_by_name(args: Sequence[Any], kwargs: dict[str, Any], *settings: Any) -> Seen:
+    """A call of any arguments, whose tensors stand in the order of `flatten`. settings: what else the call depends on.
+
+    Its statics are equal where the structures are, and hold the ids of Masks.
+    """
+    statics: list[Any] = [len(args), *settings]
+    tensors: list[Any] = []
+    for name, x in (*((None, x) for x in args), *kwargs.items()):
+        kind = type(x)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            statics.append(name)
+            tensors.append(x)
+        elif kind in _EXACT:
+            statics.append((name, kind, x))
+        elif kind is float:
+            statics.append((name, kind, x.hex()))
+        elif isinstance(x, Mask):
+            statics.append((name, Mask, id(x)))
+        elif kind is tuple and all(map(_is_int, x)):
+            statics.append((name, kind, x))
+        else:
+            return _seen_in_trees(args, kwargs, settings)
+    return Seen(tuple(statics), tensors)
+
+
+def _seen_in_trees(args: Sequence[Any], kwargs: dict[str, Any], settings: Sequence[Any]) -> Seen:
+    tensors: list[Any] = []
+    masks: list[Mask] = []
+    structure = flatten((tuple(args), kwargs), tensors, masks)
+    return Seen((structure, *settings, *map(id, masks)), tensors)
 
 
 class JaxOp:

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from jax_kernels.bridge import decoding, heads_first, library
 from jax_kernels.bridge.attention import flash_attention
@@ -121,7 +122,8 @@ def attention(
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     if length == 1 and _is_decoding(query, key, value, attention_mask, position_bias, s_aux):
         mask, bias = _mask_and_bias(attention_mask, position_bias, is_shrunk=False)
-        return decoding.attend(query, key, value, mask=mask, bias=bias, sinks=s_aux, **options), None
+        attend = decoding.attend_in_graph if torch.compiler.is_compiling() else decoding.attend
+        return attend(query, key, value, mask=mask, bias=bias, sinks=s_aux, **options), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is None and length > 1 and causal:
         if kv_length > length:  # an empty cache has room behind the keys
@@ -198,12 +200,18 @@ def _documents(starts: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor
 
 
 def _is_decoding(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Tells whether decode_attention can serve a call of one query. others: a mask, a bias and sinks, or None."""
-    if torch.compiler.is_compiling() or not key.shape[2] or max(query.shape[-1], value.shape[-1]) > 256:
-        return False
-    if type(query) is not torch.Tensor or not library.is_plain_call():
+    """Tells whether decode_attention can serve a call of one query. others: a mask, a bias and sinks, or None.
+
+    While torch.compile traces, a cache of a fixed size is known by its mask, which has all that there is room for.
+    """
+    if not key.shape[2] or max(query.shape[-1], value.shape[-1]) > 256:
         return False
     mask, bias, _ = others
+    if torch.compiler.is_compiling():
+        if mask is None or not all(has_static_value(size) for size in key.shape):
+            return False
+    elif type(query) is not torch.Tensor or not library.is_plain_call():
+        return False
     if any(x is not None and x.shape[-1] != key.shape[2] for x in (mask, bias)):
         return False
     if not torch.is_grad_enabled():

@@ -12,7 +12,7 @@ from jax_kernels.bridge import library, private
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.operands import KeptOperands, Operands, found
 from jax_kernels.bridge.planning import make_plan
-from jax_kernels.bridge.plans import Plan, find_plan
+from jax_kernels.bridge.plans import Plan, find_plan, keep_for_graphs
 from jax_kernels.bridge.tangents import pushed
 
 __all__ = ["Call", "CallWithTangents", "KnownPlan", "PlanFacts", "backward_op", "call_op"]
@@ -38,6 +38,7 @@ def _same(results):
 
 
 def _empty(plan, infos):
+    keep_for_graphs(plan.name)
     return [torch.empty(info.shape, dtype=info.dtype, device=plan.device) for info in infos]
 
 

@@ -11,14 +11,14 @@ from jax_kernels.bridge import library
 from jax_kernels.bridge.once import once
 from jax_kernels.bridge.plan_ops import backward_op, call_op
 from jax_kernels.bridge.planning import make_plan, mapped_axes
-from jax_kernels.bridge.plans import Info, Map, Plan, find_plan, keep, new_name
+from jax_kernels.bridge.plans import Info, Map, Plan, find_plan, finder, keep, keep_if_traced, new_name
 
 __all__ = ["define_rules"]
 
 
 @once
-def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> str:
-    """The name of the plan that runs `size` calls of another plan at once.
+def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> Plan:
+    """The plan that runs `size` calls of another plan at once.
 
     mapped: which tensors have an axis of calls first. Where the other plan keeps residuals, so does this one, for each
     call; its backward stays that of one call.
@@ -30,31 +30,31 @@ def _mapped_call(name: str, size: int, mapped: tuple[bool, ...]) -> str:
         maps=(*plan.request.maps, Map(size, mapped)),
     )
     if not plan.has_gradient:
-        return make_plan(request, plan.needs).name
-    own = new_name(request)
+        return make_plan(request, plan.needs)
+    own, base = new_name(request), finder(name)
 
     def make() -> Plan:
-        plan = find_plan(name)
+        plan = base()
         results, forward = _in_parallel(size, plan.results), _vmap(plan.forward, size, mapped)
         return dataclasses.replace(plan, name=own, request=request, results=results, forward=forward)
 
-    return keep(own, make).name
+    return keep(own, make)
 
 
 @once
-def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> str:
-    """The name of the plan that runs `size` backwards of another plan at once.
+def _mapped_backward(name: str, size: int, mapped: tuple[bool, ...]) -> Plan:
+    """The plan that runs `size` backwards of another plan at once.
 
     mapped: which of the stored tensors, and then of the cotangents, have an axis of calls first.
     """
-    own = new_name(find_plan(name).request)
+    own, base = new_name(find_plan(name).request), finder(name)
 
     def make() -> Plan:
-        plan = find_plan(name)
+        plan = base()
         grads, backward = _in_parallel(size, plan.grads), _vmap(plan.backward, size, mapped)
         return dataclasses.replace(plan, name=own, grads=grads, backward=backward)
 
-    return keep(own, make).name
+    return keep(own, make)
 
 
 def _in_parallel(size: int, infos: tuple[Info, ...]) -> tuple[Info, ...]:
@@ -70,14 +70,17 @@ def _call_rule(info, in_dims, tensors, plan, operands=""):
     """torch.func.vmap of a call is jax.vmap of its function."""
     dims, *_ = in_dims
     front, mapped = _in_front(tensors, dims)
-    return call_op(front, _mapped_call(plan, operator.index(info.batch_size), mapped), operands), 0
+    own = _mapped_call(plan, operator.index(info.batch_size), mapped)
+    keep_if_traced(own.name)
+    return call_op(front, own.name, operands), 0
 
 
 def _backward_rule(info, in_dims, stored, cotangents, plan, operands=""):
     stored_dims, cotangent_dims, *_ = in_dims
     front, mapped = _in_front((*stored, *cotangents), (*stored_dims, *cotangent_dims))
-    plan = _mapped_backward(plan, operator.index(info.batch_size), mapped)
-    return backward_op(front[: len(stored)], front[len(stored) :], plan, operands), 0
+    own = _mapped_backward(plan, operator.index(info.batch_size), mapped)
+    keep_if_traced(own.name)
+    return backward_op(front[: len(stored)], front[len(stored) :], own.name, operands), 0
 
 
 def _in_front(tensors, dims):

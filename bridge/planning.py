@@ -12,7 +12,7 @@ from jax_kernels.bridge import dlpack, library
 from jax_kernels.bridge.argument_names import leaf_names
 from jax_kernels.bridge.once import once
 from jax_kernels.bridge.operands import MaskSignature
-from jax_kernels.bridge.plans import FUNCTIONS, Info, Plan, Request, Residual, keep, new_name
+from jax_kernels.bridge.plans import Info, Plan, Request, Residual, find_function, keep, keep_if_traced, new_name
 from jax_kernels.bridge.structure import Leaf, flatten, rebuild
 
 __all__ = ["cotangents_of", "make_plan", "mapped_axes", "mask_specs", "outputs_of", "plan_for"]
@@ -27,16 +27,23 @@ def plan_for(request: Request, needs: tuple[bool, ...]) -> Plan:
     return make_plan(request, needs)
 
 
-@once
 def make_plan(request: Request, needs: tuple[bool, ...]) -> Plan:
     """The plan of a request, made once in a process. needs: which tensors have a gradient."""
+    plan: Plan = _made(request, needs)
+    keep_if_traced(plan.name)
+    return plan
+
+
+@once
+def _made(request: Request, needs: tuple[bool, ...]) -> Plan:
     name = new_name(request)
-    return keep(name, lambda: _planned(name, request, needs))
+    function = find_function(request.function)  # which the recipe holds
+    return keep(name, lambda: _planned(name, request, needs, function))
 
 
-def _planned(name: str, request: Request, needs: tuple[bool, ...]) -> Plan:
+def _planned(name: str, request: Request, needs: tuple[bool, ...], function: Callable[..., Any]) -> Plan:
     signatures = request.signatures
-    device = _check(request)
+    device = _check(request, function)
     outputs, structures = outputs_of(request)
     moving = [index for index, needed in enumerate(needs) if needed]
     specs = [jax.ShapeDtypeStruct(x.shape, dlpack.jax_dtype(x.dtype)) for x in signatures]
@@ -101,12 +108,12 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...]) -> Plan:
     )
 
 
-def _check(request: Request) -> torch.device:
+def _check(request: Request, function: Callable[..., Any]) -> torch.device:
     """The device of all tensors. Raises what from_jax documents, and names the argument."""
     if not request.signatures:
         raise ValueError("got no tensor among the arguments, want at least one: its device is where the function runs")
     first, *_ = request.signatures
-    names = leaf_names(FUNCTIONS[request.function], request.structure)
+    names = leaf_names(function, request.structure)
     for name, x in zip(names, request.signatures, strict=True):
         dlpack.check_dtype(name, x.dtype)
         if x.layout != torch.strided:
@@ -120,7 +127,7 @@ def _check(request: Request) -> torch.device:
 
 def outputs_of(request: Request) -> tuple[Callable[..., tuple[jax.Array, ...]], list[Any]]:
     """(a function from Masks and arrays to the outputs, a list to which each trace of it adds their structure)."""
-    function = FUNCTIONS[request.function]
+    function = find_function(request.function)
     structures: list[Any] = []
 
     def outputs(masks, *leaves):

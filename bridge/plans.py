@@ -1,13 +1,15 @@
 """The plans of from_jax, and where they are kept.
 
 A request is a call without its values. A plan is a request with the programs that serve it. PyTorch's operators take a
-plan's name, under which it is found as long as the process lives. The programs of so many plans are kept; an older
-plan, whose name a compiled graph may hold, is made again.
+plan's name. So many plans are kept, and as many recipes, by which older plans are made again. A plan that something
+else holds, as a call whose backward is yet to run, is found, too. Where a plan's name went into a graph, its recipe is
+kept as long as the process lives.
 """
 
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,10 +28,17 @@ __all__ = [
     "Residual",
     "Signature",
     "clear",
+    "count_recipes",
+    "count_tangents",
+    "find_function",
     "find_plan",
+    "finder",
     "keep",
+    "keep_for_graphs",
+    "keep_if_traced",
     "new_name",
     "register",
+    "register_tangents",
     "stem_of",
 ]
 
@@ -127,9 +136,12 @@ class Plan:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 PLANS: dict[str, Plan] = {}  # the newest last
-_RECIPES: dict[str, Callable[[], Plan]] = {}
+_TANGENTS: weakref.WeakValueDictionary[str, Callable[..., Any]] = weakref.WeakValueDictionary()
+_ALIVE: weakref.WeakValueDictionary[str, Plan] = weakref.WeakValueDictionary()
+_RECIPES: dict[str, Callable[[], Plan]] = {}  # the newest last
+_OF_GRAPHS: dict[str, Callable[[], Plan]] = {}
 _LOCK = threading.RLock()
-_MOST = 1024
+_MOST = 1024  # plans, and recipes
 
 
 def register(function: Callable[..., Any]) -> str:
@@ -137,6 +149,19 @@ def register(function: Callable[..., Any]) -> str:
     name = fresh_name(getattr(function, "__name__", "function").replace(" ", "_"))  # a recipe's text is cut at spaces
     FUNCTIONS[name] = function
     return name
+
+
+def register_tangents(function: Callable[..., Any]) -> str:
+    """A new name for a function of tangents, under which it is found while somebody holds it, as its plans do."""
+    name = fresh_name(getattr(function, "__name__", "function"))
+    _TANGENTS[name] = function
+    return name
+
+
+def find_function(name: str) -> Callable[..., Any]:
+    """The function of a name."""
+    function = FUNCTIONS.get(name)
+    return _TANGENTS[name] if function is None else function
 
 
 def stem_of(name: str) -> str:
@@ -151,27 +176,75 @@ def new_name(request: Request) -> str:
 
 def keep(name: str, make: Callable[[], Plan]) -> Plan:
     """Makes a plan, keeps it under its name, and returns it. It is made again where it is wanted and no longer kept."""
-    _RECIPES[name] = make
-    return find_plan(name)
+    with _LOCK:
+        _RECIPES[name] = make
+        plan = find_plan(name)
+        while len(_RECIPES) > _MOST:
+            del _RECIPES[next(iter(_RECIPES))]
+        return plan
+
+
+def keep_for_graphs(name: str) -> None:
+    """Keeps the recipe of a plan whose name goes into a graph."""
+    with _LOCK:
+        make = _RECIPES.get(name)
+        if make is None and name not in _OF_GRAPHS and (plan := _ALIVE.get(name)) is not None:
+            make = lambda: plan  # its recipe was dropped
+        if make is not None:
+            _OF_GRAPHS[name] = make  # first, as other threads may look for it
+            _RECIPES.pop(name, None)
+
+
+def keep_if_traced(name: str) -> None:
+    """keep_for_graphs where a mode looks on that may write the plan's name into a graph."""
+    if torch._C._len_torch_dispatch_stack() and name not in _OF_GRAPHS:
+        keep_for_graphs(name)
 
 
 def find_plan(name: str) -> Plan:
     """The plan of this name. Raises RuntimeError where another process made it."""
     plan = PLANS.get(name)
+    if plan is None:
+        plan = _ALIVE.get(name)
     if plan is not None:
         return plan
-    if name not in _RECIPES:
+    make = _RECIPES.get(name) or _OF_GRAPHS.get(name)
+    if make is None:
         raise RuntimeError(f"{name}: a graph that calls a from_jax function runs only in the process that traced it")
+    return _found(name, make)
+
+
+def _found(name: str, make: Callable[[], Plan]) -> Plan:
     with _LOCK:
-        if name not in PLANS:
-            PLANS[name] = _RECIPES[name]()
-        plan = PLANS[name]
+        plan = PLANS.get(name) or _ALIVE.get(name)
+        if plan is None:
+            plan = PLANS[name] = _ALIVE[name] = make()
         while len(PLANS) > _MOST:
             del PLANS[next(iter(PLANS))]
         return plan
 
 
+def finder(name: str) -> Callable[[], Plan]:
+    """A function that finds the plan of this name, also when its recipe is no longer kept."""
+    make = _RECIPES.get(name) or _OF_GRAPHS.get(name)
+    if make is None:
+        plan = find_plan(name)
+        return lambda: plan
+    return functools.partial(_found, name, make)
+
+
+def count_recipes() -> int:
+    """How many recipes of plans are kept."""
+    return len(_RECIPES) + len(_OF_GRAPHS)
+
+
+def count_tangents() -> int:
+    """How many functions of tangents there are."""
+    return len(_TANGENTS)
+
+
 def clear() -> None:
-    """Drops all plans, and with them JAX's programs."""
+    """Drops all plans, and with them JAX's programs, and the recipes of those that no graph has."""
     with _LOCK:
         PLANS.clear()
+        _RECIPES.clear()

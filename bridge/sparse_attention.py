@@ -8,7 +8,7 @@ import torch
 
 from jax_kernels.bridge import growing, library, twins
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
-from jax_kernels.bridge.function import JaxOp, Seen, from_jax
+from jax_kernels.bridge.function import JaxOp, Seen, seen_by_name
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import block_sparse_attention as block_sparse
@@ -18,8 +18,8 @@ from jax_kernels.ops.attention import flash_attention as attention
 __all__ = ["attend", "block_sparse_attention", "dynamic_mask_attention", "find"]
 
 _flash = JaxOp(attention.flash_attention)
-_block_sparse = from_jax(block_sparse.block_sparse_attention)
-_dynamic_mask = from_jax(dynamic_mask.dynamic_mask_attention)
+_block_sparse = JaxOp(block_sparse.block_sparse_attention)
+_dynamic_mask = JaxOp(dynamic_mask.dynamic_mask_attention)
 
 
 def attend(
@@ -66,12 +66,20 @@ def block_sparse_attention(
 
     It returns and raises what bridge.flash_attention does, or from_jax where the two differ.
     """
+    call = None
+    if not torch.compiler.is_compiling():
+        options = {"block_size": block_size, **arguments}
+        call = seen_by_name((query, key, value, block_mask), options, torch.are_deterministic_algorithms_enabled())
+        if (known := _block_sparse.find(call)) is not None:
+            return known(call.tensors)
     if not isinstance(block_mask, Mask):
         check_tensor("block_mask", block_mask, query)
         if block_mask.dtype != torch.bool:
             raise TypeError(f"block_mask: got dtype {block_mask.dtype}, want torch.bool (True = attend)")
-    (query, key, value, bias), arguments = _prepared(query, key, value, None, arguments.pop("bias", None), arguments)
-    return _block_sparse(query, key, value, block_mask, block_size=block_size, bias=bias, **arguments)
+    (query, key, value, bias), arguments = _prepared(query, key, value, None, arguments.get("bias"), arguments)
+    if "bias" in arguments:
+        arguments = arguments | {"bias": bias}
+    return _block_sparse.serve(call, query, key, value, block_mask, block_size=block_size, **arguments)
 
 
 def dynamic_mask_attention(
@@ -97,10 +105,16 @@ def dynamic_mask_attention(
 
     It returns and raises what bridge.flash_attention does, or from_jax where the two differ.
     """
+    call = None
+    if not torch.compiler.is_compiling():
+        settings = torch.are_deterministic_algorithms_enabled()
+        call = seen_by_name((query, key, value, mask, bias), arguments, settings)
+        if (known := _dynamic_mask.find(call)) is not None:
+            return known(call.tensors)
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
     if isinstance(mask, torch.Tensor) and library.is_plain_call():
         mask = growing.shrunk(mask)
-    return _dynamic_mask(query, key, value, mask, bias, **arguments)
+    return _dynamic_mask.serve(call, query, key, value, mask, bias, **arguments)
 
 
 def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:

@@ -4,7 +4,8 @@ As such a plan is one like any other, torch.func.vmap maps it, and so jacfwd wor
 with a gradient for reverse mode alone (jax.custom_vjp) has no such plan.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.extend import core
 from jax_kernels.bridge import library
 from jax_kernels.bridge.once import once
 from jax_kernels.bridge.planning import make_plan, outputs_of
-from jax_kernels.bridge.plans import Map, Plan, Request, register, stem_of
+from jax_kernels.bridge.plans import Map, Plan, Request, register_tangents, stem_of
 from jax_kernels.bridge.structure import MASK, SINGLE
 
 __all__ = ["pushed"]
@@ -33,13 +34,20 @@ def pushed(request: Request, moving: tuple[bool, ...]) -> Plan:
     signatures = *request.signatures, *tangents
     leaves = ("tuple", (*[SINGLE] * len(signatures), *[MASK] * of_masks))
     structure = ("tuple", (leaves, ("dict", (), ())))
-    own = Request(function, structure, signatures, request.masks, request.x64)
+    own = Request(function.name, structure, signatures, request.masks, request.x64)
     return make_plan(own, (False,) * len(signatures))
 
 
+class _Named(NamedTuple):
+    """A function and its name."""
+
+    name: str
+    function: Callable[..., Any]
+
+
 @once
-def _function(function: str, structure: Any, maps: tuple[Map, ...], moving: tuple[bool, ...], of_masks: int) -> str:
-    """The name of the function of a request's leaves, the moving ones' tangents, and its Masks."""
+def _function(function: str, structure: Any, maps: tuple[Map, ...], moving: tuple[bool, ...], of_masks: int) -> _Named:
+    """The function of a request's leaves, the moving ones' tangents, and its Masks."""
     outputs, _ = outputs_of(Request(function, structure, (), None, False, maps))
     places = [at for at, is_moving in enumerate(moving) if is_moving]
     count = len(moving)
@@ -66,7 +74,7 @@ def _function(function: str, structure: Any, maps: tuple[Map, ...], moving: tupl
         return push(*directions)
 
     tangents.__name__ = stem_of(function)
-    return register(tangents)
+    return _Named(register_tangents(tangents), tangents)
 
 
 def _is_reverse_alone(jaxpr: Any) -> bool:

@@ -225,8 +225,9 @@ class MultiHeadAttention(nnx.Module):
           positions: integers [T] or [B, T], in the order of x, for the rotary embedding; None for the tokens' places in
             the sequence. Attention itself goes by the places.
           cache: from init_cache or from the call before. Not changed. Where its length is [B], the T tokens of each
-            sequence stand after its own. Up to 16 causal tokens attend by decode_attention, but under a mask, and
-            where an implementation other than "xla" is named.
+            sequence stand after its own. Up to 16 causal tokens attend by decode_attention, which has no gradient, but
+            under a masks.Mask, whose dead blocks flash_attention skips, and where an implementation other than "xla"
+            is named.
 
         Returns:
           out [B, T, model_dim] in dtype; with a cache (out, the new cache).
@@ -255,7 +256,9 @@ class MultiHeadAttention(nnx.Module):
         cache = _append(cache, key, value)
         key, value = cache.key.astype(self.dtype), cache.value.astype(self.dtype)
         if self._decodes(query, mask):
-            out = decode_attention(query, key, value, kv_lengths=cache.lengths, implementation=self.implementation)
+            out = decode_attention(
+                query, key, value, kv_lengths=cache.lengths, mask=mask, implementation=self.implementation
+            )
         else:
             out = self._attend(query, key, value, mask, q_offset=start, kv_lengths=cache.lengths)
         has_room = (cache.lengths <= cache.max_length)[:, None, None]
@@ -270,7 +273,7 @@ class MultiHeadAttention(nnx.Module):
     def _decodes(self, query: jax.Array, mask: Any) -> bool:
         """Whether decode_attention takes the place of flash_attention: both give the same."""
         is_free = self.implementation in (None, "xla")
-        return self.is_causal and mask is None and is_free and 0 < query.shape[1] <= MOST_QUERIES
+        return self.is_causal and is_free and 0 < query.shape[1] <= MOST_QUERIES and _is_free_or_array(mask, len(query))
 
     def _attend_over_devices(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None
@@ -383,6 +386,15 @@ def _check_length(cache: KVCache, *, new_tokens: int) -> None:
         raise ValueError(
             f"cache: got {new_tokens} tokens after {known.max()}, want at most max_length={cache.max_length} in all"
         )
+
+
+def _is_free_or_array(mask: Any, batch: int) -> bool:
+    """Whether there is no mask, or one of bools with one entry or as many as the batch: flash_attention has others."""
+    if mask is None:
+        return True
+    if isinstance(mask, masks.Mask) or getattr(mask, "dtype", None) != jnp.bool_:
+        return False
+    return len(mask.shape) < 4 or mask.shape[0] in (1, batch)
 
 
 def _append(cache: KVCache, key: jax.Array, value: jax.Array) -> KVCache:

@@ -84,7 +84,7 @@ class DynamicMaskAttention(MultiHeadAttention):
         return dynamic_mask_attention(query, key, value, keep, bias, **arguments)
 
     def _decodes(self, query: jax.Array, mask: Any) -> bool:
-        return False  # decode_attention takes no mask
+        return False  # _attend finds which keys to keep
 
     def _attend_over_devices(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None

@@ -1,10 +1,13 @@
 """The bridge's caches: how large they grow, and that what they drop is made again."""
 
+import gc
+
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from jax_kernels import bridge
+from jax_kernels.bridge import known, library, plans
 from jax_kernels.bridge import once as module
-from jax_kernels.bridge import plans
 
 
 def test_old_plans_are_dropped_and_made_again(monkeypatch):
@@ -21,6 +24,54 @@ def test_old_plans_are_dropped_and_made_again(monkeypatch):
         for size in range(4, 12):
             square(torch.ones(size))
         assert bridge.cache_info().plans == 4
+
+
+def test_old_recipes_are_dropped_but_for_graphs(monkeypatch):
+    """A call whose recipe is gone still has its backward, and graphs their plans, also those of mapped calls."""
+    bridge.clear_cache()
+    graphs = bridge.cache_info().plan_recipes
+    monkeypatch.setattr(plans, "_MOST", 4)
+    square = bridge.from_jax(lambda x: x * x)
+    given = torch.arange(3.0, requires_grad=True)
+    values = given.detach()
+    out, mapped = square(given), torch.func.vmap(torch.func.grad(lambda x: square(x).sum()))
+    others = torch.arange(2.0)
+    traced = make_fx(square)(others), make_fx(mapped)(values.expand(2, 3))
+    compiled = torch.compile(lambda x: square(x) + 1, backend="aot_eager", fullgraph=True)
+    mask = bridge.masks.causal()
+    by_mask = bridge.from_jax(lambda x, mask: x * mask.to_dense(3, 3)[0, 0, 1])
+    masked = torch.compile(lambda x: by_mask(x, mask), backend="aot_eager", fullgraph=True)
+    compiled(values), masked(values)
+    of_graphs = len(plans._OF_GRAPHS)
+    for _ in range(2):
+        for size in range(4, 12):
+            square(torch.ones(size, requires_grad=True)).sum().backward()
+        assert bridge.cache_info().plan_recipes == 4 + of_graphs > graphs + 4
+        for forget in (module.clear, known.clear, library.forget):
+            forget()
+        gc.collect()
+        alive = [plan for plan in plans._ALIVE.values() if plan.request.function == square._op._name]
+        assert len(alive) == 4 + 1  # and that of `out`
+        del alive
+        torch.testing.assert_close(compiled(values), values**2 + 1)
+        torch.testing.assert_close(masked(values), torch.tensor([0.0, 1.0, 0.0]))
+        torch.testing.assert_close(traced[0](others), others**2)
+        torch.testing.assert_close(traced[1](values.expand(2, 3)), 2 * values.expand(2, 3))
+        torch.testing.assert_close(mapped(values.expand(2, 3)), 2 * values.expand(2, 3))
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), given)[0], 2 * values)
+
+
+def test_functions_of_tangents_go_with_their_plans():
+    scale = bridge.from_jax(lambda x, *, by: x * x * by)
+    x, functions = torch.arange(3.0), bridge.cache_info().functions
+    for by in range(3):
+        _, tangent = torch.func.jvp(lambda x, by=by: scale(x, by=by), (x,), (torch.ones(3),))
+        torch.testing.assert_close(tangent, 2 * by * x)
+    assert bridge.cache_info().functions == functions
+    assert bridge.cache_info().tangents >= 3
+    bridge.clear_cache()
+    gc.collect()
+    assert bridge.cache_info().tangents == 0
 
 
 def test_a_value_that_was_forgotten_is_made_again(monkeypatch):

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from jax_kernels import bridge
 from jax_kernels.bridge import decoding, heads_first, huggingface
@@ -339,6 +340,38 @@ def test_compiles_in_one_graph():
     with torch.no_grad():
         got, want = compiled(tokens, attention_mask=mask).logits, theirs(tokens, attention_mask=mask).logits
     torch.testing.assert_close(got[is_token], want[is_token], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.timeout(300)
+def test_one_graph_decodes_all_tokens_of_a_static_cache(monkeypatch):
+    """By split keys, which read none behind a sequence's last one. No token compiles a graph or a program anew."""
+    torch._dynamo.reset()
+    theirs, ours = both("llama")
+    programs, folded = [], decoding._folded
+    monkeypatch.setattr(decoding, "_folded", lambda *given: programs.append(given[1].shape) or folded(*given))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, backend=counter, fullgraph=True)
+    tokens, mask, _ = tokens_and_mask("left")
+    room = torch.cat([mask, mask.new_ones(2, 24 - LENGTH)], dim=1)  # the cache's places, without those of the padding
+    places = mask.cumsum(-1).sub(1).clamp(min=0)
+    results, counts = [], []
+    for model, step in ((theirs, theirs), (ours, compiled)):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=24)
+        with torch.no_grad():
+            logits = [model(tokens, attention_mask=room, position_ids=places, past_key_values=cache).logits[:, -1:]]
+            for layer in cache.layers if model is ours else ():
+                layer.values[:, :, LENGTH:] = torch.nan
+            for at in range(6):
+                given = {"attention_mask": room, "position_ids": places[:, -1:] + 1 + at, "past_key_values": cache}
+                logits.append(step(logits[-1].argmax(-1), **given).logits)
+                counts.append(len(programs))
+        results.append(torch.cat(logits, dim=1))
+    want, got = results
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+    torch.testing.assert_close(got, want, atol=5e-4, rtol=5e-4)
+    assert set(programs) == {(2, 2, 24, 16)}
+    assert counts[6] == counts[-1]
+    assert counter.frame_count == 1
 
 
 def test_registration():

@@ -78,6 +78,8 @@ LENGTHS = torch.tensor([5, 24], dtype=torch.int32)
 PREFIX = bridge.masks.causal() | bridge.masks.prefix(3)
 SEGMENTS = bridge.masks.causal() & bridge.masks.segments(jnp.asarray(IDS.numpy()))
 BY_MASK = bridge.from_jax(lambda q, mask, k, v: jax_kernels.flash_attention(q, k, v, mask=mask))
+BY_NAME = bridge.from_jax(lambda x, *, y, scale: (x["x"] - y[0] if isinstance(x, dict) else x - y) * scale)
+BLOCKS = torch.ones(3, 3, dtype=torch.bool).tril()
 
 
 def compiled():
@@ -129,6 +131,22 @@ CALLS = {
     "rms_norm": (bridge.rms_norm, [random(5, 8), random(8)]),
     "residual norm": (lambda x, r: bridge.rms_norm(x, residual=r)[0], [random(5, 8), random(5, 8, seed=1)]),
     "from_jax": (bridge.from_jax(lambda x, y: x * y), [random(7), random(7)]),
+    "from_jax by name": (lambda x, y: BY_NAME(x, scale=0.5, y=y), [random(7), random(7)]),
+    "from_jax of a tree": (lambda x, y: BY_NAME({"x": x}, y=[y], scale=-0.5), [random(7), random(7)]),
+    "blocks": (
+        lambda q, k, v, sinks: bridge.block_sparse_attention(
+            q, k, v, BLOCKS, sinks=sinks, block_size=(8, 8), segment_ids=(IDS, IDS)
+        ),
+        [*qkv(), random(4)],
+    ),
+    "blocks of a Mask and a bias": (
+        lambda q, k, v, bias: bridge.block_sparse_attention(q, k, v, PREFIX, scale=0.3, bias=bias, is_causal=True),
+        [*qkv(), random(1, 4, 24, 24)],
+    ),
+    "dynamic": (
+        lambda q, k, v, bias: bridge.dynamic_mask_attention(q, k, v, IDS[:, None, None] < 2, bias, softcap=2.0),
+        [*qkv(), random(1, 4, 1, 24)],
+    ),
     "several results": (bridge.from_jax(lambda x: {"a": (x * 2, x + 1)}), [random(7)]),
 }  # fmt: skip
 
@@ -161,6 +179,48 @@ def test_known_calls_and_gradients_are_those_of_first_calls(name, direct):
         before = direct.calls
         torch.testing.assert_close(call(*fresh), want)
         assert direct.calls == before + 1
+
+
+def test_constants_and_names_make_other_calls(direct):
+    """Those that Python takes for equal, too, and a setting of PyTorch's."""
+    x, y = random(3).detach(), random(3, seed=1).detach()
+    one = {"scale": 0.0, "kind": 1}
+
+    def function(x, y, *, scale, kind, more=(1, 2), change=None):
+        x = (x - y) * (scale + 1) * len(more) + jnp.copysign(1.0, scale) * (3 if kind is True else 1)
+        return x if change is None else change(x)
+
+    wrapped = bridge.from_jax(function)
+    cases = [
+        ((x, y), one),
+        ((x, y), one | {"scale": -0.0}),
+        ((x, y), one | {"kind": True}),
+        ((x,), {"y": y, **one}),
+        ((), {"y": y, "x": x, **one}),
+        ((), {"x": x, "y": y, **one}),
+        ((x, y), one | {"more": (1, 2, 3)}),
+        ((x, y), one | {"more": (1.0, 2)}),
+        ((x, y), one | {"change": jnp.negative}),
+        ((x, y), one | {"change": lambda x: x + 1}),
+    ]
+    for args, options in cases * 2:
+        arrays = [jnp.asarray(given.numpy()) for given in args]
+        named = {name: jnp.asarray(z.numpy()) if isinstance(z, torch.Tensor) else z for name, z in options.items()}
+        want = torch.tensor(function(*arrays, **named).__array__())
+        torch.testing.assert_close(wrapped(*args, **options), want)
+    assert len(wrapped._op._known) == len(cases)
+    attend = lambda **options: bridge.block_sparse_attention(*(z.detach() for z in qkv()), BLOCKS, **options)
+    for _ in range(2):
+        attend(block_size=8)
+    count = len(sparse_attention._block_sparse._known)
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend(block_size=8)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(sparse_attention._block_sparse._known) == count + 1
+    with pytest.raises(TypeError, match="block_mask: got dtype"):
+        bridge.block_sparse_attention(*qkv(), BLOCKS.int(), block_size=8)
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

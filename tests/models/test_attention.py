@@ -9,6 +9,7 @@ from flax import nnx
 from jax_kernels import decode_attention, masks, prepare_mask
 from jax_kernels.dispatch import on_device
 from jax_kernels.models import KVCache, MultiHeadAttention, rotary_embedding
+from jax_kernels.models import attention as models_attention
 
 WIDTH, BATCH, LENGTH = 32, 2, 11
 
@@ -113,6 +114,30 @@ def test_decoding_under_a_mask():
         out, cache = decode(attention, x[:, start:end], cache)
         outs.append(out)
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), forward(attention, x), atol=1e-6)
+
+
+def test_decoding_under_an_array(monkeypatch):
+    """One of keys, or of queries and keys, by decode_attention; a Mask, and a wrong batch, go to flash_attention."""
+    calls = []
+    count = lambda *given, **options: calls.append(options) or decode_attention(*given, **options)
+    monkeypatch.setattr(models_attention, "decode_attention", count)
+    step = nnx.jit(lambda attention, x, mask, cache: attention(x, mask=mask, cache=cache))
+    attention, x = module(num_kv_heads=2), inputs()
+    keep = jax.random.bernoulli(jax.random.key(2), 0.5, (BATCH, 4, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
+    for mask in (keep, keep[:, :1, 4:5].at[..., 0].set(True)):
+        cache, outs = attention.init_cache(BATCH, 16), []
+        for start, end in ((0, 6), (6, LENGTH)):
+            rows = mask if mask.shape[2] == 1 else mask[:, :, start:end]
+            padded = jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, 16 - LENGTH)), constant_values=True)
+            out, cache = step(attention, x[:, start:end], padded, cache)
+            outs.append(out)
+        np.testing.assert_allclose(jnp.concatenate(outs, axis=1), plain(attention, x, mask), atol=2e-6)
+    assert len(calls) == 4
+    new, cache = jnp.zeros((4, 1, WIDTH)), attention.init_cache(4, 16)
+    jax.eval_shape(lambda: attention(new, mask=masks.prefix(1), cache=cache))
+    with pytest.raises(ValueError, match="mask"):
+        jax.eval_shape(lambda: attention(new, mask=jnp.ones((2, 1, 1, 16), bool), cache=cache))
+    assert len(calls) == 4
 
 
 def test_computes_in_dtype_and_keeps_parameters_in_param_dtype():
