@@ -8,11 +8,13 @@ from pathlib import Path
 
 import dilated_oracle
 import numpy as np
+import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "docs" / "pictures.py"
 
 
+@pytest.mark.slow
 def test_every_picture_is_written_checked_in_and_shown(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(SCRIPT), str(tmp_path / "new")]

@@ -209,6 +209,7 @@ def test_self_check_without_a_gpu(capsys, monkeypatch, without_gpu):
     assert "jax-cudnn: unavailable it needs an NVIDIA GPU" in told
 
 
+@pytest.mark.slow
 def test_help_runs_from_the_root(run_script):
     for script in ("attention.py", "sweep_attention.py"):
         done = run_script(script, "--help")

@@ -77,6 +77,7 @@ def test_there_is_no_circle():
     assert {name: found & set(SCRIPTS) for name, found in edges.items() if found & set(SCRIPTS)} == {}
 
 
+@pytest.mark.slow
 def test_each_module_is_imported_first():
     """Importing one touches no device: prepare_process has to come before that."""
     names = list(MODULES)

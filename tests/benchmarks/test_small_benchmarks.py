@@ -273,6 +273,7 @@ def test_a_length_that_fails_ends_no_other(tmp_path, monkeypatch, capsys):
     assert long_sequence.main(["--lengths", "32"]) == 0
 
 
+@pytest.mark.slow
 def test_versions_side_by_side(tmp_path, monkeypatch):
     # The "earlier version" is this one under another name: the same numbers, and one that is broken on purpose.
     for folder in versions.FOLDERS:

@@ -22,6 +22,7 @@ def run(tmp_path, monkeypatch, without_gpu):
     return of
 
 
+@pytest.mark.slow
 def test_runs_and_writes(run):
     names = ["window-argument", "mask"]
     status, results = run("--contenders", ",".join(names))

@@ -37,7 +37,7 @@ def test_the_route_is_on_unless_it_is_turned_off():
         route._is_wanted("off")
 
 
-@pytest.mark.parametrize("setting", ["0", "1"])
+@pytest.mark.parametrize("setting", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_the_environment_is_read(setting, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("from jax_kernels.bridge.direct import route; print(route.is_enabled())")

@@ -206,7 +206,7 @@ def run_on_four_devices(script):
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("axis_type", ["Auto", pytest.param("Explicit", marks=pytest.mark.slow)])
 def test_jit_scan_remat_shard_map(axis_type):
     """Layers over a 2 x 2 mesh of batch and heads, by shard_map and by XLA alone, are the layers of one device."""
     run_on_four_devices(f"""

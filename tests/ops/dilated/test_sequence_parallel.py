@@ -127,8 +127,7 @@ def main(names) -> dict:
     return {name: run_case(mesh, *CASES[name]) for name in names}
 
 
-@functools.cache
-def results_of(*names):
+def results_of(names):
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_KERNELS_INTERPRET": "1",
@@ -141,32 +140,30 @@ def results_of(*names):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def result_of(name):
-    """The result of a case. Those of a tier run in one process."""
-    return results_of(*(x for x in CASES if (x in QUICK) == (name in QUICK)))[name]
-
-
+# One test for all that the process tells: tests of their own would run it in each worker.
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", tiers.cases(CASES, QUICK))
-def test_is_dilated_attention(name):
-    for what, error in zip(("out", "lse", "dq", "dk", "dv"), result_of(name)["errors"], strict=True):
-        assert error < 1e-6, what
+@pytest.mark.parametrize("names", tiers.groups(CASES, QUICK, len(CASES)))
+def test_is_dilated_attention(names):
+    for name, result in results_of(names).items():
+        for what, error in zip(("out", "lse", "dq", "dk", "dv"), result["errors"], strict=True):
+            assert error < 1e-6, (name, what)
+        assert result["dtypes"] == ["bfloat16", "float32", *["bfloat16"] * 3], name
+        assert result["kept"] == what_the_backward_keeps(name), name
+        assert sorted(map(tuple, result["travels"])) == what_travels(name), name
+        if name in ("across_alone", "packed", "groups_mean"):
+            assert result["dead"], f"{name}: every token attends to some"
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", tiers.cases(CASES, QUICK))
-def test_what_the_backward_keeps(name):
+def what_the_backward_keeps(name):
     """A device's query, key, value, out and lse, and its ids: nothing that was gathered, and nothing of a branch."""
     *_, heads, kv_heads, others = CASES[name]
     local = (BATCH, 32 // DEVICES)
     of_heads = [(heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, V_HEAD_DIM), (heads, V_HEAD_DIM)]
     want = [[*local, *x] for x in of_heads] + [[BATCH, heads, 32 // DEVICES]]
-    assert result_of(name)["kept"] == sorted(want + ([list(local)] if "segment_ids" in others else []))
+    return sorted(want + ([list(local)] if "segment_ids" in others else []))
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", tiers.cases(CASES, QUICK))
-def test_what_travels(name):
+def what_travels(name):
     """Keys and values of the long segments alone, of each the rows that take part, and their float32 gradients.
 
     They travel from device to device, with the ids of these rows: nothing is gathered. Where a branch's own softmax has
@@ -187,18 +184,7 @@ def test_what_travels(name):
         want += [("ppermute", "bfloat16", rows)] * 2 * turns * hops + [("ppermute", "float32", rows)] * 2 * hops
         if "segment_ids" in others or rows != 8 // rate:
             want += [("ppermute", "int32", rows)] * turns * hops
-    assert sorted(map(tuple, result_of(name)["travels"])) == sorted(want)
-
-
-@pytest.mark.timeout(240)
-def test_dtypes():
-    """Also of one branch alone, which nothing is merged with."""
-    assert {tuple(result_of(name)["dtypes"]) for name in QUICK} == {("bfloat16", "float32", *["bfloat16"] * 3)}
-
-
-@pytest.mark.timeout(240)
-def test_some_tokens_attend_to_nothing():
-    assert all(result_of(name)["dead"] for name in ("across_alone", "packed", "groups_mean"))
+    return sorted(want)
 
 
 @pytest.mark.parametrize(("length", "rate", "devices"), [(64, 4, 4), (64, 8, 8), (48, 3, 4), (60, 5, 2)])
