@@ -1,6 +1,5 @@
 """The things that every test shares: the platform, the gpu marker, hypothesis' settings."""
 
-import gc
 import os
 import shutil
 import sys
@@ -20,10 +19,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import hypothesis
 import jax
 import pytest
-
-# Traces make many objects that live on. To look for garbage among them as often as Python does takes a twentieth of the
-# suite's time.
-gc.set_threshold(100_000, 20, 50)
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None, print_blob=False)
 hypothesis.settings.load_profile("suite")
