@@ -1,14 +1,13 @@
 """Per-GPU block specs: one file of literal rows per compute capability, and the look-up in them."""
 
 from jax_kernels.pallas.block_specs import sm80, sm86, sm89, sm90, sm100, sm120
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitRow, MatmulRow
 from jax_kernels.pallas.block_specs.specs import (
     AttentionDecodeRow,
     AttentionDquerySm90,
     AttentionFp8Row,
     AttentionRow,
     DilatedLaunches,
-    MatmulLowBitRow,
-    MatmulRow,
     NormRow,
     RingRow,
 )

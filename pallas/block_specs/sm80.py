@@ -4,22 +4,19 @@ tests/pallas/attention/compile_budget.json says what ptxas makes of each row. No
 the rows are the largest blocks that fit the registers.
 """
 
-from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward
-from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
-from jax_kernels.pallas.block_specs.specs import AttentionDecodeTriton as Decode
-from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
-from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
-from jax_kernels.pallas.block_specs.specs import (
+from jax_kernels.pallas.block_specs.matmul_specs import (
     MatmulLowBitRow,
     MatmulLowBitTriton,
     MatmulOrder,
     MatmulRow,
     MatmulTriton,
-    NormBackwardTriton,
-    NormOrder,
-    NormRow,
-    NormTriton,
 )
+from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward
+from jax_kernels.pallas.block_specs.specs import AttentionDecodeRow as DecodeRow
+from jax_kernels.pallas.block_specs.specs import AttentionDecodeTriton as Decode
+from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
+from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
+from jax_kernels.pallas.block_specs.specs import NormBackwardTriton, NormOrder, NormRow, NormTriton
 
 ATTENTION_ORDER = ("triton", "cudnn", "xla")
 NORM_ORDER = (NormOrder(names=("triton", "xla")),)

@@ -3,11 +3,11 @@
 Their tensor cores have half to a quarter of sm_80's rate: small blocks feed them. No row spills. None is measured yet.
 """
 
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulRow, MatmulTriton
 from jax_kernels.pallas.block_specs.sm80 import ATTENTION_DECODE, MATMUL_ORDER, NORM, NORM_ORDER
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardTriton as Backward
 from jax_kernels.pallas.block_specs.specs import AttentionForwardTriton as Forward
 from jax_kernels.pallas.block_specs.specs import AttentionRow as Row
-from jax_kernels.pallas.block_specs.specs import MatmulRow, MatmulTriton
 
 __all__ = ["ATTENTION", "ATTENTION_DECODE", "ATTENTION_ORDER", "MATMUL", "MATMUL_ORDER", "NORM", "NORM_ORDER"]
 

@@ -3,6 +3,14 @@
 Beside a number stands its reason. benchmarks/notes has the other numbers that were tried.
 """
 
+from jax_kernels.pallas.block_specs.matmul_specs import (
+    MatmulLowBitRow,
+    MatmulLowBitSm90,
+    MatmulOrder,
+    MatmulRow,
+    MatmulSm90,
+    MatmulTriton,
+)
 from jax_kernels.pallas.block_specs.sm80 import MATMUL as SM80_MATMUL
 from jax_kernels.pallas.block_specs.sm80 import MATMUL_LOW_BIT as SM80_LOW_BIT
 from jax_kernels.pallas.block_specs.sm80 import NORM as SM80_NORM
@@ -13,18 +21,7 @@ from jax_kernels.pallas.block_specs.sm90_attention import (
     ATTENTION_FP8,
     DILATED_LAUNCHES,
 )
-from jax_kernels.pallas.block_specs.specs import (
-    MatmulLowBitRow,
-    MatmulLowBitSm90,
-    MatmulOrder,
-    MatmulRow,
-    MatmulSm90,
-    MatmulTriton,
-    NormOrder,
-    NormRow,
-    NormSm90,
-    RingRow,
-)
+from jax_kernels.pallas.block_specs.specs import NormOrder, NormRow, NormSm90, RingRow
 
 __all__ = [
     "ATTENTION",

@@ -4,14 +4,14 @@ import dataclasses
 from typing import Any
 
 
-def _positive(spec: Any, **multiples: int) -> None:
+def positive(spec: Any, **multiples: int) -> None:
     for name, multiple in multiples.items():
         value = getattr(spec, name)
         if value <= 0 or value % multiple:
             raise ValueError(f"{type(spec).__name__}.{name}={value} must be a positive multiple of {multiple}")
 
 
-def _powers_of_two(spec: Any, *names: str) -> None:
+def powers_of_two(spec: Any, *names: str) -> None:
     for name in names:
         value = getattr(spec, name)
         if value < 1 or value & (value - 1):
@@ -50,7 +50,7 @@ class AttentionForwardSm90:
     together_up_to: int = dataclasses.field(default=4, repr=False)
 
     def __post_init__(self) -> None:
-        _positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
+        positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
         if self.compute_warpgroups not in (2, 3):
             raise ValueError(f"AttentionForwardSm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
 
@@ -76,7 +76,7 @@ class AttentionForwardFp8Sm90:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        _positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
+        positive(self, compute_warpgroups=1, block_kv=64, stages=1, heads_together=1)
         if self.compute_warpgroups not in (2, 3):
             raise ValueError(f"AttentionForwardFp8Sm90.compute_warpgroups={self.compute_warpgroups} must be 2 or 3")
 
@@ -99,7 +99,7 @@ class AttentionDquerySm90:
     v_stages: int
 
     def __post_init__(self) -> None:
-        _positive(self, block_kv=64, k_stages=1, v_stages=1)
+        positive(self, block_kv=64, k_stages=1, v_stages=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class AttentionBackwardSm90:
     dquery: AttentionDquerySm90 | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, block_q=64, q_stages=1, do_stages=1, heads_together=1, v_stages=1)
+        positive(self, block_q=64, q_stages=1, do_stages=1, heads_together=1, v_stages=1)
         if self.v_stages > 1 and not self.persistent:
             raise ValueError(f"AttentionBackwardSm90.v_stages={self.v_stages} is for persistent CTAs")
 
@@ -144,8 +144,8 @@ class AttentionForwardTriton:
     num_stages: int
 
     def __post_init__(self) -> None:
-        _positive(self, block_q=16, block_kv=16, num_stages=1)
-        _powers_of_two(self, "block_q", "block_kv", "num_warps")
+        positive(self, block_q=16, block_kv=16, num_stages=1)
+        powers_of_two(self, "block_q", "block_kv", "num_warps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +160,8 @@ class AttentionBackwardTriton:
     num_stages: int
 
     def __post_init__(self) -> None:
-        _positive(self, block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16, num_stages=1)
-        _powers_of_two(self, "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq", "num_warps")
+        positive(self, block_q_dkv=16, block_kv_dkv=16, block_q_dq=16, block_kv_dq=16, num_stages=1)
+        powers_of_two(self, "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq", "num_warps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +242,7 @@ class AttentionDecodeSm90:
     stages: int
 
     def __post_init__(self) -> None:
-        _positive(self, compute_warpgroups=1, block_kv=64, stages=1)
+        positive(self, compute_warpgroups=1, block_kv=64, stages=1)
         if self.compute_warpgroups not in (1, 2):
             raise ValueError(f"AttentionDecodeSm90.compute_warpgroups={self.compute_warpgroups} must be 1 or 2")
 
@@ -254,8 +254,8 @@ class AttentionDecodeTriton:
     num_stages: int
 
     def __post_init__(self) -> None:
-        _positive(self, block_kv=16, num_stages=1)
-        _powers_of_two(self, "block_kv", "num_warps")
+        positive(self, block_kv=16, num_stages=1)
+        powers_of_two(self, "block_kv", "num_warps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,7 +286,7 @@ class NormTriton:
     num_warps: int
 
     def __post_init__(self) -> None:
-        _powers_of_two(self, "block_rows", "chunk", "num_warps")
+        powers_of_two(self, "block_rows", "chunk", "num_warps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -299,8 +299,8 @@ class NormBackwardTriton:
     programs: int
 
     def __post_init__(self) -> None:
-        _positive(self, programs=1)
-        _powers_of_two(self, "block_rows", "chunk", "num_warps")
+        positive(self, programs=1)
+        powers_of_two(self, "block_rows", "chunk", "num_warps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -356,163 +356,3 @@ class NormOrder:
 
     names: tuple[str, ...]
     columns: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MatmulSm90:
-    """Blocks of the Hopper matmul: 64 rows of each of compute_wgs warpgroups, and block_n columns.
-
-    stages: of the ring, of 64 numbers of the inner dimension, or 128 of 8 bits; as many as shared memory has room for,
-    up to this number. A gated unit has half of the columns, twice.
-
-    rows_together: so many rows of work tiles are done side by side, whose x the L2 cache holds.
-
-    promoted_steps: after so many stages float32 sums take over the products of 8 bits, whose sums have 14 bits.
-
-    cluster: so many CTAs, 1 or 2, take work tiles below each other. Each loads its part of w's block for both.
-
-    pingpong, wg_rows, early_bias, short_activation: for operands of 16 bits. pingpong: each warpgroup has work tiles of
-    its own, and its epilogue runs beside the other's products. wg_rows: rows of a warpgroup, 64, or 128 of fewer
-    columns. early_bias: a warpgroup reads its bias before its last products end. short_activation: gelu by tanh,
-    sigmoid and silu in fewer instructions.
-    """
-
-    block_n: int
-    stages: int
-    rows_together: int
-    promoted_steps: int = 1
-    cluster: int = 1
-    compute_wgs: int = 2
-    pingpong: bool = False
-    wg_rows: int = 64
-    early_bias: bool = False
-    short_activation: bool = False
-
-    def __post_init__(self) -> None:
-        _positive(self, block_n=64, stages=1, rows_together=1, promoted_steps=1, cluster=1)
-        if self.cluster > 2:
-            raise ValueError(f"MatmulSm90.cluster={self.cluster} must be 1 or 2")
-        if self.compute_wgs not in (2, 3):
-            raise ValueError(f"MatmulSm90.compute_wgs={self.compute_wgs} must be 2 or 3")
-        if self.block_n > 256:
-            raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 256")
-        if self.pingpong and self.compute_wgs != 2:
-            raise ValueError(f"MatmulSm90.compute_wgs={self.compute_wgs} must be 2 with pingpong")
-        if self.wg_rows not in (64, 128):
-            raise ValueError(f"MatmulSm90.wg_rows={self.wg_rows} must be 64 or 128")
-        if self.wg_rows * self.block_n > 64 * 256:
-            raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 128 with wg_rows=128")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MatmulTriton:
-    """Blocks of the Triton matmul: a program has block_m rows and block_n columns, and block_k of the inner dimension.
-
-    A gated unit has half of the columns, twice. rows_together: as in MatmulSm90. split_steps: where there are at most
-    half as many work tiles as multiprocessors, programs share a tile, and each takes at least so many steps; None where
-    they never do.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    rows_together: int = 8
-    split_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        _positive(self, block_m=16, block_n=16, block_k=16, num_stages=1, rows_together=1)
-        _powers_of_two(self, "block_m", "block_n", "block_k", "num_warps")
-        if self.split_steps is not None:
-            _positive(self, split_steps=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MatmulOrder:
-    """The implementations of a matmul, the fastest first. The first row that matches is taken.
-
-    rows: of x, the most it serves, None for any. tiles: of 128 x 256 numbers of out, likewise.
-    """
-
-    names: tuple[str, ...]
-    rows: int | None = None
-    tiles: int | None = None
-
-    def serves(self, rows: int, columns: int) -> bool:
-        tiles = -(-rows // 128) * -(-columns // 256)
-        return (self.rows is None or rows <= self.rows) and (self.tiles is None or tiles <= self.tiles)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MatmulRow:
-    """The blocks of a matmul. The first row that matches is taken.
-
-    columns: the most of w it serves, None for any. rows: of x, likewise. bits: of x's numbers, None for any. is_gated,
-    is_aligned (whether all rows in memory begin at multiples of 16 bytes): None serves both.
-    """
-
-    implementation: str
-    columns: int | None
-    config: Any
-    rows: int | None = None
-    bits: int | None = None
-    is_gated: bool | None = None
-    is_aligned: bool | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MatmulLowBitTriton:
-    """Blocks of the Triton matmul of weights of few bits.
-
-    block_k: of the inner dimension in numbers; fewer where that is no multiple of them. programs: for each streaming
-    multiprocessor, of which several share a work tile where there are fewer tiles; None where they never do. A gated
-    unit has half of the columns, twice.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    programs: int | None = None
-    rows_together: int = 8
-
-    def __post_init__(self) -> None:
-        _positive(self, block_m=16, block_n=16, block_k=128, num_stages=1, rows_together=1)
-        _powers_of_two(self, "block_m", "block_n", "num_warps")
-        if self.programs is not None:
-            _positive(self, programs=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MatmulLowBitSm90:
-    """Blocks of the Hopper matmul of weights of few bits: 64 columns of each of compute_wgs warpgroups.
-
-    stages: of the ring, of 128 bytes of each column; as many as shared memory has room for, up to this number.
-    cluster_join: the CTAs that share a work tile, 2, 4 or 8, are a cluster, and have its epilogue. Else a second launch
-    has it.
-    """
-
-    compute_wgs: int
-    stages: int
-    cluster_join: bool = False
-
-    def __post_init__(self) -> None:
-        _positive(self, stages=1)
-        if self.compute_wgs not in (1, 2, 4):
-            raise ValueError(f"MatmulLowBitSm90.compute_wgs={self.compute_wgs} must be 1, 2 or 4")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MatmulLowBitRow:
-    """The blocks of a matmul of weights of few bits. The first row that matches is taken.
-
-    rows: the most of x it serves, None for any. bits: of x's numbers. weight_bits: None serves all.
-    """
-
-    implementation: str
-    bits: int
-    config: Any
-    rows: int | None = None
-    weight_bits: int | None = None

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels import low_bit
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
-from jax_kernels.pallas.block_specs.specs import MatmulLowBitSm90
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
 from jax_kernels.pallas.matmul.sm90 import low_bit_join
 from jax_kernels.pallas.matmul.sm90.decoding import decoded
 from jax_kernels.pallas.matmul.sm90.low_bit_traits import COLUMNS, STEP_BYTES, LowBitTraits

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from jax_kernels.low_bit import LowBit
 from jax_kernels.matmul_inputs import MatmulOptions
-from jax_kernels.pallas.block_specs.specs import MatmulLowBitSm90
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
 from jax_kernels.pallas.mosaic import elementwise
 
 COLUMNS = 64  # of w, of a compute warpgroup

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.low_bit import LowBit, decode_scale
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
-from jax_kernels.pallas.block_specs.specs import MatmulLowBitTriton
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitTriton
 from jax_kernels.pallas.matmul.triton import matmul as plain
 from jax_kernels.pallas.matmul.triton.decoding import decoded
 from jax_kernels.pallas.matmul.triton.state import Part, Span, Sums, Traits

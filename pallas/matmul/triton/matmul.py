@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
-from jax_kernels.pallas.block_specs.specs import MatmulTriton
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.matmul.triton.state import Part, Span, Sums, Traits
 from jax_kernels.pallas.triton.tensors import fit
 from jax_kernels.pallas.varying import result_types

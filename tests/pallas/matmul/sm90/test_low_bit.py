@@ -20,7 +20,7 @@ import tiers
 
 from jax_kernels.low_bit import LowBit
 from jax_kernels.matmul_inputs import MatmulOptions
-from jax_kernels.pallas.block_specs.specs import MatmulLowBitSm90
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitSm90
 from jax_kernels.pallas.matmul.sm90.low_bit import LowBitTraits
 
 INTERPRETED = {
@@ -57,6 +57,21 @@ def test_splits_that_a_cluster_joins_on_a_gpu(name):
         assert error <= bound, what
 
 
+def traits_of(layout, n, k, activation=None, **blocks):
+    """16 rows of x by weights [n, k], on 132 cores."""
+    return LowBitTraits(
+        options=MatmulOptions(out_dtype="bfloat16", transpose_w=True, activation=activation),
+        config=MatmulLowBitSm90(compute_wgs=4, stages=6, **blocks),
+        layout=layout,
+        m=16,
+        n=n,
+        k=k,
+        dtype=jnp.bfloat16,
+        weights=1,
+        core_count=132,
+    )
+
+
 @pytest.mark.parametrize(
     ("n", "k", "activation", "want"),
     [
@@ -68,17 +83,7 @@ def test_splits_that_a_cluster_joins_on_a_gpu(name):
     ],
 )
 def test_splits_that_a_cluster_joins(n, k, activation, want):
-    traits = LowBitTraits(
-        options=MatmulOptions(out_dtype="bfloat16", transpose_w=True, activation=activation),
-        config=MatmulLowBitSm90(compute_wgs=4, stages=6, cluster_join=True),
-        layout=LowBit(format="int4", group=128),
-        m=16,
-        n=n,
-        k=k,
-        dtype=jnp.bfloat16,
-        weights=1,
-        core_count=132,
-    )
+    traits = traits_of(LowBit(format="int4", group=128), n, k, activation, cluster_join=True)
     assert (traits.splits, traits.steps_of_split, traits.joins) == want
     assert traits.splits * traits.steps_of_split >= traits.k_steps
 
@@ -95,17 +100,7 @@ def test_splits_that_a_cluster_joins(n, k, activation, want):
 )
 def test_splits(format, group, n, k, want):
     """Compute warpgroups, CTAs of a work tile, and the steps of each."""
-    traits = LowBitTraits(
-        options=MatmulOptions(out_dtype="bfloat16", transpose_w=True),
-        config=MatmulLowBitSm90(compute_wgs=4, stages=6),
-        layout=LowBit(format=format, group=group),
-        m=16,
-        n=n,
-        k=k,
-        dtype=jnp.bfloat16,
-        weights=1,
-        core_count=132,
-    )
+    traits = traits_of(LowBit(format=format, group=group), n, k)
     assert (traits.compute_wgs, traits.splits, traits.steps_of_split) == want
     assert traits.tiles * traits.splits <= max(132, traits.tiles)
     assert (traits.splits - 1) * traits.steps_of_split < traits.k_steps <= traits.splits * traits.steps_of_split

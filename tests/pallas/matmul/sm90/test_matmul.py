@@ -21,7 +21,7 @@ import tiers
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.ops.activations import ACTIVATIONS
-from jax_kernels.pallas.block_specs.specs import MatmulSm90
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulSm90
 from jax_kernels.pallas.matmul.sm90.matmul import matmul as matmul_sm90
 from jax_kernels.pallas.matmul.sm90.state import Traits
 from jax_kernels.pallas.mosaic import elementwise

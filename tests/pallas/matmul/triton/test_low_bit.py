@@ -20,7 +20,7 @@ import tiers
 
 from jax_kernels.low_bit import LowBit, numbers
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
-from jax_kernels.pallas.block_specs.specs import MatmulLowBitTriton
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitTriton
 from jax_kernels.pallas.matmul.triton.decoding import assembly
 from jax_kernels.pallas.matmul.triton.low_bit import LowBitTraits
 
