@@ -292,8 +292,9 @@ def _current_stream(device: torch.device) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _external(stream: int, device: torch.device) -> torch.cuda.ExternalStream:
-    return torch.cuda.ExternalStream(stream, device=device)
+def _external(stream: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream of this handle. Of 0, the default stream's, torch.cuda.ExternalStream would make a new stream."""
+    return torch.cuda.ExternalStream(stream, device=device) if stream else torch.cuda.default_stream(device)
 
 
 def _view(array: jax.Array, stream: int | None) -> torch.Tensor:

@@ -35,6 +35,16 @@ def route(request, monkeypatch):
     return request.param
 
 
+def test_the_default_stream_is_pytorchs(monkeypatch):
+    """torch.cuda.ExternalStream makes a new stream where the handle is 0, for which nothing of PyTorch's waits."""
+    made = []
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: made.append(handle) or "external")
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"default of {device}")
+    found = [dlpack._external.__wrapped__(handle, torch.device("cuda", 1)) for handle in (0, 64)]
+    assert found == ["default of cuda:1", "external"]
+    assert made == [64]
+
+
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_dtypes_cross_without_a_copy(dtype, route):
     tensor = torch.arange(256, dtype=torch.uint8).remainder(2 if dtype == torch.bool else 100).repeat(8).view(dtype)

@@ -130,6 +130,22 @@ def test_outputs_read_on_a_second_stream_stay_whole():
     assert corrupted == 0
 
 
+def test_the_current_stream_is_pytorchs():
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert dlpack._current_stream(device) == torch.cuda.default_stream(device)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert dlpack._current_stream(device) == side
+
+
+def test_outputs_are_copied_when_jax_has_written_them():
+    """JAX's work is long, and PyTorch's default stream has none to wait for."""
+    x = torch.ones(4096, 4096, device="cuda")
+    function = bridge.from_jax(lambda x: jax.lax.fori_loop(0, 50, lambda _, y: y @ x / 4096, x))
+    for _ in range(3):
+        assert torch.equal(function(x), x)
+
+
 def test_jax_keeps_its_memory_until_it_is_copied(monkeypatch):
     """The copy is made late, and JAX's own work, which knows nothing of PyTorch's stream, runs meanwhile."""
     inputs = detached()
@@ -231,7 +247,7 @@ def test_mixed_devices_are_refused():
     with pytest.raises(ValueError, match=r"^kv_lengths: got a tensor on cpu, want query's device cuda:0"):
         bridge.flash_attention(query, key, value, kv_lengths=lengths)
     with pytest.raises(ValueError, match=r"^y: got a tensor on cuda:0, want the device of the others, cpu"):
-        bridge.from_jax(jnp.add)(query.cpu(), key)
+        bridge.from_jax(lambda x, y: x + y)(query.cpu(), key)
 
 
 def test_the_second_gpu():
