@@ -132,10 +132,10 @@ def test_outputs_read_on_a_second_stream_stay_whole():
 
 def test_the_current_stream_is_pytorchs():
     device = torch.device("cuda", torch.cuda.current_device())
-    assert dlpack._current_stream(device) == torch.cuda.default_stream(device)
+    assert dlpack._current_stream(device).cuda_stream == torch.cuda.default_stream(device).cuda_stream
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        assert dlpack._current_stream(device) == side
+        assert dlpack._current_stream(device).cuda_stream == side.cuda_stream
 
 
 def test_outputs_are_copied_when_jax_has_written_them():
@@ -187,6 +187,8 @@ def test_memory_is_given_back():
     before = device.memory_stats()["bytes_in_use"]
     for _ in range(100):
         attend(*inputs)
+    torch.cuda.synchronize()
+    attend(*inputs)  # lets go of what those held that the host was ahead of
     torch.cuda.synchronize()
     assert device.memory_stats()["bytes_in_use"] <= before + 4 * size
 
