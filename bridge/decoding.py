@@ -146,8 +146,9 @@ def with_room(x: torch.Tensor) -> torch.Tensor | None:
 
     None where nothing does, and their number is neither one of the few nor that of a cache which does not grow.
     """
-    batch, heads, length, width = x.shape
-    of_batch, of_head, of_key, of_number = x.stride()
+    shape, strides = x.shape, x.stride()
+    batch, heads, length, width = shape
+    of_batch, of_head, of_key, of_number = strides
     room = of_head // width
     if (of_key, of_number) != (width, 1) or of_head % width or room < length:
         return None
@@ -155,24 +156,34 @@ def with_room(x: torch.Tensor) -> torch.Tensor | None:
         return None
     if room == length:
         return x if x.is_contiguous() and (room == growing.bucket(length) or _stays(x)) else None
+    whole = x._base  # of a cache with room it is what there is room for, and making a view costs more
+    if (
+        whole is not None
+        and whole.shape == (batch, heads, room, width)
+        and whole.stride() == strides
+        and whole.dtype == x.dtype
+        and whole.data_ptr() == x.data_ptr()
+    ):
+        return whole
     if (x.storage_offset() + batch * heads * of_head) * x.element_size() > x.untyped_storage().nbytes():
         return None  # the room of the last head would end behind the memory
     return x.as_strided((batch, heads, room, width), (heads * of_head, of_head, width, 1))
 
 
-_SEEN: dict[int, int] = {}  # the number of keys that were last read at an address
+_SEEN: dict[int, weakref.ref[torch.Tensor]] = {}  # the keys and values that were last read, by their identity
 _MOST_SEEN = 1024
 
 
 def _stays(x: torch.Tensor) -> bool:
-    """Whether as many keys were read at this address the last time, as those of a cache whose size is fixed are.
+    """Whether the very tensor was read before, as that of a cache whose size is fixed is.
 
-    A cache that grows by a token stands elsewhere each time: its memory has held fewer keys before, or others.
+    A cache that grows by a token has another tensor each time. It may stand where that of another sequence stood, which
+    was as long.
     """
-    address, length = x.data_ptr(), x.shape[2]
-    if _SEEN.get(address) == length:
+    seen = _SEEN.get(id(x))
+    if seen is not None and seen() is x:
         return True
-    _SEEN[address] = length
+    _SEEN[id(x)] = weakref.ref(x)
     while len(_SEEN) > _MOST_SEEN:
         _SEEN.pop(next(iter(_SEEN)), None)
     return False
@@ -192,7 +203,12 @@ def _lengths(length: int, count: int, device: torch.device) -> torch.Tensor:
         return _kept_lengths(length, count, device, 0)
     if torch.cuda.is_current_stream_capturing():
         return torch.full((count,), length, dtype=torch.int32, device=device)
-    return _kept_lengths(length, count, device, torch.cuda.current_stream(device).cuda_stream)
+    return _kept_lengths(length, count, device, _stream(device))
+
+
+def _stream(device: torch.device) -> int:
+    """The handle of PyTorch's current stream of a GPU, without the object that torch.cuda.current_stream makes."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
 
 
 @functools.lru_cache(maxsize=4)  # the layers of a model ask for the same ones
@@ -235,7 +251,7 @@ def _padded(x: torch.Tensor, room: int) -> torch.Tensor:
     if x.device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return _pad(x, room)
-        stream = torch.cuda.current_stream(x.device).cuda_stream
+        stream = _stream(x.device)
     if x.is_inference():  # nobody tells whether it was written to
         return _pad(x, room)
     found, version = _PADDED.get((id(x), room)), x._version

@@ -50,8 +50,8 @@ class GrowingLayer(DynamicLayer):
             if length:
                 room[:, :, :length].copy_(x)
             self._rooms[name] = room
-        room[:, :, length:total].copy_(new)
-        return room[:, :, :total]
+        room.narrow(2, length, new.shape[2]).copy_(new)
+        return room.narrow(2, 0, total)
 
 
 def _is_front(x: torch.Tensor, room: torch.Tensor, length: int) -> bool:

@@ -154,9 +154,13 @@ def test_rooms_behind_keys():
     fixed = torch.zeros(1, 2, 100, 4)  # a cache of a fixed size is read in place from the second time on
     assert decoding.with_room(fixed) is None
     assert decoding.with_room(fixed) is fixed
-    grown = fixed.view(-1)[: 2 * 99 * 4].view(1, 2, 99, 4)  # at the same address
-    assert decoding.with_room(grown) is None
-    assert decoding.with_room(fixed) is None
+    for length in (99, 100):  # another tensor at the same address, as that of a later sequence may be
+        grown = fixed.view(-1)[: 2 * length * 4].view(1, 2, length, 4)
+        assert grown.data_ptr() == fixed.data_ptr()
+        assert decoding.with_room(grown) is None
+    assert decoding.with_room(fixed) is fixed
+    owner = whole.clone()
+    assert decoding.with_room(owner[:, :, :100]) is owner  # PyTorch keeps what it is a view of
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -189,7 +193,10 @@ def test_generate(name, cache):
 
 @pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 def test_a_growing_cache_compiles_once_for_many_lengths(sinks, monkeypatch):
-    """Only the padded lengths reach the operator, in place; what stands in the room behind the keys has no effect."""
+    """Only the padded lengths reach the operator, in place; what stands in the room behind the keys has no effect.
+
+    The keys of a second layer stand where those of the first stood, as in memory that PyTorch gives again.
+    """
     seen = set()
     attend = decoding._folded
     monkeypatch.setattr(decoding, "_folded", lambda *given: seen.add(given[1].shape) or attend(*given))
@@ -197,8 +204,9 @@ def test_a_growing_cache_compiles_once_for_many_lengths(sinks, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape: empty(x, *shape).fill_(torch.nan))
     layer = torch.nn.Module()
     s_aux = torch.randn(4) if sinks else None
-    for length in (*range(100, 140), 160):
-        query, key, value = torch.randn(2, 4, 1, 16), *torch.randn(2, 2, 2, length, 16)
+    query, memory = torch.randn(2, 4, 1, 16), torch.randn(2, 2 * 2 * 160 * 16)
+    for length in sorted([*range(100, 140), 160] * 2):
+        key, value = (x[: 2 * 2 * length * 16].view(2, 2, length, 16) for x in memory)
         got, weights = huggingface.attention(layer, query, key, value, None, s_aux=s_aux)
         want = bridge.flash_attention(*(x.transpose(1, 2) for x in (query, key, value)), sinks=s_aux)
         torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
