@@ -93,3 +93,15 @@ def test_constants_have_their_values():
 def test_a_program_of_xla_kernels_alone_has_a_chain():
     (step,) = compiled("h200", "elementwise")["steps"]
     assert (step["kind"], step["buffers"]) == ("kernel", ["in0", "out0"])
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(TIMEOUT + 30)
+def test_a_token_is_two_launches():
+    """Queries are read as they stand, without rows of zeros behind them."""
+    steps = compiled("h200", "token")["steps"]
+    assert [step["name"] for step in steps] == [
+        "attention_decode_sm90_mosaic_gpu_kernel",
+        "attention_decode_merge_triton",
+    ]
+    assert steps[0]["buffers"][:4] == ["in1", "in3", "in0", "in2"]

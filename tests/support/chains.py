@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from jax_kernels import flash_attention, masks
-from jax_kernels.bridge import attention_ops
+from jax_kernels.bridge import attention_ops, decoding
 from jax_kernels.bridge.attention_ops import Options, Tensors
 from jax_kernels.bridge.direct import target
 from jax_kernels.bridge.direct.chain import Copy, Fill, Kernel, LaunchChain, MosaicKernel, NotDirectError, Place
@@ -69,6 +69,13 @@ def with_constants() -> Program:
     return Program(function=lambda q, k, v: (flash_attention(q, k, v, mask=mask),), specs=[x, x, x])
 
 
+def token() -> Program:
+    """One new token of grouped heads behind a cache with room, as a Hugging Face model asks for it."""
+    cache = spec(1, 8, 8192, 64)
+    function = lambda *given: (decoding._decode(*given, None, None, None, scale=None, softcap=None),)
+    return Program(function=function, specs=[spec(1, 32, 1, 64), cache, cache, spec(8, dtype="int32")])
+
+
 def norm(name: str, *, with_gradient: bool = False) -> Program:
     x, weights = spec(4096, 1024), spec(1024)
     function: Any = getattr(normalization, name)
@@ -98,6 +105,7 @@ CASES: dict[str, Callable[[], Program]] = {
     "forward xla": lambda: attention("forward", implementation="xla"),
     "constants": with_constants,
     "elementwise": lambda: Program(function=lambda x: (x * 2,), specs=[spec(1000)]),
+    "token": token,
     "layer_norm": lambda: norm("layer_norm"),
     "layer_norm backward": lambda: norm("layer_norm", with_gradient=True),
     "rms_norm": lambda: norm("rms_norm"),

@@ -29,7 +29,7 @@ def attention_decode(
     rows = tiles * decode_kernel.TILE
     blocks = decode.most_blocks(capacity, q_length, left, config.block_kv)
     arrays = decode_kernel.Arrays(
-        query=decode.pack(query, kv_heads, rows),
+        query=decode.pack(query, kv_heads, group * q_length),
         key=key,
         value=value,
         lengths=kv_lengths,
