@@ -3,7 +3,10 @@
     PYTHONPATH=. JAX_PLATFORMS= python benchmarks/bridge.py --output benchmarks/results/bridge-h200.json
 
 Host time: microseconds of a call at (1, 256, 8, 64), bfloat16. Calls run in batches, and the GPU is waited for between
-batches, outside of the time, so that its queue never fills. The figure is the median of the batches. The rows:
+batches, outside of the time, so that its queue never fills. The routes take turns. A host that others use may be twice
+as slow for some seconds: before and after each batch a loop of Python's is timed, and host_us is the median of the
+batches beside which it took at most 1.2 times as long as it ever did, their share being "quiet". all_us is that of all
+batches. The rows:
 
 | row | call |
 |---|---|
@@ -27,6 +30,7 @@ it, so that two queues cannot be compared.
 
 import contextlib
 import cProfile
+import dataclasses
 import pathlib
 import pstats
 import statistics
@@ -151,8 +155,10 @@ def host_calls(route: str) -> Calls:
     calls["backward"] = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
     calls["backward, one thread"] = in_one_thread
     if route != "fa4":  # which torch.compile does not take whole
-        torch._dynamo.reset()
-        compiled = torch.compile(lambda *given: attend(*given), fullgraph=True)
+        function = lambda *given: attend(*given)
+        # torch.compile knows functions by their code, which those of other routes would share.
+        function.__code__ = function.__code__.replace(co_name=f"by_{route.replace('-', '_')}")
+        compiled = torch.compile(function, fullgraph=True)
         calls["compiled"] = lambda: compiled(*plain)
     if route in ("direct", "dlpack"):
         double = bridge.from_jax(lambda x: x * 2)
@@ -178,42 +184,92 @@ def captured(call: Callable[[], Any]) -> Any:
     return graph
 
 
-def host_microseconds(call: Callable[[], Any], calls: int, batch: int, seconds: float) -> float:
-    """The median over batches of the host's time of a call. No batch begins after so many seconds."""
-    import torch
+QUIET = 1.2  # times the least time of the loop
 
-    for _ in range(min(10, batch)):
-        call()
-    torch.cuda.synchronize()
-    times, end = [], time.perf_counter() + seconds
-    for _ in range(max(1, calls // batch)):
+
+def pace() -> float:
+    """The seconds that a loop of Python's takes now."""
+    begin = time.perf_counter()
+    sum(range(1000))
+    return time.perf_counter() - begin
+
+
+@dataclasses.dataclass
+class Timed:
+    """A call and its batches: the seconds of a call in each, and the slower of the loops before and after it."""
+
+    route: str
+    name: str
+    call: Callable[[], Any]
+    times: list[float] = dataclasses.field(default_factory=list)
+    paces: list[float] = dataclasses.field(default_factory=list)
+    reason: str = ""
+
+    def turn(self, batches: int, batch: int, seconds: float) -> None:
+        """Times so many batches. None begins after so many seconds. An error ends the call's turns."""
+        import torch
+
+        if self.reason:
+            return
+        try:
+            with on_route(self.route), torch.set_grad_enabled(self.name.startswith(("forward", "backward"))):
+                for _ in range(min(10, batch)):
+                    self.call()
+                torch.cuda.synchronize()
+                end = time.perf_counter() + seconds
+                for _ in range(batches):
+                    self._time(batch)
+                    torch.cuda.synchronize()
+                    if time.perf_counter() > end:
+                        break
+        except Exception as error:
+            self.reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+    def _time(self, batch: int) -> None:
+        before = pace()
         begin = time.perf_counter()
         for _ in range(batch):
-            call()
-        times.append((time.perf_counter() - begin) / batch)
-        torch.cuda.synchronize()
-        if time.perf_counter() > end:
-            break
-    return statistics.median(times) * 1e6
+            self.call()
+        self.times.append((time.perf_counter() - begin) / batch)
+        self.paces.append(max(before, pace()))
+
+    def row(self, least: float) -> dict[str, Any]:
+        """least: the least time of the loop in the whole run."""
+        row: dict[str, Any] = {"route": self.route, "call": self.name, "shape": SMALL, "status": "ok", "reason": ""}
+        if self.reason:
+            return row | {"status": "failed", "reason": self.reason}
+        quiet = [x for x, pace in zip(self.times, self.paces, strict=True) if pace <= QUIET * least]
+        row |= {"all_us": statistics.median(self.times) * 1e6, "quiet": len(quiet) / len(self.times)}
+        return row | {"host_us": statistics.median(quiet or self.times) * 1e6}
+
+
+def timed_calls(routes: Sequence[str], make: Callable[[str], Calls]) -> list[Timed]:
+    """The calls that `make` gives for the routes, those of one name side by side."""
+    found = []
+    for route in routes:
+        try:
+            with on_route(route):
+                found += [Timed(route, name, call) for name, call in make(route).items()]
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            found.append(Timed(route, "no grad", lambda: None, reason=failed))
+    names = list(dict.fromkeys(x.name for x in found))
+    return sorted(found, key=lambda x: names.index(x.name))
 
 
 def measure_host(
-    route: str, make: Callable[[str], Calls], calls: int, batch: int, seconds: float
+    routes: Sequence[str], make: Callable[[str], Calls], calls: int, batch: int, seconds: float, rounds: int
 ) -> list[dict[str, Any]]:
-    """A row for each call that `make` gives for the route."""
-    import torch
-
-    rows = []
-    with on_route(route):
-        for name, call in make(route).items():
-            row: dict[str, Any] = {"route": route, "call": name, "shape": SMALL, "status": "ok", "reason": ""}
-            try:
-                with torch.set_grad_enabled(name.startswith(("forward", "backward"))):
-                    row["host_us"] = host_microseconds(call, calls, batch, seconds)
-            except Exception as error:
-                row |= {"status": "failed", "reason": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
-            rows.append(row)
-            say(f"{route:7} {name:20} {row.get('host_us', float('nan')):9.1f} us {row['reason']}")
+    """A row for each call that `make` gives for the routes, which take turns."""
+    found = timed_calls(routes, make)
+    for _ in range(rounds):
+        for x in found:
+            x.turn(max(1, calls // batch // rounds), batch, seconds / rounds)
+    least = min((pace for x in found for pace in x.paces), default=0.0)
+    rows = [x.row(least) for x in found]
+    for row in rows:
+        told = f"{row['host_us']:9.1f} us, quiet {row['quiet']:.0%}" if "host_us" in row else row["reason"]
+        say(f"{row['route']:7} {row['call']:20} {told}")
     return rows
 
 
@@ -305,8 +361,8 @@ def measure(
     output: Annotated[pathlib.Path | None, Option(help="JSON file")] = None,
     commit: Annotated[str | None, Option(help="commit to record where the tree has no .git")] = None,
     calls: Annotated[int, Option(min=20, help="calls of each row of the host's table")] = 3000,
-    seconds: Annotated[float, Option(help="the most that the calls of one row take")] = 1.5,
-    rounds: Annotated[int, Option(min=1, help="turns of each route at the large shape")] = 3,
+    seconds: Annotated[float, Option(help="the most that the calls of one row take, all turns together")] = 1.5,
+    rounds: Annotated[int, Option(min=1, help="turns of each route at the large shape, a third of the others")] = 3,
     profile_calls: Annotated[bool, Option("--profile", help="print a profile of 2,000 calls, and no times")] = False,
     route: Annotated[str, Option(help="of --profile: direct or dlpack")] = "direct",
     routes: Annotated[str, Option(help="the routes that are timed, with commas between them")] = ",".join(ROUTES),
@@ -333,18 +389,19 @@ def measure(
             rows.append({"route": name, "call": "no grad", "shape": SMALL, "status": "unavailable", "reason": reason})
     absent = {row["route"] for row in rows}
     chosen = [name for name in chosen if name not in absent]
-    for name in chosen:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            rows += measure_host(name, host_calls, calls, 20, seconds)
-        write(output, results)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        rows += measure_host(chosen, host_calls, calls, 20, seconds, 3 * rounds)
+    write(output, results)
+    broken = {row["route"] for row in rows if row["status"] == "failed" and row["call"] == "no grad"}
+    chosen = [name for name in chosen if name not in broken]
     rows += measure_wall([name for name in chosen if name != "no-op"], rounds)
     write(output, results)
     if "dlpack" in chosen:
         rows.append({"route": "dlpack", "call": "capture", "shape": SMALL, "status": "refused", "reason": ""})
     # Last, as a capture that fails leaves PyTorch unusable.
     for name in [name for name in ("sdpa", "direct") if name in chosen]:
-        rows += measure_host(name, capture_calls, 20, 1, seconds)
+        rows += measure_host([name], capture_calls, 20, 1, seconds, 1)
     show(rows)
     from jax_kernels.bridge.direct import route as direct
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import long_sequence
 import numpy as np
 import pytest
+import torch
 import versions
 
 
@@ -299,6 +300,21 @@ def test_versions_side_by_side(tmp_path, monkeypatch):
     assert versions.main(arguments) == 1
     rows = json.loads(output.read_text())["rows"]
     assert [row["ours"]["status"] for row in rows if row["case"] == "bias bs"] == ["wrong", "wrong"]
+
+
+def test_slow_spells_of_the_host_do_not_count(monkeypatch):
+    bridge = importlib.import_module("bridge")  # the script
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timed = bridge.Timed("sdpa", "no grad", lambda: None)
+    timed.turn(3, 20, 60.0)
+    assert len(timed.times) == len(timed.paces) == 3
+    timed.times, timed.paces = [1e-6, 9e-6, 2e-6, 8e-6], [1.0, 1.3, 1.1, 2.0]
+    row = timed.row(least=1.0)
+    assert (row["host_us"], row["all_us"], row["quiet"]) == pytest.approx((1.5, 5.0, 0.5))
+    timed = bridge.Timed("sdpa", "no grad", lambda: 1 / 0)
+    for _ in range(2):
+        timed.turn(3, 20, 60.0)
+    assert timed.row(least=1.0)["reason"] == "ZeroDivisionError: division by zero"
 
 
 @pytest.mark.slow
