@@ -231,7 +231,17 @@ def check_all(strategy, check, examples, implementation, monkeypatch):
     any_call()
 
 
-@pytest.mark.parametrize(("implementation", "examples"), [("xla", 8), ("triton", 4)])
+def in_tiers(examples: dict[str, tuple[int, int]]) -> list[Any]:
+    """For each implementation how many examples `make test` draws, and how many `make test-all` draws besides it."""
+    marks = ((), pytest.mark.slow)
+    return [
+        pytest.param(name, count, marks=mark)
+        for name, counts in examples.items()
+        for count, mark in zip(counts, marks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("implementation", "examples"), in_tiers({"xla": (4, 8), "triton": (2, 4)}))
 def test_flash_attention(implementation, examples, monkeypatch):
     check_all(calls(implementation), check, examples, implementation, monkeypatch)
 
@@ -268,7 +278,7 @@ def check_decode(case, implementation):
         np.testing.assert_allclose(x, right, rtol=float(tolerance), atol=4 * float(tolerance), err_msg=name)
 
 
-@pytest.mark.parametrize(("implementation", "examples"), [("xla", 4), ("triton", 3)])
+@pytest.mark.parametrize(("implementation", "examples"), in_tiers({"xla": (2, 4), "triton": (2, 3)}))
 def test_decode_attention(implementation, examples, monkeypatch):
     check_all(decode_calls(), check_decode, examples, implementation, monkeypatch)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import low_bit_matmul_cases as cases
 import numpy as np
 import pytest
+import tiers
 
 from jax_kernels import explain, gated_matmul, matmul
 from jax_kernels.device import device_info
@@ -15,7 +16,7 @@ from jax_kernels.dispatch import on_device
 from jax_kernels.quantization import quantize
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("kind", tiers.cases(cases.KINDS, {"int8", "int4", "mxfp4"}))
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_formats(kind, implementation, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
@@ -23,8 +24,10 @@ def test_formats(kind, implementation, monkeypatch):
         assert error <= bound, result
 
 
-@pytest.mark.parametrize("kind", ["int4", "mxfp8"])
-@pytest.mark.parametrize("name", [name for name in cases.CASES if name != "plain"])
+CALLS = [name for name in cases.CASES if name != "plain"]
+
+
+@pytest.mark.parametrize(("kind", "name"), tiers.pairs(["int4", "mxfp8"], CALLS, ("int4", "transposed")))
 def test_calls(kind, name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     for implementation in ("triton", "xla"):
@@ -32,7 +35,7 @@ def test_calls(kind, name, monkeypatch):
             assert error <= bound, (implementation, result)
 
 
-@pytest.mark.parametrize("name", ["wide_out", "gated"])
+@pytest.mark.parametrize("name", tiers.cases(["wide_out", "gated"], {"gated"}))
 def test_split(name, monkeypatch):
     """Several programs share a work tile."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")

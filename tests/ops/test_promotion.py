@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 
 from jax_kernels import (
     block_sparse_attention,
@@ -58,13 +59,15 @@ def gradients(name, implementation):
     return jax.grad(functools.partial(loss, attend), (0, 1, 2))
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", tiers.cases(GRADIENTS, {"bias", "limits", "partition", "dynamic"}))
 def test_gradients(name):
     found = gradients(name, "xla")(QUERY, KEY, KEY)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found)
 
 
-@pytest.mark.parametrize("name", ["limits", "offsets", "score_mod", "dilated", "partition"])
+@pytest.mark.parametrize(
+    "name", tiers.cases(["limits", "offsets", "score_mod", "dilated", "partition"], {"offsets", "score_mod", "dilated"})
+)
 def test_gradients_by_kernels(name, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     assert "pallas_call" in str(jax.make_jaxpr(gradients(name, "triton"))(QUERY, KEY, KEY))

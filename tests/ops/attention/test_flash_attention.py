@@ -236,13 +236,19 @@ def small_chunks(monkeypatch):
     jax.clear_caches()
 
 
-def test_chunks(small_chunks, check_dead):
-    assert reference._chunk_length(*attention_inputs(SMALL)[:2]) == 16
-    for case in (SMALL, SMALL_ELSE, dataclasses.replace(SMALL_ELSE, name="bias_keys", bias="bs")):
-        check_on_cpu(case, check_dead)
+IN_CHUNKS = {
+    "everything": SMALL,
+    "everything_else": SMALL_ELSE,
+    "bias_keys": dataclasses.replace(SMALL_ELSE, name="bias_keys", bias="bs"),
     # A chunk sums dk and dv in float32, whatever the inputs are.
-    case = AttentionCase("chunks_bf16", q_length=300, kv_length=70, is_causal=True, kv_heads=1)
-    check_on_cpu(case, check_dead)
+    "bf16": AttentionCase("chunks_bf16", q_length=300, kv_length=70, is_causal=True, kv_heads=1),
+}
+
+
+@pytest.mark.parametrize("name", tiers.cases(IN_CHUNKS, {"everything", "bf16"}))
+def test_chunks(name, small_chunks, check_dead):
+    assert reference._chunk_length(*attention_inputs(SMALL)[:2]) == 16
+    check_on_cpu(IN_CHUNKS[name], check_dead)
 
 
 def results_of(attend):
@@ -256,12 +262,21 @@ MASK = np.random.default_rng(1).random((2, 4, 45, 38)) < 0.3
 MASK[1, 2, 7:9] = False  # queries without a key
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [MASK, MASK[:1], MASK[:, :1], MASK[:, :, :1], MASK[0], MASK[0, 0], MASK[0, 0, :1], MASK.astype(np.float32)],
-    ids=["full", "one_batch", "one_head", "one_query", "3d", "2d", "row", "float32"],
-)
-def test_dense_mask(mask, small_chunks):
+DENSE = {
+    "full": MASK,
+    "one_batch": MASK[:1],
+    "one_head": MASK[:, :1],
+    "one_query": MASK[:, :, :1],
+    "3d": MASK[0],
+    "2d": MASK[0, 0],
+    "row": MASK[0, 0, :1],
+    "float32": MASK.astype(np.float32),
+}
+
+
+@pytest.mark.parametrize("name", tiers.cases(DENSE, {"full", "one_query", "3d", "float32"}))
+def test_dense_mask(name, small_chunks):
+    mask = DENSE[name]
     arguments = {"kv_lengths": np.asarray(SMALL.kv_lengths, np.int32), "is_causal": True, "q_offset": 2}
     got = results_of(functools.partial(with_lse, mask=mask, **arguments))
     case = dataclasses.replace(SMALL, q_offset=2, window=None, softcap=None, segments=None, sinks=False, bias=None)
@@ -290,7 +305,7 @@ def test_on_gpu_dense_mask_by_cudnn(shape):
     assert not np.asarray(results[0][0])[np.broadcast_to(dead, (2, 64, 4))].any()
 
 
-@pytest.mark.parametrize("scale", [0.3, -0.7, 0, np.float32(2)], ids=str)
+@pytest.mark.parametrize("scale", tiers.cases([0.3, -0.7, 0, np.float32(2)], {"-0.7", "0"}))
 def test_scale(scale):
     got = results_of(functools.partial(with_lse, scale=scale))
     want = results_of(lambda *qkv: reference.oracle(AttentionInputs(*qkv), AttentionOptions(scale=float(scale))))
@@ -350,7 +365,8 @@ def any_case(draw):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "examples"), [("xla", 12), pytest.param("triton", 5, marks=pytest.mark.slow)]
+    ("implementation", "examples"),
+    [("xla", 6), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("xla", 12), ("triton", 5)))],
 )
 def test_any_case(implementation, examples, check_dead, monkeypatch):
     """Any combination of arguments and shapes; the kernels, which have no GPU here, interpreted."""

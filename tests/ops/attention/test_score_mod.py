@@ -315,7 +315,7 @@ def by(implementation, name, argnums, **arguments):
     [
         ("both", (0, 1, 2, 3), {}),
         ("keyed", (0, 1, 2, 3), {"kv_lengths": LENGTHS}),
-        ("over", (0, 1, 2, 3), {}),
+        pytest.param("over", (0, 1, 2, 3), {}, marks=pytest.mark.slow),
         ("far_off_diagonal", (0, 1), {"is_causal": True, "q_offset": 4, "sinks": np.arange(4, dtype=np.float32)}),
     ],
     ids=["both", "keyed", "over", "without_a_derivative"],
