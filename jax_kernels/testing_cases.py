@@ -310,6 +310,10 @@ GPU_ATTENTION_CASES = (
     _long("long_odd_128_causal", 128, q_length=2049, kv_length=2047, is_causal=True),
     _long("long_odd_128_causal_last", 128, q_length=2047, kv_length=2049, is_causal=True, q_offset=2),
     _long("long_odd_256_causal", 256, q_length=1025, kv_length=1025, is_causal=True),
+    # Rows of whole 16 bytes, whose last blocks are not whole.
+    _long("long_fours_64", 64, q_length=2044, kv_length=2049),
+    _long("long_fours_128_causal", 128, q_length=1028, kv_length=1028, is_causal=True),
+    _long("long_fours_bias", 128, q_length=1996, bias="hts"),
     _long("long_gqa_64", 64, heads=8, kv_heads=2, is_causal=True),
     _long("long_gqa_128", 128, heads=8, kv_heads=2),
     _long("long_gqa_128_fp16", 128, heads=8, kv_heads=2, is_causal=True, dtype="float16"),

@@ -18,8 +18,12 @@ KERNELS = {
     "inference": ["attention_forward_sm90"],
     "forward": ["attention_forward_sm90"],
     "forward bounded": ["attention_row_norms", "attention_row_norms", "attention_forward_sm90"],
-    "backward": ["attention_backward_sm90"],
-    "backward odd": ["attention_backward_sm90"],
+    "forward odd": ["attention_forward_sm90"],
+    "forward 1002": ["attention_forward_sm90"],
+    "backward": ["attention_backward_rows", "attention_backward_sm90"],
+    "backward odd": ["attention_backward_rows", "attention_backward_sm90"],
+    "backward rows": ["attention_backward_rows", "attention_backward_sm90"],
+    "backward deterministic": ["attention_backward_rows", "attention_backward_sm90", "attention_backward_dq_sm90"],
     "forward triton": ["attention_forward_triton"],
     "backward triton": ["attention_backward_dkv_triton", "attention_backward_dq_triton"],
     "layer_norm": ["norm_forward_sm90"],
@@ -28,6 +32,17 @@ KERNELS = {
     "rms_norm backward": ["norm_forward_sm90", "norm_backward_sm90"],
     "matmul": ["matmul_sm90"],
     "matmul backward": ["matmul_sm90", "matmul_sm90"],
+}
+# By case, how many launches there are, XLA's among them.
+LAUNCHES = {
+    "inference": 1,
+    "forward": 1,
+    "forward odd": 1,
+    "forward 1002": 2,  # its lse is sliced: a row is no multiple of 16 bytes
+    "backward": 3,
+    "backward odd": 3,
+    "backward rows": 3,
+    "backward deterministic": 3,
 }
 QUICK = ["backward odd", "rms_norm backward", "matmul"]
 
@@ -60,6 +75,7 @@ def test_a_chain_has_all_kernels_and_buffers(case):
     assert outputs is None or {name for name in used if name.startswith("out")} == {f"out{i}" for i in range(outputs)}
     assert ("work" in used) == bool(chain["workspace"])
     assert chain["work_used"] <= chain["workspace"]
+    assert len(steps) == LAUNCHES.get(case, len(steps))
     assert {step["kind"] for step in steps} <= {"kernel", "mosaic", "fill", "copy"}
 
 

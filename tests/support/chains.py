@@ -47,15 +47,15 @@ def options(**given: Any) -> Options:
     return Options(**defaults | {"window_left": -1, "window_right": -1, "q_offset": 0, "return_lse": False} | given)
 
 
-def attention(kind: str, *, length: int = 512, head_dim: int = 128, **given: Any) -> Program:
-    """flash_attention's operator of a kind, of the shape (2, length, 4, head_dim)."""
+def attention(kind: str, *, length: int = 512, head_dim: int = 128, has_drows: bool = False, **given: Any) -> Program:
+    """flash_attention's operator of a kind, of the shape (2, length, 4, head_dim). has_drows: of the backward."""
     of_call, others = options(is_causal=True, **given), [None] * (len(Tensors._fields) - 3)
     x = spec(2, length, 4, head_dim)
     if kind == "backward":
         backward = attention_ops._backward.__wrapped__(CPU, of_call, attention_ops.wanted_of([True] * 3))
         rows = spec(2, 4, length, dtype="float32")
-        function = lambda q, k, v, out, rows, dout: backward(q, k, v, *others, out, rows, dout, None)
-        return Program(function=function, specs=[x, x, x, x, rows, x])
+        function = lambda q, k, v, out, rows, dout, drows=None: backward(q, k, v, *others, out, rows, dout, drows)
+        return Program(function=function, specs=[x, x, x, x, rows, x, *[rows] * has_drows])
     make = {"forward": attention_ops._forward, "inference": attention_ops._inference}[kind]
     forward = make.__wrapped__(CPU, of_call)
     return Program(function=lambda q, k, v: forward(q, k, v, *others), specs=[x, x, x])
@@ -98,7 +98,11 @@ CASES: dict[str, Callable[[], Program]] = {
     "inference": lambda: attention("inference"),
     "forward": lambda: attention("forward"),
     "forward bounded": lambda: attention("forward", length=8192),
+    "forward odd": lambda: attention("forward", length=1000, head_dim=64),
+    "forward 1002": lambda: attention("forward", length=1002),
     "backward": lambda: attention("backward"),
+    "backward rows": lambda: attention("backward", has_drows=True),
+    "backward deterministic": lambda: attention("backward", length=1000, deterministic=True),
     "backward odd": lambda: attention("backward", length=1000, head_dim=64),
     "forward triton": lambda: attention("forward", implementation="triton"),
     "backward triton": lambda: attention("backward", implementation="triton"),

@@ -372,6 +372,8 @@ def attention_backward(
     if result.lse is None:  # of "cudnn", which JAX differentiates
         return _batched(_backward, call)(inputs, None, None, dout)
     excess = result.excess
+    if inputs.sinks is None and table.takes_results(call.implementation, inputs, call.options, result.out, call.config):
+        return _batched(_backward, call)(inputs, result.lse, None, dout, None, None, result.out, dlse)
     lse, delta = row_terms(result.out, result.lse, dout, dlse)
     gradients = attention_gradients(call, inputs, lse, delta, dout, excess=excess)
     if inputs.sinks is None:
@@ -394,10 +396,15 @@ def _forward(call, inputs):
     return AttentionResult(*implementation.forward(inputs, call.options, **statics))
 
 
-def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None):
+def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None, dlse=None):
+    """out, dlse: in place of delta, where table.takes_results says so of one call. A vmap has joined others to it."""
+    if out is not None and not table.takes_results(call.implementation, inputs, call.options, out, call.config):
+        lse, delta = row_terms(out, lse, dout, dlse)
+        out = dlse = None
     backward = table.IMPLEMENTATIONS[call.implementation].backward
     if backward is not None:
-        given = {name: x for name, x in (("dquery", dquery), ("excess", excess)) if x is not None}
+        given = {"dquery": dquery, "excess": excess, "out": out, "dlse": dlse}
+        given = {name: x for name, x in given.items() if x is not None}
         statics = {"config": call.config, "interpret": call.interpret}
         return backward(inputs, call.options, lse, delta, dout, **given, **statics)
     # Differentiated by JAX: the forward runs once more.

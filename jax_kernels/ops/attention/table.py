@@ -288,10 +288,11 @@ def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, exces
     return reference.backward(inputs, options, lse, delta, dout, excess)
 
 
-def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, excess=None):
+def _mosaic_backward(inputs, options, *results, config, interpret, dquery=None, excess=None, out=None, dlse=None):
+    """results: lse, delta and dout. out, dlse: in place of delta, where takes_results says so."""
     arguments, statics = (inputs, options, *results), {"config": config, "interpret": interpret}
     by_kernel = kernel(backward_sm90.attention_backward, "backward")
-    gradients = by_kernel(*arguments, dquery=dquery, excess=excess, **statics)
+    gradients = by_kernel(*arguments, dquery=dquery, excess=excess, out=out, dlse=dlse, **statics)
     if inputs.bias is not None:
         as_in_lse = with_bias_as_in_lse(inputs)
         of_far_rows = kernel(far_rows.far_rows, "array_gradients")
@@ -323,6 +324,11 @@ def prepared_lists(plan: Plan, inputs: AttentionInputs, options: AttentionOption
         every = [forward_sm90.listed_blocks(plan.config.forward), *of_backward]
         interpret = interpreting()
         return tuple(block_lists.prepared_lists(inputs, options, **blocks, interpret=interpret) for blocks in every)
+
+
+def takes_results(implementation: str, inputs: AttentionInputs, options: AttentionOptions, out, config: Blocks) -> bool:
+    """Whether a backward takes the forward's out and the cotangent of lse in place of delta."""
+    return implementation == "mosaic_gpu" and backward_sm90.makes_rows(inputs, options, out, config=config.backward)
 
 
 # By those that can serve several calls at once, which have query, key and value alone, and differ in their lengths and

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionOptions
 from jax_kernels.masks.limits import without_limits
 from jax_kernels.pallas.attention import block_ranges
+from jax_kernels.pallas.attention.passes import backward_rows
 from jax_kernels.pallas.attention.sm90 import (
     backward_deterministic,
     backward_kernel,
@@ -33,7 +34,7 @@ class Prepared:
     """The arguments of a call's kernels.
 
     inputs, options: without the limits that lists of blocks stand for. dq_lists, dq_end: in place of the lists and the
-    end of arrays, for a deterministic dquery.
+    end of arrays, for a deterministic dquery. zeros: float32, what dquery is added to; None where no pass made them.
     """
 
     inputs: AttentionInputs
@@ -41,6 +42,26 @@ class Prepared:
     arrays: Arrays
     dq_lists: block_lists.Lists | None
     dq_end: clean_end.CleanEnd | None
+    zeros: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given:
+    """The arguments of attention_backward, by their names, that come from the forward and its cotangents."""
+
+    lse: Any
+    delta: Any
+    dout: Any
+    excess: Any
+    out: Any
+    dlse: Any
+
+
+def makes_rows(inputs: AttentionInputs, options: AttentionOptions, out, *, config: AttentionBackwardSm90) -> bool:
+    """Whether attention_backward takes out and dlse in place of delta. Biases and score_mods change lse or dout."""
+    if not (inputs.bias is None and inputs.score_mod is None and options.query_heads is None):
+        return False
+    return backward_rows.takes(out, _width_of(inputs), _whole_rows(options, config))
 
 
 def attention_backward(
@@ -51,6 +72,8 @@ def attention_backward(
     dout,
     dquery=None,
     excess=None,
+    out=None,
+    dlse=None,
     *,
     config: AttentionBackwardSm90,
     core_count: int,
@@ -59,6 +82,9 @@ def attention_backward(
     """The gradients of 16-bit inputs. See the package's docstring for the arguments.
 
     excess: from the forward, under a score_mod that may mask.
+
+    out, dlse: in place of delta, if makes_rows. Then lse is the forward's, and a pass makes the numbers
+    of every query that the kernels read. dlse, the cotangent of lse, may be None.
 
     With a bias, far rows (softmax.is_far) pass nothing to dquery, dkey and dvalue here, nor to the gradient of a bias
     for each key. far_rows adds what they pass.
@@ -69,15 +95,24 @@ def attention_backward(
     The kernel adds dquery in order of arrival; it may add dkey and dvalue so, too (see split_tail). If
     options.deterministic, another kernel sums dquery in the order of the keys.
     """
-    width = _width(max(inputs.query.shape[-1], inputs.value.shape[-1]))
-    prepared = _prepared(inputs, options, lse, delta, dout, excess, width=width, config=config, interpret=interpret)
-    inputs, options, arrays = prepared.inputs, prepared.options, prepared.arrays
-    kv_length = inputs.key.shape[1]
-    axes = varying_axes(inputs, arrays.lse, arrays.delta, arrays.dout)
+    width = _width_of(inputs)
+    axes = varying_axes(inputs, lse, delta, dout, out, dlse)
     # Inside shard_map a kernel takes no ref that varies: a dquery that is given is added behind it.
     adds = dquery is not None and not axes
+    prepared = _prepared(
+        inputs,
+        options,
+        Given(lse=lse, delta=delta, dout=dout, excess=excess, out=out, dlse=dlse),
+        width=width,
+        zeros=not (options.deterministic or adds or axes),
+        config=config,
+        interpret=interpret,
+    )
+    inputs, options, arrays = prepared.inputs, prepared.options, prepared.arrays
+    kv_length = inputs.key.shape[1]
     if not options.deterministic:
-        start = dquery if adds else jnp.zeros(arrays.query.shape, jnp.float32)
+        start = dquery if adds else prepared.zeros
+        start = jnp.zeros(arrays.query.shape, jnp.float32) if start is None else start
         arrays = dataclasses.replace(arrays, dquery=jax.new_ref(pad_for_tma(start, width)))
     dk, dv, dbias = backward_kernel.key_gradients(
         arrays,
@@ -109,16 +144,17 @@ def attention_backward(
 def _prepared(
     inputs: AttentionInputs,
     options: AttentionOptions,
-    lse,
-    delta,
-    dout,
-    excess,
+    given: Given,
     *,
     width: int,
+    zeros: bool,
     config: AttentionBackwardSm90,
     interpret: bool,
 ) -> Prepared:
-    """The arguments of the kernels, with blocks of keys. width: the head dim that they are compiled for."""
+    """The arguments of the kernels, with blocks of keys. width: the head dim that they are compiled for.
+
+    zeros: whether a pass may make those of dquery.
+    """
     query, key, value = inputs[:3]
     block_kv = block_kv_of(width)
     dq_block_kv = 0 if config.dquery is None else config.dquery.block_kv
@@ -127,11 +163,21 @@ def _prepared(
         for blocks in listed_blocks(config, width, options)
     )
     mod = score_mod_sm90.mod_of(inputs, options, max(dquery_state.BLOCK_Q, config.block_q), max(dq_block_kv, block_kv))
-    natural = mod is not None and mod.may_mask
-    if natural:
-        # P comes out exp(excess) times too large, and P passes on dout and delta alone.
-        factor = jnp.where(is_far(lse), jnp.exp(-excess), 1.0)
-        dout, delta = (dout * factor.swapaxes(1, 2)[..., None]).astype(query.dtype), delta * factor
+    if given.delta is None:
+        dout = given.dout
+        rows = backward_rows.rows_of(
+            given.out,
+            dout,
+            given.lse,
+            given.dlse,
+            block_q=_whole_rows(options, config),
+            width=width,
+            zeros=zeros,
+            interpret=interpret,
+        )
+    else:
+        natural = mod is not None and mod.may_mask
+        dout, rows = _rows(inputs, given, natural=natural, block_q=_whole_rows(options, config))
     any_rows = not options.deterministic
     q, k, v, do = (pad_for_tma(x, width, any_rows=any_rows) for x in (query, key, value, dout))
     end = clean_end.clean_end(inputs, k, v, KEYS_AT_ONCE)
@@ -139,12 +185,6 @@ def _prepared(
     if lists is not None:
         inputs, options = without_limits(inputs, options)
     bias = bias_sm90.bias_of(inputs, transposed=True)
-    # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
-    short = -query.shape[1] % (dquery_state.BLOCK_Q if options.deterministic else config.block_q)
-    rows = [(0, 0), (0, 0), (0, short)]
-    # With a bias, far_rows adds what far rows pass.
-    lse = jnp.where(is_far(lse), jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
-    lse = jnp.pad(lse, rows, constant_values=jnp.inf)
     arrays = Arrays(
         bounds=block_ranges.bounds_array(inputs, options),
         segments=segments_of(inputs, config.block_q, block_kv, of_keys=True),
@@ -155,13 +195,40 @@ def _prepared(
         key=k,
         value=v,
         dout=do,
-        lse=lse,
-        delta=jnp.pad(delta, rows),
+        lse=rows.lse,
+        delta=rows.delta,
         end=end,
     )
     return Prepared(
-        inputs=inputs, options=options, arrays=arrays, dq_lists=dq_lists[0] if dq_lists else None, dq_end=dq_end
+        inputs=inputs,
+        options=options,
+        arrays=arrays,
+        dq_lists=dq_lists[0] if dq_lists else None,
+        dq_end=dq_end,
+        zeros=rows.dquery,
     )
+
+
+def _rows(inputs: AttentionInputs, given: Given, *, natural: bool, block_q: int) -> tuple[Any, backward_rows.Rows]:
+    """(dout, what the kernels read of every query), by XLA. natural: of a score_mod that may mask."""
+    lse, delta, dout = given.lse, given.delta, given.dout
+    far = is_far(lse)
+    if natural:
+        # P comes out exp(excess) times too large, and P passes on dout and delta alone.
+        factor = jnp.where(far, jnp.exp(-given.excess), 1.0)
+        dout = (dout * factor.swapaxes(1, 2)[..., None]).astype(inputs.query.dtype)
+        delta = delta * factor
+    # exp2(score - inf) = 0: rows past the end pass nothing, as rows without keys.
+    pad = [(0, 0), (0, 0), (0, -inputs.query.shape[1] % block_q)]
+    # With a bias, far_rows adds what far rows pass.
+    lse = jnp.where(far, jnp.inf, lse * LOG2E) if inputs.bias is not None else lse if natural else lse * LOG2E
+    lse = jnp.pad(lse, pad, constant_values=jnp.inf)
+    return dout, backward_rows.Rows(lse=lse, delta=jnp.pad(delta, pad), dquery=None)
+
+
+def _whole_rows(options: AttentionOptions, config: AttentionBackwardSm90) -> int:
+    """How many queries' numbers a kernel reads at once: their arrays have a multiple."""
+    return dquery_state.BLOCK_Q if options.deterministic else config.block_q
 
 
 def _of_queries(prepared: Prepared, block_kv: int) -> Arrays:
@@ -198,6 +265,10 @@ def listed_blocks(config: AttentionBackwardSm90, widest: int, options: Attention
         assert config.dquery is not None, config
         every.append({"block_q": dquery_state.BLOCK_Q, "block_kv": config.dquery.block_kv, "by": "query"})
     return [blocks | together for blocks in every]
+
+
+def _width_of(inputs: AttentionInputs) -> int:
+    return _width(max(inputs.query.shape[-1], inputs.value.shape[-1]))
 
 
 def _width(widest: int) -> int:

@@ -71,7 +71,10 @@ def run(
         shape((query.shape[0], whole or query.shape[1], call.heads, plan.v_head_dim), out_dtype)
         for query, call, whole in zip(arrays.query, calls, rows, strict=True)
     ]
-    lses = [shape((of.batch, of.heads, of.blocks * config.block_q), jnp.float32) for of in scheduler.shapes]
+    lses = [
+        shape((of.batch, of.heads, _stored_rows(call.q_length, of.blocks * config.block_q)), jnp.float32)
+        for call, of in zip(calls, scheduler.shapes, strict=True)
+    ]
     kernel = launch(
         entry,
         "attention_forward_sm90",
@@ -82,6 +85,14 @@ def run(
         interpret=interpret,
     )
     return Results.of(kernel(*leaves), len(calls))
+
+
+def _stored_rows(length: int, whole: int) -> int:
+    """The rows of an array [B, H, rows] float32 of `length` queries. whole: as many as their blocks have.
+
+    Bulk copies take whole 16 bytes. Where a row ends between two, it is stored to the end of its block.
+    """
+    return length if length % 4 == 0 else whole
 
 
 def _body(plan: Plan, arrays: Arrays, results: Results, scratch: Scratch) -> None:
@@ -325,11 +336,28 @@ class Compute(ComputeWarpgroup):
             rows = pl.ds(q_start, 64)
             if not plan.stores_registers:
                 plan.out_tiles.store(self.smem.out_copied.at[plan.q_place(w, turn)], results.outs[i].at[b, rows, h])
-            plgpu.copy_smem_to_gmem(lse_smem, results.lses[i].at[b, h, rows])
+            self._store_numbers(lse_smem, results.lses[i].at[b, h], q_start)
             if plan.has_excess:
-                plgpu.copy_smem_to_gmem(excess_smem, results.excess[i].at[b, h, rows])
+                self._store_numbers(excess_smem, results.excess[i].at[b, h], q_start)
 
         of_call(tile.call, len(plan.calls), store)
+
+    def _store_numbers(self, smem: Any, gmem: Any, q_start: Any) -> None:
+        """Stores a number for each of 64 queries. gmem: [rows], the numbers of a head."""
+        length = gmem.shape[0]
+        whole = lambda: plgpu.copy_smem_to_gmem(smem, gmem.at[pl.ds(q_start, 64)])
+        if length % self.plan.config.block_q == 0:
+            whole()
+            return
+        # Copies of contiguous numbers go on past the row's end, into the next head's.
+        pl.when(q_start + 64 <= length)(whole)
+        rest = length % 64
+        if rest:
+            start = length - rest
+
+            @pl.when(q_start == start)
+            def _store_rest():
+                plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, rest)], gmem.at[pl.ds(start, rest)])
 
     def _merged(self, acc: Any, lse: Any, b: Any, h: Any, q_start: Any) -> tuple[Any, Any]:
         """(O, lse) over the keys of this call and those of the earlier result."""

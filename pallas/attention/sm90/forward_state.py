@@ -58,8 +58,9 @@ class Arrays:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Results:
-    """The arrays that the kernel writes, one for each call of the launch. Rows of lses and excess are whole blocks.
+    """The arrays that the kernel writes, one for each call of the launch.
 
+    lses, excess: [B, H, T], or of whole blocks of rows where T is no multiple of 4.
     excess: what each lse lacks of the exact log-sum-exp; empty where the kernel does not compute it.
     """
 

@@ -104,9 +104,11 @@ def test_causal_segments_on_hopper(head_dim):
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
-@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, False), (128, False), (128, True)])
-def test_odd_lengths_on_hopper(head_dim, is_causal):
-    spec = Spec("mosaic_gpu", head_dim, is_causal=is_causal, q_length=4001, kv_length=3999)
+@pytest.mark.parametrize(
+    ("head_dim", "is_causal", "q_length"), [(64, False, 4001), (128, False, 4001), (128, True, 4001), (128, True, 4004)]
+)
+def test_odd_lengths_on_hopper(head_dim, is_causal, q_length):
+    spec = Spec("mosaic_gpu", head_dim, is_causal=is_causal, q_length=q_length, kv_length=3999)
     report = compile_spec("h200", spec)
     assert report["error"] is None, report["error"]
     forward, backward = (

@@ -15,8 +15,8 @@ from jax_kernels import decode_attention, masks
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.dilated import views as dilated_views
+from jax_kernels.pallas.attention.passes import backward_rows, dilated_rows, fp8_values, ranked_bits, row_norms
 from jax_kernels.pallas.attention.passes import block_counts as block_counts_pass
-from jax_kernels.pallas.attention.passes import dilated_rows, fp8_values, ranked_bits, row_norms
 from jax_kernels.pallas.attention.passes import mask_bits as mask_bits_pass
 from jax_kernels.pallas.attention.triton import decode as decode_triton
 from jax_kernels.testing import ATTENTION_CASES, attention_inputs, run_attention, why_not
@@ -99,6 +99,9 @@ def test_passes(transposed):
     for head_dim in (40, 128, 192):
         x, value = array(2, 301, 3, head_dim, dtype="bfloat16"), array(2, 301, 3, head_dim, dtype="float8_e4m3fn")
         assert not unmasked(lambda x: row_norms.longest(x, interpret=True), x)
+        blocks = {"block_q": 64, "width": 256}
+        rows = functools.partial(backward_rows.rows_of, **blocks, zeros=True, interpret=True)
+        assert not unmasked(rows, x, x, array(2, 3, 301), array(2, 3, 301))
         of_values = lambda value, lengths: fp8_values.transposed(value, lengths, interpret=True)
         assert not unmasked(of_values, value, array(2, dtype="int32"))
 

@@ -1,4 +1,4 @@
-"""Passes before the Hopper kernels: a mask's bits packed into words, and the longest rows that bound the scores."""
+"""Passes before the Hopper kernels: a mask's bits packed into words, the longest rows, the rows of the backward."""
 
 import json
 import sys
@@ -16,9 +16,11 @@ import aot
 from jax_kernels import masks, prepare_mask
 from jax_kernels.dispatch import on_device
 from jax_kernels.masks.ranked import Ranked
+from jax_kernels.pallas.attention.passes import backward_rows, ranked_bits, row_norms
 from jax_kernels.pallas.attention.passes import mask_bits as mask_bits_pass
-from jax_kernels.pallas.attention.passes import ranked_bits, row_norms
 from jax_kernels.pallas.attention.sm90 import mask_bits
+from jax_kernels.pallas.attention.softmax import LOG2E
+from jax_kernels.reference.attention import row_terms
 
 
 # Rows and columns of a block, and the mask's shape: whole blocks, parts of them, and more rows than a program has.
@@ -119,23 +121,33 @@ def test_where_ranks_are_read():
     assert str(program).count("attention_ranked_bits") >= 2, "the lists by query, and those by key"
 
 
-def _compile(transposed: bool) -> list[str]:
-    shapes = [(2, 16, 4096), (2, 16, 4096), (2, 4096), (2, 4096)]
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    blocks = {"rows": 128, "columns": 128, "transposed": transposed}
-    words = lambda *arrays: ranked_bits.packed(Ranked(*arrays), **blocks, interpret=False)
-    return aot.lower_and_compile("h200", words, *shapes)[1]
+def _compile(name: str, option: int) -> list[str]:
+    """Compiles a pass in this process: the names of its kernels."""
+    array = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
+    if name == "ranked_bits":
+        blocks = {"rows": 128, "columns": 128, "transposed": bool(option)}
+        words = lambda *arrays: ranked_bits.packed(Ranked(*arrays), **blocks, interpret=False)
+        shapes = [array(2, 16, 4096), array(2, 16, 4096), array(2, 4096), array(2, 4096)]
+        return aot.lower_and_compile("h200", words, *shapes)[1]
+    blocks = {"block_q": 128 if option == 64 else 64, "width": option, "zeros": True, "interpret": False}
+    rows = lambda out, lse: backward_rows.rows_of(out, out, lse, lse, **blocks)
+    shapes = [array(2, 1000, 4, option, dtype=jnp.bfloat16), array(2, 4, 1000, dtype=jnp.float32)]
+    return aot.lower_and_compile("h200", rows, *shapes)[1]
 
 
+# By pass, the registers that it may take with each of its options.
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_ranked_bits_compile(transposed):
-    printed, _, others = aot.compile_script(__file__, json.dumps(transposed))
-    assert json.loads(printed) == ["attention_ranked_bits"]
-    figures = others["attention_ranked_bits"]
+@pytest.mark.parametrize(
+    ("name", "option", "registers"),
+    [("ranked_bits", 0, 128), ("ranked_bits", 1, 128), *(("backward_rows", width, 64) for width in (64, 128, 256))],
+)
+def test_passes_compile(name, option, registers):
+    printed, _, others = aot.compile_script(__file__, name, str(option))
+    assert json.loads(printed) == [f"attention_{name}"]
+    figures = others[f"attention_{name}"]
     assert figures["spill_stores"] + figures["spill_loads"] == 0
-    assert figures["registers"] <= 128
+    assert figures["registers"] <= registers
 
 
 @pytest.mark.parametrize("shape", [(2, 300, 3, 128), (1, 7, 2, 40), (2, 65, 1, 192)])
@@ -145,5 +157,48 @@ def test_longest(shape):
     np.testing.assert_allclose(row_norms.longest(x, interpret=True), want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("has_dlse", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "width", "block_q"),
+    [
+        ((2, 1, 2, 64), 64, 128),
+        ((1, 63, 3, 64), 64, 128),
+        ((2, 65, 1, 40), 64, 128),
+        ((1, 128, 2, 128), 128, 64),
+        ((2, 130, 3, 72), 128, 128),
+        ((1, 200, 2, 24), 256, 64),
+        ((1, 77, 2, 192), 256, 64),
+    ],
+    ids=str,
+)
+def test_backward_rows(shape, width, block_q, has_dlse, dtype):
+    batch, length, heads, _ = shape
+    normal = lambda number, *shape: jax.random.normal(jax.random.key(number), shape, jnp.float32)
+    out, dout = (normal(number, *shape).astype(dtype) for number in range(2))
+    lse, dlse = (normal(number, batch, heads, length) for number in range(2, 4))
+    lse = lse.at[:, -1, length // 2].set(-jnp.inf)
+    dlse = dlse if has_dlse else None
+    statics = {"block_q": block_q, "width": width, "interpret": True}
+    rows = backward_rows.rows_of(out, dout, lse, dlse, zeros=True, **statics)
+    want_lse, want_delta = row_terms(out, lse, dout, dlse)
+    pad = [(0, 0), (0, 0), (0, -length % block_q)]
+    np.testing.assert_array_equal(rows.lse, jnp.pad(want_lse * LOG2E, pad, constant_values=jnp.inf))
+    np.testing.assert_allclose(rows.delta, jnp.pad(want_delta, pad), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(rows.dquery, np.zeros((batch, length, heads, width)))
+    alone = backward_rows.rows_of(out, dout, lse, dlse, zeros=False, **statics)
+    np.testing.assert_array_equal(alone.delta, rows.delta)
+    assert alone.dquery is None
+
+
+def test_what_backward_rows_takes():
+    takes = lambda *shape: backward_rows.takes(jax.ShapeDtypeStruct(shape, jnp.bfloat16), 128, 64)
+    assert takes(2, 8192, 16, 128)
+    assert not takes(4, 131072, 8, 128)  # 2 GiB of dquery
+    assert not takes(4, 262144, 8, 128)  # 2 GiB of out, and 4 of dquery
+    assert takes(9, 262144, 8, 128)
+    assert not takes(1, 65535 * 32 + 1, 1, 16)
+
+
 if __name__ == "__main__":
-    print(json.dumps(_compile(json.loads(sys.argv[1]))))
+    print(json.dumps(_compile(sys.argv[1], int(sys.argv[2]))))

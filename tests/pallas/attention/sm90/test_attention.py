@@ -46,6 +46,7 @@ CASES = {
     # counter, the search for races does not know.
     "split_128_gqa": SMALL | WIDE | {"q_length": 300, "kv_length": 130, "heads": 2, "cores": 132},
     "split_256": SMALL | VERY_WIDE | {"q_length": 500, "kv_length": 100, "cores": 6},
+    "four_queries": SMALL | {"batch": 2, "q_length": 4, "heads": 2, "races": True},
     "odd": SMALL | {"q_length": 77, "kv_length": 203},
     "gqa": SMALL | {"heads": 4, "kv_heads": 2, "is_causal": True, "q_length": 70, "kv_length": 150, "q_offset": 80},
     # Queries without a key, and fewer keys than queries.
