@@ -54,7 +54,7 @@ def test_a_program_has_a_kernel_once():
     assert program.count("custom_call @mosaic_gpu") == sum(kernels.values())
 
 
-SMALL = "layers=3 width=1024 heads=8 mlp=1024 vocabulary=128 length=1024".split()
+SMALL = ["layers=3", "width=1024", "heads=8", "mlp=1024", "vocabulary=128", "length=1024"]
 
 
 @pytest.mark.slow
