@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,10 +97,12 @@ def measure(case: TrainCase) -> dict[str, Any]:
         start = time.perf_counter()
         part()
         parts[name] = time.perf_counter() - start
+        _tell(name, parts[name])
     step = run.step
     start = time.perf_counter()
     loss = float(step()())
     parts["run"] = time.perf_counter() - start
+    _tell("run", parts["run"])
     step()()
     times = []
     for _ in range(case.rounds):
@@ -130,6 +133,11 @@ def measure(case: TrainCase) -> dict[str, Any]:
     }
 
 
+def _tell(part: str, seconds: float) -> None:
+    """Says on standard error that a part has ended: of a process that is stopped, these lines tell how far it came."""
+    print(f"{part}: {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
     """A contender that stands ready.
@@ -150,6 +158,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
 
     def part(name: str) -> None:
         built[name], since[0] = time.perf_counter() - since[0], time.perf_counter()
+        _tell(name, built[name])
 
     import jax
     import optax

@@ -94,16 +94,22 @@ class _Worker:
             self.process.stdin.flush()
             found = self.answers.get(timeout=seconds)
         except queue.Empty:
+            self._tell()
             return None, f"no answer within {seconds:.0f} s"
         except BrokenPipeError:
             found = None
         if found is None:
             self.process.wait(timeout=10)
-            lines = [line for line in self.told if line.strip()]
-            for line in lines[-20:]:
-                print(line, file=sys.stderr)
+            lines = self._tell()
             return None, f"exit status {self.process.returncode}: {lines[-1][:300] if lines else ''}"
         return json.loads(found), ""
+
+    def _tell(self) -> list[str]:
+        """Prints the last lines of the process's standard error, and returns them."""
+        lines = [line for line in self.told if line.strip()][-20:]
+        for line in lines:
+            print(line, file=sys.stderr, flush=True)
+        return lines
 
     def end(self) -> None:
         """Ends the process and its children; what has not ended after ten seconds is killed."""

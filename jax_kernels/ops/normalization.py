@@ -360,7 +360,8 @@ def _shared(
             results=axes,
             lengths={f"rows{i}": length for i, length in enumerate(outer)},
         )
-        return reshaped(partitioned(local, shares)(*given), (rows,), len(outer))
+        key = function, options, len(outer), tuple(statics.items())
+        return reshaped(partitioned(local, shares, key)(*given), (rows,), len(outer))
 
     def run(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
         if not is_partitioned():

@@ -9,18 +9,22 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jax_kernels import dispatch
 from jax_kernels.ops.planned_op import under_defaults
 
 __all__ = ["ArrayAxes", "Axis", "Shares", "is_partitioned", "partitioned"]
+
+# The custom calls of kernels, which jax.export takes on demand: their text may change with JAX, and is not kept here.
+KERNEL_CALLS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "mosaic_gpu_v2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +94,18 @@ def is_partitioned() -> bool:
     return jax.device_count() > 1 and all(kind == AxisType.Auto for kind in kinds)
 
 
-def partitioned(function: Callable[..., Any], shares: Shares) -> Callable[..., Any]:
-    """The function of arrays, with a rule by which the devices of a mesh share out its work under jit."""
+def partitioned(function: Callable[..., Any], shares: Shares, key: Hashable = None) -> Callable[..., Any]:
+    """The function of arrays, with a rule by which the devices of a mesh share out its work under jit.
+
+    key: all that makes the function what it is. Functions of one key are lowered once for arrays of the same shapes;
+    one without a key is lowered for its own calls alone.
+    """
+    is_compiled = not dispatch.interpreting()
 
     def run(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
         found: list[Any] = []  # the structure of the results, and their axes
+        programs = {} if key is None else _programs_of(key, tree)
 
         @under_defaults
         def flat(*leaves: Any) -> tuple[Any, ...]:
@@ -112,7 +122,10 @@ def partitioned(function: Callable[..., Any], shares: Shares) -> Callable[..., A
             for axes in found[1]:
                 has = {axis.name for axis in axes if axis is not None}
                 missing.append(tuple(x for name, over in spread.items() if name not in has for x in over))
-            local = functools.partial(_summed, flat, missing)
+            platform = mesh.devices.flat[0].platform
+            once = is_compiled and platform != "cpu"
+            on_device = functools.partial(_lowered_once, flat, platform, programs) if once else _lowered_anew(flat)
+            local = functools.partial(_summed, on_device, missing)
             return mesh, local, tuple(map(place, found[1])), tuple(map(place, shares.arguments))
 
         wrapped = custom_partitioning(flat)
@@ -124,12 +137,45 @@ def partitioned(function: Callable[..., Any], shares: Shares) -> Callable[..., A
 
 
 def _summed(function: Callable[..., Any], over: Sequence[tuple[str, ...]], *leaves: Any) -> tuple[Any, ...]:
-    """The function's results on a device, each summed in float32 over some mesh axes."""
-    total = lambda x, axes: lax.psum(x.astype(jnp.float32), axes).astype(x.dtype) if axes else x
-    # JAX lowers the refs of a kernel inside custom_partitioning, and not in a function that partition returns.
-    whole = custom_partitioning(function)
-    whole.def_partition(partition=None)
+    """The function's results on a device, each summed in float32 over some mesh axes, and rounded once."""
+
+    def total(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        if not axes:
+            return x
+        wide = x.dtype if lax.axis_size(axes) == 2 else jnp.float32  # one addition is rounded once anyway
+        return lax.psum(x.astype(wide), axes).astype(x.dtype)
+
     mesh = jax.sharding.get_abstract_mesh()  # of whoever compiles; the device's own arrays have no part in it
     auto = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
     with jax.sharding.use_abstract_mesh(auto):
-        return tuple(total(x, axes) for x, axes in zip(whole(*leaves), over, strict=True))
+        return tuple(total(x, axes) for x, axes in zip(function(*leaves), over, strict=True))
+
+
+def _lowered_anew(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for what partition returns: JAX lowers the refs of a kernel inside custom_partitioning alone."""
+    whole = custom_partitioning(function)
+    whole.def_partition(partition=None)
+    return whole
+
+
+@functools.lru_cache(maxsize=1024)
+def _programs_of(key: Hashable, tree: Any) -> dict[Any, Any]:
+    """The programs of functions of one key, by what they were lowered for."""
+    return {}
+
+
+def _lowered_once(function: Callable[..., Any], platform: str, programs: dict[Any, Any], *leaves: Any) -> Any:
+    """The function's results, by a program that is lowered once for all calls on arrays of the same shapes.
+
+    XLA asks for a device's part of every call anew: for each kernel of a model, in each block. Mosaic numbers what JAX
+    lowers, so that each answer would have kernels of its own, and XLA would compile all of them.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+    if (platform, device, arrays) not in programs:
+        name = "cuda" if platform == "gpu" else platform
+        checks = [export.DisabledSafetyCheck.custom_call(call) for call in KERNEL_CALLS]
+        lower = export.export(jax.jit(function), platforms=[name], disabled_checks=checks)
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            programs[platform, device, arrays] = lower(*arrays)
+    return programs[platform, device, arrays].call(*leaves)

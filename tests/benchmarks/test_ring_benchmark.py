@@ -105,6 +105,7 @@ print("noise", flush=True)
 for line in sys.stdin:
     case = json.loads(line)
     if case == "hang":
+        print("came so far", file=sys.stderr, flush=True)
         time.sleep(60)
     if case == "die":
         raise SystemExit("no such device")
@@ -123,7 +124,9 @@ def test_a_case_that_hangs_or_dies_ends_no_other(capfd):
         *(("a", ["a"]), ("hang", None), ("b", ["b"]), ("die", None), ("c", ["c"]))
     ]
     assert [reason for *_, reason in found] == ["", "no answer within 3 s", "", "exit status 1: no such device", ""]
-    assert "noise" in capfd.readouterr().out
+    said = capfd.readouterr()
+    assert "noise" in said.out
+    assert said.err.splitlines() == ["came so far", "no such device"]
 
 
 def test_the_budget_holds():

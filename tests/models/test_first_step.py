@@ -1,9 +1,11 @@
-"""The first step of a decoder: how often its program for an H200 has each kernel."""
+"""The first step of a decoder: how often its program for an H200, or for two, has each kernel."""
 
 import collections
 import dataclasses
+import json
 import re
 
+import aot
 import jax
 import jax.numpy as jnp
 import pytest
@@ -50,3 +52,20 @@ def test_a_program_has_a_kernel_once():
     # the gradients of its two first matrices are one kernel.
     assert kernels == {"norm_forward_sm90": 2, "norm_backward_sm90": 2, "matmul_sm90": 5}
     assert program.count("custom_call @mosaic_gpu") == sum(kernels.values())
+
+
+SMALL = ["layers=3", "width=1024", "heads=8", "mlp=1024", "vocabulary=128", "length=1024"]
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize("mesh", ["data=2", "sequence=2"])
+def test_a_program_for_two_devices_has_a_kernel_once(mesh):
+    """Each kernel is called in each block. Gradients are summed, and keys and values sent; nothing else is."""
+    script = aot.__file__.replace("aot.py", "step_aot.py")
+    found = json.loads(aot.compile_script(script, mesh, *SMALL).printed.splitlines()[-1])
+    assert set(found["kernels"]) >= {"attention_forward_sm90 0", "norm_forward_sm90 1", "norm_backward_sm90 1"}
+    assert min(found["kernels"].values()) == 3, found["kernels"]
+    large = {name for name, size, _ in found["collectives"] if size > 0.1}
+    assert large == ({"all-reduce"} if mesh == "data=2" else {"all-reduce", "collective-permute"})

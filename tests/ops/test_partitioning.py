@@ -1,10 +1,11 @@
 """Ops under jit on sharded arrays: the devices share out the batch and the heads, and nothing is gathered.
 
 As a script, in a process with four CPU devices, it prints for each case the errors against one device and the
-collectives of the partitioned program, on "auto" or "explicit" axes. With a
-GPU's name it reads the program that is compiled for that GPU.
+collectives of the partitioned program, on "auto" or "explicit" axes. With a GPU's name it reads the program that is
+compiled for that GPU, also for how often it calls each of Mosaic's kernels.
 """
 
+import collections
 import dataclasses
 import json
 import os
@@ -95,7 +96,17 @@ def cases(length, dim, implementation):
             both(lambda *a: gated_matmul(*a, activation="silu", implementation=implementation)), (x, w, w),
             (ROWS, columns, columns), sums,
         ),
+        "blocks": (
+            both(lambda x, s, w: blocks(x, s, w, implementation), 3), (x, (128,), (128, 128)), (ROWS, ONE, ONE), sums,
+        ),
     }  # fmt: skip
+
+
+def blocks(x, scale, w, implementation):
+    """Three blocks, each with a norm and a product, then a norm."""
+    norm = lambda x: rms_norm(x, scale, implementation=implementation)
+    block = jax.jit(lambda x: matmul(norm(x), w, residual=x, implementation=implementation))
+    return norm(block(block(block(x))))
 
 
 def array(random, given, dtype=jnp.bfloat16):
@@ -106,7 +117,7 @@ def array(random, given, dtype=jnp.bfloat16):
     return jnp.asarray(random.standard_normal(given), dtype)
 
 
-def collectives(text):
+def collectives_of(text):
     return sorted(name for name in COLLECTIVES if re.search(rf"\b{name}(-start)?\(", text))
 
 
@@ -121,7 +132,7 @@ def on_cpus(name, kind=AxisType.Auto):
     got, want = jax.tree.leaves(compiled(*shared)), jax.tree.leaves(jax.jit(function)(*arrays))
     as_float = lambda x: np.asarray(x, np.float32)
     errors = [float(rms_error(as_float(g), as_float(w))) for g, w in zip(got, want, strict=True)]
-    return {"errors": errors, "found": collectives(compiled.as_text()), "spec": str(got[0].sharding.spec)}
+    return {"errors": errors, "found": collectives_of(compiled.as_text()), "spec": str(got[0].sharding.spec)}
 
 
 def for_gpu(gpu, name):
@@ -146,14 +157,21 @@ def for_gpu(gpu, name):
         device = Device(
             device_kind=kind, num_cores=info.core_count, platform="gpu", compute_capability="{}.{}".format(*capability)
         )
+        without_mesh = AbstractMesh((), (), abstract_device=device)
+        # As jax.set_mesh would have it, with a device of which Mosaic can read the compute capability.
+        with_device = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
+        mesh.__dict__["abstract_mesh"] = with_device
         random = np.random.default_rng(0)
         shapes = [jax.eval_shape(lambda x=x: array(random, x)) for x in given]
         shapes = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
             for x, spec in zip(shapes, specs, strict=True)
         ]
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            return {"found": collectives(jax.jit(function).lower(*shapes).compile().as_text())}
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh if name == "blocks" else without_mesh):
+            text = jax.jit(function).lower(*shapes).compile().as_text()
+    # Mosaic's kernels are told apart by a hash of all that there is of them, their numbers in the program among it.
+    calls = collections.Counter(re.findall(r'kernel_hash = ("(?:[^"\\]|\\.)*")', text))
+    return {"found": collectives_of(text), "calls": sorted(calls.values())}
 
 
 def results(gpu, names):
@@ -211,6 +229,14 @@ def test_devices_share_the_work(kind, names):
 def test_programs_for_gpus_gather_nothing(gpu, names):
     for name, found in results(gpu, names).items():
         assert set(found["found"]) <= cases(512, 64, "triton")[name][3], (name, found)
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(300)
+def test_a_kernel_that_devices_share_is_one_however_often_it_is_called():
+    """XLA asks for a device's part of each call anew; JAX would number each answer's kernel, and XLA compile it."""
+    # Norms forward and backward, the product, and those of x's and w's gradients.
+    assert results("h200", ["blocks"])["blocks"]["calls"] == [3, 3, 3, 4, 4]
 
 
 def test_shared_tokens_are_an_error_on_explicit_axes():
