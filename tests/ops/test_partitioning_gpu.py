@@ -1,0 +1,49 @@
+"""Two GPUs that share out the work of an op under jit give what one GPU does, forward and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_kernels import flash_attention, layer_norm, matmul, mlp, rms_norm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two NVIDIA GPUs"),
+]
+# The function, and the shapes of its arrays; the devices share the first axis of the arrays of three axes and more.
+CALLS = {
+    "flash_attention": (lambda q, k, v: flash_attention(q, k, v, is_causal=True), [(4, 500, 8, 64)] * 3),
+    "matmul": (matmul, [(4, 256, 512), (512, 512)]),
+    "mlp": (
+        lambda x, up, down, gate: mlp(x, up, down, w_gate=gate),
+        [(4, 256, 512), (512, 768), (768, 512), (512, 768)],
+    ),
+    "rms_norm": (rms_norm, [(4, 256, 1024), (1024,)]),
+    "layer_norm": (layer_norm, [(4, 256, 1024), (1024,), (1024,)]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_two_gpus_give_what_one_does(name):
+    """The function is called twice, so that its calls share a program."""
+    function, shapes = CALLS[name]
+    random = np.random.default_rng(0)
+    arrays = [jnp.asarray(random.standard_normal(shape) / shape[0] ** 0.5, jnp.bfloat16) for shape in shapes]
+    dout = jnp.asarray(random.standard_normal(shapes[0]), jnp.bfloat16)
+    twice = lambda x, *others: function(function(x, *others), *others)
+
+    def both(dout, *arrays):
+        out, pullback = jax.vjp(twice, *arrays)
+        return out, *pullback(dout)
+
+    want = jax.jit(both)(*jax.device_put((dout, *arrays), jax.devices()[0]))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("data") if x.ndim > 2 else PartitionSpec()))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(both).lower(*map(place, (dout, *arrays))).compile()
+    assert "all-gather" not in compiled.as_text()
+    for got, right in zip(compiled(*map(place, (dout, *arrays))), want, strict=True):
+        got, right = (np.asarray(x, np.float32) for x in (got, right))
+        assert np.linalg.norm(got - right) <= 1e-2 * np.linalg.norm(right)
