@@ -334,12 +334,13 @@ def test_dropped_chains_are_unloaded():
     use(128)
     bridge.clear_cache()
     used = []
-    for round in range(3):
+    for round in range(5):
         for length in range(129, 135):
             use(length + 8 * round)
         bridge.clear_cache()
         used.append(used_memory())
-    assert used[-1] - used[0] < 8 * 2**20, used
+    # The figure is the GPU's, whose memory other processes take, too. Chains that stayed would show in each part.
+    assert min(used[i + 2] - used[i] for i in range(3)) < 8 * 2**20, used
 
 
 def test_views_and_unaligned_tensors_are_read_right(reference):
