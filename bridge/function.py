@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from jax_kernels.bridge import answers, any_shape, flops, library, plan_vmap
+from jax_kernels.bridge import answers, any_shape, flops, library, plan_vmap, private
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 from jax_kernels.bridge.operands import (
     NONE,
@@ -244,7 +244,8 @@ def _run(
     """The results of the function. masks: the signature of the operands."""
     if torch.compiler.is_compiling():
         recipe = _recipe(name, structure)
-        results = _call_in_graph(recipe, *tensors)
+        call = _call_of_duals if _is_in_dual_level() else _call_in_graph
+        results = call(recipe, *tensors)
         return rebuild(_outputs(recipe), iter(results))
     signatures = tuple(_signature(x) for x in tensors)
     if not library.is_plain_call():
@@ -288,9 +289,33 @@ _OUTPUTS: dict[str, Any] = {}  # by recipe: the structure of the results of its 
 _MOST_OUTPUTS = 1024
 
 
+@torch.compiler.assume_constant_result
+def _is_in_dual_level() -> bool:
+    """Whether torch.compile traces code inside of torch.autograd.forward_ad.dual_level, which it enters itself, too."""
+    return private.is_forward_mode()
+
+
 @torch.compiler.allow_in_graph
 def _call_in_graph(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The results of a call that is a node of a graph: torch.compile does not look inside."""
+    return _results_of(recipe, tensors)
+
+
+@torch.compiler.allow_in_graph
+def _call_of_duals(recipe: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """_call_in_graph of tensors that may have tangents."""
+    with private.as_in_dual_level():
+        return _results_of(recipe, tensors)
+
+
+@torch.compiler.allow_in_graph
+def _op_of_duals(plan: str, operands: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The operator of a plan, as a node of a graph, of tensors that may have tangents."""
+    with private.as_in_dual_level():
+        return tuple(call_op(list(tensors), plan, operands))
+
+
+def _results_of(recipe: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     flat = _flat_call(recipe, list(tensors))
     _OUTPUTS[recipe] = flat.structure
     while len(_OUTPUTS) > _MOST_OUTPUTS:
@@ -308,6 +333,8 @@ def _traced_call(name: str, structure: Any, tensors: list[torch.Tensor], masks: 
     """A call in a graph of torch.compile. It serves the Masks that it was traced with, and no others."""
     # torch.compile makes no constant of a frozen dataclass; of its id it does, and checks for that very object.
     traced = _traced(name, structure, tuple(_signature(x) for x in tensors), *[id(mask) for mask in masks])
+    if _is_in_dual_level():
+        return rebuild(traced.outputs, iter(_op_of_duals(traced.plan, traced.operands, *tensors)))
     return rebuild(traced.outputs, iter(call_op(tensors, traced.plan, traced.operands)))
 
 

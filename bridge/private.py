@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 __all__ = [
     "Check",
+    "as_in_dual_level",
     "empty_on_gpu",
     "guard",
     "hint",
@@ -59,6 +60,20 @@ def is_forward_mode() -> bool:
         return False
     functorch = torch._C._functorch
     return any(x.key() == functorch.TransformType.Jvp for x in functorch.get_interpreter_stack() or ())
+
+
+@contextlib.contextmanager
+def as_in_dual_level() -> Iterator[None]:
+    """Makes is_forward_mode True inside the block.
+
+    A graph of torch.compile enters torch.autograd.forward_ad.dual_level, too, without the counter.
+    """
+    before = forward_ad._current_level
+    forward_ad._current_level = max(before, 0)  # PyTorch has but one level
+    try:
+        yield
+    finally:
+        forward_ad._current_level = before
 
 
 def unseen_by_dynamo(function: Any) -> Any:

@@ -194,6 +194,27 @@ def test_compiled_forward_mode_of_a_plain_function(how, backend):
     torch.testing.assert_close(compiled(), push(lambda x: torch.sin(x) + x))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_graph_that_enters_a_dual_level(backend):
+    """Unseen by Python. A call with a Mask is another operator's. What has no tangent has none behind it, either."""
+    mask, keep = MASKED
+
+    def push(x, y, functions):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, y)
+            found = [forward_ad.unpack_dual(f(dual)).tangent for f in functions]
+            return *found, forward_ad.unpack_dual(functions[0](x)).tangent
+
+    functions = [sine, lambda x: under_mask(x, mask)]
+    want = push(X, Y, [torch.sin, lambda x: torch.where(keep, x[:, None] * x, 0.0)])
+    assert want[2] is None
+    compiled = torch.compile(lambda x, y: push(x, y, functions), backend=backend, fullgraph=True)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(X, Y), want)
+    plain = torch.compile(lambda x: under_mask(sine(x), mask), backend=backend, fullgraph=True)
+    torch.testing.assert_close(plain(X), under_mask(sine(X), mask))
+
+
 @pytest.mark.parametrize("case", ["query"])
 def test_compiled_forward_mode_raises(case):
     function, x = CASES[case]
