@@ -1,6 +1,7 @@
 """jax_kernels: attention and matmul kernels in JAX Pallas, for JAX, Flax and PyTorch."""
 
 from jax_kernels import masks as masks
+from jax_kernels.compiling import compile_kernels as compile_kernels
 from jax_kernels.device import DeviceInfo as DeviceInfo
 from jax_kernels.device import device_info as device_info
 from jax_kernels.dispatch import Plan as Plan

@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_kernels.compiling import compile_kernels
 from jax_kernels.models.config import TransformerConfig, positive
 from jax_kernels.models.dilated_attention import LongNet, LongNetConfig
 from jax_kernels.models.packing import within_documents
@@ -83,6 +84,7 @@ class Trainer:
         self.accumulate = accumulate
         self.loss = loss
         self.step = 0
+        self._is_compiled = False
         kind = LongNet if isinstance(config, LongNetConfig) else Transformer
         # Not under jit, which would compile the initialisation of each layer anew.
         self.graphdef, params = nnx.split(kind(config, rules=self.rules, rngs=nnx.Rngs(seed)))
@@ -161,6 +163,9 @@ class Trainer:
         Both are 0 where no target counts.
         """
         with jax.set_mesh(self.mesh):
+            if not self._is_compiled:
+                compile_kernels(self._train.lower(self.state, batch))  # jax.jit knows what it lowered
+                self._is_compiled = True
             self.state, found = self._train(self.state, batch)
         self.step += 1
         return found

@@ -164,6 +164,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     import optax
     from flax import nnx
 
+    from jax_kernels import compile_kernels
     from jax_kernels.models import Transformer, TransformerConfig, make_mesh, shard_batch, state_shardings
 
     part("import")
@@ -218,6 +219,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     first = (
         ("trace", lambda: advance("trace", *state, tokens)),
         ("lower", lambda: advance("lower")),
+        ("kernels", lambda: compile_kernels(stage[0])),
         ("compile", lambda: advance("compile")),
     )
 

@@ -57,6 +57,23 @@ def batches(**options):
     return TokenBatches(random.integers(0, 64, 500), 16, 4, **options)
 
 
+def test_kernels_are_compiled_before_the_first_step_and_nothing_is_lowered_twice(monkeypatch):
+    lowered, traced = [], []
+    monkeypatch.setattr("jax_kernels.models.trainer.compile_kernels", lowered.append)
+
+    def loss(model, batch, key):
+        traced.append(batch)
+        return losses_of(model, batch, key)
+
+    losses_of = Trainer(CONFIG, optax.sgd(0.1)).loss
+    trainer = Trainer(CONFIG, optax.sgd(0.1), loss=loss)
+    for batch, _ in zip(batches(), range(3), strict=False):
+        trainer.train(batch)
+    assert len(lowered) == 1
+    assert lowered[0].compile() is not None
+    assert len(traced) == 1
+
+
 def test_learns_and_accumulates_what_one_batch_gives():
     """Parts of a batch in which different numbers of targets count give the whole batch's mean."""
     runs = []

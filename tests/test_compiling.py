@@ -1,0 +1,75 @@
+"""compile_kernels: Mosaic finds each kernel compiled when XLA asks for it.
+
+As a script it compiles a program for an H200 and prints how many kernels there were, and the files that Mosaic wrote of
+those that it compiled, before XLA asked for them and after.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+import aot
+import forked
+
+from jax_kernels import compile_kernels, compiling, flash_attention, rms_norm
+
+
+def test_a_program_without_such_kernels_has_none():
+    lowered = jax.jit(lambda x: rms_norm(x, jnp.ones(128), implementation="xla")).lower(jnp.ones((4, 128)))
+    assert compile_kernels(lowered) == 0
+    assert lowered.compile()(jnp.ones((4, 128))).shape == (4, 128)
+
+
+def test_what_cannot_be_compiled_alone_is_told(monkeypatch):
+    monkeypatch.setattr(compiling, "_kernels_of", lambda lowered: [1, 2, 3])
+    monkeypatch.setattr(compiling, "_compile", lambda call, where: TypeError("no") if call == 2 else None)
+    with pytest.warns(RuntimeWarning, match="^compile_kernels: 1 of 3 kernels are left to XLA: no$"):
+        assert compile_kernels(None) == 3
+
+
+def _compile(dump: str) -> dict[str, Any]:
+    """Compiles the gradient of two attentions of one shape, and norms, in this process."""
+    from jax.experimental import topologies
+
+    from jax_kernels.device import device_info
+
+    def loss(x, scale):
+        for _ in range(2):
+            x = rms_norm(flash_attention(x, x, x, is_causal=True), scale)
+        return x.astype(jnp.float32).sum()
+
+    written = lambda: sorted((path.name, path.stat().st_mtime_ns) for path in Path(dump).iterdir())
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    lowered = aot.lower("h200", jax.grad(loss), array(2, 512, 8, 128), array(128))
+    config = aot.target_config(device_info("h200"))
+    topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = compile_kernels(lowered, device=topology.devices[0])
+    before = written()
+    lowered.compile()
+    return {"kernels": found, "before": before, "after": written()}
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+def test_xla_finds_every_kernel_compiled(tmp_path):
+    env = {"JAX_KERNELS_INTERPRET": None, "MOSAIC_GPU_DUMP_TO": str(tmp_path)}
+    done = forked.run(__file__, str(tmp_path), env=env, timeout=aot.TIMEOUT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kernels"] == 4  # attention and norm, forward and backward
+    assert len(found["before"]) >= 4
+    assert found["after"] == found["before"]
+
+
+if __name__ == "__main__":
+    print(json.dumps(_compile(sys.argv[1])))
