@@ -52,7 +52,7 @@ def run(case: dict) -> dict:
 
     def backward(query, index, visitors, rows, so_far):
         at = step(query, index)
-        parts = at.in_parts(visitors) if case.get("in_parts") else [None]
+        parts = at.in_parts(visitors, 1 / 3) if case.get("in_parts") else [None]
         pairs = []
         for part in parts:
             so_far, pair = at.gradients(visitors, rows, so_far, part)

@@ -150,13 +150,16 @@ class Step:
         found = attention_gradients(planned, inputs, lse, delta, rows.dout)
         return dquery + found.query.astype(jnp.float32) / scale, Pair.of(found.key, found.value)
 
-    def in_parts(self, visitors: Visitors) -> list[HeadView]:
-        """The key heads in two halves, where `gradients` takes them apart; else an empty list."""
+    def in_parts(self, visitors: Visitors, share: float) -> list[HeadView]:
+        """The key heads in two parts, where `gradients` takes them apart; else an empty list.
+
+        share: how much of the heads the first part has, as nearly as whole heads can.
+        """
         whole, kv_heads = self._whole_call(visitors), visitors.pair.key.shape[2]
         if whole is None or whole[0].implementation != "mosaic_gpu" or whole[0].options.deterministic or kv_heads < 2:
             return []
-        half = kv_heads // 2
-        return [_some_heads(0, half), _some_heads(half, kv_heads - half)]
+        first = min(max(1, round(kv_heads * share)), kv_heads - 1)
+        return [_some_heads(0, first), _some_heads(first, kv_heads - first)]
 
     def _whole_call(self, visitors: Visitors) -> tuple[Any, Any] | None:
         """The planned call of all queries and keys, and its arrays; None where the step needs more than one."""

@@ -167,8 +167,9 @@ def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Arra
     """The float32 gradients of query, over the scale, and of key and value.
 
     The gradients of keys and values follow these round the ring, one step behind, and come home at the end. XLA hides
-    one collective at a time behind a kernel. So a step takes half of the heads while the next keys arrive, and half
-    while the gradients travel. Of the device's own keys, the second half is left for the way home.
+    one collective at a time behind a kernel. So a step takes a part of the heads while the next keys arrive, and the
+    rest while the gradients travel. Of the device's own keys, the rest is left for the way home. The parts are as large
+    as what is sent beside them: keys in their dtype, gradients in float32.
     """
     _, *numbers = call.steps
     # Opaque: else XLA keeps the keys that arrived in the forward, of all devices.
@@ -179,9 +180,10 @@ def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Arra
     if not numbers:
         dquery, of_mine = own.gradients(mine, rows, dquery)
         return dquery, of_mine.key, of_mine.value
-    halves: list[Any] = own.in_parts(mine)
+    share = key.dtype.itemsize / (key.dtype.itemsize + 4)
+    own_parts: list[Any] = own.in_parts(mine, share)
     coming = call.sent(0, Visitors(Pair.of(key, value), ids))
-    dquery, of_mine = own.gradients(mine, rows, dquery, halves[0] if halves else None)
+    dquery, of_mine = own.gradients(mine, rows, dquery, own_parts[0] if own_parts else None)
     (dquery, of_mine), visitors = lax.optimization_barrier(((dquery, of_mine), coming.pop(0)))
     travelling, at = None, 0
     for place, number in enumerate(numbers, 1):
@@ -189,7 +191,7 @@ def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Arra
         upcoming, *coming = [*coming, *sent] or [None]
         step = call.step(number, arrays)
         found: list[Pair] = []
-        parts: list[Any] = step.in_parts(visitors) if sent and travelling is not None else []
+        parts: list[Any] = step.in_parts(visitors, share) if sent and travelling is not None else []
         for part in parts[:1]:
             dquery, pair = step.gradients(visitors, rows, dquery, part)
             (dquery, pair), upcoming, travelling = lax.optimization_barrier(((dquery, pair), upcoming, travelling))
@@ -201,11 +203,11 @@ def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Arra
         pair = _joined(found)
         travelling = pair if travelling is None else jax.tree.map(jnp.add, travelling, pair)
         at = number
-    if halves:
+    if own_parts:
         (rows, mine), dquery, travelling = lax.optimization_barrier(((rows, mine), dquery, travelling))
     home = call.shifted(travelling, -at)
-    if halves:
-        dquery, of_rest = own.gradients(mine, rows, dquery, halves[1])
+    if own_parts:
+        dquery, of_rest = own.gradients(mine, rows, dquery, own_parts[1])
         (dquery, of_rest), home = lax.optimization_barrier(((dquery, of_rest), home))
         of_mine = _joined([of_mine, of_rest])
     home = jax.tree.map(jnp.add, home, of_mine)

@@ -98,7 +98,7 @@ def heads_in_halves():
     halves = [HeadView(count=1, first=first, run=1, skip=0) for first in range(2)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Step, "gradients", gradients)
-        patch.setattr(Step, "in_parts", lambda self, visitors: halves)
+        patch.setattr(Step, "in_parts", lambda self, visitors, share: halves)
         yield
 
 
