@@ -43,7 +43,7 @@ def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None) -> int:
 
     Args:
       lowered: a lowered program, for GPUs or not.
-      device: a device of the program's kind. JAX's default one where None.
+      device: a device of the program's kind. The first of this process's where None.
 
     Returns:
       How many kernels there were: 0 on devices other than Hopper GPUs. Kernels that devices share out are made while
@@ -54,7 +54,7 @@ def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None) -> int:
     kernels = _kernels_of(lowered)
     if not kernels:
         return 0
-    where = jax.sharding.SingleDeviceSharding(jax.devices()[0] if device is None else device)
+    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0] if device is None else device)
     with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
         failed = [error for error in pool.map(lambda kernel: _compile(kernel, where), kernels) if error is not None]
     if failed:

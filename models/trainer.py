@@ -164,7 +164,8 @@ class Trainer:
         """
         with jax.set_mesh(self.mesh):
             if not self._is_compiled:
-                compile_kernels(self._train.lower(self.state, batch))  # jax.jit knows what it lowered
+                lowered = self._train.lower(self.state, batch)  # which jax.jit knows then
+                compile_kernels(lowered, device=self.mesh.local_devices[0])
                 self._is_compiled = True
             self.state, found = self._train(self.state, batch)
         self.step += 1

@@ -59,7 +59,7 @@ def batches(**options):
 
 def test_kernels_are_compiled_before_the_first_step_and_nothing_is_lowered_twice(monkeypatch):
     lowered, traced = [], []
-    monkeypatch.setattr("jax_kernels.models.trainer.compile_kernels", lowered.append)
+    monkeypatch.setattr("jax_kernels.models.trainer.compile_kernels", lambda program, device: lowered.append(program))
 
     def loss(model, batch, key):
         traced.append(batch)
