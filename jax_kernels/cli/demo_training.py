@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jax_kernels.compiling import compile_kernels
 from jax_kernels.models import LongNet, LongNetConfig, Transformer, TransformerConfig, make_mesh, state_shardings
 from jax_kernels.models.sharding import batch_sharding, place
 
@@ -108,7 +109,9 @@ class Trainer:
         shape = (self.settings.batch_size, self.settings.seq_len)
         of_batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._batch)
         with jax.set_mesh(self.mesh):
-            return train.lower(self.state, of_batch, of_batch).compile()
+            lowered = train.lower(self.state, of_batch, of_batch)
+            compile_kernels(lowered, device=self.mesh.local_devices[0])
+            return lowered.compile()
 
     def compile(self) -> None:
         """Compiles the step ahead of the first one."""
