@@ -1,5 +1,6 @@
 """The Hopper kernels of a program, compiled side by side before XLA, which compiles them one after the other."""
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Iterator
@@ -51,12 +52,14 @@ def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None) -> int:
 
     A kernel that cannot be compiled alone is left to `lowered.compile()`, with a RuntimeWarning that says why.
     """
-    kernels = _kernels_of(lowered)
+    module: Any = lowered.compiler_ir("stablehlo")
+    kernels = _kernels_of(module.operation)
     if not kernels:
         return 0
     where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0] if device is None else device)
+    attempt = lambda kernel: kernel if isinstance(kernel, Exception) else kernel.compile(where)
     with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
-        failed = [error for error in pool.map(lambda kernel: _compile(kernel, where), kernels) if error is not None]
+        failed = [error for error in pool.map(attempt, kernels) if error is not None]
     if failed:
         warnings.warn(
             f"compile_kernels: {len(failed)} of {len(kernels)} kernels are left to XLA: {failed[0]}",
@@ -66,13 +69,44 @@ def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None) -> int:
     return len(kernels)
 
 
-def _kernels_of(lowered: jax.stages.Lowered) -> list[Any]:
-    """The calls of a program's kernels, one of each kernel."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kernel:
+    """A kernel's call. attributes: of the call, its Mosaic module among them."""
+
+    attributes: dict[str, bytes | bool]
+    arguments: list[jax.ShapeDtypeStruct]
+    results: list[jax.ShapeDtypeStruct]
+
+    @classmethod
+    def of(cls, call: Any) -> "_Kernel | Exception":
+        """That of a call in a program; or why it cannot be read."""
+        try:
+            return cls(
+                attributes={entry.name: _plain(entry.attr) for entry in call.attributes[_CONFIG]},
+                arguments=[_array(x.type) for x in call.operands],
+                results=[_array(x.type) for x in call.results],
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            return error
+
+    def compile(self, where: jax.sharding.Sharding) -> Exception | None:
+        """Compiles a program of the kernel alone. Returns the error that this raised, or None."""
+        placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where) for x in self.arguments]
+        run = jax.ffi.ffi_call(_CALL, self.results)
+        try:
+            jax.jit(lambda *arrays: run(*arrays, **self.attributes)).lower(*placed).compile()
+        except Exception as error:  # whatever JAX's internals raise, the program is compiled without this
+            return error
+        return None
+
+
+def _kernels_of(operation: Any) -> list[_Kernel | Exception]:
+    """One of each kernel that a program calls. Threads need nothing of the program."""
     found: dict[bytes, Any] = {}
-    module: Any = lowered.compiler_ir("stablehlo")
-    for call in _custom_calls(module.operation):
+    for call in _custom_calls(operation):
         if call.attributes["call_target_name"].value == _CALL and _CONFIG in call.attributes:
-            found.setdefault(call.attributes[_CONFIG][_HASH].value_bytes, call)
+            name = call.attributes[_CONFIG][_HASH].value_bytes
+            found[name] = found.get(name) or _Kernel.of(call)
     return list(found.values())
 
 
@@ -95,22 +129,7 @@ def _plain(attribute: Any) -> bytes | bool:
     raise TypeError(f"its call has an attribute of type {type(attribute).__name__}")
 
 
-def _facts(kind: Any) -> tuple[tuple[int, ...], Any]:
-    """The shape and dtype of an array's type in a program."""
+def _array(kind: Any) -> jax.ShapeDtypeStruct:
+    """An array of a type in a program."""
     kind = ir.RankedTensorType(kind)
-    return tuple(kind.shape), _DTYPES[str(kind.element_type)]
-
-
-def _compile(call: Any, where: jax.sharding.Sharding) -> Exception | None:
-    """Compiles a program of one kernel. Returns the error that this raised, or None."""
-    try:
-        attributes = {entry.name: _plain(entry.attr) for entry in call.attributes[_CONFIG]}
-        arguments, results = (
-            [jax.ShapeDtypeStruct(*_facts(x.type), sharding=where) for x in values]
-            for values in (call.operands, call.results)
-        )
-        run = jax.ffi.ffi_call(_CALL, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results])
-        jax.jit(lambda *arrays: run(*arrays, **attributes)).lower(*arguments).compile()
-    except Exception as error:  # whatever JAX's internals raise, the program is compiled without this
-        return error
-    return None
+    return jax.ShapeDtypeStruct(tuple(kind.shape), _DTYPES[str(kind.element_type)])

@@ -6,6 +6,7 @@ those that it compiled, before XLA asked for them and after.
 
 import json
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,15 @@ def test_a_program_without_such_kernels_has_none():
 
 
 def test_what_cannot_be_compiled_alone_is_told(monkeypatch):
-    monkeypatch.setattr(compiling, "_kernels_of", lambda lowered: [1, 2, 3])
-    monkeypatch.setattr(compiling, "_compile", lambda call, where: TypeError("no") if call == 2 else None)
+    lowered = jax.jit(lambda x: x).lower(1.0)
+    kernel = lambda error: types.SimpleNamespace(compile=lambda where: error)
+    kernels = [kernel(None), kernel(TypeError("no")), kernel(None)]
+    monkeypatch.setattr(compiling, "_kernels_of", lambda operation: kernels)
     with pytest.warns(RuntimeWarning, match="^compile_kernels: 1 of 3 kernels are left to XLA: no$"):
-        assert compile_kernels(None) == 3
+        assert compile_kernels(lowered) == 3
+    kernels[:] = [KeyError("f4")]
+    with pytest.warns(RuntimeWarning, match="^compile_kernels: 1 of 1 kernels are left to XLA: 'f4'$"):
+        assert compile_kernels(lowered) == 1
 
 
 def _compile(dump: str) -> dict[str, Any]:
