@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
@@ -41,20 +42,35 @@ def test_what_cannot_be_compiled_alone_is_told(monkeypatch):
         assert compile_kernels(lowered) == 1
 
 
+@pytest.mark.gpu
+def test_the_program_is_right_on_a_gpu():
+    x, scale = jax.random.normal(jax.random.key(0), (2, 512, 8, 128), jnp.bfloat16), jnp.ones(128, jnp.bfloat16)
+    lowered = jax.jit(jax.grad(_loss)).lower(x, scale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = compile_kernels(lowered)
+    assert found == (4 if jax.devices()[0].compute_capability == "9.0" else 0)
+    got, want = (np.asarray(f(x, scale), np.float32) for f in (lowered.compile(), jax.grad(_loss)))
+    assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want)
+    assert np.linalg.norm(want) > 0
+
+
+def _loss(x, scale):
+    """That of two attentions of one shape, and norms."""
+    for _ in range(2):
+        x = rms_norm(flash_attention(x, x, x, is_causal=True), scale)
+    return jnp.square(x.astype(jnp.float32)).sum() + x[0, 0].astype(jnp.float32).sum()
+
+
 def _compile(dump: str) -> dict[str, Any]:
-    """Compiles the gradient of two attentions of one shape, and norms, in this process."""
+    """Compiles the gradient of _loss in this process."""
     from jax.experimental import topologies
 
     from jax_kernels.device import device_info
 
-    def loss(x, scale):
-        for _ in range(2):
-            x = rms_norm(flash_attention(x, x, x, is_causal=True), scale)
-        return x.astype(jnp.float32).sum()
-
     written = lambda: sorted((path.name, path.stat().st_mtime_ns) for path in Path(dump).iterdir())
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    lowered = aot.lower("h200", jax.grad(loss), array(2, 512, 8, 128), array(128))
+    lowered = aot.lower("h200", jax.grad(_loss), array(2, 512, 8, 128), array(128))
     config = aot.target_config(device_info("h200"))
     topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     with warnings.catch_warnings():
