@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels import dispatch
-from jax_kernels.bridge import growing
+from jax_kernels.bridge import growing, private
 from jax_kernels.bridge.function import JaxOp, seen
 from jax_kernels.ops import decode_attention as ops
 
@@ -203,12 +203,7 @@ def _lengths(length: int, count: int, device: torch.device) -> torch.Tensor:
         return _kept_lengths(length, count, device, 0)
     if torch.cuda.is_current_stream_capturing():
         return torch.full((count,), length, dtype=torch.int32, device=device)
-    return _kept_lengths(length, count, device, _stream(device))
-
-
-def _stream(device: torch.device) -> int:
-    """The handle of PyTorch's current stream of a GPU, without the object that torch.cuda.current_stream makes."""
-    return torch._C._cuda_getCurrentRawStream(device.index)
+    return _kept_lengths(length, count, device, private.stream_handle(device.index))
 
 
 @functools.lru_cache(maxsize=4)  # the layers of a model ask for the same ones
@@ -251,7 +246,7 @@ def _padded(x: torch.Tensor, room: int) -> torch.Tensor:
     if x.device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return _pad(x, room)
-        stream = _stream(x.device)
+        stream = private.stream_handle(x.device.index)
     if x.is_inference():  # nobody tells whether it was written to
         return _pad(x, room)
     found, version = _PADDED.get((id(x), room)), x._version

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import torch
 from jax._src import core
 
+from jax_kernels.bridge import private
 from jax_kernels.bridge.held import Held
 
 __all__ = [
@@ -288,7 +289,7 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device,
 
 def _current_stream(device: torch.device) -> Any:
     """PyTorch's current stream of a GPU, as an object that is kept: torch.cuda.current_stream makes one each time."""
-    return _external(torch._C._cuda_getCurrentRawStream(device.index), device)
+    return _external(private.stream_handle(device.index), device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ __all__ = [
     "guard",
     "hint",
     "is_forward_mode",
+    "stream_handle",
     "unseen_by_dynamo",
     "untraced_by_dynamo",
     "without_modes",
@@ -47,6 +48,10 @@ def _empty_strided_cuda() -> Callable[..., torch.Tensor]:
 _GUARDS = _tensor_guards()
 # (shape, strides, dtype) -> an empty tensor on the current GPU
 empty_on_gpu = _empty_strided_cuda()
+# (index of a GPU) -> the handle of its current stream, without the object that torch.cuda.current_stream makes
+stream_handle: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
 
 
 def is_forward_mode() -> bool:

@@ -55,7 +55,7 @@ def torch_allocator() -> Allocator:
         empty=private.empty_on_gpu,
         device=torch._C._cuda_getDevice,
         on=torch.cuda.device,
-        stream=torch._C._cuda_getCurrentRawStream,
+        stream=private.stream_handle,
         is_capturing=torch._C._cuda_isCurrentStreamCapturing,
     )
 
