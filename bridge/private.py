@@ -5,6 +5,7 @@ direct/target.py.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -54,12 +55,21 @@ stream_handle: Callable[[int], int] = getattr(
 )
 
 
+class _Graph(threading.local):
+    """What a graph of torch.compile that runs in this thread has entered."""
+
+    is_in_dual_level = False
+
+
+_GRAPH = _Graph()
+
+
 def is_forward_mode() -> bool:
     """Whether tensors may have tangents, of forward-mode differentiation.
 
     A graph of torch.compile enters torch.func.jvp without the counter that Python code looks at.
     """
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or _GRAPH.is_in_dual_level:
         return True
     if not torch._C._are_functorch_transforms_active():
         return False
@@ -69,16 +79,16 @@ def is_forward_mode() -> bool:
 
 @contextlib.contextmanager
 def as_in_dual_level() -> Iterator[None]:
-    """Makes is_forward_mode True inside the block.
+    """Makes is_forward_mode True for this thread inside the block.
 
-    A graph of torch.compile enters torch.autograd.forward_ad.dual_level, too, without the counter.
+    A graph of torch.compile enters torch.autograd.forward_ad.dual_level, too, without PyTorch's own counter. That is
+    one for all threads, and stays as it is.
     """
-    before = forward_ad._current_level
-    forward_ad._current_level = max(before, 0)  # PyTorch has but one level
+    before, _GRAPH.is_in_dual_level = _GRAPH.is_in_dual_level, True
     try:
         yield
     finally:
-        forward_ad._current_level = before
+        _GRAPH.is_in_dual_level = before
 
 
 def unseen_by_dynamo(function: Any) -> Any:

@@ -1,6 +1,7 @@
 """No derivative is lost in silence: each way to ask for one gives it, or raises an error that names the function."""
 
 import itertools
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from jax_kernels import bridge, masks
+from jax_kernels.bridge import private
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -213,6 +215,26 @@ def test_a_graph_that_enters_a_dual_level(backend):
         torch.testing.assert_close(compiled(X, Y), want)
     plain = torch.compile(lambda x: under_mask(sine(x), mask), backend=backend, fullgraph=True)
     torch.testing.assert_close(plain(X), under_mask(sine(X), mask))
+
+
+def test_the_dual_level_of_a_graph_is_that_of_its_thread():
+    """PyTorch's counter is one for all threads: a dual level that another thread enters meanwhile stays valid."""
+    seen = []
+
+    def elsewhere():
+        seen.append(private.is_forward_mode())
+        seen.extend(tangents(in_torch, X, Y))
+
+    before = forward_ad._current_level
+    with private.as_in_dual_level():
+        assert private.is_forward_mode()
+        assert forward_ad._current_level == before
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert not private.is_forward_mode()
+    assert seen[0] is False
+    torch.testing.assert_close(seen[1:], tangents(in_torch, X, Y))
 
 
 @pytest.mark.parametrize("case", ["query"])
