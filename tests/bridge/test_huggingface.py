@@ -161,6 +161,7 @@ def test_rooms_behind_keys():
     assert decoding.with_room(fixed) is fixed
     owner = whole.clone()
     assert decoding.with_room(owner[:, :, :100]) is owner  # PyTorch keeps what it is a view of
+    assert decoding.with_room(owner[:, :, 28:]) is None  # not its front
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

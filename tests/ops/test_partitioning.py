@@ -7,6 +7,7 @@ compiled for that GPU, also for how often it calls each of Mosaic's kernels.
 
 import collections
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from jax_kernels import decode_attention, flash_attention, gated_matmul, layer_norm, masks, matmul, rms_norm
+from jax_kernels.ops import partitioning
 from jax_kernels.testing import rms_error
 
 HEADS, ROWS, ONE = P("data", None, "tensor"), P("data"), P()
@@ -247,6 +249,17 @@ def test_shared_tokens_are_an_error_on_explicit_axes():
         pytest.raises(ValueError, match=r"tokens that are shared out over 'sequence'.*ring_attention"),
     ):
         flash_attention(x, x, x)
+
+
+@pytest.mark.parametrize(("devices", "dtype"), [(2, "bfloat16"), (3, "float32"), (4, "float32")])
+def test_a_sum_over_devices_is_rounded_once(devices, dtype):
+    """One addition is rounded once in any dtype. Of several, all but the last would round, too."""
+    x = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    summed = functools.partial(partitioning._summed, lambda x: (x,), [("data",)])
+    jaxpr = jax.make_jaxpr(summed, axis_env=[("data", devices)])(x)
+    (found,) = [equation.invars[0].aval.dtype for equation in jaxpr.eqns if "psum" in equation.primitive.name]
+    assert found == dtype
+    assert [x.dtype for x in jaxpr.out_avals] == [jnp.bfloat16]
 
 
 if __name__ == "__main__":
