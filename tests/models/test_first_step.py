@@ -1,7 +1,6 @@
 """The first step of a decoder: how often its program for an H200, or for two, has each kernel."""
 
 import collections
-import dataclasses
 import json
 import re
 
@@ -10,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractMesh
 
+from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.models import Transformer, TransformerConfig
 
@@ -27,13 +27,6 @@ CONFIG = TransformerConfig(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Gpu(AbstractDevice):
-    """The device that Pallas lowers for; Mosaic reads its compute capability."""
-
-    compute_capability: str = "9.0"
-
-
 @pytest.mark.usefixtures("no_interpret")
 def test_a_program_has_a_kernel_once():
     """JAX numbers the kernels of a program: what is lowered twice has two names, and is compiled twice."""
@@ -43,7 +36,7 @@ def test_a_program_has_a_kernel_once():
     def loss(params, tokens):
         return nnx.merge(graphdef, params).losses(tokens, tokens).mean()
 
-    device = Gpu(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    device = aot.abstract_device(device_info("h200"))
     with on_device("h200"), jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         traced = jax.jit(jax.grad(loss)).trace(params, tokens)
         program = traced.lower(lowering_platforms=("cuda",)).as_text()

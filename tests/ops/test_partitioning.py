@@ -6,7 +6,6 @@ compiled for that GPU, also for how often it calls each of Mosaic's kernels.
 """
 
 import collections
-import dataclasses
 import functools
 import json
 import os
@@ -141,24 +140,17 @@ def for_gpu(gpu, name):
     """The collectives of the program that XLA compiles for four GPUs that are not there."""
     import aot
     from jax.experimental import topologies
-    from jax.sharding import AbstractDevice, AbstractMesh, Mesh
+    from jax.sharding import AbstractMesh, Mesh
 
     from jax_kernels.dispatch import on_device
-
-    @dataclasses.dataclass(frozen=True)
-    class Device(AbstractDevice):
-        compute_capability: str = ""
 
     implementation = "mosaic_gpu" if gpu == "h200" else "triton"
     with on_device(gpu) as info:
         function, given, specs, _ = cases(512, 64, implementation)[name]
-        config, capability = aot.target_config(info), info.compute_capability
+        config = aot.target_config(info)
         topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x4x1")
         mesh = Mesh(np.array(topology.devices).reshape(2, 2), ("data", "tensor"))
-        kind = aot.GENERATIONS[capability].kind
-        device = Device(
-            device_kind=kind, num_cores=info.core_count, platform="gpu", compute_capability="{}.{}".format(*capability)
-        )
+        device = aot.abstract_device(info)
         without_mesh = AbstractMesh((), (), abstract_device=device)
         # As jax.set_mesh would have it, with a device of which Mosaic can read the compute capability.
         with_device = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)

@@ -153,28 +153,35 @@ def target_config(info) -> str:
     """
 
 
+@functools.cache
+def abstract_device(info: Any) -> Any:
+    """The device of a DeviceInfo for an AbstractMesh. Mosaic reads the architecture off it, and takes (9, 0) else."""
+    from jax.sharding import AbstractDevice
+
+    @dataclasses.dataclass(frozen=True)
+    class Device(AbstractDevice):
+        compute_capability: str = ""
+
+    return Device(
+        device_kind=GENERATIONS[info.compute_capability].kind,
+        num_cores=info.core_count,
+        platform="gpu",
+        compute_capability="{}.{}".format(*info.compute_capability),
+    )
+
+
 def lower(gpu: str, function, *shapes):
     """Lowers `function` of ShapeDtypeStructs, planned for `gpu`, in this process."""
     import jax
     import numpy as np
     from jax.experimental import topologies
-    from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
     from jax_kernels.dispatch import on_device
 
-    # Mosaic reads the architecture off the device, and takes (9, 0) where there is none.
-    @dataclasses.dataclass(frozen=True)
-    class Device(AbstractDevice):
-        compute_capability: str = ""
-
     with on_device(gpu) as info:
         topology = topologies.get_topology_desc(platform="cuda", target_config=target_config(info), topology="1x1x1")
-        device = Device(
-            device_kind=GENERATIONS[info.compute_capability].kind,
-            num_cores=info.core_count,
-            platform="gpu",
-            compute_capability="{}.{}".format(*info.compute_capability),
-        )
+        device = abstract_device(info)
         replicated = NamedSharding(Mesh(np.array(topology.devices[:1]), ("x",)), PartitionSpec())
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), shapes)
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):

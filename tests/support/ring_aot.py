@@ -6,7 +6,6 @@ MODE: "fwd" or "both". {"beside": of each collective permute, the kernels that b
 where it is waited for, "temporary": MiB}.
 """
 
-import dataclasses
 import functools
 import json
 import re
@@ -17,17 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jax_kernels import ring_attention
 from jax_kernels.dispatch import on_device
 
 LOCAL_TOKENS = 8192
-
-
-@dataclasses.dataclass(frozen=True)
-class Device(AbstractDevice):
-    compute_capability: str = "9.0"
 
 
 def compiled(devices: int, mode: str, *, check_vma: bool, sends_ahead: int | None = None):
@@ -45,9 +39,7 @@ def compiled(devices: int, mode: str, *, check_vma: bool, sends_ahead: int | Non
             platform="cuda", target_config=aot.target_config(info), topology=f"1x1x{devices}"
         )
         mesh = Mesh(np.array(topology.devices), ("sequence",))
-        device = Device(
-            device_kind=aot.GENERATIONS[9, 0].kind, num_cores=info.core_count, platform="gpu", compute_capability="9.0"
-        )
+        device = aot.abstract_device(info)
         shared = jax.shard_map(
             both if mode == "both" else forward, mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=check_vma
         )

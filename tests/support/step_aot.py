@@ -9,7 +9,6 @@ nothing may] of each, in the schedule's order; "temporary": GB}.
 """
 
 import collections
-import dataclasses
 import functools
 import json
 import math
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractMesh
 
 from jax_kernels.dispatch import on_device
 from jax_kernels.models import Transformer, TransformerConfig, make_mesh, state_shardings
@@ -32,11 +31,6 @@ from jax_kernels.models.sharding import batch_sharding
 
 SIZES = {"layers": 18, "width": 2048, "heads": 16, "mlp": 5632, "vocabulary": 32000, "length": 8192}
 BYTES = {"f32": 4, "bf16": 2, "s32": 4}
-
-
-@dataclasses.dataclass(frozen=True)
-class Device(AbstractDevice):
-    compute_capability: str = "9.0"
 
 
 def processor_seconds() -> float:
@@ -62,10 +56,9 @@ def compiled(axes: dict[str, int], sizes: dict[str, int]) -> tuple[Any, dict[str
             platform="cuda", target_config=aot.target_config(info), topology=f"1x1x{devices}"
         )
         mesh = make_mesh(axes, topology.devices)
-        device = Device(device_kind=aot.GENERATIONS[9, 0].kind, num_cores=info.core_count, platform="gpu")
         # Mosaic reads the compute capability off the device of jax.set_mesh's mesh.
         mesh.__dict__["abstract_mesh"] = AbstractMesh(
-            mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device
+            mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=aot.abstract_device(info)
         )
         train, *arguments = step(config, mesh, (2 * devices, sizes["length"]))
         seconds, stage = {}, train
