@@ -56,7 +56,7 @@ stream_handle: Callable[[int], int] = getattr(
 
 
 class _Graph(threading.local):
-    """What a graph of torch.compile that runs in this thread has entered."""
+    """The state of a graph of torch.compile that runs in this thread."""
 
     is_in_dual_level = False
 
