@@ -6,6 +6,7 @@ framework ("jax" or "torch") says how to wait for them.
 
 import contextlib
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -185,7 +186,10 @@ def alternate(
     deadline: float = float("inf"),
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Gives every contender one turn in each round, in order. Stops early at the deadline, by time.monotonic.
+    """Gives every contender one turn in each round. Stops early at the deadline, by time.monotonic.
+
+    After the first round the order is another one in each round, the same in every run: a GPU at its power limit is
+    slower after a contender that drew more power, which would always be the same one.
 
     A contender that raises is marked as failed and left out; the others go on.
     """
@@ -195,7 +199,7 @@ def alternate(
 
 def _alternate(contenders, timer, rounds, seconds, deadline, say) -> None:
     for number in range(rounds):
-        for contender in contenders:
+        for contender in random.Random(number).sample(contenders, len(contenders)) if number else contenders:
             if contender.status != "ok":
                 continue
             if time.monotonic() + seconds > deadline:
