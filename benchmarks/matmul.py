@@ -5,7 +5,8 @@
 Kinds: "plain"; "epilogue", which has a bias and gelu by tanh; "gated", silu(x Wg) * (x Wu); "mlp", a gated unit and a
 product back to the width of x, not among the defaults. Peers: XLA, torch (cuBLAS,
 with the epilogue in operators of its own) and torch.compile; of 16 bits QuACK, where it is installed, and of plain
-products the example that comes with JAX; of fp8, torch._scaled_mm with and without fast sums.
+products the example that comes with JAX; of fp8, torch._scaled_mm with and without fast sums. QuACK compiles its
+epilogues only where its wheels and those of the CuTe DSL lie in a folder named site-packages.
 --with-gradients times the forward and the gradients of all arrays. --sweep times other blocks of the Hopper kernel
 instead, as "block_n,stages,rows_together,promoted_steps,cluster,compute_wgs", and --sweep-triton those of the Triton
 kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps"; or those that differ from the block
@@ -25,7 +26,6 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +46,7 @@ from jax_kernels.pallas import block_specs
 from jax_kernels.quantization import quantize
 
 SHAPES = "8192,8192,8192;4096,4096,4096;16384,4096,4096;2048,2048,2048;8192,1024,512"
+PEERS = "torch,torch.compile,quack,jax"
 KINDS = ("plain", "epilogue", "gated", "mlp")
 PRODUCTS = {"plain": 1, "epilogue": 1, "gated": 2, "mlp": 3}
 # The blocks of a sweep, by implementation.
@@ -147,8 +148,8 @@ def _with_blocks(case: Case, implementation: str, blocks: dict[str, int], *array
     """The call of a kernel, with other blocks in the plans of all its products."""
     found = block_specs.matmul_row
 
-    def matmul_row(capability: tuple[int, int], name: str, **call: Any) -> Any:
-        row, source = found(capability, name, **call)
+    def matmul_row(capability: tuple[int, int], name: str, call: Any) -> Any:
+        row, source = found(capability, name, call)
         if name == implementation:
             row = dataclasses.replace(row, config=dataclasses.replace(row.config, **blocks))
         return row, source
@@ -204,8 +205,6 @@ def by_quack(case: Case, sets: list[Any]) -> Callable[[int], Any]:
     import torch
     from quack.gemm_interface import gemm, gemm_act
 
-    # It knows an epilogue by all that it depends on, and knows no loggers, which the CuTe DSL has.
-    logging.Logger.__quack_semantic_key__ = lambda logger: logger.name  # type: ignore[attr-defined]
     given = [tuple(torch.from_dlpack(x) for x in arrays) for arrays in sets]
     act = functools.partial(gemm_act, store_preact=False, tuned=False)
     if case.kind == "gated":  # it takes the columns of both weights in turns
@@ -297,8 +296,7 @@ def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list
             for part in text.split(";"):
                 blocks = _blocks(part, SWEPT[implementation])
                 add(part, "jax", lambda name=implementation, blocks=blocks: ours(case, sets, name, blocks))
-            return found
-    for name in args.implementations:
+    for name in () if args.sweep or args.sweep_triton else args.implementations:
         add(name, "jax", lambda name=name: ours(case, sets, name))
     for name in ("torch", "torch.compile"):
         if name in args.peers:
@@ -338,7 +336,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--scaling", default="tensor", help="of fp8: tensor, row, block; a comma list")
     parser.add_argument("--with-gradients", action="store_true", help="time the forward and all gradients")
     parser.add_argument("--implementations", default="mosaic_gpu,triton,xla", help="of this library's")
-    parser.add_argument("--peers", default="torch,torch.compile,quack,jax")
+    parser.add_argument("--peers", help=f"default {PEERS}; with a sweep none")
     parser.add_argument("--sweep", help="blocks of the Hopper kernel, separated by ';'")
     parser.add_argument("--sweep-triton", help="blocks of the Triton kernel, separated by ';'")
     parser.add_argument("--weights", default="", help="int8, int8_row, int4, mxfp8, mxfp4; a comma list")
@@ -347,10 +345,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = [command_line.numbers(part) for part in args.shapes.split(";")]
     kinds = command_line.names("kinds", args.kinds, KINDS)
     args.implementations = command_line.names("implementations", args.implementations, ("mosaic_gpu", "triton", "xla"))
+    if args.peers is None:
+        args.peers = "" if args.sweep or args.sweep_triton else PEERS
     args.peers = args.peers.split(",")
     prepare_process()
     until = time.monotonic() + args.budget
-    with_torch = not (args.sweep or args.sweep_triton or args.weights) and any(args.peers)
+    with_torch = not args.weights and any(args.peers)
     name, timer = choose_timer(args.timer, ["jax", "torch"] if with_torch else ["jax"])
     results: dict[str, Any] = {
         "schema": report.SCHEMA,
