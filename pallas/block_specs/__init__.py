@@ -1,7 +1,7 @@
 """Per-GPU block specs: one file of literal rows per compute capability, and the look-up in them."""
 
 from jax_kernels.pallas.block_specs import sm80, sm86, sm89, sm90, sm100, sm120
-from jax_kernels.pallas.block_specs.matmul_specs import MatmulLowBitRow, MatmulRow
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulCall, MatmulLowBitRow, MatmulRow
 from jax_kernels.pallas.block_specs.specs import (
     AttentionDecodeRow,
     AttentionDquerySm90,
@@ -115,28 +115,14 @@ def matmul_order(compute_capability: tuple[int, int] | None, *, rows: int, colum
 
 
 def matmul_row(
-    compute_capability: tuple[int, int] | None,
-    implementation: str,
-    *,
-    columns: int,
-    rows: int,
-    bits: int,
-    is_gated: bool,
-    is_aligned: bool,
+    compute_capability: tuple[int, int] | None, implementation: str, call: MatmulCall
 ) -> tuple[MatmulRow, str]:
     """The row for a matmul, as attention_row gives it."""
     file, own = _file(compute_capability, implementation)
     for row in file.MATMUL:
-        if (
-            row.implementation == implementation
-            and (row.columns is None or columns <= row.columns)
-            and (row.rows is None or rows <= row.rows)
-            and row.bits in (None, bits)
-            and row.is_gated in (None, is_gated)
-            and row.is_aligned in (None, is_aligned)
-        ):
+        if row.implementation == implementation and row.serves(call):
             return row, "block spec" if own else "heuristic"
-    raise LookupError(f"no {implementation} row for matmul with rows={rows}, columns={columns}, {bits} bits")
+    raise LookupError(f"no {implementation} row for matmul with {call}")
 
 
 def low_bit_order(compute_capability: tuple[int, int] | None, rows: int) -> tuple[str, ...]:

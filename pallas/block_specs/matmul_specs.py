@@ -48,8 +48,22 @@ class MatmulSm90:
             raise ValueError(f"MatmulSm90.compute_wgs={self.compute_wgs} must be 2 with pingpong")
         if self.wg_rows not in (64, 128):
             raise ValueError(f"MatmulSm90.wg_rows={self.wg_rows} must be 64 or 128")
-        if self.wg_rows * self.block_n > 64 * 256:
-            raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 128 with wg_rows=128")
+        if self.wg_rows * self.block_n > 128 * 192:
+            raise ValueError(f"MatmulSm90.block_n={self.block_n} must be at most 192 with wg_rows=128")
+
+    @property
+    def block_m(self) -> int:
+        """Rows of a work tile."""
+        return self.wg_rows * (1 if self.pingpong else self.compute_wgs)
+
+    def unused(self, rows: int, columns: int, core_count: int) -> float:
+        """The share of its multiprocessors' time that a product leaves unused.
+
+        Work tiles reach past the last row and column, and the last of the rounds in which all multiprocessors have one
+        is not full.
+        """
+        rounds = -(-(-(-rows // self.block_m) * -(-columns // self.block_n)) // core_count)
+        return 1 - rows * columns / (rounds * core_count * self.block_m * self.block_n)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,11 +107,28 @@ class MatmulOrder:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MatmulCall:
+    """What a row of a matmul's blocks depends on.
+
+    rows, columns: of out. bits: of x's numbers. is_aligned: whether all rows in memory begin at multiples of 16 bytes.
+    derives: whether the epilogue multiplies by the derivative of an activation.
+    """
+
+    rows: int
+    columns: int
+    bits: int
+    is_gated: bool
+    is_aligned: bool
+    derives: bool
+    core_count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulRow:
     """The blocks of a matmul. The first row that matches is taken.
 
-    columns: the most of w it serves, None for any. rows: of x, likewise. bits: of x's numbers, None for any. is_gated,
-    is_aligned (whether all rows in memory begin at multiples of 16 bytes): None serves both.
+    columns: the most of w it serves, None for any. rows: of x, likewise. bits: of x's numbers, None for any. unused:
+    the most that MatmulSm90.unused may be, None for any. is_gated, is_aligned, derives: None serves both.
     """
 
     implementation: str
@@ -107,6 +138,19 @@ class MatmulRow:
     bits: int | None = None
     is_gated: bool | None = None
     is_aligned: bool | None = None
+    derives: bool | None = None
+    unused: float | None = None
+
+    def serves(self, call: MatmulCall) -> bool:
+        return (
+            (self.columns is None or call.columns <= self.columns)
+            and (self.rows is None or call.rows <= self.rows)
+            and self.bits in (None, call.bits)
+            and self.is_gated in (None, call.is_gated)
+            and self.is_aligned in (None, call.is_aligned)
+            and self.derives in (None, call.derives)
+            and (self.unused is None or self.config.unused(call.rows, call.columns, call.core_count) <= self.unused)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from jax_kernels.pallas.block_specs import sm90
 
 PINGPONG = {"pingpong": True}
 TALL = {"pingpong": True, "wg_rows": 128, "block_n": 128, "stages": 6}
+WIDE = {"pingpong": True, "wg_rows": 128, "block_n": 192, "stages": 4, "early_bias": False, "cluster": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +35,17 @@ CASES = {
     "tall_gated": _of("gated", **TALL),
     "tall_together": _of("epilogue", **TALL | EPILOGUE | {"pingpong": False}),
     "tall_transposed": _of("transposed", **TALL),
+    "wide_edges": _of("edges", **WIDE),
+    "wide_epilogue": _of("epilogue", **WIDE, short_activation=True),
+    "wide_float32_out": _of("float32_out", **WIDE),
+    "wide_transposed": _of("transposed", **WIDE),
 }
 # For a GPU: many work tiles.
 GPU = {
     f"{name}_{call}": Case(testing_matmul.GPU[call], blocks)
     for name, blocks in {"pingpong": PINGPONG | EPILOGUE, "tall": TALL | EPILOGUE, "early": EPILOGUE}.items()
     for call in ("many", "many_gated")
-}
+} | {"wide_many": Case(testing_matmul.GPU["many"], WIDE | {"short_activation": True})}
 
 
 @contextlib.contextmanager

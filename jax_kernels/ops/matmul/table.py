@@ -16,6 +16,7 @@ from jax_kernels.ops import reasons
 from jax_kernels.ops.activations import not_for_mosaic, not_for_triton
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, kernel
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulCall
 from jax_kernels.pallas.matmul.sm90 import low_bit as low_bit_sm90
 from jax_kernels.pallas.matmul.sm90 import matmul as matmul_sm90
 from jax_kernels.pallas.matmul.triton import low_bit as low_bit_triton
@@ -160,15 +161,16 @@ def _config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:
     if request.low_bit is not None:
         return _low_bit_config(request, implementation)
     sizes = _sizes(request)
-    row, source = block_specs.matmul_row(
-        request.device.compute_capability,
-        implementation,
-        columns=request.n,
+    call = MatmulCall(
         rows=request.m,
+        columns=request.n,
         bits=8 * sizes[0],
         is_gated=request.is_gated,
         is_aligned=all(columns * size % 16 == 0 for (_, columns), size in zip(request.shapes, sizes, strict=True)),
+        derives=request.derivative is not None,
+        core_count=request.device.core_count,
     )
+    row, source = block_specs.matmul_row(request.device.compute_capability, implementation, call)
     return Blocks(forward=row.config, core_count=request.device.core_count), source
 
 

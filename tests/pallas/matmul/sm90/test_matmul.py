@@ -3,6 +3,7 @@
 As a script it compiles one call: `python tests/pallas/matmul/sm90/test_matmul.py '{"activation": "silu", ...}'`.
 """
 
+import dataclasses
 import functools
 import json
 import sys
@@ -21,7 +22,8 @@ import tiers
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.ops.activations import ACTIVATIONS
-from jax_kernels.pallas.block_specs.matmul_specs import MatmulSm90
+from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.matmul_specs import MatmulCall, MatmulSm90
 from jax_kernels.pallas.matmul.sm90.matmul import matmul as matmul_sm90
 from jax_kernels.pallas.matmul.sm90.state import Traits
 from jax_kernels.pallas.mosaic import elementwise
@@ -61,10 +63,12 @@ def test_8_bits_interpreted(cores, names):
 @pytest.mark.parametrize(
     ("cores", "names"),
     [
-        (1, ["pingpong_edges"]),
+        (1, ["wide_edges"]),
+        pytest.param(1, ["pingpong_edges"], marks=pytest.mark.slow),
         pytest.param(1, ["tall_gated"], marks=pytest.mark.slow),
         pytest.param(3, ["pingpong_epilogue", "pingpong_mlp", "pingpong_gated"], marks=pytest.mark.slow),
         pytest.param(3, ["tall_float32_out", "tall_transposed", "tall_together"], marks=pytest.mark.slow),
+        pytest.param(3, ["wide_epilogue", "wide_float32_out", "wide_transposed"], marks=pytest.mark.slow),
     ],
 )
 def test_other_blocks_interpreted(cores, names):
@@ -88,7 +92,7 @@ def test_bad_blocks():
         blocks(pingpong=True, compute_wgs=3)
     with pytest.raises(ValueError, match=r"MatmulSm90\.wg_rows=96 must be 64 or 128"):
         blocks(wg_rows=96)
-    with pytest.raises(ValueError, match=r"MatmulSm90\.block_n=256 must be at most 128 with wg_rows=128"):
+    with pytest.raises(ValueError, match=r"MatmulSm90\.block_n=256 must be at most 192 with wg_rows=128"):
         MatmulSm90(block_n=256, stages=4, rows_together=8, wg_rows=128)
     x = jax.ShapeDtypeStruct((128, 128), jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match="early_bias and short_activation are for operands of 16 bits"):
@@ -116,6 +120,20 @@ def test_every_work_tile_is_done_once(m, n, rows_together, cluster):
     found = list(zip(rows.tolist(), columns.tolist(), strict=True))
     assert len(found) == len(want)
     assert set(found) == want
+
+
+def test_a_row_serves_products_that_fill_its_rounds():
+    """On 132 multiprocessors 8192 x 8192 is 20.85 rounds of 128 x 192, and 16384 x 4096 21.3."""
+    shape = {"rows": 8192, "columns": 8192, "bits": 16, "core_count": 132}
+    call = MatmulCall(**shape, is_gated=False, is_aligned=True, derives=False)
+
+    def block_n(**other):
+        return block_specs.matmul_row((9, 0), "mosaic_gpu", dataclasses.replace(call, **other))[0].config.block_n
+
+    assert block_n() == 192
+    assert block_n(rows=16384, columns=4096) == block_n(rows=4096, columns=4096) == 256
+    assert block_n(core_count=114) == 256  # 24.1 rounds
+    assert block_n(derives=True) == block_n(is_gated=True) == block_n(bits=8) == 256
 
 
 @pytest.mark.parametrize("name", ["gelu_tanh", "sigmoid", "silu"])
@@ -148,7 +166,8 @@ COMPILED = {
     "mlp_gated": {"activation": "silu", "is_mlp": True, "is_gated": True, "transpose_w": True, "has_residual": True},
     "gated_float32_out": {"activation": "gelu", "is_gated": True, "out_dtype": "float32", "has_residual": True},
 }
-EPILOGUE, PINGPONG, TALL = matmul_block_cases.EPILOGUE, matmul_block_cases.PINGPONG, matmul_block_cases.TALL
+EPILOGUE, PINGPONG = matmul_block_cases.EPILOGUE, matmul_block_cases.PINGPONG
+TALL, WIDE = matmul_block_cases.TALL, matmul_block_cases.WIDE | {"short_activation": True}
 COMPILED |= {
     "early": {"activation": "gelu_tanh", "has_bias": True, "has_residual": True, "blocks": EPILOGUE},
     "pingpong": {"activation": "gelu_tanh", "has_bias": True, "has_residual": True, "blocks": PINGPONG | EPILOGUE},
@@ -159,6 +178,9 @@ COMPILED |= {
     "tall_gated": {"activation": "silu", "is_gated": True, "blocks": TALL},
     "tall_mlp_gated": {"activation": "silu", "is_mlp": True, "is_gated": True, "has_residual": True, "blocks": TALL},
     "tall_together": {"activation": "gelu_tanh", "has_bias": True, "blocks": TALL | {"pingpong": False}},
+    "wide": {"activation": "gelu_tanh", "has_bias": True, "has_residual": True, "blocks": WIDE},
+    "wide_float32_out": {"out_dtype": "float32", "has_bias": True, "blocks": WIDE},
+    "wide_transposed": {"dtype": "float16", "activation": "gelu", "transpose_w": True, "blocks": WIDE},
 }
 
 
@@ -166,17 +188,17 @@ COMPILED |= {
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize(
     "name",
-    tiers.cases(COMPILED, ["plain", "gated", "fp8", "fp8_gated_blocks", "mlp_gated", "function"]),
+    tiers.cases(COMPILED, ["plain", "gated", "fp8", "fp8_gated_blocks", "mlp_gated", "function", "wide"]),
 )
 def test_compiled(name):
-    """Forward and backward: no launch spills, but for the derivatives of two mlp, once a work tile."""
+    """Forward and backward: no launch spills, but for some epilogues, once a work tile."""
     printed, mosaic, others = aot.compile_script(__file__, json.dumps(COMPILED[name]))
     passes = {"fp8": 2, "fp8_gated": 3}.get(name.removesuffix("_blocks").removesuffix("_rows"), 0)
     assert json.loads(printed) == ["matmul_both_ways_triton"] * passes
     assert not passes or others["matmul_both_ways_triton"]["spill_stores"] == 0
     assert list(mosaic) == ["matmul_sm90_mosaic_gpu_kernel"]
     for figures in mosaic.values():
-        assert figures["spill_stores"] <= {"mlp_gated": 40, "pingpong_mlp": 8}.get(name, 0)
+        assert figures["spill_stores"] <= {"mlp_gated": 40, "pingpong_mlp": 8, "wide": 8}.get(name, 0)
         assert figures["registers"] <= 168
         assert figures["shared_memory"] <= 232448
 
