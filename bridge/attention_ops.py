@@ -10,7 +10,6 @@ The excess is the exact log-sum-exp minus lse. The backward of a bias needs it. 
 gives one, too, which no backward reads.
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -158,8 +157,13 @@ def _forward(device: torch.device, options: Options):
 
 @once
 def _inference(device: torch.device, options: Options):
-    forward = _forward(device, options)
-    return jax.jit(lambda *arrays: forward(*arrays)[:1], keep_unused=True)
+    """The jitted forward whose rows nobody reads: (out,). Its kernel writes no lse."""
+
+    def inference(*arrays):
+        call, inputs = _prepare(options, *arrays)
+        return (attention.attention_forward(attention.with_options(call, has_lse=False), inputs).out,)
+
+    return jax.jit(inference, keep_unused=True)
 
 
 def wanted_of(needed: Sequence[Any]) -> int:
@@ -186,7 +190,7 @@ def _backward(device: torch.device, options: Options, wanted: int):
         lse, dlse = tensors.lse_of(rows), None if drows is None else tensors.lse_of(drows)
         given = {name: getattr(tensors, name) for name in names}
         call, inputs = _prepare(options, *tensors)
-        call = dataclasses.replace(call, options=dataclasses.replace(call.options, bias_gradient="bias" in names))
+        call = attention.with_options(call, bias_gradient="bias" in names)
         dout = jnp.zeros_like(out) if dout is None else dout
         excess = rows[:, 1] if tensors.has_excess else None
         result = AttentionResult(out=out, lse=lse, excess=excess)

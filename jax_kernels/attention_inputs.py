@@ -44,7 +44,8 @@ class AttentionInputs(NamedTuple):
 class AttentionResult(NamedTuple):
     """The result of a forward.
 
-    out: [B, T, H, Dv]. lse: [B, H, T] float32, natural log, None from "cudnn". excess: like lse, what the exact
+    out: [B, T, H, Dv]. lse: [B, H, T] float32, natural log, None from "cudnn", and without has_lse of AttentionOptions
+    from "mosaic_gpu". excess: like lse, what the exact
     log-sum-exp is more than lse; None where lse is exact, which it is but with a bias and under a score_mod that may
     mask: beside scores of -1e9 the log of the sum is lost in float32.
     """
@@ -103,6 +104,8 @@ class AttentionOptions:
     q_offset: int | None = 0
     # "fp32" or "tf32" for float32 inputs, None for 16-bit ones.
     precision: str | None = None
+    # Whether the forward gives lse, and what the exact one is more. "mosaic_gpu" writes neither without it.
+    has_lse: bool = True
     # Whether the backward gives bias a gradient, which costs it two more products.
     bias_gradient: bool = True
     # Whether the backward gives the arrays of score_mod their gradients.

@@ -108,7 +108,7 @@ class MatmulOrder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulCall:
-    """What a row of a matmul's blocks depends on.
+    """The facts of a matmul that its row of blocks depends on.
 
     rows, columns: of out. bits: of x's numbers. is_aligned: whether all rows in memory begin at multiples of 16 bytes.
     derives: whether the epilogue multiplies by the derivative of an activation.

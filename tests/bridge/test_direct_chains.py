@@ -81,6 +81,16 @@ def test_a_chain_has_all_kernels_and_buffers(case):
 
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
+@pytest.mark.parametrize("case", cases(["inference", "inference 1002"], ["inference 1002"]))
+def test_inference_writes_out_alone(case):
+    """No lse, which nobody reads: its memory is half of what such a call allocates."""
+    chain = compiled("h200", case)
+    assert [sorted(step["buffers"]) for step in chain["steps"]] == [["in0", "in1", "in2", "out0"]]
+    assert chain["workspace"] == 0
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(TIMEOUT + 30)
 def test_the_forward_with_rows_is_one_launch():
     (step,) = compiled("h200", "forward triton")["steps"]
     assert step["buffers"] == ["in0", "in1", "in2", "out0", "out1"]

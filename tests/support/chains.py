@@ -96,6 +96,7 @@ def _program(function: Any, specs: list[Any], with_gradient: bool, out: Any) -> 
 
 CASES: dict[str, Callable[[], Program]] = {
     "inference": lambda: attention("inference"),
+    "inference 1002": lambda: attention("inference", length=1002),
     "forward": lambda: attention("forward"),
     "forward bounded": lambda: attention("forward", length=8192),
     "forward odd": lambda: attention("forward", length=1000, head_dim=64),

@@ -33,6 +33,7 @@ __all__ = [
     "flash_attention",
     "prepare",
     "vary_alike",
+    "with_options",
 ]
 
 RESIDUALS = "flash_attention_out", "flash_attention_lse"  # names for policies of jax.checkpoint
@@ -218,6 +219,7 @@ def flash_attention(
         precision=precision,
         implementation=implementation,
     )
+    call = with_options(call, has_lse=return_lse)
     out, lse = mask_or_nan(run(call, inputs), is_valid)
     return (out, lse) if return_lse else out
 
@@ -267,6 +269,11 @@ def prepare(*, implementation=None, scale=None, **arguments) -> tuple[AttentionC
     return call, inputs
 
 
+def with_options(call: AttentionCall, **options: Any) -> AttentionCall:
+    """The same call with other AttentionOptions."""
+    return dataclasses.replace(call, options=dataclasses.replace(call.options, **options))
+
+
 def vary_alike(inputs):
     """Inside shard_map, every array as varying over the mesh axes that any of them varies over.
 
@@ -276,15 +283,19 @@ def vary_alike(inputs):
 
 
 def run(call: AttentionCall, inputs: AttentionInputs):
-    """(out, lse) of a prepared call, differentiable."""
+    """(out, lse) of a prepared call, differentiable. lse is None without has_lse of its options."""
     if table.IMPLEMENTATIONS[call.implementation].backward is None:
-        return attention_forward(call, inputs)[:2]
+        return _asked_for(call, attention_forward(call, inputs))
     return _attention(call, inputs)
+
+
+def _asked_for(call: AttentionCall, result: AttentionResult) -> tuple[Any, Any]:
+    return result.out, result.lse if call.options.has_lse else None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(call, inputs):
-    return attention_forward(call, inputs)[:2]
+    return _asked_for(call, attention_forward(call, inputs))
 
 
 @under_defaults
@@ -292,7 +303,7 @@ def _attention_fwd(call, primals):
     inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
     perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
     wanted = {f"{name}_gradient": perturbed(getattr(primals, name)) for name in ("bias", "score_mod")}
-    call = dataclasses.replace(call, options=dataclasses.replace(call.options, **wanted))
+    asked, call = call, with_options(call, has_lse=True, **wanted)
     named = lambda x, name: None if x is None else checkpoint_name(x, name)
     found = attention_forward(call, inputs)
     result = AttentionResult(
@@ -300,7 +311,7 @@ def _attention_fwd(call, primals):
         lse=named(found.lse, RESIDUALS[1]),
         excess=named(found.excess, RESIDUALS[1]),
     )
-    return result[:2], (call, inputs, result)
+    return _asked_for(asked, result), (call, inputs, result)
 
 
 def _is_primal(x):

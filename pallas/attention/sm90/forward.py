@@ -75,8 +75,11 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         counter=scheduler.counter(),
     )
     named = {"out_dtype": out_dtype, "config": config, "interpret": interpret}
-    ((out, lse, *excess),) = _launch(arrays, scheduler, options, (call,), **named)
+    ((out, *rows),) = _launch(arrays, scheduler, options, (call,), **named)
     out = out[..., : inputs.value.shape[-1]]
+    if not rows:
+        return out, None
+    lse, *excess = rows
     if inputs.bias is not None and inputs.bias.shape[2] == 1:
         lse = bias_sm90.ByKey.of(inputs.bias).in_lse(lse)
     return out, lse, *excess
@@ -129,11 +132,11 @@ def _launch(
     config,
     interpret,
 ) -> list[tuple[Any, ...]]:
-    """(out, lse) of each call, with a bias or a score_mod that may mask (out, lse, excess)."""
+    """(out, lse) of each call, with a bias or a score_mod that may mask (out, lse, excess), without has_lse (out,)."""
     results = forward_kernel.run(
         arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret
     )
-    rows = [results.lses, results.excess] if results.excess else [results.lses]
+    rows = [x for x in (results.lses, results.excess) if x]
     return [
         (results.outs[i][:, : call.q_length], *(x[i][..., : call.q_length] for x in rows))
         for i, call in enumerate(calls)

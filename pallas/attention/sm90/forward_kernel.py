@@ -53,7 +53,7 @@ def run(
     config: Any,
     interpret: bool,
 ) -> Results:
-    """Launches the kernel. With a bias, or a score_mod that may mask, the results have an excess."""
+    """Launches the kernel. With an lse, and a bias or a score_mod that may mask, the results have an excess."""
     plan = Plan.of(arrays, scheduler, options, calls, out_dtype=out_dtype, config=config, interpret=interpret)
     leaves, tree = jax.tree.flatten(arrays)
     bias = arrays.bias or Bias()
@@ -78,7 +78,7 @@ def run(
     kernel = launch(
         entry,
         "attention_forward_sm90",
-        out_type=(*outs, *lses, *(lses if plan.has_excess else ())),
+        out_type=(*outs, *(lses if plan.has_lse else ()), *(lses if plan.has_excess else ())),
         ctas=scheduler.ctas,
         warpgroups=config.compute_warpgroups + 1,
         semantics=plgpu.LoweringSemantics.Lane,
@@ -327,7 +327,8 @@ class Compute(ComputeWarpgroup):
             for c, part in enumerate(plan.out_tiles.chunks(acc.astype(plan.out_dtype))):
                 self.smem.out.at[plan.q_place(w, turn), c][...] = part
         lse_smem, excess_smem = self.scratch.lse_and_excess(plan, w)
-        lse_smem[...] = lse
+        if plan.has_lse:
+            lse_smem[...] = lse
         if plan.has_excess:
             excess_smem[...] = excess
         plgpu.commit_smem()
@@ -336,7 +337,8 @@ class Compute(ComputeWarpgroup):
             rows = pl.ds(q_start, 64)
             if not plan.stores_registers:
                 plan.out_tiles.store(self.smem.out_copied.at[plan.q_place(w, turn)], results.outs[i].at[b, rows, h])
-            self._store_numbers(lse_smem, results.lses[i].at[b, h], q_start)
+            if plan.has_lse:
+                self._store_numbers(lse_smem, results.lses[i].at[b, h], q_start)
             if plan.has_excess:
                 self._store_numbers(excess_smem, results.excess[i].at[b, h], q_start)
 

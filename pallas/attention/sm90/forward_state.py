@@ -60,8 +60,8 @@ class Arrays:
 class Results:
     """The arrays that the kernel writes, one for each call of the launch.
 
-    lses, excess: [B, H, T], or of whole blocks of rows where T is no multiple of 4.
-    excess: what each lse lacks of the exact log-sum-exp; empty where the kernel does not compute it.
+    lses, excess: [B, H, T], or of whole blocks of rows where T is no multiple of 4. Both are empty where the options
+    ask for no lse. excess: what each lse lacks of the exact log-sum-exp; empty where the kernel does not compute it.
     """
 
     outs: tuple[Any, ...]
@@ -71,8 +71,8 @@ class Results:
     @classmethod
     def of(cls, refs: tuple[Any, ...], calls: int) -> "Results":
         """From outs, lses and excess in one tuple."""
-        outs, lses, *excess = itertools.batched(refs, calls)
-        return cls(outs=outs, lses=lses, excess=excess[0] if excess else ())
+        arrays = iter(itertools.batched(refs, calls))
+        return cls(outs=next(arrays), lses=next(arrays, ()), excess=next(arrays, ()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,8 +133,12 @@ class Plan:
         )
 
     @property
+    def has_lse(self) -> bool:
+        return self.options.has_lse
+
+    @property
     def has_excess(self) -> bool:
-        return self.has_bias or self.natural
+        return self.has_lse and (self.has_bias or self.natural)
 
     @property
     def score_factor(self) -> float:

@@ -41,6 +41,7 @@ EVERYTHING = {
 
 CASES = {
     "causal": SMALL | {"is_causal": True, "q_length": 256, "kv_length": 256, "races": True},
+    "without_lse": SMALL | {"is_causal": True, "q_length": 77, "kv_length": 130, "races": True, "without_lse": True},
     "full_128": SMALL | {"head_dim": 128, "v_head_dim": 128, "races": True},
     # Blocks of keys in parts: of two heads, and of the last keys, which are fewer than a block. What orders them, a
     # counter, the search for races does not know.
@@ -109,7 +110,15 @@ CASES = {
     | {"batch": 2, "kv_lengths": [70, 290], "garbage": True, "heads": 2, "bias": "s"}
     | {"persistent": {"ctas": 2}, "races": True},
     "bias_64": LARGE
-    | {"bias": "hts", "bias_masks": True, "is_causal": True, "q_offset": 100, "heads": 2, "races": True},
+    | {
+        "without_lse": True,
+        "bias": "hts",
+        "bias_masks": True,
+        "is_causal": True,
+        "q_offset": 100,
+        "heads": 2,
+        "races": True,
+    },
     "bias_128_float32": SMALL
     | WIDE
     | {"bias": "bhts", "bias_dtype": "float32", "heads": 2, "window": 40, "kv_length": 70},
@@ -196,7 +205,7 @@ CASES = {
 
 # What `make test` runs: each head_dim, each form of a mask, a bias, the split and the persistent backward.
 QUICK = {
-    "causal", "split_128_gqa", "bounded_causal", "head_dim_40",
+    "causal", "without_lse", "split_128_gqa", "bounded_causal", "head_dim_40",
     "deterministic_128", "window_256_offsets_lengths",
     "bias_64", "bias_keys_64", "mask_128",
     "lists_128", "persistent_everything_64",
