@@ -38,7 +38,8 @@ test-all: .venv/.dev lint
 	$(MAKE) newest
 
 test-gpu: .venv/.dev
-	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" $(BIN)/python -m pytest -m gpu -n 12 --dist=loadgroup $(ARGS)
+	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" $(BIN)/python -m pytest -m "gpu and not alone" -n 12 --dist=loadgroup $(ARGS)
+	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" $(BIN)/python -m pytest -m "gpu and alone" $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -49,7 +49,8 @@ def test_the_program_is_right_on_a_gpu():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = compile_kernels(lowered)
-    assert found == (4 if jax.devices()[0].compute_capability == "9.0" else 0)
+    # Both attentions have the same kernels, forward and backward. Triton has the norms.
+    assert found == (2 if jax.devices()[0].compute_capability == "9.0" else 0)
     got, want = (np.asarray(f(x, scale), np.float32) for f in (lowered.compile(), jax.grad(_loss)))
     assert np.linalg.norm(got - want) <= 2e-2 * np.linalg.norm(want)
     assert np.linalg.norm(want) > 0
@@ -88,7 +89,7 @@ def test_xla_finds_every_kernel_compiled(tmp_path):
     done = forked.run(__file__, str(tmp_path), env=env, timeout=aot.TIMEOUT)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kernels"] == 4  # attention and norm, forward and backward
+    assert found["kernels"] == 4  # of both attentions, forward and backward: where Mosaic writes files it numbers them
     assert len(found["before"]) >= 4
     assert found["after"] == found["before"]
 

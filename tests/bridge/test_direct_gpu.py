@@ -306,6 +306,7 @@ def used_memory():
     return total - free
 
 
+@pytest.mark.alone
 def test_thousands_of_calls_take_no_memory(reference):
     case = CASES["causal"](reference)
     cotangent = torch.randn_like(case.inputs[0])
@@ -315,15 +316,13 @@ def test_thousands_of_calls_take_no_memory(reference):
 
     for _ in range(200):
         step()
-    growths = []
-    for _ in range(3):  # the figure is the GPU's: another process may take memory meanwhile, but a leak is in each turn
-        before = used_memory()
-        for _ in range(1500):
-            step()
-        growths.append(used_memory() - before)
-    assert min(growths) < 2 * 2**20
+    before = used_memory()
+    for _ in range(3000):
+        step()
+    assert used_memory() - before < 2 * 2**20
 
 
+@pytest.mark.alone
 def test_dropped_chains_are_unloaded():
     """Chains of new lengths take no more memory of the GPU than those they replace."""
 
@@ -339,8 +338,7 @@ def test_dropped_chains_are_unloaded():
             use(length + 8 * round)
         bridge.clear_cache()
         used.append(used_memory())
-    # The figure is the GPU's, whose memory other processes take, too. Chains that stayed would show in each part.
-    assert min(used[i + 2] - used[i] for i in range(3)) < 8 * 2**20, used
+    assert used[4] - used[1] < 8 * 2**20, used
 
 
 def test_views_and_unaligned_tensors_are_read_right(reference):
