@@ -56,14 +56,16 @@ class MatmulSm90:
         """Rows of a work tile."""
         return self.wg_rows * (1 if self.pingpong else self.compute_wgs)
 
-    def unused(self, rows: int, columns: int, core_count: int) -> float:
+    def unused(self, call: "MatmulCall") -> float:
         """The share of its multiprocessors' time that a product leaves unused.
 
         Work tiles reach past the last row and column, and the last of the rounds in which all multiprocessors have one
         is not full.
         """
-        rounds = -(-(-(-rows // self.block_m) * -(-columns // self.block_n)) // core_count)
-        return 1 - rows * columns / (rounds * core_count * self.block_m * self.block_n)
+        block_n = self.block_n // 2 if call.is_gated else self.block_n
+        tiles = -(-call.rows // self.block_m) * -(-call.columns // block_n)
+        rounds = -(-tiles // call.core_count)
+        return 1 - call.rows * call.columns / (rounds * call.core_count * self.block_m * block_n)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +151,7 @@ class MatmulRow:
             and self.is_gated in (None, call.is_gated)
             and self.is_aligned in (None, call.is_aligned)
             and self.derives in (None, call.derives)
-            and (self.unused is None or self.config.unused(call.rows, call.columns, call.core_count) <= self.unused)
+            and (self.unused is None or self.config.unused(call) <= self.unused)
         )
 
 

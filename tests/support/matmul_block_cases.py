@@ -36,6 +36,8 @@ CASES = {
     "tall_together": _of("epilogue", **TALL | EPILOGUE | {"pingpong": False}),
     "tall_transposed": _of("transposed", **TALL),
     "wide_edges": _of("edges", **WIDE),
+    "wide_gated": _of("gated", **WIDE, short_activation=True),
+    "wide_gated_transposed": _of("gated_transposed", **WIDE),
     "wide_epilogue": _of("epilogue", **WIDE, short_activation=True),
     "wide_float32_out": _of("float32_out", **WIDE),
     "wide_transposed": _of("transposed", **WIDE),
@@ -43,9 +45,14 @@ CASES = {
 # For a GPU: many work tiles.
 GPU = {
     f"{name}_{call}": Case(testing_matmul.GPU[call], blocks)
-    for name, blocks in {"pingpong": PINGPONG | EPILOGUE, "tall": TALL | EPILOGUE, "early": EPILOGUE}.items()
+    for name, blocks in {
+        "pingpong": PINGPONG | EPILOGUE,
+        "tall": TALL | EPILOGUE,
+        "early": EPILOGUE,
+        "wide": WIDE,
+    }.items()
     for call in ("many", "many_gated")
-} | {"wide_many": Case(testing_matmul.GPU["many"], WIDE | {"short_activation": True})}
+}
 
 
 @contextlib.contextmanager

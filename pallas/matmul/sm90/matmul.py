@@ -35,7 +35,6 @@ from jax_kernels.pallas.matmul.sm90.products import (
 )
 from jax_kernels.pallas.matmul.sm90.state import (
     BUFFERS,
-    COLUMNS,
     ROWS,
     Kernel,
     Smem,
@@ -194,25 +193,27 @@ def _compute_tile(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> None:
 
 
 def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, half: int, sums: Sums, slots: list[Any]) -> None:
-    """Stores 64 rows of a warpgroup in parts of 64 columns, through buffers that take turns.
+    """Stores 64 rows of a warpgroup in parts of some columns, through buffers that take turns.
 
     half: which of its rows. slots: of the stages that hold the operands.
     """
     traits, smem, results = kernel.traits, kernel.smem, kernel.results
-    for part in range(traits.block_n // COLUMNS):
+    columns = traits.columns
+    for part in range(traits.block_n // columns):
         if part == 0:  # the last work tile may have ended at either buffer
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when((tile.column + part * COLUMNS < traits.n) & (tile.row + traits.first_row(wg, half) < traits.m))
+        @pl.when((tile.column + part * columns < traits.n) & (tile.row + traits.first_row(wg, half) < traits.m))
         def _store(part=part):
             rows = pl.ds(tile.row + traits.first_row(wg, half), ROWS)
-            place, buffers = (rows, pl.ds(tile.column + part * COLUMNS, COLUMNS)), smem.out.at[wg]
-            z, up = columns_of(sums.product, part), None if sums.up is None else columns_of(sums.up, part)
+            place, buffers = (rows, pl.ds(tile.column + part * columns, columns)), smem.out.at[wg]
+            z = columns_of(sums.product, part, columns)
+            up = None if sums.up is None else columns_of(sums.up, part, columns)
 
             def operand(name):
                 if name not in traits.operands:
                     return _residual(buffers.at[0], smem.residual_ready.at[wg], kernel.inputs.residual.at[place])
-                found = kernel.operand(slots[traits.operands.index(name)], part * COLUMNS, COLUMNS)
+                found = kernel.operand(slots[traits.operands.index(name)], part * columns, columns)
                 return plgpu.load(found, layout=WGMMA).astype(jnp.float32)
 
             bias = None if sums.bias is None else sums.bias[part]
@@ -224,9 +225,9 @@ def _epilogue(kernel: Kernel, wg: Any, tile: WorkTile, half: int, sums: Sums, sl
 def _results_of_part(
     kernel: Kernel, z: Any, up: Any, bias: Any, operand: Callable[[str], Any], place: Any
 ) -> Iterator[tuple[str, Any]]:
-    """The fields of MatmulResult with their 64 x 64 numbers in float32. operand(name) loads one of the epilogue's.
+    """The fields of MatmulResult with the numbers of a part in float32. operand(name) loads one of the epilogue's.
 
-    bias: of the 64 columns, None where it is still to be loaded.
+    bias: of its columns, None where it is still to be loaded.
     """
     traits, inputs, options = kernel.traits, kernel.inputs, kernel.traits.options
     if traits.derives:
@@ -252,7 +253,7 @@ def _results_of_part(
 
 
 def _store_part(smem: Any, x: Any, gmem: Any) -> None:
-    """Stores 64 x 64 numbers through a buffer that the last store did not take."""
+    """Stores the numbers of a part through a buffer that the last store did not take."""
     plgpu.wait_smem_to_gmem(BUFFERS - 1, wait_read_only=True)
     smem[...] = x.astype(smem.dtype)
     plgpu.commit_smem()
@@ -260,7 +261,7 @@ def _store_part(smem: Any, x: Any, gmem: Any) -> None:
 
 
 def _residual(smem: Any, ready: Any, gmem: Any) -> Any:
-    """64 x 64 numbers of the residual, in float32, by way of the buffer that the result goes through."""
+    """The residual of a part, in float32, by way of the buffer that the result goes through."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.copy_gmem_to_smem(gmem, smem, ready)
     plgpu.barrier_wait(ready)

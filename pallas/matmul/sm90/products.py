@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
-from jax_kernels.pallas.matmul.sm90.state import COLUMNS, ROWS, SCALE_BLOCK, Kernel, WorkTile
+from jax_kernels.pallas.matmul.sm90.state import ROWS, SCALE_BLOCK, Kernel, WorkTile
 from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import zeros_stay
 
@@ -22,7 +22,7 @@ from jax_kernels.pallas.mosaic.registers import zeros_stay
 class Sums:
     """x @ w and x @ w_up (None without one), each as float32 arrays of 64 rows that stand side by side.
 
-    bias: for each 64 columns, None where it is not loaded yet.
+    bias: for each part of a work tile, None where it is not loaded yet.
     """
 
     product: list[Any]
@@ -30,10 +30,10 @@ class Sums:
     bias: list[Any] | None = None
 
 
-def columns_of(arrays: list[Any], part: int) -> Any:
-    """The 64 columns number `part` of arrays that stand side by side."""
-    nth, start = divmod(part * COLUMNS, arrays[0].shape[1])
-    return arrays[nth] if arrays[0].shape[1] == COLUMNS else arrays[nth][:, start : start + COLUMNS]
+def columns_of(arrays: list[Any], part: int, columns: int) -> Any:
+    """So many columns, those of part number `part`, of arrays that stand side by side."""
+    nth, start = divmod(part * columns, arrays[0].shape[1])
+    return arrays[nth] if arrays[0].shape[1] == columns else arrays[nth][:, start : start + columns]
 
 
 def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
@@ -72,9 +72,10 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
 
 
 def _bias(kernel: Kernel, tile: WorkTile) -> list[Any]:
-    """The bias of a work tile, for each 64 columns. Those past the last column are others."""
-    starts = [tile.column + start for start in range(0, kernel.traits.block_n, COLUMNS)]
-    places = [pl.ds(jnp.minimum(start, kernel.traits.n - COLUMNS), COLUMNS) for start in starts]
+    """The bias of a work tile, for each of its parts. Those past the last column are others."""
+    columns = kernel.traits.columns
+    starts = [tile.column + start for start in range(0, kernel.traits.block_n, columns)]
+    places = [pl.ds(jnp.minimum(start, kernel.traits.n - columns), columns) for start in starts]
     return [plgpu.load(kernel.inputs.bias.at[place], layout=COLUMN, optimized=False) for place in places]
 
 

@@ -13,13 +13,12 @@ from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulSm90
 from jax_kernels.pallas.matmul.work_tiles import banded
 from jax_kernels.pallas.mosaic.launch import CLUSTER
-from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_8BIT, SWIZZLED_F32
+from jax_kernels.pallas.mosaic.layouts import SWIZZLED, SWIZZLED_8BIT, SWIZZLED_32, SWIZZLED_F32
 
 ROWS = 64  # of a warpgroup's part of a work tile
 DEPTH_BYTES = 128  # of the inner dimension in a step: 64 numbers of 16 bits
 SCALE_BLOCK = 128  # rows and columns that share a scale
 PROMOTED = 128  # columns that are summed by the tensor cores before float32 sums take them over
-COLUMNS = 64  # of the parts in which a work tile is stored
 BUFFERS = 2  # of a warpgroup, through which such parts go in turn
 SHARED_MEMORY = 225 << 10  # of a CTA, without its barriers
 
@@ -108,6 +107,23 @@ class Traits:
         return self.config.block_n // 2 if self.is_gated else self.config.block_n
 
     @property
+    def columns(self) -> int:
+        """The columns of the parts in which a work tile is stored, and of the tiles of operands of 16 bits."""
+        return 32 if self.block_n % 64 else 64
+
+    @property
+    def transforms(self) -> Any:
+        """Those of the operands in shared memory."""
+        return SWIZZLED_8BIT if self.is_8_bit else SWIZZLED if self.columns == 64 else SWIZZLED_32
+
+    @property
+    def out_transforms(self) -> Any:
+        """Those of the results on their way to device memory."""
+        if self.out_dtype.itemsize == 4:
+            return SWIZZLED_F32
+        return SWIZZLED if self.columns == 64 else SWIZZLED_32
+
+    @property
     def is_8_bit(self) -> bool:
         return self.dtype.itemsize == 1
 
@@ -141,7 +157,7 @@ class Traits:
     def stages(self) -> int:
         """As many as shared memory has room for beside the buffers of the results, up to the block spec's."""
         of_stage = (self.block_m + self.config.block_n) * DEPTH_BYTES
-        of_results = self.compute_wgs * BUFFERS * ROWS * COLUMNS * self.out_dtype.itemsize
+        of_results = self.compute_wgs * BUFFERS * ROWS * self.columns * self.out_dtype.itemsize
         return min(self.config.stages, (SHARED_MEMORY - of_results) // of_stage)
 
     @property
@@ -172,7 +188,7 @@ class Traits:
     @property
     def operand_parts(self) -> list[tuple[int, int]]:
         """The first column and the width of what one copy loads of an operand: contiguous in a block of w."""
-        width = COLUMNS if self.options.transpose_w else self.block_n
+        width = self.columns if self.options.transpose_w else self.block_n
         return [(first, width) for first in range(0, self.block_n, width)]
 
     @property
@@ -220,7 +236,7 @@ class Traits:
 class Smem:
     """A CTA's shared memory. None marks what a call does not need.
 
-    x, w, w_up: [stages, ...], a step's operands. out: [warpgroups, buffers, 64, 64], parts of a work tile on their
+    x, w, w_up: [stages, ...], a step's operands. out: [warpgroups, buffers, 64, columns], parts of a work tile on their
     way to device memory; the residual comes the same way. ready, free: [stages], a step's operands are there, or
     have been read. operands_ready: [stages], 64 rows of an operand of the epilogue. With pingpong ready and
     operands_ready are [warpgroups * stages]: a thread counts the phases of a barrier, and waits for each.
@@ -242,15 +258,14 @@ class Smem:
     def scratch(cls, traits: Traits) -> "Smem":
         """For pl.run_scoped."""
         options, stages, block_n, block_k = traits.options, traits.stages, traits.block_n, traits.block_k
-        transforms = SWIZZLED_8BIT if traits.is_8_bit else SWIZZLED
-        operand = lambda dtype, *shape: plgpu.SMEM((stages, *shape), dtype, transforms=transforms)
+        operand = lambda dtype, *shape: plgpu.SMEM((stages, *shape), dtype, transforms=traits.transforms)
         w = operand(traits.w_dtype, *((block_n, block_k) if options.transpose_w else (block_k, block_n)))
-        out_tiles = SWIZZLED if traits.out_dtype.itemsize == 2 else SWIZZLED_F32
+        out = traits.compute_wgs, BUFFERS, ROWS, traits.columns
         return cls(
             x=operand(traits.dtype, *((block_k, traits.block_m) if options.transpose_x else (traits.block_m, block_k))),
             w=w,
             w_up=w if traits.is_gated else None,
-            out=plgpu.SMEM((traits.compute_wgs, BUFFERS, ROWS, COLUMNS), traits.out_dtype, transforms=out_tiles),
+            out=plgpu.SMEM(out, traits.out_dtype, transforms=traits.out_transforms),
             ready=plgpu.Barrier(
                 num_arrivals=3 if traits.is_gated and not traits.is_8_bit else 2, num_barriers=_ready_barriers(traits)
             ),

@@ -68,6 +68,7 @@ def test_8_bits_interpreted(cores, names):
         pytest.param(1, ["tall_gated"], marks=pytest.mark.slow),
         pytest.param(3, ["pingpong_epilogue", "pingpong_mlp", "pingpong_gated"], marks=pytest.mark.slow),
         pytest.param(3, ["tall_float32_out", "tall_transposed", "tall_together"], marks=pytest.mark.slow),
+        pytest.param(1, ["wide_gated", "wide_gated_transposed"], marks=pytest.mark.slow),
         pytest.param(3, ["wide_epilogue", "wide_float32_out", "wide_transposed"], marks=pytest.mark.slow),
     ],
 )
@@ -179,6 +180,14 @@ COMPILED |= {
     "tall_mlp_gated": {"activation": "silu", "is_mlp": True, "is_gated": True, "has_residual": True, "blocks": TALL},
     "tall_together": {"activation": "gelu_tanh", "has_bias": True, "blocks": TALL | {"pingpong": False}},
     "wide": {"activation": "gelu_tanh", "has_bias": True, "has_residual": True, "blocks": WIDE},
+    "wide_gated": {"activation": "silu", "is_gated": True, "blocks": WIDE},
+    "wide_gated_residual": {
+        "activation": "silu",
+        "is_gated": True,
+        "has_residual": True,
+        "transpose_w": True,
+        "blocks": WIDE,
+    },
     "wide_float32_out": {"out_dtype": "float32", "has_bias": True, "blocks": WIDE},
     "wide_transposed": {"dtype": "float16", "activation": "gelu", "transpose_w": True, "blocks": WIDE},
 }
