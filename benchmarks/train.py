@@ -10,8 +10,9 @@ a query and a key that the causal mask keeps. Work that a policy repeats does no
 
 Contenders: a remat policy of TransformerConfig ("none", "all", "attention", "products"), with the linear cross-entropy
 in chunks. Before it may stand "scan-", for the blocks as a loop; "xla-", for the MLP's products by XLA; "plain-", with
-the logits whole; "cudnn-", with cuDNN attention. Of PyTorch "llama" and "llama-remat", with SDPA. Their products are in
-bfloat16; parameters and moments are in the dtype of --param-dtype, the Llama's, too.
+the logits whole; "cudnn-", with cuDNN attention; "all_to_all-", for sequences that devices share out. Of PyTorch
+"llama" and "llama-remat", with SDPA. Their products are in bfloat16; parameters and moments are in the dtype of
+--param-dtype, the Llama's, too.
 
 The exit status is 1 where a contender failed or was skipped because the budget was spent.
 """
@@ -39,7 +40,7 @@ CONTENDERS = "products,scan-products,xla-products,attention,all,none,plain-produ
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__)
     parser.add_argument("--contenders", default=CONTENDERS, help="comma list; '' for meshes alone")
-    told = "further meshes, such as data=2, for the first contender, or for products"
+    told = "further meshes, such as data=2, for the first contender, or for products; or CONTENDER:data=2"
     parser.add_argument("--meshes", nargs="*", default=[], help=told)
     told = "JSON files of earlier runs on the same machine, whose rows come first"
     parser.add_argument("--after", nargs="*", type=pathlib.Path, default=[], help=told)
@@ -84,7 +85,10 @@ def cases(args: argparse.Namespace) -> list[TrainCase]:
             rounds=args.rounds,
         )
 
-    return [case(name, "") for name in names] + [case([*names, "products"][0], mesh) for mesh in args.meshes]
+    of_meshes = [mesh.rpartition(":") for mesh in args.meshes]
+    return [case(name, "") for name in names] + [
+        case(name or [*names, "products"][0], mesh) for name, _, mesh in of_meshes
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -116,7 +116,9 @@ class MultiHeadAttention(nnx.Module):
         share out the tokens, and the attention is ring_attention. x then has its tokens in the order of
         sequence_layout, as shard_sequence gives them, and its rotary positions follow. Without such a mesh, and with a
         cache, the axis has no effect.
-      sequence_layout: as ring_attention's layout; None for its default.
+      sequence_strategy: as ring_attention's strategy.
+      sequence_layout: as ring_attention's layout; None for its default, or with "all_to_all" for contiguous: there
+        each device has whole sequences of some heads.
       rules: which mesh axes share out the batch and the heads; None for ShardingRules().
       rngs: initialises the kernels (LeCun normal), from its stream `params`.
 
@@ -141,6 +143,7 @@ class MultiHeadAttention(nnx.Module):
         precision: str | None = None,
         scaling: str | None = None,
         sequence_axis: str | None = None,
+        sequence_strategy: str = "auto",
         sequence_layout: str | None = None,
         rules: ShardingRules | None = None,
         rngs: nnx.Rngs,
@@ -148,7 +151,7 @@ class MultiHeadAttention(nnx.Module):
         if mask is not None and not isinstance(mask, masks.Mask):
             raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask, or None; an array goes to a call")
         check_precision("", precision, scaling)
-        check_sequence("", sequence_axis, sequence_layout)
+        check_sequence("", sequence_axis, sequence_strategy, sequence_layout)
         num_kv_heads, head_dim = check_heads("", model_dim, num_heads, num_kv_heads, head_dim)
         if use_rotary and head_dim % 2:
             raise ValueError(f"head_dim={head_dim} must be even: rotary embedding turns pairs")
@@ -163,7 +166,9 @@ class MultiHeadAttention(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation
         self.sequence_axis = sequence_axis
-        self.sequence_layout = sequence_layout or ("zigzag" if is_causal else "contiguous")
+        self.sequence_strategy = sequence_strategy
+        is_balanced = not is_causal or sequence_strategy == "all_to_all"
+        self.sequence_layout = sequence_layout or ("contiguous" if is_balanced else "zigzag")
         self.rules = ShardingRules() if rules is None else rules
 
         def linear(in_features: int, out_features: int) -> nnx.Linear:
@@ -298,6 +303,7 @@ class MultiHeadAttention(nnx.Module):
             value,
             axis_name=self.sequence_axis,
             layout=self.sequence_layout,
+            strategy=self.sequence_strategy,
             is_causal=self.is_causal,
             segment_ids=segment_ids,
             implementation=self.implementation,

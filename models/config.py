@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax_kernels import quantization
 from jax_kernels.models.remat import REMAT
 from jax_kernels.ops.ring.layouts import LAYOUTS
+from jax_kernels.ops.ring.ring_attention import STRATEGIES
 
 __all__ = ["TransformerConfig", "check_heads", "check_precision", "check_scaling", "check_sequence"]
 
@@ -36,7 +37,9 @@ class TransformerConfig:
       those of dtype. The parameters are the same. scaling: with "fp8", as in matmul; "row" gives each token a scale of
       its own, so that no token depends on a later one.
     sequence_axis: a mesh axis. Where the mesh of jax.set_mesh has it, its devices share out the tokens; None for none.
-    sequence_layout: of the tokens there, as ring_attention's layout; None for zigzag, and in a LongNet contiguous.
+    sequence_strategy: of the attention there, as ring_attention's strategy; a LongNet has "auto".
+    sequence_layout: of the tokens there, as ring_attention's layout; None for zigzag, and in a LongNet and with
+      sequence_strategy="all_to_all" for contiguous.
     microbatches: parts of a device's rows, where a mesh axis has stages of the blocks; None for as many as stages.
 
     The value that None stands for in a size replaces it. A bad field raises ValueError or TypeError, with its name.
@@ -61,6 +64,7 @@ class TransformerConfig:
     precision: str | None = None
     scaling: str | None = None
     sequence_axis: str | None = "sequence"
+    sequence_strategy: str = "auto"
     sequence_layout: str | None = None
     microbatches: int | None = None
 
@@ -99,7 +103,7 @@ class TransformerConfig:
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a name or None")
         check_precision("TransformerConfig.", self.precision, self.scaling)
-        check_sequence("TransformerConfig.", self.sequence_axis, self.sequence_layout)
+        check_sequence("TransformerConfig.", self.sequence_axis, self.sequence_strategy, self.sequence_layout)
         object.__setattr__(self, "num_kv_heads", kv_heads)
         object.__setattr__(self, "head_dim", head_dim)
         object.__setattr__(self, "mlp_dim", mlp_dim)
@@ -141,10 +145,12 @@ def check_scaling(prefix: str, precision: object, scaling: object) -> None:
         raise ValueError(f"{prefix}scaling={scaling!r} must be None with precision={precision!r}: it is for 'fp8'")
 
 
-def check_sequence(prefix: str, axis: object, layout: object) -> None:
-    """Raises TypeError or ValueError, naming `prefix` + the argument, for a sequence_axis or layout that is none."""
+def check_sequence(prefix: str, axis: object, strategy: object, layout: object) -> None:
+    """Raises TypeError or ValueError, naming `prefix` + the argument, for a sequence_* that is none."""
     if axis is not None and not isinstance(axis, str):
         raise TypeError(f"{prefix}sequence_axis={axis!r} must be the name of a mesh axis, or None")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"{prefix}sequence_strategy={strategy!r} must be one of {', '.join(map(repr, STRATEGIES))}")
     if layout is not None and layout not in LAYOUTS:
         raise ValueError(f"{prefix}sequence_layout={layout!r} must be one of {', '.join(map(repr, LAYOUTS))}")
 

@@ -253,7 +253,7 @@ class LongNetConfig(TransformerConfig):
 
     segment_lengths, dilation_rates, heads, combine, layout, order: as in dilated_attention.
     layer_norm, gamma: as in MultiHeadDilatedAttention.
-    sequence_layout: "contiguous", or None, which stands for it.
+    sequence_strategy: "auto". sequence_layout: "contiguous", or None, which stands for it.
 
     A bad field raises ValueError or TypeError, with its name.
     """
@@ -276,6 +276,8 @@ class LongNetConfig(TransformerConfig):
                 "with heads='groups'"
             )
         _check_magneto("LongNetConfig.", self.layer_norm, self.gamma)
+        if self.sequence_strategy != "auto":
+            raise ValueError(f"LongNetConfig.sequence_strategy={self.sequence_strategy!r} must be 'auto'")
         if self.sequence_layout not in (None, "contiguous"):
             raise ValueError(f"LongNetConfig.sequence_layout={self.sequence_layout!r} must be 'contiguous' or None")
         object.__setattr__(self, "segment_lengths", tuple(self.segment_lengths))

@@ -7,6 +7,7 @@ import jax
 
 from jax_kernels.ops.attention.flash_attention import RESIDUALS as OF_ATTENTION
 from jax_kernels.ops.matmul.mlp import RESIDUALS as OF_MLP
+from jax_kernels.ops.ring.ring_attention import OF_HEADS
 from jax_kernels.ops.ring.vjp import RESIDUALS as OF_RING
 
 __all__ = ["PROJECTION", "REMAT", "recomputed"]
@@ -17,7 +18,7 @@ PROJECTION = "projection"
 # The names of what is kept, by the name of the policy.
 REMAT: dict[str, tuple[str, ...]] = {
     "attention": (*OF_ATTENTION, *OF_RING),
-    "products": (*OF_ATTENTION, *OF_RING, *OF_MLP, PROJECTION),
+    "products": (*OF_ATTENTION, *OF_RING, *OF_HEADS, *OF_MLP, PROJECTION),
 }
 
 

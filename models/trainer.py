@@ -251,6 +251,7 @@ class Trainer:
             "mlp_implementation",
             "microbatches",
             "sequence_axis",
+            "sequence_strategy",
             "sequence_layout",
         }
         as_json = lambda x: list(x) if isinstance(x, tuple) else x

@@ -60,6 +60,7 @@ class Block(nnx.Module):
             precision=config.precision,
             scaling=config.scaling,
             sequence_axis=config.sequence_axis,
+            sequence_strategy=config.sequence_strategy,
             sequence_layout=config.sequence_layout,
             rules=rules,
             rngs=rngs,

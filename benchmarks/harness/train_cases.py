@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["LLAMA", "POLICIES", "TrainCase", "measure"]
 
-PREFIXES = ("scan", "xla", "plain", "cudnn")
+PREFIXES = ("scan", "xla", "plain", "cudnn", "all_to_all")
 POLICIES: dict[str, Any] = {"none": False, "all": True, "attention": "attention", "products": "products"}
 LLAMA = ("llama", "llama-remat")
 # TFLOP/s of dense products in bfloat16, by the vendor's data sheets.
@@ -182,6 +182,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
         scan_layers="scan" in case.prefixes,
         implementation="cudnn" if "cudnn" in case.prefixes else None,
         mlp_implementation="xla" if "xla" in case.prefixes else None,
+        sequence_strategy="all_to_all" if "all_to_all" in case.prefixes else "auto",
     )
     mesh = make_mesh(case.axes or {"data": 1})
     graphdef, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))

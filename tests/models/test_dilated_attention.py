@@ -131,6 +131,7 @@ def test_longnet_learns_and_sees_no_later_token():
             r"dilation_rates\[1\]: got 13, want at most segment_lengths\[1\] = 12",
         ),
         ({"order": "snake"}, ValueError, "order: got 'snake'"),
+        ({"sequence_strategy": "ring"}, ValueError, "LongNetConfig.sequence_strategy='ring' must be 'auto'"),
         ({"layer_norm": 1}, TypeError, "LongNetConfig.layer_norm=1 must be a bool"),
         ({"gamma": 0.0}, ValueError, "LongNetConfig.gamma=0.0 must be positive"),
         ({"gamma": "a"}, TypeError, "LongNetConfig.gamma='a' must be a number, or None"),

@@ -50,6 +50,10 @@ CASES = {
     "pipeline_ring": (dataclasses.replace(CONFIG, microbatches=4, remat=True), {"pipeline": 2, "sequence": 2}),
     "pipeline_documents": (CONFIG, {"pipeline": 2, "data": 2}),
     "documents": (dataclasses.replace(CONFIG, remat="products"), {"data": 2, "sequence": 2}),
+    "to_all_documents": (
+        dataclasses.replace(CONFIG, sequence_strategy="all_to_all", remat="products"),
+        {"data": 2, "sequence": 2},
+    ),
     "documents_all": (dataclasses.replace(CONFIG, scan_layers=True), {"pipeline": 2, "sequence": 2, "tensor": 2}),
     "longnet_documents": (DILATED, {"data": 2, "sequence": 2}),
     "longnet": (DILATED, {"data": 2, "sequence": 2}),

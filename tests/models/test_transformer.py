@@ -259,6 +259,11 @@ def test_config_fills_its_defaults():
             "sequence_layout='zig' must be one of 'zigzag', 'striped', 'contiguous'",
         ),
         ({"sequence_axis": 1}, TypeError, "sequence_axis=1 must be the name of a mesh axis, or None"),
+        (
+            {"sequence_strategy": "ulysses"},
+            ValueError,
+            "sequence_strategy='ulysses' must be one of 'ring', 'all_to_all', 'all_gather', 'auto'",
+        ),
         ({"num_layers": 1.5}, TypeError, "TransformerConfig.num_layers=1.5 must be an int"),
         ({"num_heads": 5, "head_dim": None}, ValueError, "num_kv_heads=2 must divide num_heads=5"),
         ({"num_heads": 6, "head_dim": None}, ValueError, "num_heads=6 must divide model_dim=32"),

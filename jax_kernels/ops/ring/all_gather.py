@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_kernels.ops.attention.flash_attention import flash_attention
@@ -31,7 +30,7 @@ def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array,
     keys, values = (_gathered(axis_name, layout, x) for x in (arrays.key, arrays.value))
     of_chunks: Any = lambda x: [None] * layout.chunks if x is None else jnp.split(x, layout.chunks, 1)
     ids = arrays.segment_ids
-    all_ids = None if ids is None else _in_order(layout, lax.all_gather(ids, axis_name, axis=1, tiled=True))
+    all_ids = None if ids is None else layout.in_order(lax.all_gather(ids, axis_name, axis=1, tiled=True))
     index = lax.axis_index(axis_name)
     found = []
     for chunk, (query, q_ids) in enumerate(zip(of_chunks(arrays.query), of_chunks(ids), strict=True)):
@@ -54,7 +53,7 @@ def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array,
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(axis_name: str, layout: Layout, x: jax.Array) -> tuple[jax.Array, ...]:
     """An array's tokens of all devices, in their order, once for each chunk of queries."""
-    return (_in_order(layout, lax.all_gather(x, axis_name, axis=1, tiled=True)),) * layout.chunks
+    return (layout.in_order(lax.all_gather(x, axis_name, axis=1, tiled=True)),) * layout.chunks
 
 
 def _gathered_forward(axis_name: str, layout: Layout, x: jax.Array) -> tuple[Any, Any]:
@@ -64,18 +63,8 @@ def _gathered_forward(axis_name: str, layout: Layout, x: jax.Array) -> tuple[Any
 def _gathered_backward(axis_name: str, layout: Layout, _: None, cotangents: Any) -> tuple[jax.Array]:
     dtype = cotangents[0].dtype
     total = functools.reduce(jnp.add, [x.astype(jnp.float32) for x in cotangents])
-    total = _in_order(layout, total, back=True)
+    total = layout.in_order(total, back=True)
     return (lax.psum_scatter(total, axis_name, scatter_dimension=1, tiled=True).astype(dtype),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
-
-
-def _in_order(layout: Layout, x: jax.Array, *, back: bool = False) -> jax.Array:
-    """[B, all tokens, ...] in the order of the devices, in the order of the tokens; or back."""
-    if layout.chunks == 1:
-        return x
-    places = [place for device in range(layout.devices) for place in (device, 2 * layout.devices - 1 - device)]
-    order = np.asarray(places) if back else np.argsort(places)
-    parts = jnp.split(x, len(places), 1)
-    return jnp.concatenate([parts[i] for i in order], 1)

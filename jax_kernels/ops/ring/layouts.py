@@ -79,6 +79,18 @@ class Layout:
         firsts = (device, 2 * self.devices - 1 - device) if self.name == "zigzag" else (device,)
         return np.concatenate([np.arange(self.chunk) + first * self.chunk for first in firsts])
 
+    def in_order(self, x: Any, axis: int = 1, *, back: bool = False) -> Any:
+        """An array whose `axis` has the tokens of all devices, one device after the other: in their order; or back."""
+        if self.name == "contiguous":
+            return x
+        if self.name == "striped":
+            sizes = (self.length, self.devices) if back else (self.devices, self.length)
+            stripes = x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :])
+            return stripes.swapaxes(axis, axis + 1).reshape(x.shape)
+        places = [place for device in range(self.devices) for place in (device, 2 * self.devices - 1 - device)]
+        parts = jnp.split(x, len(places), axis)
+        return jnp.concatenate([parts[i] for i in (places if back else np.argsort(places))], axis)
+
     def first(self, chunk: int, device: Any) -> Any:
         """The first token of a chunk of a device, an int or a traced number. The layout is not striped."""
         place = device if chunk == 0 else 2 * self.devices - 1 - device

@@ -3,8 +3,8 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention.checks import check
@@ -16,9 +16,11 @@ from jax_kernels.ops.ring.vjp import RingArrays, RingCall, run
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.varying import as_varying, varying_axes
 
-__all__ = ["STRATEGIES", "attention_of", "prepare", "ring_attention"]
+__all__ = ["OF_HEADS", "STRATEGIES", "attention_of", "prepare", "ring_attention"]
 
 STRATEGIES = ("ring", "all_to_all", "all_gather", "auto")
+# Names for policies of jax.checkpoint: all tokens of a device's heads, of "all_to_all".
+OF_HEADS = "ring_attention_query", "ring_attention_key", "ring_attention_value"
 
 
 @under_defaults
@@ -59,7 +61,9 @@ def ring_attention(
     rounds its own.
 
     The forward keeps query, key, value, out and lse. out and lse have the names "ring_attention_out" and
-    "ring_attention_lse" for the policies of jax.checkpoint.
+    "ring_attention_lse" for the policies of jax.checkpoint. With "all_to_all" and "all_gather" they have those of
+    flash_attention, and with "all_to_all" the query, key and value of a device's heads have "ring_attention_query",
+    "ring_attention_key" and "ring_attention_value".
 
     Args:
       query: [B, T, H, D]. key: [B, T, Hkv, D]. value: [B, T, Hkv, Dv]: a device's tokens; else as in flash_attention.
@@ -190,23 +194,23 @@ def _all_to_all(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Arra
             raise ValueError(
                 f"{of}: got {x.shape[2]} heads on {layout.devices} devices with strategy='all_to_all', want a multiple"
             )
-    order = jnp.concatenate([jnp.asarray(layout.tokens(i)) for i in range(layout.devices)])
-    sorted_, back = jnp.argsort(order), order
-    of_heads = lambda x: lax.all_to_all(x, name, split_axis=2, concat_axis=1, tiled=True)[:, sorted_]
+    of_heads = lambda x: layout.in_order(lax.all_to_all(x, name, split_axis=2, concat_axis=1, tiled=True))
     ids = arrays.segment_ids
     if ids is not None:
-        ids = lax.all_gather(ids, name, axis=1, tiled=True)[:, sorted_]
+        ids = layout.in_order(lax.all_gather(ids, name, axis=1, tiled=True))
     sinks = arrays.sinks
     if sinks is not None:
         own = sinks.shape[1] // layout.devices
         sinks = lax.dynamic_slice_in_dim(sinks[0], call.index * own, own)
     options: dict[str, Any] = call.layout.limits | dict(call.options)
+    arrays_of_heads = zip((arrays.query, arrays.key, arrays.value), OF_HEADS, strict=True)
     out, lse = flash_attention(
-        *(of_heads(x) for x in (arrays.query, arrays.key, arrays.value)),
+        *(checkpoint_name(of_heads(x), kept) for x, kept in arrays_of_heads),
         segment_ids=ids,
         sinks=sinks,
         return_lse=True,
         **options,
     )
-    out = lax.all_to_all(out[:, back], name, split_axis=1, concat_axis=2, tiled=True)
-    return out, lax.all_to_all(lse[..., back], name, split_axis=2, concat_axis=1, tiled=True)
+    out, lse = layout.in_order(out, back=True), layout.in_order(lse, 2, back=True)
+    out = lax.all_to_all(out, name, split_axis=1, concat_axis=2, tiled=True)
+    return out, lax.all_to_all(lse, name, split_axis=2, concat_axis=1, tiled=True)

@@ -207,6 +207,17 @@ LIMITS = [(None, None), (None, 0), (5, 0), (3, 7), (None, 2), (0, 0), (1, 9), (9
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+@pytest.mark.parametrize("axis", [1, 2])
+def test_gathered_tokens_come_into_their_order_and_back(layout, axis):
+    ring = Layout(name=layout, devices=3, length=4, left=None, right=None)
+    of_devices = np.concatenate([ring.tokens(device) for device in range(3)])
+    x = np.moveaxis(np.broadcast_to(of_devices, (2, 5, 12)), -1, axis)
+    found = ring.in_order(jnp.asarray(x), axis)
+    np.testing.assert_array_equal(found, np.sort(x, axis))
+    np.testing.assert_array_equal(ring.in_order(found, axis, back=True), x)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
 @pytest.mark.parametrize(
     ("left", "right"), [(None, None), (None, 0), (5, 0), (3, 7), (None, 2), (0, 0), (1, 9), (9, 1)]
 )
