@@ -8,6 +8,8 @@ JAX ?= 0.11.2
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1 && echo yes)
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
+# Python compiles what it imports; pip would compile all of it beforehand.
+export PIP_NO_COMPILE = 1
 ifeq ($(GPU),)
 export JAX_PLATFORMS ?= cpu
 CUDA :=

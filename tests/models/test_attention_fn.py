@@ -40,7 +40,8 @@ def close(got, want, atol=2e-6):
 
 @pytest.mark.parametrize(
     ("batch", "name"),
-    [((2,), name) for name in masks((2,))] + [((2, 3), name) for name in ("bool_per_head", "shared_by_the_batch")],
+    [((2,), name) for name in masks((2,))]
+    + [((2, 3), "bool_per_head"), pytest.param((2, 3), "shared_by_the_batch", marks=pytest.mark.slow)],
     ids=str,
 )
 def test_linen(batch, name):

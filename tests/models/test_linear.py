@@ -75,7 +75,7 @@ def test_gated_mlp(dtype):
     np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=tolerance, atol=tolerance * 4)
 
 
-EIGHT_BITS = [(None, None), ("row", jnp.bfloat16), ("block", jnp.float16)]
+EIGHT_BITS = [(None, None), ("row", jnp.bfloat16), pytest.param("block", jnp.float16, marks=pytest.mark.slow)]
 
 
 def distance(got, want):

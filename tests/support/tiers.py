@@ -26,6 +26,14 @@ def pairs(names: Iterable[Any], others: Iterable[Any], quick: tuple[Any, Any]) -
     return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=mark(pair)) for pair in both]
 
 
+def some_pairs(names: Iterable[Any], others: Iterable[Any], quick: Collection[tuple[Any, Any]]) -> list[Any]:
+    """Every pair of a name and another, as two parameters. Those that are not in `quick` are marked slow."""
+    both = list(itertools.product(names, others))
+    assert not (unknown := set(quick) - set(both)), unknown
+    mark = lambda pair: () if pair in quick else pytest.mark.slow
+    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}", marks=mark(pair)) for pair in both]
+
+
 def groups(names: Iterable[str], quick: Collection[str], size: int) -> list[Any]:
     """The names in tuples of one tier, of `size` at most, for tests whose process takes as long to start as a case."""
     names = list(names)

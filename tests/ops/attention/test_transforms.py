@@ -80,8 +80,8 @@ def loss_of(query, key, value, mask=None, kv_lengths=None, q_offset=0):
 @pytest.mark.parametrize(
     ("in_axes", "shapes"),
     [
-        ((0, 0, 0), {}),
-        ((0, None, None), {}),
+        pytest.param((0, 0, 0), {}, marks=pytest.mark.slow),
+        pytest.param((0, None, None), {}, marks=pytest.mark.slow),
         ((None, 1, 0), {}),
         ((0, None, 0, 0, None), {"mask": (3, 1, 1, 9, 11), "kv_lengths": (2,)}),
         ((None, 0, 0, None, 0, 0), {"mask": (2, 4, 9, 11), "kv_lengths": (3, 2), "q_offset": (3,)}),
@@ -125,9 +125,9 @@ SHARED_BIAS, OWN_BIAS = (1, 4, 9, 11), (3, 1, 4, 9, 11)
     ("bias_axis", "bias", "sinks_axis", "implementation"),
     [
         (None, SHARED_BIAS, None, "xla"),
-        (None, SHARED_BIAS, None, "triton"),
+        pytest.param(None, SHARED_BIAS, None, "triton", marks=pytest.mark.slow),
         (0, OWN_BIAS, 0, "xla"),
-        (None, (2, 1, 1, 11), 0, "xla"),
+        pytest.param(None, (2, 1, 1, 11), 0, "xla", marks=pytest.mark.slow),
         (1, (2, 3, 4, 1, 11), None, "xla"),
     ],
     ids=["shared", "shared_triton", "own", "each_entry", "moved"],

@@ -65,11 +65,8 @@ CASES = {
 QUICK = [
     "zigzag",
     "full",
-    "one",
     "packed",
     "window",
-    "window_contiguous",
-    "window_striped_both",
     "to_all",
     "gather",
     "ahead_halves",

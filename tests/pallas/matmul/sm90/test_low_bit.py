@@ -25,12 +25,13 @@ from jax_kernels.pallas.matmul.sm90.low_bit import LowBitTraits
 
 INTERPRETED = {
     "one_core": (1, True, ["int4", "int8_row", "mxfp4", "mxfp4_one"]),
-    "three_cores": (3, False, ["int4_gated", "int4_32", "int4_256", "int8", "mxfp8"]),
+    "gated": (3, False, ["int4_gated", "mxfp8"]),
+    "three_cores": (3, False, ["int4_32", "int4_256", "int8"]),
 }
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("group", INTERPRETED)
+@pytest.mark.parametrize("group", tiers.cases(INTERPRETED, {"one_core", "gated"}))
 def test_interpreted(group):
     cases_interpreter.check("low_bit_matmul_cases", *INTERPRETED[group])
 

@@ -38,7 +38,7 @@ INTERPRETED = {
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("group", cases(INTERPRETED, {"races", "one_core", "three_cores"}))
+@pytest.mark.parametrize("group", cases(INTERPRETED, {"races", "one_core"}))
 def test_interpreted(group):
     cases_interpreter.check("jax_kernels.testing_normalization", *INTERPRETED[group])
 
