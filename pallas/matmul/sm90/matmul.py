@@ -164,9 +164,12 @@ def _load_step(kernel: Kernel, tile: WorkTile, i: Any, x: Any, weights: list[Any
     if traits.is_8_bit:
         load_parts(kernel, tile.column, depth, slot)
         return
-    for w, w_smem in zip(weights, (smem.w, smem.w_up), strict=False):
+    places = [smem.w.at[slot], None if smem.w_up is None else smem.w_up.at[slot]]
+    if traits.is_joined:
+        places = [smem.w.at[slot, pl.ds(i * traits.block_n, traits.block_n)] for i in range(2)]
+    for w, place in zip(weights, places, strict=False):
         part = w.at[columns, depth] if traits.options.transpose_w else w.at[depth, columns]
-        kernel.load_w(part, w_smem.at[slot], smem.ready.at[ready])
+        kernel.load_w(part, place, smem.ready.at[ready])
 
 
 def _wait_for_readers(kernel: Kernel, tiles: Any) -> None:

@@ -39,7 +39,8 @@ def columns_of(arrays: list[Any], part: int, columns: int) -> Any:
 def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
     """Products of 16 bits, of 64 rows each. All of a step's run while the one before is waited for."""
     traits, smem = kernel.traits, kernel.smem
-    operands = [smem.w, smem.w_up] if traits.is_gated else [smem.w]
+    operands = [smem.w] if smem.w_up is None else [smem.w, smem.w_up]
+    columns = 2 * traits.block_n if traits.is_joined else traits.block_n
 
     def slot_of(i):
         return lax.rem(nth * traits.fills + i, jnp.int32(traits.stages))
@@ -66,7 +67,10 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
         plgpu.barrier_arrive(smem.free.at[slot_of(traits.steps - 1)])
         return results, bias
 
-    found, bias = pl.run_scoped(sums, *[plgpu.ACC((ROWS, traits.block_n))] * (traits.halves * len(operands)))
+    found, bias = pl.run_scoped(sums, *[plgpu.ACC((ROWS, columns))] * (traits.halves * len(operands)))
+    if traits.is_joined:
+        both = [[x[:, : traits.block_n], x[:, traits.block_n :]] for x in found]
+        return [Sums(product=[product], up=[up], bias=bias) for product, up in both]
     of_half = [found[half * len(operands) :][: len(operands)] for half in range(traits.halves)]
     return [Sums(product=[product], up=up or None, bias=bias) for product, *up in of_half]
 

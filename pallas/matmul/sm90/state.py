@@ -107,6 +107,14 @@ class Traits:
         return self.config.block_n // 2 if self.is_gated else self.config.block_n
 
     @property
+    def is_joined(self) -> bool:
+        """Whether the blocks of w and w_up of a step lie one below the other, so that one product has both.
+
+        wgmma then reads x once. Blocks of transposed weights are rows of shared memory, those of others columns.
+        """
+        return self.is_gated and not self.is_8_bit and self.options.transpose_w
+
+    @property
     def columns(self) -> int:
         """The columns of the parts in which a work tile is stored, and of the tiles of operands of 16 bits."""
         return 32 if self.block_n % 64 else 64
@@ -236,12 +244,12 @@ class Traits:
 class Smem:
     """A CTA's shared memory. None marks what a call does not need.
 
-    x, w, w_up: [stages, ...], a step's operands. out: [warpgroups, buffers, 64, columns], parts of a work tile on their
-    way to device memory; the residual comes the same way. ready, free: [stages], a step's operands are there, or
-    have been read. operands_ready: [stages], 64 rows of an operand of the epilogue. With pingpong ready and
-    operands_ready are [warpgroups * stages]: a thread counts the phases of a barrier, and waits for each.
-    second_ready: [stages], as ready, of the weights of the second part of 8-bit products. residual_ready:
-    [warpgroups].
+    x, w, w_up: [stages, ...], a step's operands; w has w_up's block, too, where they are joined. out: [warpgroups,
+    buffers, 64, columns], parts of a work tile on their way to device memory; the residual comes the same way. ready,
+    free: [stages], a step's operands are there, or have been read. operands_ready: [stages], 64 rows of an operand of
+    the epilogue. With pingpong ready and operands_ready are [warpgroups * stages]: a thread counts the phases of a
+    barrier, and waits for each. second_ready: [stages], as ready, of the weights of the second part of 8-bit products.
+    residual_ready: [warpgroups].
     """
 
     x: Any
@@ -259,12 +267,13 @@ class Smem:
         """For pl.run_scoped."""
         options, stages, block_n, block_k = traits.options, traits.stages, traits.block_n, traits.block_k
         operand = lambda dtype, *shape: plgpu.SMEM((stages, *shape), dtype, transforms=traits.transforms)
-        w = operand(traits.w_dtype, *((block_n, block_k) if options.transpose_w else (block_k, block_n)))
+        rows = 2 * block_n if traits.is_joined else block_n
+        w = operand(traits.w_dtype, *((rows, block_k) if options.transpose_w else (block_k, block_n)))
         out = traits.compute_wgs, BUFFERS, ROWS, traits.columns
         return cls(
             x=operand(traits.dtype, *((block_k, traits.block_m) if options.transpose_x else (traits.block_m, block_k))),
             w=w,
-            w_up=w if traits.is_gated else None,
+            w_up=w if traits.is_gated and not traits.is_joined else None,
             out=plgpu.SMEM(out, traits.out_dtype, transforms=traits.out_transforms),
             ready=plgpu.Barrier(
                 num_arrivals=3 if traits.is_gated and not traits.is_8_bit else 2, num_barriers=_ready_barriers(traits)

@@ -40,7 +40,7 @@ def test_interpreted(group):
 @pytest.mark.parametrize(
     ("cores", "names"),
     [
-        (4, ["two", "an_empty_split"]),
+        pytest.param(4, ["two", "an_empty_split"], marks=pytest.mark.slow),
         pytest.param(4, ["residual", "gated", "alone", "row", "mxfp4_one"], marks=pytest.mark.slow),
     ],
 )

@@ -44,7 +44,7 @@ def test_interpreted(group):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("cores", "names"), [(1, ["plain", "gated"]), pytest.param(3, ["transposed"], marks=pytest.mark.slow)]
+    ("cores", "names"), [(1, ["gated"]), pytest.param(3, ["plain", "transposed"], marks=pytest.mark.slow)]
 )
 def test_mlp_interpreted(cores, names):
     """Two launches have the derivative as their epilogue, or the sum of two products."""
@@ -181,14 +181,9 @@ COMPILED |= {
     "tall_mlp_gated": {"activation": "silu", "is_mlp": True, "is_gated": True, "has_residual": True, "blocks": TALL},
     "tall_together": {"activation": "gelu_tanh", "has_bias": True, "blocks": TALL | {"pingpong": False}},
     "wide": {"activation": "gelu_tanh", "has_bias": True, "has_residual": True, "blocks": WIDE},
-    "wide_gated": {"activation": "silu", "is_gated": True, "blocks": WIDE},
-    "wide_gated_residual": {
-        "activation": "silu",
-        "is_gated": True,
-        "has_residual": True,
-        "transpose_w": True,
-        "blocks": WIDE,
-    },
+    "wide_gated": {"activation": "silu", "is_gated": True, "blocks": WIDE | {"stages": 5}},
+    "wide_gated_residual": {"is_gated": True, "has_residual": True, "blocks": WIDE | {"stages": 5}},
+    "wide_gated_transposed": {"activation": "silu", "is_gated": True, "transpose_w": True, "blocks": WIDE},
     "wide_float32_out": {"out_dtype": "float32", "has_bias": True, "blocks": WIDE},
     "wide_transposed": {"dtype": "float16", "activation": "gelu", "transpose_w": True, "blocks": WIDE},
 }
@@ -208,7 +203,12 @@ def test_compiled(name):
     assert not passes or others["matmul_both_ways_triton"]["spill_stores"] == 0
     assert list(mosaic) == ["matmul_sm90_mosaic_gpu_kernel"]
     for figures in mosaic.values():
-        assert figures["spill_stores"] <= {"mlp_gated": 40, "pingpong_mlp": 8, "wide": 8}.get(name, 0)
+        assert figures["spill_stores"] <= {
+            "mlp_gated": 40,
+            "pingpong_mlp": 8,
+            "wide": 8,
+            "wide_gated_residual": 64,
+        }.get(name, 0)
         assert figures["registers"] <= 168
         assert figures["shared_memory"] <= 232448
 
