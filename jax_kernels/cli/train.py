@@ -42,6 +42,9 @@ def train(
     remat: Annotated[
         str, typer.Option(help="What the backward computes again: none, all, or all but attention or products.")
     ] = "products",
+    sequence_strategy: Annotated[
+        str, typer.Option(help="Of attention along the sequence axis: auto, ring, all_to_all or all_gather.")
+    ] = "auto",
     learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak.")] = 6e-4,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoints and of train.json.")] = Path("runs/train"),
@@ -78,6 +81,7 @@ def train(
         "num_kv_heads": kv_heads,
         "dtype": dtype,
         "remat": {"none": False, "all": True}.get(remat, remat),
+        "sequence_strategy": sequence_strategy,
         "implementation": implementation,
     }
     processes: dict[str, Any] = {

@@ -72,7 +72,7 @@ def folder(text):
 @pytest.mark.timeout(300)
 def test_two_processes_train_as_one_does(tmp_path, folder, capsys):
     words = ("--mesh", "data=2,sequence=2", "--text", folder, "--documents", "files")
-    alone = start(*words, "--steps", 4, "--out", tmp_path / "alone")
+    alone = start(*words, "--steps", 4, "--out", tmp_path / "alone", "--sequence-strategy", "all_to_all")
     outs = [end(process) for process in pair(*words, "--steps", 4, "--out", tmp_path / "pair")]
     end(alone)
     assert "4 devices, 2 processes, mesh {'data': 2, 'sequence': 2}" in outs[0]
