@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 WORDS = "--local-tokens 16 --heads 2 --head-dim 8 --rounds 2 --seconds 0.001 --implementation xla"
 
 
+@pytest.mark.slow
 def test_runs_on_two_devices(tmp_path, run_script, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0")
     output = tmp_path / "ring.json"

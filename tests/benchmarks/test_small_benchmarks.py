@@ -333,6 +333,7 @@ def test_flash_attention_4_beside_the_bridge(monkeypatch):
     assert bridge.attention_of("fa4")(1, 2, 3) == 6
 
 
+@pytest.mark.slow
 def test_huggingface_runs(tmp_path, run_script):
     pytest.importorskip("transformers", minversion="5.0")
     out = tmp_path / "huggingface.json"

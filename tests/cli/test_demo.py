@@ -188,6 +188,7 @@ def test_pytorch_is_compared_without_8_bits(monkeypatch):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_model_that_did_not_learn_fails(invoke, text, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_compare, "HAS_TORCH", False)
     result = invoke("--text", text, "--out", tmp_path / "out", "--steps", 1)

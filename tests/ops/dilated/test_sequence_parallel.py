@@ -48,8 +48,8 @@ CASES = {
     "interpreted": ((8, 32), (2, 4), True, 4, 2, {"implementation": "triton", "order": "hilbert"}),
     "hilbert_at_rate_1": ((32,), (1,), False, 2, 2, {"order": "hilbert"}),
 }
-# Every branch once: the others combine them with the modes.
-QUICK = ("all_lengths", "groups_mean", "interpreted")
+# Branches within a device and across several; the others combine them with the modes.
+QUICK = ("packed", "interpreted")
 
 
 def ids_of(length):

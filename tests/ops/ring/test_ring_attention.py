@@ -68,7 +68,6 @@ QUICK = [
     "packed",
     "window",
     "to_all",
-    "gather",
     "ahead_halves",
     "ahead_window",
 ]

@@ -51,7 +51,6 @@ QUICK = {
     "rtx4090, triton, 64, bfloat16, causal",
     "h200, mosaic_gpu, 128, bfloat16, lists",
     "h200, mosaic_gpu, 128, bfloat16, causal, bias",
-    "h200, mosaic_gpu, 256, bfloat16, causal",
     "b200, triton, 64, bfloat16, causal",
     "rtx pro 6000, triton, 64, bfloat16, causal",
 }

@@ -134,7 +134,8 @@ PERSISTENT = {
 
 @pytest.mark.compile
 @pytest.mark.timeout(aot.TIMEOUT + 30)
-@pytest.mark.parametrize("case", tiers.cases(PERSISTENT, {"window_128_gqa"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PERSISTENT)
 def test_persistent_backward_in_mosaic(case):
     options, most = PERSISTENT[case]
     blocks = f"{FORWARD}, {NARROW if options.get('head_dim') == 64 else BROAD}"

@@ -56,7 +56,7 @@ INTERPRETED = {
 }
 
 
-QUICK = {"groups_and_rows_of_no_whole_tiles", "short_branches_in_one_launch"}
+QUICK = {"short_branches_in_one_launch"}
 
 
 @pytest.mark.timeout(240)

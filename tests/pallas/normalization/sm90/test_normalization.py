@@ -47,7 +47,7 @@ def test_interpreted(group):
 @pytest.mark.parametrize(
     ("cores", "names"),
     [
-        (4, ["four"]),
+        pytest.param(4, ["four"], marks=pytest.mark.slow),
         pytest.param(8, ["two", "rms_two", "long", "rms_long", "not_shared"], marks=pytest.mark.slow),
     ],
 )
