@@ -112,16 +112,19 @@ class MatmulOrder:
 class MatmulCall:
     """The facts of a matmul that its row of blocks depends on.
 
-    rows, columns: of out. bits: of x's numbers. is_aligned: whether all rows in memory begin at multiples of 16 bytes.
-    derives: whether the epilogue multiplies by the derivative of an activation.
+    rows, columns: of out. inner: the inner dimension. bits: of x's numbers. is_aligned: whether all rows in memory begin
+    at multiples of 16 bytes. derives: whether the epilogue multiplies by the derivative of an activation. has_epilogue:
+    whether it has an activation, or out has more bits than x.
     """
 
     rows: int
     columns: int
+    inner: int
     bits: int
     is_gated: bool
     is_aligned: bool
     derives: bool
+    has_epilogue: bool
     core_count: int
 
 
@@ -129,28 +132,33 @@ class MatmulCall:
 class MatmulRow:
     """The blocks of a matmul. The first row that matches is taken.
 
-    columns: the most of w it serves, None for any. rows: of x, likewise. bits: of x's numbers, None for any. unused:
-    the most that MatmulSm90.unused may be, None for any. is_gated, is_aligned, derives: None serves both.
+    columns: the most of w it serves, None for any. rows: of x, likewise. inner: the most of the inner dimension. bits: of
+    x's numbers, None for any. unused: the most that MatmulSm90.unused may be, None for any. is_gated, is_aligned,
+    derives, has_epilogue: None serves both.
     """
 
     implementation: str
     columns: int | None
     config: Any
     rows: int | None = None
+    inner: int | None = None
     bits: int | None = None
     is_gated: bool | None = None
     is_aligned: bool | None = None
     derives: bool | None = None
+    has_epilogue: bool | None = None
     unused: float | None = None
 
     def serves(self, call: MatmulCall) -> bool:
         return (
             (self.columns is None or call.columns <= self.columns)
             and (self.rows is None or call.rows <= self.rows)
+            and (self.inner is None or call.inner <= self.inner)
             and self.bits in (None, call.bits)
             and self.is_gated in (None, call.is_gated)
             and self.is_aligned in (None, call.is_aligned)
             and self.derives in (None, call.derives)
+            and self.has_epilogue in (None, call.has_epilogue)
             and (self.unused is None or self.config.unused(call) <= self.unused)
         )
 
