@@ -112,9 +112,9 @@ class MatmulOrder:
 class MatmulCall:
     """The facts of a matmul that its row of blocks depends on.
 
-    rows, columns: of out. inner: the inner dimension. bits: of x's numbers. is_aligned: whether all rows in memory begin
-    at multiples of 16 bytes. derives: whether the epilogue multiplies by the derivative of an activation. has_epilogue:
-    whether it has an activation, or out has more bits than x.
+    rows, columns: of out. inner: the inner dimension. bits: of x's numbers. is_aligned: whether all rows in memory
+    begin at multiples of 16 bytes. derives: whether the epilogue multiplies by the derivative of an activation.
+    has_epilogue: whether it has an activation, or out has more bits than x.
     """
 
     rows: int
@@ -132,8 +132,8 @@ class MatmulCall:
 class MatmulRow:
     """The blocks of a matmul. The first row that matches is taken.
 
-    columns: the most of w it serves, None for any. rows: of x, likewise. inner: the most of the inner dimension. bits: of
-    x's numbers, None for any. unused: the most that MatmulSm90.unused may be, None for any. is_gated, is_aligned,
+    columns: the most of w it serves, None for any. rows: of x, likewise. inner: the most of the inner dimension. bits:
+    of x's numbers, None for any. unused: the most that MatmulSm90.unused may be, None for any. is_gated, is_aligned,
     derives, has_epilogue: None serves both.
     """
 

@@ -203,11 +203,13 @@ class AttentionDqueryRow:
 class RingRow:
     """The way that a sequence is shared out by strategy="auto". The first row that matches is taken.
 
-    strategy, sends_ahead: as in ring_attention. up_to: it serves no more tokens on a device; None for any number.
+    strategy, sends_ahead: as in ring_attention. differentiated: the strategy of a call that is differentiated, where
+    the devices divide the heads; None for the same. up_to: it serves no more tokens on a device; None for any number.
     is_windowed: whether there is a window; None serves both.
     """
 
     strategy: str
+    differentiated: str | None = None
     sends_ahead: int = 1
     up_to: int | None = None
     is_windowed: bool | None = None
@@ -215,6 +217,8 @@ class RingRow:
     def __post_init__(self) -> None:
         if self.strategy not in ("ring", "all_gather"):  # all_to_all is not for any number of heads
             raise ValueError(f"{self.strategy=} must be 'ring' or 'all_gather'")
+        if self.differentiated not in (None, "all_to_all"):
+            raise ValueError(f"{self.differentiated=} must be 'all_to_all' or None")
         if self.sends_ahead < 1:
             raise ValueError(f"{self.sends_ahead=} must be 1 or more")
 

@@ -52,7 +52,7 @@ def test_what_travels_is_what_the_op_sends():
     found = {}
     for mode, count in (("fwd", 3), ("fwdbwd", 4)):
         attend = lambda *qkv: ring_cases.ring_attention(
-            *qkv, axis_name="sequence", is_causal=True, implementation="xla"
+            *qkv, axis_name="sequence", strategy="ring", is_causal=True, implementation="xla"
         )
         body = ring_cases._in_mode(attend, mode)
         shared = jax.shard_map(body, mesh=abstract, in_specs=ring_cases.TOKENS, out_specs=ring_cases.TOKENS)

@@ -55,10 +55,10 @@ SMALL = ["layers=3", "width=1024", "heads=8", "mlp=1024", "vocabulary=128", "len
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 @pytest.mark.parametrize("mesh", ["data=2", "sequence=2"])
 def test_a_program_for_two_devices_has_a_kernel_once(mesh):
-    """Each kernel is called in each block. Gradients are summed, and keys and values sent; nothing else is."""
+    """Each kernel is called in each block. Gradients are summed, and heads exchanged; nothing else is sent."""
     script = aot.__file__.replace("aot.py", "step_aot.py")
     found = json.loads(aot.compile_script(script, mesh, *SMALL).printed.splitlines()[-1])
     assert set(found["kernels"]) >= {"attention_forward_sm90 0", "norm_forward_sm90 1", "norm_backward_sm90 1"}
     assert min(found["kernels"].values()) == 3, found["kernels"]
     large = {name for name, size, _ in found["collectives"] if size > 0.1}
-    assert large == ({"all-reduce"} if mesh == "data=2" else {"all-reduce", "collective-permute"})
+    assert large == ({"all-reduce"} if mesh == "data=2" else {"all-reduce", "all-to-all"})

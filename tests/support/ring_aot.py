@@ -26,7 +26,9 @@ LOCAL_TOKENS = 8192
 
 def compiled(devices: int, mode: str, *, check_vma: bool, sends_ahead: int | None = None):
     """The program over so many H200s, causal, of LOCAL_TOKENS on each."""
-    attend = functools.partial(ring_attention, axis_name="sequence", is_causal=True, sends_ahead=sends_ahead)
+    attend = functools.partial(
+        ring_attention, axis_name="sequence", strategy="ring", is_causal=True, sends_ahead=sends_ahead
+    )
 
     def both(query, key, value, dout):
         out, vjp = jax.vjp(attend, query, key, value)

@@ -1,8 +1,10 @@
 """ring_attention: exact attention inside jax.shard_map, of a sequence whose tokens are shared out among devices."""
 
+import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -73,7 +75,8 @@ def ring_attention(
         two give all devices equal work.
       strategy: "ring", as above; "all_to_all": each device gets all tokens of some heads (Ulysses), so that its number
         of devices divides H and Hkv; "all_gather": each device gets all keys and values, which takes memory for them
-        ("zigzag" and "contiguous" alone); "auto" goes by the block specs of the GPU, which have "ring" at every length.
+        ("zigzag" and "contiguous" alone); "auto" goes by the block specs of the GPU: "ring", and without a window
+        "all_to_all" for a call that is differentiated, where the devices divide the heads and sends_ahead is None.
       sends_ahead: how many steps before its own a ring sends a step's keys and values, 1 or more. Each step more takes
         memory for those of one more device, and gives a send that much more time. None goes by the block specs: 1.
       is_causal, window, softcap, sinks, scale: as in flash_attention, by the tokens' places in the whole sequence.
@@ -158,12 +161,16 @@ def prepare(
     row = block_specs.ring_row(
         request.device.compute_capability, tokens=request.q_length, is_windowed=request.window is not None
     )
+    differentiated = strategy
     if strategy == "auto":
         strategy = "ring" if arrangement.name == "striped" and row.strategy == "all_gather" else row.strategy
+        by_heads = sends_ahead is None and devices > 1 and key.shape[2] % devices == 0
+        differentiated = row.differentiated if row.differentiated and by_heads else strategy
     call = RingCall(
         layout=arrangement,
         axis_name=axis_name,
         strategy=strategy,
+        differentiated=differentiated,
         sends_ahead=row.sends_ahead if sends_ahead is None else sends_ahead,
         options=tuple(options.items()),
     )
@@ -172,8 +179,41 @@ def prepare(
 
 def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of a prepared call, differentiable."""
+    by_strategy = _of_strategy if call.strategy == call.differentiated else _of_either
+    return by_strategy(call, arrays)
+
+
+def _of_strategy(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
     strategies: dict[str, Any] = {"ring": run, "all_to_all": _all_to_all, "all_gather": all_gather_attention}
     return strategies[call.strategy](call, arrays)
+
+
+@jax.custom_vjp
+def _of_either(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
+    """The results of call.strategy, or where they are differentiated those of call.differentiated."""
+    return _of_strategy(call, arrays)
+
+
+@under_defaults
+def _of_either_forward(call: RingCall, arrays: RingArrays) -> Any:
+    call = dataclasses.replace(call, strategy=call.differentiated)
+
+    def of_tensors(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> Any:
+        return _of_strategy(call, RingArrays(query, key, value, arrays.segment_ids, sinks))
+
+    results, backward = jax.vjp(of_tensors, arrays.query, arrays.key, arrays.value, arrays.sinks)
+    return results, (backward, arrays.segment_ids)
+
+
+@under_defaults
+def _of_either_backward(residuals: Any, cotangents: Any) -> Any:
+    backward, ids = residuals
+    dquery, dkey, dvalue, dsinks = backward(cotangents)
+    of_ids = None if ids is None else np.zeros(ids.shape, jax.dtypes.float0)
+    return None, RingArrays(dquery, dkey, dvalue, of_ids, dsinks)
+
+
+_of_either.defvjp(_of_either_forward, _of_either_backward)
 
 
 def layout_of(name: str | None, devices: int, length: int, left: int | None, right: int | None) -> Layout:

@@ -33,13 +33,14 @@ class RingArrays(NamedTuple):
 class RingCall:
     """The static half of a call.
 
-    strategy: "ring", "all_to_all" or "all_gather". sends_ahead: as in ring_attention. options: of flash_attention, by
-    name.
+    strategy: "ring", "all_to_all" or "all_gather". differentiated: the same, of a call that is differentiated.
+    sends_ahead: as in ring_attention. options: of flash_attention, by name.
     """
 
     layout: Layout
     axis_name: str
     strategy: str
+    differentiated: str
     sends_ahead: int
     options: tuple[tuple[str, Any], ...]
 

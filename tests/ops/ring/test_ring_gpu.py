@@ -31,6 +31,7 @@ CASES = {
     "softcap": ("zigzag", {"is_causal": True, "softcap": 5.0}, True),
     "two ahead": ("zigzag", {"is_causal": True, "sends_ahead": 2}, True),
     "all gather": ("zigzag", {"is_causal": True, "strategy": "all_gather"}, True),
+    "auto": ("zigzag", {"is_causal": True, "strategy": "auto"}, True),
     "all to all": ("zigzag", {"is_causal": True, "strategy": "all_to_all"}, True),
 }
 
@@ -66,6 +67,7 @@ def on_two(layout, options, check_vma, given):
     """The ring's results over two GPUs, in the order of the tokens; over four for what two have nothing of."""
     count = 4 if "sends_ahead" in options and DEVICES >= 4 else 2
     mesh = jax.make_mesh((count,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
+    options = {"strategy": "ring"} | options
     attention = functools.partial(ring_attention, axis_name="sequence", layout=layout, return_lse=True, **options)
 
     def ring(*local):
