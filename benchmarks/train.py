@@ -55,6 +55,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=command_line.positive(float), default=60, help="seconds for one contender")
     told = "seconds after which no more work begins"
     parser.add_argument("--budget", type=command_line.positive(float), default=400, help=told)
+    told = "time the kernels of the first GPU in a turn more, by CUPTI: profile_ms of the rows"
+    parser.add_argument("--profile", action="store_true", help=told)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     try:
@@ -83,6 +85,7 @@ def cases(args: argparse.Namespace) -> list[TrainCase]:
             param_dtype=args.param_dtype,
             steps=args.steps,
             rounds=args.rounds,
+            has_profile=args.profile,
         )
 
     of_meshes = [mesh.rpartition(":") for mesh in args.meshes]
@@ -127,7 +130,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def told(row: dict[str, Any]) -> str:
-    return f"{row['median_ms']:.1f} ms a step, first {row['first_s']:.1f} s, loss {row['loss']:.3f}"
+    said = f"{row['median_ms']:.1f} ms a step, first {row['first_s']:.1f} s, loss {row['loss']:.3f}"
+    if (profile := row["profile_ms"]) is None:
+        return said
+    parts = ", ".join(f"{name} {x:.1f}" for name, x in profile.items() if name != "kernels")
+    kernels = [f"\n{ms:10.2f} {launches:6.0f}  {name}" for name, ms, launches in profile["kernels"][:30]]
+    return f"{said}; ms on the first GPU: {parts}" + "".join(kernels)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -9,8 +9,9 @@ import atexit
 import ctypes
 import importlib.util
 import pathlib
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.timing import Call, Reading, queue, wait
 
@@ -43,7 +44,16 @@ class _Record(ctypes.Structure):
     )
 
 
-_NAME_OFFSET = 104  # the same in CUpti_ActivityKernel5 to CUpti_ActivityKernel11
+_DEVICE_OFFSET, _NAME_OFFSET = 40, 104  # the same in CUpti_ActivityKernel5 to CUpti_ActivityKernel11
+
+
+class Activity(NamedTuple):
+    """A kernel, memset or copy. start, end: in ns. device: the GPU of a kernel, by its number; None for the others."""
+
+    name: str
+    start: int
+    end: int
+    device: int | None = None
 
 
 def find_library() -> str:
@@ -81,7 +91,7 @@ class DeviceActivity:
     def __init__(self, library: Any = None):
         self._cupti = ctypes.CDLL(find_library()) if library is None else library
         self._lent: dict[int, Any] = {}
-        self._records: list[tuple[str, int, int]] = []
+        self._records: list[Activity] = []
         self._trouble: list[str] = []
         # CUPTI keeps the addresses: the two function objects must live as long as it does.
         self._callbacks = (_Requested(self._lend), _Completed(self._take_back))
@@ -91,9 +101,13 @@ class DeviceActivity:
         atexit.register(self.close)  # a buffer handed back after Python has ended would crash the process
 
     def __call__(self, call: Call, calls: int, framework: str) -> Reading:
+        return reading(self.of(lambda: wait(queue(call, calls), framework)), calls)
+
+    def of(self, work: Callable[[], Any]) -> list[Activity]:
+        """What a function has the GPUs do, and waits for."""
         self._collect()
-        wait(queue(call, calls), framework)
-        return reading(self._collect(), calls)
+        work()
+        return self._collect()
 
     def close(self) -> None:
         """Ends the collection; CUPTI hands back the buffers it holds."""
@@ -109,8 +123,8 @@ class DeviceActivity:
             self._cupti.cuptiGetResultString(ctypes.c_int(result), ctypes.byref(words))
             raise RuntimeError(f"{function}: {(words.value or b'').decode()} ({result})")
 
-    def _collect(self) -> list[tuple[str, int, int]]:
-        """The (name, start, end), in ns, of each activity since the last call."""
+    def _collect(self) -> list[Activity]:
+        """Each activity since the last call."""
         self._do("cuptiActivityFlushAll", ctypes.c_uint32(FLUSH_FORCED))
         dropped = ctypes.c_size_t(0)
         self._do("cuptiActivityGetNumDroppedRecords", None, ctypes.c_uint32(0), ctypes.byref(dropped))
@@ -138,31 +152,60 @@ class DeviceActivity:
         self._lent.pop(ctypes.addressof(buffer.contents), None)
 
 
-def records(next_record: Callable[..., int], buffer: Any, valid: int) -> list[tuple[str, int, int]]:
-    """The (name, start, end) of each kernel, memset and copy in a buffer of `valid` bytes."""
+def records(next_record: Callable[..., int], buffer: Any, valid: int) -> list[Activity]:
+    """Each kernel, memset and copy in a buffer of `valid` bytes."""
     found = []
     record = ctypes.c_void_p(None)
     while next_record(buffer, ctypes.c_size_t(valid), ctypes.byref(record)) == 0 and record.value:
         fields = _Record.from_address(record.value)
         if fields.kind in NAMES:
-            found.append((NAMES[fields.kind], fields.start, fields.end))
+            found.append(Activity(NAMES[fields.kind], fields.start, fields.end))
         elif fields.kind in (KERNEL, CONCURRENT_KERNEL):
             name = ctypes.c_char_p.from_address(record.value + _NAME_OFFSET).value or b"?"
-            found.append((name.decode(errors="replace"), fields.start, fields.end))
+            device = ctypes.c_uint32.from_address(record.value + _DEVICE_OFFSET).value
+            found.append(Activity(name.decode(errors="replace"), fields.start, fields.end, device))
     return found
 
 
-def reading(found: Sequence[tuple[str, int, int]], calls: int) -> Reading:
-    """The Reading of one of `calls` calls, whose activities are (name, start, end) in ns.
+def reading(found: Sequence[Activity], calls: int) -> Reading:
+    """The Reading of one of `calls` calls.
 
     Raises RuntimeError for no activities, and for one that had not finished.
     """
     if not found:
         raise RuntimeError("CUPTI saw no device activity")
-    if any(end < start or end == 0 for _, start, end in found):
+    if any(x.end < x.start or x.end == 0 for x in found):
         raise RuntimeError("CUPTI handed over records of work that had not finished")
     kernels: dict[str, float] = {}
-    for name, start, end in found:
-        kernels[name] = kernels.get(name, 0.0) + (end - start) / 1e6 / calls
-    total = busy([(start, end) for _, start, end in found]) / 1e6 / calls
-    return Reading(total, kernels, len(found) / calls)
+    for x in found:
+        kernels[x.name] = kernels.get(x.name, 0.0) + (x.end - x.start) / 1e6 / calls
+    return Reading(_busy_ms(found, calls), kernels, len(found) / calls)
+
+
+def profile(found: Sequence[Activity], calls: int) -> dict[str, Any]:
+    """What one of `calls` calls has the first GPU do, its memsets and copies left out.
+
+    {"kernels": [name without its number, ms, launches], the longest first; in ms "span": from the first kernel's start
+    to the last one's end, "busy": with any kernel, "sends": with one of NCCL's, "sends_alone": with none but NCCL's}.
+    """
+    mine = [x for x in found if x.device == 0]
+    names: dict[str, list[Activity]] = {}
+    for x in mine:
+        names.setdefault(re.sub(r"[._]\d+$", "", x.name), []).append(x)
+    kernels = [
+        (name, sum(x.end - x.start for x in of_name) / 1e6 / calls, len(of_name) / calls)
+        for name, of_name in names.items()
+    ]
+    span = max(x.end for x in mine) - min(x.start for x in mine) if mine else 0
+    sends, others = ([x for x in mine if ("nccl" in x.name.lower()) == is_send] for is_send in (True, False))
+    return {
+        "kernels": sorted(kernels, key=lambda kernel: -kernel[1]),
+        "span": span / 1e6 / calls,
+        "busy": _busy_ms(mine, calls),
+        "sends": _busy_ms(sends, calls),
+        "sends_alone": _busy_ms(mine, calls) - _busy_ms(others, calls),
+    }
+
+
+def _busy_ms(found: Sequence[Activity], calls: int) -> float:
+    return busy([(x.start, x.end) for x in found]) / 1e6 / calls

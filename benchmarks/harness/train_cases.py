@@ -23,7 +23,8 @@ class TrainCase:
     """A contender by its name (see benchmarks/train.py) on a mesh, such as "data=2"; "" for one device.
 
     batch: of one device. A mesh of n devices has n times the batch, also along "sequence", where each device has a part
-    of each sequence: so the work of a token, which hangs on the length of its sequence, stays the same.
+    of each sequence: so the work of a token, which hangs on the length of its sequence, stays the same. has_profile:
+    whether a turn more tells the time of each kernel, by CUPTI.
     """
 
     name: str
@@ -39,6 +40,7 @@ class TrainCase:
     param_dtype: str
     steps: int
     rounds: int
+    has_profile: bool = False
 
     def __post_init__(self) -> None:
         known = self.policy in POLICIES and all(word in PREFIXES for word in self.prefixes)
@@ -89,6 +91,7 @@ class TrainCase:
 def measure(case: TrainCase) -> dict[str, Any]:
     """The row of a contender."""
     build = _llama_run if case.name in LLAMA else _transformer_run
+    profile_of = _profiler() if case.has_profile else lambda turn: None
     start = time.perf_counter()
     run, device, peak = build(case)
     build_s = time.perf_counter() - start
@@ -105,11 +108,16 @@ def measure(case: TrainCase) -> dict[str, Any]:
     _tell("run", parts["run"])
     step()()
     times = []
-    for _ in range(case.rounds):
-        start = time.perf_counter()
+
+    def turn() -> int:
         for _ in range(case.steps):
             wait = step()
         wait()
+        return case.steps
+
+    for _ in range(case.rounds):
+        start = time.perf_counter()
+        turn()
         times.append((time.perf_counter() - start) / case.steps * 1e3)
     median = statistics.median(times)
     tflops = case.flops / median / 1e9 / case.devices
@@ -130,7 +138,22 @@ def measure(case: TrainCase) -> dict[str, Any]:
         "tflops": tflops,
         "mfu": None if best is None else tflops / best,
         "peak_gb": peak(),
+        "profile_ms": profile_of(turn),
     }
+
+
+def _profiler() -> Callable[[Callable[[], int]], dict[str, Any]]:
+    """A function that profiles a turn, which gives the number of its steps. To be made before the GPU is used."""
+    from harness import device_activity
+
+    activity = device_activity.DeviceActivity()
+
+    def profile_of(turn: Callable[[], int]) -> dict[str, Any]:
+        steps: list[int] = []
+        found = activity.of(lambda: steps.append(turn()))
+        return device_activity.profile(found, steps[0])
+
+    return profile_of
 
 
 def _tell(part: str, seconds: float) -> None:

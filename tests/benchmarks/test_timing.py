@@ -171,12 +171,13 @@ class FakeCupti:
         self.waiting, self.enabled, self.dropped, self.result = [], [], 0, 0
         self.names = []
 
-    def add(self, kind, start, end, name=b""):
+    def add(self, kind, start, end, name=b"", device=0):
         record = ctypes.create_string_buffer(b"\xee" * 160, 160)
         ctypes.c_uint32.from_buffer(record, 0).value = kind
         ctypes.c_uint64.from_buffer(record, 16).value = start
         ctypes.c_uint64.from_buffer(record, 24).value = end
         if name:
+            ctypes.c_uint32.from_buffer(record, 40).value = device
             self.names.append(ctypes.create_string_buffer(name))
             ctypes.c_uint64.from_buffer(record, 104).value = ctypes.addressof(self.names[-1])
         self.waiting.append(bytes(record))
@@ -244,6 +245,28 @@ def test_cupti_counts_kernels_memsets_and_copies():
     assert timer._lent == {}
     timer.close()
     assert cupti.enabled == []
+
+
+def test_a_profile_is_of_the_first_gpu():
+    """Sends that run beside a kernel are told from those that run alone."""
+    cupti = FakeCupti()
+    timer = device_activity.DeviceActivity(cupti)
+
+    def work():
+        for step in range(2):
+            start = step * 10_000_000
+            cupti.add(10, start, start + 4_000_000, b"matmul_1")
+            cupti.add(10, start + 3_000_000, start + 6_000_000, b"ncclDevKernel_AllReduce")
+            cupti.add(10, start + 5_000_000, start + 5_500_000, b"matmul.12")
+            cupti.add(10, start, start + 9_000_000, b"matmul_1", device=1)
+            cupti.add(1, start, start + 9_000_000)
+
+    found = device_activity.profile(timer.of(work), 2)
+    assert found["kernels"] == [("matmul", 4.5, 2), ("ncclDevKernel_AllReduce", 3, 1)]
+    assert {name: x for name, x in found.items() if name != "kernels"} == {
+        "span": 8, "busy": 6, "sends": 3, "sends_alone": 1.5,
+    }  # fmt: skip
+    assert device_activity.profile([], 2)["kernels"] == []
 
 
 def test_cupti_trouble_is_told():
