@@ -10,7 +10,6 @@ from jax_kernels.bridge.distributed import AXIS, ring_of
 from jax_kernels.bridge.shared_op import SharedOp
 from jax_kernels.ops.ring import ring_attention as ops
 from jax_kernels.ops.ring import shard_sequence as orders
-from jax_kernels.ops.ring import vjp as ring_vjp
 
 __all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]
 
@@ -90,7 +89,7 @@ def _known(query, key, value, segment_ids, sinks, out, lse, **options):
     call, arrays = ops.prepare(
         query, key, value, axis_name=AXIS, segment_ids=segment_ids, sinks=sinks, return_lse=True, **options
     )
-    return ring_vjp.with_results(call, arrays, out, lse) if call.strategy == "ring" else ops.attention_of(call, arrays)
+    return ops.with_results(call, arrays, out, lse)
 
 
 _OP = SharedOp(label="ring_attention", attend=_attend, known=_known)

@@ -71,7 +71,9 @@ def check(layout, is_causal, ids, sinks, **options):
 
 check("zigzag", True, ids, sinks)
 check("contiguous", False, None, None, sends_ahead=2)
+check("zigzag", True, ids, sinks, strategy="ring")
 check("zigzag", True, None, None, strategy="all_gather")
+check("zigzag", True, ids, sinks, strategy="all_to_all")
 mine = bridge.shard_sequence(query).requires_grad_()
 out = bridge.ring_attention(mine, mine, mine, is_causal=True)  # lse has no cotangent
 (first,) = torch.autograd.grad(out.square().sum(), mine, create_graph=True)

@@ -34,6 +34,7 @@ __all__ = [
     "prepare",
     "vary_alike",
     "with_options",
+    "with_results",
 ]
 
 RESIDUALS = "flash_attention_out", "flash_attention_lse"  # names for policies of jax.checkpoint
@@ -329,6 +330,27 @@ def _attention_bwd(_, residuals, cotangents):
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def with_results(call: AttentionCall, inputs: AttentionInputs, out: jax.Array, lse: jax.Array):
+    """The results of a prepared call without a bias or a score_mod, known already: for their gradients."""
+    return out, lse
+
+
+@under_defaults
+def _with_results_fwd(call, inputs, out, lse):
+    return (out, lse), (inputs, AttentionResult(out=out, lse=lse, excess=None))
+
+
+@under_defaults
+def _with_results_bwd(call, residuals, cotangents):
+    inputs, result = residuals
+    gradients = attention_backward(call, inputs, result, *cotangents)
+    return AttentionInputs(**dict.fromkeys(AttentionInputs._fields) | gradients._asdict()), None, None
+
+
+with_results.defvjp(_with_results_fwd, _with_results_bwd)
 
 
 def attention_forward(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:

@@ -5,24 +5,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention.checks import check
-from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.planned_op import under_defaults
+from jax_kernels.ops.ring import vjp
 from jax_kernels.ops.ring.all_gather import all_gather_attention
+from jax_kernels.ops.ring.all_to_all import OF_HEADS, all_to_all_attention
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size
 from jax_kernels.ops.ring.vjp import RingArrays, RingCall, run
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.varying import as_varying, varying_axes
 
-__all__ = ["OF_HEADS", "STRATEGIES", "attention_of", "prepare", "ring_attention"]
+__all__ = ["OF_HEADS", "STRATEGIES", "attention_of", "prepare", "ring_attention", "with_results"]
 
 STRATEGIES = ("ring", "all_to_all", "all_gather", "auto")
-# Names for policies of jax.checkpoint: all tokens of a device's heads, of "all_to_all".
-OF_HEADS = "ring_attention_query", "ring_attention_key", "ring_attention_value"
 
 
 @under_defaults
@@ -183,8 +180,17 @@ def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Arr
     return by_strategy(call, arrays)
 
 
+def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """attention_of, whose results are known already: for their gradients with respect to the arrays."""
+    if call.differentiated == "all_gather":
+        return attention_of(call, arrays)
+    if call.differentiated == "all_to_all":
+        return all_to_all_attention(call, arrays, (out, lse))
+    return vjp.with_results(call, arrays, out, lse)
+
+
 def _of_strategy(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    strategies: dict[str, Any] = {"ring": run, "all_to_all": _all_to_all, "all_gather": all_gather_attention}
+    strategies: dict[str, Any] = {"ring": run, "all_to_all": all_to_all_attention, "all_gather": all_gather_attention}
     return strategies[call.strategy](call, arrays)
 
 
@@ -224,33 +230,3 @@ def layout_of(name: str | None, devices: int, length: int, left: int | None, rig
     if name == "zigzag" and length % 2:
         raise ValueError(f"query: got {length} tokens on each device with layout='zigzag', want an even number")
     return Layout(name=name, devices=devices, length=length, left=left, right=right)
-
-
-def _all_to_all(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    """All tokens of some heads on each device, in their order; JAX differentiates it."""
-    layout, name = call.layout, call.axis_name
-    for of, x in (("query", arrays.query), ("key", arrays.key)):
-        if x.shape[2] % layout.devices:
-            raise ValueError(
-                f"{of}: got {x.shape[2]} heads on {layout.devices} devices with strategy='all_to_all', want a multiple"
-            )
-    of_heads = lambda x: layout.in_order(lax.all_to_all(x, name, split_axis=2, concat_axis=1, tiled=True))
-    ids = arrays.segment_ids
-    if ids is not None:
-        ids = layout.in_order(lax.all_gather(ids, name, axis=1, tiled=True))
-    sinks = arrays.sinks
-    if sinks is not None:
-        own = sinks.shape[1] // layout.devices
-        sinks = lax.dynamic_slice_in_dim(sinks[0], call.index * own, own)
-    options: dict[str, Any] = call.layout.limits | dict(call.options)
-    arrays_of_heads = zip((arrays.query, arrays.key, arrays.value), OF_HEADS, strict=True)
-    out, lse = flash_attention(
-        *(checkpoint_name(of_heads(x), kept) for x, kept in arrays_of_heads),
-        segment_ids=ids,
-        sinks=sinks,
-        return_lse=True,
-        **options,
-    )
-    out, lse = layout.in_order(out, back=True), layout.in_order(lse, 2, back=True)
-    out = lax.all_to_all(out, name, split_axis=1, concat_axis=2, tiled=True)
-    return out, lax.all_to_all(lse, name, split_axis=2, concat_axis=1, tiled=True)
