@@ -104,7 +104,7 @@ class DeviceActivity:
         return reading(self.of(lambda: wait(queue(call, calls), framework)), calls)
 
     def of(self, work: Callable[[], Any]) -> list[Activity]:
-        """What a function has the GPUs do, and waits for."""
+        """Runs a function that queues work and waits for it. Returns the activities of that work."""
         self._collect()
         work()
         return self._collect()
@@ -183,7 +183,7 @@ def reading(found: Sequence[Activity], calls: int) -> Reading:
 
 
 def profile(found: Sequence[Activity], calls: int) -> dict[str, Any]:
-    """What one of `calls` calls has the first GPU do, its memsets and copies left out.
+    """A summary of one of `calls` calls on the first GPU, without memsets and copies.
 
     {"kernels": [name without its number, ms, launches], the longest first; in ms "span": from the first kernel's start
     to the last one's end, "busy": with any kernel, "sends": with one of NCCL's, "sends_alone": with none but NCCL's}.
