@@ -58,6 +58,7 @@ def run_features(tmp_path, monkeypatch, without_gpu):
     return run
 
 
+@pytest.mark.slow
 def test_features_runs(run_features):
     status, results = run_features("--variants", "8 documents,ALiBi score_mod")
     rows = results["rows"]

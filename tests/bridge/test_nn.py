@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 import torch
 from flax import nnx
 
@@ -28,7 +29,7 @@ def both(**fields):
     return flax, module
 
 
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", tiers.cases(CONFIGS, {"untied, grouped heads", "dilated"}))
 def test_logits_and_input_gradients(case):
     flax, module = both(**CONFIGS[case])
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (2, 19))

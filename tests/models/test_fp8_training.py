@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 from jax_kernels.models import Transformer, TransformerConfig
@@ -55,6 +56,7 @@ def loss_after_training(precision):
     return [float(x) for x in train(params, batches()[:STEPS], batches()[STEPS:])]
 
 
+@pytest.mark.slow
 def test_it_learns_as_well_as_in_bfloat16():
     want, first = loss_after_training(None)
     got, _ = loss_after_training("fp8")

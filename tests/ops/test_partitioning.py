@@ -196,7 +196,7 @@ EXPLICIT = [name for name in NAMES if name != "score_mod of heads"]
     [
         ("auto", QUICK),
         pytest.param("auto", NAMES, marks=pytest.mark.slow),
-        ("explicit", ["causal", "depth", "epilogue"]),
+        pytest.param("explicit", ["causal", "depth", "epilogue"], marks=pytest.mark.slow),
         pytest.param("explicit", EXPLICIT, marks=pytest.mark.slow),
     ],
 )

@@ -49,7 +49,7 @@ CASES = {
     "hilbert_at_rate_1": ((32,), (1,), False, 2, 2, {"order": "hilbert"}),
 }
 # Branches within a device and across several; the others combine them with the modes.
-QUICK = ("packed", "interpreted")
+QUICK = ("packed",)
 
 
 def ids_of(length):

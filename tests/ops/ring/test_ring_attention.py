@@ -68,10 +68,8 @@ QUICK = [
     "full",
     "packed",
     "window",
-    "to_all",
     "auto",
     "ahead_halves",
-    "ahead_window",
 ]
 
 

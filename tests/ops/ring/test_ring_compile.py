@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.parametrize(
     ("devices", "mode", "words", "beside"),
     [
-        (2, "fwd", (), [1]),
+        pytest.param(2, "fwd", (), [1], marks=pytest.mark.slow),
         pytest.param(4, "fwd", ("2",), [1, 2, 2], marks=pytest.mark.slow),
         pytest.param(2, "both", ("check_vma",), [1] * 3, marks=pytest.mark.slow),
         pytest.param(4, "both", (), [1] * 9, marks=pytest.mark.slow),

@@ -212,8 +212,8 @@ def is_special(case: AttentionCase) -> bool:
 
 
 QUICK_SPECIAL = {
-    "window_offsets_lengths", "segments_mixed", "segments_window", "softcap_causal", "no_sink",
-    "sinks_fp32", "bias_full", "bias_queries", "bias_low", "bias_whole", "everything_else",
+    "window_offsets_lengths", "segments_mixed", "softcap_causal",
+    "sinks_fp32", "bias_full", "bias_low", "everything_else",
 }  # fmt: skip
 
 
