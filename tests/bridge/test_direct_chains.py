@@ -104,6 +104,7 @@ def test_a_program_without_kernels_of_ours_has_no_chain(case):
     assert compiled("h200", case) == {"reason": "the plan has no kernel of this library's"}
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.timeout(TIMEOUT + 30)
 def test_constants_have_their_values():

@@ -1,6 +1,7 @@
 """Calls with more and more keys: they are right at every length, and compile few programs."""
 
 import pytest
+import tiers
 import torch
 
 from jax_kernels import bridge
@@ -45,7 +46,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers.cases(CASES, list(CASES)[::2]))
 def test_many_lengths_are_right_and_few_are_compiled(name, reference, monkeypatch):
     compiled = programs(monkeypatch)
     for length in (*range(120, 144, 2), 160, 320, 513):

@@ -124,6 +124,7 @@ def test_no_token_sees_a_later_one():
     assert (np.abs(before - after)[:, 6:].max((0, 2)) > 1e-4).all()
 
 
+@pytest.mark.slow
 def test_remat_changes_no_gradient():
     """Each policy computes less again than the one before: products are counted in the compiled gradient."""
     loss = lambda transformer: (transformer(tokens()) ** 2).mean()

@@ -117,6 +117,7 @@ def test_arguments_of_a_mapped_call():
     assert rms_error(got, want) < 3e-6
 
 
+@pytest.mark.slow
 def test_mask_objects():
     scores = random_bias(B, HKV, 1, S)
     mask = masks.top_k(jnp.asarray(scores), 5, among=masks.causal(), q_length=T)

@@ -152,6 +152,7 @@ def test_any_call(call):
     check(arrays(length, heads, kv_heads), **pattern)
 
 
+@pytest.mark.slow
 @hypothesis.given(any_call())
 @hypothesis.settings(max_examples=10)
 def test_no_token_of_any_call_sees_a_later_one(call):

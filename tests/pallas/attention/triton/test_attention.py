@@ -400,7 +400,9 @@ UNDER = {
 SHAPES = [(1, 2, 70, 1), (1, 1, 1, 1), (1, 2, 70, 75), (2, 2, 1, 75)]
 
 
-@pytest.mark.parametrize(("shape", "under"), tiers.pairs(SHAPES, UNDER, (SHAPES[2], next(iter(UNDER)))))
+@pytest.mark.parametrize(
+    ("shape", "under"), tiers.some_pairs(SHAPES, UNDER, [(SHAPES[2], under) for under in list(UNDER)[:2]])
+)
 def test_the_gradient_of_a_bias_under_a_mask(shape, under):
     """The mask has an axis of keys where the bias may have none."""
     case = AttentionCase("", batch=2, q_length=70, kv_length=75, heads=2, kv_heads=2, head_dim=16, dtype="float32")

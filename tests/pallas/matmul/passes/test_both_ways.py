@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 
 import aot
+import tiers
 
 from jax_kernels.dispatch import on_device
 from jax_kernels.pallas.matmul.passes.both_ways import both_ways, reciprocal
@@ -19,6 +20,7 @@ from jax_kernels.quantization import FORMATS, quantize
 
 SHAPES = [(1, 1), (63, 65), (128, 256), (300, 131), (1, 1000)]
 SCALINGS = "tensor", "row", "block"
+QUICK = [((63, 65), "row"), ((300, 131), "tensor"), ((300, 131), "block"), ((1, 1000), "row"), ((1, 1), "block")]
 
 
 def normal(*shape, dtype=jnp.bfloat16, seed=0):
@@ -46,8 +48,7 @@ def check(x, format, scaling, *, interpret, share=1.0, scale=None):
         np.testing.assert_allclose(got.scale, plain.scale, rtol=1e-6)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "scaling"), tiers.some_pairs(SHAPES, SCALINGS, QUICK))
 def test_interpreted(shape, scaling):
     for format, dtype in zip(FORMATS, (jnp.bfloat16, jnp.float32), strict=True):
         check(normal(*shape, dtype=dtype), format, scaling, interpret=True)
