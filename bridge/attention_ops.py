@@ -23,7 +23,8 @@ from jax_kernels.attention_inputs import AttentionResult
 from jax_kernels.bridge import dlpack, growing, library, private
 from jax_kernels.bridge.known import KnownCall, same_tensors
 from jax_kernels.bridge.once import once
-from jax_kernels.ops.attention import flash_attention as attention
+from jax_kernels.ops.attention import vjp as attention
+from jax_kernels.ops.attention.flash_attention import prepare
 
 __all__ = [
     "DIFFERENTIATED",
@@ -135,7 +136,7 @@ def _prepare(options: Options, *arrays):
     if arguments["q_offset"] is None:
         del arguments["q_offset"]
     segment_ids = None if q_ids is None else q_ids if q_ids is kv_ids else (q_ids, kv_ids)
-    return attention.prepare(**statics | arguments, window=window, segment_ids=segment_ids)
+    return prepare(**statics | arguments, window=window, segment_ids=segment_ids)
 
 
 @once

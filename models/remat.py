@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jax_kernels.ops.attention.flash_attention import RESIDUALS as OF_ATTENTION
+from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
 from jax_kernels.ops.matmul.mlp import RESIDUALS as OF_MLP
 from jax_kernels.ops.ring.ring_attention import OF_HEADS
 from jax_kernels.ops.ring.vjp import RESIDUALS as OF_RING

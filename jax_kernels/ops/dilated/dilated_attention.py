@@ -10,10 +10,11 @@ import numpy as np
 
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
-from jax_kernels.ops.attention import flash_attention as attention
 from jax_kernels.ops.attention.checks import check
-from jax_kernels.ops.attention.flash_attention import AttentionCall, flash_attention
+from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.attention.flash_attention import prepare as prepare_attention
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS, AttentionRequest
+from jax_kernels.ops.attention.vjp import AttentionCall, vary_alike
 from jax_kernels.ops.checks import with_positive_scale
 from jax_kernels.ops.dilated import launches as dilated_launches
 from jax_kernels.ops.dilated import views as dilated_views
@@ -333,7 +334,7 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     request, inputs, calls, merge, arguments = _check(**keywords)
     query, scale = with_positive_scale(inputs.query, arguments["scale"])  # before what has a gradient of its own
     is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
-    plan = lambda arrays: attention.prepare(**arrays, **arguments | {"scale": scale})[0]
+    plan = lambda arrays: prepare_attention(**arrays, **arguments | {"scale": scale})[0]
     attentions: list[tuple[BranchCall, AttentionCall]] = []
     differentiated: list[tuple[BranchCall, AttentionCall]] = []
     for views in calls:
@@ -344,7 +345,7 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
             planned = dataclasses.replace(planned, out_dtype="float32")
         for found, parts in zip((attentions, differentiated), _parts(views, planned, request), strict=True):
             found += [(part, _of_views(planned, part, request)) for part in parts]
-    arrays = attention.vary_alike((query, inputs.key, inputs.value, inputs.q_segment_ids))
+    arrays = vary_alike((query, inputs.key, inputs.value, inputs.q_segment_ids))
     sums_dquery = _reads_views(attentions[0][1], request)
     return DilatedCall(tuple(attentions), tuple(differentiated), **merge, sums_dquery=sums_dquery), arrays
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionResult
-from jax_kernels.ops.attention import flash_attention as attention
-from jax_kernels.ops.attention.flash_attention import AttentionCall
+from jax_kernels.ops.attention import vjp as attention
+from jax_kernels.ops.attention.vjp import AttentionCall
 from jax_kernels.ops.dilated.shards import Span
 from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto, with_norms
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from jax_kernels.attention_inputs import AttentionInputs
-from jax_kernels.ops.attention import flash_attention as attention
-from jax_kernels.ops.attention.flash_attention import AttentionCall
+from jax_kernels.ops.attention import vjp as attention
+from jax_kernels.ops.attention.vjp import AttentionCall
 from jax_kernels.ops.dilated import ring
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated.views import BranchCall, Piece

@@ -6,7 +6,8 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_kernels.ops.attention import flash_attention as of_one_device
+from jax_kernels.ops.attention import vjp
+from jax_kernels.ops.attention.flash_attention import flash_attention, prepare
 from jax_kernels.ops.ring.vjp import RingArrays, RingCall
 
 __all__ = ["OF_HEADS", "all_to_all_attention"]
@@ -45,10 +46,10 @@ def all_to_all_attention(
     arguments |= {"query": query, "key": key, "value": value, "return_lse": True}
     arguments |= {"segment_ids": _all_ids(call, arrays), "sinks": _own_sinks(call, arrays)}
     if results is None:
-        out, lse = of_one_device.flash_attention(**arguments)
+        out, lse = flash_attention(**arguments)
     else:
         out, lse = of_heads(results[0]), of_heads(results[1], 1, 2)
-        out, lse = of_one_device.with_results(*of_one_device.prepare(**arguments), out, lse)
+        out, lse = vjp.with_results(*prepare(**arguments), out, lse)
     return of_tokens(out), of_tokens(lse, 1, 2)
 
 

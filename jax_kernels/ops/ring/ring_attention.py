@@ -1,10 +1,10 @@
 """ring_attention: exact attention inside jax.shard_map, of a sequence whose tokens are shared out among devices."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention.checks import check
@@ -202,21 +202,13 @@ def _of_either(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array
 
 @under_defaults
 def _of_either_forward(call: RingCall, arrays: RingArrays) -> Any:
-    call = dataclasses.replace(call, strategy=call.differentiated)
-
-    def of_tensors(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> Any:
-        return _of_strategy(call, RingArrays(query, key, value, arrays.segment_ids, sinks))
-
-    results, backward = jax.vjp(of_tensors, arrays.query, arrays.key, arrays.value, arrays.sinks)
-    return results, (backward, arrays.segment_ids)
+    differentiated = dataclasses.replace(call, strategy=call.differentiated)
+    return jax.vjp(functools.partial(_of_strategy, differentiated), arrays)
 
 
 @under_defaults
-def _of_either_backward(residuals: Any, cotangents: Any) -> Any:
-    backward, ids = residuals
-    dquery, dkey, dvalue, dsinks = backward(cotangents)
-    of_ids = None if ids is None else np.zeros(ids.shape, jax.dtypes.float0)
-    return None, RingArrays(dquery, dkey, dvalue, of_ids, dsinks)
+def _of_either_backward(backward: Any, cotangents: Any) -> Any:
+    return None, *backward(cotangents)
 
 
 _of_either.defvjp(_of_either_forward, _of_either_backward)

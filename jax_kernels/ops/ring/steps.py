@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs, HeadView
-from jax_kernels.ops.attention.flash_attention import attention_forward, attention_gradients, prepare
+from jax_kernels.ops.attention.flash_attention import prepare
+from jax_kernels.ops.attention.vjp import attention_forward, attention_gradients
 from jax_kernels.ops.partitioning import is_partitioned
 from jax_kernels.ops.ring.layouts import Chunks, Layout, Whole
 from jax_kernels.pallas.attention.passes import row_norms

@@ -10,7 +10,8 @@ import tiers
 from mask_cases import CASES, B, H, S, T
 
 from jax_kernels import masks
-from jax_kernels.ops.attention import flash_attention as attention
+from jax_kernels.ops.attention import vjp as attention
+from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.reference import attention as reference
 from jax_kernels.reference import score_mod_gradients
 from jax_kernels.testing import rms_error
@@ -66,7 +67,7 @@ def both_ways(mod, closed=None, dtype=jnp.float32, arrays=(QUERY, KEY, VALUE, DO
     closed = {name: jnp.asarray(x) for name, x in (closed or CLOSED[mod]).items()}
 
     def run(query, key, value, dout, dlse, closed, arguments):
-        call, inputs = attention.prepare(
+        call, inputs = prepare(
             query=query,
             key=key,
             value=value,
@@ -151,7 +152,7 @@ def test_differences_are_summed_along_diagonals():
 
     def run(query, table):
         mod = lambda score, b, h, q, k: score + table[jnp.abs(q - k) // 32]
-        call, inputs = attention.prepare(
+        call, inputs = prepare(
             query=query, key=query, value=query, score_mod=mod, mask=masks.dilated(3), implementation="xla"
         )
         terms = jnp.ones((1, 1, 640))
@@ -192,7 +193,7 @@ def test_memory_is_of_a_chunk(monkeypatch):
     def run(query, table):
         mod = lambda score, b, h, q, k: score + table[jnp.abs(q - k)]
         given = {"key": query, "value": query, "mask": mask, "score_mod": mod, "implementation": "xla"}
-        call, inputs = attention.prepare(query=query, **given)
+        call, inputs = prepare(query=query, **given)
         terms = jnp.ones((1, 1, 256))
         return score_mod_gradients.array_gradients(inputs, call.options, terms, terms, query).arrays
 

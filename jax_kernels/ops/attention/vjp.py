@@ -1,0 +1,294 @@
+"""A planned call of flash_attention: its implementation's forward and backward, its gradient and its vmap."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionResult
+from jax_kernels.masks import Mask
+from jax_kernels.ops.attention import table
+from jax_kernels.ops.attention.partitioning import shared_attention
+from jax_kernels.ops.planned_op import PlannedCall, join_batch, split_batch, under_defaults
+from jax_kernels.pallas.varying import as_varying, varying_axes
+from jax_kernels.reference.attention import row_terms
+
+__all__ = [
+    "RESIDUALS",
+    "AttentionCall",
+    "attention_backward",
+    "attention_forward",
+    "attention_forward_together",
+    "attention_gradients",
+    "run",
+    "vary_alike",
+    "with_options",
+    "with_results",
+]
+
+RESIDUALS = "flash_attention_out", "flash_attention_lse"  # names for policies of jax.checkpoint
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class AttentionCall(PlannedCall):
+    """A PlannedCall whose options are AttentionOptions, and whose out has out_dtype."""
+
+    out_dtype: str
+
+
+def with_options(call: AttentionCall, **options: Any) -> AttentionCall:
+    """The same call with other AttentionOptions."""
+    return dataclasses.replace(call, options=dataclasses.replace(call.options, **options))
+
+
+def vary_alike(inputs):
+    """Inside shard_map, every array as varying over the mesh axes that any of them varies over.
+
+    Its transpose sums the gradient of an array that was the same on all devices.
+    """
+    return as_varying(inputs, varying_axes(inputs))
+
+
+def run(call: AttentionCall, inputs: AttentionInputs):
+    """(out, lse) of a prepared call, differentiable. lse is None without has_lse of its options."""
+    if table.IMPLEMENTATIONS[call.implementation].backward is None:
+        return _asked_for(call, attention_forward(call, inputs))
+    return _attention(call, inputs)
+
+
+def _asked_for(call: AttentionCall, result: AttentionResult) -> tuple[Any, Any]:
+    return result.out, result.lse if call.options.has_lse else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call, inputs):
+    return _asked_for(call, attention_forward(call, inputs))
+
+
+@under_defaults
+def _attention_fwd(call, primals):
+    inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+    perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
+    wanted = {f"{name}_gradient": perturbed(getattr(primals, name)) for name in ("bias", "score_mod")}
+    asked, call = call, with_options(call, has_lse=True, **wanted)
+    named = lambda x, name: None if x is None else checkpoint_name(x, name)
+    found = attention_forward(call, inputs)
+    result = AttentionResult(
+        out=named(found.out, RESIDUALS[0]),
+        lse=named(found.lse, RESIDUALS[1]),
+        excess=named(found.excess, RESIDUALS[1]),
+    )
+    return _asked_for(asked, result), (call, inputs, result)
+
+
+def _is_primal(x):
+    return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
+
+
+@under_defaults
+def _attention_bwd(_, residuals, cotangents):
+    call, inputs, result = residuals
+    is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
+    dout, dlse = cotangents
+    dout = jnp.zeros_like(result.out) if is_zero(dout) else dout
+    return (_input_gradients(call, inputs, result, dout, None if is_zero(dlse) else dlse),)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+
+
+def _input_gradients(call, inputs, result, dout, dlse) -> AttentionInputs:
+    """attention_backward, in the places of the inputs."""
+    gradients = attention_backward(call, inputs, result, dout, dlse)
+    return AttentionInputs(**dict.fromkeys(AttentionInputs._fields) | gradients._asdict())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def with_results(call: AttentionCall, inputs: AttentionInputs, out: jax.Array, lse: jax.Array):
+    """The results of a prepared call without a bias or a score_mod, known already: for their gradients."""
+    return out, lse
+
+
+@under_defaults
+def _with_results_fwd(call, inputs, out, lse):
+    return (out, lse), (inputs, AttentionResult(out=out, lse=lse, excess=None))
+
+
+@under_defaults
+def _with_results_bwd(call, residuals, cotangents):
+    inputs, result = residuals
+    return _input_gradients(call, inputs, result, *cotangents), None, None
+
+
+with_results.defvjp(_with_results_fwd, _with_results_bwd)
+
+
+def attention_forward(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
+    """The result of the call's implementation, as its kernels give it. vmap adds to the batch."""
+    return _batched(_forward, call)(inputs)
+
+
+def attention_forward_together(
+    calls: Sequence[AttentionCall], inputs: Sequence[AttentionInputs]
+) -> list[AttentionResult]:
+    """attention_forward of several calls. Those that can share a launch do."""
+    groups: dict[Any, list[int]] = {}  # by what a launch has once
+    for i, (call, of_call) in enumerate(zip(calls, inputs, strict=True)):
+        alike: Any = i
+        if call.implementation in table.FORWARD_TOGETHER and all(x is None for x in of_call[3:]):
+            options = dataclasses.replace(call.options, query_heads=None, kv_heads=None)
+            alike = call.implementation, call.config.forward, options, call.out_dtype, call.interpret
+        groups.setdefault(alike, []).append(i)
+    results: dict[int, AttentionResult] = {}
+    for members in groups.values():
+        of_group = tuple(calls[i] for i in members)
+        if len(members) == 1:
+            results[members[0]] = attention_forward(of_group[0], inputs[members[0]])
+        else:
+            results |= zip(members, _batched_together(of_group)([inputs[i] for i in members]), strict=True)
+    return [results[i] for i in range(len(calls))]
+
+
+@functools.cache
+def _batched_together(calls: tuple[AttentionCall, ...]):
+    """attention_forward_together of calls that share a launch, with a vmap that joins its axis to each one's batch."""
+
+    @jax.custom_batching.custom_vmap
+    def forward(inputs):
+        first = calls[0]
+        statics = {"out_dtype": jnp.dtype(first.out_dtype), "config": first.config, "interpret": first.interpret}
+        found = table.FORWARD_TOGETHER[first.implementation](inputs, [call.options for call in calls], **statics)
+        return [AttentionResult(*of_call) for of_call in found]
+
+    @forward.def_vmap
+    def _(size, batched, inputs):
+        outs = forward(jax.tree.map(functools.partial(join_batch, size), inputs, batched[0]))
+        return jax.tree.map(functools.partial(split_batch, size), outs), jax.tree.map(lambda _: True, outs)
+
+    return forward
+
+
+def attention_backward(
+    call: AttentionCall, inputs: AttentionInputs, result: AttentionResult, dout, dlse
+) -> AttentionGradients:
+    """The gradients, from the result of attention_forward and the cotangents of out and lse (dlse may be None)."""
+    if result.lse is None:  # of "cudnn", which JAX differentiates
+        return _batched(_backward, call)(inputs, None, None, dout)
+    excess = result.excess
+    if inputs.sinks is None and table.takes_results(call.implementation, inputs, call.options, result.out, call.config):
+        return _batched(_backward, call)(inputs, result.lse, None, dout, None, None, result.out, dlse)
+    lse, delta = row_terms(result.out, result.lse, dout, dlse)
+    gradients = attention_gradients(call, inputs, lse, delta, dout, excess=excess)
+    if inputs.sinks is None:
+        return gradients
+    share = jnp.exp(inputs.sinks[..., None] - lse - (0 if excess is None else excess))  # the sink's, of a softmax
+    return gradients._replace(sinks=-jnp.sum(share * delta, axis=(0, 2))[None])
+
+
+def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta, dout, dquery=None, excess=None):
+    """The gradients but that of the sinks, from what row_terms gives, and with a bias the forward's excess.
+
+    dquery: to add to, for "mosaic_gpu" alone.
+    """
+    return _batched(_backward, call)(inputs, lse, delta, dout, dquery, excess)
+
+
+def _forward(call, inputs):
+    implementation = table.IMPLEMENTATIONS[call.implementation]
+    statics = {"out_dtype": jnp.dtype(call.out_dtype), "config": call.config, "interpret": call.interpret}
+    return AttentionResult(*implementation.forward(inputs, call.options, **statics))
+
+
+def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None, dlse=None):
+    """out, dlse: in place of delta, where table.takes_results says so of one call. A vmap has joined others to it."""
+    if out is not None and not table.takes_results(call.implementation, inputs, call.options, out, call.config):
+        lse, delta = row_terms(out, lse, dout, dlse)
+        out = dlse = None
+    backward = table.IMPLEMENTATIONS[call.implementation].backward
+    if backward is not None:
+        given = {"dquery": dquery, "excess": excess, "out": out, "dlse": dlse}
+        given = {name: x for name, x in given.items() if x is not None}
+        statics = {"config": call.config, "interpret": call.interpret}
+        return backward(inputs, call.options, lse, delta, dout, **given, **statics)
+    # Differentiated by JAX: the forward runs once more.
+    wanted = {name: getattr(inputs, name) for name in ("query", "key", "value", "bias")}
+    if not call.options.bias_gradient:
+        del wanted["bias"]
+    forward = lambda wanted: _forward(call, inputs._replace(**wanted)).out
+    return AttentionGradients(**jax.vjp(forward, wanted)[1](dout)[0])
+
+
+# The arrays whose batch may be 1 where query's is not.
+_SHARED = ("mask", "bias", "sinks")
+
+
+@functools.cache
+def _batched(function, call):
+    """`function(call, ...)`, whose arrays' first axis is the batch, with a vmap that joins its axis to that batch."""
+    plain: Any = functools.partial(function, call)
+    if call.implementation in ("mosaic_gpu", "triton"):
+        plain = shared_attention(plain, call.options)
+    if table.IMPLEMENTATIONS[call.implementation].backward is None:
+        return plain  # JAX differentiates it, which a custom vmap would not let through
+    wrapped = jax.custom_batching.custom_vmap(plain)
+
+    @wrapped.def_vmap
+    def _(size, batched, inputs, *results):
+        length = inputs.query.shape[1 if batched[0].query else 0]
+        if _has_own_lists(inputs, batched[0]) or inputs.score_mod is not None:
+            return _one_by_one(wrapped, batched, (inputs, *results))
+
+        def join(x, has_axis):
+            return None if x is None else join_batch(size, x, has_axis, length)
+
+        bias, with_gradient = inputs.bias, function is _backward and call.options.bias_gradient
+        # Each of the mapped calls has a gradient of its own, of a bias that its batch entries may share.
+        sum_bias = with_gradient and bias is not None and length > 1 and bias.shape[int(batched[0].bias)] == 1
+        if sum_bias:
+            inputs = inputs._replace(bias=bias.astype(jnp.float32))
+
+        def join_input(name, x, has_axis):
+            if isinstance(x, Mask) or name == "lists":
+                return x
+            is_shared = x is not None and not has_axis and x.shape[0] == 1 and name in _SHARED
+            return x if is_shared and not (name == "bias" and with_gradient) else join(x, has_axis)
+
+        joined = AttentionInputs(*map(join_input, AttentionInputs._fields, inputs, batched[0]))
+        outs = jax.tree.map(functools.partial(split_batch, size), wrapped(joined, *map(join, results, batched[1:])))
+        if sum_bias:
+            outs = outs._replace(bias=outs.bias.sum(axis=1, keepdims=True).astype(bias.dtype))
+        return outs, jax.tree.map(lambda _: True, outs)
+
+    return wrapped
+
+
+def _has_own_lists(inputs: AttentionInputs, batched: AttentionInputs) -> bool:
+    """Whether batch entries, or the calls under a vmap, have block lists of their own. batched: as in def_vmap."""
+    mask = inputs.mask
+    if not isinstance(mask, Mask) and inputs.lists is None:
+        return False
+    batch = mask.batch if isinstance(mask, Mask) else mask.shape[int(batched.mask)]
+    return batch > 1 or any(jax.tree.leaves((batched.mask, batched.lists)))
+
+
+def _one_by_one(function, batched, arguments):
+    """A vmap by a loop, for what tells batch entries apart: a Mask, or a score_mod."""
+    leaves, structure = jax.tree.leaves(arguments), jax.tree.structure(arguments)
+    has_axis = jax.tree.leaves(batched)
+
+    def one(mapped):
+        mapped = iter(mapped)
+        return function(
+            *jax.tree.unflatten(
+                structure, [next(mapped) if has else x for x, has in zip(leaves, has_axis, strict=True)]
+            )
+        )
+
+    outs = lax.map(one, [x for x, has in zip(leaves, has_axis, strict=True) if has])
+    return outs, jax.tree.map(lambda _: True, outs)
