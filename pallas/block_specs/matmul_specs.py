@@ -114,7 +114,7 @@ class MatmulCall:
 
     rows, columns: of out. inner: the inner dimension. bits: of x's numbers. is_aligned: whether all rows in memory
     begin at multiples of 16 bytes. derives: whether the epilogue multiplies by the derivative of an activation.
-    has_epilogue: whether it has an activation, or out has more bits than x.
+    has_long_epilogue: whether the epilogue has an activation, or out more bits than x.
     """
 
     rows: int
@@ -124,7 +124,7 @@ class MatmulCall:
     is_gated: bool
     is_aligned: bool
     derives: bool
-    has_epilogue: bool
+    has_long_epilogue: bool
     core_count: int
 
 
@@ -134,7 +134,7 @@ class MatmulRow:
 
     columns: the most of w it serves, None for any. rows: of x, likewise. inner: the most of the inner dimension. bits:
     of x's numbers, None for any. unused: the most that MatmulSm90.unused may be, None for any. is_gated, is_aligned,
-    derives, has_epilogue: None serves both.
+    derives, has_long_epilogue: None serves both.
     """
 
     implementation: str
@@ -146,7 +146,7 @@ class MatmulRow:
     is_gated: bool | None = None
     is_aligned: bool | None = None
     derives: bool | None = None
-    has_epilogue: bool | None = None
+    has_long_epilogue: bool | None = None
     unused: float | None = None
 
     def serves(self, call: MatmulCall) -> bool:
@@ -158,7 +158,7 @@ class MatmulRow:
             and self.is_gated in (None, call.is_gated)
             and self.is_aligned in (None, call.is_aligned)
             and self.derives in (None, call.derives)
-            and self.has_epilogue in (None, call.has_epilogue)
+            and self.has_long_epilogue in (None, call.has_long_epilogue)
             and (self.unused is None or self.config.unused(call) <= self.unused)
         )
 

@@ -111,7 +111,7 @@ MATMUL = (
         config=WIDE,
         bits=16,
         derives=False,
-        has_epilogue=True,
+        has_long_epilogue=True,
         unused=0.08,
     ),
     # Bias and gelu, 8192 x 8192 x 8192: 1.566 ms, without early_bias and short_activation 1.600, with pingpong 1.682,

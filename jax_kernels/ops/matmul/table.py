@@ -169,7 +169,7 @@ def _config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:
         is_gated=request.is_gated,
         is_aligned=all(columns * size % 16 == 0 for (_, columns), size in zip(request.shapes, sizes, strict=True)),
         derives=request.derivative is not None,
-        has_epilogue=request.activation is not None or sizes[2] > sizes[0],
+        has_long_epilogue=request.activation is not None or sizes[2] > sizes[0],
         core_count=request.device.core_count,
     )
     row, source = block_specs.matmul_row(request.device.compute_capability, implementation, call)

@@ -127,7 +127,7 @@ def test_every_work_tile_is_done_once(m, n, rows_together, cluster):
 def test_a_row_serves_products_that_fill_its_rounds():
     """On 132 multiprocessors 8192 x 8192 is 20.85 rounds of 128 x 192, and 16384 x 4096 21.3."""
     shape = {"rows": 8192, "columns": 8192, "inner": 8192, "bits": 16, "core_count": 132}
-    call = MatmulCall(**shape, is_gated=False, is_aligned=True, derives=False, has_epilogue=False)
+    call = MatmulCall(**shape, is_gated=False, is_aligned=True, derives=False, has_long_epilogue=False)
 
     def block_n(**other):
         return block_specs.matmul_row((9, 0), "mosaic_gpu", dataclasses.replace(call, **other))[0].config.block_n
@@ -138,9 +138,9 @@ def test_a_row_serves_products_that_fill_its_rounds():
     assert block_n(derives=True) == block_n(is_gated=True) == block_n(bits=8) == 256
     # With little of the inner dimension an epilogue that is hidden is worth 5.9 % of the last round.
     short = {"rows": 16384, "columns": 4096, "inner": 2048}
-    assert block_n(**short, has_epilogue=True) == 192
-    assert block_n(**short) == block_n(**short | {"inner": 2049}, has_epilogue=True) == 256
-    assert block_n(**short | {"rows": 2048, "columns": 2048}, has_epilogue=True) == 256  # 33 %
+    assert block_n(**short, has_long_epilogue=True) == 192
+    assert block_n(**short) == block_n(**short | {"inner": 2049}, has_long_epilogue=True) == 256
+    assert block_n(**short | {"rows": 2048, "columns": 2048}, has_long_epilogue=True) == 256  # 33 %
 
 
 @pytest.mark.parametrize("name", ["gelu_tanh", "sigmoid", "silu"])
