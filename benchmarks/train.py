@@ -134,7 +134,7 @@ def told(row: dict[str, Any]) -> str:
     if (profile := row["profile_ms"]) is None:
         return said
     parts = ", ".join(f"{name} {x:.1f}" for name, x in profile.items() if name != "kernels")
-    kernels = [f"\n{ms:10.2f} {launches:6.0f}  {name}" for name, ms, launches in profile["kernels"][:30]]
+    kernels = [f"\n{x['ms']:10.2f} {x['launches']:6.0f}  {x['name']}" for x in profile["kernels"][:30]]
     return f"{said}; ms on the first GPU: {parts}" + "".join(kernels)
 
 

@@ -8,6 +8,7 @@ frameworks' profilers get in each other's way. Activity records need no subscrib
 import atexit
 import ctypes
 import importlib.util
+import operator
 import pathlib
 import re
 from collections.abc import Callable, Sequence
@@ -103,6 +104,10 @@ class DeviceActivity:
     def __call__(self, call: Call, calls: int, framework: str) -> Reading:
         return reading(self.of(lambda: wait(queue(call, calls), framework)), calls)
 
+    def profile(self, work: Callable[[], Any], calls: int) -> dict[str, Any]:
+        """The profile of one of the calls that a function makes and waits for."""
+        return profile(self.of(work), calls)
+
     def of(self, work: Callable[[], Any]) -> list[Activity]:
         """Runs a function that queues work and waits for it. Returns the activities of that work."""
         self._collect()
@@ -185,21 +190,23 @@ def reading(found: Sequence[Activity], calls: int) -> Reading:
 def profile(found: Sequence[Activity], calls: int) -> dict[str, Any]:
     """A summary of one of `calls` calls on the first GPU, without memsets and copies.
 
-    {"kernels": [name without its number, ms, launches], the longest first; in ms "span": from the first kernel's start
-    to the last one's end, "busy": with any kernel, "sends": with one of NCCL's, "sends_alone": with none but NCCL's}.
+    {"kernels": [{"name": without its number, "ms", "launches"}], the longest first; in ms "span": from the first
+    kernel's start to the last one's end, "busy": with any kernel, "sends": with one of NCCL's, "sends_alone": with none
+    but NCCL's}.
     """
     mine = [x for x in found if x.device == 0]
     names: dict[str, list[Activity]] = {}
     for x in mine:
         names.setdefault(re.sub(r"[._]\d+$", "", x.name), []).append(x)
     kernels = [
-        (name, sum(x.end - x.start for x in of_name) / 1e6 / calls, len(of_name) / calls)
+        {"name": name, "ms": sum(x.end - x.start for x in of_name) / 1e6 / calls, "launches": len(of_name) / calls}
         for name, of_name in names.items()
     ]
     span = max(x.end for x in mine) - min(x.start for x in mine) if mine else 0
-    sends, others = ([x for x in mine if ("nccl" in x.name.lower()) == is_send] for is_send in (True, False))
+    sends = [x for x in mine if "nccl" in x.name.lower()]
+    others = [x for x in mine if "nccl" not in x.name.lower()]
     return {
-        "kernels": sorted(kernels, key=lambda kernel: -kernel[1]),
+        "kernels": sorted(kernels, key=operator.itemgetter("ms"), reverse=True),
         "span": span / 1e6 / calls,
         "busy": _busy_ms(mine, calls),
         "sends": _busy_ms(sends, calls),

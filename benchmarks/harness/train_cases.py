@@ -91,7 +91,7 @@ class TrainCase:
 def measure(case: TrainCase) -> dict[str, Any]:
     """The row of a contender."""
     build = _llama_run if case.name in LLAMA else _transformer_run
-    profile_of = _profiler() if case.has_profile else lambda turn: None
+    activity = _device_activity() if case.has_profile else None
     start = time.perf_counter()
     run, device, peak = build(case)
     build_s = time.perf_counter() - start
@@ -109,11 +109,10 @@ def measure(case: TrainCase) -> dict[str, Any]:
     step()()
     times = []
 
-    def turn() -> int:
+    def turn() -> None:
         for _ in range(case.steps):
             wait = step()
         wait()
-        return case.steps
 
     for _ in range(case.rounds):
         start = time.perf_counter()
@@ -138,22 +137,15 @@ def measure(case: TrainCase) -> dict[str, Any]:
         "tflops": tflops,
         "mfu": None if best is None else tflops / best,
         "peak_gb": peak(),
-        "profile_ms": profile_of(turn),
+        "profile_ms": None if activity is None else activity.profile(turn, case.steps),
     }
 
 
-def _profiler() -> Callable[[Callable[[], int]], dict[str, Any]]:
-    """A function that profiles a turn, which gives the number of its steps. To be made before the GPU is used."""
-    from harness import device_activity
+def _device_activity() -> Any:
+    """CUPTI's records, to be made before the GPU is used. Its module imports JAX, whose import is timed."""
+    from harness.device_activity import DeviceActivity
 
-    activity = device_activity.DeviceActivity()
-
-    def profile_of(turn: Callable[[], int]) -> dict[str, Any]:
-        steps: list[int] = []
-        found = activity.of(lambda: steps.append(turn()))
-        return device_activity.profile(found, steps[0])
-
-    return profile_of
+    return DeviceActivity()
 
 
 def _tell(part: str, seconds: float) -> None:

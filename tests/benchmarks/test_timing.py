@@ -261,8 +261,11 @@ def test_a_profile_is_of_the_first_gpu():
             cupti.add(10, start, start + 9_000_000, b"matmul_1", device=1)
             cupti.add(1, start, start + 9_000_000)
 
-    found = device_activity.profile(timer.of(work), 2)
-    assert found["kernels"] == [("matmul", 4.5, 2), ("ncclDevKernel_AllReduce", 3, 1)]
+    found = timer.profile(work, 2)
+    assert found["kernels"] == [
+        {"name": "matmul", "ms": 4.5, "launches": 2},
+        {"name": "ncclDevKernel_AllReduce", "ms": 3, "launches": 1},
+    ]
     assert {name: x for name, x in found.items() if name != "kernels"} == {
         "span": 8, "busy": 6, "sends": 3, "sends_alone": 1.5,
     }  # fmt: skip
