@@ -25,7 +25,7 @@ from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard
 from jax_kernels.attention_inputs import HeadView
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.ring_attention import prepare
+from jax_kernels.ops.ring.ring_attention import prepare, with_results
 from jax_kernels.ops.ring.steps import Pair, Step
 from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.pallas.block_specs import sm90
@@ -366,6 +366,22 @@ def test_names_for_checkpoint_policies(policy, forwards):
     )
     with on_device("A100"):
         program = jax.make_jaxpr(jax.value_and_grad(shared))(X.astype(jnp.bfloat16))
+    assert _forwards(program.jaxpr) == forwards
+
+
+@pytest.mark.parametrize(("strategy", "forwards"), [("ring", 0), ("all_to_all", 0), ("all_gather", 2)])
+def test_known_results_are_not_computed_again(strategy, forwards):
+    """All keys and values are one call for each chunk of queries, which runs again."""
+    def gradients(x, lse):
+        arguments = {"axis_name": "sequence", "layout": None, "scale": None, "softcap": None, "deterministic": None}
+        arguments |= {"precision": None, "implementation": "triton", "is_causal": True, "strategy": strategy}
+        known = lambda x: with_results(*prepare(x, x, x, **arguments), x, lse)
+        return jax.vjp(known, x)[1]((x, lse))
+
+    shared = jax.shard_map(gradients, mesh=MESH, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    x = X.astype(jnp.bfloat16)
+    with on_device("A100"):
+        program = jax.make_jaxpr(shared)(x, jnp.zeros((x.shape[0], x.shape[2], x.shape[1]), jnp.float32))
     assert _forwards(program.jaxpr) == forwards
 
 
