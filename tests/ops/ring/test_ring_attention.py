@@ -372,6 +372,7 @@ def test_names_for_checkpoint_policies(policy, forwards):
 @pytest.mark.parametrize(("strategy", "forwards"), [("ring", 0), ("all_to_all", 0), ("all_gather", 2)])
 def test_known_results_are_not_computed_again(strategy, forwards):
     """All keys and values are one call for each chunk of queries, which runs again."""
+
     def gradients(x, lse):
         arguments = {"axis_name": "sequence", "layout": None, "scale": None, "softcap": None, "deterministic": None}
         arguments |= {"precision": None, "implementation": "triton", "is_causal": True, "strategy": strategy}

@@ -20,6 +20,8 @@ import cases_interpreter
 import matmul_block_cases
 import tiers
 
+from jax_kernels import explain, matmul
+from jax_kernels.dispatch import on_device
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.pallas import block_specs
@@ -141,6 +143,18 @@ def test_a_row_serves_products_that_fill_its_rounds():
     assert block_n(**short, has_long_epilogue=True) == 192
     assert block_n(**short) == block_n(**short | {"inner": 2049}, has_long_epilogue=True) == 256
     assert block_n(**short | {"rows": 2048, "columns": 2048}, has_long_epilogue=True) == 256  # 33 %
+
+
+@pytest.mark.parametrize(
+    ("options", "block_n"),
+    [({}, 256), ({"bias": True}, 256), ({"activation": "gelu"}, 192), ({"out_dtype": "float32"}, 192)],
+)
+def test_an_activation_or_more_bits_is_a_long_epilogue(options, block_n):
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    given = options | ({"bias": array(4096)} if "bias" in options else {})
+    with on_device("h200"):
+        plan = explain(matmul, array(16384, 2048), array(2048, 4096), **given)
+    assert (plan.implementation, plan.config.forward.block_n) == ("mosaic_gpu", block_n)
 
 
 @pytest.mark.parametrize("name", ["gelu_tanh", "sigmoid", "silu"])
