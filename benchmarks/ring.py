@@ -61,6 +61,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strategy", default="ring", choices=STRATEGIES, help="of ring_attention")
     told = "of ring_attention: steps that sends go ahead; default its own choice"
     parser.add_argument("--sends-ahead", type=command_line.positive(int), help=told)
+    parser.add_argument("--nccl", action="store_true", help="sends by NCCL's kernels, without compiler_options")
     told = "tokens before its own that a query sees in the causal cases; 0 for all"
     parser.add_argument("--window", type=int, default=0, help=told)
     told = "comma list of global tokens of which one call, the first, is timed, causal; '' for none"
@@ -104,6 +105,7 @@ def cases(args: argparse.Namespace) -> list[RingCase]:
             strategy=args.strategy,
             window=args.window if causal else 0,
             sends_ahead=args.sends_ahead,
+            has_copies=not args.nccl,
             rounds=args.rounds,
             seconds=args.seconds,
             check=devices > 1 and tokens <= args.check,

@@ -2,6 +2,7 @@
 
 from jax_kernels import masks as masks
 from jax_kernels.compiling import compile_kernels as compile_kernels
+from jax_kernels.compiling import compiler_options as compiler_options
 from jax_kernels.device import DeviceInfo as DeviceInfo
 from jax_kernels.device import device_info as device_info
 from jax_kernels.dispatch import Plan as Plan

@@ -1,6 +1,7 @@
-"""The Hopper kernels of a program, compiled side by side before XLA, which compiles them one after the other."""
+"""How a program is compiled: its Hopper kernels side by side, before XLA's turn, and options of XLA's for many GPUs."""
 
 import dataclasses
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.mlir import ir as mlir_ir
 
-__all__ = ["compile_kernels"]
+__all__ = ["compile_kernels", "compiler_options"]
 
 ir: Any = mlir_ir  # whose classes type checkers do not see
 _CALL = "mosaic_gpu_v2"  # the custom call of JAX's that is a Mosaic kernel
@@ -30,6 +31,37 @@ _DTYPES: dict[str, Any] = {
     "ui32": jnp.uint32,
 }
 _HASH, _CONFIG = "kernel_hash", "mhlo.backend_config"
+# XLA copies from GPU to GPU in place of NCCL's kernels: of all-to-alls, and of permutes.
+_BY_COPIES = {"xla_gpu_use_memcpy_local_p2p": True, "xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+
+
+def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Options for `jax.jit(compiler_options=...)` of programs over the devices of a mesh, which make them faster.
+
+    Where the mesh has several GPUs, all of this process, permutes and all-to-alls are copies from GPU to GPU. A GPU's
+    copy engines make them, and leave its multiprocessors to the kernels beside them; NCCL's kernels take some. Nothing
+    but time changes::
+
+        step = jax.jit(step, compiler_options=compiler_options(mesh))
+
+    Returns:
+      A dict by the names of XLA's options. Empty on other devices, on one GPU, on GPUs of several processes, and where
+      this version of XLA has no such option.
+    """
+    devices = mesh.devices.flat
+    if mesh.size == 1 or devices[0].platform != "gpu" or mesh.is_multi_process:
+        return {}
+    return {name: value for name, value in _BY_COPIES.items() if _is_option(name, value)}
+
+
+@functools.cache
+def _is_option(name: str, value: bool | str) -> bool:
+    """Whether XLA has an option, and the option such a value."""
+    try:
+        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+    except (jax.errors.JaxRuntimeError, ValueError):
+        return False
+    return True
 
 
 def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None) -> int:

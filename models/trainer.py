@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_kernels.compiling import compile_kernels
+from jax_kernels.compiling import compile_kernels, compiler_options
 from jax_kernels.models.config import TransformerConfig, positive
 from jax_kernels.models.dilated_attention import LongNet, LongNetConfig
 from jax_kernels.models.packing import within_documents
@@ -108,7 +108,8 @@ class Trainer:
     @functools.cached_property
     def _train(self) -> Any:
         shardings = jax.tree.map(lambda x: x.sharding, self.state)
-        return jax.jit(self._new_state, donate_argnums=0, out_shardings=(shardings, None))
+        options = compiler_options(self.mesh)
+        return jax.jit(self._new_state, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
     def _new_state(self, state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
@@ -173,7 +174,8 @@ class Trainer:
 
     @functools.cached_property
     def _evaluate(self) -> Any:
-        return jax.jit(lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0)))
+        loss = lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0))
+        return jax.jit(loss, compiler_options=compiler_options(self.mesh))
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss on a batch, 0 where no target counts."""

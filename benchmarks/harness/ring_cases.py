@@ -19,7 +19,7 @@ from jax import lax
 
 from harness.cases import DTYPES, Case, relative_error
 from harness.timing import Contender, alternate, host_timer, skipped, spread
-from jax_kernels import flash_attention, ring_attention, shard_sequence
+from jax_kernels import compiler_options, flash_attention, ring_attention, shard_sequence
 
 __all__ = ["PARTS", "RingCase", "measure", "row_of"]
 
@@ -35,6 +35,7 @@ class RingCase:
     check: whether the op is held against flash_attention on one device, which takes all tokens' memory. parts: of
     PARTS. once: its first call alone is timed, for a case that takes many seconds. window: the tokens before its own
     that a query sees, under a causal mask; 0 for all. sends_ahead: as in ring_attention; XLA hides so many at a time.
+    has_copies: whether sends are copies from GPU to GPU, by compiler_options.
     """
 
     devices: int
@@ -52,6 +53,7 @@ class RingCase:
     once: bool = False
     window: int = 0
     sends_ahead: int | None = None
+    has_copies: bool = True
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -83,6 +85,7 @@ def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
         "strategy": case.strategy,
         "window": case.window,
         "sends_ahead": case.sends_ahead,
+        "has_copies": case.has_copies,
         "contender": contender.name,
         "calls_per_turn": contender.calls,
     } | contender.findings
@@ -191,9 +194,10 @@ def _program(case: RingCase, mesh: Any, mode: str, part: str, arrays: Sequence[j
         body, given = (lambda *x: _permuted(travels, x)), _travellers(travels, mesh)
     elif part == "compute":
         body = _with_copies(body)
-    overlap = {"xla_gpu_experimental_parallel_collective_overlap_limit": case.sends_ahead}
-    is_told = jax.default_backend() == "gpu" and (case.sends_ahead or 1) > 1
-    return jax.jit(shared(body), compiler_options=overlap if is_told else None), given
+    options = compiler_options(mesh) if case.has_copies else {}
+    if jax.default_backend() == "gpu" and (case.sends_ahead or 1) > 1:
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = case.sends_ahead
+    return jax.jit(shared(body), compiler_options=options), given
 
 
 def _with_copies(function: Callable[..., Any]) -> Callable[..., Any]:

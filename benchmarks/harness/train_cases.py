@@ -11,7 +11,8 @@ from typing import Any
 
 __all__ = ["LLAMA", "POLICIES", "TrainCase", "measure"]
 
-PREFIXES = ("scan", "xla", "plain", "cudnn", "all_to_all")
+STRATEGIES = ("all_to_all", "ring")
+PREFIXES = ("scan", "xla", "plain", "cudnn", "nccl", *STRATEGIES)
 POLICIES: dict[str, Any] = {"none": False, "all": True, "attention": "attention", "products": "products"}
 LLAMA = ("llama", "llama-remat")
 # TFLOP/s of dense products in bfloat16, by the vendor's data sheets.
@@ -179,7 +180,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     import optax
     from flax import nnx
 
-    from jax_kernels import compile_kernels
+    from jax_kernels import compile_kernels, compiler_options
     from jax_kernels.models import Transformer, TransformerConfig, make_mesh, shard_batch, state_shardings
 
     part("import")
@@ -197,7 +198,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
         scan_layers="scan" in case.prefixes,
         implementation="cudnn" if "cudnn" in case.prefixes else None,
         mlp_implementation="xla" if "xla" in case.prefixes else None,
-        sequence_strategy="all_to_all" if "all_to_all" in case.prefixes else "auto",
+        sequence_strategy=next((x for x in case.prefixes if x in STRATEGIES), "auto"),
     )
     mesh = make_mesh(case.axes or {"data": 1})
     graphdef, params = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
@@ -216,7 +217,12 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
             return optax.softmax_cross_entropy_with_integer_labels(model(tokens), targets).mean()
         return model.losses(tokens, targets).mean()
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(places, of_moments, None))
+    @functools.partial(
+        jax.jit,
+        donate_argnums=(0, 1),
+        out_shardings=(places, of_moments, None),
+        compiler_options=None if "nccl" in case.prefixes else compiler_options(mesh),
+    )
     def train(params: Any, moments: Any, tokens: Any) -> Any:
         loss, gradients = jax.value_and_grad(loss_of)(params, tokens)
         updates, moments = optimizer.update(gradients, moments, params)

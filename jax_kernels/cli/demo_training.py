@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_kernels.compiling import compile_kernels
+from jax_kernels.compiling import compile_kernels, compiler_options
 from jax_kernels.models import LongNet, LongNetConfig, Transformer, TransformerConfig, make_mesh, state_shardings
 from jax_kernels.models.sharding import batch_sharding, place
 
@@ -100,7 +100,9 @@ class Trainer:
     def _train(self) -> Any:
         places = jax.tree.map(lambda x: x.sharding, self.state)
 
-        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, None))
+        options = compiler_options(self.mesh)
+
+        @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, None), compiler_options=options)
         def train(state, inputs, targets):
             nats, gradients = jax.value_and_grad(self._mean_loss)(state["params"], inputs, targets)
             updates, optimizer = self.optimizer.update(gradients, state["optimizer"], state["params"])

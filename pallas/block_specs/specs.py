@@ -204,13 +204,15 @@ class RingRow:
     """The way that a sequence is shared out by strategy="auto". The first row that matches is taken.
 
     strategy, sends_ahead: as in ring_attention. differentiated: the strategy of a call that is differentiated, where
-    the devices divide the heads; None for the same. up_to: it serves no more tokens on a device; None for any number.
-    is_windowed: whether there is a window; None serves both.
+    the devices divide the heads; None for the same. permutes_up_to: so many devices exchange heads by permutes, more by
+    all-to-alls, by any strategy that exchanges them. up_to: the row serves no more tokens on a device; None for any
+    number. is_windowed: whether there is a window; None serves both.
     """
 
     strategy: str
     differentiated: str | None = None
     sends_ahead: int = 1
+    permutes_up_to: int = 2
     up_to: int | None = None
     is_windowed: bool | None = None
 

@@ -61,4 +61,4 @@ def test_a_program_for_two_devices_has_a_kernel_once(mesh):
     assert set(found["kernels"]) >= {"attention_forward_sm90 0", "norm_forward_sm90 1", "norm_backward_sm90 1"}
     assert min(found["kernels"].values()) == 3, found["kernels"]
     large = {name for name, size, _ in found["collectives"] if size > 0.1}
-    assert large == ({"all-reduce"} if mesh == "data=2" else {"all-reduce", "all-to-all"})
+    assert large == ({"all-reduce"} if mesh == "data=2" else {"all-reduce", "collective-permute"})

@@ -25,6 +25,7 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh
 
+from jax_kernels import compiler_options
 from jax_kernels.dispatch import on_device
 from jax_kernels.models import Transformer, TransformerConfig, make_mesh, state_shardings
 from jax_kernels.models.sharding import batch_sharding
@@ -82,7 +83,12 @@ def step(config: TransformerConfig, mesh: Any, shape: tuple[int, int]) -> tuple[
     def loss_of(params: Any, tokens: Any) -> Any:
         return nnx.merge(graphdef, params).losses(tokens, jnp.roll(tokens, -1, 1)).mean()
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(places, of_moments, None))
+    options = compiler_options(mesh)
+    assert len(options) == 2, options
+
+    @functools.partial(
+        jax.jit, donate_argnums=(0, 1), out_shardings=(places, of_moments, None), compiler_options=options
+    )
     def train(params: Any, moments: Any, tokens: Any) -> Any:
         loss, gradients = jax.value_and_grad(loss_of)(params, tokens)
         updates, moments = optimizer.update(gradients, moments, params)

@@ -1,5 +1,6 @@
 """Attention of a shared sequence by heads: each device gets all tokens of some heads (Ulysses)."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.ops.attention import vjp
 from jax_kernels.ops.attention.flash_attention import flash_attention, prepare
-from jax_kernels.ops.ring.vjp import RingArrays, RingCall
+from jax_kernels.ops.ring.exchange import Exchange
+from jax_kernels.ops.ring.vjp import RESIDUALS, RingArrays, RingCall
 
 __all__ = ["OF_HEADS", "all_to_all_attention"]
 
@@ -33,24 +35,21 @@ def all_to_all_attention(
                 f"{of}: got {x.shape[2]} heads on {layout.devices} devices with strategy='all_to_all', want a multiple"
             )
 
-    def of_heads(x: jax.Array, heads: int = 2, tokens: int = 1) -> jax.Array:
-        return layout.in_order(lax.all_to_all(x, name, split_axis=heads, concat_axis=tokens, tiled=True), tokens)
-
-    def of_tokens(x: jax.Array, heads: int = 2, tokens: int = 1) -> jax.Array:
-        x = layout.in_order(x, tokens, back=True)
-        return lax.all_to_all(x, name, split_axis=tokens, concat_axis=heads, tiled=True)
-
-    tensors = zip((arrays.query, arrays.key, arrays.value), OF_HEADS, strict=True)
-    query, key, value = (checkpoint_name(of_heads(x), kept) for x, kept in tensors)
+    exchange = Exchange(layout=layout, axis_name=name, by_permutes=layout.devices <= call.permutes_up_to)
+    of_rows = dataclasses.replace(exchange, heads=1, tokens=2)  # such as lse
+    # Queries and keys together: a model's projection of the values can run beside their exchange.
+    tensors = *exchange.to_heads(arrays.query, arrays.key), *exchange.to_heads(arrays.value)
+    query, key, value = (checkpoint_name(x, kept) for x, kept in zip(tensors, OF_HEADS, strict=True))
     arguments: dict[str, Any] = layout.limits | dict(call.options)
     arguments |= {"query": query, "key": key, "value": value, "return_lse": True}
     arguments |= {"segment_ids": _all_ids(call, arrays), "sinks": _own_sinks(call, arrays)}
     if results is None:
         out, lse = flash_attention(**arguments)
     else:
-        out, lse = of_heads(results[0]), of_heads(results[1], 1, 2)
+        out, lse = *exchange.to_heads(results[0]), *of_rows.to_heads(results[1])
         out, lse = vjp.with_results(*prepare(**arguments), out, lse)
-    return of_tokens(out), of_tokens(lse, 1, 2)
+    # Kept, so that what comes after the attention has it in its backward without a further exchange.
+    return checkpoint_name(exchange.to_tokens(out), RESIDUALS[0]), of_rows.to_tokens(lse)
 
 
 def _all_ids(call: RingCall, arrays: RingArrays) -> jax.Array | None:

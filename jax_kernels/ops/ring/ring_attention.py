@@ -169,6 +169,7 @@ def prepare(
         strategy=strategy,
         differentiated=differentiated,
         sends_ahead=row.sends_ahead if sends_ahead is None else sends_ahead,
+        permutes_up_to=row.permutes_up_to,
         options=tuple(options.items()),
     )
     return call, arrays

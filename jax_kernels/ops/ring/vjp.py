@@ -34,7 +34,8 @@ class RingCall:
     """The static half of a call.
 
     strategy: "ring", "all_to_all" or "all_gather". differentiated: the same, of a call that is differentiated.
-    sends_ahead: as in ring_attention. options: of flash_attention, by name.
+    sends_ahead: as in ring_attention. permutes_up_to: so many devices exchange heads by permutes, more by all-to-alls.
+    options: of flash_attention, by name.
     """
 
     layout: Layout
@@ -42,6 +43,7 @@ class RingCall:
     strategy: str
     differentiated: str
     sends_ahead: int
+    permutes_up_to: int
     options: tuple[tuple[str, Any], ...]
 
     def shifted(self, tree: Any, by: int) -> Any:

@@ -55,6 +55,7 @@ CASES = {
     "gather": (4, "zigzag", {"is_causal": True, "segment_ids": True, "sinks": True, "strategy": "all_gather"}),
     "gather_window": (3, "contiguous", {"window": (7, 20), "strategy": "all_gather"}),
     "to_all_striped": (2, "striped", {"window": (4, 9), "strategy": "all_to_all"}),
+    "to_all_by_all_to_alls": (2, "zigzag", {"is_causal": True, "strategy": "all_to_all", "permutes_up_to": 1}),
     "interpreted": (2, "zigzag", {"is_causal": True, "window": (30, 0), "implementation": "triton"}),
     "halves": (4, "zigzag", {"is_causal": True, "halves": True}),
     "halves_packed": (3, "contiguous", {"segment_ids": True, "sinks": True, "halves": True}),
@@ -102,6 +103,12 @@ def run_case(devices, layout, options):
     if options.get("halves"):
         with heads_in_halves():
             return run_case(devices, layout, {name: x for name, x in options.items() if name != "halves"})
+    if "permutes_up_to" in options:
+        options = dict(options)
+        row = RingRow(strategy="ring", permutes_up_to=options.pop("permutes_up_to"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sm90, "RING", (row,))
+            return run_case(devices, layout, options)
     options = dict(options)
     random = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
@@ -332,16 +339,16 @@ def test_the_block_specs_choose_by_size(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "kv_heads", "permutes"),
     [
-        ({}, 2, (1, 0)),
+        ({}, 2, (1, 9)),
         ({}, 1, (1, 3)),
         ({"window": (9, 0)}, 2, (1, 3)),
         ({"sends_ahead": 1}, 2, (1, 3)),
         ({"strategy": "ring"}, 2, (1, 3)),
-        ({"strategy": "all_to_all"}, 2, (0, 0)),
+        ({"strategy": "all_to_all"}, 2, (4, 8)),
     ],
 )
 def test_auto_shares_out_the_heads_of_a_call_that_is_differentiated(options, kv_heads, permutes):
-    """permutes: those of a call alone, and with its gradients."""
+    """permutes: those of a call alone, and with its gradients, a cotangent of lse among them."""
     mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
     attend = functools.partial(ring_attention, axis_name="sequence", is_causal=True, implementation="xla", **options)
     loss = lambda *tensors: attend(*tensors).sum(dtype=jnp.float32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard_sequence
+from jax_kernels import compiler_options, flash_attention, ring_attention, shard_sequence, unshard_sequence
 from jax_kernels.testing import rms_error
 
 DEVICES = jax.device_count() if jax.default_backend() == "gpu" else 0
@@ -124,3 +124,34 @@ def test_the_same_bits_twice():
     once, again = (on_two("zigzag", {"is_causal": True, "deterministic": True}, True, given) for _ in range(2))
     for x, y in zip(once[:5], again[:5], strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
+def test_sends_by_copies_give_the_same_bits(strategy):
+    """Many calls are queued, each on the results of the one before, so that what is sent stands where others stood."""
+    mesh = jax.make_mesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    options = compiler_options(mesh)
+    assert len(options) == 2, options
+    attend = functools.partial(
+        ring_attention, axis_name="sequence", is_causal=True, strategy=strategy, deterministic=True
+    )
+    spec = jax.P(None, "sequence")
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spec,) * 3, out_specs=(spec,) * 3, check_vma=False)
+    def step(query, key, value):
+        out, vjp = jax.vjp(attend, query, key, value)
+        return tuple(x + 0.1 * jnp.tanh(g) for x, g in zip((query, key, value), vjp(out), strict=True))
+
+    make = jax.jit(
+        lambda key: jax.random.normal(key, (2, 8192, 8, 128), jnp.bfloat16), out_shardings=jax.NamedSharding(mesh, spec)
+    )
+    start = [make(jax.random.key(i)) for i in range(3)]
+    ends = []
+    for given in ({}, options):
+        run, now = jax.jit(step, compiler_options=given), start
+        for _ in range(40):
+            now = run(*now)
+        ends.append([np.asarray(x, np.float32) for x in now])
+    for without, copied in zip(*ends, strict=True):
+        assert np.isfinite(without).all()
+        np.testing.assert_array_equal(copied, without)
