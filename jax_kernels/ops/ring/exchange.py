@@ -21,8 +21,8 @@ __all__ = ["Exchange"]
 class Exchange:
     """The exchanges of arrays that have an axis `heads` and an axis `tokens`.
 
-    by_permutes: whether each pair of devices permutes what it exchanges, in place of one all-to-all. What a device keeps
-    is not copied then: XLA reads it where it stands, and joins it to what arrives in the pass that sorts the tokens.
+    by_permutes: whether each pair of devices permutes what it exchanges, in place of one all-to-all. What a device
+    keeps is not copied then: XLA reads it where it stands, in the pass that sorts the tokens.
     """
 
     layout: Layout
@@ -106,7 +106,7 @@ def _sorted_tokens(exchange: Exchange, arrivals: Sequence[jax.Array]) -> jax.Arr
 
 
 def _in_order_of_devices(arrivals: Sequence[jax.Array], index: Any, axis: int) -> jax.Array:
-    """What came from device 0, from device 1, and so on. arrivals: this device's own, and those of Exchange.arrivals."""
+    """What came from device 0, from device 1, and so on. arrivals: this device's own, then Exchange.arrivals."""
     devices = len(arrivals)
     return _around([arrivals[0], *reversed(arrivals[1:])], lax.rem(devices - index, jnp.int32(devices)), axis)
 
@@ -137,7 +137,7 @@ def _to_tokens_forward(exchange: Exchange, x: jax.Array) -> tuple[jax.Array, Non
 
 
 @under_defaults
-def _to_tokens_backward(exchange: Exchange, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+def _to_tokens_backward(exchange: Exchange, _: None, cotangent: jax.Array) -> tuple[jax.Array, ...]:
     return _to_heads(exchange, (cotangent,))
 
 
