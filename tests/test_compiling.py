@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent / "support"))
 import aot
 import forked
 
-from jax_kernels import compile_kernels, compiling, flash_attention, rms_norm
+from jax_kernels import compile_kernels, compiler_options, compiling, flash_attention, rms_norm
 
 
 def test_a_program_without_such_kernels_has_none():
@@ -40,6 +40,43 @@ def test_what_cannot_be_compiled_alone_is_told(monkeypatch):
     kernels[:] = [KeyError("f4")]
     with pytest.warns(RuntimeWarning, match="^compile_kernels: 1 of 1 kernels are left to XLA: 'f4'$"):
         assert compile_kernels(lowered) == 1
+
+
+def mesh_of(platform, devices, is_multi_process=False):
+    """A stand-in for a mesh, with all that compiler_options reads of one."""
+    found = np.array([types.SimpleNamespace(platform=platform)] * devices)
+    return types.SimpleNamespace(devices=found, size=devices, is_multi_process=is_multi_process)
+
+
+def test_gpus_of_one_process_send_by_copies():
+    options = compiler_options(mesh_of("gpu", 2))
+    assert options == {
+        "xla_gpu_use_memcpy_local_p2p": True,
+        "xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY",
+    }
+    # XLA reads them on any platform.
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
+
+
+@pytest.mark.parametrize("mesh", [mesh_of("gpu", 1), mesh_of("cpu", 2), mesh_of("gpu", 2, is_multi_process=True)])
+def test_other_meshes_have_no_options(mesh):
+    assert compiler_options(mesh) == {}
+
+
+def test_a_mesh_of_this_process_has_no_options_on_a_cpu():
+    assert compiler_options(jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]), ("s",))) == {}
+
+
+def test_an_option_that_xla_does_not_have_is_left_out(monkeypatch):
+    with_more = compiling._BY_COPIES | {
+        "xla_gpu_no_such_option": True,
+        "xla_gpu_ragged_all_to_all_mode": "no such mode",
+    }
+    monkeypatch.setattr(compiling, "_BY_COPIES", with_more)
+    found = compiler_options(mesh_of("gpu", 2))
+    assert "xla_gpu_no_such_option" not in found
+    assert "xla_gpu_ragged_all_to_all_mode" not in found
+    assert len(found) == 2
 
 
 @pytest.mark.gpu

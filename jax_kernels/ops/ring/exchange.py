@@ -49,7 +49,7 @@ class Exchange:
         return lax.all_to_all(x, self.axis_name, split_axis=self.tokens, concat_axis=self.heads, tiled=True)
 
     def arrivals(self, part: Callable[[Any], jax.Array]) -> list[jax.Array]:
-        """What each other device sends to this one: that of the device before it, of the one before that, and so on.
+        """The parts that others send to this device: that of the device before it, of the one before that, and so on.
 
         part: what this device sends to one with an index, a traced number.
         """
@@ -106,7 +106,7 @@ def _sorted_tokens(exchange: Exchange, arrivals: Sequence[jax.Array]) -> jax.Arr
 
 
 def _in_order_of_devices(arrivals: Sequence[jax.Array], index: Any, axis: int) -> jax.Array:
-    """What came from device 0, from device 1, and so on. arrivals: this device's own, then Exchange.arrivals."""
+    """The parts of device 0, of device 1, and so on, joined. arrivals: this device's own, then Exchange.arrivals."""
     devices = len(arrivals)
     return _around([arrivals[0], *reversed(arrivals[1:])], lax.rem(devices - index, jnp.int32(devices)), axis)
 
