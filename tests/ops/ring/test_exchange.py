@@ -21,7 +21,7 @@ DEVICES = 2, 3, 4
 
 
 def programs(layout, devices, is_gradient):
-    """Two programs of two arrays [1, tokens, heads, 2], by permutes and by all-to-alls: exchanges, or their gradients."""
+    """Two programs of exchanges, or of their gradients, of arrays [1, tokens, heads, 2]: permutes and all-to-alls."""
     mesh = jax.make_mesh((devices,), ("s",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
     arrangement = Layout(name=layout, devices=devices, length=LENGTH, left=None, right=None)
     by_tokens, by_heads = jax.P(None, "s"), jax.P(None, None, "s")
