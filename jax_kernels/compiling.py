@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import os
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -64,19 +65,21 @@ def _is_option(name: str, value: bool | str) -> bool:
     return True
 
 
-def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None) -> int:
+def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None, wait: bool = True) -> int:
     """Compiles the Hopper kernels of a program on all of the host's cores, so that `lowered.compile()` is faster.
 
     Mosaic keeps what it has compiled in this process. XLA asks for the kernels of a program one after the other: those
     of a decoder's training step take more than half of the time that it takes to compile. Nothing but time changes::
 
         lowered = jax.jit(step, donate_argnums=0).lower(state, batch)
-        compile_kernels(lowered)
+        compile_kernels(lowered, wait=False)
         step = lowered.compile()  # or call the function that jax.jit gave: it has the same program
 
     Args:
       lowered: a lowered program, for GPUs or not.
       device: a device of the program's kind. The first of this process's where None.
+      wait: whether to return when all are compiled. Else threads compile them beside what comes next: XLA's passes over
+        the program come before it asks for kernels. A kernel that it asks for too early it compiles itself.
 
     Returns:
       How many kernels there were: 0 on devices other than Hopper GPUs. Kernels that devices share out are made while
@@ -89,6 +92,15 @@ def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None) -> int:
     if not kernels:
         return 0
     where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0] if device is None else device)
+    if wait:
+        _compile_all(kernels, where)
+    else:
+        threading.Thread(target=_compile_all, args=(kernels, where), name="compile_kernels").start()
+    return len(kernels)
+
+
+def _compile_all(kernels: Sequence["_Kernel | Exception"], where: jax.sharding.Sharding) -> None:
+    """Compiles kernels side by side, and warns of those that cannot be."""
     attempt = lambda kernel: kernel if isinstance(kernel, Exception) else kernel.compile(where)
     with ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)) as pool:
         failed = [error for error in pool.map(attempt, kernels) if error is not None]
@@ -96,9 +108,8 @@ def compile_kernels(lowered: jax.stages.Lowered, *, device: Any = None) -> int:
         warnings.warn(
             f"compile_kernels: {len(failed)} of {len(kernels)} kernels are left to XLA: {failed[0]}",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    return len(kernels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -166,7 +166,7 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             if not self._is_compiled:
                 lowered = self._train.lower(self.state, batch)  # which jax.jit knows then
-                compile_kernels(lowered, device=self.mesh.local_devices[0])
+                compile_kernels(lowered, device=self.mesh.local_devices[0], wait=False)
                 self._is_compiled = True
             self.state, found = self._train(self.state, batch)
         self.step += 1

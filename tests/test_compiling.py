@@ -6,6 +6,7 @@ those that it compiled, before XLA asked for them and after.
 
 import json
 import sys
+import threading
 import types
 import warnings
 from pathlib import Path
@@ -40,6 +41,26 @@ def test_what_cannot_be_compiled_alone_is_told(monkeypatch):
     kernels[:] = [KeyError("f4")]
     with pytest.warns(RuntimeWarning, match="^compile_kernels: 1 of 1 kernels are left to XLA: 'f4'$"):
         assert compile_kernels(lowered) == 1
+
+
+def test_the_caller_need_not_wait(monkeypatch):
+    begun, may_end, ended = threading.Event(), threading.Event(), []
+
+    def compile_late(where):
+        begun.set()
+        assert may_end.wait(timeout=30)
+        ended.append(where)
+
+    kernel = types.SimpleNamespace(compile=compile_late)
+    monkeypatch.setattr(compiling, "_kernels_of", lambda operation: [kernel, kernel])
+    assert compile_kernels(jax.jit(lambda x: x).lower(1.0), wait=False) == 2
+    assert begun.wait(timeout=30)
+    assert not ended
+    may_end.set()
+    for thread in threading.enumerate():
+        if thread.name == "compile_kernels":
+            thread.join(timeout=30)
+    assert len(ended) == 2
 
 
 def mesh_of(platform, devices, is_multi_process=False):

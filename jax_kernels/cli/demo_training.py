@@ -112,7 +112,7 @@ class Trainer:
         of_batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._batch)
         with jax.set_mesh(self.mesh):
             lowered = train.lower(self.state, of_batch, of_batch)
-            compile_kernels(lowered, device=self.mesh.local_devices[0])
+            compile_kernels(lowered, device=self.mesh.local_devices[0], wait=False)
             return lowered.compile()
 
     def compile(self) -> None:

@@ -57,9 +57,14 @@ def batches(**options):
     return TokenBatches(random.integers(0, 64, 500), 16, 4, **options)
 
 
-def test_kernels_are_compiled_before_the_first_step_and_nothing_is_lowered_twice(monkeypatch):
-    lowered, traced = [], []
-    monkeypatch.setattr("jax_kernels.models.trainer.compile_kernels", lambda program, device: lowered.append(program))
+def test_kernels_are_compiled_beside_the_first_step_and_nothing_is_lowered_twice(monkeypatch):
+    lowered, traced, waits = [], [], []
+
+    def compile_kernels(program, device, wait):
+        lowered.append(program)
+        waits.append(wait)
+
+    monkeypatch.setattr("jax_kernels.models.trainer.compile_kernels", compile_kernels)
 
     def loss(model, batch, key):
         traced.append(batch)
@@ -70,6 +75,7 @@ def test_kernels_are_compiled_before_the_first_step_and_nothing_is_lowered_twice
     for batch, _ in zip(batches(), range(3), strict=False):
         trainer.train(batch)
     assert len(lowered) == 1
+    assert waits == [False]
     assert lowered[0].compile() is not None
     assert len(traced) == 1
 
