@@ -1,6 +1,9 @@
 """The cross-entropy of a language model's head, a chunk of the vocabulary at a time."""
 
+import dataclasses
 import functools
+import itertools
+import math
 from typing import Any
 
 import jax
@@ -91,6 +94,40 @@ def _logits(x: jax.Array, rows: jax.Array, ids: jax.Array, vocabulary: int, rule
     return jnp.where(ids < vocabulary, logits, -jnp.inf)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Devices:
+    """The devices whose parts of the gradient of w are added up last: mesh axes, and how many devices these are.
+
+    They share out the batch or the tokens of x [B, T, D]. Of those that share out the width of w each has a part of the
+    sum, so that each chunk's is sent by itself, beside the products of the next. Other arrays have all tokens in one
+    batch entry, on one device.
+    """
+
+    batch: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    sizes: tuple[int, int] = (1, 1)
+
+    @classmethod
+    def of(cls, x: jax.Array, rules: ShardingRules) -> "_Devices":
+        if x.ndim != 3:
+            return cls()
+        of_width = rules.devices("embed", x.shape[2])
+        outer = lambda axes: dict(itertools.takewhile(lambda axis: axis[0] not in of_width, axes.items()))
+        batch, tokens = (outer(rules.devices(name, n)) for name, n in (("batch", x.shape[0]), ("tokens", x.shape[1])))
+        sizes = math.prod(batch.values()), math.prod(tokens.values())
+        return cls(batch=tuple(batch), tokens=tuple(tokens), sizes=sizes)
+
+    @property
+    def count(self) -> int:
+        return self.sizes[0] * self.sizes[1]
+
+    def parts(self, x: jax.Array) -> jax.Array:
+        """x, its batch and its tokens cut into the parts of the devices: [devices, B, devices, T, ...]."""
+        shape = x.shape[:2] if x.ndim == 3 else (1, math.prod(x.shape[:-1]))
+        (of_batch, of_tokens), (batch, tokens) = self.sizes, shape
+        return x.reshape(of_batch, batch // of_batch, of_tokens, tokens // of_tokens, x.shape[-1])
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _losses(count: int, rules: ShardingRules, x: jax.Array, rows: jax.Array, targets: jax.Array) -> jax.Array:
     return _forward(count, rules, x, rows, targets)[0]
@@ -118,7 +155,8 @@ def _forward(count: int, rules: ShardingRules, x: jax.Array, rows: jax.Array, ta
 def _backward(count: int, rules: ShardingRules, residuals: Any, cotangent: jax.Array) -> Any:
     x, rows, targets, lse = residuals
     cotangent = jnp.where(targets >= 0, cotangent, 0)
-    outer = "abcdefgh"[: x.ndim - 1]
+    devices = _Devices.of(x, rules)
+    parts = devices.parts(x)
 
     def one(dx: Any, of_chunk: Any) -> Any:
         of_rows, ids = of_chunk
@@ -126,11 +164,14 @@ def _backward(count: int, rules: ShardingRules, residuals: Any, cotangent: jax.A
         share = jnp.exp(logits - lse[..., None]) - (ids == targets[..., None])
         dlogits = (share * cotangent[..., None]).astype(x.dtype)
         dx = dx + jnp.einsum("...v,vd->...d", dlogits, of_rows, preferred_element_type=jnp.float32)
-        drows = jnp.einsum(f"{outer}v,{outer}z->vz", dlogits, x, preferred_element_type=jnp.float32)
-        return dx, rules.constrain(drows, "vocab").astype(rows.dtype)
+        drows = jnp.einsum("abcdv,abcdz->acvz", devices.parts(dlogits), parts, preferred_element_type=jnp.float32)
+        drows = rules.constrain(drows, devices.batch, devices.tokens, "vocab", "embed")
+        return dx, drows if devices.count > 1 else drows.astype(rows.dtype)
 
     dx, drows = lax.scan(one, jnp.zeros(x.shape, jnp.float32), _chunks(count, x, rows, rules))
-    drows = drows.swapaxes(0, 1).reshape(-1, rows.shape[1])[: rows.shape[0]]
+    drows = drows.transpose(1, 2, 3, 0, 4).reshape(*devices.sizes, -1, rows.shape[1])[:, :, : rows.shape[0]]
+    # Added up over the devices once: in the loop each chunk's sum would be waited for.
+    drows = rules.constrain(drows.sum((0, 1)).astype(rows.dtype), "vocab", "embed")
     return dx.astype(x.dtype), drows, None
 
 

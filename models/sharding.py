@@ -80,12 +80,15 @@ class ShardingRules:
                 found.append(axis)
         return tuple(found)
 
-    def spec(self, names: Sequence[str | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
-        """How a mesh shares out an array whose axes have these names; the last axes may be without."""
+    def spec(self, names: Sequence[str | tuple[str, ...] | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
+        """How a mesh shares out an array whose axes have these names; the last axes may be without.
+
+        In place of a name may stand the mesh axes themselves, as a tuple.
+        """
         found: list[tuple[str, ...]] = []
         for name, length in zip(names, shape, strict=False):
             taken = [x for axes in found for x in axes]
-            found.append(self.mesh_axes(name, length, mesh, taken))
+            found.append(name if isinstance(name, tuple) else self.mesh_axes(name, length, mesh, taken))
         return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in found))
 
     def parameter_spec(self, name: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
@@ -95,12 +98,27 @@ class ShardingRules:
                 return self.spec(names, shape, mesh)
         return PartitionSpec()
 
-    def constrain(self, x: jax.Array, *names: str | None) -> jax.Array:
-        """x, shared out by its axes' names on the mesh of jax.set_mesh; as it is without one, and inside shard_map."""
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types):
-            return x
-        return lax.with_sharding_constraint(x, self.spec(names, x.shape, mesh))
+    def constrain(self, x: jax.Array, *names: str | tuple[str, ...] | None) -> jax.Array:
+        """x, shared out by its axes' names on the mesh of jax.set_mesh; as it is without one, and inside shard_map.
+
+        names: as in spec.
+        """
+        mesh = _auto_mesh()
+        return x if mesh is None else lax.with_sharding_constraint(x, self.spec(names, x.shape, mesh))
+
+    def devices(self, name: str, length: int) -> dict[str, int]:
+        """The axes of the mesh of jax.set_mesh that share out an axis of this name and length, with their devices.
+
+        None where constrain changes nothing.
+        """
+        mesh = _auto_mesh()
+        return {} if mesh is None else {axis: mesh.shape[axis] for axis in self.mesh_axes(name, length, mesh)}
+
+
+def _auto_mesh() -> Any:
+    """The mesh of jax.set_mesh, None without one, and where XLA does not place the arrays on each of its axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types) else mesh
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:

@@ -47,7 +47,8 @@ def test_a_program_has_a_kernel_once():
     assert program.count("custom_call @mosaic_gpu") == sum(kernels.values())
 
 
-SMALL = ["layers=3", "width=1024", "heads=8", "mlp=1024", "vocabulary=128", "length=1024"]
+# The vocabulary is two chunks of the head's loop.
+SMALL = ["layers=3", "width=1024", "heads=8", "mlp=1024", "vocabulary=8192", "length=1024"]
 
 
 @pytest.mark.slow
@@ -60,5 +61,8 @@ def test_a_program_for_two_devices_has_a_kernel_once(mesh):
     found = json.loads(aot.compile_script(script, mesh, *SMALL).printed.splitlines()[-1])
     assert set(found["kernels"]) >= {"attention_forward_sm90 0", "norm_forward_sm90 1", "norm_backward_sm90 1"}
     assert min(found["kernels"].values()) == 3, found["kernels"]
+    # The embedding's gradient and the head's, which is summed as a whole, not in each turn of its loop.
+    assert sum(size == 8192 * 1024 * 4 / 1e6 for _, size, _ in found["collectives"]) == 2
+    assert not any(size == 4096 * 1024 * 4 / 1e6 for _, size, _ in found["collectives"])
     large = {name for name, size, _ in found["collectives"] if size > 0.1}
     assert large == ({"all-reduce"} if mesh == "data=2" else {"all-reduce", "collective-permute"})
