@@ -138,6 +138,7 @@ def test_threads_that_write_at_once_leave_whole_files(tmp_path):
     assert [x.name for x in tmp_path.iterdir()] == ["x.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_whole_run(tmp_path, run_script):
     output = tmp_path / "results.json"

@@ -74,7 +74,7 @@ def results_of(pattern, is_causal, function):
     return (out, *vjp(inputs[3])), inputs
 
 
-@pytest.mark.parametrize("name", tiers.cases(PATTERNS, set(list(PATTERNS)[:2])))
+@pytest.mark.parametrize("name", tiers.cases(PATTERNS, set(list(PATTERNS)[:1])))
 def test_by_gathers_and_scatters(name):
     pattern, is_causal = PATTERNS[name]
     want, inputs = results_of(*PATTERNS[name], functools.partial(dilated_attention, **pattern.arguments))
@@ -118,6 +118,7 @@ def test_work_is_counted_by_pairs(name):
     assert pattern.flops(case) == pytest.approx(exact, rel=1e-9 if not is_causal else 0.35)
 
 
+@pytest.mark.slow
 def test_in_torch(monkeypatch, without_gpu):
     """The two variants, uncompiled."""
     torch = pytest.importorskip("torch")
@@ -216,6 +217,7 @@ def test_without_time_left_each_row_says_so(tmp_path, monkeypatch, without_gpu):
     }
 
 
+@pytest.mark.slow
 def test_nan_gradients_are_wrong(tmp_path, monkeypatch, without_gpu):
     @jax.custom_vjp
     def poisoned(x):

@@ -65,6 +65,7 @@ def test_lists_are_held_against_another_form(name, monkeypatch):
     assert mask_building.of_lists(name, args)[0].status == "wrong"
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_told(run, monkeypatch):
     status_of, right = mask_building.status_of, mask_building.right
     monkeypatch.setattr(mask_building, "status_of", lambda *given: tuple(~x for x in status_of(*given)))

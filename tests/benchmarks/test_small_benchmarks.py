@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import long_sequence
 import numpy as np
 import pytest
+import tiers
 import torch
 import versions
 
@@ -81,7 +82,7 @@ def test_features_runs(run_features):
         assert row["cost"] == pytest.approx(row["ms"] / base["ms"] / row["share"])
 
 
-@pytest.mark.parametrize("mode", features.MODES)
+@pytest.mark.parametrize("mode", tiers.cases(features.MODES, {"fwd"}))
 def test_score_mods_of_features(mode, monkeypatch):
     """Held against themselves, they are right; against a plain attention, wrong, and are not timed."""
     full = {variant.name: variant for variant in features.groups(1, 32, 2, 16)[0]}

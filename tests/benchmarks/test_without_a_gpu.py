@@ -43,6 +43,7 @@ def test_the_line_is_all_that_is_said(run_script):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
 
 
+@pytest.mark.slow
 def test_a_sweep_ends_with_its_process(tmp_path, run_script):
     done = run_script("sweep_attention.py", "--shape", "1,64,2,16", "--output", str(tmp_path / "sweep.json"))
     assert (done.returncode, done.stdout) == (2, "")
@@ -59,6 +60,7 @@ def test_one_token(tmp_path, run_script):
     assert [row["status"] for row in json.loads(output.read_text())["rows"]] == ["ok"] * 3
 
 
+@pytest.mark.slow
 def test_accuracy_without_a_gpu(run_script):
     done = run_script("accuracy.py", "--lengths", "16", "--head-dims", "16")
     assert (done.returncode, done.stdout.count("cudnn unavailable: ")) == (0, 6), done.stderr

@@ -51,7 +51,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", tiers.cases(CASES, set(list(CASES)[:2])))
+@pytest.mark.parametrize("case", tiers.cases(CASES, set(list(CASES)[:1])))
 def test_equals_flax_with_all_gradients(case):
     options, mask = CASES[case]
     flax, ours = both(**options)

@@ -60,7 +60,7 @@ CASES = {
     "longnet_tensor": (DILATED, {"sequence": 4, "tensor": 2}),
 }
 # Cases with "documents" in their names have packed documents.
-QUICK = ["documents", "tensor", "fsdp", "pipeline_documents"]
+QUICK = ["documents", "tensor", "fsdp"]
 
 
 @nnx.jit

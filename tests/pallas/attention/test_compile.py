@@ -50,7 +50,6 @@ QUICK = {
     "a6000, triton, 256, bfloat16",
     "rtx4090, triton, 64, bfloat16, causal",
     "h200, mosaic_gpu, 128, bfloat16, lists",
-    "h200, mosaic_gpu, 128, bfloat16, causal, bias",
     "b200, triton, 64, bfloat16, causal",
     "rtx pro 6000, triton, 64, bfloat16, causal",
 }
