@@ -24,8 +24,9 @@ import tiers
 from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard_sequence
 from jax_kernels.attention_inputs import HeadView
 from jax_kernels.dispatch import on_device
+from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.ring_attention import prepare, with_results
+from jax_kernels.ops.ring.ring_attention import OF_HEADS, prepare, with_results
 from jax_kernels.ops.ring.steps import Pair, Step
 from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.pallas.block_specs import sm90
@@ -374,6 +375,21 @@ def test_names_for_checkpoint_policies(policy, forwards):
     with on_device("A100"):
         program = jax.make_jaxpr(jax.value_and_grad(shared))(X.astype(jnp.bfloat16))
     assert _forwards(program.jaxpr) == forwards
+
+
+@pytest.mark.parametrize(
+    ("names", "permutes"), [((), 10), (OF_ATTENTION, 10), ((*OF_ATTENTION, *OF_HEADS, *RESIDUALS), 7)]
+)
+def test_what_a_policy_keeps_is_not_exchanged_again(names, permutes):
+    """The forward has three sends, the backward four; where nothing is kept, the forward's come again."""
+    mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    attend = functools.partial(ring_attention, axis_name="sequence", implementation="xla", strategy="all_to_all")
+    tokens = jax.P(None, "sequence")
+    shared = jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens)
+    loss = lambda *tensors: jnp.sin(shared(*(jnp.sin(x) for x in tensors))).sum(dtype=jnp.float32)
+    kept = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    given = [jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.bfloat16)] * 3
+    assert str(jax.make_jaxpr(jax.grad(kept, argnums=(0, 1, 2)))(*given)).count("ppermute[") == permutes
 
 
 @pytest.mark.parametrize(("strategy", "forwards"), [("ring", 0), ("all_to_all", 0), ("all_gather", 2)])
