@@ -28,6 +28,7 @@ __all__ = [
     "PlannedCall",
     "PlannedOp",
     "batched",
+    "jitted_in_eager_shard_map",
     "join_batch",
     "kernel",
     "named_arguments",
@@ -110,6 +111,21 @@ def under_defaults[Function: Callable[..., Any]](function: Function) -> Function
     def run(*args: Any, **kwargs: Any) -> Any:
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
             return function(*args, **kwargs)
+
+    return cast(Function, run)
+
+
+def jitted_in_eager_shard_map[Function: Callable[..., Any]](function: Function) -> Function:
+    """A decorator for a function of a static call and arrays that is a custom_vjp with symbolic zeros.
+
+    In a shard_map that nothing traces JAX has no such function. There it runs under jit.
+    """
+    jitted = jax.jit(function, static_argnums=0)
+
+    @functools.wraps(function)
+    def run(call: Any, inputs: Any) -> Any:
+        is_eager = any(type(x).__name__ == "ShardMapTracer" for x in jax.tree.leaves(inputs))
+        return jitted(call, inputs) if is_eager else function(call, inputs)
 
     return cast(Function, run)
 

@@ -131,3 +131,15 @@ def test_what_the_kernels_do_not_serve():
     ):
         with on_device("H200"), pytest.raises(NotImplementedError, match=reason):
             explain(matmul, x, quantized, implementation=implementation)
+
+
+def test_in_a_shard_map_that_nothing_traces():
+    """JAX has no custom_vjp with symbolic zeros there."""
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+    w = quantize(W, "int8")
+    multiply = lambda x: matmul(x, w)
+    rows = jax.P("data")
+    shared = jax.shard_map(multiply, mesh=mesh, in_specs=rows, out_specs=rows)
+    np.testing.assert_array_equal(shared(X), multiply(X))
+    loss = lambda product: jax.grad(lambda x: jnp.sin(product(x).astype(jnp.float32)).sum())(X)
+    np.testing.assert_array_equal(loss(shared), loss(multiply))

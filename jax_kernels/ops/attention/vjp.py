@@ -14,7 +14,13 @@ from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, At
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import table
 from jax_kernels.ops.attention.partitioning import shared_attention
-from jax_kernels.ops.planned_op import PlannedCall, join_batch, split_batch, under_defaults
+from jax_kernels.ops.planned_op import (
+    PlannedCall,
+    jitted_in_eager_shard_map,
+    join_batch,
+    split_batch,
+    under_defaults,
+)
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference.attention import row_terms
 
@@ -59,7 +65,7 @@ def run(call: AttentionCall, inputs: AttentionInputs):
     """(out, lse) of a prepared call, differentiable. lse is None without has_lse of its options."""
     if table.IMPLEMENTATIONS[call.implementation].backward is None:
         return _asked_for(call, attention_forward(call, inputs))
-    return _attention(call, inputs)
+    return jitted_in_eager_shard_map(_attention)(call, inputs)
 
 
 def _asked_for(call: AttentionCall, result: AttentionResult) -> tuple[Any, Any]:

@@ -105,3 +105,18 @@ def test_a_mesh_of_one_device_changes_no_number(name, backend, no_interpret):
             without = jax.jit(op)(*arrays)
         for x, want in zip(jax.tree.leaves(got), jax.tree.leaves(without), strict=True):
             np.testing.assert_allclose(*(y.astype(np.float32) for y in (x, want)), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["causal", "segments", "bias by key"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_shard_map_that_nothing_traces(name, check_vma):
+    """JAX has no custom_vjp with symbolic zeros there."""
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+    query = jax.random.normal(jax.random.key(0), (1, LENGTH, 2, 64))
+    attend = lambda x: OPS[name](x, x, x)[0]
+    shared = jax.shard_map(
+        attend, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=check_vma
+    )
+    np.testing.assert_allclose(shared(query), attend(query), atol=1e-6)
+    loss = lambda attention: jax.grad(lambda x: jnp.sin(attention(x)).sum())(query)
+    np.testing.assert_allclose(loss(shared), loss(attend), atol=1e-5)
