@@ -1,4 +1,4 @@
-"""How a program is compiled: its Hopper kernels side by side, before XLA's turn, and options of XLA's for many GPUs."""
+"""How a program is compiled: its Hopper kernels side by side, and XLA's options for many GPUs."""
 
 import dataclasses
 import functools

@@ -99,7 +99,6 @@ class Trainer:
     @functools.cached_property
     def _train(self) -> Any:
         places = jax.tree.map(lambda x: x.sharding, self.state)
-
         options = compiler_options(self.mesh)
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, None), compiler_options=options)

@@ -65,7 +65,7 @@ def run(call: AttentionCall, inputs: AttentionInputs):
     """(out, lse) of a prepared call, differentiable. lse is None without has_lse of its options."""
     if table.IMPLEMENTATIONS[call.implementation].backward is None:
         return _asked_for(call, attention_forward(call, inputs))
-    return jitted_in_eager_shard_map(_attention)(call, inputs)
+    return _differentiable(call, inputs)
 
 
 def _asked_for(call: AttentionCall, result: AttentionResult) -> tuple[Any, Any]:
@@ -107,6 +107,7 @@ def _attention_bwd(_, residuals, cotangents):
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+_differentiable = jitted_in_eager_shard_map(_attention)
 
 
 def _input_gradients(call, inputs, result, dout, dlse) -> AttentionInputs:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_kernels.low_bit import FORMATS, LowBit, dequantized
 from jax_kernels.matmul_inputs import MatmulInputs
 from jax_kernels.ops.matmul import gradients
-from jax_kernels.ops.planned_op import PlannedCall, under_defaults
+from jax_kernels.ops.planned_op import PlannedCall, jitted_in_eager_shard_map, under_defaults
 from jax_kernels.quantization import QuantizedArray
 
 __all__ = ["checked_stored", "layout_of", "planned"]
@@ -46,7 +46,7 @@ def checked_stored(name: str, w: QuantizedArray, transpose_w: bool, depth: int) 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+def _planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     """The planned call on x [M, K], differentiable in all but the weights and their scales: out [M, N]."""
     return gradients.batched(call)(inputs).out
 
@@ -95,4 +95,5 @@ def _dx(call: PlannedCall, inputs: MatmulInputs, w: Any, scale: Any, dz: Any, *,
     return gradients.product(call, dz.astype(wide), w, out_dtype=out_dtype)
 
 
-planned.defvjp(_forward, _backward, symbolic_zeros=True)
+_planned.defvjp(_forward, _backward, symbolic_zeros=True)
+planned = jitted_in_eager_shard_map(_planned)

@@ -15,7 +15,7 @@ from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import fp8, gradients, low_bit
 from jax_kernels.ops.matmul.table import GATED, OP, MatmulRequest, request_of
-from jax_kernels.ops.planned_op import PlannedCall, jitted_in_eager_shard_map, under_defaults
+from jax_kernels.ops.planned_op import PlannedCall, under_defaults
 from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.quantization import QuantizedArray
 
@@ -215,7 +215,7 @@ def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     inputs = as_varying(inputs, varying_axes(inputs))
     planned = gradients.planned if call.options.scaling is None else fp8.planned
     if call.options.low_bit is not None:
-        planned = jitted_in_eager_shard_map(low_bit.planned)
+        planned = low_bit.planned
     return planned(call, inputs).reshape(*outer, columns)
 
 
