@@ -223,6 +223,8 @@ class RingRow:
             raise ValueError(f"{self.differentiated=} must be 'all_to_all' or None")
         if self.sends_ahead < 1:
             raise ValueError(f"{self.sends_ahead=} must be 1 or more")
+        if self.permutes_up_to < 0:
+            raise ValueError(f"{self.permutes_up_to=} must be 0 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
