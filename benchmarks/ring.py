@@ -53,6 +53,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=command_line.positive(int), default=16)
     parser.add_argument("--head-dim", type=command_line.positive(int), default=128)
     parser.add_argument("--mode", default=",".join(MODES), help=f"comma list of {', '.join(MODES)}")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"comma list of {', '.join(PARTS)}")
     parser.add_argument("--implementation", help="of ring_attention; default its own choice")
     parser.add_argument("--rounds", type=command_line.positive(int), default=5)
     parser.add_argument("--seconds", type=command_line.positive(float), default=0.1, help="queued work of one turn")
@@ -61,6 +62,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--strategy", default="ring", choices=STRATEGIES, help="of ring_attention")
     told = "of ring_attention: steps that sends go ahead; default its own choice"
     parser.add_argument("--sends-ahead", type=command_line.positive(int), help=told)
+    told = "so many GPUs exchange heads by permutes, more by all-to-alls; default what the block specs say"
+    parser.add_argument("--permutes-up-to", type=command_line.positive(int), help=told)
     parser.add_argument("--nccl", action="store_true", help="sends by NCCL's kernels, without compiler_options")
     told = "tokens before its own that a query sees in the causal cases; 0 for all"
     parser.add_argument("--window", type=int, default=0, help=told)
@@ -81,6 +84,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             text = getattr(args, name)
             setattr(args, name, command_line.numbers(text) if text or name in ("devices", "tokens") else [])
         args.mode = command_line.names("mode", args.mode, MODES)
+        args.parts = command_line.names("parts", args.parts, PARTS)
         for tokens in args.tokens:
             for devices in args.devices:
                 if tokens % (2 * devices):
@@ -101,11 +105,13 @@ def cases(args: argparse.Namespace) -> list[RingCase]:
             head_dim=args.head_dim,
             causal=causal,
             modes=tuple(args.mode) if causal else ("fwd",),
+            parts=tuple(args.parts),
             implementation=args.implementation,
             strategy=args.strategy,
             window=args.window if causal else 0,
             sends_ahead=args.sends_ahead,
             has_copies=not args.nccl,
+            permutes_up_to=args.permutes_up_to,
             rounds=args.rounds,
             seconds=args.seconds,
             check=devices > 1 and tokens <= args.check,
@@ -189,7 +195,8 @@ class Run:
             command, asked, limit=self.args.limit, deadline=self.deadline, environment=environment
         )  # fmt: skip
         for case, (_, rows, reason) in zip(todo, answers, strict=True):
-            self.results["rows"] += rows or failed(case, contenders[: 1 if case.devices == 1 else None], reason)
+            told = contenders[:1] if case.devices == 1 else [x for x in contenders if x not in PARTS or x in case.parts]
+            self.results["rows"] += rows or failed(case, told, reason)
             say(f"{case.label}: {reason or 'done'}")
             self.save()
 

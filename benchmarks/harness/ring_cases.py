@@ -20,6 +20,7 @@ from jax import lax
 from harness.cases import DTYPES, Case, relative_error
 from harness.timing import Contender, alternate, host_timer, skipped, spread
 from jax_kernels import compiler_options, flash_attention, ring_attention, shard_sequence
+from jax_kernels.pallas.block_specs import sm90
 
 __all__ = ["PARTS", "RingCase", "measure", "row_of"]
 
@@ -35,7 +36,8 @@ class RingCase:
     check: whether the op is held against flash_attention on one device, which takes all tokens' memory. parts: of
     PARTS. once: its first call alone is timed, for a case that takes many seconds. window: the tokens before its own
     that a query sees, under a causal mask; 0 for all. sends_ahead: as in ring_attention; XLA hides so many at a time.
-    has_copies: whether sends are copies from GPU to GPU, by compiler_options.
+    has_copies: whether sends are copies from GPU to GPU, by compiler_options. permutes_up_to: so many devices exchange
+    heads by permutes; None for what the block specs say.
     """
 
     devices: int
@@ -54,6 +56,7 @@ class RingCase:
     window: int = 0
     sends_ahead: int | None = None
     has_copies: bool = True
+    permutes_up_to: int | None = None
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -86,6 +89,7 @@ def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
         "window": case.window,
         "sends_ahead": case.sends_ahead,
         "has_copies": case.has_copies,
+        "permutes_up_to": case.permutes_up_to,
         "contender": contender.name,
         "calls_per_turn": contender.calls,
     } | contender.findings
@@ -111,7 +115,7 @@ def measure(case: RingCase) -> list[dict[str, Any]]:
     contenders = [(mode, Contender(part, "jax")) for mode in case.modes for part in parts]
     lowered, memory = [], {}
     for mode, contender in contenders:
-        with contender.attempt():
+        with contender.attempt(), _permutes_up_to(case.permutes_up_to):
             program, used = _program(case, mesh, mode, contender.name, arrays)
             lowered.append((mode, contender, program.lower(*used), used))
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -134,6 +138,14 @@ def measure(case: RingCase) -> list[dict[str, Any]]:
         row_of(case, mode, contender) | {"gigabytes": memory.get((mode, contender.name))}
         for mode, contender in contenders
     ]
+
+
+@contextlib.contextmanager
+def _permutes_up_to(devices: int | None) -> Iterator[None]:
+    """Programs that are traced meanwhile exchange heads by permutes among so many devices; None changes nothing."""
+    rows = sm90.RING if devices is None else [dataclasses.replace(row, permutes_up_to=devices) for row in sm90.RING]
+    with unittest.mock.patch.object(sm90, "RING", tuple(rows)):
+        yield
 
 
 def _gigabytes(run: Any) -> float:

@@ -1,4 +1,4 @@
-"""ring_attention on two GPUs: as exact as flash_attention on one, in every layout and under every mask."""
+"""ring_attention on two and four GPUs: as exact as flash_attention on one, in every layout and under every mask."""
 
 import functools
 
@@ -15,6 +15,10 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(DEVICES < 2, reason=f"needs two NVIDIA GPUs for a ring, found {DEVICES}"),
     pytest.mark.timeout(300),
+]
+COUNTS = [
+    2,
+    pytest.param(4, marks=pytest.mark.skipif(DEVICES < 4, reason=f"needs four NVIDIA GPUs, found {DEVICES}")),
 ]
 TOKENS = 2048
 RESULTS = "out", "lse", "dq", "dk", "dv", "dsinks"
@@ -36,17 +40,18 @@ CASES = {
 }
 
 
-def arrays(options, head_dim, tokens=TOKENS):
-    """query, key, value, ids, sinks, dout, dlse, in float32 as bfloat16 rounds them."""
+def arrays(options, head_dim, count=2):
+    """query, key, value, ids, sinks, dout, dlse, in float32 as bfloat16 rounds them. count: the devices."""
+    tokens, heads = TOKENS, 2 * count
     random = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.bfloat16).astype(jnp.float32)
-    query, key, value = (normal(2, tokens, heads, head_dim) for heads in (4, 2, 2))
+    query, key, value = (normal(2, tokens, n, head_dim) for n in (heads, count, count))
     ids = jnp.asarray(np.sort(random.integers(-1, 3, (2, tokens)), axis=1), jnp.int32)
     return (
         *(query, key, value),
         ids if options.pop("segment_ids", False) else None,
-        normal(4) if options.pop("sinks", False) else None,
-        *(normal(2, tokens, 4, head_dim), normal(2, 4, tokens)),
+        normal(heads) if options.pop("sinks", False) else None,
+        *(normal(2, tokens, heads, head_dim), normal(2, heads, tokens)),
     )
 
 
@@ -63,9 +68,8 @@ def rounded(given):
     return query, key, value, ids, sinks, dout, dlse
 
 
-def on_two(layout, options, check_vma, given):
-    """The ring's results over two GPUs, in the order of the tokens; over four for what two have nothing of."""
-    count = 4 if "sends_ahead" in options and DEVICES >= 4 else 2
+def over(count, layout, options, check_vma, given):
+    """The ring's results over so many GPUs, in the order of the tokens."""
     mesh = jax.make_mesh((count,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
     options = {"strategy": "ring"} | options
     attention = functools.partial(ring_attention, axis_name="sequence", layout=layout, return_lse=True, **options)
@@ -103,33 +107,35 @@ def errors(got, want):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", CASES)
-def test_two_gpus_are_as_exact_as_one(name, head_dim):
+@pytest.mark.parametrize("count", COUNTS)
+def test_many_gpus_are_as_exact_as_one(count, name, head_dim):
     layout, options, check_vma = CASES[name]
     options = dict(options)
-    given = arrays(options, head_dim)
+    given = arrays(options, head_dim, count)
     alone = {key: value for key, value in options.items() if key not in ("strategy", "sends_ahead")}
     attend = functools.partial(flash_attention, return_lse=True, **alone)
     with jax.default_matmul_precision("highest"):
         want = jax.jit(functools.partial(both, functools.partial(attend, implementation="xla")))(*given)
     of_one = errors(jax.jit(functools.partial(both, attend))(*rounded(given)), want)
-    of_two = errors(on_two(layout, options, check_vma, rounded(given)), want)
-    assert of_two.keys() == of_one.keys()
-    for what, error in of_two.items():
+    of_many = errors(over(count, layout, options, check_vma, rounded(given)), want)
+    assert of_many.keys() == of_one.keys()
+    for what, error in of_many.items():
         # A step's softmax starts from its own maximum; lse is exact to float32.
         assert error < max(1.3 * of_one[what], 1e-5), (what, error, of_one[what])
 
 
 def test_the_same_bits_twice():
     given = rounded(arrays({}, 128))
-    once, again = (on_two("zigzag", {"is_causal": True, "deterministic": True}, True, given) for _ in range(2))
+    once, again = (over(2, "zigzag", {"is_causal": True, "deterministic": True}, True, given) for _ in range(2))
     for x, y in zip(once[:5], again[:5], strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_to_all"])
-def test_sends_by_copies_give_the_same_bits(strategy):
+@pytest.mark.parametrize("count", COUNTS)
+def test_sends_by_copies_give_the_same_bits(count, strategy):
     """Many calls are queued, each on the results of the one before, so that what is sent stands where others stood."""
-    mesh = jax.make_mesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((count,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:count])
     options = compiler_options(mesh)
     assert len(options) == 2, options
     attend = functools.partial(
