@@ -212,7 +212,7 @@ class RingRow:
     strategy: str
     differentiated: str | None = None
     sends_ahead: int = 1
-    permutes_up_to: int = 2
+    permutes_up_to: int = 4
     up_to: int | None = None
     is_windowed: bool | None = None
 
