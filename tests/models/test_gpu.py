@@ -9,9 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_kernels.models import Trainer, Transformer, TransformerConfig
+from jax_kernels.models import Trainer, Transformer, TransformerConfig, make_mesh, shard_batch
 
 pytestmark = pytest.mark.gpu
+DEVICES = jax.device_count() if jax.default_backend() == "gpu" else 0
 
 CONFIG = TransformerConfig(
     vocab_size=1000, model_dim=256, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=512, dtype="bfloat16"
@@ -63,3 +64,31 @@ def test_a_trainer_learns_a_batch_by_heart():
     batch = tokens(), jnp.roll(tokens(), -1, 1)
     losses = [float(trainer.train(batch)["loss"]) for _ in range(20)]
     assert losses[-1] < 0.7 * losses[0]
+
+
+MESHES = [
+    *({axis: 2} for axis in ("data", "fsdp", "tensor", "sequence", "pipeline")),
+    {"data": 2, "sequence": 2},
+    {"fsdp": 2, "tensor": 2},
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(DEVICES < 2, reason=f"needs two NVIDIA GPUs, found {DEVICES}")
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_mesh_trains_as_one_gpu_does(axes):
+    """Three steps of SGD, whose second and third losses depend on all gradients before them."""
+    if (count := int(np.prod(list(axes.values())))) > DEVICES:
+        pytest.skip(f"needs {count} NVIDIA GPUs, found {DEVICES}")
+    batch = jax.random.randint(jax.random.key(0), (4, 1024), 0, CONFIG.vocab_size)
+
+    def losses(axes):
+        size = int(np.prod(list(axes.values())))
+        mesh = make_mesh(axes, devices=jax.devices()[:size])
+        trainer = Trainer(dataclasses.replace(CONFIG, remat="products"), optax.sgd(1.0), mesh=mesh)
+        placed = [shard_batch(x, mesh) for x in (batch, jnp.roll(batch, -1, 1))]
+        return [float(trainer.train(tuple(placed))["loss"]) for _ in range(3)]
+
+    want, got = losses({"data": 1}), losses(axes)
+    assert want[2] < want[0] - 0.02
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-3)
