@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from jax_kernels.low_bit import LowBit
 
 
@@ -95,6 +97,7 @@ class MatmulOptions:
         load_up: gives up when it is needed; None where there is none.
         """
         assert self.derivative is not None
+        z = in_range(z, self.out_dtype)
         activated, dz = z if self.activation is None else self.activation(z), g * self.derivative(z)
         if load_up is not None:
             yield "up", g * activated
@@ -102,3 +105,14 @@ class MatmulOptions:
             activated, dz = activated * up, dz * up
         yield "out", dz
         yield "activated", activated
+
+
+def in_range(z: Any, dtype: Any) -> Any:
+    """A float32 preactivation that was saved in this dtype: float16's infinities become its largest numbers.
+
+    They were finite sums. Of an infinity silu's derivative, say, is NaN.
+    """
+    if jnp.dtype(dtype) != jnp.float16:
+        return z
+    top = float(jnp.finfo(jnp.float16).max)
+    return jnp.minimum(jnp.maximum(z, -top), top)

@@ -9,12 +9,20 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels import low_bit
+from jax_kernels.derivatives import without_derivative
 from jax_kernels.low_bit import LowBit
 
 __all__ = ["QuantizedArray", "dequantize", "quantize", "quantize_fp8"]
 
 FORMATS = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 SCALINGS = ("tensor", "row", "block")
+_NO_DERIVATIVE = (
+    "quantize: rounding to few bits has no derivative. Give it y = jax.lax.stop_gradient(x). To let x's own gradient "
+    "through: x + (dequantize(quantize(y)) - y)"
+)
+_NO_DERIVATIVE_OF_VALUES = (
+    "dequantize: numbers of 8 bits have no gradients. Differentiate with respect to the scale, or to what was rounded"
+)
 BLOCK = 128  # rows and columns that share a scale
 
 
@@ -102,6 +110,7 @@ def quantize(
     Raises:
       TypeError: x is no float array, or scale no float32 array.
       ValueError: format, scaling, axis, group_size, scale_dtype or scale's shape is wrong.
+      NotImplementedError: a gradient with respect to x is taken. The message says how to let it through.
 
     Sources: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; "OCP Microscaling Formats
     (MX) Specification", version 1.0 (2023).
@@ -149,11 +158,18 @@ def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype:
     if group_size is not None and group_size not in sizes:
         want = f"None or one of {', '.join(map(str, sizes))}" if sizes else "None"
         raise ValueError(f"group_size: got {group_size!r} with format {format!r}, want {want}")
-    if scale_dtype is not None and (is_mx or jnp.dtype(scale_dtype) not in (jnp.float32, jnp.bfloat16)):
+    if scale_dtype is not None and (is_mx or not _is_dtype(scale_dtype, jnp.float32, jnp.bfloat16)):
         want = "None" if is_mx else "float32, bfloat16 or None"
         raise ValueError(f"scale_dtype: got {scale_dtype} with format {format!r}, want {want}")
     group = low_bit.MX_BLOCK if is_mx else None if scaling == "row" else group_size or 128
     return LowBit(format=format, group=group)
+
+
+def _is_dtype(dtype: Any, *wanted: Any) -> bool:
+    try:
+        return jnp.dtype(dtype) in wanted
+    except TypeError:
+        return False
 
 
 def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> QuantizedArray:
@@ -181,11 +197,15 @@ def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> Quant
 def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:
     """The array values * scale, rounded to dtype once.
 
+    It has gradients with respect to the scale.
+
     Raises:
       TypeError: x is no QuantizedArray.
+      NotImplementedError: a gradient with respect to the values is taken.
     """
     if not isinstance(x, QuantizedArray):
         raise TypeError(f"x: got {type(x).__name__}, want a QuantizedArray")
+    x = dataclasses.replace(x, values=_only_values(x.values))
     if x.layout is not None:
         found = low_bit.dequantized(x.values, x.scale, x.layout, x.length or 0).astype(dtype)
         return found if x.axis == -1 else jnp.swapaxes(found, -1, -2)
@@ -271,9 +291,14 @@ def _saturated(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _checked(x: Any) -> jax.Array:
+    """x, which is not to be differentiated. Raises TypeError."""
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, want a float array")
-    return jnp.asarray(x)
+    return _to_be_rounded(jnp.asarray(x))
+
+
+_to_be_rounded = without_derivative(lambda x: x, _NO_DERIVATIVE)
+_only_values = without_derivative(lambda values: values, _NO_DERIVATIVE_OF_VALUES)
 
 
 def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.Array, jax.Array]:
@@ -299,6 +324,7 @@ def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.A
     Raises:
       TypeError: x is no float array.
       ValueError: x lacks an axis of `axis`, or `axis` has one twice.
+      NotImplementedError: a gradient with respect to x is taken.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433.
     """

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 from jax_kernels.pallas.mosaic import elementwise
 from jax_kernels.score_mod.tiles import TRITON_ELEMENTWISE, primitives
 
-__all__ = ["ACTIVATIONS", "derivative_of", "not_for_mosaic", "not_for_triton"]
+__all__ = ["ACTIVATIONS", "check_elementwise", "derivative_of", "not_for_mosaic", "not_for_triton"]
+
+
+# The primitives that make a number of several.
+_JOINING = {
+    *(f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or", "xor")),
+    *(f"cum{name}" for name in ("sum", "prod", "max", "min", "logsumexp")),
+    *("argmax", "argmin", "sort", "dot_general", "conv_general_dilated"),
+}
 
 
 def relu(x: jax.Array) -> jax.Array:
@@ -79,6 +87,21 @@ _DERIVATIVES = {
     sigmoid: _d_sigmoid,
     tanh: _d_tanh,
 }
+
+
+def check_elementwise(activation: Callable[[Any], Any]) -> None:
+    """Raises TypeError or ValueError for a function whose numbers do not each come of one number alone."""
+    try:
+        program = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct((2, 3), jnp.float32))
+    except Exception as error:
+        raise TypeError(f"activation: it raised {type(error).__name__} for float32 numbers: {error}") from error
+    if any(isinstance(x, jax.core.Tracer) for x in program.consts):
+        raise ValueError("activation: it closes over an array that JAX traces, want numbers or arrays that are known")
+    got = [(x.shape, str(x.dtype)) for x in program.out_avals]
+    if len(got) != 1 or got[0][0] != (2, 3) or not got[0][1].startswith(("float", "bfloat")):
+        raise ValueError(f"activation: of float32 numbers [2, 3] it gives {got}, want as many floats")
+    if joins := sorted(set(primitives(program.jaxpr.eqns)) & _JOINING):
+        raise ValueError(f"activation: it has {', '.join(joins)}, want a function of each number alone")
 
 
 @functools.cache

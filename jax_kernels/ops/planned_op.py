@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels import dispatch
+from jax_kernels.derivatives import NO_SECOND, without_derivative
 from jax_kernels.dispatch import Implementation, Plan, Request
 
 __all__ = [
@@ -150,9 +151,12 @@ def kernel(function: Callable[..., Any], direction: str = "forward", *, once: bo
 
     once: a program traces and lowers equal calls once. JAX numbers the kernels of a program, so that the same kernel
     would be compiled again under another name. The function then takes (arrays, options, *arrays) and its blocks.
+
+    Pallas has no derivative of such kernels: NotImplementedError tells so.
     """
     if once:
         function = jax.jit(function, static_argnums=1, static_argnames=("config", "core_count", "interpret"))
+    function = without_derivative(function, NO_SECOND)
 
     def run(*args: Any, config: Blocks, **rest: Any) -> Any:
         blocks = {"config": getattr(config, direction), "core_count": config.core_count}

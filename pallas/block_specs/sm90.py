@@ -191,8 +191,8 @@ NORM = (
 # tokens on each 0.202, 0.236 and 0.417, 0.412; 2,048 tokens 0.273, 0.258 and 0.588, 0.690; 4,096 tokens 0.390, 0.454
 # and 1.293, 1.547. Two H100s, "ring" and "all_to_all": with 8,192 tokens 1.103, 1.259 and 4.216, 4.011; 32,768 tokens
 # 13.31, 14.08 and 54.52, 52.77; 65,536 tokens 54.74, 55.69 and 217.7, 208.9; a decoder's step with 4,096 tokens of four
-# sequences 292.5 and 288.1. That step with sends by copies: ring 281.4, all-to-alls 275.5, permutes 271.2. Four H100s with
-# copies, "ring", "all_to_all" by all-to-alls and by permutes: with 4,096 tokens on each 0.739, 0.875, 0.750 and 2.672,
-# 2.302, 2.190; 16,384 tokens 7.235, 7.499, 7.164 and 28.73, 27.73, 27.25. Sends two steps ahead 0.739 and 2.627; 7.444
-# and 29.25. More GPUs, and windows, are not measured.
+# sequences 292.5 and 288.1. That step with sends by copies: ring 281.4, all-to-alls 275.5, permutes 271.2. Four H100s
+# with copies, "ring", "all_to_all" by all-to-alls and by permutes: with 4,096 tokens on each 0.739, 0.875, 0.750 and
+# 2.672, 2.302, 2.190; 16,384 tokens 7.235, 7.499, 7.164 and 28.73, 27.73, 27.25. Sends two steps ahead 0.739 and 2.627;
+# 7.444 and 29.25. More GPUs, and windows, are not measured.
 RING = (RingRow(strategy="ring", differentiated="all_to_all", is_windowed=False), RingRow(strategy="ring"))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import explain, gated_matmul, matmul
+from jax_kernels import explain, gated_matmul, matmul, mlp
 from jax_kernels import testing_matmul as matmul_cases
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.activations import ACTIVATIONS
@@ -161,8 +161,35 @@ BAD = {
     ),
     "activation_type": (lambda: matmul(X, W, activation=3), TypeError, "activation: got int, want a name"),
     "out_dtype": (lambda: matmul(X, W, out_dtype="int8"), TypeError, "out_dtype: got int8, want bfloat16, float16"),
-    "precision": (lambda: matmul(X, W, precision="tf32"), ValueError, "it is for float32 inputs"),
-    "precision_name": (lambda: matmul(X, W, precision="bf16"), ValueError, "precision: got 'bf16', want 'fp32'"),
+    "precision": (lambda: matmul(X, W, precision="tf32"), ValueError, "it is for float32"),
+    "precision_name": (lambda: matmul(X, W, precision="fp9"), ValueError, "precision: got 'fp9', want 'fp32'"),
+    "precision_of_8_bits": (
+        lambda: matmul(X.astype("float8_e4m3fn"), W.astype("float8_e4m3fn"), precision="bf16"),
+        ValueError,
+        "precision: got 'bf16' with x of dtype float8_e4m3fn, want 'fp8' or None",
+    ),
+    "sum_as_activation": (
+        lambda: matmul(X, W, activation=jnp.sum),
+        ValueError,
+        "activation: of float32 numbers [2, 3] it gives [((), 'float32')]",
+    ),
+    "softmax_as_activation": (
+        lambda: matmul(X, W, activation=jax.nn.softmax),
+        ValueError,
+        "activation: it has reduce_max, reduce_sum, want a function of each number alone",
+    ),
+    "row_as_activation": (lambda: matmul(X, W, activation=lambda z: z[0]), ValueError, "it gives [((3,), 'float32')]"),
+    "broken_activation": (
+        lambda: matmul(X, W, activation=lambda z: 1 / 0),
+        TypeError,
+        "activation: it raised ZeroDivisionError",
+    ),
+    "traced_activation": (
+        lambda: jax.grad(lambda a: matmul(X, W, activation=lambda z: a * z).sum())(0.1),
+        ValueError,
+        "activation: it closes over an array that JAX traces",
+    ),
+    "gate": (lambda: gated_matmul(X, W[:-1], W[:-1]), ValueError, "w_gate: got shape"),
     "gated": (
         lambda: gated_matmul(X, W, W[:, :3]),
         ValueError,
@@ -202,7 +229,6 @@ NOT_FOR_TRITON = {
     "empty": ({"x": (0, 512)}, "a size is 0"),
     "arrays": ({"activation": lambda z: z * TABLE[0]}, "its activation closes over arrays"),
     "erf": ({"activation": lambda z: jax.scipy.special.erf(z)}, "of its activation it cannot compute erf"),
-    "axes": ({"activation": lambda z: z[0]}, "its activation raised IndexError when traced for a number"),
     "large": ({"x": (8, 1 << 20), "w": (1 << 20, 1 << 10)}, "does not reach all of an array of 2 to 4 GiB"),
     "old": ({"device": "V100"}, "it needs compute capability 8.0"),
 }
@@ -245,3 +271,53 @@ def test_parts_of_rows(monkeypatch):
     np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2)
     for a, b in zip(vjp(residual), of_want(residual), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_products_of_rounded_operands(precision):
+    dtype = {"bf16": jnp.bfloat16, "fp16": jnp.float16}[precision]
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(5, 16), (16, 8)]))
+    exact = lambda y: np.asarray(y.astype(dtype), np.float64)
+    out, vjp = jax.vjp(lambda x, w: matmul(x, w, precision=precision), x, w)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, exact(x) @ exact(w), rtol=0, atol=2e-6)
+    dx, dw = vjp(jnp.ones_like(out))
+    assert dx.dtype == dw.dtype == jnp.float32
+    np.testing.assert_allclose(dx, np.ones(out.shape) @ exact(w).T, rtol=1e-2, atol=1e-2)
+    of_both = gated_matmul(x, w, w, precision=precision)
+    np.testing.assert_allclose(of_both, jax.nn.silu(out) * out, rtol=1e-5, atol=1e-5)
+    assert matmul(x, w, precision=precision, out_dtype=dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("factor", [1e5, 3e-8])
+def test_float32_cotangents_beside_float16(factor):
+    """Float16 has neither number."""
+    x, w = jnp.ones((4, 8), jnp.float16), jnp.full((8, 6), 2, jnp.float16)
+    for call in (matmul, lambda x, w, **rest: gated_matmul(x, w, w, activation=lambda z: z, **rest)):
+        out, vjp = jax.vjp(lambda x, w, call=call: call(x, w, out_dtype="float32"), x, w)
+        got = vjp(jnp.full(out.shape, factor))
+        with jax.default_matmul_precision("highest"):
+            exact = lambda x, w, call=call: call(x.astype(jnp.float32), w.astype(jnp.float32))
+            want = jax.vjp(exact, x, w)[1](jnp.full(out.shape, factor))
+        for g, r in zip(got, want, strict=True):
+            np.testing.assert_array_equal(g, r)
+    grad = jax.grad(lambda bias: (matmul(x, w, bias=bias, out_dtype="float32") * 1.003).sum())(jnp.zeros(6))
+    np.testing.assert_allclose(grad, 4 * 1.003, rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "tanh"])
+def test_float16_sums_beyond_its_range(activation, implementation, monkeypatch):
+    """x @ w is -160,000: out is 0 or -1, and its derivative 0."""
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    x, w = jnp.full((16, 16), 100, jnp.float16), jnp.full((16, 16), -100, jnp.float16)
+    options = {"activation": activation, "implementation": implementation}
+    small = w * 1e-4
+    calls = {
+        "matmul": lambda x: matmul(x, w, **options),
+        "gated_matmul": lambda x: gated_matmul(x, w, small, **options),
+        "mlp": lambda x: mlp(x, small, small, w_gate=w, **options),
+    }
+    for name, call in calls.items():
+        gradient = jax.grad(lambda x, call=call: call(x).astype(jnp.float32).sum())(x)
+        assert jnp.isfinite(gradient).all(), name

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import explain
+from jax_kernels import dilated_attention, explain, flash_attention, gated_matmul, matmul, mlp, rms_norm
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.ops.planned_op import Blocks, PlannedOp, batched, join_batch, kernel, split_batch, under_defaults
@@ -106,3 +106,30 @@ def test_under_defaults():
             jnp.ones((2, 2)) + jnp.ones(2)
     assert str(inspect.signature(added)) == "(x, *, y=1)"
     assert added.__doc__ == "Its words."
+
+
+@pytest.mark.parametrize("name", ["matmul", "gated_matmul", "mlp", "rms_norm", "flash_attention", "dilated_attention"])
+def test_second_derivatives(name, monkeypatch):
+    """By kernels, and of attention, a clear error; by XLA those of products and norms are right."""
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    x = jax.random.normal(jax.random.key(0), (16, 16), jnp.bfloat16)
+    heads = x.reshape(1, 8, 2, 16)
+    pattern = {"segment_lengths": (4,), "dilation_rates": (1,)}
+    calls = {
+        "matmul": lambda x, **how: matmul(x, x, activation="silu", **how),
+        "gated_matmul": lambda x, **how: gated_matmul(x, x, x, **how),
+        "mlp": lambda x, **how: mlp(x, x, x, w_gate=x, **how),
+        "rms_norm": rms_norm,
+        "flash_attention": lambda x, **how: flash_attention(x, x, x, **how),
+        "dilated_attention": lambda x, **how: dilated_attention(x, x, x, **pattern, **how),
+    }
+    given = heads if "attention" in name else x
+    first = lambda x, how: jax.grad(lambda x: calls[name](x, implementation=how).astype(jnp.float32).sum())(x)
+    second = lambda how: jax.grad(lambda x: (first(x, how).astype(jnp.float32) ** 2).sum())(given)
+    with pytest.raises(NotImplementedError, match="gradients of gradients"):
+        second("triton")
+    if "attention" in name:
+        with pytest.raises(NotImplementedError, match="gradients of gradients"):
+            second("xla")
+    else:
+        assert jnp.abs(second("xla").astype(jnp.float32)).max() > 0

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.derivatives import NO_SECOND, without_derivative
 from jax_kernels.dispatch import Implementation, Plan, Request, interpreting
 from jax_kernels.masks.lists import count_arrays_by
 from jax_kernels.ops import reasons
@@ -356,6 +357,10 @@ IMPLEMENTATIONS = {
         "cudnn", _without_mask_objects(_supports_cudnn), lambda request: (None, "heuristic"), _cudnn, None
     ),
     "xla": Implementation(
-        "xla", lambda request: None, lambda request: (None, "heuristic"), _xla_forward, _xla_backward
+        "xla",
+        lambda request: None,
+        lambda request: (None, "heuristic"),
+        without_derivative(_xla_forward, NO_SECOND),
+        without_derivative(_xla_backward, NO_SECOND),
     ),
 }

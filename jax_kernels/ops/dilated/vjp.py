@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.derivatives import NO_SECOND, without_derivative
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.vjp import AttentionCall
 from jax_kernels.ops.dilated import ring
@@ -146,7 +147,7 @@ def _dilated(call, arrays):
 
 @under_defaults
 def _dilated_fwd(call, arrays):
-    out, lse = _forward(call, call.differentiated, arrays)
+    out, lse = without_derivative(functools.partial(_forward, call, call.differentiated), NO_SECOND)(arrays)
     return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
 
 

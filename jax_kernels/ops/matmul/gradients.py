@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels import dispatch
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult, in_range
 from jax_kernels.ops.matmul.partitioning import shared_matmul
 from jax_kernels.ops.matmul.table import BY_ROWS, IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.partitioning import is_partitioned
@@ -39,31 +39,70 @@ def _forward(call, inputs):
 def _backward(call, residuals, dout):
     inputs, saved = residuals
     dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
-    dz, dup = (None if y is None else y.astype(inputs.x.dtype) for y in (dz, dup))
     dbias = None
-    if inputs.bias is not None:
+    if inputs.bias is not None and dout.dtype != inputs.x.dtype:
+        dbias = dz.sum(axis=0).astype(inputs.bias.dtype)
+    scaled = _Scaled.of(dz, dup, dout.dtype, inputs.x.dtype)
+    dz, dup = scaled.dz, scaled.dup
+    if inputs.bias is not None and dbias is None:
         dz = lax.optimization_barrier(dz)  # else XLA writes dz in float32, for the sum, and reads it again
         dbias = dz.sum(axis=0, dtype=jnp.float32).astype(inputs.bias.dtype)
-    dx = product(call, dz, inputs.w, x_up=dup, w_up=inputs.w_up, transpose_w=not call.options.transpose_w)
-    dw = weight_gradient(call, inputs.x, dz)
-    dw_up = None if dup is None else weight_gradient(call, inputs.x, dup)
+    dx = scaled.back(
+        functools.partial(product, call, dz, inputs.w, x_up=dup, w_up=inputs.w_up),
+        transpose_w=not call.options.transpose_w,
+    )
+    dw = scaled.back(functools.partial(weight_gradient, call, inputs.x, dz))
+    dw_up = None if dup is None else scaled.back(functools.partial(weight_gradient, call, inputs.x, dup))
     dresidual = None if inputs.residual is None else dout
     return (MatmulInputs(x=dx, w=dw, bias=dbias, residual=dresidual, w_up=dw_up),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Scaled:
+    """Cotangents in x's dtype for products, over `scale`; None is 1.
+
+    Float16 lacks numbers that the float32 cotangents of a float32 out may have. A power of two brings the largest to
+    2**14.
+    """
+
+    dz: jax.Array
+    dup: jax.Array | None
+    scale: jax.Array | None
+    dtype: Any
+
+    @classmethod
+    def of(cls, dz: jax.Array, dup: jax.Array | None, of_out: Any, dtype: Any) -> "_Scaled":
+        """of_out: the dtype of out. dtype: x's."""
+        scale, all_of = None, [y for y in (dz, dup) if y is not None]
+        if dtype == jnp.float16 and of_out == jnp.float32:
+            largest = functools.reduce(jnp.maximum, [jnp.abs(y).max(initial=0) for y in all_of])
+            _, exponent = jnp.frexp(jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1))
+            scale = jnp.ldexp(jnp.float32(1), jnp.clip(exponent - 14, -126, 126))
+            all_of = [y / scale for y in all_of]
+        rounded = [y.astype(dtype) for y in all_of]
+        return cls(dz=rounded[0], dup=None if dup is None else rounded[1], scale=scale, dtype=dtype)
+
+    def back(self, of_out_dtype: Callable[..., jax.Array], **options: Any) -> jax.Array:
+        """The product, a function with out_dtype, times the scale; in x's dtype."""
+        if self.scale is None:
+            return of_out_dtype(**options)
+        return (of_out_dtype(out_dtype="float32", **options) * self.scale).astype(self.dtype)
 
 
 def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -> tuple[Any, Any]:
     """The gradients of x @ w + bias, and of x @ w_up, None without one; float32."""
     if saved.preactivation is None:
         return dout, None
-    activated, vjp = jax.vjp(options.activation or (lambda z: z), saved.preactivation.astype(jnp.float32))
+    z = in_range(saved.preactivation.astype(jnp.float32), saved.preactivation.dtype)
+    activated, vjp = jax.vjp(options.activation or (lambda z: z), z)
     if saved.up is None:
         return vjp(dout)[0], None
     return vjp(dout * saved.up.astype(jnp.float32))[0], dout * activated
 
 
-def weight_gradient(call: PlannedCall, x: Any, dz: Any) -> jax.Array:
+def weight_gradient(call: PlannedCall, x: Any, dz: Any, out_dtype: str | None = None) -> jax.Array:
     """dw = xᵀ dz."""
-    return product(call, *((dz, x) if call.options.transpose_w else (x, dz)), transpose_x=True)
+    return product(call, *((dz, x) if call.options.transpose_w else (x, dz)), transpose_x=True, out_dtype=out_dtype)
 
 
 planned.defvjp(_forward, _backward)

@@ -1,8 +1,10 @@
 """matmul and gated_matmul: a product of matrices, or two, with their epilogue."""
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 from jax_kernels import dispatch
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.ops import checks
-from jax_kernels.ops.activations import ACTIVATIONS
+from jax_kernels.ops.activations import ACTIVATIONS, check_elementwise
 from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import fp8, gradients, low_bit
 from jax_kernels.ops.matmul.table import GATED, OP, MatmulRequest, request_of
@@ -22,6 +24,7 @@ from jax_kernels.quantization import QuantizedArray
 __all__ = ["GATED", "OP", "check", "check_gated", "gated_matmul", "matmul", "run"]
 
 DTYPES = (*checks.DTYPES, *fp8.DTYPES)
+ROUNDED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 
 
 @with_explicit_axes(as_product)
@@ -72,8 +75,9 @@ def matmul(
         still to be rounded None finds scales from their largest numbers; others are scales that were found before
         ("delayed scaling"), beyond whose range numbers saturate. For arrays of 8 bits None is 1.
       transpose_w: whether w is [N, K], as torch.nn.Linear has it.
-      out_dtype: bfloat16, float16 or float32; None is x's dtype, or bfloat16 where that has 8 bits.
-      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32"; for all, "fp8". None for others.
+      out_dtype: bfloat16, float16 or float32; None is x's dtype, as it was given, or bfloat16 where that has 8 bits.
+      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32"; for all, "fp8", "bf16" or "fp16", to
+        which x and w are rounded first. None is the products of x's dtype.
       scaling: of 8-bit products, which numbers share a scale. "tensor": all, scales []. "row": the rows of x and the
         columns of w, x_scale [...] and w_scale [N]. "block": 128 x 128 numbers, x_scale [ceil(M / 128), ceil(K / 128)]
         with M the product of x's axes but the last, and w_scale [ceil(K / 128), ceil(N / 128)], transposed with
@@ -182,9 +186,13 @@ def check_gated(
     got_shape, want_shape = (None if x is None else jnp.shape(x) for x in (up_scale, gate_scale))
     if got_shape != want_shape:
         raise ValueError(f"w_up_scale: got shape {got_shape}, want w_gate_scale's {want_shape}")
-    request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
+    with _told_as("w_gate"):
+        request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
+    if w_up.dtype != inputs.w.dtype:
+        w_up = w_up.astype(inputs.w.dtype)
     if options.scaling is not None and up_scale is not None:
-        _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
+        with _told_as("w_up"):
+            _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
         inputs = inputs._replace(w_up_scale=of_second.w_scale)
     elif inputs.w_scale is not None:
         inputs = inputs._replace(w_up_scale=inputs.w_scale)  # 8 bits without scales
@@ -201,10 +209,22 @@ def _check_gated_low_bit(
     ]
     if kinds[0] != kinds[1]:
         raise ValueError(f"w_up: got {kinds[1]}, want w_gate's layout, shape and dtype of scales: {kinds[0]}")
-    _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
-    request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
+    with _told_as("w_up"):
+        _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
+    with _told_as("w_gate"):
+        request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
     inputs = inputs._replace(w_up=of_second.w, w_up_scale=of_second.w_scale)
     return dataclasses.replace(request, op="gated_matmul", is_gated=True), inputs, options
+
+
+@contextlib.contextmanager
+def _told_as(name: str) -> Iterator[None]:
+    """Errors about w name this argument in its place."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        arguments, colon, told = str(error).partition(":")
+        raise type(error)(re.sub(r"\bw(?=_scale\b|\b)", name, arguments) + colon + told) from None
 
 
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
@@ -231,6 +251,8 @@ def check(
         return _checked_low_bit(x, w, bias, activation, residual, transpose_w, out_dtype, precision)
     x, x_scale, of_x = fp8.as_arrays("x", x, x_scale, -1)
     w, w_scale, of_w = fp8.as_arrays("w", w, w_scale, -1 if transpose_w else -2)
+    given = getattr(x, "dtype", None)
+    x, w, precision = _rounded(x, w, precision)
     x, w = _checked_operands(x, w, transpose_w)
     is_quantized = x.dtype in fp8.DTYPES
     precision = _checked_precision(precision, x.dtype)
@@ -241,7 +263,7 @@ def check(
         scales = fp8.checked_scales(x, w, x_scale, w_scale, scaling, transpose_w)
     elif (x_scale, w_scale, scaling) != (None, None, None):
         raise ValueError("x_scale, w_scale, scaling: got one without precision='fp8' or arrays of 8 bits, want None")
-    out_dtype = (jnp.dtype(jnp.bfloat16) if is_quantized else x.dtype) if out_dtype is None else _out_dtype(out_dtype)
+    out_dtype = (jnp.dtype(jnp.bfloat16) if is_quantized else given) if out_dtype is None else _out_dtype(out_dtype)
     depth, columns = reversed(w.shape) if transpose_w else w.shape
     options = MatmulOptions(
         out_dtype=str(out_dtype),
@@ -280,10 +302,12 @@ def _checked_low_bit(
     if x.ndim == 0:
         raise ValueError("x: got shape (), want [..., K]")
     if precision == "fp8":
-        raise ValueError("precision: got 'fp8' with weights of few bits, want 'fp32', 'tf32' or None")
+        raise ValueError("precision: got 'fp8' with weights of few bits, want another or None")
+    given = x.dtype
+    x, _, precision = _rounded(x, None, precision)
     precision = _checked_precision(precision, x.dtype)
     values, scale = low_bit.checked_stored("w", w, transpose_w, x.shape[-1])
-    out_dtype = x.dtype if out_dtype is None else _out_dtype(out_dtype)
+    out_dtype = given if out_dtype is None else _out_dtype(out_dtype)
     options = MatmulOptions(
         out_dtype=str(out_dtype),
         transpose_w=True,  # as the values lie
@@ -303,6 +327,18 @@ def _checked_low_bit(
     return request_of(options, x.dtype, sizes, dispatch.target_device(x)), inputs, options
 
 
+def _rounded(x: Any, w: Any, precision: str | None) -> tuple[Any, Any, str | None]:
+    """x and w in the dtype that precision names, and the precision of their products. w may be of few bits."""
+    if precision not in ROUNDED:
+        return x, w, precision
+    dtype = ROUNDED[precision]
+    for name, y in {"x": x, "w": w}.items():
+        if getattr(y, "dtype", None) in fp8.DTYPES and not isinstance(y, QuantizedArray):
+            raise ValueError(f"precision: got {precision!r} with {name} of dtype {y.dtype}, want 'fp8' or None")
+    is_float = lambda y: getattr(y, "dtype", None) in checks.DTYPES
+    return *(y.astype(dtype) if is_float(y) else y for y in (x, w)), None
+
+
 def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
     x, w = checks.checked_array("x", x, DTYPES), checks.checked_array("w", w, DTYPES)
     if x.dtype not in DTYPES:
@@ -320,13 +356,15 @@ def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
 def _checked_precision(precision: str | None, dtype: Any) -> str | None:
     """The precision, which is a choice for float32 alone, but for "fp8"."""
     if precision not in (None, "fp32", "tf32", "fp8"):
-        raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32', 'fp8' or None")
+        raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32', 'bf16', 'fp16', 'fp8' or None")
     if dtype in fp8.DTYPES or precision == "fp8":
         if precision not in (None, "fp8"):
             raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want 'fp8' or None")
         return "fp8"
     if precision is not None and dtype != jnp.float32:
-        raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want None: it is for float32 inputs")
+        raise ValueError(
+            f"precision: got {precision!r} with {dtype} inputs, want 'bf16', 'fp16', 'fp8' or None: it is for float32"
+        )
     return (precision or "fp32") if dtype == jnp.float32 else None
 
 
@@ -371,7 +409,12 @@ def _out_dtype(dtype: Any) -> Any:
 
 
 def _activation(activation: Any) -> Callable[[Any], Any] | None:
-    if activation is None or callable(activation):
+    if activation is None:
+        return None
+    if callable(activation):
+        if activation in ACTIVATIONS.values():
+            return activation
+        check_elementwise(activation)
         return activation
     if not isinstance(activation, str):
         raise TypeError(f"activation: got {type(activation).__name__}, want a name, a function or None")

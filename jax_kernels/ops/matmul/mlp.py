@@ -111,6 +111,8 @@ def check(
     checks.check_flags(transpose_w=transpose_w)
     if precision == "fp8":
         raise ValueError("precision: got 'fp8', want 'fp32', 'tf32' or None; gated_matmul and matmul take 'fp8'")
+    if precision in matmul.ROUNDED:
+        raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None; cast x and the weights instead")
     x = checks.checked_array("x", x)
     if x.ndim == 0:
         raise ValueError("x: got shape (), want [..., K]")
