@@ -76,8 +76,8 @@ def matmul(
         ("delayed scaling"), beyond whose range numbers saturate. For arrays of 8 bits None is 1.
       transpose_w: whether w is [N, K], as torch.nn.Linear has it.
       out_dtype: bfloat16, float16 or float32; None is x's dtype, as it was given, or bfloat16 where that has 8 bits.
-      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32"; for all, "fp8", and "bf16" or "fp16",
-        which x and w are rounded first. None is the products of x's dtype.
+      precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". For all, "fp8", "bf16" or "fp16": x
+        and w are rounded to it first. None is the products of x's dtype.
       scaling: of 8-bit products, which numbers share a scale. "tensor": all, scales []. "row": the rows of x and the
         columns of w, x_scale [...] and w_scale [N]. "block": 128 x 128 numbers, x_scale [ceil(M / 128), ceil(K / 128)]
         with M the product of x's axes but the last, and w_scale [ceil(K / 128), ceil(N / 128)], transposed with
