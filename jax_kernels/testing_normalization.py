@@ -12,7 +12,17 @@ from jax_kernels.dispatch import explain
 from jax_kernels.ops.normalization import layer_norm, rms_norm
 from jax_kernels.testing import largest_error
 
-__all__ = ["CASES", "HOPPER", "LONG", "Case", "errors_by", "errors_of", "why_not"]
+__all__ = [
+    "CASES",
+    "HOPPER",
+    "LONG",
+    "Case",
+    "errors_by",
+    "errors_of",
+    "quantized_errors_by",
+    "quantized_why_not",
+    "why_not",
+]
 
 OPS = {"layer_norm": layer_norm, "rms_norm": rms_norm}
 
@@ -134,6 +144,29 @@ def errors_of(case: Case, got: dict[str, Any]) -> dict[str, tuple[float, float]]
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
     """errors_of the results by an implementation."""
     return errors_of(case, case.run(implementation))
+
+
+def quantized_why_not(case: Case, implementation: str) -> str | None:
+    """why_not, with an output of 8 bits."""
+    try:
+        explain(OPS[case.op], **case.types, **case.statics, quantize="e4m3", implementation=implementation)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def quantized_errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
+    """The largest error of an output of 8 bits in steps of e4m3, and its bound: half a step, and the sums' error."""
+    arrays, *_ = case.arrays()
+    options = case.statics | {"quantize": "e4m3", "implementation": implementation}
+    got = jax.jit(lambda arrays: OPS[case.op](**arrays, **options))(arrays)
+    values = got[0] if case.has_residual else got
+    scale, info = np.asarray(values.scale, np.float64)[..., None], jnp.finfo(jnp.float8_e4m3fn)
+    exact = case.definition()["out"] / scale
+    step = np.maximum(np.abs(exact), float(info.tiny)) * float(info.eps)
+    error = np.abs(np.asarray(values.values).astype(np.float64) - exact) / step
+    sums = 2**-19 * max(1, abs(case.centre)) * max(1, np.sqrt(case.shape[-1]) / 16)
+    return {"out": (float(error.max(initial=0)), 0.501 + float((sums / scale / step).max(initial=0)))}
 
 
 CASES = {

@@ -13,7 +13,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from jax_kernels import testing_matmul, testing_mlp, testing_normalization
+from jax_kernels import (
+    testing_fp8_matmul,
+    testing_low_bit_matmul,
+    testing_matmul,
+    testing_mlp,
+    testing_normalization,
+)
 from jax_kernels.cli import UserError
 from jax_kernels.cli.info import find_device, versions
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS
@@ -43,6 +49,9 @@ QUICK = {
     "mlp": ("plain", "biases", "gated", "tf32", "tiles_gated"),
     "layer_norm": ("plain", "odd", "residual", "no_weights", "float32", "far_mean", "wide"),
     "rms_norm": ("rms", "rms_residual", "rms_offset", "rms_no_scale", "rms_wide"),
+    "fp8_matmul": ("odd_tensor", "transposed_row", "bfloat16_out_block", "tiles_row"),
+    "low_bit_matmul": ("int8_plain", "int4_gated", "mxfp8_transposed", "mxfp4_wide_out", "tiles_int4"),
+    "fp8_norm": ("plain", "odd", "residual", "rms_offset", "rms_wide"),
 }  # fmt: skip
 
 Errors = dict[str, tuple[float, float]]
@@ -127,6 +136,48 @@ def _norm_suite(op: str) -> Suite:
     )
 
 
+def _suite_of_errors(module: Any, cases: dict[str, Any], gpu_cases: dict[str, Any], probe: Any) -> Suite:
+    """The suite of a module whose errors_by gives a case's errors and bounds."""
+    return Suite(
+        implementations=tuple(MATMUL_IMPLEMENTATIONS),
+        cases=cases,
+        gpu_cases=gpu_cases,
+        probe=probe,
+        why_not=module.why_not,
+        run=module.errors_by,
+        judge=lambda case, errors: errors,
+        error="largest error",
+    )
+
+
+def _low_bit_suite() -> Suite:
+    module = testing_low_bit_matmul
+    of_kinds = lambda cases: {f"{kind}_{name}": (kind, case) for kind in module.KINDS for name, case in cases.items()}
+    tiles = {f"tiles_{name}": case for name, case in module.HOPPER.items()}
+    large = {f"large_{name}": case for name, case in of_kinds(module.LARGE).items()}
+    return _suite_of_errors(module, of_kinds(module.CASES) | tiles, large, module.HOPPER["int4"])
+
+
+def _fp8_norm_suite() -> Suite:
+    module = testing_normalization
+    return Suite(
+        implementations=tuple(NORM_IMPLEMENTATIONS),
+        cases=module.CASES,
+        gpu_cases=module.LONG,
+        probe=next(iter(module.CASES.values())),
+        why_not=module.quantized_why_not,
+        run=module.quantized_errors_by,
+        judge=lambda case, errors: errors,
+        error="largest error in steps of 8 bits",
+    )
+
+
+def _fp8_suite() -> Suite:
+    module = testing_fp8_matmul
+    tiles = {f"tiles_{name}": case for name, case in module.HOPPER.items()}
+    return _suite_of_errors(module, module.CASES | tiles, module.GPU, module.HOPPER["tensor"])
+
+
 SUITES = {
     "flash_attention": Suite(
         implementations=tuple(IMPLEMENTATIONS),
@@ -143,6 +194,9 @@ SUITES = {
     "mlp": _mlp_suite(),
     "layer_norm": _norm_suite("layer_norm"),
     "rms_norm": _norm_suite("rms_norm"),
+    "fp8_matmul": _fp8_suite(),
+    "low_bit_matmul": _low_bit_suite(),
+    "fp8_norm": _fp8_norm_suite(),
 }
 
 

@@ -5,12 +5,12 @@ import re
 
 import jax
 import jax.numpy as jnp
-import low_bit_matmul_cases as cases
 import numpy as np
 import pytest
 import tiers
 
 from jax_kernels import explain, gated_matmul, matmul
+from jax_kernels import testing_low_bit_matmul as cases
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
 from jax_kernels.quantization import quantize

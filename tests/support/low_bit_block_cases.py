@@ -5,8 +5,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import low_bit_matmul_cases as plain
-
+from jax_kernels import testing_low_bit_matmul as plain
 from jax_kernels.pallas.block_specs import sm90
 
 JOINED = {"cluster_join": True}

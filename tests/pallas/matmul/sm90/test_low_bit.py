@@ -33,7 +33,7 @@ INTERPRETED = {
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("group", tiers.cases(INTERPRETED, {"one_core", "gated"}))
 def test_interpreted(group):
-    cases_interpreter.check("low_bit_matmul_cases", *INTERPRETED[group])
+    cases_interpreter.check("jax_kernels.testing_low_bit_matmul", *INTERPRETED[group])
 
 
 @pytest.mark.timeout(240)

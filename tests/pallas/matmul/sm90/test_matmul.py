@@ -59,7 +59,7 @@ def test_mlp_interpreted(cores, names):
     [(1, ["row", "block_edges"]), (3, ["tensor"]), pytest.param(3, ["edges", "block"], marks=pytest.mark.slow)],
 )
 def test_8_bits_interpreted(cores, names):
-    cases_interpreter.check("fp8_matmul_cases", cores, cores == 1, names)
+    cases_interpreter.check("jax_kernels.testing_fp8_matmul", cores, cores == 1, names)
 
 
 @pytest.mark.timeout(240)

@@ -1,14 +1,25 @@
-"""Products with weights of few bits and their definitions: float64 products of the dequantised weights."""
+"""The cases of products with weights of few bits that tests and `jax-kernels check` share, in float64 too.
+
+A definition is a product of the dequantised weights.
+"""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kernels import gated_matmul, matmul
+from jax_kernels.dispatch import explain
 from jax_kernels.ops.activations import ACTIVATIONS
+from jax_kernels.ops.matmul.matmul import gated_matmul, matmul
 from jax_kernels.quantization import dequantize, quantize
 
-KINDS = {
+__all__ = ["CASES", "HOPPER", "KINDS", "LARGE", "errors", "errors_by", "why_not"]
+
+Options = dict[str, Any]
+SizesAndOptions = tuple[tuple[int, int, int], Options]
+
+KINDS: dict[str, Options] = {
     "int8": {"format": "int8"},
     "int8_row": {"format": "int8", "scaling": "row"},
     "int4": {"format": "int4", "scale_dtype": "bfloat16"},
@@ -18,7 +29,7 @@ KINDS = {
     "mxfp4": {"format": "mxfp4"},
 }
 # (M, K, N), and the options of the call.
-CASES = {
+CASES: dict[str, SizesAndOptions] = {
     "plain": ((3, 300, 50), {}),
     "wide_out": ((20, 512, 40), {"out_dtype": "float32", "bias": "float32", "activation": "gelu"}),
     "residual": ((2, 100, 33), {"dtype": "float16", "activation": "silu", "has_residual": True}),
@@ -26,7 +37,7 @@ CASES = {
     "tf32": ((4, 160, 24), {"dtype": "float32", "precision": "tf32"}),
     "gated": ((9, 192, 40), {"is_gated": True, "activation": "silu", "has_residual": True}),
 }
-LARGE = {
+LARGE: dict[str, SizesAndOptions] = {
     "few": ((16, 4096, 2048), {"bias": "float32", "activation": "gelu"}),
     "one": ((1, 1111, 1001), {}),
     "many": ((200, 1024, 512), {"dtype": "float16"}),
@@ -34,7 +45,24 @@ LARGE = {
 }
 
 
-def errors(kind, case, implementation):
+def why_not(case: tuple[str, SizesAndOptions], implementation: str) -> str | None:
+    """Why one of HOPPER's, or the like, cannot run by this implementation here; None where it can."""
+    kind, ((m, k, n), given) = case
+    axis = -1 if given.get("transpose_w", False) else -2
+    w = jax.eval_shape(lambda w: quantize(w, axis=axis, **KINDS[kind]), jnp.zeros((n, k) if axis == -1 else (k, n)))
+    x = jax.ShapeDtypeStruct((m, k), given.get("dtype", "bfloat16"))
+    options = {name: given[name] for name in ("activation", "precision", "transpose_w") if name in given}
+    try:
+        if given.get("is_gated", False):
+            explain(gated_matmul, x, w, w, **options, implementation=implementation)
+        else:
+            explain(matmul, x, w, **options, implementation=implementation)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def errors(kind: Options, case: SizesAndOptions, implementation: str | None) -> dict[str, tuple[float, float]]:
     """The largest error of each result, and its bound."""
     (m, k, n), given = case
     given = dict(given)
@@ -49,7 +77,7 @@ def errors(kind, case, implementation):
     if given.pop("has_residual", False):
         arrays["residual"] = normal(m, n, dtype=out_dtype)
     dout = normal(m, n, dtype=out_dtype)
-    op = gated_matmul if is_gated else matmul
+    op: Any = gated_matmul if is_gated else matmul
 
     @jax.jit
     def run(arrays, weights):
@@ -64,7 +92,7 @@ def errors(kind, case, implementation):
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = {name: jnp.asarray(np.asarray(y).astype(np.float64)) for name, y in arrays.items()}
         exact = [jnp.asarray(np.asarray(dequantize(w)).astype(np.float64)) for w in weights]
-        activation = ACTIVATIONS.get(given.get("activation"), lambda z: z)
+        activation = ACTIVATIONS[given["activation"]] if given.get("activation") else lambda z: z
 
         def definition(a):
             z, *up = (a["x"] @ (w.T if transposed else w) for w in exact)
@@ -87,7 +115,7 @@ def errors(kind, case, implementation):
 
 
 # What the Hopper kernel serves: the kind, and the case.
-HOPPER = {
+HOPPER: dict[str, tuple[str, SizesAndOptions]] = {
     "int4": ("int4", ((3, 512, 128), {})),
     "int4_32": ("int4_32", ((8, 512, 64), {"bias": "float32", "activation": "gelu"})),
     "int4_256": ("int4_256", ((16, 768, 256), {"dtype": "float16", "has_residual": True})),
@@ -100,7 +128,7 @@ HOPPER = {
 }
 
 
-def errors_by(case, implementation):
+def errors_by(case: tuple[str, SizesAndOptions], implementation: str | None) -> dict[str, tuple[float, float]]:
     """The largest error of each result, and its bound, of one of HOPPER's."""
     kind, options = case
     return errors(KINDS[kind], options, implementation)
