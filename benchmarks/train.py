@@ -11,8 +11,9 @@ a query and a key that the causal mask keeps. Work that a policy repeats does no
 Contenders: a remat policy of TransformerConfig ("none", "all", "attention", "products"), with the linear cross-entropy
 in chunks. Before it may stand "scan-", for the blocks as a loop; "xla-", for the MLP's products by XLA; "plain-", with
 the logits whole; "cudnn-", with cuDNN attention; of sequences that devices share out "all_to_all-" and "ring-", for the
-strategy, and "nccl-", for sends without compiler_options. Of PyTorch "llama" and "llama-remat", with SDPA. Their
-products are in bfloat16; parameters and moments are in the dtype of --param-dtype, the Llama's, too.
+strategy, and "nccl-", for sends without compiler_options; "triton-", for XLA's Triton products beside cuBLAS's. Of
+PyTorch "llama" and "llama-remat", with SDPA. Their products are in bfloat16; parameters and moments are in the dtype of
+--param-dtype, the Llama's, too.
 
 The exit status is 1 where a contender failed or was skipped because the budget was spent.
 """

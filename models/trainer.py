@@ -108,7 +108,7 @@ class Trainer:
     @functools.cached_property
     def _train(self) -> Any:
         shardings = jax.tree.map(lambda x: x.sharding, self.state)
-        options = compiler_options(self.mesh)
+        options = compiler_options(self.mesh, triton_products=False)
         return jax.jit(self._new_state, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options)
 
     def _new_state(self, state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
@@ -175,7 +175,7 @@ class Trainer:
     @functools.cached_property
     def _evaluate(self) -> Any:
         loss = lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0))
-        return jax.jit(loss, compiler_options=compiler_options(self.mesh))
+        return jax.jit(loss, compiler_options=compiler_options(self.mesh, triton_products=False))
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss on a batch, 0 where no target counts."""

@@ -79,6 +79,14 @@ def test_gpus_of_one_process_send_by_copies():
     assert jax.jit(lambda x: x + 1, compiler_options=options)(1) == 2
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_products_without_triton(devices):
+    name = "xla_gpu_enable_triton_gemm"
+    mesh = mesh_of("gpu", devices)
+    assert compiler_options(mesh, triton_products=False) == compiler_options(mesh) | {name: False}
+    assert compiler_options(mesh_of("cpu", devices), triton_products=False) == {}
+
+
 @pytest.mark.parametrize("mesh", [mesh_of("gpu", 1), mesh_of("cpu", 2), mesh_of("gpu", 2, is_multi_process=True)])
 def test_other_meshes_have_no_options(mesh):
     assert compiler_options(mesh) == {}

@@ -12,7 +12,7 @@ from typing import Any
 __all__ = ["LLAMA", "POLICIES", "TrainCase", "measure"]
 
 STRATEGIES = ("all_to_all", "ring")
-PREFIXES = ("scan", "xla", "plain", "cudnn", "nccl", *STRATEGIES)
+PREFIXES = ("scan", "xla", "plain", "cudnn", "nccl", "triton", *STRATEGIES)
 POLICIES: dict[str, Any] = {"none": False, "all": True, "attention": "attention", "products": "products"}
 LLAMA = ("llama", "llama-remat")
 # TFLOP/s of dense products in bfloat16, by the vendor's data sheets.
@@ -180,7 +180,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     import optax
     from flax import nnx
 
-    from jax_kernels import compile_kernels, compiler_options
+    from jax_kernels import compile_kernels
     from jax_kernels.models import Transformer, TransformerConfig, make_mesh, shard_batch, state_shardings
 
     part("import")
@@ -221,7 +221,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
         jax.jit,
         donate_argnums=(0, 1),
         out_shardings=(places, of_moments, None),
-        compiler_options=None if "nccl" in case.prefixes else compiler_options(mesh),
+        compiler_options=_options(case, mesh),
     )
     def train(params: Any, moments: Any, tokens: Any) -> Any:
         loss, gradients = jax.value_and_grad(loss_of)(params, tokens)
@@ -253,6 +253,16 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     statistics_of = lambda: (device.memory_stats() or {}).get("peak_bytes_in_use")
     peak = lambda: None if statistics_of() is None else statistics_of() / 1e9
     return Run(first=first, step=step, built=built), device.device_kind, peak
+
+
+def _options(case: TrainCase, mesh: Any) -> dict[str, Any]:
+    """XLA's, as Trainer has them."""
+    import jax
+
+    from jax_kernels import compiler_options
+
+    of_one = jax.sharding.Mesh(mesh.devices.flat[:1], ("data",)) if "nccl" in case.prefixes else mesh
+    return compiler_options(of_one, triton_products="triton" in case.prefixes)
 
 
 def _llama_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | None]]:

@@ -99,7 +99,7 @@ class Trainer:
     @functools.cached_property
     def _train(self) -> Any:
         places = jax.tree.map(lambda x: x.sharding, self.state)
-        options = compiler_options(self.mesh)
+        options = compiler_options(self.mesh, triton_products=False)
 
         @functools.partial(jax.jit, donate_argnums=0, out_shardings=(places, None), compiler_options=options)
         def train(state, inputs, targets):
