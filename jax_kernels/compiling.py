@@ -59,7 +59,7 @@ def compiler_options(mesh: jax.sharding.Mesh, *, triton_products: bool = True) -
     """
     if mesh.devices.flat[0].platform != "gpu":
         return {}
-    wanted = {} if triton_products else dict(_WITHOUT_TRITON)
+    wanted: dict[str, Any] = {} if triton_products else dict(_WITHOUT_TRITON)
     if mesh.size > 1 and not mesh.is_multi_process:
         wanted |= _BY_COPIES
     return {name: value for name, value in wanted.items() if _is_option(name, value)}

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,28 +15,23 @@ NO_SECOND = (
 )
 
 
-def without_derivative[Function: Callable[..., Any]](function: Function, told: str) -> Function:
-    """The function, which raises NotImplementedError where it is differentiated with respect to an array.
+def without_derivative[Tree](tree: Tree, told: str) -> Tree:
+    """The same arrays, of which a derivative raises NotImplementedError(told). Other leaves stay as they are."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+    for place, array in zip(places, _same(told)(*(leaves[place] for place in places)), strict=True):
+        leaves[place] = array
+    return jax.tree.unflatten(structure, leaves)
 
-    Its arrays may stand anywhere among its arguments, in pytrees; the other leaves are static. told: the error's text.
-    """
 
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+@functools.cache
+def _same(told: str) -> Callable[..., tuple[jax.Array, ...]]:
+    @jax.custom_jvp
+    def same(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        return arrays
 
-        @jax.custom_jvp
-        def of_arrays(*arrays: Any) -> Any:
-            for place, array in zip(places, arrays, strict=True):
-                leaves[place] = array
-            args, kwargs = jax.tree.unflatten(tree, leaves)
-            return function(*args, **kwargs)
+    @same.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(told)
 
-        @of_arrays.defjvp
-        def _(primals: Any, tangents: Any) -> Any:
-            raise NotImplementedError(told)
-
-        return of_arrays(*(leaves[place] for place in places))
-
-    return cast(Function, run)
+    return same

@@ -205,7 +205,7 @@ def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:
     """
     if not isinstance(x, QuantizedArray):
         raise TypeError(f"x: got {type(x).__name__}, want a QuantizedArray")
-    x = dataclasses.replace(x, values=_only_values(x.values))
+    x = dataclasses.replace(x, values=without_derivative(x.values, _NO_DERIVATIVE_OF_VALUES))
     if x.layout is not None:
         found = low_bit.dequantized(x.values, x.scale, x.layout, x.length or 0).astype(dtype)
         return found if x.axis == -1 else jnp.swapaxes(found, -1, -2)
@@ -294,11 +294,7 @@ def _checked(x: Any) -> jax.Array:
     """x, which is not to be differentiated. Raises TypeError."""
     if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, want a float array")
-    return _to_be_rounded(jnp.asarray(x))
-
-
-_to_be_rounded = without_derivative(lambda x: x, _NO_DERIVATIVE)
-_only_values = without_derivative(lambda values: values, _NO_DERIVATIVE_OF_VALUES)
+    return without_derivative(jnp.asarray(x), _NO_DERIVATIVE)
 
 
 def quantize_fp8(x: Any, axis: int | Sequence[int] | None = None) -> tuple[jax.Array, jax.Array]:

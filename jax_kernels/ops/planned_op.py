@@ -156,9 +156,9 @@ def kernel(function: Callable[..., Any], direction: str = "forward", *, once: bo
     """
     if once:
         function = jax.jit(function, static_argnums=1, static_argnames=("config", "core_count", "interpret"))
-    function = without_derivative(function, NO_SECOND)
 
     def run(*args: Any, config: Blocks, **rest: Any) -> Any:
+        args, rest = without_derivative((args, rest), NO_SECOND)
         blocks = {"config": getattr(config, direction), "core_count": config.core_count}
         with jax.enable_x64(False):  # the kernels' indices are int32, and a Python int in them must not be int64
             return function(*args, **blocks, **rest)

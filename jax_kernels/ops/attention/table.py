@@ -282,7 +282,7 @@ def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, con
 
 
 def _xla_forward(inputs, options, *, out_dtype, config, interpret):
-    return reference.forward(inputs, options, out_dtype=out_dtype)
+    return reference.forward(without_derivative(inputs, NO_SECOND), options, out_dtype=out_dtype)
 
 
 def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, excess=None):
@@ -360,7 +360,7 @@ IMPLEMENTATIONS = {
         "xla",
         lambda request: None,
         lambda request: (None, "heuristic"),
-        without_derivative(_xla_forward, NO_SECOND),
-        without_derivative(_xla_backward, NO_SECOND),
+        _xla_forward,
+        _xla_backward,
     ),
 }

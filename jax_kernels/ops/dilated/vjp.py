@@ -147,7 +147,7 @@ def _dilated(call, arrays):
 
 @under_defaults
 def _dilated_fwd(call, arrays):
-    out, lse = without_derivative(functools.partial(_forward, call, call.differentiated), NO_SECOND)(arrays)
+    out, lse = _forward(call, call.differentiated, without_derivative(arrays, NO_SECOND))
     return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
 
 
