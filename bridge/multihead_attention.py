@@ -96,8 +96,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if query.ndim not in (2, 3) or not query.ndim == key.ndim == value.ndim:
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
             raise ValueError(f"query, key, value: got shapes {shapes}, want 3 axes each, or 2 without a batch")
-        is_batched = query.ndim == 3
-        batch = query.shape[0 if self.batch_first else 1] if is_batched else 1
+        at = 0 if self.batch_first else 1
+        batch = query.shape[at] if query.ndim == 3 else 1
+        if key.shape[:-1] != value.shape[:-1] or (query.ndim == 3 and key.shape[at] != batch):
+            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+            raise ValueError(f"query, key, value: got shapes {shapes}, want one batch, and as many keys as values")
         mask, bias = self._mask_and_bias(query, key, attn_mask, key_padding_mask, batch, is_causal)
         out = flash_attention(
             *self._projected(query, key, value, batch),

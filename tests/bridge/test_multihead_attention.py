@@ -190,6 +190,8 @@ def test_in_pytorchs_layers_compiled_copied_and_pickled():
         ({"key_padding_mask": torch.ones(9).bool()}, ValueError, r"^key_padding_mask: got shape \(9,\), want \(2, 9\)"),
         ({"key_padding_mask": [True]}, TypeError, r"^key_padding_mask: got list, want a torch\.Tensor"),
         ({"key": torch.ones(9, EMBED)}, ValueError, r"^query, key, value: got shapes .*, want 3 axes each"),
+        ({"key": torch.ones(1, 18, EMBED)}, ValueError, r"^query, key, value: got shapes .*, want one batch"),
+        ({"value": torch.ones(2, 8, EMBED)}, ValueError, r"^query, key, value: got shapes .* as many keys as values"),
     ],
 )
 def test_errors(options, error, message):
@@ -197,3 +199,15 @@ def test_errors(options, error, message):
     x = torch.randn(2, LENGTH, EMBED)
     with pytest.raises(error, match=message):
         ours(**{"query": x, "key": x, "value": x, **options})
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("entries", [1, 3, 4])
+def test_a_context_of_another_batch_is_refused(entries, batch_first):
+    """Its tokens could be dealt out to the entries of the query's batch."""
+    _, ours = both(batch_first=batch_first)
+    x, context = torch.randn(2, LENGTH, EMBED), torch.randn(entries, LENGTH, EMBED)
+    if not batch_first:
+        x, context = x.transpose(0, 1), context.transpose(0, 1)
+    with pytest.raises(ValueError, match=r"^query, key, value: got shapes .*, want one batch"):
+        ours(x, context, context)
