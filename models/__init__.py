@@ -15,6 +15,7 @@ from jax_kernels.models.losses import linear_cross_entropy
 from jax_kernels.models.normalization import LayerNorm, RMSNorm
 from jax_kernels.models.packing import document_positions, document_starts, within_documents
 from jax_kernels.models.pipeline import pipelined
+from jax_kernels.models.quantized import QuantizedGatedMLP, QuantizedLinear, QuantizedWeight, quantize_weights
 from jax_kernels.models.sharding import ShardingRules, make_mesh, shard_batch, shard_model, state_shardings
 from jax_kernels.models.trainer import Trainer, next_token_loss
 from jax_kernels.models.transformer import Transformer, flat_parameters
@@ -30,6 +31,9 @@ __all__ = [
     "LongNetConfig",
     "MultiHeadAttention",
     "MultiHeadDilatedAttention",
+    "QuantizedGatedMLP",
+    "QuantizedLinear",
+    "QuantizedWeight",
     "RMSNorm",
     "ShardingRules",
     "TokenBatches",
@@ -45,6 +49,7 @@ __all__ = [
     "make_mesh",
     "next_token_loss",
     "pipelined",
+    "quantize_weights",
     "read_documents",
     "read_text",
     "rotary_embedding",
