@@ -7,6 +7,7 @@ from jax_kernels.models.attention import KVCache, MultiHeadAttention, rotary_emb
 from jax_kernels.models.attention_fn import attention_fn
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.data import TokenBatches, read_documents, read_text
+from jax_kernels.models.delayed_scaling import AmaxHistory
 from jax_kernels.models.dilated_attention import DilatedAttention, LongNet, LongNetConfig, MultiHeadDilatedAttention
 from jax_kernels.models.distributed import initialize_distributed
 from jax_kernels.models.dynamic_mask_attention import DynamicMaskAttention
@@ -21,6 +22,7 @@ from jax_kernels.models.trainer import Trainer, next_token_loss
 from jax_kernels.models.transformer import Transformer, flat_parameters
 
 __all__ = [
+    "AmaxHistory",
     "DilatedAttention",
     "DynamicMaskAttention",
     "GatedMLP",

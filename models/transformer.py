@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax_kernels import dispatch
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.delayed_scaling import AmaxHistory
 from jax_kernels.models.generate import check_generation, generate
 from jax_kernels.models.linear import GatedMLP
 from jax_kernels.models.losses import linear_cross_entropy
@@ -337,6 +338,8 @@ class Transformer(nnx.Module):
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = self._constrained(x.astype(self.config.dtype))
         target = dispatch.target_device(x), dispatch.interpreting()
+        if jax.tree.leaves(nnx.state(self.layers, AmaxHistory)):
+            raise NotImplementedError("layers: got a module of fp8_scaling='delayed', whose history a block would lose")
         graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
 
         def block(state: Any, x: jax.Array, documents: Packed | None = None, which: int = 0) -> jax.Array:
