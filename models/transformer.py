@@ -61,6 +61,7 @@ class Block(nnx.Module):
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             implementation=config.implementation,
+            projection_implementation=config.projection_implementation,
             precision=config.precision,
             scaling=config.scaling,
             sequence_axis=config.sequence_axis,
