@@ -169,6 +169,15 @@ def test_skip_and_a_second_call():
     assert first.mlp.gate_proj.layout.format == "int4"
 
 
+def test_a_longnet():
+    config = models.LongNetConfig(
+        vocab_size=50, model_dim=32, num_layers=1, num_heads=4, segment_lengths=(4, 16), dilation_rates=(1, 2)
+    )
+    model = models.quantize_weights(models.LongNet(config, rngs=nnx.Rngs(0)), "int8")
+    rounded = dequantized(models.LongNet(config, rngs=nnx.Rngs(0)), model)
+    np.testing.assert_array_equal(*(x.generate(TOKENS, 3, 0) for x in (model, rounded)))
+
+
 def test_other_models():
     class Shared(nnx.Module):
         def __init__(self):
