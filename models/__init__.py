@@ -7,6 +7,7 @@ from jax_kernels.models.attention import KVCache, MultiHeadAttention, rotary_emb
 from jax_kernels.models.attention_fn import attention_fn
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.data import TokenBatches, read_documents, read_text
+from jax_kernels.models.delayed_scaling import AmaxHistory
 from jax_kernels.models.dilated_attention import DilatedAttention, LongNet, LongNetConfig, MultiHeadDilatedAttention
 from jax_kernels.models.distributed import initialize_distributed
 from jax_kernels.models.dynamic_mask_attention import DynamicMaskAttention
@@ -15,11 +16,13 @@ from jax_kernels.models.losses import linear_cross_entropy
 from jax_kernels.models.normalization import LayerNorm, RMSNorm
 from jax_kernels.models.packing import document_positions, document_starts, within_documents
 from jax_kernels.models.pipeline import pipelined
+from jax_kernels.models.quantized import QuantizedGatedMLP, QuantizedLinear, QuantizedWeight, quantize_weights
 from jax_kernels.models.sharding import ShardingRules, make_mesh, shard_batch, shard_model, state_shardings
 from jax_kernels.models.trainer import Trainer, next_token_loss
 from jax_kernels.models.transformer import Transformer, flat_parameters
 
 __all__ = [
+    "AmaxHistory",
     "DilatedAttention",
     "DynamicMaskAttention",
     "GatedMLP",
@@ -30,6 +33,9 @@ __all__ = [
     "LongNetConfig",
     "MultiHeadAttention",
     "MultiHeadDilatedAttention",
+    "QuantizedGatedMLP",
+    "QuantizedLinear",
+    "QuantizedWeight",
     "RMSNorm",
     "ShardingRules",
     "TokenBatches",
@@ -45,6 +51,7 @@ __all__ = [
     "make_mesh",
     "next_token_loss",
     "pipelined",
+    "quantize_weights",
     "read_documents",
     "read_text",
     "rotary_embedding",

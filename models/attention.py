@@ -109,7 +109,8 @@ class MultiHeadAttention(nnx.Module):
       mask: a masks.Mask for all calls, combined with is_causal and with the mask of a call. If prepare_mask made it,
         with this is_causal, calls without a mask and a cache use its lists.
       dtype: dtype of the computation and of the output; param_dtype: of the parameters.
-      implementation: of the attention, as in flash_attention.
+      implementation: of the attention, as in flash_attention. projection_implementation: of the projections, as in
+        matmul; None is nnx.Linear's product without "fp8".
       precision: "fp8" for projections by products of 8 bits, as in matmul; None for those of dtype. scaling: with
         "fp8", as in matmul.
       sequence_axis: a mesh axis. Where the mesh of jax.set_mesh has it, or a jax.shard_map around the call, its devices
@@ -140,6 +141,7 @@ class MultiHeadAttention(nnx.Module):
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         implementation: str | None = None,
+        projection_implementation: str | None = None,
         precision: str | None = None,
         scaling: str | None = None,
         sequence_axis: str | None = None,
@@ -173,9 +175,10 @@ class MultiHeadAttention(nnx.Module):
 
         def linear(in_features: int, out_features: int) -> nnx.Linear:
             options = {"use_bias": False, "dtype": self.dtype, "param_dtype": param_dtype, "rngs": rngs}
-            if precision is None:
+            if precision is None and projection_implementation is None:
                 return nnx.Linear(in_features, out_features, **options)
-            return Linear(in_features, out_features, precision=precision, scaling=scaling, **options)
+            options |= {"precision": precision, "scaling": scaling, "implementation": projection_implementation}
+            return Linear(in_features, out_features, **options)
 
         self.q_proj = linear(model_dim, num_heads * head_dim)
         self.k_proj = linear(model_dim, num_kv_heads * head_dim)

@@ -32,7 +32,9 @@ class TransformerConfig:
     remat: what of each block the backward computes again: False for nothing, True for all; "attention" for all but
       attention's out and log-sum-exp, which are kept; "products" for all but these and the products of matrices.
     scan_layers: run the blocks as a loop (jax.lax.scan), which compiles faster. The parameters are the same.
-    implementation: of the attention, as in flash_attention. mlp_implementation: of the gated MLP, as in mlp.
+    implementation: of the attention, as in flash_attention. mlp_implementation: of the gated MLP, as in mlp, and with
+      "fp8" as in gated_matmul. projection_implementation: of the attention's q, k, v and out, as in matmul; None is
+      XLA's product without "fp8". "xla" for all three also runs "fp8" where a GPU has no products of 8 bits.
     precision: "fp8" for products of 8 bits in the blocks (q, k, v, out, gate, up and down), as in matmul; None for
       those of dtype. The parameters are the same. scaling: with "fp8", as in matmul; "row" gives each token a scale of
       its own, so that no token depends on a later one.
@@ -61,6 +63,7 @@ class TransformerConfig:
     scan_layers: bool = False
     implementation: str | None = None
     mlp_implementation: str | None = None
+    projection_implementation: str | None = None
     precision: str | None = None
     scaling: str | None = None
     sequence_axis: str | None = "sequence"
@@ -99,7 +102,7 @@ class TransformerConfig:
             if dtype not in DTYPES:
                 raise ValueError(f"TransformerConfig.{name}={getattr(self, name)!r} must be one of {', '.join(DTYPES)}")
             object.__setattr__(self, name, dtype)
-        for name in ("implementation", "mlp_implementation"):
+        for name in ("implementation", "mlp_implementation", "projection_implementation"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a name or None")
         check_precision("TransformerConfig.", self.precision, self.scaling)

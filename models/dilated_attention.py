@@ -87,7 +87,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
 
     Args:
       model_dim, num_heads, num_kv_heads, head_dim, use_rotary, rope_theta, dtype, param_dtype, precision, scaling,
-        rngs: as in MultiHeadAttention.
+        projection_implementation, rngs: as in MultiHeadAttention.
       segment_lengths, dilation_rates, is_causal, heads, combine, layout, order, stop_gradient_weights,
         implementation: as in dilated_attention.
       sequence_axis, rules: as in MultiHeadAttention, with sequence_parallel_dilated_attention. The tokens stay in their
@@ -125,6 +125,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         dtype: Any = jnp.float32,
         param_dtype: Any = jnp.float32,
         implementation: str | None = None,
+        projection_implementation: str | None = None,
         precision: str | None = None,
         scaling: str | None = None,
         sequence_axis: str | None = None,
@@ -154,6 +155,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
             dtype=dtype,
             param_dtype=param_dtype,
             implementation=implementation,
+            projection_implementation=projection_implementation,
             precision=precision,
             scaling=scaling,
             sequence_axis=sequence_axis,
@@ -305,6 +307,7 @@ class LongNetBlock(Block):
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             implementation=config.implementation,
+            projection_implementation=config.projection_implementation,
             precision=config.precision,
             scaling=config.scaling,
             sequence_axis=config.sequence_axis,

@@ -7,6 +7,7 @@ from flax import nnx
 from jax import lax
 
 from jax_kernels.models.config import check_scaling
+from jax_kernels.models.delayed_scaling import check_fp8_scaling, delayed_scale, empty_history
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul.mlp import mlp
 
@@ -24,15 +25,26 @@ class Linear(nnx.Linear):
       precision: of float32, "fp32" or "tf32"; of any dtype, "fp8", for products of 8 bits; or any of nnx.Linear's,
         which runs as in nnx.
       scaling: with "fp8", as in matmul.
+      fp8_scaling: with "fp8", where the scales of x and the kernel come from. "dynamic": from their own largest
+        numbers. "delayed": from the largest ones of the last calls, which the module keeps in x_history and
+        kernel_history, AmaxHistories. Numbers beyond become the largest of e4m3. The first call takes its own scales.
+        Each forward notes its own largest finite numbers. The scales of cotangents stay dynamic, and scaling is
+        "tensor".
+      amax_history_length: with "delayed", of how many calls; None is 16.
       implementation: of the op. The others are nnx.Linear's.
 
     Raises:
-      ValueError: scaling is not known, or given without "fp8".
+      TypeError: amax_history_length is no int.
+      ValueError: scaling or fp8_scaling is not known, or given without "fp8"; scaling is by rows or blocks with
+        "delayed"; amax_history_length is below 1, or given with "dynamic".
 
     Raises, when called:
       ValueError: an activation, a residual or "fp8" meets an option that runs as in nnx; or as matmul.
       TypeError: dtype, or what x and the parameters promote to, has 8 bits.
       NotImplementedError: as matmul.
+
+    Sources of delayed scaling: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), arXiv:2209.05433; the
+    recipe DelayedScaling of NVIDIA's Transformer Engine, with the history's maximum and no margin.
     """
 
     def __init__(
@@ -42,13 +54,20 @@ class Linear(nnx.Linear):
         *,
         activation: Any = None,
         scaling: str | None = None,
+        fp8_scaling: str = "dynamic",
+        amax_history_length: int | None = None,
         implementation: str | None = None,
         **options: Any,
     ) -> None:
         check_scaling("", options.get("precision"), scaling)
+        check_fp8_scaling(fp8_scaling, amax_history_length, options.get("precision"), scaling)
         super().__init__(in_features, out_features, **options)
         self.activation = activation
         self.scaling = scaling
+        self.fp8_scaling = fp8_scaling
+        if fp8_scaling == "delayed":
+            self.x_history = empty_history(amax_history_length)
+            self.kernel_history = empty_history(amax_history_length)
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None) -> jax.Array:
@@ -70,6 +89,10 @@ class Linear(nnx.Linear):
         x, kernel, _ = _promoted(self, x, self.kernel[...], bias)
         if bias is not None and bias.dtype != jax.numpy.float32:
             bias = bias.astype(x.dtype)
+        scales: dict[str, Any] = {}
+        if self.fp8_scaling == "delayed":
+            scales["x_scale"] = delayed_scale(self.x_history, x)
+            scales["w_scale"] = delayed_scale(self.kernel_history, kernel)
         return ops.matmul(
             x,
             kernel,
@@ -79,6 +102,7 @@ class Linear(nnx.Linear):
             precision=self.precision,
             scaling=self.scaling,
             implementation=self.implementation,
+            **scales,
         )
 
 
@@ -97,8 +121,9 @@ class GatedMLP(nnx.Module):
     in_features].
 
     Args:
-      activation, precision, scaling, implementation: as in gated_matmul. options: those of nnx.Linear, such as
-        dtype, param_dtype, kernel_init and rngs.
+      activation, precision, scaling, implementation: as in gated_matmul. fp8_scaling, amax_history_length: as in
+        Linear. gate_proj and up_proj have one x, whose history counts in gate_proj and is copied to up_proj.
+      options: those of nnx.Linear, such as dtype, param_dtype, kernel_init and rngs.
     """
 
     def __init__(
@@ -109,10 +134,13 @@ class GatedMLP(nnx.Module):
         activation: Any = "silu",
         precision: str | None = None,
         scaling: str | None = None,
+        fp8_scaling: str = "dynamic",
+        amax_history_length: int | None = None,
         implementation: str | None = None,
         **options: Any,
     ) -> None:
         options |= {"use_bias": False, "precision": precision, "scaling": scaling, "implementation": implementation}
+        options |= {"fp8_scaling": fp8_scaling, "amax_history_length": amax_history_length}
         self.gate_proj = Linear(in_features, hidden_features, **options)
         self.up_proj = Linear(in_features, hidden_features, **options)
         self.down_proj = Linear(hidden_features, in_features, **options)
@@ -135,6 +163,12 @@ class GatedMLP(nnx.Module):
                 precision=of.precision,
                 implementation=of.implementation,
             )
+        scales: dict[str, Any] = {}
+        if of.fp8_scaling == "delayed":
+            scales["x_scale"] = delayed_scale(of.x_history, x)
+            scales["w_gate_scale"] = delayed_scale(of.kernel_history, gate)
+            scales["w_up_scale"] = delayed_scale(self.up_proj.kernel_history, up)
+            self.up_proj.x_history[...] = of.x_history[...]
         hidden = ops.gated_matmul(
             x,
             gate,
@@ -143,5 +177,6 @@ class GatedMLP(nnx.Module):
             precision=of.precision,
             scaling=of.scaling,
             implementation=of.implementation,
+            **scales,
         )
         return self.down_proj(hidden, residual=residual)

@@ -19,14 +19,17 @@ class LayerNorm(nnx.LayerNorm):
     axes than the last, and statistics over devices.
 
     Args:
-      implementation: of the op, as in layer_norm. The others are nnx.LayerNorm's.
+      scale_offset: added to scale, as in layer_norm. implementation: of the op. The others are nnx.LayerNorm's.
 
     Raises, when called:
-      ValueError: a residual is given with a mask, or to a module with other axes; or as layer_norm.
+      ValueError: a residual or a scale_offset meets a mask, or a module with other axes; or as layer_norm.
     """
 
-    def __init__(self, num_features: int, *, implementation: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, num_features: int, *, scale_offset: float = 0.0, implementation: str | None = None, **options: Any
+    ) -> None:
         super().__init__(num_features, **options)
+        self.scale_offset = scale_offset
         self.implementation = implementation
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None, residual: jax.Array | None = None) -> Any:
@@ -35,7 +38,13 @@ class LayerNorm(nnx.LayerNorm):
             return super().__call__(x, mask=mask)
         x, residual, scale, bias = _promoted(self, x, residual, self.scale, self.bias)
         return normalization.layer_norm(
-            x, scale, bias, residual=residual, eps=self.epsilon, implementation=self.implementation
+            x,
+            scale,
+            bias,
+            residual=residual,
+            eps=self.epsilon,
+            scale_offset=self.scale_offset,
+            implementation=self.implementation,
         )
 
 
@@ -61,8 +70,6 @@ class RMSNorm(nnx.RMSNorm):
     def __call__(self, x: jax.Array, mask: jax.Array | None = None, *, residual: jax.Array | None = None) -> Any:
         """x: [..., num_features]. Returns the result like x; with a residual, (the result, x + residual)."""
         if not _is_served(self, mask, residual):
-            if self.scale_offset:
-                raise ValueError(f"scale_offset: got {self.scale_offset} with a mask or other axes, want 0.0")
             return super().__call__(x, mask=mask)
         x, residual, scale, _ = _promoted(self, x, residual, self.scale, None)
         return normalization.rms_norm(
@@ -76,13 +83,15 @@ class RMSNorm(nnx.RMSNorm):
 
 
 def _is_served(module: Any, mask: Any, residual: Any) -> bool:
-    """Whether the op computes this call. Raises ValueError for a residual that it would have to add."""
+    """Whether the op computes this call. Raises ValueError for a residual or a scale_offset that nnx would not add."""
     axes = (module.reduction_axes, module.feature_axes)
     is_plain = all(axis in (-1, (-1,), [-1]) for axis in axes) and module.axis_name is None
     if is_plain and mask is None:
         return True
     if residual is not None:
         raise ValueError("residual: got one with a mask, with axes beside the last, or with an axis_name, want None")
+    if module.scale_offset:
+        raise ValueError(f"scale_offset: got {module.scale_offset} with a mask or other axes, want 0.0")
     return False
 
 

@@ -251,6 +251,7 @@ class Trainer:
             "scan_layers",
             "implementation",
             "mlp_implementation",
+            "projection_implementation",
             "microbatches",
             "sequence_axis",
             "sequence_strategy",

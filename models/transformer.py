@@ -12,15 +12,19 @@ from jax.sharding import PartitionSpec as P
 from jax_kernels import dispatch
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.delayed_scaling import AmaxHistory
 from jax_kernels.models.generate import check_generation, generate
 from jax_kernels.models.linear import GatedMLP
 from jax_kernels.models.losses import linear_cross_entropy
 from jax_kernels.models.normalization import RMSNorm
 from jax_kernels.models.packing import Packed, packed
 from jax_kernels.models.pipeline import pipelined
+from jax_kernels.models.quantized import QuantizedLinear, QuantizedWeight
 from jax_kernels.models.remat import recomputed
 from jax_kernels.models.sharding import ShardingRules
+from jax_kernels.ops.matmul.matmul import matmul
 from jax_kernels.ops.matmul.mlp import mlp
+from jax_kernels.quantization import dequantize
 
 __all__ = ["Block", "Transformer", "flat_parameters"]
 
@@ -57,6 +61,7 @@ class Block(nnx.Module):
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             implementation=config.implementation,
+            projection_implementation=config.projection_implementation,
             precision=config.precision,
             scaling=config.scaling,
             sequence_axis=config.sequence_axis,
@@ -75,7 +80,8 @@ class Block(nnx.Module):
         else:
             attended, cache = self.attention(self.attention_norm(x), cache=cache)
         normed, x = self.mlp_norm(attended, residual=x)  # and x + attended
-        if self.attention.shares_tokens and self.mlp.gate_proj.precision is None:
+        is_op = isinstance(self.mlp, GatedMLP) and self.mlp.gate_proj.precision is None
+        if self.attention.shares_tokens and is_op:
             return self._mlp_over_devices(normed, x), cache
         return self.mlp(normed, residual=x), cache
 
@@ -120,11 +126,15 @@ def _run_block(
 def _stacked(states: Any, dtype: Any) -> Any:
     """The states of all blocks as one, with a first axis for the blocks.
 
-    Matrices are rounded to the computation's dtype here, as their products would round them: stacking then costs no
-    pass over memory of its own.
+    Matrices of parameters are rounded to the computation's dtype here, as their products would round them: stacking
+    then costs no pass over memory of its own.
     """
-    rounded = lambda x: x.astype(dtype) if x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating) else x
-    return jax.tree.map(lambda *xs: jnp.stack([rounded(x) for x in xs]), *states)
+
+    rounds = lambda x: isinstance(x, nnx.Param) and x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    rounded = lambda x: x.replace(x[...].astype(dtype)) if rounds(x) else x
+    states = [jax.tree.map(rounded, state, is_leaf=is_variable) for state in states]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *states)
 
 
 class Transformer(nnx.Module):
@@ -248,7 +258,7 @@ class Transformer(nnx.Module):
             raise ValueError(f"targets: got shape {targets.shape}, want tokens' {tokens.shape}")
         x, order = self._hidden(tokens, None, segment_ids)
         tied = self.config.tie_embeddings
-        w = self.embed[...] if tied else self.head.kernel[...]
+        w = self.embed[...] if tied else self._head_kernel(x.dtype)
         targets = targets if order is None else targets[:, order]
         found = linear_cross_entropy(x, w, targets, transpose_w=tied, rules=self.rules)
         return found if order is None else found[:, np.argsort(order)]
@@ -329,20 +339,27 @@ class Transformer(nnx.Module):
         x = self.embed_tokens(tokens) if embeddings is None else embeddings
         x = self._constrained(x.astype(self.config.dtype))
         target = dispatch.target_device(x), dispatch.interpreting()
+        if jax.tree.leaves(nnx.state(self.layers, AmaxHistory)):
+            raise NotImplementedError("layers: got a module of fp8_scaling='delayed', whose history a block would lose")
         graphdefs, states = zip(*map(nnx.split, self.layers), strict=True)
 
-        def block(state: Any, x: jax.Array, documents: Packed | None = None) -> jax.Array:
-            x = _run_block(state, x, documents, graphdef=graphdefs[0], remat=self.config.remat, target=target)
+        def block(state: Any, x: jax.Array, documents: Packed | None = None, which: int = 0) -> jax.Array:
+            x = _run_block(state, x, documents, graphdef=graphdefs[which], remat=self.config.remat, target=target)
             return self._constrained(x)
 
         stages = self.rules.mesh_axes("stage", len(states), jax.sharding.get_abstract_mesh())
+        if (stages or self.config.scan_layers) and any(other != graphdefs[0] for other in graphdefs):
+            raise ValueError(
+                "layers: got blocks that differ, such as one that quantize_weights left as it was, with scan_layers or "
+                "stages, want blocks of one kind"
+            )
         if stages:
             x = self._pipelined(block, _stacked(states, x.dtype), x, documents, stages[0])
         elif self.config.scan_layers:
             x, _ = jax.lax.scan(lambda x, state: (block(state, x, documents), None), x, _stacked(states, x.dtype))
         else:
-            for state in states:
-                x = block(state, x, documents)
+            for which, state in enumerate(states):
+                x = block(state, x, documents, which)
         return self.final_norm(x), order
 
     def _pipelined(self, block: Any, states: Any, x: jax.Array, documents: Packed | None, axis: str) -> jax.Array:
@@ -363,11 +380,23 @@ class Transformer(nnx.Module):
         return self.rules.constrain(x, "batch", "tokens", None)
 
     def _logits(self, x: jax.Array) -> jax.Array:
-        kernel = self.embed[...].T if self.config.tie_embeddings else self.head.kernel[...]
+        if not self.config.tie_embeddings and isinstance(self.head, QuantizedLinear):
+            return matmul(x, self.head.kernel, out_dtype=jnp.float32, implementation=self.head.implementation)
+        kernel = self.embed[...].T if self.config.tie_embeddings else self._head_kernel(x.dtype)
         return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+
+    def _head_kernel(self, dtype: Any) -> jax.Array:
+        """The head's matrix; that of few bits in dtype."""
+        is_quantized = isinstance(self.head, QuantizedLinear)
+        return dequantize(self.head.kernel, dtype) if is_quantized else self.head.kernel[...]
 
 
 def flat_parameters(model: nnx.Module) -> dict[str, np.ndarray]:
-    """The model's nnx.Params on the host, by dotted name: {"layers.0.attention.q_proj.kernel": array, ...}."""
+    """The model's nnx.Params on the host, by dotted name: {"layers.0.attention.q_proj.kernel": array, ...}.
+
+    Raises ValueError for a model with weights of few bits, which are no nnx.Params.
+    """
+    if jax.tree.leaves(nnx.state(model, QuantizedWeight)):
+        raise ValueError("model: got one with weights of few bits, want the model before quantize_weights")
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(str(part) for part in path): np.asarray(param[...]) for path, param in state}

@@ -96,6 +96,12 @@ def test_longnet_has_the_fields_of_its_config(fields):
     assert block.attention_norm.epsilon == config.norm_eps
 
 
+def test_a_named_implementation_reaches_the_projections():
+    config = LongNetConfig(**SHAPE, **PATTERN, projection_implementation="fast")
+    with pytest.raises(ValueError, match="implementation='fast' is not known"):
+        LongNet(config, rngs=nnx.Rngs(0))(jnp.zeros((1, 12), jnp.int32))
+
+
 def test_without_dilation_it_is_the_transformer():
     config = LongNetConfig(**SHAPE, segment_lengths=[100], dilation_rates=[1])
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(models.TransformerConfig)}

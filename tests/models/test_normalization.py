@@ -60,12 +60,21 @@ def test_residual(name):
     np.testing.assert_allclose(out, theirs(x + residual), rtol=1e-5, atol=1e-5)
 
 
-def test_scale_offset():
-    x, (mine, theirs) = inputs("float32"), both("rms_norm", scale_init=nnx.initializers.zeros)
-    assert not np.asarray(mine(x)).any()
-    mine.scale_offset = 1.0
-    theirs.scale[...] = jnp.ones(SHAPE[-1])
+@pytest.mark.parametrize("name", MODULES)
+def test_scale_offset(name):
+    x, options = inputs("float32"), {"bias_init": nnx.initializers.normal(1.0)} if name == "layer_norm" else {}
+    mine, theirs = (
+        module(SHAPE[-1], scale_init=nnx.initializers.normal(1.0), rngs=nnx.Rngs(0), **options, **more)
+        for module, more in zip(MODULES[name], ({"scale_offset": 1.0}, {}), strict=True)
+    )
+    theirs.scale[...] = theirs.scale[...] + 1
     np.testing.assert_allclose(mine(x), theirs(x), rtol=1e-5, atol=1e-5)
+    out, total = mine(x, residual=x)
+    np.testing.assert_allclose(out, theirs(total), rtol=1e-5, atol=1e-5)
+    loss = lambda module, x: jnp.sin(module(x)).sum()
+    gradients = [nnx.grad(loss, argnums=(0, 1))(module, x) for module in (mine, theirs)]
+    for a, b in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -77,10 +86,9 @@ def test_the_rest_runs_as_in_nnx(name):
         mine(x, mask=mask, residual=x)
     mine, theirs = both(name, reduction_axes=(-2, -1))
     np.testing.assert_array_equal(mine(x), theirs(x))
-    if name == "rms_norm":
-        mine.scale_offset = 1.0
-        with pytest.raises(ValueError, match=re.escape("scale_offset: got 1.0 with a mask or other axes, want 0.0")):
-            mine(x)
+    mine.scale_offset = 1.0
+    with pytest.raises(ValueError, match=re.escape("scale_offset: got 1.0 with a mask or other axes, want 0.0")):
+        mine(x)
 
 
 @pytest.mark.parametrize("name", MODULES)

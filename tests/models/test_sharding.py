@@ -4,6 +4,7 @@ As a script it prints, for each case, the errors of loss, logits and gradients, 
 """
 
 import dataclasses
+import functools
 import json
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ from jax_kernels.models import (
     Transformer,
     TransformerConfig,
     make_mesh,
+    quantize_weights,
     shard_batch,
     shard_model,
 )
@@ -112,16 +114,40 @@ def run_module(layout, is_causal):
     return {"error": max(errors)}
 
 
+def run_quantized(format, axes):
+    """A model with weights of few bits: its losses, its logits, and what it generates."""
+    model = quantize_weights(Transformer(CONFIG, rngs=nnx.Rngs(0)), format)
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (4, 32))
+    step = nnx.jit(lambda model, tokens: (model(tokens), model.losses(tokens, tokens)))
+    want, drawn = step(model, tokens), np.asarray(model.generate(tokens[:, :5], 4, 0))
+    mesh = make_mesh(axes)
+    shard_model(model, mesh)
+    with jax.set_mesh(mesh):
+        got = step(model, shard_batch(tokens, mesh))
+        again = model.generate(tokens[:, :5], 4, 0)
+    assert model.layers[0].mlp.down_proj.values[...].is_fully_replicated
+    np.testing.assert_array_equal(again, drawn)
+    errors = [rms_error(np.asarray(g), np.asarray(w)) for g, w in zip(got, want, strict=True)]
+    return {"error": max(errors)}
+
+
+QUANTIZED = {
+    "int4_ring": ("int4", {"data": 2, "sequence": 2}),
+    "mxfp8_tensor": ("mxfp8", {"fsdp": 2, "tensor": 2}),
+    "mxfp4_pipeline": ("mxfp4", {"pipeline": 2, "tensor": 2}),
+}
 MODULES = {"module": (None, True), "module_full": (None, False), "module_striped": ("striped", True)}
 
 
 def main(names) -> dict:
-    case = lambda name: run_case(*CASES[name], is_packed="documents" in name)
-    return {name: run_module(*MODULES[name]) if name in MODULES else case(name) for name in names}
+    run = {name: functools.partial(run_module, *given) for name, given in MODULES.items()}
+    run |= {name: functools.partial(run_quantized, *given) for name, given in QUANTIZED.items()}
+    run |= {name: functools.partial(run_case, *given, "documents" in name) for name, given in CASES.items()}
+    return {name: run[name]() for name in names}
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES], QUICK, 4))
+@pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES, *QUANTIZED], QUICK, 4))
 def test_a_mesh_changes_nothing(names):
     results = json.loads(cpu_devices.lines_of(__file__, *names)[-1])
     assert sorted(results) == sorted(names)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_kernels import device_info, dispatch
 from jax_kernels.models import Transformer, TransformerConfig, flat_parameters
 
 CONFIG = TransformerConfig(vocab_size=50, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48)
@@ -277,6 +278,11 @@ def test_config_fills_its_defaults():
         ({"dtype": "float64"}, ValueError, "TransformerConfig.dtype='float64' must be one of float32, bfloat16"),
         ({"dtype": "half a float"}, ValueError, "TransformerConfig.dtype='half a float' must be one of"),
         ({"implementation": 3}, TypeError, "TransformerConfig.implementation=3 must be a name or None"),
+        (
+            {"projection_implementation": 3},
+            TypeError,
+            "TransformerConfig.projection_implementation=3 must be a name or None",
+        ),
         ({"precision": "tf32"}, ValueError, "TransformerConfig.precision='tf32' must be 'fp8' or None"),
         (
             {"precision": "fp8", "scaling": 1},
@@ -303,6 +309,22 @@ def test_bad_inputs_are_named():
     assert np.isnan(forward(transformer, tokens().at[0, 0].set(CONFIG.vocab_size))[0]).all()
 
 
-def test_a_named_implementation_reaches_the_attention():
+@pytest.mark.parametrize("name", ["implementation", "mlp_implementation", "projection_implementation"])
+@pytest.mark.parametrize("precision", [None, "fp8"])
+def test_a_named_implementation_reaches_its_products(name, precision):
     with pytest.raises(ValueError, match="implementation='fast' is not known"):
-        model(implementation="fast")(tokens())
+        model(**{name: "fast", "precision": precision})(tokens())
+
+
+def test_8_bits_are_emulated_on_request():
+    """A GPU without products of 8 bits is given a program where "xla" is named for all products."""
+    names = ("implementation", "mlp_implementation", "projection_implementation")
+    xla, eight = dict.fromkeys(names, "xla"), {"dtype": "bfloat16", "precision": "fp8"}
+    got, want = (forward(model(**options | xla), tokens()) for options in (eight, {"dtype": "bfloat16"}))
+    assert 0 < np.linalg.norm(got - want) < 0.1 * np.linalg.norm(want)
+    with dispatch.on_device(device_info("a100")):
+        program = lambda **options: jax.eval_shape(model(**eight | options), tokens())
+        assert program(**xla).shape == (BATCH, LENGTH, CONFIG.vocab_size)
+        for name in names[1:]:
+            with pytest.raises(NotImplementedError, match=r"A100.* has no products of 8 bits"):
+                program(**xla | {name: None})

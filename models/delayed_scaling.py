@@ -1,0 +1,55 @@
+"""Delayed scaling of 8-bit products: the largest magnitudes of the last calls, and the scale that they give."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jax_kernels.models.config import positive
+from jax_kernels.quantization import quantization_scale
+
+__all__ = ["AmaxHistory", "check_fp8_scaling", "delayed_scale", "empty_history"]
+
+LENGTH = 16
+
+
+class AmaxHistory(nnx.Variable):
+    """The largest finite magnitudes of an array in the last calls: float32 [length], the newest first, 0 for none.
+
+    It is no nnx.Param: optimizers and nnx.grad leave it alone.
+    """
+
+
+def empty_history(length: int | None) -> AmaxHistory:
+    return AmaxHistory(jnp.zeros(LENGTH if length is None else length, jnp.float32))
+
+
+def delayed_scale(history: AmaxHistory, x: jax.Array) -> jax.Array:
+    """The scale [] that x is to be rounded to e4m3 with, of the calls before. x's largest magnitude joins the history.
+
+    A history without a number above 0 gives x's own scale.
+    """
+    x = lax.stop_gradient(x)
+    newest = jnp.where(jnp.isfinite(x), jnp.abs(x), 0).max(initial=0).astype(jnp.float32)
+    past = history[...]
+    largest = jnp.where(past.max() > 0, past.max(), newest)
+    history[...] = jnp.concatenate([newest[None], past[:-1]])
+    return quantization_scale(largest[None], jnp.float8_e4m3fn, "tensor", -1)
+
+
+def check_fp8_scaling(fp8_scaling: Any, length: Any, precision: Any, scaling: Any) -> None:
+    """Raises ValueError or TypeError, naming the argument."""
+    if fp8_scaling not in ("dynamic", "delayed"):
+        raise ValueError(f"fp8_scaling={fp8_scaling!r} must be 'dynamic' or 'delayed'")
+    if fp8_scaling == "dynamic":
+        if length is not None:
+            raise ValueError(f"amax_history_length={length!r} must be None with fp8_scaling='dynamic'")
+        return
+    if precision != "fp8":
+        raise ValueError(f"fp8_scaling='delayed' must be 'dynamic' with precision={precision!r}: it is for 'fp8'")
+    if scaling not in (None, "tensor"):
+        raise ValueError(f"scaling={scaling!r} must be 'tensor' or None with fp8_scaling='delayed'")
+    if length is not None:
+        positive("amax_history_length", length)
