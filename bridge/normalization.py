@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge import private
 from jax_kernels.bridge.function import JaxOp, from_jax, seen
 from jax_kernels.ops import normalization
 
@@ -92,7 +93,8 @@ def rms_norm(
       x: [..., N], bfloat16, float16 or float32, on a CPU or a CUDA device.
       scale: [N], on x's device; None leaves it out. A 16-bit one of another dtype than x's counts in float32.
       residual: like x, added to it, rounded to x's dtype.
-      eps: added to the mean square; None is PyTorch's default, torch.finfo(x.dtype).eps.
+      eps: added to the mean square; None is that of the PyTorch that is installed: torch.finfo(torch.float32).eps in
+        recent versions, torch.finfo(x.dtype).eps in older ones.
       scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, as Gemma's are.
       quantize: as in layer_norm.
       implementation: "triton" or "xla"; None picks the fastest that can serve.
@@ -108,11 +110,39 @@ def rms_norm(
         call = seen((x, scale, residual), (eps, scale_offset, implementation))
         if (known := _rms_norm.find(call)) is not None:
             return known(call.tensors)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    eps = _default_eps(x.dtype) if eps is None else eps
     options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
     if quantize is not None:
         return _quantized_rms_norm(x, _weights(scale, x), residual=residual, quantize=quantize, **options)
     return _rms_norm.serve(call, x, _weights(scale, x), residual=residual, **options)
+
+
+@torch.compiler.assume_constant_result
+def _default_eps(dtype: torch.dtype) -> float:
+    """The eps of torch.nn.functional.rms_norm where it is given none."""
+    return _found_eps(dtype)
+
+
+@functools.cache
+def _found_eps(dtype: torch.dtype) -> float:
+    """PyTorch's default eps, which differs between its versions.
+
+    Older versions take that of a 16-bit dtype, others float32's. The result on a small number tells.
+    """
+    wide = torch.finfo(torch.float32).eps
+    if dtype not in (torch.bfloat16, torch.float16):
+        return torch.finfo(dtype).eps if dtype.is_floating_point else wide
+    is_off = torch.autocast("cpu", enabled=False)
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
+        private.without_modes(),
+        torch.no_grad(),
+        is_off,
+    ):
+        x = torch.full((1, 1), 1e-3, dtype=dtype, device="cpu")
+        is_wide = float(torch.nn.functional.rms_norm(x, (1,))) > 0.5
+    return wide if is_wide else torch.finfo(dtype).eps
 
 
 def _weights(weights: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
