@@ -44,7 +44,8 @@ def matmul(
       w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; where x has 8 bits, any dtype of 8 bits.
       bias: [N], in x's dtype or float32. Where x has 8 bits, in any dtype of more.
       activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh".
-      residual: [..., N] in out_dtype, added last.
+      residual: [..., N] in out_dtype, added last. Under autocast, without an out_dtype, any float dtype: the result has
+        that of the sum in PyTorch, which is float32 for a float32 residual.
       x_scale, w_scale: of 8-bit products, as in jax_kernels.matmul; float32 tensors, or numbers, each of which compiles
         a program of its own. They get no gradients.
       out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is x's dtype, or torch.bfloat16 where that has 8
@@ -66,6 +67,7 @@ def matmul(
         if (known := _matmul.find(call)) is not None:
             return known(call.tensors)
     x, w, bias = _under_autocast(x, w, bias)
+    residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _matmul.serve(
         call,
         x,
@@ -111,6 +113,7 @@ def gated_matmul(
         if (known := _gated_matmul.find(call)) is not None:
             return known(call.tensors)
     x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
+    residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _gated_matmul.serve(
         call,
         x,
@@ -151,7 +154,8 @@ def mlp(
 
     Args:
       x: [..., K]. w_up, w_gate: [K, H]; w_down: [H, N]; with transpose_w [H, K] and [N, H], as torch.nn.Linear's are.
-      bias_up: [H], without w_gate. bias_down: [N]. residual: [..., N] in x's dtype, added last.
+      bias_up: [H], without w_gate. bias_down: [N]. residual: [..., N] in x's dtype, added last; under autocast as in
+        bridge.matmul.
       activation, precision, implementation: as in bridge.matmul, without precision="fp8".
     """
     call = None
@@ -161,8 +165,10 @@ def mlp(
         if (known := _mlp.find(call)) is not None:
             return known(call.tensors)
     x, w_up, w_down, w_gate, bias_up, bias_down = _under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
-    return _mlp.serve(
-        call,
+    residual, out_dtype = _with_wide_residual(x, residual, None)
+    wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype: added after it
+    out = _mlp.serve(
+        None if wide is not None else call,
         x,
         w_up,
         w_down,
@@ -170,11 +176,12 @@ def mlp(
         bias_up=bias_up,
         bias_down=bias_down,
         activation=_checked_activation(activation),
-        residual=residual,
+        residual=residual if wide is None else None,
         transpose_w=transpose_w,
         precision=_precision(precision, x),
         implementation=implementation,
     )
+    return out if wide is None else wide + out
 
 
 def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Seen:
@@ -229,6 +236,18 @@ def _under_autocast(*tensors: torch.Tensor | None) -> list[Any]:
     dtype = torch.get_autocast_dtype(device)
     stays = lambda x: not x.is_floating_point() or x.dtype in _EIGHT_BITS
     return [x if x is None or stays(x) else x.to(dtype) for x in tensors]
+
+
+def _with_wide_residual(x: torch.Tensor, residual: Any, out_dtype: Any) -> tuple[Any, Any]:
+    """(residual, out_dtype). Under autocast the two are in the dtype that their sum has in PyTorch.
+
+    x: as _under_autocast gives it.
+    """
+    is_open = isinstance(residual, torch.Tensor) and out_dtype is None
+    if not is_open or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return residual, out_dtype
+    wide = torch.promote_types(torch.bfloat16 if x.dtype in _EIGHT_BITS else x.dtype, residual.dtype)
+    return (residual.to(wide), wide) if residual.is_floating_point() and wide in _NAMES else (residual, out_dtype)
 
 
 class Linear(torch.nn.Linear):
@@ -313,7 +332,7 @@ class GatedMLP(torch.nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [..., in_features]. residual: like x, added last."""
+        """x: [..., in_features]. residual: like x, added last; under autocast as in bridge.matmul."""
         if self.gate_proj.precision != "fp8":
             return mlp(
                 x,
