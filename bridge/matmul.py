@@ -6,13 +6,14 @@ import torch
 
 from jax_kernels.bridge.argument_names import rename
 from jax_kernels.bridge.function import JaxOp, Seen, seen
+from jax_kernels.bridge.quantized import QuantizedTensor, on_stored, stored
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
 
 __all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul", "mlp"]
 
-_matmul = JaxOp(ops.matmul, is_whole=True)
-_gated_matmul = JaxOp(ops.gated_matmul, is_whole=True)
+_matmul = JaxOp(on_stored(ops.matmul), is_whole=True)
+_gated_matmul = JaxOp(on_stored(ops.gated_matmul), is_whole=True)
 _mlp = JaxOp(mlp_ops.mlp, is_whole=True)
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -20,7 +21,7 @@ _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "
 
 def matmul(
     x: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | QuantizedTensor,
     *,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
@@ -41,7 +42,9 @@ def matmul(
     Args:
       x: [..., K], bfloat16, float16 or float32, on a CPU or a CUDA device; or, forward only, float8_e4m3fn or
         float8_e5m2.
-      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; where x has 8 bits, any dtype of 8 bits.
+      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; where x has 8 bits, any dtype of 8 bits. Or
+        weights of few bits, a bridge.QuantizedTensor that is quantized along K: axis=-2, and with transpose_w -1. They
+        have no gradients, and no w_scale.
       bias: [N], in x's dtype or float32. Where x has 8 bits, in any dtype of more.
       activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh".
       residual: [..., N] in out_dtype, added last. Under autocast, without an out_dtype, any float dtype: the result has
@@ -63,7 +66,7 @@ def matmul(
     call = None
     if not torch.compiler.is_compiling():
         options = activation, transpose_w, out_dtype, precision, scaling, implementation
-        call = _seen((x, w, bias, residual, x_scale, w_scale), options)
+        call = _seen((x, *_parts(w), bias, residual, x_scale, w_scale), options)
         if (known := _matmul.find(call)) is not None:
             return known(call.tensors)
     x, w, bias = _under_autocast(x, w, bias)
@@ -71,7 +74,7 @@ def matmul(
     return _matmul.serve(
         call,
         x,
-        w,
+        _argument("w", w),
         bias=bias,
         activation=_checked_activation(activation),
         residual=residual,
@@ -87,8 +90,8 @@ def matmul(
 
 def gated_matmul(
     x: torch.Tensor,
-    w_gate: torch.Tensor,
-    w_up: torch.Tensor,
+    w_gate: torch.Tensor | QuantizedTensor,
+    w_up: torch.Tensor | QuantizedTensor,
     activation: str = "silu",
     *,
     residual: torch.Tensor | None = None,
@@ -104,12 +107,14 @@ def gated_matmul(
     """jax_kernels.gated_matmul on PyTorch tensors, with gradients of x, both weights and residual.
 
     Equivalent to activation(x @ w_gate) * (x @ w_up) + residual. The arguments are those of bridge.matmul; w_gate and
-    w_up: [K, N], or [N, K] with transpose_w, as torch.nn.Linear's weights are. w_gate_scale and w_up_scale: as w_scale.
+    w_up: [K, N], or [N, K] with transpose_w, as torch.nn.Linear's weights are; two tensors, or two QuantizedTensors of
+    one layout. w_gate_scale and w_up_scale: as w_scale.
     """
     call = None
     if not torch.compiler.is_compiling():
         options = activation, transpose_w, out_dtype, precision, scaling, implementation
-        call = _seen((x, w_gate, w_up, residual, x_scale, w_gate_scale, w_up_scale), options)
+        weights = *_parts(w_gate), *_parts(w_up)
+        call = _seen((x, *weights, residual, x_scale, w_gate_scale, w_up_scale), options)
         if (known := _gated_matmul.find(call)) is not None:
             return known(call.tensors)
     x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
@@ -117,8 +122,8 @@ def gated_matmul(
     return _gated_matmul.serve(
         call,
         x,
-        w_gate,
-        w_up,
+        _argument("w_gate", w_gate),
+        _argument("w_up", w_up),
         _checked_activation(activation),
         residual=residual,
         x_scale=_without_gradient(x_scale),
@@ -189,6 +194,16 @@ def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Seen:
     return seen(arguments, (*options, torch.get_float32_matmul_precision()))
 
 
+def _parts(w: Any) -> tuple[Any, ...]:
+    """The tensors of weights, and what is no tensor, for _seen."""
+    return (w.values, w.scale, w.facts) if isinstance(w, QuantizedTensor) else (w,)
+
+
+def _argument(name: str, w: Any) -> Any:
+    """Weights as JAX's op takes them."""
+    return stored(name, w) if isinstance(w, QuantizedTensor) else w
+
+
 def _without_gradient(scale: Any) -> Any:
     return scale.detach() if isinstance(scale, torch.Tensor) else scale
 
@@ -215,8 +230,13 @@ def _takes_tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **arguments: Any) -> torch.Tensor:
-    """torch.nn.functional.linear, weight [N, K]; with the arguments of bridge.matmul but transpose_w."""
+def linear(
+    x: torch.Tensor, weight: torch.Tensor | QuantizedTensor, bias: torch.Tensor | None = None, **arguments: Any
+) -> torch.Tensor:
+    """torch.nn.functional.linear, weight [N, K]; with the arguments of bridge.matmul but transpose_w.
+
+    weight may be of few bits: bridge.quantize(weight, "int4", axis=-1).
+    """
     if "transpose_w" in arguments:
         raise TypeError("transpose_w: linear's weight is [N, K]; want bridge.matmul for another one")
     if torch.compiler.is_compiling():
@@ -228,14 +248,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         raise
 
 
-def _under_autocast(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors in autocast's dtype where it is on, but for those of 8 bits; as they are otherwise."""
+def _under_autocast(*tensors: Any) -> list[Any]:
+    """The tensors in autocast's dtype where it is on, but for those of 8 bits or fewer; as they are otherwise."""
     device = next(x for x in tensors if x is not None).device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    stays = lambda x: not x.is_floating_point() or x.dtype in _EIGHT_BITS
-    return [x if x is None or stays(x) else x.to(dtype) for x in tensors]
+    stays = lambda x: x is None or isinstance(x, QuantizedTensor) or not x.is_floating_point() or x.dtype in _EIGHT_BITS
+    return [x if stays(x) else x.to(dtype) for x in tensors]
 
 
 def _with_wide_residual(x: torch.Tensor, residual: Any, out_dtype: Any) -> tuple[Any, Any]:
@@ -304,6 +324,8 @@ class Linear(torch.nn.Linear):
 class GatedMLP(torch.nn.Module):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), by bridge.mlp; with precision="fp8" by bridge.gated_matmul.
 
+    bridge.quantize_weights may give its projections weights of few bits; then bridge.gated_matmul serves them.
+
     Parameters: gate_proj.weight, up_proj.weight [hidden_features, in_features] and down_proj.weight [in_features,
     hidden_features], initialised as torch.nn.Linear's, without bias.
 
@@ -333,26 +355,27 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: [..., in_features]. residual: like x, added last; under autocast as in bridge.matmul."""
-        if self.gate_proj.precision != "fp8":
+        gate, up = self.gate_proj, self.up_proj
+        is_few = [isinstance(layer.weight, QuantizedTensor) for layer in (gate, up, self.down_proj)]
+        if not any(is_few) and gate.precision != "fp8":
             return mlp(
                 x,
-                self.up_proj.weight,
+                up.weight,
                 self.down_proj.weight,
-                w_gate=self.gate_proj.weight,
+                w_gate=gate.weight,
                 activation=self.activation,
                 residual=residual,
                 transpose_w=True,
-                precision=self.gate_proj.precision,
-                implementation=self.gate_proj.implementation,
+                precision=gate.precision,
+                implementation=gate.implementation,
             )
-        hidden = gated_matmul(
-            x,
-            self.gate_proj.weight,
-            self.up_proj.weight,
-            self.activation,
-            transpose_w=True,
-            precision=self.gate_proj.precision,
-            scaling=self.gate_proj.scaling,
-            implementation=self.gate_proj.implementation,
-        )
+        if is_few[0] != is_few[1]:  # bridge.quantize_weights skipped one of them
+            hidden = linear(x, gate.weight, activation=self.activation, **_options(gate)) * up(x)
+            return self.down_proj(hidden, residual=residual)
+        hidden = gated_matmul(x, gate.weight, up.weight, self.activation, transpose_w=True, **_options(gate))
         return self.down_proj(hidden, residual=residual)
+
+
+def _options(layer: Any) -> dict[str, Any]:
+    """The options of a layer's products."""
+    return {"precision": layer.precision, "scaling": layer.scaling, "implementation": layer.implementation}
