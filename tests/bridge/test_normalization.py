@@ -111,6 +111,41 @@ def test_gemma_and_no_parameters():
     torch.testing.assert_close(module(x), functional.layer_norm(x, (16,)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("shape", [16, (2, 8)])
+def test_options_of_modules(name, shape):
+    norm, _ = OPS[name]
+    given = (3, 5, 16) if shape == 16 else (3, 5, 2, 8)
+    (x,) = tensors(given)
+    module = MODULES[name][0](shape, 1e-3, scale_offset=1.0, implementation="xla")
+    plain = MODULES[name][1](shape, 1e-3)
+    torch.testing.assert_close(module(x), plain(x), rtol=1e-5, atol=1e-5)  # weight begins as 0
+    with torch.no_grad():
+        module.weight.copy_(tensors(given[2:], seed=1)[0])
+        plain.weight.copy_(module.weight + 1)
+    torch.testing.assert_close(module(x), plain(x), rtol=1e-5, atol=1e-5)
+    assert "scale_offset=1.0, implementation='xla'" in repr(module)
+    assert "scale_offset" not in repr(MODULES[name][0](shape))
+    module.reset_parameters()
+    assert not module.weight.any()
+
+    eight_bits = MODULES[name][0](shape, quantize="e4m3")
+    with torch.no_grad():
+        got = eight_bits(x, residual=x)
+        want = norm(x.flatten(2), torch.ones(16), residual=x.flatten(2), quantize="e4m3")
+    assert [y.shape for y in got] == [x.shape, x.shape[:2], x.shape]
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.float().flatten(), theirs.float().flatten(), rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match="quantize: got 'e4m3' in a call that is differentiated"):
+        eight_bits(x)
+    with pytest.raises(ValueError, match="implementation='nothing' is not known"):
+        MODULES[name][0](shape, implementation="nothing")(x)
+    with pytest.raises(ValueError, match="quantize: got 'int8', want 'e4m3' or 'e5m2', or None"):
+        MODULES[name][0](shape, quantize="int8")
+    with pytest.raises(ValueError, match=r"scale_offset: got 1\.0 with elementwise_affine=False"):
+        MODULES[name][0](shape, elementwise_affine=False, scale_offset=1.0)
+
+
 def test_under_torch_compile():
     module = bridge.nn.RMSNorm(16)
     (x,) = tensors((6, 16))
