@@ -56,7 +56,7 @@ def matmul(
       precision: for float32 inputs, "fp32" or "tf32", where None is as torch.set_float32_matmul_precision says. For
         all, "fp8": products of 8 bits, as in jax_kernels.matmul.
       scaling: of 8-bit products, "tensor", "row" or "block", as in jax_kernels.matmul.
-      implementation: "mosaic_gpu" or "xla"; None picks the fastest that can serve.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
 
     Returns:
       out [..., N] in out_dtype: activation(x @ w + bias) + residual.
