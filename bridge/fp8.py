@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from jax_kernels import quantization
+from jax_kernels.bridge.argument_checks import check_optional_tensors, check_scales, check_tensors
 from jax_kernels.bridge.function import JaxOp, from_jax, seen
 from jax_kernels.ops.attention import flash_attention_fp8 as ops
 
@@ -27,6 +28,7 @@ def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tu
 
     It raises what jax_kernels.quantize_fp8 does, or from_jax where the two differ.
     """
+    check_tensors(x=x)
     return tuple(_quantize_fp8(x, axis=tuple(axis) if isinstance(axis, list) else axis))
 
 
@@ -67,6 +69,9 @@ def flash_attention_fp8(
         call = seen((query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths), options)
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)
+    check_tensors(query=query, key=key, value=value)
+    check_optional_tensors(kv_lengths=kv_lengths)
+    check_scales(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     return _attend.serve(
         call,
         query,

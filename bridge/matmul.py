@@ -4,11 +4,20 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge.argument_checks import (
+    check_activation,
+    check_optional_tensors,
+    check_precision,
+    check_scales,
+    check_tensors,
+    kind_of,
+)
 from jax_kernels.bridge.argument_names import rename
 from jax_kernels.bridge.function import JaxOp, Seen, seen
 from jax_kernels.bridge.quantized import QuantizedTensor, on_stored, stored
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
+from jax_kernels.quantization import check_scaling
 
 __all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul", "mlp"]
 
@@ -54,7 +63,7 @@ def matmul(
       out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is x's dtype, or torch.bfloat16 where that has 8
         bits.
       precision: for float32 inputs, "fp32" or "tf32", where None is as torch.set_float32_matmul_precision says. For
-        all, "fp8": products of 8 bits, as in jax_kernels.matmul.
+        all, "fp8": products of 8 bits, as in jax_kernels.matmul; "bf16" or "fp16": x and w are rounded to it first.
       scaling: of 8-bit products, "tensor", "row" or "block", as in jax_kernels.matmul.
       implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
 
@@ -69,6 +78,10 @@ def matmul(
         call = _seen((x, *_parts(w), bias, residual, x_scale, w_scale), options)
         if (known := _matmul.find(call)) is not None:
             return known(call.tensors)
+    check_tensors(x=x)
+    _check_weights(w=w)
+    check_optional_tensors(bias=bias, residual=residual)
+    check_scales(x_scale=x_scale, w_scale=w_scale)
     x, w, bias = _under_autocast(x, w, bias)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _matmul.serve(
@@ -117,6 +130,10 @@ def gated_matmul(
         call = _seen((x, *weights, residual, x_scale, w_gate_scale, w_up_scale), options)
         if (known := _gated_matmul.find(call)) is not None:
             return known(call.tensors)
+    check_tensors(x=x)
+    _check_weights(w_gate=w_gate, w_up=w_up)
+    check_optional_tensors(residual=residual)
+    check_scales(x_scale=x_scale, w_gate_scale=w_gate_scale, w_up_scale=w_up_scale)
     x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _gated_matmul.serve(
@@ -169,6 +186,8 @@ def mlp(
         call = _seen((x, w_up, w_down, w_gate, bias_up, bias_down, residual), options)
         if (known := _mlp.find(call)) is not None:
             return known(call.tensors)
+    check_tensors(x=x, w_up=w_up, w_down=w_down)
+    check_optional_tensors(w_gate=w_gate, bias_up=bias_up, bias_down=bias_down, residual=residual)
     x, w_up, w_down, w_gate, bias_up, bias_down = _under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
     residual, out_dtype = _with_wide_residual(x, residual, None)
     wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype: added after it
@@ -197,6 +216,13 @@ def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Seen:
 def _parts(w: Any) -> tuple[Any, ...]:
     """The tensors of weights, and what is no tensor, for _seen."""
     return (w.values, w.scale, w.facts) if isinstance(w, QuantizedTensor) else (w,)
+
+
+def _check_weights(**weights: Any) -> None:
+    """Raises TypeError for weights that are neither a tensor nor of few bits."""
+    for name, w in weights.items():
+        if not isinstance(w, torch.Tensor | QuantizedTensor):
+            raise TypeError(f"{name}: got {kind_of(w)}, want a torch.Tensor or a bridge.QuantizedTensor")
 
 
 def _argument(name: str, w: Any) -> Any:
@@ -258,6 +284,15 @@ def _under_autocast(*tensors: Any) -> list[Any]:
     return [x if stays(x) else x.to(dtype) for x in tensors]
 
 
+def _check_scaling(scaling: Any, precision: Any) -> None:
+    """Raises ValueError for a scaling that no product of 8 bits has."""
+    if scaling is None:
+        return
+    check_scaling(scaling)
+    if precision not in (None, "fp8"):  # None: the tensors of a call may have 8 bits
+        raise ValueError(f"scaling: got {scaling!r} with precision={precision!r}, want None, or precision='fp8'")
+
+
 def _with_wide_residual(x: torch.Tensor, residual: Any, out_dtype: Any) -> tuple[Any, Any]:
     """(residual, out_dtype). Under autocast the two are in the dtype that their sum has in PyTorch.
 
@@ -277,6 +312,9 @@ class Linear(torch.nn.Linear):
 
     Args:
       activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+
+    Raises:
+      TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
     """
 
     def __init__(
@@ -292,6 +330,9 @@ class Linear(torch.nn.Linear):
         scaling: str | None = None,
         implementation: str | None = None,
     ) -> None:
+        check_activation(activation)
+        check_precision(precision)
+        _check_scaling(scaling, precision)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         self.precision = precision
@@ -331,6 +372,9 @@ class GatedMLP(torch.nn.Module):
 
     Args:
       activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+
+    Raises:
+      TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
     """
 
     def __init__(
@@ -346,6 +390,7 @@ class GatedMLP(torch.nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
+        check_activation(activation, is_optional=False)
         options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         options |= {"precision": precision, "scaling": scaling, "implementation": implementation}
         self.gate_proj = Linear(in_features, hidden_features, **options)

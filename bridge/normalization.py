@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge import private
+from jax_kernels.bridge.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.function import JaxOp, from_jax, seen
 from jax_kernels.ops import normalization
 from jax_kernels.quantization import FORMATS
@@ -68,6 +69,8 @@ def layer_norm(
         call = seen((x, scale, bias, residual), (eps, scale_offset, implementation))
         if (known := _layer_norm.find(call)) is not None:
             return known(call.tensors)
+    check_tensors(x=x)
+    check_optional_tensors(scale=scale, bias=bias, residual=residual)
     scale, bias = (_weights(weights, x) for weights in (scale, bias))
     options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
     if quantize is not None:
@@ -111,6 +114,8 @@ def rms_norm(
         call = seen((x, scale, residual), (eps, scale_offset, implementation))
         if (known := _rms_norm.find(call)) is not None:
             return known(call.tensors)
+    check_tensors(x=x)
+    check_optional_tensors(scale=scale, residual=residual)
     eps = _default_eps(x.dtype) if eps is None else eps
     options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
     if quantize is not None:
@@ -270,6 +275,8 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
 def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
     """(x, scale, bias, residual) with the axes of `shape` as one."""
     axes = len(shape)
+    check_tensors(x=x)
+    check_optional_tensors(residual=residual)
     if tuple(x.shape[-axes:]) != tuple(shape):
         raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {', '.join(map(str, shape))}]")
     if axes == 1:

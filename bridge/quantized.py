@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels import low_bit, quantization
+from jax_kernels.bridge.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.low_bit import LowBit
 from jax_kernels.quantization import QuantizedArray
@@ -159,13 +160,15 @@ def quantize(
       ValueError: format, scaling, axis, group_size, scale_dtype or scale's shape is wrong.
       NotImplementedError: x requires a gradient, which rounding does not have.
     """
+    check_tensors(x=x)
+    check_optional_tensors(scale=scale)
     if scale_dtype not in (None, torch.float32, torch.bfloat16):
         raise ValueError(f"scale_dtype: got {scale_dtype}, want torch.float32, torch.bfloat16 or None")
     name = None if scale_dtype is None else _NAMES[scale_dtype]
     if format not in low_bit.FORMATS:
         options = {"scaling": scaling, "axis": axis, "scale": scale, "group_size": group_size, "scale_dtype": name}
         return tuple(_quantize(x, format=format, **options))
-    if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+    if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
             "x: got a tensor that requires a gradient, which rounding to few bits does not have; want x.detach()"
         )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from jax_kernels import low_bit
+from jax_kernels.bridge.argument_checks import check_activation, check_precision
 from jax_kernels.bridge.matmul import Linear, linear
 from jax_kernels.bridge.quantized import QuantizedTensor, quantize
 
@@ -33,7 +34,8 @@ class QuantizedLinear(torch.nn.Module):
       activation, precision, implementation: as in bridge.matmul.
 
     Raises:
-      ValueError: format, scaling, group_size or scale_dtype is wrong.
+      TypeError: activation is no name.
+      ValueError: format, scaling, group_size, scale_dtype, activation or precision is wrong.
     """
 
     weight_values: torch.Tensor
@@ -58,6 +60,8 @@ class QuantizedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         _check_format(format)
+        check_activation(activation)
+        check_precision(precision, ("fp32", "tf32", "bf16", "fp16"))
         zeros = torch.zeros(out_features, in_features, device=device)
         options: dict[str, Any] = {"scaling": scaling, "group_size": group_size, "scale_dtype": scale_dtype}
         self._hold(quantize(zeros, format, axis=-1, **options))
