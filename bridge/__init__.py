@@ -28,7 +28,6 @@ from jax_kernels.bridge.explaining import benchmark_implementations as benchmark
 from jax_kernels.bridge.explaining import device_info as device_info  # noqa: E402
 from jax_kernels.bridge.explaining import explain as explain  # noqa: E402
 from jax_kernels.bridge.fp8 import flash_attention_fp8 as flash_attention_fp8  # noqa: E402
-from jax_kernels.bridge.fp8 import quantize as quantize  # noqa: E402
 from jax_kernels.bridge.fp8 import quantize_fp8 as quantize_fp8  # noqa: E402
 from jax_kernels.bridge.function import from_jax as from_jax  # noqa: E402
 from jax_kernels.bridge.matmul import gated_matmul as gated_matmul  # noqa: E402
@@ -38,6 +37,10 @@ from jax_kernels.bridge.matmul import mlp as mlp  # noqa: E402
 from jax_kernels.bridge.normalization import layer_norm as layer_norm  # noqa: E402
 from jax_kernels.bridge.normalization import rms_norm as rms_norm  # noqa: E402
 from jax_kernels.bridge.prepare_mask import prepare_mask as prepare_mask  # noqa: E402
+from jax_kernels.bridge.quantized import QuantizedTensor as QuantizedTensor  # noqa: E402
+from jax_kernels.bridge.quantized import dequantize as dequantize  # noqa: E402
+from jax_kernels.bridge.quantized import quantize as quantize  # noqa: E402
+from jax_kernels.bridge.quantized_linear import quantize_weights as quantize_weights  # noqa: E402
 from jax_kernels.bridge.ring_attention import ring_attention as ring_attention  # noqa: E402
 from jax_kernels.bridge.ring_attention import shard_sequence as shard_sequence  # noqa: E402
 from jax_kernels.bridge.ring_attention import unshard_sequence as unshard_sequence  # noqa: E402

@@ -10,7 +10,7 @@ from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, c
 from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forward_op, inference_op, known_call
 from jax_kernels.bridge.function import Seen
 from jax_kernels.bridge.growing import Keys
-from jax_kernels.bridge.known import Known, same_tensors
+from jax_kernels.bridge.known import Known, autocast_dtypes, same_tensors
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as attention
 
@@ -133,6 +133,7 @@ def flash_attention(
             *(is_causal, window, score_mod, scale, softcap, return_lse, deterministic, precision, implementation),
             *(there, None if isinstance(q_offset, torch.Tensor) else q_offset),
             torch.are_deterministic_algorithms_enabled(),
+            autocast_dtypes(),
         )
         known = sparse_attention.find(statics, present) if by_function else _KNOWN.find(statics, present)
         if known is not None:

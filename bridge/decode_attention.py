@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge import growing
+from jax_kernels.bridge.argument_checks import check_optional_tensors
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.function import JaxOp, seen
 from jax_kernels.masks import Mask
@@ -60,6 +61,7 @@ def decode_attention(
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)
     is_object = isinstance(mask, Mask)
+    check_optional_tensors(block_tables=block_tables)
     check_inputs(
         query, key, value, bias=bias, sinks=sinks, mask=None if is_object else mask, kv_lengths=kv_lengths
     )  # fmt: skip

@@ -1,67 +1,19 @@
-"""Numbers of 8 bits on PyTorch tensors: quantize, quantize_fp8 and flash_attention_fp8."""
+"""Attention of 8-bit numbers on PyTorch tensors: quantize_fp8 and flash_attention_fp8."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import torch
 
 from jax_kernels import quantization
+from jax_kernels.bridge.argument_checks import check_optional_tensors, check_scales, check_tensors
 from jax_kernels.bridge.function import JaxOp, from_jax, seen
 from jax_kernels.ops.attention import flash_attention_fp8 as ops
 
-__all__ = ["flash_attention_fp8", "quantize", "quantize_fp8"]
+__all__ = ["flash_attention_fp8", "quantize_fp8"]
 
 _attend = JaxOp(ops.flash_attention_fp8, is_whole=True)
-_FORMATS = ("e4m3", "e5m2")
-
-
-def _pair(quantize: Callable[..., Any]) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """A quantization as a function that gives (values, scale)."""
-
-    def call(x: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]:
-        found = quantize(x, **options)
-        return found.values, found.scale
-
-    return call
-
-
-_quantize = from_jax(_pair(quantization.quantize))
 _quantize_fp8 = from_jax(quantization.quantize_fp8)
-
-
-def quantize(
-    x: torch.Tensor,
-    format: str = "e4m3",
-    *,
-    scaling: str = "tensor",
-    axis: int = -1,
-    scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """jax_kernels.quantize on a PyTorch tensor, for formats of 8 bits: (values, scale), x ≈ values * scale.
-
-    values and scale are x and x_scale, or w and w_scale, of bridge.matmul.
-
-    Args:
-      x: a float tensor with at least two axes, for "block", or one, for "row".
-      format: "e4m3" (torch.float8_e4m3fn) or "e5m2" (torch.float8_e5m2).
-      scaling: which numbers share a scale: all ("tensor"), those along `axis` ("row"), or 128 x 128 of the last two
-        axes ("block").
-      axis: for "row", -1 or -2.
-      scale: a scale that was found before, positive float32 of the shape that scaling gives.
-
-    Returns:
-      (values, scale): values of x's shape; scale, float32.
-
-    Raises:
-      ValueError: format is not one of 8 bits, or what jax_kernels.quantize raises.
-      TypeError: x is no float tensor, or scale no float32 tensor.
-    """
-    if format not in _FORMATS:
-        raise ValueError(
-            f"format: got {format!r}, want 'e4m3' or 'e5m2'; weights of few bits are those of jax_kernels.quantize"
-        )
-    return tuple(_quantize(x, format=format, scaling=scaling, axis=axis, scale=scale))
 
 
 def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,6 +28,7 @@ def quantize_fp8(x: torch.Tensor, axis: int | Sequence[int] | None = None) -> tu
 
     It raises what jax_kernels.quantize_fp8 does, or from_jax where the two differ.
     """
+    check_tensors(x=x)
     return tuple(_quantize_fp8(x, axis=tuple(axis) if isinstance(axis, list) else axis))
 
 
@@ -116,6 +69,9 @@ def flash_attention_fp8(
         call = seen((query, key, value, q_scale, k_scale, v_scale, q_offset, kv_lengths), options)
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)
+    check_tensors(query=query, key=key, value=value)
+    check_optional_tensors(kv_lengths=kv_lengths)
+    check_scales(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     return _attend.serve(
         call,
         query,

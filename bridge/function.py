@@ -24,7 +24,7 @@ import jax
 import torch
 
 from jax_kernels.bridge import answers, any_shape, flops, library, plan_vmap, private
-from jax_kernels.bridge.known import Known, KnownCall, same_tensors
+from jax_kernels.bridge.known import Known, KnownCall, autocast_dtypes, same_tensors
 from jax_kernels.bridge.operands import (
     NONE,
     KeptOperands,
@@ -225,8 +225,8 @@ class JaxOp:
 
 
 def _config() -> tuple[Any, ...]:
-    """The settings of JAX's that change what a function computes."""
-    return jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+    """The settings that change what a call computes, and that the check of its tensors does not see."""
+    return jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision, autocast_dtypes()
 
 
 def _known_call(request: Request, tensors: Sequence[torch.Tensor], operands: Operands | KeptOperands) -> KnownCall:

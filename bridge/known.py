@@ -16,7 +16,7 @@ import torch
 from jax_kernels.bridge import private
 from jax_kernels.bridge.direct import route
 
-__all__ = ["Known", "KnownCall", "clear", "count", "same_tensors"]
+__all__ = ["Known", "KnownCall", "autocast_dtypes", "clear", "count", "same_tensors"]
 
 _MOST = 512  # calls of an op
 _TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -150,6 +150,11 @@ def _forget(reference: "weakref.ref[Known]", key: Any, _: Any) -> None:
     known = reference()
     if known is not None:
         known.forget(key)
+
+
+def autocast_dtypes() -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes of autocast, part of the statics: the check of tensors only sees whether it is on."""
+    return torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
 
 
 def same_tensors(read: Sequence[Any], given: Sequence[Any]) -> bool:

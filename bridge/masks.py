@@ -31,6 +31,7 @@ from jax_kernels import masks as _masks
 from jax_kernels.bridge import dlpack as _dlpack
 from jax_kernels.bridge import library as _library
 from jax_kernels.bridge import private as _private
+from jax_kernels.bridge.argument_checks import check_tensors as _check_tensors
 from jax_kernels.bridge.function import from_jax as _from_jax
 from jax_kernels.bridge.operands import on_device as _on_device
 from jax_kernels.masks import BlockLists as BlockLists
@@ -121,6 +122,8 @@ _pooled_scores = _from_jax(_masks.pooled_scores)
 @functools.wraps(_masks.pooled_scores)
 def pooled_scores(query: Any, key: Any, block_size: int | tuple[int, int]) -> Any:
     is_tensor = isinstance(query, torch.Tensor) or isinstance(key, torch.Tensor)
+    if is_tensor:
+        _check_tensors(query=query, key=key)
     return (_pooled_scores if is_tensor else _masks.pooled_scores)(query, key, block_size)
 
 

@@ -4,15 +4,25 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge.argument_checks import (
+    check_activation,
+    check_optional_tensors,
+    check_precision,
+    check_scales,
+    check_tensors,
+    kind_of,
+)
 from jax_kernels.bridge.argument_names import rename
 from jax_kernels.bridge.function import JaxOp, Seen, seen
+from jax_kernels.bridge.quantized import QuantizedTensor, on_stored, stored
 from jax_kernels.ops.matmul import matmul as ops
 from jax_kernels.ops.matmul import mlp as mlp_ops
+from jax_kernels.quantization import check_scaling
 
 __all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul", "mlp"]
 
-_matmul = JaxOp(ops.matmul, is_whole=True)
-_gated_matmul = JaxOp(ops.gated_matmul, is_whole=True)
+_matmul = JaxOp(on_stored(ops.matmul), is_whole=True)
+_gated_matmul = JaxOp(on_stored(ops.gated_matmul), is_whole=True)
 _mlp = JaxOp(mlp_ops.mlp, is_whole=True)
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -20,7 +30,7 @@ _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "
 
 def matmul(
     x: torch.Tensor,
-    w: torch.Tensor,
+    w: torch.Tensor | QuantizedTensor,
     *,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
@@ -41,18 +51,21 @@ def matmul(
     Args:
       x: [..., K], bfloat16, float16 or float32, on a CPU or a CUDA device; or, forward only, float8_e4m3fn or
         float8_e5m2.
-      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; where x has 8 bits, any dtype of 8 bits.
+      w: [K, N], or [N, K] with transpose_w, in x's dtype and on its device; where x has 8 bits, any dtype of 8 bits. Or
+        weights of few bits, a bridge.QuantizedTensor that is quantized along K: axis=-2, and with transpose_w -1. They
+        have no gradients, and no w_scale.
       bias: [N], in x's dtype or float32. Where x has 8 bits, in any dtype of more.
       activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh".
-      residual: [..., N] in out_dtype, added last.
+      residual: [..., N] in out_dtype, added last. Under autocast, without an out_dtype, any float dtype: the result has
+        that of the sum in PyTorch, which is float32 for a float32 residual.
       x_scale, w_scale: of 8-bit products, as in jax_kernels.matmul; float32 tensors, or numbers, each of which compiles
         a program of its own. They get no gradients.
       out_dtype: torch.bfloat16, torch.float16 or torch.float32; None is x's dtype, or torch.bfloat16 where that has 8
         bits.
       precision: for float32 inputs, "fp32" or "tf32", where None is as torch.set_float32_matmul_precision says. For
-        all, "fp8": products of 8 bits, as in jax_kernels.matmul.
+        all, "fp8": products of 8 bits, as in jax_kernels.matmul; "bf16" or "fp16": x and w are rounded to it first.
       scaling: of 8-bit products, "tensor", "row" or "block", as in jax_kernels.matmul.
-      implementation: "mosaic_gpu" or "xla"; None picks the fastest that can serve.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
 
     Returns:
       out [..., N] in out_dtype: activation(x @ w + bias) + residual.
@@ -62,14 +75,19 @@ def matmul(
     call = None
     if not torch.compiler.is_compiling():
         options = activation, transpose_w, out_dtype, precision, scaling, implementation
-        call = _seen((x, w, bias, residual, x_scale, w_scale), options)
+        call = _seen((x, *_parts(w), bias, residual, x_scale, w_scale), options)
         if (known := _matmul.find(call)) is not None:
             return known(call.tensors)
+    check_tensors(x=x)
+    _check_weights(w=w)
+    check_optional_tensors(bias=bias, residual=residual)
+    check_scales(x_scale=x_scale, w_scale=w_scale)
     x, w, bias = _under_autocast(x, w, bias)
+    residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _matmul.serve(
         call,
         x,
-        w,
+        _argument("w", w),
         bias=bias,
         activation=_checked_activation(activation),
         residual=residual,
@@ -85,8 +103,8 @@ def matmul(
 
 def gated_matmul(
     x: torch.Tensor,
-    w_gate: torch.Tensor,
-    w_up: torch.Tensor,
+    w_gate: torch.Tensor | QuantizedTensor,
+    w_up: torch.Tensor | QuantizedTensor,
     activation: str = "silu",
     *,
     residual: torch.Tensor | None = None,
@@ -102,20 +120,27 @@ def gated_matmul(
     """jax_kernels.gated_matmul on PyTorch tensors, with gradients of x, both weights and residual.
 
     Equivalent to activation(x @ w_gate) * (x @ w_up) + residual. The arguments are those of bridge.matmul; w_gate and
-    w_up: [K, N], or [N, K] with transpose_w, as torch.nn.Linear's weights are. w_gate_scale and w_up_scale: as w_scale.
+    w_up: [K, N], or [N, K] with transpose_w, as torch.nn.Linear's weights are; two tensors, or two QuantizedTensors of
+    one layout. w_gate_scale and w_up_scale: as w_scale.
     """
     call = None
     if not torch.compiler.is_compiling():
         options = activation, transpose_w, out_dtype, precision, scaling, implementation
-        call = _seen((x, w_gate, w_up, residual, x_scale, w_gate_scale, w_up_scale), options)
+        weights = *_parts(w_gate), *_parts(w_up)
+        call = _seen((x, *weights, residual, x_scale, w_gate_scale, w_up_scale), options)
         if (known := _gated_matmul.find(call)) is not None:
             return known(call.tensors)
+    check_tensors(x=x)
+    _check_weights(w_gate=w_gate, w_up=w_up)
+    check_optional_tensors(residual=residual)
+    check_scales(x_scale=x_scale, w_gate_scale=w_gate_scale, w_up_scale=w_up_scale)
     x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
+    residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _gated_matmul.serve(
         call,
         x,
-        w_gate,
-        w_up,
+        _argument("w_gate", w_gate),
+        _argument("w_up", w_up),
         _checked_activation(activation),
         residual=residual,
         x_scale=_without_gradient(x_scale),
@@ -151,7 +176,8 @@ def mlp(
 
     Args:
       x: [..., K]. w_up, w_gate: [K, H]; w_down: [H, N]; with transpose_w [H, K] and [N, H], as torch.nn.Linear's are.
-      bias_up: [H], without w_gate. bias_down: [N]. residual: [..., N] in x's dtype, added last.
+      bias_up: [H], without w_gate. bias_down: [N]. residual: [..., N] in x's dtype, added last; under autocast as in
+        bridge.matmul.
       activation, precision, implementation: as in bridge.matmul, without precision="fp8".
     """
     call = None
@@ -160,9 +186,13 @@ def mlp(
         call = _seen((x, w_up, w_down, w_gate, bias_up, bias_down, residual), options)
         if (known := _mlp.find(call)) is not None:
             return known(call.tensors)
+    check_tensors(x=x, w_up=w_up, w_down=w_down)
+    check_optional_tensors(w_gate=w_gate, bias_up=bias_up, bias_down=bias_down, residual=residual)
     x, w_up, w_down, w_gate, bias_up, bias_down = _under_autocast(x, w_up, w_down, w_gate, bias_up, bias_down)
-    return _mlp.serve(
-        call,
+    residual, out_dtype = _with_wide_residual(x, residual, None)
+    wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype: added after it
+    out = _mlp.serve(
+        None if wide is not None else call,
         x,
         w_up,
         w_down,
@@ -170,16 +200,34 @@ def mlp(
         bias_up=bias_up,
         bias_down=bias_down,
         activation=_checked_activation(activation),
-        residual=residual,
+        residual=residual if wide is None else None,
         transpose_w=transpose_w,
         precision=_precision(precision, x),
         implementation=implementation,
     )
+    return out if wide is None else wide + out
 
 
 def _seen(arguments: tuple[Any, ...], options: tuple[Any, ...]) -> Seen:
     """The call as it may be known: by its arguments, its options, and what PyTorch is set to."""
     return seen(arguments, (*options, torch.get_float32_matmul_precision()))
+
+
+def _parts(w: Any) -> tuple[Any, ...]:
+    """The tensors of weights, and what is no tensor, for _seen."""
+    return (w.values, w.scale, w.facts) if isinstance(w, QuantizedTensor) else (w,)
+
+
+def _check_weights(**weights: Any) -> None:
+    """Raises TypeError for weights that are neither a tensor nor of few bits."""
+    for name, w in weights.items():
+        if not isinstance(w, torch.Tensor | QuantizedTensor):
+            raise TypeError(f"{name}: got {kind_of(w)}, want a torch.Tensor or a bridge.QuantizedTensor")
+
+
+def _argument(name: str, w: Any) -> Any:
+    """Weights as JAX's op takes them."""
+    return stored(name, w) if isinstance(w, QuantizedTensor) else w
 
 
 def _without_gradient(scale: Any) -> Any:
@@ -208,8 +256,13 @@ def _takes_tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, **arguments: Any) -> torch.Tensor:
-    """torch.nn.functional.linear, weight [N, K]; with the arguments of bridge.matmul but transpose_w."""
+def linear(
+    x: torch.Tensor, weight: torch.Tensor | QuantizedTensor, bias: torch.Tensor | None = None, **arguments: Any
+) -> torch.Tensor:
+    """torch.nn.functional.linear, weight [N, K]; with the arguments of bridge.matmul but transpose_w.
+
+    weight may be of few bits: bridge.quantize(weight, "int4", axis=-1).
+    """
     if "transpose_w" in arguments:
         raise TypeError("transpose_w: linear's weight is [N, K]; want bridge.matmul for another one")
     if torch.compiler.is_compiling():
@@ -221,14 +274,35 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         raise
 
 
-def _under_autocast(*tensors: torch.Tensor | None) -> list[Any]:
-    """The tensors in autocast's dtype where it is on, but for those of 8 bits; as they are otherwise."""
+def _under_autocast(*tensors: Any) -> list[Any]:
+    """The tensors in autocast's dtype where it is on, but for those of 8 bits or fewer; as they are otherwise."""
     device = next(x for x in tensors if x is not None).device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
-    stays = lambda x: not x.is_floating_point() or x.dtype in _EIGHT_BITS
-    return [x if x is None or stays(x) else x.to(dtype) for x in tensors]
+    stays = lambda x: x is None or isinstance(x, QuantizedTensor) or not x.is_floating_point() or x.dtype in _EIGHT_BITS
+    return [x if stays(x) else x.to(dtype) for x in tensors]
+
+
+def _check_scaling(scaling: Any, precision: Any) -> None:
+    """Raises ValueError for a scaling that no product of 8 bits has."""
+    if scaling is None:
+        return
+    check_scaling(scaling)
+    if precision not in (None, "fp8"):  # None: the tensors of a call may have 8 bits
+        raise ValueError(f"scaling: got {scaling!r} with precision={precision!r}, want None, or precision='fp8'")
+
+
+def _with_wide_residual(x: torch.Tensor, residual: Any, out_dtype: Any) -> tuple[Any, Any]:
+    """(residual, out_dtype). Under autocast the two are in the dtype that their sum has in PyTorch.
+
+    x: as _under_autocast gives it.
+    """
+    is_open = isinstance(residual, torch.Tensor) and out_dtype is None
+    if not is_open or x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return residual, out_dtype
+    wide = torch.promote_types(torch.bfloat16 if x.dtype in _EIGHT_BITS else x.dtype, residual.dtype)
+    return (residual.to(wide), wide) if residual.is_floating_point() and wide in _NAMES else (residual, out_dtype)
 
 
 class Linear(torch.nn.Linear):
@@ -238,6 +312,9 @@ class Linear(torch.nn.Linear):
 
     Args:
       activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+
+    Raises:
+      TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
     """
 
     def __init__(
@@ -253,6 +330,9 @@ class Linear(torch.nn.Linear):
         scaling: str | None = None,
         implementation: str | None = None,
     ) -> None:
+        check_activation(activation)
+        check_precision(precision)
+        _check_scaling(scaling, precision)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
         self.precision = precision
@@ -285,11 +365,16 @@ class Linear(torch.nn.Linear):
 class GatedMLP(torch.nn.Module):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), by bridge.mlp; with precision="fp8" by bridge.gated_matmul.
 
+    bridge.quantize_weights may give its projections weights of few bits; then bridge.gated_matmul serves them.
+
     Parameters: gate_proj.weight, up_proj.weight [hidden_features, in_features] and down_proj.weight [in_features,
     hidden_features], initialised as torch.nn.Linear's, without bias.
 
     Args:
       activation, precision, scaling, implementation: as in bridge.matmul. The others are torch.nn.Linear's.
+
+    Raises:
+      TypeError, ValueError: activation, precision or scaling is none of those that bridge.matmul takes.
     """
 
     def __init__(
@@ -305,6 +390,7 @@ class GatedMLP(torch.nn.Module):
         dtype: Any = None,
     ) -> None:
         super().__init__()
+        check_activation(activation, is_optional=False)
         options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         options |= {"precision": precision, "scaling": scaling, "implementation": implementation}
         self.gate_proj = Linear(in_features, hidden_features, **options)
@@ -313,27 +399,28 @@ class GatedMLP(torch.nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [..., in_features]. residual: like x, added last."""
-        if self.gate_proj.precision != "fp8":
+        """x: [..., in_features]. residual: like x, added last; under autocast as in bridge.matmul."""
+        gate, up = self.gate_proj, self.up_proj
+        is_few = [isinstance(layer.weight, QuantizedTensor) for layer in (gate, up, self.down_proj)]
+        if not any(is_few) and gate.precision != "fp8":
             return mlp(
                 x,
-                self.up_proj.weight,
+                up.weight,
                 self.down_proj.weight,
-                w_gate=self.gate_proj.weight,
+                w_gate=gate.weight,
                 activation=self.activation,
                 residual=residual,
                 transpose_w=True,
-                precision=self.gate_proj.precision,
-                implementation=self.gate_proj.implementation,
+                precision=gate.precision,
+                implementation=gate.implementation,
             )
-        hidden = gated_matmul(
-            x,
-            self.gate_proj.weight,
-            self.up_proj.weight,
-            self.activation,
-            transpose_w=True,
-            precision=self.gate_proj.precision,
-            scaling=self.gate_proj.scaling,
-            implementation=self.gate_proj.implementation,
-        )
+        if is_few[0] != is_few[1]:  # bridge.quantize_weights skipped one of them
+            hidden = linear(x, gate.weight, activation=self.activation, **_options(gate)) * up(x)
+            return self.down_proj(hidden, residual=residual)
+        hidden = gated_matmul(x, gate.weight, up.weight, self.activation, transpose_w=True, **_options(gate))
         return self.down_proj(hidden, residual=residual)
+
+
+def _options(layer: Any) -> dict[str, Any]:
+    """The options of a layer's products."""
+    return {"precision": layer.precision, "scaling": layer.scaling, "implementation": layer.implementation}

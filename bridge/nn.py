@@ -20,6 +20,7 @@ from jax_kernels.bridge.matmul import GatedMLP, Linear, gated_matmul, linear
 from jax_kernels.bridge.multihead_attention import MultiheadAttention
 from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.normalization import LayerNorm, RMSNorm
+from jax_kernels.bridge.quantized_linear import QuantizedLinear
 from jax_kernels.bridge.ring_dilated_attention import RingDilatedAttention
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Linear",
     "MultiheadAttention",
     "MultiheadDilatedAttention",
+    "QuantizedLinear",
     "RMSNorm",
     "RingDilatedAttention",
     "Transformer",

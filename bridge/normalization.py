@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge import private
+from jax_kernels.bridge.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.function import JaxOp, from_jax, seen
 from jax_kernels.ops import normalization
+from jax_kernels.quantization import FORMATS
 
 __all__ = ["LayerNorm", "RMSNorm", "layer_norm", "rms_norm"]
 
@@ -53,7 +56,7 @@ def layer_norm(
       eps: added to the variance; PyTorch's default.
       scale_offset: added to scale.
       quantize: "e4m3" or "e5m2" rounds out to 8 bits in the same pass, as in jax_kernels.layer_norm; forward only.
-      implementation: "triton" or "xla"; None picks the fastest that can serve.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
 
     Returns:
       out, like x; with a residual, (out, x + residual). With quantize (values, scale), or
@@ -66,6 +69,8 @@ def layer_norm(
         call = seen((x, scale, bias, residual), (eps, scale_offset, implementation))
         if (known := _layer_norm.find(call)) is not None:
             return known(call.tensors)
+    check_tensors(x=x)
+    check_optional_tensors(scale=scale, bias=bias, residual=residual)
     scale, bias = (_weights(weights, x) for weights in (scale, bias))
     options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
     if quantize is not None:
@@ -92,10 +97,11 @@ def rms_norm(
       x: [..., N], bfloat16, float16 or float32, on a CPU or a CUDA device.
       scale: [N], on x's device; None leaves it out. A 16-bit one of another dtype than x's counts in float32.
       residual: like x, added to it, rounded to x's dtype.
-      eps: added to the mean square; None is PyTorch's default, torch.finfo(x.dtype).eps.
+      eps: added to the mean square; None is that of the PyTorch that is installed: torch.finfo(torch.float32).eps in
+        recent versions, torch.finfo(x.dtype).eps in older ones.
       scale_offset: added to scale: 1.0 for weights that are stored as their difference from 1, as Gemma's are.
       quantize: as in layer_norm.
-      implementation: "triton" or "xla"; None picks the fastest that can serve.
+      implementation: "mosaic_gpu", "triton" or "xla"; None picks the fastest that can serve.
 
     Returns:
       out, like x; with a residual, (out, x + residual). With quantize (values, scale), or
@@ -108,11 +114,41 @@ def rms_norm(
         call = seen((x, scale, residual), (eps, scale_offset, implementation))
         if (known := _rms_norm.find(call)) is not None:
             return known(call.tensors)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    check_tensors(x=x)
+    check_optional_tensors(scale=scale, residual=residual)
+    eps = _default_eps(x.dtype) if eps is None else eps
     options: dict[str, Any] = {"eps": eps, "scale_offset": scale_offset, "implementation": implementation}
     if quantize is not None:
         return _quantized_rms_norm(x, _weights(scale, x), residual=residual, quantize=quantize, **options)
     return _rms_norm.serve(call, x, _weights(scale, x), residual=residual, **options)
+
+
+@torch.compiler.assume_constant_result
+def _default_eps(dtype: torch.dtype) -> float:
+    """The eps of torch.nn.functional.rms_norm where it is given none."""
+    return _found_eps(dtype)
+
+
+@functools.cache
+def _found_eps(dtype: torch.dtype) -> float:
+    """PyTorch's default eps, which differs between its versions.
+
+    Older versions take that of a 16-bit dtype, others float32's. The result on a small number tells.
+    """
+    wide = torch.finfo(torch.float32).eps
+    if dtype not in (torch.bfloat16, torch.float16):
+        return torch.finfo(dtype).eps if dtype.is_floating_point else wide
+    is_off = torch.autocast("cpu", enabled=False)
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
+        private.without_modes(),
+        torch.no_grad(),
+        is_off,
+    ):
+        x = torch.full((1, 1), 1e-3, dtype=dtype, device="cpu")
+        is_wide = float(torch.nn.functional.rms_norm(x, (1,))) > 0.5
+    return wide if is_wide else torch.finfo(dtype).eps
 
 
 def _weights(weights: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -122,33 +158,125 @@ def _weights(weights: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | No
     return weights.float()
 
 
-class LayerNorm(torch.nn.LayerNorm):
+class _Options(torch.nn.Module):
+    """The options that the modules have beside those of PyTorch's."""
+
+    weight: torch.nn.Parameter | None
+    eps: float | None
+    scale_offset: float = 0.0
+    quantize: str | None = None
+    implementation: str | None = None
+
+    def _take(self, scale_offset: float, quantize: str | None, implementation: str | None) -> None:
+        """Checks and keeps the options, and fills weight so that it is 1 with scale_offset. Raises ValueError."""
+        if quantize not in (None, *FORMATS):
+            raise ValueError(f"quantize: got {quantize!r}, want {' or '.join(map(repr, FORMATS))}, or None")
+        if scale_offset and self.weight is None:
+            raise ValueError(
+                f"scale_offset: got {scale_offset} with elementwise_affine=False, want 0.0: it has no weight"
+            )
+        self.scale_offset = scale_offset
+        self.quantize = quantize
+        self.implementation = implementation
+        if scale_offset:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Makes weight + scale_offset 1, and the bias 0."""
+        super().reset_parameters()
+        if self.weight is not None and self.scale_offset:
+            torch.nn.init.constant_(self.weight, 1.0 - self.scale_offset)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        names = ("scale_offset", "quantize", "implementation")
+        return {"eps": self.eps} | {name: getattr(self, name) for name in names}
+
+    def extra_repr(self) -> str:
+        told = {name: x for name, x in self._options.items() if name != "eps" and x}
+        return super().extra_repr() + "".join(f", {name}={x!r}" for name, x in told.items())
+
+
+class LayerNorm(_Options, torch.nn.LayerNorm):
     """torch.nn.LayerNorm by this library's kernels, with an addition before it where a call has a residual.
 
     It has torch.nn.LayerNorm's arguments, parameters and state dict. normalized_shape may have several axes.
+
+    Args:
+      scale_offset: added to weight, which then begins as 1 - scale_offset.
+      quantize, implementation: as in bridge.layer_norm. The others are torch.nn.LayerNorm's.
+
+    Raises:
+      ValueError: quantize is none of its formats, or there is a scale_offset and no weight.
     """
 
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        scale_offset: float = 0.0,
+        quantize: str | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._take(scale_offset, quantize, implementation)
+
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """x: [..., *normalized_shape]. Returns the result like x; with a residual, (the result, x + residual)."""
+        """x: [..., *normalized_shape]. Returns the result like x; with a residual, (the result, x + residual).
+
+        With quantize it returns (values, scale), or (values, scale, x + residual): scale [...], float32.
+        """
         given = _flat(x, residual, self.normalized_shape, self.weight, self.bias)
-        return _like(x, layer_norm(*given[:3], residual=given[3], eps=self.eps))
+        return _like(x, layer_norm(*given[:3], residual=given[3], **self._options), self.quantize)
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(_Options, torch.nn.RMSNorm):
     """torch.nn.RMSNorm by this library's kernels, with an addition before it where a call has a residual.
 
     It has torch.nn.RMSNorm's arguments, parameters and state dict. normalized_shape may have several axes.
+
+    Args:
+      scale_offset: added to weight, which then begins as 1 - scale_offset; 1.0 for Gemma's weights.
+      quantize, implementation: as in bridge.rms_norm. The others are torch.nn.RMSNorm's.
+
+    Raises:
+      ValueError: quantize is none of its formats, or there is a scale_offset and no weight.
     """
 
+    def __init__(
+        self,
+        normalized_shape: Any,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        scale_offset: float = 0.0,
+        quantize: str | None = None,
+        implementation: str | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self._take(scale_offset, quantize, implementation)
+
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """x: [..., *normalized_shape]. Returns the result like x; with a residual, (the result, x + residual)."""
+        """x: [..., *normalized_shape]. Returns the result like x; with a residual, (the result, x + residual).
+
+        With quantize it returns (values, scale), or (values, scale, x + residual): scale [...], float32.
+        """
         x_, scale, _, residual = _flat(x, residual, self.normalized_shape, self.weight, None)
-        return _like(x, rms_norm(x_, scale, residual=residual, eps=self.eps))
+        return _like(x, rms_norm(x_, scale, residual=residual, **self._options), self.quantize)
 
 
 def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
     """(x, scale, bias, residual) with the axes of `shape` as one."""
     axes = len(shape)
+    check_tensors(x=x)
+    check_optional_tensors(residual=residual)
     if tuple(x.shape[-axes:]) != tuple(shape):
         raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {', '.join(map(str, shape))}]")
     if axes == 1:
@@ -157,6 +285,8 @@ def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any)
     return rows(x), flat(weight), flat(bias), rows(residual)
 
 
-def _like(x: torch.Tensor, results: Any) -> Any:
-    """The results in x's shape."""
-    return tuple(y.view(x.shape) for y in results) if isinstance(results, tuple | list) else results.view(x.shape)
+def _like(x: torch.Tensor, results: Any, quantize: str | None) -> Any:
+    """The results in x's shape. The scales of 8-bit ones stay as they are."""
+    if not isinstance(results, tuple | list):
+        return results.view(x.shape)
+    return tuple(y if quantize is not None and at == 1 else y.view(x.shape) for at, y in enumerate(results))

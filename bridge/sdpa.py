@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from jax_kernels.bridge import heads_first
+from jax_kernels.bridge.argument_checks import check_tensors
 from jax_kernels.bridge.warned import warn_once
 
 __all__ = ["scaled_dot_product_attention", "shared_axes"]
@@ -100,8 +101,7 @@ def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
     for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if name == "attn_mask" and x is None:
             continue
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: got {type(x).__module__}.{type(x).__name__}, want a torch.Tensor")
+        check_tensors(**{name: x})
         if x.is_nested:
             raise ValueError(f"{name}: got a nested tensor, want a dense one: pad it, with attn_mask for the padding")
         if x.ndim < 2:

@@ -52,10 +52,16 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, A
       [in, out], transposed from PyTorch's.
 
     Raises:
-      ValueError: a Llama has a parameter that models.Transformer lacks, such as a bias of its projections.
+      ValueError: a Llama has a parameter that models.Transformer lacks, such as a bias of its projections; or there are
+        weights of few bits.
       TypeError: a parameter has a dtype that JAX lacks.
     """
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
+    for name in state:
+        if name.rpartition(".")[2] == "weight_values":
+            raise ValueError(
+                f"source: got {name}, weights of few bits, want float ones: convert before quantize_weights"
+            )
     if is_llama := any(".self_attn." in name for name in state):
         state = _without_llamas_names(state)
     found: dict[Any, Any] = {}

@@ -32,6 +32,9 @@ KERNELS = {
     "rms_norm backward": ["norm_forward_sm90", "norm_backward_sm90"],
     "matmul": ["matmul_sm90"],
     "matmul backward": ["matmul_sm90", "matmul_sm90"],
+    "int4": ["matmul_low_bit_sm90", "matmul_join_triton"],
+    "mxfp8": ["matmul_low_bit_sm90", "matmul_join_triton"],
+    "mxfp4 gated": ["matmul_low_bit_sm90", "matmul_join_triton"],
 }
 # By case, how many launches there are, XLA's among them.
 LAUNCHES = {
@@ -44,7 +47,7 @@ LAUNCHES = {
     "backward rows": 3,
     "backward deterministic": 3,
 }
-QUICK = ["backward odd", "matmul"]
+QUICK = ["backward odd", "matmul", "mxfp4 gated"]
 
 
 @functools.cache

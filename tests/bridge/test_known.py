@@ -407,3 +407,19 @@ def test_the_private_symbols_are_found():
     """A PyTorch without them serves every call, and takes longer."""
     assert private._GUARDS is not None
     assert private.empty_on_gpu is torch._C._dynamo.guards._empty_strided_cuda
+
+
+@pytest.mark.parametrize("name", ["matmul", "flash_attention", "dilated_attention"])
+def test_another_dtype_of_autocast_is_another_call(name):
+    """Though the tensors are the same, and PyTorch's check of them is, too."""
+    query = torch.randn(1, 8, 2, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    call = {
+        "matmul": lambda: bridge.matmul(query, query[0, 0].T.contiguous()),
+        "flash_attention": lambda: bridge.flash_attention(query, query, query),
+        "dilated_attention": lambda: bridge.dilated_attention(
+            query, query, query, segment_lengths=(8,), dilation_rates=(1,)
+        ),
+    }[name]
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.float16, None, torch.float16):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            assert call().dtype == (dtype or torch.bfloat16)

@@ -88,6 +88,50 @@ def test_autocast():
     assert module.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["linear", "fp8", "gated", "mlp", "mlp of 8 bits", "compiled"])
+def test_wide_residual_under_autocast(kind, dtype):
+    """A float32 residual stream stays one, as it does in plain PyTorch."""
+    (x, gate, up, down, residual), linear = tensors((6, 24), (24, 24), (24, 24), (24, 24), (6, 24)), functional.linear
+    precision = "fp8" if kind in ("fp8", "mlp of 8 bits") else None
+    module = bridge.nn.GatedMLP(24, 24, precision=precision)
+    state = {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down}
+    run = lambda: torch.func.functional_call(module, state, (x,), {"residual": residual})
+    if kind in ("linear", "fp8"):
+        run = lambda: bridge.linear(x, down, residual=residual, precision=precision)
+    if kind == "gated":
+        run = lambda: bridge.gated_matmul(x, gate, up, transpose_w=True, residual=residual)
+    if kind == "compiled":
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    with torch.autocast("cpu", dtype):
+        got = run()
+        hidden = x if kind in ("linear", "fp8") else functional.silu(linear(x, gate)) * linear(x, up)
+        want = residual + (hidden if kind == "gated" else linear(hidden, down))
+    assert got.dtype == want.dtype == torch.float32
+    most = 0.15 if precision else 0.02
+    assert norm_of(got - want) < most * norm_of(want - residual)
+    given = {"linear": (x, down), "fp8": (x, down), "gated": (x, gate, up)}.get(kind, (x, gate, up, down))
+    dout = torch.sin(want.detach())
+    gradients = [torch.autograd.grad(y, (*given, residual), dout) for y in (want, got)]
+    for a, b in zip(*gradients, strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert norm_of(a - b) < most * norm_of(a)
+
+
+def test_residual_of_another_dtype():
+    x, w, residual = tensors((6, 24), (24, 40), (6, 40))
+    with torch.autocast("cpu", torch.bfloat16):
+        got = bridge.matmul(x, w, residual=residual.half())
+        assert got.dtype == (x @ w + residual.half()).dtype == torch.float32
+        assert bridge.matmul(x, w, residual=residual.bfloat16()).dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="residual: got dtype float32, want out_dtype bfloat16"):
+            bridge.matmul(x, w, residual=residual, out_dtype=torch.bfloat16)
+        with pytest.raises(TypeError, match=r"residual: got dtype torch.float64"):
+            bridge.matmul(x, w, residual=residual.double())
+    with pytest.raises(TypeError, match="residual: got dtype float32, want out_dtype bfloat16"):
+        bridge.matmul(x.bfloat16(), w.bfloat16(), residual=residual)
+
+
 def test_under_torch_compile():
     module, (x,) = bridge.nn.Linear(16, 8, activation="relu"), tensors((6, 16))
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)

@@ -8,10 +8,11 @@ import torch
 from torch.nn import functional
 
 from jax_kernels import bridge
+from jax_kernels.bridge import normalization
 
 OPS = {
-    "layer_norm": (bridge.layer_norm, functional.layer_norm, 1e-5),
-    "rms_norm": (bridge.rms_norm, functional.rms_norm, None),
+    "layer_norm": (bridge.layer_norm, functional.layer_norm),
+    "rms_norm": (bridge.rms_norm, functional.rms_norm),
 }
 MODULES = {
     "layer_norm": (bridge.nn.LayerNorm, torch.nn.LayerNorm),
@@ -38,13 +39,13 @@ def close(got, want, dtype):
      (torch.float32, torch.bfloat16)],
 )  # fmt: skip
 def test_against_torch(name, dtype, weights):
-    mine, theirs, eps = OPS[name]
+    mine, theirs = OPS[name]
     (x,), given = tensors((3, 5, 40), dtype=dtype), tensors((40,), (40,), dtype=weights, seed=1)
     given = given if name == "layer_norm" else given[:1]
-    got = mine(x, *given)
+    got = mine(x, *given, eps=1e-5)
     # In float32: PyTorch wants one dtype, and on a CPU rounds the statistics of bfloat16.
     wide = [y.detach().float().requires_grad_() for y in (x, *given)]
-    want = theirs(wide[0], (40,), *wide[1:], eps=eps or torch.finfo(dtype).eps)
+    want = theirs(wide[0], (40,), *wide[1:], eps=1e-5)
     assert (got.dtype, got.shape) == (dtype, x.shape)
     close(got, want, dtype)
     dout = torch.tensor(np.random.default_rng(2).standard_normal(x.shape), dtype=dtype)
@@ -54,9 +55,26 @@ def test_against_torch(name, dtype, weights):
         close(a, b, of.dtype if of.dtype == torch.bfloat16 else dtype)
 
 
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_default_eps_is_that_of_torch(name, dtype):
+    """At numbers so small that eps decides the result, whichever version of PyTorch is there."""
+    (x,) = tensors((3, 40), dtype=dtype)
+    x = (x.detach() * 1e-3).requires_grad_()
+    mine, theirs = (module(40, dtype=dtype) for module in MODULES[name])
+    normalization._found_eps.cache_clear()
+    compiled = torch.compile(mine, backend="aot_eager", fullgraph=True)
+    want = theirs(x)
+    close(compiled(x), want, dtype)
+    close(mine(x), want, dtype)
+    dout = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gradients = [torch.autograd.grad(module(x), x, dout)[0] for module in (mine, theirs)]
+    close(*gradients, dtype)
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_residual(name):
-    mine, theirs, _ = OPS[name]
+    mine, theirs = OPS[name]
     x, residual = tensors((4, 24), (4, 24))
     out, total = mine(x, residual=residual, eps=1e-3)
     torch.testing.assert_close(total, x + residual, rtol=0, atol=0)
@@ -93,6 +111,41 @@ def test_gemma_and_no_parameters():
     torch.testing.assert_close(module(x), functional.layer_norm(x, (16,)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("shape", [16, (2, 8)])
+def test_options_of_modules(name, shape):
+    norm, _ = OPS[name]
+    given = (3, 5, 16) if shape == 16 else (3, 5, 2, 8)
+    (x,) = tensors(given)
+    module = MODULES[name][0](shape, 1e-3, scale_offset=1.0, implementation="xla")
+    plain = MODULES[name][1](shape, 1e-3)
+    torch.testing.assert_close(module(x), plain(x), rtol=1e-5, atol=1e-5)  # weight begins as 0
+    with torch.no_grad():
+        module.weight.copy_(tensors(given[2:], seed=1)[0])
+        plain.weight.copy_(module.weight + 1)
+    torch.testing.assert_close(module(x), plain(x), rtol=1e-5, atol=1e-5)
+    assert "scale_offset=1.0, implementation='xla'" in repr(module)
+    assert "scale_offset" not in repr(MODULES[name][0](shape))
+    module.reset_parameters()
+    assert not module.weight.any()
+
+    eight_bits = MODULES[name][0](shape, quantize="e4m3")
+    with torch.no_grad():
+        got = eight_bits(x, residual=x)
+        want = norm(x.flatten(2), torch.ones(16), residual=x.flatten(2), quantize="e4m3")
+    assert [y.shape for y in got] == [x.shape, x.shape[:2], x.shape]
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.float().flatten(), theirs.float().flatten(), rtol=0, atol=0)
+    with pytest.raises(NotImplementedError, match="quantize: got 'e4m3' in a call that is differentiated"):
+        eight_bits(x)
+    with pytest.raises(ValueError, match="implementation='nothing' is not known"):
+        MODULES[name][0](shape, implementation="nothing")(x)
+    with pytest.raises(ValueError, match="quantize: got 'int8', want 'e4m3' or 'e5m2', or None"):
+        MODULES[name][0](shape, quantize="int8")
+    with pytest.raises(ValueError, match=r"scale_offset: got 1\.0 with elementwise_affine=False"):
+        MODULES[name][0](shape, elementwise_affine=False, scale_offset=1.0)
+
+
 def test_under_torch_compile():
     module = bridge.nn.RMSNorm(16)
     (x,) = tensors((6, 16))
@@ -103,12 +156,12 @@ def test_under_torch_compile():
 @pytest.mark.parametrize("name", OPS)
 def test_quantized(name):
     """It is the norm in 8 bits with a scale for each row, and an operand of matmul."""
-    norm, _, _ = OPS[name]
+    norm, _ = OPS[name]
     (x,), (scale,), (w,) = tensors((3, 5, 64), dtype=torch.bfloat16), tensors((64,), seed=1), tensors((64, 32), seed=2)
     with torch.no_grad():
-        values, scales = norm(x, scale, quantize="e4m3")
+        values, scales = norm(x, scale, quantize="e4m3", eps=1e-5)
         assert (values.dtype, values.shape, scales.shape) == (torch.float8_e4m3fn, x.shape, (3, 5))
-        right = norm(x.float(), scale, eps=torch.finfo(torch.bfloat16).eps if name == "rms_norm" else 1e-5)
+        right = norm(x.float(), scale, eps=1e-5)
         largest = right.abs().amax(-1)
         torch.testing.assert_close(scales, largest / 448, rtol=1e-5, atol=0)
         want = (right / scales[..., None]).to(torch.float8_e4m3fn)

@@ -23,8 +23,10 @@ from jax_kernels.bridge import attention_ops, decoding
 from jax_kernels.bridge.attention_ops import Options, Tensors
 from jax_kernels.bridge.direct import target
 from jax_kernels.bridge.direct.chain import Copy, Fill, Kernel, LaunchChain, MosaicKernel, NotDirectError, Place
+from jax_kernels.bridge.quantized import on_stored
 from jax_kernels.device import device_info
 from jax_kernels.dispatch import on_device
+from jax_kernels.low_bit import LowBit
 from jax_kernels.ops import normalization
 from jax_kernels.ops.matmul import matmul
 
@@ -88,6 +90,22 @@ def product(*, with_gradient: bool = False, **given: Any) -> Program:
     return _program(function, [spec(4096, 1024), spec(1024, 2048)], with_gradient, spec(4096, 2048))
 
 
+def few_bits(format: str, group: int, *, rows: int = 1, is_gated: bool = False) -> Program:
+    """A product with weights [2048, 1024] of few bits, as the bridge hands them to JAX."""
+    layout = LowBit(format=format, group=group)
+    facts = {"format": format, "group_size": group, "axis": -1, "length": 1024}
+    values = spec(2048, layout.bytes_of(1024), dtype=str(jnp.dtype(layout.dtype)))
+    scale = spec(1024 // group, 2048, dtype="uint8" if layout.is_mx else "float32")
+    op = on_stored(matmul.gated_matmul if is_gated else matmul.matmul)
+
+    def function(x: Any, *tensors: Any) -> Any:
+        pairs = zip(tensors[::2], tensors[1::2], strict=True)
+        weights = [{"values": values, "scale": scale} | facts for values, scale in pairs]
+        return (op(x, *weights, transpose_w=True),)
+
+    return Program(function=function, specs=[spec(rows, 1024), *[values, scale] * (2 if is_gated else 1)])
+
+
 def _program(function: Any, specs: list[Any], with_gradient: bool, out: Any) -> Program:
     if not with_gradient:
         return Program(function=lambda *arrays: (function(*arrays),), specs=specs)
@@ -117,6 +135,9 @@ CASES: dict[str, Callable[[], Program]] = {
     "rms_norm backward": lambda: norm("rms_norm", with_gradient=True),
     "matmul": lambda: product(),
     "matmul backward": lambda: product(with_gradient=True),
+    "int4": lambda: few_bits("int4", 128),
+    "mxfp8": lambda: few_bits("mxfp8", 32, rows=16),
+    "mxfp4 gated": lambda: few_bits("mxfp4", 32, is_gated=True),
     "matmul xla": lambda: product(implementation="xla"),
 }
 

@@ -38,7 +38,7 @@ def checked_stored(name: str, w: QuantizedArray, transpose_w: bool, depth: int) 
     if w.values.dtype != layout.dtype or w.values.shape[1] != layout.bytes_of(depth):
         got, shape = f"{w.values.dtype}{list(w.values.shape)}", [columns, layout.bytes_of(depth)]
         raise ValueError(f"{name}: got values {got}, want {jnp.dtype(layout.dtype)}{shape}")
-    dtypes = (jnp.float8_e8m0fnu,) if layout.is_mx else (jnp.float32, jnp.bfloat16)
+    dtypes = (jnp.float8_e8m0fnu, jnp.uint8) if layout.is_mx else (jnp.float32, jnp.bfloat16)  # uint8: of PyTorch
     if w.scale.dtype not in dtypes or w.scale.shape != layout.scale_shape(depth, columns):
         got, names = f"{w.scale.dtype}{list(w.scale.shape)}", " or ".join(str(jnp.dtype(dtype)) for dtype in dtypes)
         raise ValueError(f"{name}: got scale {got}, want {names}{list(layout.scale_shape(depth, columns))}")

@@ -1,0 +1,53 @@
+"""Checks of arguments that ops of the bridge share. An error names the argument, what it got and what it wants."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from jax_kernels.ops.activations import ACTIVATIONS
+
+__all__ = ["check_activation", "check_optional_tensors", "check_precision", "check_scales", "check_tensors", "kind_of"]
+
+_PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Raises TypeError for one that is no torch.Tensor, such as an array of NumPy's or JAX's."""
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor")
+
+
+def check_optional_tensors(**tensors: Any) -> None:
+    """As check_tensors, but that they may be None."""
+    for name, x in tensors.items():
+        if not (x is None or isinstance(x, torch.Tensor)):
+            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor or None")
+
+
+def check_scales(**scales: Any) -> None:
+    """Raises TypeError for one that is neither a torch.Tensor nor a number nor None."""
+    for name, x in scales.items():
+        if not (x is None or isinstance(x, torch.Tensor | int | float | np.generic)):
+            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor, a number or None")
+
+
+def check_activation(activation: Any, *, is_optional: bool = True) -> None:
+    """Raises TypeError or ValueError unless it is the name of an activation, or None."""
+    if not (isinstance(activation, str) or (activation is None and is_optional)):
+        raise TypeError(f"activation: got {type(activation).__name__}, want a name{' or None' * is_optional}")
+    if activation is not None and activation not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"activation: got {activation!r}, want {'None or ' * is_optional}one of {known}")
+
+
+def check_precision(precision: Any, wanted: tuple[str, ...] = _PRECISIONS) -> None:
+    """Raises ValueError unless it is one of the wanted names, or None."""
+    if precision is not None and precision not in wanted:
+        raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, wanted))} or None")
+
+
+def kind_of(x: Any) -> str:
+    """The type of an argument, for an error."""
+    return f"{type(x).__module__}.{type(x).__qualname__}"
