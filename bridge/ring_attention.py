@@ -100,7 +100,7 @@ def shard_sequence(x: torch.Tensor, *, group: Any = None, layout: str = "zigzag"
 
     Args:
       x: a tensor with the tokens along `axis`: a multiple of the group's ranks, and with "zigzag" of twice as many.
-      group, layout: as in ring_attention, whose default with is_causal is "zigzag", else "contiguous".
+      group, layout: as in ring_attention, whose default is "zigzag" too where the order of the tokens matters.
 
     Raises:
       ValueError: the layout is unknown, or the ranks do not divide the tokens.

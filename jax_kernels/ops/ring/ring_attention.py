@@ -68,8 +68,9 @@ def ring_attention(
       query: [B, T, H, D]. key: [B, T, Hkv, D]. value: [B, T, Hkv, Dv]: a device's tokens; else as in flash_attention.
       axis_name: of the mesh axis over which the tokens are shared out.
       layout: "zigzag" (device i of n has the chunks i and 2 n - 1 - i of 2 n; T is even), "striped" (every n-th token
-        from i on) or "contiguous". None is "zigzag" with is_causal, else "contiguous". Under a causal mask the first
-        two give all devices equal work.
+        from i on) or "contiguous". None is "zigzag", as in shard_sequence; without is_causal and a window, where
+        the order of the tokens changes nothing, "contiguous". Under a causal mask the first two give all devices equal
+        work.
       strategy: "ring", as above; "all_to_all": each device gets all tokens of some heads (Ulysses), so that its number
         of devices divides H and Hkv; "all_gather": each device gets all keys and values, which takes memory for them
         ("zigzag" and "contiguous" alone); "auto" goes by the block specs of the GPU: "ring", and without a window
@@ -138,6 +139,8 @@ def prepare(
         "precision": precision,
         "implementation": implementation,
     }
+    if isinstance(arguments.get("segment_ids"), tuple | list):
+        raise TypeError("segment_ids: got a pair, want one array: queries and keys are of the same tokens")
     request, inputs = check(query=query, key=key, value=value, scale=scale, **options, **arguments)
     query, key, value = inputs.query, inputs.key, inputs.value
     if request.q_length != request.kv_length:
@@ -217,7 +220,7 @@ _of_either.defvjp(_of_either_forward, _of_either_backward)
 
 def layout_of(name: str | None, devices: int, length: int, left: int | None, right: int | None) -> Layout:
     """The checked layout; length: a device's tokens."""
-    name = ("zigzag" if right == 0 else "contiguous") if name is None else name
+    name = ("contiguous" if (left, right) == (None, None) else "zigzag") if name is None else name
     if name not in LAYOUTS:
         raise ValueError(f"layout: got {name!r}, want one of {', '.join(map(repr, LAYOUTS))}, or None")
     if name == "zigzag" and length % 2:

@@ -112,7 +112,8 @@ def attention_backward(
     kv_length = inputs.key.shape[1]
     if not options.deterministic:
         start = dquery if adds else prepared.zeros
-        start = jnp.zeros(arrays.query.shape, jnp.float32) if start is None else start
+        if start is None:
+            start = jnp.zeros(arrays.query.shape if dquery is None else dquery.shape, jnp.float32)
         arrays = dataclasses.replace(arrays, dquery=jax.new_ref(pad_for_tma(start, width)))
     dk, dv, dbias = backward_kernel.key_gradients(
         arrays,

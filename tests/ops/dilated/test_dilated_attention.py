@@ -495,3 +495,15 @@ def test_queries_and_keys_are_the_same_tokens():
     query, key, value, *_ = arrays(20, 4, 4)
     with pytest.raises(ValueError, match=r"key: got length 19, want query's length 20"):
         dilated_attention(query, key[:, :19], value[:, :19], segment_lengths=(8,), dilation_rates=(1,))
+
+
+@pytest.mark.parametrize("heads", ["all", "groups"])
+def test_gradients_inside_shard_map_on_hopper(heads):
+    """Traced for an H100. There a kernel takes no ref that varies, so that branches' gradients of query are added."""
+    pattern = {"segment_lengths": (256, 2048), "dilation_rates": (1, 2), "heads": heads}
+    gradient = jax.grad(lambda x: dilated_attention(x, x, x, **pattern).astype(jnp.float32).sum())
+    mesh = jax.sharding.AbstractMesh((4,), ("data",), (jax.sharding.AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((4, 2048, 4, 64), jnp.bfloat16)
+    with on_device("H100"):
+        shared = jax.shard_map(gradient, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"))
+        assert jax.eval_shape(shared, x).shape == x.shape

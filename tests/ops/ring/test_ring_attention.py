@@ -51,6 +51,7 @@ CASES = {
     "window_zigzag_both": (4, "zigzag", {"window": (11, 2)}),
     "window_striped_both": (4, "striped", {"window": (3, 10)}),
     "window_right": (4, "zigzag", {"window": (-1, 4)}),
+    "window_of_no_layout": (2, None, {"window": (5, 3)}),
     "to_all": (2, "zigzag", {"is_causal": True, "segment_ids": True, "sinks": True, "strategy": "all_to_all"}),
     "auto": (2, "zigzag", {"is_causal": True, "segment_ids": True, "sinks": True, "strategy": "auto"}),
     "gather": (4, "zigzag", {"is_causal": True, "segment_ids": True, "sinks": True, "strategy": "all_gather"}),
@@ -70,6 +71,7 @@ QUICK = [
     "full",
     "packed",
     "window",
+    "window_of_no_layout",
     "auto",
     "ahead_halves",
 ]
@@ -132,7 +134,7 @@ def run_case(devices, layout, options):
         return *results, *gradients, dsinks
 
     mesh = jax.make_mesh((devices,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:devices])
-    name = layout or ("zigzag" if options.get("is_causal") else "contiguous")
+    name = layout or "zigzag"
     attention = functools.partial(
         ring_attention, axis_name="sequence", layout=layout, return_lse=True, implementation=implementation,
         **of_ring, **options,
@@ -299,6 +301,12 @@ BAD = {
         "key: got 4 tokens, want query's 6",
     ),
 }  # fmt: skip
+
+
+def test_ids_of_queries_and_of_keys_are_refused():
+    ids = jnp.zeros(X.shape[:2], jnp.int32)
+    with pytest.raises(TypeError, match="segment_ids: got a pair, want one array"):
+        ring_of(segment_ids=(ids, ids))
 
 
 @pytest.mark.parametrize("name", BAD)
