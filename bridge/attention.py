@@ -90,9 +90,10 @@ def flash_attention(
       segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
       kv_lengths: [B] int32.
       q_offset: an int, or an int32 tensor, a scalar or [B].
-      score_mod: a function of JAX scalars, as jax_kernels.flash_attention takes it. It is a constant of the call. JAX
-        arrays that it closes over get no gradient here. For their gradients, write a function that takes them as
-        arguments and defines the score_mod inside, and pass it to bridge.from_jax.
+      score_mod: a function (score, b, h, q_idx, kv_idx) of scalars, in torch's elementwise operations or in jnp code.
+        It is a constant of the call. In torch operations it may close over tensors, which are data of the call and
+        have gradients. JAX arrays that it closes over get no gradient. For their gradients, write a function that takes
+        them as arguments and defines the score_mod inside, and pass it to bridge.from_jax.
       sinks: [H], bfloat16, float16 or float32.
       deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
       The others are those of jax_kernels.flash_attention.

@@ -1,12 +1,14 @@
 """Attention on PyTorch tensors under masks of blocks, dynamic masks, Mask objects and functions of the scores."""
 
+import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 
-from jax_kernels.bridge import growing, library, twins
+from jax_kernels.bridge import growing, library, score_functions, twins
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
 from jax_kernels.bridge.function import JaxOp, Seen, seen_by_name
 from jax_kernels.bridge.known import KnownCall
@@ -17,9 +19,54 @@ from jax_kernels.ops.attention import flash_attention as attention
 
 __all__ = ["attend", "block_sparse_attention", "dynamic_mask_attention", "find"]
 
-_flash = JaxOp(attention.flash_attention)
-_block_sparse = JaxOp(block_sparse.block_sparse_attention)
-_dynamic_mask = JaxOp(dynamic_mask.dynamic_mask_attention)
+
+class _WithScoreMods:
+    """An op whose score_mod may be in torch operations.
+
+    skeleton, read: the name of one that reads tensors, and these.
+    """
+
+    def __init__(self, op: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, op, updated=())
+        self._op = op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._op(*args, **_in_jnp(**kwargs))
+
+    def plan(self, *args: Any, read: Any = (), **kwargs: Any) -> Any:
+        """What jax_kernels.explain asks for. Nothing runs: zeros are as good as any arrays that a function reads."""
+        read = [jnp.zeros(x.shape, x.dtype) for x in read]
+        return self._op.plan(*args, **_in_jnp(read=read, **kwargs))  # type: ignore[attr-defined]
+
+
+def _in_jnp(score_mod: Any = None, skeleton: str | None = None, read: Any = (), **others: Any) -> dict[str, Any]:
+    """The arguments of an op with their score_mod in jnp."""
+    if skeleton is not None:
+        return others | {"score_mod": score_functions.filled(skeleton, read)}
+    return others if score_mod is None else others | {"score_mod": score_functions.in_jnp(score_mod)}
+
+
+_flash = JaxOp(_WithScoreMods(attention.flash_attention))
+_block_sparse = JaxOp(_WithScoreMods(block_sparse.block_sparse_attention))
+_dynamic_mask = JaxOp(_WithScoreMods(dynamic_mask.dynamic_mask_attention))
+
+
+def _apart(seen: Seen | None, arguments: dict[str, Any]) -> tuple[Seen | None, dict[str, Any]]:
+    """(what the call is known as, its arguments), with the tensors that a score_mod reads as arguments.
+
+    A call whose score_mod reads tensors, or is made anew for each call, is not known.
+    """
+    score_mod = arguments.get("score_mod")
+    if not isinstance(score_mod, types.FunctionType):
+        return seen, arguments
+    is_traced = torch.compiler.is_compiling()
+    found = score_functions.apart_in_graph(score_mod) if is_traced else score_functions.apart(score_mod)
+    if found is not None:
+        skeleton, paths = found
+        read = [score_functions.reached(score_mod, path) for path in paths]
+        # torch.compile looks at a text that it made itself, and cannot look at one that it was given.
+        return None, arguments | {"score_mod": None, "skeleton": f"{skeleton}", "read": read}
+    return None if is_traced or twins.first_of(score_mod) is not score_mod else seen, arguments
 
 
 def attend(
@@ -31,9 +78,7 @@ def attend(
     """
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments | {"sinks": sinks})
     del arguments["sinks"]
-    score_mod = arguments.get("score_mod")
-    if isinstance(score_mod, types.FunctionType) and seen is not None and twins.first_of(score_mod) is not score_mod:
-        seen = None
+    seen, arguments = _apart(seen, arguments)
     return _flash.serve(seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **arguments)
 
 
@@ -79,6 +124,7 @@ def block_sparse_attention(
     (query, key, value, bias), arguments = _prepared(query, key, value, None, arguments.get("bias"), arguments)
     if "bias" in arguments:
         arguments = arguments | {"bias": bias}
+    call, arguments = _apart(call, arguments)
     return _block_sparse.serve(call, query, key, value, block_mask, block_size=block_size, **arguments)
 
 
@@ -114,6 +160,7 @@ def dynamic_mask_attention(
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
     if isinstance(mask, torch.Tensor) and library.is_plain_call():
         mask = growing.shrunk(mask)
+    call, arguments = _apart(call, arguments)
     return _dynamic_mask.serve(call, query, key, value, mask, bias, **arguments)
 
 
