@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge import answers, attention_vmap, flops, growing, library, sparse_attention
+from jax_kernels.bridge import answers, attention_vmap, float_masks, flops, growing, library, sparse_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
 from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forward_op, inference_op, known_call
 from jax_kernels.bridge.function import Seen
@@ -84,8 +84,9 @@ def flash_attention(
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
       bias: broadcastable to [B, H, T, S], in query's dtype or float32.
-      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Or a masks.Mask, prepared by
-        prepare_mask or not. The arrays of a Mask get no gradient. Arrays on another device than query are copied to
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Floats of 0 and 1 are taken too: other
+        values raise ValueError on a CPU, and make the results NaN on a GPU. Or a masks.Mask, prepared by prepare_mask
+        or not. The arrays of a Mask get no gradient. Arrays on another device than query are copied to
         query's device; JAX arrays are copied once for each Mask.
       segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
       kv_lengths: [B] int32.
@@ -200,6 +201,11 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
 
     statics, present: what the call is known as from now on. is_traced: whether it is part of a compiled graph.
     """
+    if float_masks.is_float(given.mask):
+        mask, is_valid = float_masks.as_bool("mask", given.mask)
+        given = given._replace(mask=mask)
+        results = _call(given, None, (), is_traced=True) if is_traced else flash_attention(**given._asdict())
+        return float_masks.or_nan(results, is_valid)
     if given.score_mod is not None or isinstance(given.mask, Mask):
         return sparse_attention.attend(
             given.query,

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
-from jax_kernels.bridge import growing, library, score_functions, twins
+from jax_kernels.bridge import float_masks, growing, library, score_functions, twins
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
 from jax_kernels.bridge.function import JaxOp, Seen, seen_by_name
 from jax_kernels.bridge.known import KnownCall
@@ -104,7 +104,8 @@ def block_sparse_attention(
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
-      block_mask: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns]. Or a masks.Mask, as
+      block_mask: bool, or floats of 0 and 1, [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows,
+        columns]. Or a masks.Mask, as
         bridge.flash_attention takes it.
       block_size: an int, or (queries, keys); None is 128.
       arguments: the other arguments of bridge.flash_attention, without mask.
@@ -117,10 +118,15 @@ def block_sparse_attention(
         call = seen_by_name((query, key, value, block_mask), options, torch.are_deterministic_algorithms_enabled())
         if (known := _block_sparse.find(call)) is not None:
             return known(call.tensors)
+    if float_masks.is_float(block_mask):
+        keep, is_valid = float_masks.as_bool("block_mask", block_mask)  # type: ignore[arg-type]
+        results = block_sparse_attention(query, key, value, keep, block_size=block_size, **arguments)
+        return float_masks.or_nan(results, is_valid)
     if not isinstance(block_mask, Mask):
         check_tensor("block_mask", block_mask, query)
         if block_mask.dtype != torch.bool:
-            raise TypeError(f"block_mask: got dtype {block_mask.dtype}, want torch.bool (True = attend)")
+            want = "want torch.bool (True = attend), or floats of 0 and 1"
+            raise TypeError(f"block_mask: got dtype {block_mask.dtype}, {want}")
     (query, key, value, bias), arguments = _prepared(query, key, value, None, arguments.get("bias"), arguments)
     if "bias" in arguments:
         arguments = arguments | {"bias": bias}
@@ -144,8 +150,8 @@ def dynamic_mask_attention(
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
-      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend. Or a masks.Mask, as
-        bridge.flash_attention takes it.
+      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend, or floats of 0
+        and 1. Or a masks.Mask. Both as bridge.flash_attention takes them.
       bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32.
       arguments: the other arguments of bridge.flash_attention.
 
@@ -157,6 +163,9 @@ def dynamic_mask_attention(
         call = seen_by_name((query, key, value, mask, bias), arguments, settings)
         if (known := _dynamic_mask.find(call)) is not None:
             return known(call.tensors)
+    if float_masks.is_float(mask):
+        keep, is_valid = float_masks.as_bool("mask", mask)  # type: ignore[arg-type]
+        return float_masks.or_nan(dynamic_mask_attention(query, key, value, keep, bias, **arguments), is_valid)
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
     if isinstance(mask, torch.Tensor) and library.is_plain_call():
         mask = growing.shrunk(mask)
