@@ -11,6 +11,7 @@ from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forwar
 from jax_kernels.bridge.function import Seen
 from jax_kernels.bridge.growing import Keys
 from jax_kernels.bridge.known import Known, same_tensors
+from jax_kernels.bridge.other_names import renamed
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as attention
 
@@ -63,6 +64,7 @@ def flash_attention(
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
+    **other_names: Any,
 ) -> Any:
     """jax_kernels.flash_attention on PyTorch tensors: gradients of query, key, value, bias, sinks, also through lse.
 
@@ -97,6 +99,9 @@ def flash_attention(
         them as arguments and defines the score_mod inside, and pass it to bridge.from_jax.
       sinks: [H], bfloat16, float16 or float32.
       deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
+      other_names: attn_mask, softmax_scale, causal or window_size, in place of mask, scale, is_causal and window. The
+        last two are of flash-attn, which puts the last query at the last key: as many queries as keys, or a q_offset,
+        are wanted with them.
       The others are those of jax_kernels.flash_attention.
 
     With a Mask or a score_mod it runs as bridge.from_jax says. JAX compiles a program, which it keeps, for each
@@ -114,6 +119,12 @@ def flash_attention(
       RuntimeError: it is differentiated twice, a CUDA graph is being captured that cannot hold the call, JAX lacks the
         device, or the process was forked from one in which JAX was running.
     """
+    if other_names:
+        given = _Given(
+            *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
+            *(scale, softcap, return_lse, deterministic, precision, implementation),
+        )._asdict()
+        return flash_attention(**given | renamed("flash_attention", other_names, given))
     statics: Any = None
     present: Sequence[Any] = ()
     if torch.compiler.is_compiling() and score_mod is None and not isinstance(mask, Mask):

@@ -12,6 +12,7 @@ from jax_kernels.bridge import float_masks, growing, library, score_functions, t
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
 from jax_kernels.bridge.function import JaxOp, Seen, seen_by_name
 from jax_kernels.bridge.known import KnownCall
+from jax_kernels.bridge.other_names import OTHER_NAMES, renamed
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import block_sparse_attention as block_sparse
 from jax_kernels.ops.attention import dynamic_mask_attention as dynamic_mask
@@ -118,6 +119,9 @@ def block_sparse_attention(
         call = seen_by_name((query, key, value, block_mask), options, torch.are_deterministic_algorithms_enabled())
         if (known := _block_sparse.find(call)) is not None:
             return known(call.tensors)
+    if not OTHER_NAMES.keys().isdisjoint(arguments):
+        arguments = _renamed("block_sparse_attention", arguments, query=query, key=key, mask=block_mask)
+        return block_sparse_attention(query, key, value, block_mask, block_size=block_size, **arguments)
     if float_masks.is_float(block_mask):
         keep, is_valid = float_masks.as_bool("block_mask", block_mask)  # type: ignore[arg-type]
         results = block_sparse_attention(query, key, value, keep, block_size=block_size, **arguments)
@@ -138,7 +142,7 @@ def dynamic_mask_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | Mask,
+    mask: torch.Tensor | Mask | None = None,
     bias: torch.Tensor | None = None,
     **arguments: Any,
 ) -> Any:
@@ -153,7 +157,7 @@ def dynamic_mask_attention(
       mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend, or floats of 0
         and 1. Or a masks.Mask. Both as bridge.flash_attention takes them.
       bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32.
-      arguments: the other arguments of bridge.flash_attention.
+      arguments: the other arguments of bridge.flash_attention. attn_mask is another name for mask.
 
     It returns and raises what bridge.flash_attention does, or from_jax where the two differ.
     """
@@ -163,6 +167,12 @@ def dynamic_mask_attention(
         call = seen_by_name((query, key, value, mask, bias), arguments, settings)
         if (known := _dynamic_mask.find(call)) is not None:
             return known(call.tensors)
+    if not OTHER_NAMES.keys().isdisjoint(arguments):
+        arguments = _renamed("dynamic_mask_attention", arguments, query=query, key=key, mask=mask)
+        mask = arguments.pop("mask", mask)
+        return dynamic_mask_attention(query, key, value, mask, bias, **arguments)
+    if mask is None:
+        raise TypeError("mask: got None, want a bool tensor (True = attend) or a masks.Mask")
     if float_masks.is_float(mask):
         keep, is_valid = float_masks.as_bool("mask", mask)  # type: ignore[arg-type]
         return float_masks.or_nan(dynamic_mask_attention(query, key, value, keep, bias, **arguments), is_valid)
@@ -171,6 +181,13 @@ def dynamic_mask_attention(
         mask = growing.shrunk(mask)
     call, arguments = _apart(call, arguments)
     return _dynamic_mask.serve(call, query, key, value, mask, bias, **arguments)
+
+
+def _renamed(function: str, arguments: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """The arguments by this library's names."""
+    others = {name: x for name, x in arguments.items() if name in OTHER_NAMES}
+    own = {name: x for name, x in arguments.items() if name not in OTHER_NAMES}
+    return own | renamed(function, others, own | given)
 
 
 def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:

@@ -40,6 +40,7 @@ def gradients(results, inputs, cotangents):
 
 def test_the_arguments_are_those_of_the_jax_function():
     ours, theirs = (inspect.signature(f).parameters for f in (bridge.flash_attention, jax_kernels.flash_attention))
+    ours = {name: x for name, x in ours.items() if name != "other_names"}
     assert list(ours) == list(theirs)
     assert [x.default for x in ours.values()] == [x.default for x in theirs.values()]
 
