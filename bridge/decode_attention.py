@@ -61,7 +61,7 @@ def decode_attention(
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)
     if float_masks.is_float(mask):
-        mask, is_valid = float_masks.as_bool("mask", mask)  # type: ignore[arg-type]
+        mask, is_valid = float_masks.as_bool("mask", mask)
         results = decode_attention(
             *(query, key, value),
             kv_lengths=kv_lengths,

@@ -129,7 +129,7 @@ class DynamicMaskAttention(torch.nn.Module):
             raise ValueError(f"x: got shape {tuple(x.shape)}, want [batch, length, {self.model_dim}]")
         is_valid = None
         if float_masks.is_float(mask):
-            mask, is_valid = float_masks.as_bool("mask", mask)  # type: ignore[arg-type]
+            mask, is_valid = float_masks.as_bool("mask", mask)
         if mask is not None:
             self._check_mask(mask, x)
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))

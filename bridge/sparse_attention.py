@@ -123,7 +123,7 @@ def block_sparse_attention(
         arguments = _renamed("block_sparse_attention", arguments, query=query, key=key, mask=block_mask)
         return block_sparse_attention(query, key, value, block_mask, block_size=block_size, **arguments)
     if float_masks.is_float(block_mask):
-        keep, is_valid = float_masks.as_bool("block_mask", block_mask)  # type: ignore[arg-type]
+        keep, is_valid = float_masks.as_bool("block_mask", block_mask)
         results = block_sparse_attention(query, key, value, keep, block_size=block_size, **arguments)
         return float_masks.or_nan(results, is_valid)
     if not isinstance(block_mask, Mask):
@@ -174,7 +174,7 @@ def dynamic_mask_attention(
     if mask is None:
         raise TypeError("mask: got None, want a bool tensor (True = attend) or a masks.Mask")
     if float_masks.is_float(mask):
-        keep, is_valid = float_masks.as_bool("mask", mask)  # type: ignore[arg-type]
+        keep, is_valid = float_masks.as_bool("mask", mask)
         return float_masks.or_nan(dynamic_mask_attention(query, key, value, keep, bias, **arguments), is_valid)
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
     if isinstance(mask, torch.Tensor) and library.is_plain_call():
