@@ -222,3 +222,12 @@ def test_errors_of_other_names(make_qkv):
         bridge.dynamic_mask_attention(*inputs)
     with pytest.raises(TypeError, match=r"^attn_mask: got it beside mask"):
         bridge.dynamic_mask_attention(*inputs, keep, attn_mask=keep)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sequence_that_is_longer_than_was_said(name, causal):
+    x, starts = torch.zeros(10, 2, 8), torch.tensor([0, 3, 10], dtype=torch.int32)
+    lengths = {"max_seqlen_q": 7, "max_seqlen_k": 7} | {name: 6}
+    with pytest.raises(ValueError, match=rf"^{name}: got 6, want at least 7, the longest of cu_seqlens_{name[-1]}"):
+        bridge.flash_attn_varlen_func(x, x, x, starts, starts.clone(), causal=causal, **lengths)
