@@ -13,12 +13,13 @@ from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, c
 from jax_kernels.bridge.function import JaxOp, Seen, seen_by_name
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.other_names import OTHER_NAMES, renamed
+from jax_kernels.bridge.structure import MaskOfId
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import block_sparse_attention as block_sparse
 from jax_kernels.ops.attention import dynamic_mask_attention as dynamic_mask
 from jax_kernels.ops.attention import flash_attention as attention
 
-__all__ = ["attend", "block_sparse_attention", "dynamic_mask_attention", "find"]
+__all__ = ["attend", "attend_in_graph", "block_sparse_attention", "dynamic_mask_attention", "find"]
 
 
 class _WithScoreMods:
@@ -81,6 +82,12 @@ def attend(
     del arguments["sinks"]
     seen, arguments = _apart(seen, arguments)
     return _flash.serve(seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **arguments)
+
+
+def attend_in_graph(query: Any, key: Any, value: Any, mask: MaskOfId, implementation: str | None) -> Any:
+    """bridge.flash_attention with a Mask, in code that torch.compile traces. Somebody holds the Mask."""
+    (query, key, value, _), arguments = _prepared(query, key, value, None, None, {"implementation": implementation})
+    return _flash.serve(None, query, key, value, mask=mask, **arguments)
 
 
 def find(statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
