@@ -115,7 +115,15 @@ def filled(skeleton: str, arrays: Any, argument: str = "score_mod") -> Callable[
     read = lambda x, path: values[x.number] if isinstance(x, twins.Place) else x
     named = _named(argument, _filled(_SKELETONS[skeleton], read))
     if argument == "score_mod":
-        _trace(named)
+        try:
+            _trace(named)
+        except RefusedError:
+            raise
+        except Exception as error:
+            raise RefusedError(
+                f"{argument}: {_SKELETONS[skeleton].__qualname__} raised {type(error).__name__} when traced; it reads "
+                f"torch.Tensors, so it cannot be in jnp code; {_WANT}"
+            ) from error
     return named
 
 

@@ -174,9 +174,6 @@ class Value:
     def __init__(self, array: Any) -> None:
         self.array = array
 
-    def __jax_array__(self) -> Any:
-        return jnp.asarray(self.array)
-
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         return _called(getattr(function, "__name__", str(function)), args, kwargs or {})

@@ -2,6 +2,7 @@
 
 import math
 
+import jax.numpy as jnp
 import pytest
 import torch
 from torch.nn import functional
@@ -166,6 +167,10 @@ ERRORS = {
     "a tensor of an object": (
         lambda s, b, h, q, k: s + MODULE.bias[h],
         r"reads a torch.Tensor of shape \(4,\) through",
+    ),
+    "jnp beside a tensor": (
+        lambda s, b, h, q, k: jnp.tanh(s) + SLOPES[h],
+        "^score_mod: <lambda> raised TypeError when traced; it reads torch.Tensors, so it cannot be in jnp code",
     ),
     "64 bits": (lambda s, b, h, q, k: s + WIDE[q], "<lambda> that reads a tensor of torch.int64 .* want torch.int32"),
 }
