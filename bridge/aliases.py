@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from jax_kernels.bridge import library
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor
 from jax_kernels.bridge.function import from_jax
@@ -95,13 +96,14 @@ def flash_attn_varlen_func(
     Args:
       q: [total_q, H, D]; k: [total_k, Hkv, D]; v: [total_k, Hkv, D].
       cu_seqlens_q, cu_seqlens_k: int32 [B + 1]: where each sequence begins, and the last one ends.
-      max_seqlen_q, max_seqlen_k: the longest sequence.
+      max_seqlen_q, max_seqlen_k: the longest sequence. Where cu_seqlens are on a GPU this is the caller's word, as in
+        flash-attn: with a smaller number the results are wrong.
       alibi_slopes: [H] or, with sequences copied to a batch, [B, H].
       return_attn_probs: return (out, lse float32 [H, total_q], None).
       The others are those of flash_attn_func. Tokens after the last sequence get 0.
 
-    Raises NotImplementedError for dropout_p above 0 and for block_table (see bridge.decode_attention), and what
-    bridge.flash_attention raises.
+    Raises NotImplementedError for dropout_p above 0 and for block_table (see bridge.decode_attention), ValueError for a
+    max_seqlen below the longest sequence on a CPU, and what bridge.flash_attention raises.
     """
     options = _options(dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
     if block_table is not None:
@@ -114,6 +116,8 @@ def flash_attn_varlen_func(
         check_tensor(name, x, q)
         if x.dtype != torch.int32 or x.ndim != 1 or x.shape != cu_seqlens_q.shape or not len(x) > 1:
             raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}, want torch.int32 [sequences + 1]")
+    _check_longest("q", cu_seqlens_q, max_seqlen_q)
+    _check_longest("k", cu_seqlens_k, max_seqlen_k)
     is_aligned = cu_seqlens_q is cu_seqlens_k or not (causal or alibi_slopes is not None or options["window"])
     if is_aligned and (alibi_slopes is None or alibi_slopes.ndim == 1):
         ids = _numbers(cu_seqlens_q, q.shape[0]), _numbers(cu_seqlens_k, k.shape[0])
@@ -195,6 +199,15 @@ def _check_packed(name: str, x: Any, parts: int) -> None:
     check_tensor(name, x, x)
     if x.ndim != 5 or x.shape[2] != parts:
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, length, {parts}, heads, head_dim]")
+
+
+def _check_longest(name: str, starts: torch.Tensor, given: Any) -> None:
+    """Raises where a sequence is known to be longer than was said. The host does not wait for a GPU."""
+    if starts.device.type != "cpu" or torch.compiler.is_compiling() or not library.is_plain_call():
+        return
+    longest = int(starts.diff().max())
+    if given < longest:
+        raise ValueError(f"max_seqlen_{name}: got {given}, want at least {longest}, the longest of cu_seqlens_{name}")
 
 
 def _finished(results: Any, with_lse: bool) -> Any:

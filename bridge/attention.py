@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jax_kernels.bridge import answers, attention_vmap, flops, growing, library, sparse_attention
+from jax_kernels.bridge import answers, attention_vmap, float_masks, flops, growing, library, sparse_attention
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
 from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forward_op, inference_op, known_call
 from jax_kernels.bridge.function import Seen
 from jax_kernels.bridge.growing import Keys
 from jax_kernels.bridge.known import Known, autocast_dtypes, same_tensors
+from jax_kernels.bridge.other_names import renamed
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as attention
 
@@ -63,6 +64,7 @@ def flash_attention(
     deterministic: bool | None = None,
     precision: str | None = None,
     implementation: str | None = None,
+    **other_names: Any,
 ) -> Any:
     """jax_kernels.flash_attention on PyTorch tensors: gradients of query, key, value, bias, sinks, also through lse.
 
@@ -84,17 +86,22 @@ def flash_attention(
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
       bias: broadcastable to [B, H, T, S], in query's dtype or float32.
-      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Or a masks.Mask, prepared by
-        prepare_mask or not. The arrays of a Mask get no gradient. Arrays on another device than query are copied to
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Floats of 0 and 1 are taken too: other
+        values raise ValueError on a CPU, and make the results NaN on a GPU. Or a masks.Mask, prepared by prepare_mask
+        or not. The arrays of a Mask get no gradient. Arrays on another device than query are copied to
         query's device; JAX arrays are copied once for each Mask.
       segment_ids: int32 [B, T], or a (query, key) pair [B, T], [B, S].
       kv_lengths: [B] int32.
       q_offset: an int, or an int32 tensor, a scalar or [B].
-      score_mod: a function of JAX scalars, as jax_kernels.flash_attention takes it. It is a constant of the call. JAX
-        arrays that it closes over get no gradient here. For their gradients, write a function that takes them as
-        arguments and defines the score_mod inside, and pass it to bridge.from_jax.
+      score_mod: a function (score, b, h, q_idx, kv_idx) of scalars, in torch's elementwise operations or in jnp code.
+        It is a constant of the call. In torch operations it may close over tensors, which are data of the call and
+        have gradients. JAX arrays that it closes over get no gradient. For their gradients, write a function that takes
+        them as arguments and defines the score_mod inside, and pass it to bridge.from_jax.
       sinks: [H], bfloat16, float16 or float32.
       deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
+      other_names: attn_mask, softmax_scale, causal or window_size, in place of mask, scale, is_causal and window. The
+        last two are of flash-attn, which puts the last query at the last key: as many queries as keys, or a q_offset,
+        are wanted with them.
       The others are those of jax_kernels.flash_attention.
 
     With a Mask or a score_mod it runs as bridge.from_jax says. JAX compiles a program, which it keeps, for each
@@ -112,6 +119,12 @@ def flash_attention(
       RuntimeError: it is differentiated twice, a CUDA graph is being captured that cannot hold the call, JAX lacks the
         device, or the process was forked from one in which JAX was running.
     """
+    if other_names:
+        given = _Given(
+            *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
+            *(scale, softcap, return_lse, deterministic, precision, implementation),
+        )._asdict()
+        return flash_attention(**given | renamed("flash_attention", other_names, given))
     statics: Any = None
     present: Sequence[Any] = ()
     if torch.compiler.is_compiling() and score_mod is None and not isinstance(mask, Mask):
@@ -200,6 +213,11 @@ def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: boo
 
     statics, present: what the call is known as from now on. is_traced: whether it is part of a compiled graph.
     """
+    if float_masks.is_float(given.mask):
+        mask, is_valid = float_masks.as_bool("mask", given.mask)
+        given = given._replace(mask=mask)
+        results = _call(given, None, (), is_traced=True) if is_traced else flash_attention(**given._asdict())
+        return float_masks.or_nan(results, is_valid)
     if given.score_mod is not None or isinstance(given.mask, Mask):
         return sparse_attention.attend(
             given.query,

@@ -64,7 +64,8 @@ def check_inputs(
         check_tensor("mask", mask, query)
         if mask.dtype != torch.bool:
             raise TypeError(
-                f"mask: got dtype {mask.dtype}, want torch.bool (True = attend); an additive mask is a bias"
+                f"mask: got dtype {mask.dtype}, want torch.bool (True = attend), or torch.float32, torch.bfloat16 or "
+                "torch.float16 of 0 and 1; an additive mask is a bias"
             )
     for tensor in segment_ids:
         if tensor is not None:

@@ -66,8 +66,13 @@ class CompiledAttention:
             self._check(query, key, value)
             if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in (query, key, value)):
                 self._passed = private.guard((query, key, value))
-        mask = self._compiled.prepared_mask
+        mask = self.prepared_mask
         return flash_attention(query, key, value, mask=mask, implementation=self.plan.implementation)
+
+    @property
+    def prepared_mask(self) -> Mask:
+        """The mask, with the block lists of its calls."""
+        return self._compiled.prepared_mask
 
     def _check(self, query: Any, key: Any, value: Any) -> None:
         """Raises unless the tensors are those that the class documents."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge import growing
+from jax_kernels.bridge import float_masks, growing
 from jax_kernels.bridge.argument_checks import check_optional_tensors
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs
 from jax_kernels.bridge.function import JaxOp, seen
@@ -43,7 +43,8 @@ def decode_attention(
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; with block_tables [pages, page_size, Hkv, D or Dv].
       kv_lengths: [B] int32. It is data: a longer sequence in the same cache compiles nothing.
       block_tables: [B, max_pages] int32.
-      mask: bool, broadcastable to [B, H, T, S], True where a query may attend. Or a masks.Mask. bias: broadcastable to
+      mask: bool, broadcastable to [B, H, T, S], True where a query may attend, or floats of 0 and 1, as
+        bridge.flash_attention takes them. Or a masks.Mask. bias: broadcastable to
         [B, H, T, S], in query's dtype or float32. A tensor that was expanded is read as it was before.
       sinks: [H], bfloat16, float16 or float32.
       The others are those of jax_kernels.decode_attention.
@@ -60,6 +61,22 @@ def decode_attention(
         call = seen((query, key, value, kv_lengths, block_tables, mask, bias, sinks), options)
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)
+    if float_masks.is_float(mask):
+        mask, is_valid = float_masks.as_bool("mask", mask)
+        results = decode_attention(
+            *(query, key, value),
+            kv_lengths=kv_lengths,
+            block_tables=block_tables,
+            mask=mask,
+            bias=bias,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            scale=scale,
+            return_lse=return_lse,
+            implementation=implementation,
+        )
+        return float_masks.or_nan(results, is_valid)
     is_object = isinstance(mask, Mask)
     check_optional_tensors(block_tables=block_tables)
     check_inputs(

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from jax_kernels import masks
+from jax_kernels.bridge import float_masks
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_tensor
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.bridge.layers import PlainLinear, rotary_embedding
@@ -118,14 +119,17 @@ class DynamicMaskAttention(torch.nn.Module):
 
         Args:
           x: [B, T, model_dim].
-          mask: bool, broadcastable to [B, num_kv_heads, T, T], True = attend, or a masks.Mask of num_kv_heads heads or
-            one, combined with is_causal.
+          mask: bool, broadcastable to [B, num_kv_heads, T, T], True = attend, or floats of 0 and 1, or a masks.Mask
+            of num_kv_heads heads or one, combined with is_causal.
 
         Raises:
           ValueError, TypeError: x or mask has the wrong shape, dtype or device, naming it.
         """
         if x.ndim != 3 or x.shape[-1] != self.model_dim:
             raise ValueError(f"x: got shape {tuple(x.shape)}, want [batch, length, {self.model_dim}]")
+        is_valid = None
+        if float_masks.is_float(mask):
+            mask, is_valid = float_masks.as_bool("mask", mask)
         if mask is not None:
             self._check_mask(mask, x)
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))
@@ -147,7 +151,7 @@ class DynamicMaskAttention(torch.nn.Module):
             deterministic=deterministic,
             implementation=self.implementation,
         )
-        return self.out_proj(out.flatten(2))
+        return float_masks.or_nan(self.out_proj(out.flatten(2)), is_valid)
 
     def _check_mask(self, mask: Any, x: torch.Tensor) -> None:
         if isinstance(mask, Mask):
@@ -155,7 +159,7 @@ class DynamicMaskAttention(torch.nn.Module):
             return
         check_tensor("mask", mask, x)
         if mask.dtype != torch.bool:
-            raise TypeError(f"mask: got dtype {mask.dtype}, want torch.bool (True = attend)")
+            raise TypeError(f"mask: got dtype {mask.dtype}, want torch.bool (True = attend), or floats of 0 and 1")
         want = (x.shape[0], self.num_kv_heads, x.shape[1], x.shape[1])
         if mask.ndim > 4 or any(n not in (1, m) for n, m in zip(mask.shape[::-1], want[::-1], strict=False)):
             raise ValueError(

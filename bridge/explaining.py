@@ -1,6 +1,7 @@
 """Plans of the ops of the bridge for given tensors, and the time that each implementation takes."""
 
 import functools
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any
@@ -59,8 +60,15 @@ def benchmark_implementations(
       gradients: also computes the gradients of the tensors among args and kwargs that require one.
       seconds: of each implementation, about.
 
-    Raises what op raises for every implementation; ValueError where kwargs names one.
+    Raises what op raises for every implementation; ValueError where kwargs names one; TypeError where op does not take
+    one.
     """
+    if not _takes_implementation(op):
+        name = getattr(op, "__name__", repr(op))
+        raise TypeError(
+            f"op: got {name}, which has no argument `implementation`, want an op that has, such as "
+            "bridge.flash_attention, on tensors [batch, length, heads, head_dim]"
+        )
     if "implementation" in kwargs:
         raise ValueError(f"implementation: got {kwargs['implementation']!r}, want none: all are timed")
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
@@ -90,6 +98,14 @@ def benchmark_implementations(
     if not times and error is not None:
         raise error
     return dict(sorted(times.items(), key=lambda item: item[1]))
+
+
+def _takes_implementation(op: Any) -> bool:
+    try:
+        parameters = inspect.signature(op).parameters.values()
+    except (TypeError, ValueError):  # it has no signature, or is no function
+        return callable(op)
+    return any(x.name == "implementation" or x.kind is x.VAR_KEYWORD for x in parameters)
 
 
 def _milliseconds(call: Callable[[], Any], place: torch.device, seconds: float) -> float:

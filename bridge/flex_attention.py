@@ -1,17 +1,25 @@
 """Attention under a pattern, as a PyTorch module without parameters."""
 
 import inspect
-from typing import Any
+import itertools
+import operator
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 
+from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.compile_attention import CompiledAttention, compile_attention
+from jax_kernels.bridge.sparse_attention import attend_in_graph
+from jax_kernels.bridge.structure import MaskOfId
 from jax_kernels.masks import Mask
 from jax_kernels.masks.presets import PRESETS, preset
 
 __all__ = ["FlexAttention"]
 
 _MOST = 16  # shapes that a module keeps
+_MODULES: weakref.WeakValueDictionary[int, "FlexAttention"] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
 class FlexAttention(torch.nn.Module):
@@ -41,6 +49,8 @@ class FlexAttention(torch.nn.Module):
         self.options = options if window is None else options | _windows(pattern, window)
         self.implementation = implementation
         self._kept: dict[Any, CompiledAttention] = {}
+        self._in_graphs: dict[Any, Mask] = {}  # graphs of torch.compile run as long as these live
+        self._number = self._registered()
         if isinstance(pattern, str):
             preset(pattern, **self._with_lengths(1024, 1024))  # raises what a call would
         elif not isinstance(pattern, Mask):
@@ -51,38 +61,51 @@ class FlexAttention(torch.nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query: [B, T, H, D]; key: [B, S, Hkv, D]; value: [B, S, Hkv, D]. Returns [B, T, H, D].
 
-        torch.compile has a graph break here.
+        torch.compile makes a graph for each shape.
         """
+        if query.device.type == "meta":
+            return flash_attention(query, key, value)  # of the same shape
+        if torch.compiler.is_compiling():
+            mask, implementation = _made(self._number, *_sizes_of(query, key), query.device)
+            # torch.compile looks at a text that it made itself, and cannot look at one that it was given.
+            return attend_in_graph(query, key, value, MaskOfId(mask + 0), f"{implementation}")
         return self.compiled(query, key)(query, key, value)
 
-    @torch.compiler.disable(reason="jax_kernels: a Mask is no constant that torch.compile takes")
     def compiled(self, query: torch.Tensor, key: torch.Tensor) -> CompiledAttention:
         """The attention of calls with tensors like these: its mask, its plan and its density."""
-        for name, x in (("query", query), ("key", key)):
-            if x.ndim != 4:
-                raise ValueError(f"{name}: got shape {tuple(x.shape)}, want 4 axes [batch, length, heads, head_dim]")
-        kind = query.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-        shape = (*query.shape[:3], key.shape[1], key.shape[2], query.shape[3], dtype, query.device)
-        found = self._kept.get(shape)
+        return self._compiled(_Shape(*_sizes_of(query, key)), query.device)
+
+    def _registered(self) -> int:
+        """A number by which graphs of torch.compile find the module."""
+        number = next(_NUMBERS)
+        _MODULES[number] = self
+        return number
+
+    def _in_graph(self, shape: "_Shape", device: torch.device) -> tuple[int, str]:
+        """(the id of the mask, the implementation) of a call in a graph."""
+        made = self._compiled(shape, device)
+        mask = self._in_graphs.setdefault((shape, device), made.prepared_mask)
+        return id(mask), made.plan.implementation
+
+    def _compiled(self, shape: "_Shape", device: torch.device) -> CompiledAttention:
+        found = self._kept.get((shape, device))
         if found is None:
-            batch, length, heads, head_dim = query.shape
             found = compile_attention(
                 self.pattern,
-                length,
-                head_dim,
-                kv_len=key.shape[1],
-                batch=batch,
-                num_heads=heads,
-                num_kv_heads=key.shape[2],
-                dtype=dtype,
-                device=query.device,
+                shape.length,
+                shape.head_dim,
+                kv_len=shape.kv_length,
+                batch=shape.batch,
+                num_heads=shape.heads,
+                num_kv_heads=shape.kv_heads,
+                dtype=shape.dtype,
+                device=device,
                 implementation=self.implementation,
-                **self._with_lengths(length, key.shape[1]),
+                **self._with_lengths(shape.length, shape.kv_length),
             )
             while len(self._kept) >= _MOST:
                 del self._kept[next(iter(self._kept))]
-            self._kept[shape] = found
+            self._kept[shape, device] = found
         return found
 
     def _with_lengths(self, length: int, kv_length: int) -> dict[str, Any]:
@@ -94,10 +117,44 @@ class FlexAttention(torch.nn.Module):
         return {name: x for name, x in lengths.items() if name in wanted} | self.options
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_kept": {}}  # it is made again where it is needed
+        return self.__dict__ | {"_kept": {}, "_in_graphs": {}}  # they are made again where they are needed
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._number = self._registered()
 
     def extra_repr(self) -> str:
         return ", ".join([repr(self.pattern), *(f"{name}={x!r}" for name, x in self.options.items())])
+
+
+class _Shape(NamedTuple):
+    """What a call's attention is made for."""
+
+    batch: int
+    length: int
+    heads: int
+    head_dim: int
+    kv_length: int
+    kv_heads: int
+    dtype: torch.dtype
+
+
+def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
+    """The fields of a call's _Shape. Raises ValueError, naming the tensor, where it has not 4 axes."""
+    for name, x in (("query", query), ("key", key)):
+        if x.ndim != 4:
+            raise ValueError(f"{name}: got shape {tuple(x.shape)}, want 4 axes [batch, length, heads, head_dim]")
+    kind = query.device.type
+    is_cast = kind != "meta" and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if is_cast else query.dtype
+    return (*map(operator.index, query.shape), operator.index(key.shape[1]), operator.index(key.shape[2]), dtype)
+
+
+@torch.compiler.assume_constant_result
+def _made(number: int, *facts: Any) -> tuple[int, str]:
+    """What a graph has for constants of the module of that number. facts: the fields of _Shape, and the device."""
+    *shape, device = facts
+    return _MODULES[number]._in_graph(_Shape(*shape), device)
 
 
 def _windows(pattern: Any, window: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from jax_kernels.bridge.operands import (
 from jax_kernels.bridge.plan_ops import Call, KnownPlan, PlanFacts, call_op
 from jax_kernels.bridge.planning import plan_for
 from jax_kernels.bridge.plans import Request, Signature, register
-from jax_kernels.bridge.structure import SINGLE, flatten, rebuild
+from jax_kernels.bridge.structure import SINGLE, MaskOfId, flatten, rebuild
 from jax_kernels.masks import Mask
 
 __all__ = ["JaxOp", "Seen", "from_jax", "seen", "seen_by_name"]
@@ -329,10 +329,11 @@ def _outputs(recipe: str) -> Any:
     return _OUTPUTS[recipe]
 
 
-def _traced_call(name: str, structure: Any, tensors: list[torch.Tensor], masks: Sequence[Mask]) -> Any:
+def _traced_call(name: str, structure: Any, tensors: list[torch.Tensor], masks: Sequence[Mask | MaskOfId]) -> Any:
     """A call in a graph of torch.compile. It serves the Masks that it was traced with, and no others."""
     # torch.compile makes no constant of a frozen dataclass; of its id it does, and checks for that very object.
-    traced = _traced(name, structure, tuple(_signature(x) for x in tensors), *[id(mask) for mask in masks])
+    ids = [mask.number if isinstance(mask, MaskOfId) else id(mask) for mask in masks]
+    traced = _traced(name, structure, tuple(_signature(x) for x in tensors), *ids)
     if _is_in_dual_level():
         return rebuild(traced.outputs, iter(_op_of_duals(traced.plan, traced.operands, *tensors)))
     return rebuild(traced.outputs, iter(call_op(tensors, traced.plan, traced.operands)))

@@ -20,6 +20,12 @@ _NOT_GIVEN: Any = object()
 # Arguments that would change the attention and that it does not serve.
 _REFUSED = ("indices", "block_indices", "head_mask")
 
+# The dropout of attention weights, as configs have it. Those that follow a longer name are all dropouts of a model.
+_DROPOUTS = (
+    *("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attention_dropout_prob", "attn_dropout"),
+    *("attention_dropout_rate", "attn_drop_rate", "dropout_rate", "dropout"),
+)
+
 
 def register(name: str = NAME) -> str:
     """Makes the attention known to transformers, under the name, which it returns. It may be called again.
@@ -117,7 +123,7 @@ def attention(
     Raises:
       NotImplementedError: dropout is not 0, or an argument that it does not serve is given.
     """
-    _refuse(dropout, others)
+    _refuse(dropout, others, module)
     length, kv_length = query.shape[2], key.shape[2]
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     if length == 1 and _is_decoding(query, key, value, attention_mask, position_bias, s_aux):
@@ -140,11 +146,14 @@ def attention(
     return flash_attention(*tensors, mask=mask, bias=bias, sinks=s_aux, **options), None
 
 
-def _refuse(dropout: float, others: dict[str, Any]) -> None:
+def _refuse(dropout: float, others: dict[str, Any], module: torch.nn.Module) -> None:
     if dropout:
+        config = getattr(module, "config", None)
+        name = next((name for name in _DROPOUTS if name in getattr(config, "__dict__", {})), None)
+        setting = "dropout of attention" if config is None or name is None else f"{type(config).__name__}'s {name}"
         raise NotImplementedError(
-            f"dropout: got {dropout} in training, want 0: attention weights are never stored. Set the config's "
-            'attention_dropout (BERT: attention_probs_dropout_prob) to 0, or take attn_implementation="sdpa"'
+            f"dropout: got {dropout} in training, want 0: attention weights are never stored. Set the {setting} to 0, "
+            'or take attn_implementation="sdpa"'
         )
     if others.get("output_attentions"):
         raise NotImplementedError(

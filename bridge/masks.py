@@ -12,6 +12,9 @@ reach them, and no gradient passes through them. Tensors of one call are on one 
 arrays would have; arrays are taken as they are. A Mask's own methods give JAX arrays, of which torch.from_dlpack makes
 tensors. pooled_scores of tensors gives a tensor, with a gradient.
 
+from_function also takes a function in torch operations, such as a mask_mod of FlexAttention. The tensors that it closes
+over are copied like others. `batch` and `heads` are wanted where it looks at b or at h.
+
 In a graph of torch.compile a Mask is a constant. Builders, and `&`, `|` and `~`, run when they are called: there
 torch.compile has a graph break, torch.func.vmap cannot map their arguments, and a CUDA graph cannot capture them. To
 have all of it in one program, write a JAX function that builds the mask and calls attention, and pass it to
@@ -31,6 +34,7 @@ from jax_kernels import masks as _masks
 from jax_kernels.bridge import dlpack as _dlpack
 from jax_kernels.bridge import library as _library
 from jax_kernels.bridge import private as _private
+from jax_kernels.bridge import score_functions as _score_functions
 from jax_kernels.bridge.argument_checks import check_tensors as _check_tensors
 from jax_kernels.bridge.function import from_jax as _from_jax
 from jax_kernels.bridge.operands import on_device as _on_device
@@ -107,7 +111,7 @@ def _jitted(builder: Any, structure: Any, is_data: Any, constants: Any, data: An
 
 block_sparse = _of_tensors(_masks.block_sparse)
 dense = _of_tensors(_masks.dense)
-from_function = _of_tensors(_masks.from_function)
+_from_function = _of_tensors(_masks.from_function)
 global_tokens = _of_tensors(_masks.global_tokens)
 prefix = _of_tensors(_masks.prefix)
 preset = _of_tensors(_masks.preset)
@@ -115,6 +119,17 @@ segments = _of_tensors(_masks.segments)
 threshold = _of_tensors(_masks.threshold, is_traced=True)
 top_k = _of_tensors(_masks.top_k, is_traced=True)
 top_k_blocks = _of_tensors(_masks.top_k_blocks, is_traced=True)
+
+
+@functools.wraps(_masks.from_function)
+def from_function(function: Any, *arrays: Any, batch: int | None = None, heads: int | None = None) -> Mask:
+    made, read = _score_functions.mask_mod(function)
+    return _from_function(made, *read, *arrays, batch=batch, heads=heads)
+
+
+from_function = torch.compiler.disable(
+    from_function, reason="jax_kernels: a Mask is no constant that torch.compile takes"
+)
 
 _pooled_scores = _from_jax(_masks.pooled_scores)
 

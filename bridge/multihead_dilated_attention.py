@@ -18,6 +18,9 @@ from jax_kernels.ops.dilated import dilated_attention as ops
 
 __all__ = ["MultiheadDilatedAttention"]
 
+# dilated-attention-pytorch's names for kernels that are not there: here they are what None is.
+_FASTEST = ("auto", "sdpa", "flash", "xformers")
+
 
 class _Timed(NamedTuple):
     """The fastest implementation of those that were timed, for parameters of this device and dtype."""
@@ -44,8 +47,8 @@ class MultiheadDilatedAttention(torch.nn.Module):
       bias: whether the projections have one.
       layer_norm: a LayerNorm before out_proj; layer_norm_eps: its epsilon.
       gamma_init: the projections are Xavier normal; those of v_proj and out_proj are multiplied by this.
-      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None or "auto" is the fastest on the
-        parameters' device.
+      attention_backend: the implementation, "mosaic_gpu", "triton" or "xla"; None is the fastest on the
+        parameters' device, and so are "auto", "sdpa", "flash" and "xformers", the names of dilated-attention-pytorch.
       dtype, device: of the parameters, as in any PyTorch module.
       benchmark_backends: with attention_backend None, time forward and backward of each implementation that can serve,
         once, now, for one sequence over the longest segment (at most 8192 tokens). The fastest is kept for as long as
@@ -113,7 +116,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
             raise ValueError(
                 f"benchmark_backends: got True with attention_backend={attention_backend!r}, want one of the two"
             )
-        attention_backend = None if attention_backend == "auto" else attention_backend
+        attention_backend = None if attention_backend in _FASTEST else attention_backend
         branches = ops.check_pattern(segment_lengths, dilation_rates, heads, combine, layout, order)
         self.embed_dim = embed_dim
         self.num_heads = num_heads

@@ -1,25 +1,74 @@
 """Attention on PyTorch tensors under masks of blocks, dynamic masks, Mask objects and functions of the scores."""
 
+import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import torch
 
-from jax_kernels.bridge import growing, library, twins
+from jax_kernels.bridge import float_masks, growing, library, score_functions, twins
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_tensor, segment_pair
 from jax_kernels.bridge.function import JaxOp, Seen, seen_by_name
 from jax_kernels.bridge.known import KnownCall
+from jax_kernels.bridge.other_names import OTHER_NAMES, renamed
+from jax_kernels.bridge.structure import MaskOfId
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import block_sparse_attention as block_sparse
 from jax_kernels.ops.attention import dynamic_mask_attention as dynamic_mask
 from jax_kernels.ops.attention import flash_attention as attention
 
-__all__ = ["attend", "block_sparse_attention", "dynamic_mask_attention", "find"]
+__all__ = ["attend", "attend_in_graph", "block_sparse_attention", "dynamic_mask_attention", "find"]
 
-_flash = JaxOp(attention.flash_attention)
-_block_sparse = JaxOp(block_sparse.block_sparse_attention)
-_dynamic_mask = JaxOp(dynamic_mask.dynamic_mask_attention)
+
+class _WithScoreMods:
+    """An op whose score_mod may be in torch operations.
+
+    skeleton, read: the name of one that reads tensors, and these.
+    """
+
+    def __init__(self, op: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, op, updated=())
+        self._op = op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._op(*args, **_in_jnp(**kwargs))
+
+    def plan(self, *args: Any, read: Any = (), **kwargs: Any) -> Any:
+        """What jax_kernels.explain asks for. Nothing runs: zeros are as good as any arrays that a function reads."""
+        read = [jnp.zeros(x.shape, x.dtype) for x in read]
+        return self._op.plan(*args, **_in_jnp(read=read, **kwargs))  # type: ignore[attr-defined]
+
+
+def _in_jnp(score_mod: Any = None, skeleton: str | None = None, read: Any = (), **others: Any) -> dict[str, Any]:
+    """The arguments of an op with their score_mod in jnp."""
+    if skeleton is not None:
+        return others | {"score_mod": score_functions.filled(skeleton, read)}
+    return others if score_mod is None else others | {"score_mod": score_functions.in_jnp(score_mod)}
+
+
+_flash = JaxOp(_WithScoreMods(attention.flash_attention))
+_block_sparse = JaxOp(_WithScoreMods(block_sparse.block_sparse_attention))
+_dynamic_mask = JaxOp(_WithScoreMods(dynamic_mask.dynamic_mask_attention))
+
+
+def _apart(seen: Seen | None, arguments: dict[str, Any]) -> tuple[Seen | None, dict[str, Any]]:
+    """(what the call is known as, its arguments), with the tensors that a score_mod reads as arguments.
+
+    A call whose score_mod reads tensors, or is made anew for each call, is not known.
+    """
+    score_mod = arguments.get("score_mod")
+    if not isinstance(score_mod, types.FunctionType):
+        return seen, arguments
+    is_traced = torch.compiler.is_compiling()
+    found = score_functions.apart_in_graph(score_mod) if is_traced else score_functions.apart(score_mod)
+    if found is not None:
+        skeleton, paths = found
+        read = [score_functions.reached(score_mod, path) for path in paths]
+        # torch.compile looks at a text that it made itself, and cannot look at one that it was given.
+        return None, arguments | {"score_mod": None, "skeleton": f"{skeleton}", "read": read}
+    return None if is_traced or twins.first_of(score_mod) is not score_mod else seen, arguments
 
 
 def attend(
@@ -31,10 +80,14 @@ def attend(
     """
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments | {"sinks": sinks})
     del arguments["sinks"]
-    score_mod = arguments.get("score_mod")
-    if isinstance(score_mod, types.FunctionType) and seen is not None and twins.first_of(score_mod) is not score_mod:
-        seen = None
+    seen, arguments = _apart(seen, arguments)
     return _flash.serve(seen, query, key, value, bias=bias, sinks=sinks, mask=mask, **arguments)
+
+
+def attend_in_graph(query: Any, key: Any, value: Any, mask: MaskOfId, implementation: str | None) -> Any:
+    """bridge.flash_attention with a Mask, in code that torch.compile traces. Somebody holds the Mask."""
+    (query, key, value, _), arguments = _prepared(query, key, value, None, None, {"implementation": implementation})
+    return _flash.serve(None, query, key, value, mask=mask, **arguments)
 
 
 def find(statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
@@ -59,7 +112,8 @@ def block_sparse_attention(
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
-      block_mask: bool [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows, columns]. Or a masks.Mask, as
+      block_mask: bool, or floats of 0 and 1, [rows, columns], [H or 1, rows, columns] or [B or 1, H or 1, rows,
+        columns]. Or a masks.Mask, as
         bridge.flash_attention takes it.
       block_size: an int, or (queries, keys); None is 128.
       arguments: the other arguments of bridge.flash_attention, without mask.
@@ -72,13 +126,22 @@ def block_sparse_attention(
         call = seen_by_name((query, key, value, block_mask), options, torch.are_deterministic_algorithms_enabled())
         if (known := _block_sparse.find(call)) is not None:
             return known(call.tensors)
+    if not OTHER_NAMES.keys().isdisjoint(arguments):
+        arguments = _renamed("block_sparse_attention", arguments, query=query, key=key, mask=block_mask)
+        return block_sparse_attention(query, key, value, block_mask, block_size=block_size, **arguments)
+    if float_masks.is_float(block_mask):
+        keep, is_valid = float_masks.as_bool("block_mask", block_mask)
+        results = block_sparse_attention(query, key, value, keep, block_size=block_size, **arguments)
+        return float_masks.or_nan(results, is_valid)
     if not isinstance(block_mask, Mask):
         check_tensor("block_mask", block_mask, query)
         if block_mask.dtype != torch.bool:
-            raise TypeError(f"block_mask: got dtype {block_mask.dtype}, want torch.bool (True = attend)")
+            want = "want torch.bool (True = attend), or floats of 0 and 1"
+            raise TypeError(f"block_mask: got dtype {block_mask.dtype}, {want}")
     (query, key, value, bias), arguments = _prepared(query, key, value, None, arguments.get("bias"), arguments)
     if "bias" in arguments:
         arguments = arguments | {"bias": bias}
+    call, arguments = _apart(call, arguments)
     return _block_sparse.serve(call, query, key, value, block_mask, block_size=block_size, **arguments)
 
 
@@ -86,7 +149,7 @@ def dynamic_mask_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | Mask,
+    mask: torch.Tensor | Mask | None = None,
     bias: torch.Tensor | None = None,
     **arguments: Any,
 ) -> Any:
@@ -98,10 +161,10 @@ def dynamic_mask_attention(
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32, on a CPU or a CUDA device.
       key: [B, S, Hkv, D]; value: [B, S, Hkv, Dv]; in query's dtype and on its device.
-      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend. Or a masks.Mask, as
-        bridge.flash_attention takes it.
+      mask: bool, broadcastable to [B, H, T, S] or [B, Hkv, T, S], True where a query may attend, or floats of 0
+        and 1. Or a masks.Mask. Both as bridge.flash_attention takes them.
       bias: broadcastable to [B, H, T, S] or [B, Hkv, T, S], in query's dtype or float32.
-      arguments: the other arguments of bridge.flash_attention.
+      arguments: the other arguments of bridge.flash_attention. attn_mask is another name for mask.
 
     It returns and raises what bridge.flash_attention does, or from_jax where the two differ.
     """
@@ -111,10 +174,27 @@ def dynamic_mask_attention(
         call = seen_by_name((query, key, value, mask, bias), arguments, settings)
         if (known := _dynamic_mask.find(call)) is not None:
             return known(call.tensors)
+    if not OTHER_NAMES.keys().isdisjoint(arguments):
+        arguments = _renamed("dynamic_mask_attention", arguments, query=query, key=key, mask=mask)
+        mask = arguments.pop("mask", mask)
+        return dynamic_mask_attention(query, key, value, mask, bias, **arguments)
+    if mask is None:
+        raise TypeError("mask: got None, want a bool tensor (True = attend) or a masks.Mask")
+    if float_masks.is_float(mask):
+        keep, is_valid = float_masks.as_bool("mask", mask)
+        return float_masks.or_nan(dynamic_mask_attention(query, key, value, keep, bias, **arguments), is_valid)
     (query, key, value, bias), arguments = _prepared(query, key, value, mask, bias, arguments)
     if isinstance(mask, torch.Tensor) and library.is_plain_call():
         mask = growing.shrunk(mask)
+    call, arguments = _apart(call, arguments)
     return _dynamic_mask.serve(call, query, key, value, mask, bias, **arguments)
+
+
+def _renamed(function: str, arguments: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """The arguments by this library's names."""
+    others = {name: x for name, x in arguments.items() if name in OTHER_NAMES}
+    own = {name: x for name, x in arguments.items() if name not in OTHER_NAMES}
+    return own | renamed(function, others, own | given)
 
 
 def _prepared(query: Any, key: Any, value: Any, mask: Any, bias: Any, arguments: dict[str, Any]) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import dataclasses
 import operator
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +17,17 @@ import torch
 from jax_kernels.bridge import twins
 from jax_kernels.masks import Mask
 
-__all__ = ["MASK", "SINGLE", "Leaf", "flatten", "rebuild"]
+__all__ = ["MASK", "SINGLE", "Leaf", "MaskOfId", "flatten", "rebuild"]
 
 _LEAF, _MASK = ("leaf",), ("mask",)
 SINGLE, MASK = _LEAF, _MASK  # the structures of one leaf, and of a Mask
 _NO_MASKS: Iterator[Mask] = iter(())
+
+
+class MaskOfId(NamedTuple):
+    """A Mask by its id, for code that torch.compile traces: it makes no constant of a Mask that is new to it."""
+
+    number: int
 
 
 class _LeafType(type):
@@ -33,7 +39,7 @@ class Leaf(metaclass=_LeafType):
     """Anything in a function's result that is not a container."""
 
 
-def flatten(tree: Any, leaves: list[Any], masks: list[Mask] | None, leaf_type: Any = torch.Tensor) -> tuple[Any, ...]:
+def flatten(tree: Any, leaves: list[Any], masks: list[Any] | None, leaf_type: Any = torch.Tensor) -> tuple[Any, ...]:
     """The structure of a tree as a tuple of constants. Its leaves are appended to `leaves`, its Masks to `masks`."""
     if isinstance(tree, leaf_type):
         leaves.append(tree)
@@ -43,6 +49,9 @@ def flatten(tree: Any, leaves: list[Any], masks: list[Mask] | None, leaf_type: A
         name = "ordered dict" if isinstance(tree, collections.OrderedDict) else "dict"
         return (name, keys, tuple(flatten(tree[key], leaves, masks, leaf_type) for key in tree))
     if isinstance(tree, tuple | list):
+        if masks is not None and type(tree) is MaskOfId:
+            masks.append(tree)
+            return _MASK
         kind = type(tree) if hasattr(tree, "_fields") else "list" if isinstance(tree, list) else "tuple"
         return (kind, tuple(flatten(item, leaves, masks, leaf_type) for item in tree))
     if masks is not None and isinstance(tree, Mask):

@@ -2,64 +2,99 @@
 
 Two functions are twins if they have the same code and all that the code can read is the same: defaults, what they close
 over, and the globals that the code names. Where one of these is more than a number, a text, a tuple of them, or a part
-of JAX, NumPy or the standard library, and where a function calls itself, a function is like itself alone.
+of JAX, PyTorch, NumPy or the standard library, and where a function calls itself, a function is like itself alone.
+
+What a function reads may change. Programs that were traced before the change are then of no use to functions that are
+made after it: a copy of the function stands for the twins that read the new values.
 """
 
+import dis
+import functools
 import types
-from collections.abc import Iterator
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-__all__ = ["first_of"]
+__all__ = ["Place", "UnknownError", "first_of", "key_of", "names_of"]
 
 _MOST = 1024
 _FIRST: dict[Any, types.FunctionType] = {}
+# By function: the key that it was first seen with, None where it had none. Its programs may read the values of then.
+_SEEN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = ("jax", "jaxlib", "numpy", "math", "operator", "functools", "builtins")
+_DYNAMIC = {"globals", "eval", "exec", "vars", "__import__"}  # their users read what no name shows
 
 
-class _UnknownError(Exception):
+class UnknownError(Exception):
     """A function reads something that may differ without showing."""
+
+
+class Place(NamedTuple):
+    """What stands in a function for an argument of a call. Equal numbers are the same argument."""
+
+    number: int
 
 
 def first_of(function: Any) -> Any:
     """The first function that was seen of the function's twins; the function itself where it is the first."""
     try:
-        key = _key(function)
-    except _UnknownError:
+        key = key_of(function)
+    except UnknownError:
+        _SEEN.setdefault(function, None)
         return function
-    first = _FIRST.setdefault(key, function)
+    first = _FIRST.get(key)
+    if first is None:
+        first = _FIRST.setdefault(key, function if _SEEN.setdefault(function, key) == key else _copy(function))
     while len(_FIRST) > _MOST:
         _FIRST.pop(next(iter(_FIRST)), None)
     return first
 
 
+def _copy(function: types.FunctionType) -> types.FunctionType:
+    copy = types.FunctionType(
+        *(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    )
+    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
+    copy.__module__ = function.__module__
+    return copy
+
+
+def key_of(function: Any) -> Any:
+    """The value that all twins of a function share. Raises UnknownError where it is like itself alone."""
+    return _key(function)
+
+
 def _key(function: Any, outer: tuple[Any, ...] = ()) -> Any:
     """The value that all twins of a function share. outer: the functions that are being looked at."""
     if function.__dict__ or function in outer:
-        raise _UnknownError
+        raise UnknownError
     outer = *outer, function
     try:
         closed = tuple(cell.cell_contents for cell in function.__closure__ or ())
     except ValueError:  # an empty cell
-        raise _UnknownError from None
+        raise UnknownError from None
     own = function.__globals__
-    names = dict.fromkeys(name for name in _names(function.__code__) if name in own)
+    every = names_of(function.__code__)
+    if not _DYNAMIC.isdisjoint(every):
+        raise UnknownError
+    names = [name for name in every if name in own]
     return (
-        *(function.__code__, id(own), function.__module__, function.__qualname__),
+        *(function.__code__, function.__module__, function.__qualname__),
         *(_known(closed, outer), _known(function.__defaults__ or (), outer)),
         _known(tuple(sorted((function.__kwdefaults__ or {}).items())), outer),
         tuple((name, _known(own[name], outer)) for name in names),
     )
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The names of the code's globals, and of its attributes."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+@functools.lru_cache(_MOST)
+def names_of(code: types.CodeType) -> tuple[str, ...]:
+    """The names of the globals that the code reads, in the functions inside it too."""
+    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in names_of(x)]
+    own = [x.argval for x in dis.get_instructions(code) if x.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return tuple(dict.fromkeys([*own, *inner]))
 
 
 def _known(value: Any, outer: tuple[Any, ...]) -> Any:
@@ -73,11 +108,18 @@ def _known(value: Any, outer: tuple[Any, ...]) -> Any:
         return kind, value
     if kind is tuple:
         return tuple(_known(item, outer) for item in value)
+    if kind is Place:
+        return kind, value.number
     if isinstance(value, np.generic):
         return value.dtype, value.tobytes()
+    if kind is torch.dtype:
+        return kind, value
     home = value.__name__ if kind is types.ModuleType else getattr(value, "__module__", None)
-    if isinstance(home, str) and home.split(".")[0] in _LIBRARIES and (callable(value) or kind is types.ModuleType):
+    library = home.split(".")[0] if isinstance(home, str) else None
+    if library in _LIBRARIES and (callable(value) or kind is types.ModuleType):
+        return kind, id(value)
+    if library == "torch" and kind in (types.ModuleType, types.FunctionType, types.BuiltinFunctionType):
         return kind, id(value)
     if kind is types.FunctionType:
         return _key(value, outer)
-    raise _UnknownError
+    raise UnknownError

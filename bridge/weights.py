@@ -12,6 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from jax_kernels.bridge.adaptive_attention import AdaptiveAttention
+from jax_kernels.bridge.multihead_attention import MultiheadAttention
+from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
+from jax_kernels.bridge.ring_dilated_attention import RingDilatedAttention
+
 __all__ = ["from_flax", "to_flax", "transformer_fields"]
 
 # The parts of a Llama's names, in transformers and in jax_kernels.models.Transformer.
@@ -27,8 +32,38 @@ _FINAL = {"norm": "final_norm"}
 _LAYER = re.compile(
     r"layers\.\d+\.(input_layernorm|post_attention_layernorm|self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight"
 )
+_LLAMAS = re.compile(r"(^|\.)layers\.\d+\.self_attn\.[qkvo]_proj\.")
 _OTHERS = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
 _BF16 = np.dtype(jnp.bfloat16)
+
+
+# Transformers' kinds of models that models.Transformer computes, and what their configs' fields have to be for it.
+_KINDS = ("llama", "mistral")
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "sliding_window": (None,),
+    "attention_multiplier": (None, 1.0),
+    "embedding_multiplier": (None, 1.0),
+    "residual_multiplier": (None, 1.0),
+    "logits_scaling": (None, 1.0),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "partial_rotary_factor": (None, 1.0),
+    "qk_norm": (None, False),
+    "use_qk_norm": (None, False),
+    "no_rope_layers": (None, []),
+}
+# Modules whose function no model of jax_kernels.models has: theirs has no biases, or turns queries and keys.
+_ALONE = (
+    torch.nn.MultiheadAttention,
+    MultiheadAttention,
+    MultiheadDilatedAttention,
+    RingDilatedAttention,
+    AdaptiveAttention,
+)
+_OWN_NAMES = ("weight", "bias", "A")
 
 
 def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, Any]:
@@ -52,7 +87,8 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, A
       [in, out], transposed from PyTorch's.
 
     Raises:
-      ValueError: a Llama has a parameter that models.Transformer lacks, such as a bias of its projections; or there are
+      ValueError: a module has no Flax model of its kind, or a parameter that the model lacks, such as a bias of a
+        Llama's projections, or a norm over several axes; a Hugging Face model computes another function; or there are
         weights of few bits.
       TypeError: a parameter has a dtype that JAX lacks.
     """
@@ -62,8 +98,12 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, A
             raise ValueError(
                 f"source: got {name}, weights of few bits, want float ones: convert before quantize_weights"
             )
-    if is_llama := any(".self_attn." in name for name in state):
+    if is_llama := any(_LLAMAS.search(name) for name in state):
         state = _without_llamas_names(state)
+        if hasattr(source, "config"):
+            _check_config(source.config)
+    elif isinstance(source, torch.nn.Module):
+        _check_modules(source)
     found: dict[Any, Any] = {}
     for name, tensor in state.items():
         path, array = _flax_path(name, tensor), _array(name, tensor)
@@ -93,7 +133,8 @@ def from_flax(parameters: Mapping[Any, Any], names: str = "bridge") -> dict[str,
       tensors on the CPU, in the arrays' dtypes.
 
     Raises:
-      ValueError: names is neither, or, with "llama", a parameter is not one of models.Transformer's.
+      ValueError: an array has more axes than a parameter of jax_kernels.models; names is neither; or, with "llama", a
+        parameter is not one of models.Transformer's.
     """
     if names not in ("bridge", "llama"):
         raise ValueError(f"names: got {names!r}, want 'bridge' or 'llama'")
@@ -101,6 +142,10 @@ def from_flax(parameters: Mapping[Any, Any], names: str = "bridge") -> dict[str,
     for path, x in _leaves(parameters):
         name, is_kernel = _torch_name(path)
         array = np.asarray(x)
+        if array.ndim > (2 if is_kernel or name.endswith("embed.weight") else 1):
+            raise ValueError(
+                f"parameters: got {'.'.join(path)} of shape {array.shape}, which no model of jax_kernels.models has"
+            )
         state[name] = _tensor(array.T if is_kernel else array)
     if names == "bridge":
         return state
@@ -113,20 +158,11 @@ def transformer_fields(config: Any) -> dict[str, Any]:
 
     For example, TransformerConfig(**transformer_fields(llama.config)).
 
-    Raises ValueError for what models.Transformer lacks: biases, scaled rotary frequencies, sliding windows, and an
-    activation that is not silu.
+    Raises ValueError for a model of another kind than "llama" and "mistral", and for what models.Transformer lacks:
+    biases, scaled rotary frequencies, sliding windows, multipliers, and an activation that is not silu.
     """
+    _check_config(config)
     rotary = dict(getattr(config, "rope_parameters", None) or {})
-    lacks = {
-        "hidden_act": getattr(config, "hidden_act", "silu") not in ("silu", "swish"),
-        "attention_bias": bool(getattr(config, "attention_bias", False)),
-        "mlp_bias": bool(getattr(config, "mlp_bias", False)),
-        "rope_parameters": rotary.get("rope_type", "default") != "default",
-        "sliding_window": getattr(config, "sliding_window", None) is not None,
-    }
-    for name, is_lacking in lacks.items():
-        if is_lacking:
-            raise ValueError(f"config.{name}: got {getattr(config, name)!r}, which models.Transformer does not have")
     return {
         "vocab_size": config.vocab_size,
         "model_dim": config.hidden_size,
@@ -139,6 +175,32 @@ def transformer_fields(config: Any) -> dict[str, Any]:
         "norm_eps": config.rms_norm_eps,
         "tie_embeddings": config.tie_word_embeddings,
     }
+
+
+def _check_config(config: Any) -> None:
+    """Raises ValueError unless models.Transformer computes what a model of this config does."""
+    kind = getattr(config, "model_type", None)
+    if kind not in _KINDS:
+        want = " or ".join(map(repr, _KINDS))
+        raise ValueError(f"config.model_type: got {kind!r}, want {want}, whose function models.Transformer has")
+    for name, neutral in _NEUTRAL.items():
+        if hasattr(config, name) and getattr(config, name) not in neutral:
+            raise ValueError(f"config.{name}: got {getattr(config, name)!r}, which models.Transformer does not have")
+    rotary = dict(getattr(config, "rope_parameters", None) or {})
+    if rotary.get("rope_type", "default") != "default" or rotary.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"config.rope_parameters: got {rotary!r}, which models.Transformer does not have")
+
+
+def _check_modules(source: torch.nn.Module) -> None:
+    """Raises ValueError, naming the module, where Flax has none of its kind, or with other parameters."""
+    for name, module in source.named_modules():
+        place = f"source.{name}" if name else "source"
+        if isinstance(module, _ALONE):
+            raise ValueError(f"{place}: got a {type(module).__name__}, of which jax_kernels.models has no equal")
+        if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) and len(module.normalized_shape) != 1:
+            raise ValueError(f"{place}: got a norm over {tuple(module.normalized_shape)}, want one over the last axis")
+        if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] != "embed":
+            raise ValueError(f"{place}: got an Embedding, want it as `embed` of a bridge.nn.Transformer")
 
 
 def _without_llamas_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -165,6 +227,8 @@ def _llama_name(name: str) -> str:
 
 def _flax_path(name: str, tensor: torch.Tensor) -> list[str]:
     *parts, last = name.split(".")
+    if last not in _OWN_NAMES or tensor.ndim > (2 if last == "weight" else 1):
+        raise ValueError(f"source: got {name} of shape {tuple(tensor.shape)}, which no model of jax_kernels.models has")
     if last != "weight":
         return [*parts, last]
     if parts and parts[-1] == "embed":

@@ -165,3 +165,69 @@ ERRORS = [
 def test_errors(function, args, options, error, message):
     with pytest.raises(error, match=message):
         function(*args, **options)
+
+
+NAMES = {
+    "attn_mask": ({"attn_mask": torch.ones(24, 24).tril().bool()}, {"mask": torch.ones(24, 24).tril().bool()}),
+    "attn_mask=None": ({"attn_mask": None}, {}),
+    "softmax_scale": ({"softmax_scale": 0.3}, {"scale": 0.3}),
+    "causal": ({"causal": True}, {"is_causal": True}),
+    "window_size": ({"window_size": (3, 0), "causal": True}, {"window": (3, 0), "is_causal": True}),
+    "no window": ({"window_size": (-1, -1), "causal": False}, {}),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_other_names_in_flash_attention(name, compiled, make_qkv):
+    others, own = NAMES[name]
+    inputs = make_qkv()
+    attend = lambda *x: bridge.flash_attention(*x, **others)
+    attend = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    for _ in range(3):  # known calls too
+        torch.testing.assert_close(attend(*inputs), bridge.flash_attention(*inputs, **own))
+
+
+def test_other_names_in_the_ops_for_masks(make_qkv):
+    inputs, keep = make_qkv(), torch.ones(24, 24, dtype=torch.bool).tril(3)
+    want = bridge.dynamic_mask_attention(*inputs, keep, scale=0.3, is_causal=True)
+    for _ in range(3):
+        got = bridge.dynamic_mask_attention(*inputs, attn_mask=keep, softmax_scale=0.3, causal=True)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    blocks = torch.ones(3, 3, dtype=torch.bool)
+    want = bridge.block_sparse_attention(*inputs, blocks, block_size=8, scale=0.3, window=(4, 0))
+    got = bridge.block_sparse_attention(*inputs, blocks, block_size=8, softmax_scale=0.3, window_size=(4, 0))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_errors_of_other_names(make_qkv):
+    inputs, longer = make_qkv(), make_qkv(kv_length=30)
+    keep = torch.ones(24, 24, dtype=torch.bool)
+    for options, error, message in (
+        ({"softmax_scale": 1.0, "scale": 1.0}, TypeError, "^softmax_scale: got it beside scale"),
+        ({"causal": False, "is_causal": True}, TypeError, "^causal: got it beside is_causal"),
+        ({"attn_mask": keep, "mask": keep}, TypeError, "^attn_mask: got it beside mask"),
+        ({"attn_mask": keep.float()}, TypeError, r"^attn_mask: got dtype torch\.float32, .* is a bias"),
+        ({"window_size": 3}, TypeError, r"^window_size: got 3, want \(left, right\)"),
+        ({"dropout": 0.0}, TypeError, r"^flash_attention\(\) got an unexpected keyword argument 'dropout'"),
+    ):
+        with pytest.raises(error, match=message):
+            bridge.flash_attention(*inputs, **options)
+    with pytest.raises(ValueError, match=r"^causal: got it with 24 queries and 30 keys, .* is_causal with q_offset=6"):
+        bridge.flash_attention(*longer, causal=True)
+    torch.testing.assert_close(
+        bridge.flash_attention(*longer, causal=True, q_offset=6), bridge.flash_attn_func(*longer, causal=True)
+    )
+    with pytest.raises(TypeError, match=r"^mask: got None, want a bool tensor"):
+        bridge.dynamic_mask_attention(*inputs)
+    with pytest.raises(TypeError, match=r"^attn_mask: got it beside mask"):
+        bridge.dynamic_mask_attention(*inputs, keep, attn_mask=keep)
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sequence_that_is_longer_than_was_said(name, causal):
+    x, starts = torch.zeros(10, 2, 8), torch.tensor([0, 3, 10], dtype=torch.int32)
+    lengths = {"max_seqlen_q": 7, "max_seqlen_k": 7} | {name: 6}
+    with pytest.raises(ValueError, match=rf"^{name}: got 6, want at least 7, the longest of cu_seqlens_{name[-1]}"):
+        bridge.flash_attn_varlen_func(x, x, x, starts, starts.clone(), causal=causal, **lengths)

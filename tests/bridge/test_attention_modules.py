@@ -137,3 +137,25 @@ def test_flex_attention_errors():
         bridge.nn.FlexAttention(masks.causal(), seed=3)
     with pytest.raises(ValueError, match=r"^query: got shape \(2, 3\), want 4 axes"):
         bridge.nn.FlexAttention("causal")(*torch.zeros(3, 2, 3))
+
+
+@pytest.mark.parametrize("options", [{"pattern": "sliding_window", "window": 3}, {"pattern": masks.causal()}], ids=str)
+def test_flex_attention_in_one_graph(options, make_qkv):
+    """The mask of each shape is made while torch.compile traces, and kept by the module."""
+    module = bridge.nn.FlexAttention(**options)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for length in (24, 40, 24):
+        inputs = make_qkv(length=length, kv_heads=2)
+        got, want = compiled(*inputs), module(*inputs)
+        torch.testing.assert_close(got, want)
+        both = (torch.autograd.grad(x.sum(), inputs) for x in (got, want))
+        for pair in zip(*both, strict=True):
+            torch.testing.assert_close(*pair)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        torch.testing.assert_close(torch.compile(other, fullgraph=True, backend="aot_eager")(*inputs), want)
+
+
+def test_flex_attention_on_the_meta_device():
+    query, key, value = (torch.empty(2, 24, heads, 8, device="meta", requires_grad=True) for heads in (4, 2, 2))
+    out = bridge.nn.FlexAttention("sliding_window", 3)(query, key, value)
+    assert (out.shape, out.device.type) == (query.shape, "meta")

@@ -47,8 +47,8 @@ def test_decode_attention_by_a_mask_object():
     torch._dynamo.reset()
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(query, key, value), want)
-    with pytest.raises(TypeError, match=r"^mask: got dtype torch\.float32, want torch\.bool"):
-        bridge.decode_attention(query, key, value, mask=dense.float())
+    with pytest.raises(TypeError, match=r"^mask: got dtype torch\.int32, want torch\.bool"):
+        bridge.decode_attention(query, key, value, mask=dense.int())
     with pytest.raises(ValueError, match=r"^bias: got shape \(3, 1, 1, 40\), want a shape broadcastable"):
         bridge.decode_attention(query, key, value, bias=torch.zeros(3, 1, 1, 40))
 

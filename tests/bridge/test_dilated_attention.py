@@ -161,8 +161,10 @@ def test_module_backends():
     make = lambda **options: bridge.nn.MultiheadDilatedAttention(32, 4, *PATTERN.values(), **options)
     with pytest.raises(NotImplementedError, match="implementation='triton' cannot serve this"):
         make(attention_backend="triton")
-    with pytest.raises(ValueError, match="implementation='sdpa' is not known"):
-        make(attention_backend="sdpa")
+    with pytest.raises(ValueError, match="implementation='cutlass' is not known"):
+        make(attention_backend="cutlass")
+    for name in ("auto", "sdpa", "flash", "xformers"):
+        assert make(attention_backend=name).attention_backend == "xla"
     with pytest.raises(ValueError, match="benchmark_backends: got True with attention_backend='xla'"):
         make(attention_backend="xla", benchmark_backends=True)
     with pytest.raises(ValueError, match=r"query: got shape \(2, 15, 8\), want \[batch, length, 32\]"):

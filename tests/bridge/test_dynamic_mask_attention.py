@@ -158,8 +158,8 @@ def test_errors_of_a_call():
     _, module = both()
     with pytest.raises(ValueError, match=r"^x: got shape \(2, 17, 31\), want \[batch, length, 32\]"):
         module(inputs()[..., 1:])
-    with pytest.raises(TypeError, match=r"^mask: got dtype torch\.float32, want torch\.bool"):
-        module(inputs(), mask=SOME.float())
+    with pytest.raises(TypeError, match=r"^mask: got dtype torch\.int32, want torch\.bool"):
+        module(inputs(), mask=SOME.int())
     with pytest.raises(ValueError, match=r"^mask: got shape \(2, 4, 17, 17\), want one broadcastable to"):
         module(inputs(), mask=torch.ones(BATCH, HEADS, LENGTH, LENGTH).bool())
     with pytest.raises(ValueError, match=r"^mask: got 4 heads, want 1 or num_kv_heads=2"):

@@ -64,6 +64,10 @@ def test_times_of_implementations(gradients):
     assert 0 < times["xla"] < 10_000
     with pytest.raises(ValueError, match="implementation"):
         bridge.benchmark_implementations(bridge.flash_attention, *inputs, implementation="xla")
+    with pytest.raises(
+        TypeError, match=r"^op: got scaled_dot_product_attention, which has no argument `implementation`"
+    ):
+        bridge.benchmark_implementations(bridge.scaled_dot_product_attention, *inputs)
     with pytest.raises(ValueError, match="no tensor"):
         bridge.benchmark_implementations(bridge.flash_attention)
     with pytest.raises(ValueError, match="gradients"):

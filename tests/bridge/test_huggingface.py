@@ -427,3 +427,21 @@ def test_errors(monkeypatch):
     model.config._attn_implementation_internal = "sdpa"
     with pytest.raises(ValueError, match=r"^model: got a LlamaForCausalLM, whose attention does not go through"):
         bridge.huggingface.replace_attention(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"),
+    [
+        ("GPT2", "attn_pdrop"), ("Bert", "attention_probs_dropout_prob"), ("T5", "dropout_rate"),
+        ("Bart", "attention_dropout"),
+    ],
+)  # fmt: skip
+def test_the_error_of_dropout_names_the_configs_field(kind, field):
+    """A layer has its config; what it is called there differs."""
+    layer = torch.nn.Module()
+    layer.config = getattr(transformers, f"{kind}Config")()
+    query = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match=rf"Set the {kind}Config's {field} to 0"):
+        bridge.huggingface.attention(layer, query, query, query, None, dropout=0.1)
+    with pytest.raises(NotImplementedError, match="Set the dropout of attention to 0"):
+        bridge.huggingface.attention(torch.nn.Module(), query, query, query, None, dropout=0.1)

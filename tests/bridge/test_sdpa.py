@@ -322,3 +322,21 @@ ERRORS = [
 def test_errors(options, error, message):
     with pytest.raises(error, match=message):
         bridge.scaled_dot_product_attention(**{"query": ONE, "key": ONE, "value": ONE, **options})
+
+
+def test_pytorchs_fast_path_calls_no_attention():
+    """docs/pytorch.md says so, and how to turn it off."""
+    layer = torch.nn.TransformerEncoderLayer(16, nhead=2, dropout=0.0, batch_first=True).eval()
+    layer.self_attn = bridge.nn.MultiheadAttention(16, 2, batch_first=True)
+    calls, forward = [], layer.self_attn.forward
+    layer.self_attn.forward = lambda *args, **options: calls.append(1) or forward(*args, **options)
+    layer.eval()
+    was = torch.backends.mha.get_fastpath_enabled()
+    try:
+        for is_enabled, wanted in ((True, 0), (False, 1)):
+            torch.backends.mha.set_fastpath_enabled(is_enabled)
+            with torch.no_grad():
+                layer(torch.zeros(1, 4, 16))
+            assert len(calls) == wanted
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was)

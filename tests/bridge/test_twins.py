@@ -112,3 +112,23 @@ def test_a_lambda_for_each_call_adds_one_plan():
         torch.testing.assert_close(result, bridge.flash_attention(query * 1.5, key, value))
     torch.testing.assert_close(attend(2.5), bridge.flash_attention(query * 2.5, key, value))
     assert len(plans.PLANS) == before + 2
+
+
+def test_a_first_function_that_changed_stands_for_no_new_twins(monkeypatch):
+    """A program that was traced before a change of what a function reads is of no use to a function made after it."""
+    generator = torch.Generator().manual_seed(0)
+    short, long = (torch.randn(1, length, 2, 8, generator=generator) for length in (8, 12))
+    attend = lambda x, score_mod: bridge.flash_attention(x, x, x, score_mod=score_mod)
+    make = lambda: lambda s, b, h, i, j: s * FACTOR
+    first = make()
+    attend(short, first)
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    attend(long, first)
+    torch.testing.assert_close(attend(short, make()), bridge.flash_attention(short * 3.0, short, short))
+    monkeypatch.setitem(globals(), "FACTOR", NUMBERS)  # what may differ without showing
+    unknown = lambda: lambda s, b, h, i, j: s * (FACTOR[0] if isinstance(FACTOR, list) else FACTOR)
+    second = unknown()
+    attend(short, second)
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    attend(long, second)
+    torch.testing.assert_close(attend(short, unknown()), bridge.flash_attention(short * 5.0, short, short))

@@ -150,3 +150,67 @@ def test_errors():
         weights.from_flax({"A": np.zeros(3)}, names="llama")
     with pytest.raises(TypeError, match=r"^weight: got dtype torch\.float64, want torch\.float32"):
         weights.to_flax(torch.nn.Linear(2, 2, bias=False, dtype=torch.float64))
+
+
+def other_config(kind, **more):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    fields = {"vocab_size": 61, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1}
+    return getattr(transformers, kind)(**fields | {"num_attention_heads": 4, "num_key_value_heads": 2} | more)
+
+
+@pytest.mark.parametrize("kind", ["GraniteConfig", "HeliumConfig", "OlmoConfig", "Qwen2Config"])
+def test_models_of_another_kind(kind):
+    config = other_config(kind)
+    with pytest.raises(ValueError, match=rf"^config\.model_type: got '{config.model_type}', want 'llama' or 'mistral'"):
+        weights.transformer_fields(config)
+
+
+def test_a_model_of_another_kind_with_a_llamas_names():
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    config = other_config("GraniteConfig", attention_multiplier=0.5)
+    with pytest.raises(ValueError, match=r"^config\.model_type: got 'granite'"):
+        weights.to_flax(transformers.GraniteForCausalLM(config))
+
+
+def test_a_mistral():
+    config = other_config("MistralConfig", sliding_window=None)
+    assert weights.transformer_fields(config)["num_kv_heads"] == 2
+    with pytest.raises(ValueError, match=r"^config\.sliding_window: got 8"):
+        weights.transformer_fields(other_config("MistralConfig", sliding_window=8))
+
+
+@pytest.mark.parametrize(("name", "value"), [("logits_scaling", 2.0), ("attention_multiplier", 0.1)])
+def test_fields_that_change_the_function(name, value):
+    config = llama_config()
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=rf"^config\.{name}: got "):
+        weights.transformer_fields(config)
+
+
+ALONE = {
+    "MultiheadDilatedAttention": (
+        lambda: bridge.nn.MultiheadDilatedAttention(32, 4, (8,), (1,)), "^source: got a MultiheadDilatedAttention"
+    ),
+    "MultiheadAttention": (lambda: bridge.nn.MultiheadAttention(16, 2), "^source: got a MultiheadAttention, of which"),
+    "torch's, inside": (
+        lambda: torch.nn.Sequential(torch.nn.MultiheadAttention(16, 2)), r"^source\.0: got a MultiheadAttention"
+    ),
+    "its state dict": (lambda: torch.nn.MultiheadAttention(16, 2).state_dict(), "^source: got in_proj_weight of shape"),
+    "a norm over two axes": (lambda: torch.nn.LayerNorm((4, 6)), r"^source: got a norm over \(4, 6\), want"),
+    "its state": (lambda: torch.nn.LayerNorm((4, 6)).state_dict(), "^source: got bias of shape"),
+    "an embedding": (lambda: torch.nn.Embedding(4, 6), "^source: got an Embedding, want it as `embed`"),
+    "a convolution": (lambda: torch.nn.Conv1d(3, 4, 2), "^source: got weight of shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_modules_that_flax_has_no_equal_of(name):
+    make, message = ALONE[name]
+    with pytest.raises(ValueError, match=message):
+        weights.to_flax(make())
+
+
+def test_a_flax_model_of_more_axes():
+    own = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^parameters: got key\.bias of shape|^parameters: got key\.kernel of shape"):
+        weights.from_flax(pure(own))

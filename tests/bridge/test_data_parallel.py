@@ -1,0 +1,98 @@
+"""Modules of bridge.nn under DistributedDataParallel and fully_shard, in two processes of CPUs."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.timeout(300)
+
+PROGRAM = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from jax_kernels import bridge
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = bridge.nn.LayerNorm(16)
+        self.attention = bridge.nn.MultiheadAttention(16, 2, batch_first=True)
+        self.mlp = bridge.nn.GatedMLP(16, 32)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.mlp(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+def model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def step(module, x):
+    module(x).square().mean().backward()
+    return {name: x.grad for name, x in module.named_parameters()}
+
+
+batch = torch.randn(4, 12, 16, generator=torch.Generator().manual_seed(1))
+want = step(model(), batch)
+own = batch[2 * rank : 2 * rank + 2]
+
+got = step(DistributedDataParallel(model()), own)
+for name, x in want.items():
+    torch.testing.assert_close(got["module." + name], x, atol=1e-5, rtol=1e-4)
+print("DDP")
+
+sharded = model()
+mesh = init_device_mesh("cpu", (2,))
+for part in (sharded.attention, sharded.mlp, sharded):
+    fully_shard(part, mesh=mesh)
+for _ in range(2):
+    sharded.zero_grad()
+    got = step(sharded, own)
+    for name, x in want.items():
+        torch.testing.assert_close(got[name].full_tensor(), x, atol=1e-5, rtol=1e-4)
+print("FSDP")
+dist.destroy_process_group()
+"""
+
+
+def test_gradients_are_those_of_one_process(tmp_path):
+    (script := tmp_path / "program.py").write_text(PROGRAM)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = pathlib.Path(__file__).parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in started:
+            output, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, output
+            assert "DDP" in output
+            assert "FSDP" in output
+    finally:
+        for process in started:
+            process.kill()
