@@ -114,13 +114,14 @@ def flash_attention(
     """
     statics: Any = None
     present: Sequence[Any] = ()
-    if torch.compiler.is_compiling() and score_mod is None and not isinstance(mask, Mask):
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling and score_mod is None and not isinstance(mask, Mask):
         return _in_graph(
             *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
             *(scale, softcap, return_lse, deterministic, precision, implementation),
         )
     by_function = score_mod is not None or isinstance(mask, Mask)
-    if not torch.compiler.is_compiling():
+    if not is_compiling:
         if by_function:
             present, there = _present_beside_a_mask(
                 query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge.dlpack import check_dense
+
 __all__ = ["check_inputs", "check_statics", "check_tensor", "segment_pair", "window_sides"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -18,8 +20,7 @@ def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
     """Raises, naming the argument, unless it is a dense tensor on query's device, a CPU or a CUDA one."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name}: got {type(tensor).__module__}.{type(tensor).__name__}, want a torch.Tensor")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor; convert it with .to_dense()")
+    check_dense(name, tensor)
     if tensor.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want one on a CPU or a CUDA device")
     if tensor.device != query.device:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from jax_kernels.bridge import private
 from jax_kernels.bridge.direct import route
@@ -20,6 +21,12 @@ __all__ = ["Known", "KnownCall", "clear", "count", "same_tensors"]
 
 _MOST = 512  # calls of an op
 _TYPES = (torch.Tensor, torch.nn.Parameter)
+# Looked up once, for the time of a call.
+_ROUTE = route._STATE
+_GRAPH = private._GRAPH
+_is_transforming = torch._C._are_functorch_transforms_active
+_is_grad_enabled = torch.is_grad_enabled
+_functions_looking_on = torch._C._len_torch_function_stack
 
 
 class KnownCall:
@@ -79,17 +86,25 @@ class Known:
         """The known call of these tensors, None where there is none. Not for code that torch.compile traces."""
         call = self._last
         try:
-            is_last = call.has_grad is torch.is_grad_enabled() and call.is_direct is route._STATE.is_enabled
-            if not is_last or call.statics != statics or not call.check(*tensors):
+            is_last = call.has_grad is _is_grad_enabled() and call.is_direct is _ROUTE.is_enabled
+            if is_last and call.statics == statics:
+                for x in tensors:
+                    if x.is_nested:  # PyTorch's check ends the process for one
+                        return None
+                is_last = call.check(*tensors)
+            else:
+                is_last = False
+            if not is_last:
                 found = self._search(statics, tensors)
                 if found is None:
                     return None
                 call = found
-        except (RuntimeError, TypeError, ValueError):  # statics that cannot be compared, or hashed: arrays
+        # Statics that cannot be compared or hashed, such as arrays; tensors that are none, or have no sizes.
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
-        if private.is_forward_mode() or torch._C._len_torch_function_stack():
+        if forward_ad._current_level >= 0 or _GRAPH.is_in_dual_level or _functions_looking_on():
             return None
-        return call
+        return None if _is_transforming() and private.is_forward_mode() else call
 
     def _search(self, statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
         if not self._calls:

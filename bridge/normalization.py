@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.function import JaxOp, from_jax, seen
 from jax_kernels.ops import normalization
 
@@ -149,6 +150,7 @@ class RMSNorm(torch.nn.RMSNorm):
 def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any) -> tuple[Any, Any, Any, Any]:
     """(x, scale, bias, residual) with the axes of `shape` as one."""
     axes = len(shape)
+    check_dense("x", x)
     if tuple(x.shape[-axes:]) != tuple(shape):
         raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {', '.join(map(str, shape))}]")
     if axes == 1:
