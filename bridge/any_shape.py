@@ -316,7 +316,7 @@ def _fake(tensors, recipe, sizes=""):
 
 
 def _fake_backward(tensors, cotangents, wanted, recipe):
-    return [torch.empty_like(x) for index, x in enumerate(tensors) if wanted >> index & 1]
+    return [x.new_empty(x.shape) for index, x in enumerate(tensors) if wanted >> index & 1]
 
 
 class AnyCall(torch.autograd.Function):

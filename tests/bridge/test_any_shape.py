@@ -162,14 +162,17 @@ def test_recipes_are_kept_where_no_text_says_them(monkeypatch):
     torch.testing.assert_close(first(x), x * 2)
 
 
+@pytest.mark.parametrize("is_strided", [False, True])
 @pytest.mark.parametrize("name", ["call_any", "call_any_backward"])
-def test_opcheck(name):
+def test_opcheck(name, is_strided):
     names = []
     own = any_shape._name_of
     x, w = random(5, 8).detach(), random(8, 6).detach()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(any_shape, "_name_of", lambda recipe: names.append(own(recipe)) or names[-1])
         torch.compile(bridge.matmul, backend="aot_eager", fullgraph=True, dynamic=True)(x, w)
+    if is_strided:
+        x, w = x.t().contiguous().t(), w.t().contiguous().t()
     arguments = ([x, w], names[-1]) if name == "call_any" else ([x, w], [torch.ones(5, 6)], 0b11, names[-1])
     checks = torch.library.opcheck(getattr(torch.ops.jax_kernels, name).default, arguments)
     assert set(checks.values()) == {"SUCCESS"}
