@@ -6,7 +6,14 @@ from typing import Any, NamedTuple
 import torch
 
 from jax_kernels.bridge import answers, attention_vmap, flops, growing, library, sparse_attention
-from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
+from jax_kernels.bridge.attention_checks import (
+    as_torch_is_set,
+    check_inputs,
+    check_statics,
+    constant,
+    segment_pair,
+    window_sides,
+)
 from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forward_op, inference_op, known_call
 from jax_kernels.bridge.function import Seen
 from jax_kernels.bridge.growing import Keys
@@ -192,7 +199,9 @@ def _in_graph(*given: Any) -> Any:
 
     torch.compile does not look inside: each name that it sees adds to what it checks before every call.
     """
-    return _call(_Given(*given), None, (), is_traced=True)
+    named = _Given(*given)
+    constants = {name: constant(x) for name, x in named._asdict().items() if name != "q_offset"}
+    return _call(named._replace(**constants), None, (), is_traced=True)
 
 
 def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: bool = False) -> Any:

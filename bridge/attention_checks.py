@@ -10,7 +10,15 @@ import torch
 
 from jax_kernels.bridge.dlpack import check_dense
 
-__all__ = ["check_inputs", "check_statics", "check_tensor", "segment_pair", "window_sides"]
+__all__ = [
+    "as_torch_is_set",
+    "check_inputs",
+    "check_statics",
+    "check_tensor",
+    "constant",
+    "segment_pair",
+    "window_sides",
+]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INT64 = 2**63  # an operator takes no int from here on; JAX's own checks are stricter
@@ -109,6 +117,20 @@ def as_torch_is_set(query, key, value, *, bias=None, deterministic=None) -> tupl
         if bias is not None and bias.dtype != torch.float32:
             bias = bias.to(dtype)
     return query, key, value, bias, deterministic
+
+
+def constant(x: Any) -> Any:
+    """A symbol that torch.compile made of a number, or a tuple or list with such, as constants of the graph.
+
+    The graph holds for these values. Anything else stays as it is.
+    """
+    if isinstance(x, torch.SymFloat):
+        return float(x)
+    if isinstance(x, torch.SymInt):
+        return int(x)
+    if isinstance(x, torch.SymBool):
+        return bool(x)
+    return type(x)(map(constant, x)) if type(x) in (tuple, list) else x
 
 
 def window_sides(window: Any) -> tuple[int, int]:
