@@ -375,3 +375,6 @@ backward_any_op = library.define(
     differentiate=_differentiate_backward,
     label=lambda tensors, cotangents, wanted, recipe: _label(recipe),
 )
+
+library.define_vmap("call_any", library.one_by_one(lambda: call_any_op))
+library.define_vmap("call_any_backward", library.one_by_one(lambda: backward_any_op))

@@ -129,7 +129,7 @@ class Known:
         """
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return
-        if not all(x.is_contiguous() and not x.is_meta for x in tensors):
+        if not all(x.is_contiguous() and not x.is_meta and not private.is_batched(x) for x in tensors):
             return
         key = _key(statics, tensors)
         call = None if key is None else make()

@@ -301,15 +301,50 @@ def test_a_second_gradient_raises(name, direct):
         torch.autograd.grad(total(call(*given)), given)
 
 
-def test_gradients_of_a_batch_of_cotangents(direct):
-    given = qkv()
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_a_batch_of_cotangents(name, direct):
+    """Before the call is known, and after it and its backward are, on either route."""
+    call, given = CALLS[name]
     for _ in range(2):
-        out = bridge.flash_attention(*given)
-        torch.autograd.grad(out.sum(), given)
-    cotangents = torch.stack([torch.ones_like(out), torch.full_like(out, 2.0)])
-    got = torch.autograd.grad(bridge.flash_attention(*given), given, cotangents, is_grads_batched=True)
-    want = torch.autograd.grad(bridge.flash_attention(*given).sum(), given)
-    torch.testing.assert_close([x[1] for x in got], [2 * x for x in want])
+        for _ in range(3):
+            out = first_of(call(*given))
+            cotangents = torch.stack([out.detach().cos(), torch.full_like(out, 2.0)])
+            got = torch.autograd.grad(out, given, cotangents, is_grads_batched=True, retain_graph=True)
+            each = [torch.autograd.grad(out, given, x, retain_graph=True) for x in cotangents]
+            torch.testing.assert_close(list(got), [torch.stack(x) for x in zip(*each, strict=True)])
+        route._STATE.is_enabled = False
+
+
+def first_of(found):
+    if isinstance(found, dict):
+        found = list(found.values())
+    return first_of(found[0]) if isinstance(found, tuple | list) else found
+
+
+@pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
+def test_a_vectorized_jacobian(strategy, direct):
+    x, y = random(4), random(4, seed=1)
+    product = bridge.from_jax(lambda x, y: jnp.sin(x) * y * x.sum())
+    want = torch.autograd.functional.jacobian(lambda x, y: torch.sin(x) * y * x.sum(), (x, y))
+    for _ in range(3):
+        got = torch.autograd.functional.jacobian(product, (x, y), vectorize=True, strategy=strategy)
+        torch.testing.assert_close(got, want)
+        torch.autograd.grad(product(x, y).sum(), (x, y))
+
+
+def test_a_compiled_batch_of_cotangents():
+    """By a graph of many sizes, too; the batches of two calls of torch's vmap stand one inside of the other."""
+    from torch._vmap_internals import _vmap
+
+    torch._dynamo.reset()
+    x, w = random(3, 4), random(4, 2)
+    want = torch.autograd.functional.jacobian(bridge.matmul, (x, w))
+    for dynamic in (False, True):
+        compiled = torch.compile(bridge.matmul, backend="aot_eager", dynamic=dynamic)
+        torch.testing.assert_close(torch.autograd.functional.jacobian(compiled, (x, w), vectorize=True), want)
+    z = random(2, 3, 5, 8).detach()
+    got = _vmap(_vmap(bridge.rms_norm, 1), 1)(z)
+    torch.testing.assert_close(got, bridge.rms_norm(z).permute(1, 2, 0, 3))
 
 
 def test_an_input_that_is_changed_before_the_backward_raises(direct):
