@@ -138,7 +138,7 @@ class Known:
         check = private.guard(tensors)
         if check is None:
             return
-        call.statics, call.check = statics, check
+        call.statics, call.check = statics, _under_autocast(check, tensors)
         forget = functools.partial(_forget, weakref.ref(self), key)
         call.references = [weakref.ref(mask, forget) for mask in masks]
         try:
@@ -186,9 +186,26 @@ def count() -> int:
     return sum(len(known) for known in list(_ALL))
 
 
+def _autocast_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
+    """The dtype of autocast for the tensors' device, None where it is off."""
+    if not tensors:
+        return None
+    device = tensors[0].device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _under_autocast(check: private.Check, tensors: Sequence[torch.Tensor]) -> private.Check:
+    """The check, which tells whether autocast is on, of its dtype too."""
+    dtype = _autocast_dtype(tensors)
+    if dtype is None:
+        return check
+    device = tensors[0].device.type
+    return lambda *given: torch.get_autocast_dtype(device) is dtype and check(*given)
+
+
 def _key(statics: Any, tensors: Sequence[Any]) -> Any:
     """The statics, and the tensors without their values; None where one is of a type that is not known."""
     if any(type(x) not in _TYPES for x in tensors):
         return None
-    modes = torch.is_grad_enabled(), route._STATE.is_enabled
+    modes = torch.is_grad_enabled(), route._STATE.is_enabled, _autocast_dtype(tensors)
     return statics, modes, *[(x.shape, x.dtype, x.device, x.requires_grad, type(x)) for x in tensors]

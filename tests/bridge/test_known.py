@@ -250,6 +250,20 @@ def test_a_nested_key_names_flash_attn_varlen_func(direct):
         bridge.flash_attention(query, torch.nested.nested_tensor(list(key), layout=torch.jagged), value)
 
 
+@pytest.mark.parametrize("name", ["plain", "dilated", "matmul", "dynamic", "Mask"])
+def test_the_dtype_of_autocast_makes_other_calls(name, direct):
+    call, given = CALLS[name]
+    given = [x.detach().bfloat16() for x in given]
+    outs = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16, torch.float16):
+        for _ in range(3):
+            with torch.autocast("cpu", dtype):
+                out = call(*given)
+            assert out.dtype == dtype
+            torch.testing.assert_close(out, outs.setdefault(dtype, out))
+    assert call(*given).dtype == torch.bfloat16
+
+
 def test_modes_see_the_operator(direct):
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
