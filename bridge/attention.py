@@ -139,6 +139,8 @@ def flash_attention(
             present, there = _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset)
         statics = (
             *(is_causal, window, score_mod, scale, softcap, return_lse, deterministic, precision, implementation),
+            # 1 and True are equal, and not both are taken.
+            *(type(is_causal), type(window), type(scale), type(softcap), type(return_lse), type(deterministic)),
             *(there, None if isinstance(q_offset, torch.Tensor) else q_offset),
             torch.are_deterministic_algorithms_enabled(),
         )

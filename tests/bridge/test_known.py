@@ -264,6 +264,34 @@ def test_the_dtype_of_autocast_makes_other_calls(name, direct):
     assert call(*given).dtype == torch.bfloat16
 
 
+def dilate(*tensors, **options):
+    return bridge.dilated_attention(*tensors, segment_lengths=(8,), dilation_rates=(1,), **options)
+
+
+# (a call of tensors, an argument that is taken, one that equals it and is not).
+EQUAL = [
+    *[(bridge.flash_attention, {name: True}, {name: 1}) for name in ("is_causal", "return_lse", "deterministic")],
+    *[(bridge.flash_attention, {name: 1}, {name: True}) for name in ("scale", "softcap", "window", "q_offset")],
+    (bridge.flash_attention, {"window": 4}, {"window": 4.0}),
+    (lambda *x, **options: bridge.flash_attention(*x, mask=MASK, **options), {"is_causal": True}, {"is_causal": 1}),
+    *[(dilate, {name: True}, {name: 1}) for name in ("is_causal", "return_lse", "stop_gradient_weights")],
+    (dilate, {"scale": 1}, {"scale": True}),
+    (lambda q, *x, **options: bridge.decode_attention(q[:, :1].contiguous(), *x, **options), {"scale": 1},
+     {"scale": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(EQUAL)))
+def test_an_argument_that_equals_a_known_one_raises(case, direct):
+    call, taken, refused = EQUAL[case]
+    ((name, _),) = refused.items()
+    given = [x.detach() for x in qkv()]
+    for _ in range(3):
+        with pytest.raises(TypeError, match=f"^{name}: got"):
+            call(*given, **refused)
+        call(*given, **taken)
+
+
 def test_modes_see_the_operator(direct):
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
