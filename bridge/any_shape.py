@@ -316,7 +316,7 @@ def _fake(tensors, recipe, sizes=""):
 
 
 def _fake_backward(tensors, cotangents, wanted, recipe):
-    return [torch.empty_like(x) for index, x in enumerate(tensors) if wanted >> index & 1]
+    return [x.new_empty(x.shape) for index, x in enumerate(tensors) if wanted >> index & 1]
 
 
 class AnyCall(torch.autograd.Function):
@@ -375,3 +375,6 @@ backward_any_op = library.define(
     differentiate=_differentiate_backward,
     label=lambda tensors, cotangents, wanted, recipe: _label(recipe),
 )
+
+library.define_vmap("call_any", library.one_by_one(lambda: call_any_op))
+library.define_vmap("call_any_backward", library.one_by_one(lambda: backward_any_op))

@@ -6,11 +6,18 @@ from typing import Any, NamedTuple
 import torch
 
 from jax_kernels.bridge import answers, attention_vmap, float_masks, flops, growing, library, sparse_attention
-from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics, segment_pair, window_sides
+from jax_kernels.bridge.attention_checks import (
+    as_torch_is_set,
+    check_inputs,
+    check_statics,
+    constant,
+    segment_pair,
+    window_sides,
+)
 from jax_kernels.bridge.attention_ops import Attention, Options, Tensors, forward_op, inference_op, known_call
 from jax_kernels.bridge.function import Seen
 from jax_kernels.bridge.growing import Keys
-from jax_kernels.bridge.known import Known, autocast_dtypes, same_tensors
+from jax_kernels.bridge.known import Known, same_tensors
 from jax_kernels.bridge.other_names import renamed
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import flash_attention as attention
@@ -127,13 +134,14 @@ def flash_attention(
         return flash_attention(**given | renamed("flash_attention", other_names, given))
     statics: Any = None
     present: Sequence[Any] = ()
-    if torch.compiler.is_compiling() and score_mod is None and not isinstance(mask, Mask):
+    is_compiling = torch.compiler.is_compiling()
+    if is_compiling and score_mod is None and not isinstance(mask, Mask):
         return _in_graph(
             *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
             *(scale, softcap, return_lse, deterministic, precision, implementation),
         )
     by_function = score_mod is not None or isinstance(mask, Mask)
-    if not torch.compiler.is_compiling():
+    if not is_compiling:
         if by_function:
             present, there = _present_beside_a_mask(
                 query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset
@@ -144,9 +152,10 @@ def flash_attention(
             present, there = _present(query, key, value, bias, sinks, mask, segment_ids, kv_lengths, q_offset)
         statics = (
             *(is_causal, window, score_mod, scale, softcap, return_lse, deterministic, precision, implementation),
+            # 1 and True are equal, and not both are taken.
+            *(type(is_causal), type(window), type(scale), type(softcap), type(return_lse), type(deterministic)),
             *(there, None if isinstance(q_offset, torch.Tensor) else q_offset),
             torch.are_deterministic_algorithms_enabled(),
-            autocast_dtypes(),
         )
         known = sparse_attention.find(statics, present) if by_function else _KNOWN.find(statics, present)
         if known is not None:
@@ -205,7 +214,9 @@ def _in_graph(*given: Any) -> Any:
 
     torch.compile does not look inside: each name that it sees adds to what it checks before every call.
     """
-    return _call(_Given(*given), None, (), is_traced=True)
+    named = _Given(*given)
+    constants = {name: constant(x) for name, x in named._asdict().items() if name != "q_offset"}
+    return _call(named._replace(**constants), None, (), is_traced=True)
 
 
 def _call(given: _Given, statics: Any, present: Sequence[Any], *, is_traced: bool = False) -> Any:

@@ -9,8 +9,17 @@ from typing import Any
 import torch
 
 from jax_kernels.bridge.argument_checks import check_tensors
+from jax_kernels.bridge.dlpack import check_dense
 
-__all__ = ["check_inputs", "check_statics", "check_tensor", "segment_pair", "window_sides"]
+__all__ = [
+    "as_torch_is_set",
+    "check_inputs",
+    "check_statics",
+    "check_tensor",
+    "constant",
+    "segment_pair",
+    "window_sides",
+]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INT64 = 2**63  # an operator takes no int from here on; JAX's own checks are stricter
@@ -19,8 +28,7 @@ _INT64 = 2**63  # an operator takes no int from here on; JAX's own checks are st
 def check_tensor(name: str, tensor: Any, query: torch.Tensor) -> None:
     """Raises, naming the argument, unless it is a dense tensor on query's device, a CPU or a CUDA one."""
     check_tensors(**{name: tensor})
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor; convert it with .to_dense()")
+    check_dense(name, tensor)
     if tensor.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want one on a CPU or a CUDA device")
     if tensor.device != query.device:
@@ -110,6 +118,20 @@ def as_torch_is_set(query, key, value, *, bias=None, deterministic=None) -> tupl
         if bias is not None and bias.dtype != torch.float32:
             bias = bias.to(dtype)
     return query, key, value, bias, deterministic
+
+
+def constant(x: Any) -> Any:
+    """A symbol that torch.compile made of a number, or a tuple or list with such, as constants of the graph.
+
+    The graph holds for these values. Anything else stays as it is.
+    """
+    if isinstance(x, torch.SymFloat):
+        return float(x)
+    if isinstance(x, torch.SymInt):
+        return int(x)
+    if isinstance(x, torch.SymBool):
+        return bool(x)
+    return type(x)(map(constant, x)) if type(x) in (tuple, list) else x
 
 
 def window_sides(window: Any) -> tuple[int, int]:

@@ -57,7 +57,8 @@ def decode_attention(
     call = None
     if not torch.compiler.is_compiling():
         sides = tuple(window) if isinstance(window, list) else window
-        options = sides, softcap, scale, return_lse, implementation
+        kinds = type(window), type(softcap), type(scale), type(return_lse)
+        options = *kinds, sides, softcap, scale, return_lse, implementation
         call = seen((query, key, value, kv_lengths, block_tables, mask, bias, sinks), options)
         if (known := _attend.find(call)) is not None:
             return known(call.tensors)

@@ -31,6 +31,7 @@ from jax_kernels.bridge import private
 from jax_kernels.bridge.held import Held
 
 __all__ = [
+    "check_dense",
     "check_dtype",
     "copied",
     "export_arrays",
@@ -59,6 +60,17 @@ _TO_TORCH = {name: dtype for dtype, name in _TO_JAX.items()}
 # XLA reads its arguments with vector loads of this many bytes.
 _ALIGNMENT = {"cpu": 64, "cuda": 16}
 _DLPACK_DEVICE = {"cpu": 1, "cuda": 2}
+
+
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raises ValueError, naming the argument, for a nested or sparse tensor."""
+    if tensor.is_nested:
+        raise ValueError(
+            f"{name}: got a nested tensor, want a dense one, such as its values(); attention takes sequences of "
+            "several lengths in one tensor with segment_ids, or by flash_attn_varlen_func"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor; convert it with .to_dense()")
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from jax_kernels.bridge import answers, any_shape, flops, library, plan_vmap, private
-from jax_kernels.bridge.known import Known, KnownCall, autocast_dtypes, same_tensors
+from jax_kernels.bridge import answers, any_shape, dlpack, flops, library, plan_vmap, private
+from jax_kernels.bridge.argument_names import leaf_names
+from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 from jax_kernels.bridge.operands import (
     NONE,
     KeptOperands,
@@ -41,6 +42,8 @@ from jax_kernels.bridge.structure import SINGLE, MaskOfId, flatten, rebuild
 from jax_kernels.masks import Mask
 
 __all__ = ["JaxOp", "Seen", "from_jax", "seen", "seen_by_name"]
+
+_CONFIG = jax.config
 
 plan_vmap.define_rules()
 flops.define_formulas("call", "call_backward")
@@ -186,6 +189,7 @@ class JaxOp:
         def in_graph(*args: Any, **kwargs: Any) -> Any:
             tensors: list[torch.Tensor] = []
             structure = flatten((args, kwargs), tensors, None)
+            _check_dense(function, structure, tensors)
             flat = _flat_call(any_shape.name_of(name, structure), tensors)
             return rebuild(flat.structure, iter(flat.results))
 
@@ -193,7 +197,8 @@ class JaxOp:
 
     def find(self, seen: Seen) -> KnownCall | None:
         """The call that is known by that. Not for code that torch.compile traces."""
-        return self._known.find((seen.statics, _config()), seen.tensors)
+        config = _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision  # _config(), without a call
+        return self._known.find((seen.statics, config), seen.tensors)
 
     def serve(self, seen: Seen | None, *args: Any, **kwargs: Any) -> Any:
         """The function's results. seen: what the call is known as from now on, if its tensors are the arguments'."""
@@ -202,6 +207,7 @@ class JaxOp:
         tensors: list[torch.Tensor] = []
         masks: list[Mask] = []
         structure = flatten((args, kwargs), tensors, masks)
+        _check_dense(self._function, structure, tensors)
         if tensors and not torch.compiler.is_compiling():
             answers.answer(self._function, tensors[0].device, *args, **kwargs)
         if masks and torch.compiler.is_compiling():
@@ -224,9 +230,16 @@ class JaxOp:
         return results
 
 
+def _check_dense(function: Callable[..., Any], structure: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError, naming the argument, for a nested tensor, which tells no shape."""
+    for index, x in enumerate(tensors):
+        if x.is_nested:
+            dlpack.check_dense(leaf_names(function, structure)[index], x)
+
+
 def _config() -> tuple[Any, ...]:
-    """The settings that change what a call computes, and that the check of its tensors does not see."""
-    return jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision, autocast_dtypes()
+    """The settings of JAX's that change what a function computes."""
+    return _CONFIG.jax_enable_x64, _CONFIG.jax_default_matmul_precision
 
 
 def _known_call(request: Request, tensors: Sequence[torch.Tensor], operands: Operands | KeptOperands) -> KnownCall:

@@ -12,14 +12,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from jax_kernels.bridge import private
 from jax_kernels.bridge.direct import route
 
-__all__ = ["Known", "KnownCall", "autocast_dtypes", "clear", "count", "same_tensors"]
+__all__ = ["Known", "KnownCall", "clear", "count", "same_tensors"]
 
 _MOST = 512  # calls of an op
 _TYPES = (torch.Tensor, torch.nn.Parameter)
+# Looked up once, for the time of a call.
+_ROUTE = route._STATE
+_GRAPH = private._GRAPH
+_is_transforming = torch._C._are_functorch_transforms_active
+_is_grad_enabled = torch.is_grad_enabled
+_functions_looking_on = torch._C._len_torch_function_stack
 
 
 class KnownCall:
@@ -79,17 +86,25 @@ class Known:
         """The known call of these tensors, None where there is none. Not for code that torch.compile traces."""
         call = self._last
         try:
-            is_last = call.has_grad is torch.is_grad_enabled() and call.is_direct is route._STATE.is_enabled
-            if not is_last or call.statics != statics or not call.check(*tensors):
+            is_last = call.has_grad is _is_grad_enabled() and call.is_direct is _ROUTE.is_enabled
+            if is_last and call.statics == statics:
+                for x in tensors:
+                    if x.is_nested:  # PyTorch's check ends the process for one
+                        return None
+                is_last = call.check(*tensors)
+            else:
+                is_last = False
+            if not is_last:
                 found = self._search(statics, tensors)
                 if found is None:
                     return None
                 call = found
-        except (RuntimeError, TypeError, ValueError):  # statics that cannot be compared, or hashed: arrays
+        # Statics that cannot be compared or hashed, such as arrays; tensors that are none, or have no sizes.
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             return None
-        if private.is_forward_mode() or torch._C._len_torch_function_stack():
+        if forward_ad._current_level >= 0 or _GRAPH.is_in_dual_level or _functions_looking_on():
             return None
-        return call
+        return None if _is_transforming() and private.is_forward_mode() else call
 
     def _search(self, statics: Any, tensors: Sequence[Any]) -> KnownCall | None:
         if not self._calls:
@@ -114,7 +129,7 @@ class Known:
         """
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return
-        if not all(x.is_contiguous() and not x.is_meta for x in tensors):
+        if not all(x.is_contiguous() and not x.is_meta and not private.is_batched(x) for x in tensors):
             return
         key = _key(statics, tensors)
         call = None if key is None else make()
@@ -123,7 +138,7 @@ class Known:
         check = private.guard(tensors)
         if check is None:
             return
-        call.statics, call.check = statics, check
+        call.statics, call.check = statics, _under_autocast(check, tensors)
         forget = functools.partial(_forget, weakref.ref(self), key)
         call.references = [weakref.ref(mask, forget) for mask in masks]
         try:
@@ -152,11 +167,6 @@ def _forget(reference: "weakref.ref[Known]", key: Any, _: Any) -> None:
         known.forget(key)
 
 
-def autocast_dtypes() -> tuple[torch.dtype, torch.dtype]:
-    """The dtypes of autocast, part of the statics: the check of tensors only sees whether it is on."""
-    return torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda")
-
-
 def same_tensors(read: Sequence[Any], given: Sequence[Any]) -> bool:
     """Whether a call reads the very tensors that it is given, and not copies."""
     return len(read) == len(given) and all(map(operator.is_, read, given))
@@ -176,9 +186,26 @@ def count() -> int:
     return sum(len(known) for known in list(_ALL))
 
 
+def _autocast_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
+    """The dtype of autocast for the tensors' device, None where it is off."""
+    if not tensors:
+        return None
+    device = tensors[0].device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _under_autocast(check: private.Check, tensors: Sequence[torch.Tensor]) -> private.Check:
+    """The check, which tells whether autocast is on, of its dtype too."""
+    dtype = _autocast_dtype(tensors)
+    if dtype is None:
+        return check
+    device = tensors[0].device.type
+    return lambda *given: torch.get_autocast_dtype(device) is dtype and check(*given)
+
+
 def _key(statics: Any, tensors: Sequence[Any]) -> Any:
     """The statics, and the tensors without their values; None where one is of a type that is not known."""
     if any(type(x) not in _TYPES for x in tensors):
         return None
-    modes = torch.is_grad_enabled(), route._STATE.is_enabled
+    modes = torch.is_grad_enabled(), route._STATE.is_enabled, _autocast_dtype(tensors)
     return statics, modes, *[(x.shape, x.dtype, x.device, x.requires_grad, type(x)) for x in tensors]

@@ -31,6 +31,7 @@ __all__ = [
     "forget",
     "has_tangent",
     "is_plain_call",
+    "one_by_one",
     "planning_for",
     "refuse_gradient",
     "refuse_second_gradient",
@@ -197,9 +198,56 @@ def _in_a_graph(operator: Any, arguments: Sequence[Any]) -> Any:
 
 
 def define_vmap(name: str, rule: Callable[..., Any]) -> None:
-    """Defines torch.func.vmap of the operator; `rule(info, in_dims, *args)` gives (results, out_dims)."""
+    """Defines torch.func.vmap of the operator; `rule(info, in_dims, *args)` gives (results, out_dims).
+
+    Batches of cotangents, by torch.autograd.grad(is_grads_batched=True), take the same rule.
+    """
     for full in (name, f"{name}_direct"):
         torch.library.register_vmap(f"jax_kernels::{full}", rule, lib=_LIBRARY)
+        _LIBRARY.impl(full, functools.partial(_with_batches, rule), "Batched")
+
+
+class _Info(NamedTuple):
+    """The first argument of a vmap rule."""
+
+    batch_size: int
+    randomness: str = "error"
+
+
+@private.unseen_by_dynamo
+def _with_batches(rule: Callable[..., Any], *arguments: Any) -> Any:
+    """An operator's results, by its vmap rule, of the tensors that PyTorch's autograd batches itself."""
+    level, size = private.batch_of(_flat(arguments))
+    apart = lambda x: private.out_of_batch(x, level) if private.is_in_batch(x, level) else None
+    front = [[apart(y) for y in x] if isinstance(x, list | tuple) else apart(x) for x in arguments]
+    dim = lambda x: None if x is None else 0
+    in_dims = tuple([dim(y) for y in x] if isinstance(x, list) else dim(x) for x in front)
+    chosen = lambda own, moved: own if moved is None else moved
+    given = [
+        [chosen(y, moved) for y, moved in zip(x, found, strict=True)] if isinstance(found, list) else chosen(x, found)
+        for x, found in zip(arguments, front, strict=True)
+    ]
+    results, dims = rule(_Info(size), in_dims, *given)
+    if isinstance(results, torch.Tensor):
+        return private.into_batch(results, dims, level)
+    each = dims if isinstance(dims, list | tuple) else (dims,) * len(results)
+    return type(results)(private.into_batch(x, at, level) for x, at in zip(results, each, strict=True))
+
+
+def one_by_one(operator: Callable[[], Any]) -> Callable[..., Any]:
+    """A vmap rule that calls the operator for each entry, and stacks the lists of its results."""
+
+    def rule(info: Any, in_dims: Any, *arguments: Any) -> Any:
+        def entry(at: int, x: Any, dim: Any) -> Any:
+            if isinstance(x, list | tuple):
+                return [entry(at, y, one) for y, one in zip(x, dim, strict=True)]
+            return x if dim is None else x.select(dim, at)
+
+        pairs = list(zip(arguments, in_dims, strict=True))
+        each = [operator()(*(entry(at, x, dim) for x, dim in pairs)) for at in range(info.batch_size)]
+        return [torch.stack(x) for x in zip(*each, strict=True)], 0
+
+    return rule
 
 
 @functools.cache

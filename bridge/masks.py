@@ -83,8 +83,7 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
 
 
 def _checked(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name}: got layout {tensor.layout}, want a dense tensor; convert it with .to_dense()")
+    _dlpack.check_dense(name, tensor)
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: got a tensor on {tensor.device}, want one on a CPU or a CUDA device")
     if tensor.device != device:

@@ -8,6 +8,7 @@ import torch
 
 from jax_kernels.bridge import private
 from jax_kernels.bridge.argument_checks import check_optional_tensors, check_tensors
+from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.function import JaxOp, from_jax, seen
 from jax_kernels.ops import normalization
 from jax_kernels.quantization import FORMATS
@@ -277,6 +278,7 @@ def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any)
     axes = len(shape)
     check_tensors(x=x)
     check_optional_tensors(residual=residual)
+    check_dense("x", x)
     if tuple(x.shape[-axes:]) != tuple(shape):
         raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {', '.join(map(str, shape))}]")
     if axes == 1:

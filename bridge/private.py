@@ -7,7 +7,7 @@ direct/target.py.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -15,10 +15,15 @@ from torch.autograd import forward_ad
 __all__ = [
     "Check",
     "as_in_dual_level",
+    "batch_of",
     "empty_on_gpu",
     "guard",
     "hint",
+    "into_batch",
+    "is_batched",
     "is_forward_mode",
+    "is_in_batch",
+    "out_of_batch",
     "stream_handle",
     "unseen_by_dynamo",
     "untraced_by_dynamo",
@@ -115,6 +120,57 @@ def hint(size: Any) -> int | None:
     except (AttributeError, RuntimeError, ValueError):
         return None
     return found if isinstance(found, int) else None
+
+
+_MOST_LEVELS = 64
+_is_legacy_batched: Callable[[Any], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda x: False)
+
+
+class Batch(NamedTuple):
+    """A batch of torch.autograd.grad(is_grads_batched=True): its level, and how many entries it has."""
+
+    level: int
+    size: int
+
+
+def is_batched(x: Any) -> bool:
+    """Whether it is a tensor of such a batch."""
+    return isinstance(x, torch.Tensor) and _is_legacy_batched(x)
+
+
+def is_in_batch(x: Any, level: int) -> bool:
+    """Whether it is a tensor of the batch of that level."""
+    return is_batched(x) and _size_of_batch(x, level) > 0
+
+
+def _size_of_batch(x: torch.Tensor, level: int) -> int:
+    """How many entries the batch of that level has, 0 where the tensor is not in one."""
+    return torch._remove_batch_dim(x, level, 0, 0).shape[0]
+
+
+def batch_of(arguments: Sequence[Any]) -> Batch:
+    """The innermost batch that one of the arguments is in."""
+    return max(_innermost(x) for x in arguments if is_batched(x))
+
+
+def _innermost(x: torch.Tensor) -> Batch:
+    found = Batch(0, 0)
+    for level in range(1, _MOST_LEVELS + 1):
+        if size := _size_of_batch(x, level):
+            found, x = Batch(level, size), out_of_batch(x, level)
+            if not is_batched(x):
+                break
+    return found
+
+
+def out_of_batch(x: torch.Tensor, level: int) -> torch.Tensor:
+    """All entries of a tensor that is in the batch of that level, along its first axis."""
+    return torch._remove_batch_dim(x, level, 0, 0)
+
+
+def into_batch(x: torch.Tensor, dim: int | None, level: int) -> torch.Tensor:
+    """The tensor of which the entries along an axis are those of the batch of that level; None: all share it."""
+    return x if dim is None else torch._add_batch_dim(x, dim, level)
 
 
 def untraced_by_dynamo(*packages: str) -> None:

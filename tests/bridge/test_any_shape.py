@@ -61,6 +61,43 @@ def test_one_graph_serves_all_sizes(name):
     assert len(frames) == 1
 
 
+# By name, a call of tensors, and of numbers that torch.compile makes symbols of.
+NUMBERS = {
+    "scaled_dot_product_attention": (
+        lambda q, k, v, *_: bridge.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5)
+    ),
+    "flash_attention": (
+        lambda q, k, v, scale, softcap, window: bridge.flash_attention(
+            q, k, v, scale=scale, softcap=softcap, window=(window, 0), is_causal=q.shape[1] > 1
+        )
+    ),
+    "a window of both sides": lambda *given: bridge.flash_attention(*given[:3], window=given[5]),
+    "flash_attn_func": (
+        lambda q, k, v, scale, softcap, window: bridge.flash_attn_func(
+            q, k, v, softmax_scale=scale, softcap=softcap, window_size=(window, 0)
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("name", tiers.cases(list(NUMBERS), {"scaled_dot_product_attention", "flash_attention"}))
+def test_a_graph_holds_for_the_numbers_that_it_was_traced_with(name, dynamic):
+    call = NUMBERS[name]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=dynamic)
+    for numbers in ((0.25, 2.0, 4), (0.5, 3.0, 5), (0.75, 4.0, 6)):
+        inputs = qkv(16)
+        got, want = compiled(*inputs, *numbers), call(*inputs, *numbers)
+        torch.testing.assert_close(got, want)
+        gradients = [torch.autograd.grad(x.square().sum(), inputs) for x in (got, want)]
+        torch.testing.assert_close(*gradients)
+    frames = counter.frame_count
+    for length in (18, 20, 21):
+        torch.testing.assert_close(compiled(*qkv(length), *numbers), call(*qkv(length), *numbers))
+    assert counter.frame_count <= frames + (not dynamic)
+
+
 class Scale(enum.Enum):
     ONE = 1.5
 
@@ -162,14 +199,17 @@ def test_recipes_are_kept_where_no_text_says_them(monkeypatch):
     torch.testing.assert_close(first(x), x * 2)
 
 
+@pytest.mark.parametrize("is_strided", [False, True])
 @pytest.mark.parametrize("name", ["call_any", "call_any_backward"])
-def test_opcheck(name):
+def test_opcheck(name, is_strided):
     names = []
     own = any_shape._name_of
     x, w = random(5, 8).detach(), random(8, 6).detach()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(any_shape, "_name_of", lambda recipe: names.append(own(recipe)) or names[-1])
         torch.compile(bridge.matmul, backend="aot_eager", fullgraph=True, dynamic=True)(x, w)
+    if is_strided:
+        x, w = x.t().contiguous().t(), w.t().contiguous().t()
     arguments = ([x, w], names[-1]) if name == "call_any" else ([x, w], [torch.ones(5, 6)], 0b11, names[-1])
     checks = torch.library.opcheck(getattr(torch.ops.jax_kernels, name).default, arguments)
     assert set(checks.values()) == {"SUCCESS"}

@@ -341,6 +341,26 @@ def test_packed_documents():
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+def test_compiles_for_sequences_of_many_lengths(name):
+    """The layers' scale, softcap and window are floats and ints of modules, which torch.compile makes symbols of."""
+    theirs, ours = both(name)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, backend=counter, dynamic=True)
+    frames = []
+    for length in (12, 16, 19):
+        tokens = torch.randint(3, 97, (2, length))
+        got, want = compiled(tokens).logits, theirs(tokens).logits
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        gradients = []
+        for x, model in ((got, ours), (want, theirs)):
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            gradients.append(torch.autograd.grad(x.square().mean(), parameters))
+        torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-3)
+        frames.append(counter.frame_count)
+    assert frames[1] == frames[2]
+
+
 def test_compiles_in_one_graph():
     torch._dynamo.reset()
     theirs, ours = both("llama")

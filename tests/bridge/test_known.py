@@ -199,6 +199,99 @@ def test_other_tensors_go_another_way(direct):
         bridge.flash_attention(query, key.double(), value)
 
 
+def doubled(x):
+    return x * 2
+
+
+KEEP = torch.ones(3, 3, dtype=torch.bool)
+MASK = bridge.masks.causal()
+# By name, (a call of tensors, their shape, the argument that the first one is).
+OF_TENSORS = {
+    "flash_attention": (bridge.flash_attention, (2, 24, 4, 16), "query"),
+    "a Mask": (lambda *x: bridge.flash_attention(*x, mask=MASK), (2, 24, 4, 16), "query"),
+    "block_sparse_attention": (
+        lambda *x: bridge.block_sparse_attention(*x, KEEP, block_size=8), (2, 24, 4, 16), "query",
+    ),
+    "dilated_attention": (
+        lambda *x: bridge.dilated_attention(*x, segment_lengths=(12,), dilation_rates=(1,)), (2, 24, 4, 16), "query",
+    ),
+    "scaled_dot_product_attention": (bridge.scaled_dot_product_attention, (2, 4, 24, 16), "query"),
+    "decode_attention": (bridge.decode_attention, (2, 4, 4, 16), "query"),
+    "matmul": (lambda x, w, _: bridge.matmul(x, w), (16, 16), "x"),
+    "gated_matmul": (bridge.gated_matmul, (16, 16), "x"),
+    "nn.Linear": (lambda x, *_: LINEAR(x), (16, 16), "x"),
+    "rms_norm": (lambda x, *_: bridge.rms_norm(x), (4, 16), "x"),
+    "nn.RMSNorm": (lambda x, *_: RMS_NORM(x), (4, 16), "x"),
+    "from_jax": (lambda x, *_: DOUBLED(x), (4, 16), "x"),
+    "quantize": (lambda x, *_: bridge.quantize(x), (4, 16), "x"),
+    "masks.dense": (lambda x, *_: bridge.masks.dense(x > 0), (4, 16), "array"),
+}  # fmt: skip
+LINEAR, RMS_NORM, DOUBLED = bridge.nn.Linear(16, 8), bridge.nn.RMSNorm(16), bridge.from_jax(doubled)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_a_nested_tensor_raises_before_and_after_a_call_is_known(name, direct):
+    call, shape, argument = OF_TENSORS[name]
+    dense = [torch.randn(shape) for _ in range(3)]
+    first, *others = dense
+    nested = torch.nested.nested_tensor([first[0], first[1, ..., :1]])
+    jagged = torch.nested.nested_tensor([first[:1], first], layout=torch.jagged)
+    for _ in range(3):
+        for x in (nested, jagged):
+            with pytest.raises(ValueError, match=f"^{argument}: got a nested tensor, want a dense one"):
+                call(x, *others)
+        call(*dense)
+
+
+def test_a_nested_key_names_flash_attn_varlen_func(direct):
+    query, key, value = (x.detach() for x in qkv())
+    with pytest.raises(ValueError, match=r"key: .* segment_ids, or by flash_attn_varlen"):
+        bridge.flash_attention(query, torch.nested.nested_tensor(list(key), layout=torch.jagged), value)
+
+
+@pytest.mark.parametrize("name", ["plain", "dilated", "matmul", "dynamic", "Mask"])
+def test_the_dtype_of_autocast_makes_other_calls(name, direct):
+    call, given = CALLS[name]
+    given = [x.detach().bfloat16() for x in given]
+    outs = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16, torch.float16):
+        for _ in range(3):
+            with torch.autocast("cpu", dtype):
+                out = call(*given)
+            assert out.dtype == dtype
+            torch.testing.assert_close(out, outs.setdefault(dtype, out))
+    assert call(*given).dtype == torch.bfloat16
+
+
+def dilate(*tensors, **options):
+    return bridge.dilated_attention(*tensors, segment_lengths=(8,), dilation_rates=(1,), **options)
+
+
+# (a call of tensors, an argument that is taken, one that equals it and is not).
+EQUAL = [
+    *[(bridge.flash_attention, {name: True}, {name: 1}) for name in ("is_causal", "return_lse", "deterministic")],
+    *[(bridge.flash_attention, {name: 1}, {name: True}) for name in ("scale", "softcap", "window", "q_offset")],
+    (bridge.flash_attention, {"window": 4}, {"window": 4.0}),
+    (lambda *x, **options: bridge.flash_attention(*x, mask=MASK, **options), {"is_causal": True}, {"is_causal": 1}),
+    *[(dilate, {name: True}, {name: 1}) for name in ("is_causal", "return_lse", "stop_gradient_weights")],
+    (dilate, {"scale": 1}, {"scale": True}),
+    (lambda q, *x, **options: bridge.decode_attention(q[:, :1].contiguous(), *x, **options), {"scale": 1},
+     {"scale": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(EQUAL)))
+def test_an_argument_that_equals_a_known_one_raises(case, direct):
+    call, taken, refused = EQUAL[case]
+    ((name, _),) = refused.items()
+    given = [x.detach() for x in qkv()]
+    for _ in range(3):
+        with pytest.raises(TypeError, match=f"^{name}: got"):
+            call(*given, **refused)
+        call(*given, **taken)
+
+
 def test_modes_see_the_operator(direct):
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -250,15 +343,50 @@ def test_a_second_gradient_raises(name, direct):
         torch.autograd.grad(total(call(*given)), given)
 
 
-def test_gradients_of_a_batch_of_cotangents(direct):
-    given = qkv()
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_of_a_batch_of_cotangents(name, direct):
+    """Before the call is known, and after it and its backward are, on either route."""
+    call, given = CALLS[name]
     for _ in range(2):
-        out = bridge.flash_attention(*given)
-        torch.autograd.grad(out.sum(), given)
-    cotangents = torch.stack([torch.ones_like(out), torch.full_like(out, 2.0)])
-    got = torch.autograd.grad(bridge.flash_attention(*given), given, cotangents, is_grads_batched=True)
-    want = torch.autograd.grad(bridge.flash_attention(*given).sum(), given)
-    torch.testing.assert_close([x[1] for x in got], [2 * x for x in want])
+        for _ in range(3):
+            out = first_of(call(*given))
+            cotangents = torch.stack([out.detach().cos(), torch.full_like(out, 2.0)])
+            got = torch.autograd.grad(out, given, cotangents, is_grads_batched=True, retain_graph=True)
+            each = [torch.autograd.grad(out, given, x, retain_graph=True) for x in cotangents]
+            torch.testing.assert_close(list(got), [torch.stack(x) for x in zip(*each, strict=True)])
+        route._STATE.is_enabled = False
+
+
+def first_of(found):
+    if isinstance(found, dict):
+        found = list(found.values())
+    return first_of(found[0]) if isinstance(found, tuple | list) else found
+
+
+@pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
+def test_a_vectorized_jacobian(strategy, direct):
+    x, y = random(4), random(4, seed=1)
+    product = bridge.from_jax(lambda x, y: jnp.sin(x) * y * x.sum())
+    want = torch.autograd.functional.jacobian(lambda x, y: torch.sin(x) * y * x.sum(), (x, y))
+    for _ in range(3):
+        got = torch.autograd.functional.jacobian(product, (x, y), vectorize=True, strategy=strategy)
+        torch.testing.assert_close(got, want)
+        torch.autograd.grad(product(x, y).sum(), (x, y))
+
+
+def test_a_compiled_batch_of_cotangents():
+    """By a graph of many sizes, too; the batches of two calls of torch's vmap stand one inside of the other."""
+    from torch._vmap_internals import _vmap
+
+    torch._dynamo.reset()
+    x, w = random(3, 4), random(4, 2)
+    want = torch.autograd.functional.jacobian(bridge.matmul, (x, w))
+    for dynamic in (False, True):
+        compiled = torch.compile(bridge.matmul, backend="aot_eager", dynamic=dynamic)
+        torch.testing.assert_close(torch.autograd.functional.jacobian(compiled, (x, w), vectorize=True), want)
+    z = random(2, 3, 5, 8).detach()
+    got = _vmap(_vmap(bridge.rms_norm, 1), 1)(z)
+    torch.testing.assert_close(got, bridge.rms_norm(z).permute(1, 2, 0, 3))
 
 
 def test_an_input_that_is_changed_before_the_backward_raises(direct):

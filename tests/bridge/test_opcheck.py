@@ -3,6 +3,8 @@
 gradcheck is PyTorch's fast one, in float32: its steps are large, and so are its tolerances.
 """
 
+import itertools
+
 import jax.numpy as jnp
 import pytest
 import tiers
@@ -102,13 +104,16 @@ class Recorded(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def fresh(x, requires_grad):
+def fresh(x, requires_grad, is_strided=False):
     if isinstance(x, list | tuple):
-        return type(x)(fresh(item, requires_grad) for item in x)
+        return type(x)(fresh(item, requires_grad, is_strided) for item in x)
     if not isinstance(x, torch.Tensor):
         return x
     may = x.dtype in (torch.float32, torch.bfloat16)
-    return x.detach().clone().requires_grad_(requires_grad and may)
+    x = x.detach().clone()
+    if is_strided and x.ndim > 1:
+        x = x.transpose(0, -1).contiguous().transpose(0, -1)
+    return x.requires_grad_(requires_grad and may)
 
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -129,9 +134,9 @@ def test_opcheck(name):
         with recorded:
             sum(x.sin().sum() for x in flat(function(*fresh(inputs, True)))).backward()
     assert any("backward" in str(operator) for operator in recorded.calls) == has_gradient
-    for operator, arguments in recorded.calls.items():
+    for (operator, arguments), is_strided in itertools.product(recorded.calls.items(), (False, True)):
         may_differentiate = has_gradient and "backward" not in str(operator)
-        given = fresh(arguments, may_differentiate)
+        given = fresh(arguments, may_differentiate, is_strided)
         has_eight_bits = any(x.dtype == torch.float8_e4m3fn for x in tensors_of(given))
         # PyTorch's check of a schema multiplies, which PyTorch cannot do in 8 bits.
         checks = torch.library.opcheck(operator, given, test_utils=CHECKS[1:] if has_eight_bits else CHECKS)
