@@ -81,7 +81,7 @@ class Block(nnx.Module):
             attended, cache = self.attention(self.attention_norm(x), cache=cache)
         normed, x = self.mlp_norm(attended, residual=x)  # and x + attended
         is_op = isinstance(self.mlp, GatedMLP) and self.mlp.gate_proj.precision is None
-        if self.attention.shares_tokens and is_op:
+        if self.attention.shares_tokens and is_op and cache is None:  # tokens beside a cache are not shared out
             return self._mlp_over_devices(normed, x), cache
         return self.mlp(normed, residual=x), cache
 

@@ -62,7 +62,7 @@ CASES = {
     "longnet_tensor": (DILATED, {"sequence": 4, "tensor": 2}),
 }
 # Cases with "documents" in their names have packed documents.
-QUICK = ["documents", "tensor", "fsdp"]
+QUICK = ["documents", "tensor", "fsdp", "generate", "longnet_generate"]
 
 
 @nnx.jit
@@ -131,6 +131,31 @@ def run_quantized(format, axes):
     return {"error": max(errors)}
 
 
+def run_generate(config, axes):
+    """What a model generates, and its logits with a cache, of numbers of tokens that the devices do not divide."""
+    model = (LongNet if isinstance(config, LongNetConfig) else Transformer)(config, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 8))
+
+    def call():
+        drawn = model.generate(tokens[:, :5], 8, 0, lengths=np.array([5, 3]))
+        cached = ()
+        if not isinstance(model, LongNet):
+            cached, _ = model(tokens[:, :7], cache=model.init_cache(2, 8))
+        return drawn, cached
+
+    want = call()
+    mesh = make_mesh(axes)
+    shard_model(model, mesh)
+    with jax.set_mesh(mesh):
+        got = call()
+    np.testing.assert_array_equal(got[0], want[0])
+    return {"error": 0.0 if isinstance(model, LongNet) else rms_error(np.asarray(got[1]), np.asarray(want[1]))}
+
+
+GENERATE = {
+    "generate": (CONFIG, {"data": 2, "sequence": 2}),
+    "longnet_generate": (DILATED, {"data": 2, "sequence": 2}),
+}
 QUANTIZED = {
     "int4_ring": ("int4", {"data": 2, "sequence": 2}),
     "mxfp8_tensor": ("mxfp8", {"fsdp": 2, "tensor": 2}),
@@ -141,13 +166,14 @@ MODULES = {"module": (None, True), "module_full": (None, False), "module_striped
 
 def main(names) -> dict:
     run = {name: functools.partial(run_module, *given) for name, given in MODULES.items()}
+    run |= {name: functools.partial(run_generate, *given) for name, given in GENERATE.items()}
     run |= {name: functools.partial(run_quantized, *given) for name, given in QUANTIZED.items()}
     run |= {name: functools.partial(run_case, *given, "documents" in name) for name, given in CASES.items()}
     return {name: run[name]() for name in names}
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES, *QUANTIZED], QUICK, 4))
+@pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES, *QUANTIZED, *GENERATE], QUICK, 4))
 def test_a_mesh_changes_nothing(names):
     results = json.loads(cpu_devices.lines_of(__file__, *names)[-1])
     assert sorted(results) == sorted(names)
