@@ -279,11 +279,12 @@ class Transformer(nnx.Module):
         Args:
           tokens: integers [B, P], the prompts. Shorter ones are padded at their end, by any ids, and have `lengths`.
           max_new_tokens: how many to draw for each prompt.
-          temperature: the logits are divided by it; 0 takes the likeliest token each time.
+          temperature: the logits are divided by it; 0 takes the likeliest token each time. A traced one below 0 counts
+            as 0.
           top_k: draw among so many of the likeliest tokens; None for all. Those as likely as the last count, too.
           eos_id: a prompt is done once it has drawn this token. The loop ends when all are.
           lengths: integers [B], from 1 to P; None for P.
-          key: a jax.random.key; only temperature 0 goes without.
+          key: a jax.random.key; only a known temperature of 0 goes without.
 
         Returns:
           int32 [B, max_new_tokens], the tokens after each prompt; those after an eos_id are eos_id.
