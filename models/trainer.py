@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,7 @@ class Trainer:
             "step": place(jnp.int32(0), whole),
             "key": place(jax.random.key_data(jax.random.key(seed)), whole),
         }
+        self._kept: tuple[int, dict[str, Any]] | None = None  # the step and the run of the state's own checkpoint
         self._manager = None if folder is None else _manager(Path(folder), keep)
 
     @property
@@ -196,7 +198,11 @@ class Trainer:
 
         save_every: saves after every so many steps, and after the last. run: as in save. on_step(step, found): is
         called after each step with what `train` gives.
+
+        Raises ValueError, before the first step, where save would: `folder` has a later checkpoint than the state.
         """
+        if save_every is not None and self.step < steps:
+            self._check_newest()
         while self.step < steps:
             found = self.train(batches[self.step])
             if on_step is not None:
@@ -208,20 +214,40 @@ class Trainer:
         """Writes a checkpoint of the state, and of `run`, a JSON value. It counts once it is whole: see restore.
 
         On a GPU it is written while training goes on; the next save, and `close`, wait for it.
+
+        Raises ValueError where `folder` has a checkpoint of this step or a later one that is not the state's own.
         """
         import orbax.checkpoint as ocp
 
-        kept = {"config": dataclasses.asdict(self.config), "run": dict(run or {})}
+        run = json.loads(json.dumps(dict(run or {})))
+        if self._kept == (self.step, run):
+            return  # it is there
+        self._check_newest(and_this=True)
+        kept = {"config": dataclasses.asdict(self.config), "run": run}
         items = ocp.args.Composite(state=ocp.args.StandardSave(self.state), run=ocp.args.JsonSave(kept))
-        self._checkpoints.save(self.step, args=items)
+        if not self._checkpoints.save(self.step, args=items):
+            raise RuntimeError(f"folder: orbax took no checkpoint of step {self.step}")
+        self._kept = self.step, run
 
-    def restore(self, step: int | None = None) -> dict[str, Any]:
+    def _check_newest(self, *, and_this: bool = False) -> None:
+        """Raises ValueError where the folder has later checkpoints than the state. and_this: also one of its step."""
+        newest = self._checkpoints.latest_step()
+        if newest is None or newest < self.step + (not and_this):
+            return
+        want = "a later step" if newest == self.step else "restore(step, remove_later=True)"
+        raise ValueError(
+            f"folder: got a checkpoint of step {newest} beside a state of step {self.step}, want another folder, or {want}"
+        )
+
+    def restore(self, step: int | None = None, *, remove_later: bool = False) -> dict[str, Any]:
         """Puts the state where a checkpoint was, on this trainer's mesh, whatever mesh it was saved from.
 
         A checkpoint that was not written to its end, because the process was killed, does not count.
 
         Args:
           step: of the checkpoint; None for the newest.
+          remove_later: whether to delete the checkpoints of later steps, once this one is restored. Without it, what
+            goes on from here cannot be saved in the same folder.
 
         Returns:
           The `run` that was saved with it.
@@ -241,6 +267,9 @@ class Trainer:
         items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
         self.state = self._checkpoints.restore(step, args=items).state
         self.step = int(self.state["step"])
+        self._kept = self.step, dict(kept["run"])
+        for later in [x for x in steps if remove_later and x > self.step]:
+            self._checkpoints.delete(later)
         return kept["run"]
 
     def _check_config(self, other: dict[str, Any]) -> None:
