@@ -17,7 +17,7 @@ from jax_kernels.compiling import compile_kernels, compiler_options
 from jax_kernels.models.config import TransformerConfig, positive
 from jax_kernels.models.dilated_attention import LongNet, LongNetConfig
 from jax_kernels.models.packing import within_documents
-from jax_kernels.models.sharding import ShardingRules, make_mesh, place, state_shardings
+from jax_kernels.models.sharding import ShardingRules, has_explicit_axes, make_mesh, place, state_shardings
 from jax_kernels.models.transformer import Transformer
 
 __all__ = ["Trainer", "next_token_loss"]
@@ -48,7 +48,8 @@ class Trainer:
     Args:
       config: of the model; its `remat` says what the backward computes again.
       optimizer: of optax.
-      mesh: a mesh with Auto axes, as make_mesh gives it; None for one device. rules: as in Transformer.
+      mesh: as make_mesh gives it; None for one device. The step runs with Auto axes: in place of a mesh with Explicit
+        ones, the attribute `mesh` has the same devices on Auto axes. rules: as in Transformer.
       seed: of the parameters, and of the keys that `loss` gets.
       accumulate: each batch is cut into so many parts, one after the other, whose gradients are added up in float32.
       loss: loss(model, batch, key) -> (the sum of the losses, how many they are). The step takes the gradient of the
@@ -80,7 +81,8 @@ class Trainer:
             raise ValueError("config: got float16, want bfloat16 or float32: its losses would need scales")
         self.config = config
         self.optimizer = optimizer
-        self.mesh = make_mesh({"data": 1}) if mesh is None else mesh
+        mesh = make_mesh({"data": 1}) if mesh is None else mesh
+        self.mesh = Mesh(mesh.devices, mesh.axis_names) if has_explicit_axes(mesh) else mesh
         self.rules = ShardingRules() if rules is None else rules
         self.accumulate = accumulate
         self.loss = loss
@@ -90,12 +92,14 @@ class Trainer:
         # Not under jit, which would compile the initialisation of each layer anew.
         self.graphdef, params = nnx.split(kind(config, rules=self.rules, rngs=nnx.Rngs(seed)))
         params = place(params, state_shardings(params, self.mesh, self.rules))
-        moments = jax.eval_shape(optimizer.init, params)
-        create = jax.jit(optimizer.init, out_shardings=state_shardings(moments, self.mesh, self.rules))
+        with jax.set_mesh(self.mesh):  # in place of the caller's, whose axes may be Explicit
+            moments = jax.eval_shape(optimizer.init, params)
+            create = jax.jit(optimizer.init, out_shardings=state_shardings(moments, self.mesh, self.rules))
+            moments = create(params)
         whole = NamedSharding(self.mesh, PartitionSpec())
         self.state: dict[str, Any] = {
             "params": params,
-            "optimizer": create(params),
+            "optimizer": moments,
             "step": place(jnp.int32(0), whole),
             "key": place(jax.random.key_data(jax.random.key(seed)), whole),
         }
@@ -165,6 +169,7 @@ class Trainer:
         Returns {"loss": the mean, "gradient_norm": of the mean's gradient}, on the device and perhaps not yet computed.
         Both are 0 where no target counts.
         """
+        batch = self._on_auto_axes(batch)
         with jax.set_mesh(self.mesh):
             if not self._is_compiled:
                 lowered = self._train.lower(self.state, batch)  # which jax.jit knows then
@@ -174,6 +179,17 @@ class Trainer:
         self.step += 1
         return found
 
+    def _on_auto_axes(self, batch: Any) -> Any:
+        """A batch whose arrays may lie on a mesh with Explicit axes; they stay on their devices."""
+
+        def moved(x: Any) -> Any:
+            sharding = getattr(x, "sharding", None)
+            if not isinstance(sharding, NamedSharding) or not has_explicit_axes(sharding.mesh):
+                return x
+            return jax.device_put(x, NamedSharding(self.mesh, sharding.spec))
+
+        return jax.tree.map(moved, batch)
+
     @functools.cached_property
     def _evaluate(self) -> Any:
         loss = lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0))
@@ -181,6 +197,7 @@ class Trainer:
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss on a batch, 0 where no target counts."""
+        batch = self._on_auto_axes(batch)
         with jax.set_mesh(self.mesh):
             total, count = self._evaluate(self.state["params"], batch)
         return float(total) / max(float(count), 1.0)

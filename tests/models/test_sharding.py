@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
@@ -28,6 +29,7 @@ from jax_kernels.models import (
     LongNetConfig,
     MultiHeadAttention,
     ShardingRules,
+    Trainer,
     Transformer,
     TransformerConfig,
     make_mesh,
@@ -62,7 +64,7 @@ CASES = {
     "longnet_tensor": (DILATED, {"sequence": 4, "tensor": 2}),
 }
 # Cases with "documents" in their names have packed documents.
-QUICK = ["documents", "tensor", "fsdp", "generate", "longnet_generate"]
+QUICK = ["documents", "tensor", "fsdp", "generate", "longnet_generate", "explicit", "placed_sequence"]
 
 
 @nnx.jit
@@ -152,6 +154,56 @@ def run_generate(config, axes):
     return {"error": 0.0 if isinstance(model, LongNet) else rms_error(np.asarray(got[1]), np.asarray(want[1]))}
 
 
+def run_explicit(config, axes):
+    """On Explicit axes: a model's losses, logits and gradients, a cache, generation, and a Trainer's step."""
+    model = (LongNet if isinstance(config, LongNetConfig) else Transformer)(config, rngs=nnx.Rngs(0))
+    tokens, targets = np.random.default_rng(0).integers(0, config.vocab_size, (2, 4, 32)).astype(np.int32)
+    is_dense = not isinstance(model, LongNet)
+
+    def cached(tokens):
+        logits, cache = model(tokens[:, :7], cache=model.init_cache(4, 8))
+        return [logits, model(tokens[:, 7:8], cache=cache)[0], model.embed_tokens(tokens)]
+
+    def trained(mesh, batch):
+        trainer = Trainer(config, optax.adam(1e-2), mesh=mesh, accumulate=2)
+        found = [trainer.train(batch)["loss"] for _ in range(2)]
+        return [*found, np.float32(trainer.evaluate(batch))]
+
+    want = [step(model, tokens, targets, None), trained(None, (tokens, targets)), cached(tokens) if is_dense else []]
+    drawn = np.asarray(model.generate(tokens[:, :5], 4, 0))
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    shard_model(model, mesh)
+    with jax.set_mesh(mesh):
+        batch = shard_batch((tokens, targets), mesh)
+        got = [step(model, *batch, None), trained(mesh, batch), cached(tokens) if is_dense else []]
+        np.testing.assert_array_equal(model.generate(tokens[:, :5], 4, 0), drawn)
+        hot = nnx.jit(lambda model, heat: model.generate(tokens[:, :5], 4, heat, key=jax.random.key(0)))
+        np.testing.assert_array_equal(hot(model, jnp.float32(0)), drawn)
+    flat = lambda found: [np.asarray(x) for x in jax.tree.leaves(found)]
+    return {"error": max(rms_error(g, w) for g, w in zip(flat(got), flat(want), strict=True))}
+
+
+def run_placed_sequence():
+    """shard_sequence and unshard_sequence of arrays that lie on Explicit axes already."""
+    mesh = jax.make_mesh((2, 2), ("data", "sequence"))
+    x = jnp.arange(4.0 * 16).reshape(4, 16)
+    placed = jax.device_put(x, jax.NamedSharding(mesh, P("data", "sequence")))
+    for layout in ("zigzag", "striped", "contiguous"):
+        shared = shard_sequence(placed, mesh, "sequence", layout=layout)
+        np.testing.assert_array_equal(shared, shard_sequence(x, mesh, "sequence", layout=layout))
+        np.testing.assert_array_equal(unshard_sequence(shared, mesh, "sequence", layout=layout), x)
+        with jax.set_mesh(mesh):
+            again = jax.jit(lambda x, layout=layout: unshard_sequence(x, mesh, "sequence", layout=layout))(shared)
+        np.testing.assert_array_equal(again, x)
+    return {"error": 0.0}
+
+
+EXPLICIT = {
+    "explicit": (CONFIG, {"data": 2, "sequence": 2}),
+    "explicit_all": (dataclasses.replace(CONFIG, tie_embeddings=False), {"fsdp": 2, "sequence": 2, "tensor": 2}),
+    "explicit_pipeline": (CONFIG, {"pipeline": 2, "data": 2}),
+    "explicit_longnet": (DILATED, {"sequence": 2}),
+}
 GENERATE = {
     "generate": (CONFIG, {"data": 2, "sequence": 2}),
     "longnet_generate": (DILATED, {"data": 2, "sequence": 2}),
@@ -166,6 +218,8 @@ MODULES = {"module": (None, True), "module_full": (None, False), "module_striped
 
 def main(names) -> dict:
     run = {name: functools.partial(run_module, *given) for name, given in MODULES.items()}
+    run |= {name: functools.partial(run_explicit, *given) for name, given in EXPLICIT.items()}
+    run["placed_sequence"] = run_placed_sequence
     run |= {name: functools.partial(run_generate, *given) for name, given in GENERATE.items()}
     run |= {name: functools.partial(run_quantized, *given) for name, given in QUANTIZED.items()}
     run |= {name: functools.partial(run_case, *given, "documents" in name) for name, given in CASES.items()}
@@ -173,7 +227,7 @@ def main(names) -> dict:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES, *QUANTIZED, *GENERATE], QUICK, 4))
+@pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES, *QUANTIZED, *GENERATE, *EXPLICIT, "placed_sequence"], QUICK, 4))
 def test_a_mesh_changes_nothing(names):
     results = json.loads(cpu_devices.lines_of(__file__, *names)[-1])
     assert sorted(results) == sorted(names)
