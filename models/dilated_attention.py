@@ -17,8 +17,8 @@ from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.sharding import ShardingRules, sequence_devices, share_sequence
 from jax_kernels.models.transformer import Block, Transformer
 from jax_kernels.ops.dilated.dilated_attention import check_pattern, dilated_attention
-from jax_kernels.ops.dilated.shards import Shards
 from jax_kernels.ops.dilated.sequence_parallel import sequence_parallel_dilated_attention
+from jax_kernels.ops.dilated.shards import Shards
 
 __all__ = ["DilatedAttention", "LongNet", "LongNetConfig", "MultiHeadDilatedAttention"]
 

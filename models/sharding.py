@@ -18,6 +18,7 @@ __all__ = [
     "MESH_AXES",
     "ShardingRules",
     "batch_sharding",
+    "check_mesh",
     "has_explicit_axes",
     "make_mesh",
     "place",
@@ -121,6 +122,26 @@ def _auto_mesh() -> Any:
     """The mesh of jax.set_mesh, None without one, and where XLA does not place the arrays on each of its axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types) else mesh
+
+
+def check_mesh(mesh: Mesh, rules: ShardingRules, sequence_axis: str | None = None) -> None:
+    """Raises ValueError for a mesh on which a model of these rules would not use each process and each axis.
+
+    sequence_axis: of the model's config, which may stand beside the rules.
+    """
+    known = {axis for _, axes in rules.axes for axis in axes} | ({sequence_axis} if sequence_axis else set())
+    unknown = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in known]
+    if unknown:
+        raise ValueError(
+            f"mesh: got {', '.join(f'{axis}={mesh.shape[axis]}' for axis in unknown)}, along which each device would "
+            f"repeat the others' work, want axes that the rules use: {', '.join(sorted(known))}"
+        )
+    absent = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
+    if absent:
+        raise ValueError(
+            f"mesh: got {mesh.size} of {jax.device_count()} devices, none of them of process "
+            f"{', '.join(map(str, absent))}, want devices of each of the {jax.process_count()} processes"
+        )
 
 
 def has_explicit_axes(mesh: Any = None) -> bool:

@@ -17,7 +17,14 @@ from jax_kernels.compiling import compile_kernels, compiler_options
 from jax_kernels.models.config import TransformerConfig, positive
 from jax_kernels.models.dilated_attention import LongNet, LongNetConfig
 from jax_kernels.models.packing import within_documents
-from jax_kernels.models.sharding import ShardingRules, has_explicit_axes, make_mesh, place, state_shardings
+from jax_kernels.models.sharding import (
+    ShardingRules,
+    check_mesh,
+    has_explicit_axes,
+    make_mesh,
+    place,
+    state_shardings,
+)
 from jax_kernels.models.transformer import Transformer
 
 __all__ = ["Trainer", "next_token_loss"]
@@ -59,7 +66,8 @@ class Trainer:
     step: how many steps the state has had.
 
     Raises:
-      ValueError, TypeError: an argument is out of range, naming it; a dtype is float16, whose losses would need scales.
+      ValueError, TypeError: an argument is out of range, naming it; a dtype is float16, whose losses would need scales;
+        no rule uses an axis of the mesh, or it has no device of some process.
     """
 
     def __init__(
@@ -84,6 +92,7 @@ class Trainer:
         mesh = make_mesh({"data": 1}) if mesh is None else mesh
         self.mesh = Mesh(mesh.devices, mesh.axis_names) if has_explicit_axes(mesh) else mesh
         self.rules = ShardingRules() if rules is None else rules
+        check_mesh(self.mesh, self.rules, config.sequence_axis)
         self.accumulate = accumulate
         self.loss = loss
         self.step = 0
@@ -251,9 +260,10 @@ class Trainer:
         newest = self._checkpoints.latest_step()
         if newest is None or newest < self.step + (not and_this):
             return
-        want = "a later step" if newest == self.step else "restore(step, remove_later=True)"
+        other = "a later step" if newest == self.step else "restore(step, remove_later=True)"
         raise ValueError(
-            f"folder: got a checkpoint of step {newest} beside a state of step {self.step}, want another folder, or {want}"
+            f"folder: got a checkpoint of step {newest} beside a state of step {self.step}, want another folder, or "
+            f"{other}"
         )
 
     def restore(self, step: int | None = None, *, remove_later: bool = False) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from jax_kernels.models import (
     shard_batch,
     shard_model,
 )
-from jax_kernels.models.sharding import batch_sharding
+from jax_kernels.models.sharding import batch_sharding, check_mesh
 from jax_kernels.testing import rms_error
 
 CONFIG = TransformerConfig(vocab_size=64, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48)
@@ -201,7 +201,7 @@ def run_placed_sequence():
 EXPLICIT = {
     "explicit": (CONFIG, {"data": 2, "sequence": 2}),
     "explicit_all": (dataclasses.replace(CONFIG, tie_embeddings=False), {"fsdp": 2, "sequence": 2, "tensor": 2}),
-    "explicit_pipeline": (CONFIG, {"pipeline": 2, "data": 2}),
+    "explicit_pipeline": (dataclasses.replace(CONFIG, microbatches=1), {"pipeline": 2, "data": 2}),
     "explicit_longnet": (DILATED, {"sequence": 2}),
 }
 GENERATE = {
@@ -226,8 +226,11 @@ def main(names) -> dict:
     return {name: run[name]() for name in names}
 
 
+ALL = [*CASES, *MODULES, *QUANTIZED, *GENERATE, *EXPLICIT, "placed_sequence"]
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES, *QUANTIZED, *GENERATE, *EXPLICIT, "placed_sequence"], QUICK, 4))
+@pytest.mark.parametrize("names", tiers.groups(ALL, QUICK, 4))
 def test_a_mesh_changes_nothing(names):
     results = json.loads(cpu_devices.lines_of(__file__, *names)[-1])
     assert sorted(results) == sorted(names)
@@ -275,6 +278,14 @@ def test_bad_meshes_and_batches_are_named():
             make_mesh(axes)
     with pytest.raises(ValueError, match=r"batch: got 3 rows for 6 devices \(data, fsdp\), want a multiple"):
         batch_sharding((3, 8), MESH)
+
+
+def test_axes_of_a_mesh_that_no_rule_uses_are_named():
+    mesh = AbstractMesh((4, 2, 1), ("seq", "data", "more"))
+    known = "data, fsdp, pipeline, sequence, tensor"
+    with pytest.raises(ValueError, match=f"mesh: got seq=4, along which .* want axes that the rules use: {known}"):
+        check_mesh(mesh, ShardingRules(), "sequence")
+    check_mesh(make_mesh({"more": 1}), ShardingRules())
 
 
 if __name__ == "__main__":
