@@ -245,15 +245,15 @@ class Trainer:
         """
         import orbax.checkpoint as ocp
 
-        run = json.loads(json.dumps(dict(run or {})))
-        if self._kept == (self.step, run):
+        of_run: dict[str, Any] = json.loads(json.dumps(dict(run or {})))
+        if self._kept == (self.step, of_run):
             return  # it is there
         self._check_newest(and_this=True)
-        kept = {"config": dataclasses.asdict(self.config), "run": run}
+        kept = {"config": dataclasses.asdict(self.config), "run": of_run}
         items = ocp.args.Composite(state=ocp.args.StandardSave(self.state), run=ocp.args.JsonSave(kept))
         if not self._checkpoints.save(self.step, args=items):
             raise RuntimeError(f"folder: orbax took no checkpoint of step {self.step}")
-        self._kept = self.step, run
+        self._kept = self.step, of_run
 
     def _check_newest(self, *, and_this: bool = False) -> None:
         """Raises ValueError where the folder has later checkpoints than the state. and_this: also one of its step."""
@@ -280,7 +280,8 @@ class Trainer:
           The `run` that was saved with it.
 
         Raises:
-          FileNotFoundError: there is no such checkpoint. ValueError: its model has other parameters.
+          FileNotFoundError: there is no such checkpoint. ValueError: its model has other parameters, its optimizer
+            another state, or save did not write it.
         """
         import orbax.checkpoint as ocp
 
@@ -288,16 +289,36 @@ class Trainer:
         if not steps or (step is not None and step not in steps):
             raise FileNotFoundError(f"folder: got no checkpoint{'' if step is None else f' of step {step}'}")
         step = max(steps) if step is None else step
-        kept = self._checkpoints.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+        kept = self._restored_run(step)
         self._check_config(kept["config"])
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
-        self.state = self._checkpoints.restore(step, args=items).state
+        try:
+            self.state = self._checkpoints.restore(step, args=items).state
+        except ValueError as error:
+            if "structures do not match" not in str(error):
+                raise
+            raise ValueError(
+                f"optimizer: got one whose state is not like that of the checkpoint of step {step}, want the optimizer "
+                "that the checkpoint was trained with"
+            ) from error
         self.step = int(self.state["step"])
         self._kept = self.step, dict(kept["run"])
         for later in [x for x in steps if remove_later and x > self.step]:
             self._checkpoints.delete(later)
         return kept["run"]
+
+    def _restored_run(self, step: int) -> dict[str, Any]:
+        """What stands beside the state: {"config": ..., "run": ...}."""
+        import orbax.checkpoint as ocp
+
+        try:
+            kept = self._checkpoints.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+        except KeyError:
+            kept = None
+        if not isinstance(kept, dict) or not {"config", "run"} <= kept.keys():
+            raise ValueError(f"folder: got a checkpoint of step {step} without its `run`, want one that save wrote")
+        return kept
 
     def _check_config(self, other: dict[str, Any]) -> None:
         """Raises ValueError where a checkpoint's model has other parameters or another forward."""

@@ -80,6 +80,8 @@ def run(
     losses: list[float] = []
     if trainer.latest is not None:
         before = trainer.restore()
+        if "losses" not in before:
+            raise ValueError("--out: another program wrote the checkpoint there, without losses; give another folder")
         losses = before.pop("losses")
         check_settings(before, kept)
         say(f"goes on from step {trainer.step}", flush=True)

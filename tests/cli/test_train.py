@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import typer
 
-from jax_kernels.cli import train_run
+from jax_kernels.cli import main, train_run
 from jax_kernels.cli.train import parse_mesh
-from jax_kernels.models import Trainer
+from jax_kernels.models import Trainer, TransformerConfig
 from jax_kernels.models.distributed import initialize_distributed, scheduler
 
 MODEL = "--seq-len 32 --batch-size 4 --layers 1 --width 32 --heads 2 --dtype float32 --save-every 2"
@@ -135,6 +135,23 @@ def test_a_run_that_sigterm_ends_saves_and_goes_on(tmp_path, text, capsys, monke
     assert "goes on from step 2" in capsys.readouterr().out
     assert steps == [0, 1, 2, 3]
     assert losses(tmp_path / "out") == losses(whole)
+
+
+def test_what_cannot_run_or_go_on_is_named(tmp_path, text, capsys):
+    options = ["--text", str(text), "--out", str(tmp_path / "none"), "--mesh", "data=1", *MODEL.split()]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *options, "--implementation", "mosaic_gpu"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("jax-kernels: implementation='mosaic_gpu' cannot serve this flash_attention")
+    given = small({"steps": 1, "save_every": 1})
+    config = TransformerConfig(vocab_size=256, num_layers=1, model_dim=16, num_heads=1)
+    trainer = Trainer(config, train_run.optimizer_of(given["settings"]), folder=tmp_path / "checkpoint")
+    trainer.save()
+    trainer.close()
+    with pytest.raises(ValueError, match="--out: another program wrote the checkpoint there, without losses"):
+        train_run.run({"data": 1}, text, tmp_path, **given)
 
 
 @pytest.mark.slow

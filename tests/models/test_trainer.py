@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,6 +161,11 @@ def test_bad_arguments_and_checkpoints_are_named(tmp_path):
         ValueError, match="config: got a model that differs from the checkpoint's, which has mlp_dim=32"
     ):
         other.restore()
+    with pytest.raises(ValueError, match="optimizer: got one whose state is not like that of the checkpoint"):
+        Trainer(CONFIG, optax.adam(0.1), folder=tmp_path).restore()
+    shutil.copytree(tmp_path, tmp_path / "cut", ignore=lambda folder, names: {"run", "cut"} & set(names))
+    with pytest.raises(ValueError, match="folder: got a checkpoint of step 0 without its `run`, want one"):
+        Trainer(CONFIG, optax.sgd(0.1), folder=tmp_path / "cut").restore()
     again = Trainer(dataclasses.replace(CONFIG, remat=True), optax.sgd(0.1), folder=tmp_path, seed=5)
     assert again.restore() == {"text": "a"}
     np.testing.assert_array_equal(again.model.embed[...], trainer.model.embed[...])
