@@ -1,6 +1,7 @@
 """Dilated attention as nnx modules, and LongNet, the decoder that has it."""
 
 import dataclasses
+import itertools
 import math
 import numbers
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from jax_kernels.models.sharding import ShardingRules, sequence_devices, share_s
 from jax_kernels.models.transformer import Block, Transformer
 from jax_kernels.ops.dilated.dilated_attention import check_pattern, dilated_attention
 from jax_kernels.ops.dilated.sequence_parallel import sequence_parallel_dilated_attention
+from jax_kernels.ops.dilated.shards import Shards
 
 __all__ = ["DilatedAttention", "LongNet", "LongNetConfig", "MultiHeadDilatedAttention"]
 
@@ -333,7 +335,8 @@ class LongNet(Transformer):
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
         """As in Transformer. Attention is causal, so that padding after the last token has no effect."""
-        tokens = jnp.pad(tokens, ((0, 0), (0, more)))
+        whole = _length_for_devices(self.config, tokens.shape[1] + more)
+        tokens = jnp.pad(tokens, ((0, 0), (0, whole - tokens.shape[1])))
 
         def logits(tokens: jax.Array, last: jax.Array) -> jax.Array:
             x, order = self._hidden(tokens, None)
@@ -346,3 +349,20 @@ class LongNet(Transformer):
             return logits(tokens, place), tokens
 
         return (logits(tokens, lengths - 1), tokens), advance
+
+
+def _length_for_devices(config: Any, length: int) -> int:
+    """The least length from this one on that the devices along the sequence axis can share out; without them, as is."""
+    devices = sequence_devices(config.sequence_axis)
+    if devices == 1:
+        return length
+    branches = tuple(zip(config.segment_lengths, config.dilation_rates, strict=True))
+    shards = Shards(config.sequence_axis, devices)
+    # A device's part that is a multiple of every segment always fits.
+    for part in itertools.count(-(-length // devices)):
+        try:
+            shards.fitted(branches, part)
+        except ValueError:
+            continue
+        return part * devices
+    raise AssertionError

@@ -13,6 +13,8 @@ from jax_kernels import dispatch
 
 __all__ = ["check_generation", "generate"]
 
+SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+
 
 def check_generation(
     tokens: Any, lengths: Any, max_new_tokens: Any, temperature: Any, top_k: Any, eos_id: Any, key: Any, vocabulary: int
@@ -31,12 +33,15 @@ def check_generation(
             raise ValueError(f"{name}: got {value}, want 1 {'or more' if most is None else f'to {most}'}")
     if eos_id is not None and (isinstance(eos_id, bool) or not isinstance(eos_id, int | np.integer)):
         raise TypeError(f"eos_id: got {eos_id!r}, want an int or None")
-    if not isinstance(temperature, jax.Array):
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float | np.number):
-            raise TypeError(f"temperature: got {temperature!r}, want a number")
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature: got {temperature}, want 0 or more")
-    if key is None and (isinstance(temperature, jax.Array) or temperature > 0):
+    if isinstance(temperature, jax.Array):
+        if temperature.shape != () or not _is_number(temperature.dtype):
+            raise TypeError(f"temperature: got {temperature.dtype} {temperature.shape}, want one number")
+    elif isinstance(temperature, bool) or not isinstance(temperature, int | float | np.number):
+        raise TypeError(f"temperature: got {temperature!r}, want a number")
+    is_known = not isinstance(temperature, jax.core.Tracer)
+    if is_known and not 0 <= float(temperature) < float("inf"):
+        raise ValueError(f"temperature: got {temperature}, want 0 or more")
+    if key is None and not (is_known and _is_greedy(temperature)):
         raise ValueError(f"key: got None with temperature={temperature}, want a jax.random.key")
     lengths = jnp.full((batch,), length, jnp.int32) if lengths is None else jnp.asarray(lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
@@ -48,13 +53,22 @@ def check_generation(
     return tokens.astype(jnp.int32), lengths.astype(jnp.int32)
 
 
+def _is_number(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _is_greedy(temperature: Any) -> bool:
+    """Whether a known temperature is 0, or so small that float32 arithmetic takes it for 0."""
+    return float(temperature) < SMALLEST
+
+
 def generate(
     model: Any, tokens: jax.Array, lengths: jax.Array, max_new_tokens: int, temperature: Any, top_k: int | None,
     eos_id: int | None, key: Any,
 ) -> jax.Array:  # fmt: skip
     """Transformer.generate, of checked arguments."""
     graphdef, state = nnx.split(model)
-    is_greedy = not isinstance(temperature, jax.Array) and temperature == 0
+    is_greedy = not isinstance(temperature, jax.core.Tracer) and _is_greedy(temperature)
     return _generate(
         state,
         tokens,
@@ -88,7 +102,10 @@ def _generate(
         if top_k is not None:
             least = lax.top_k(logits, top_k)[0][:, -1:]
             logits = jnp.where(logits >= least, logits, -jnp.inf)
-        return jax.random.categorical(jax.random.fold_in(key, index), logits / temperature).astype(jnp.int32)
+        # From the largest on, so that a small temperature takes the others to -inf and not the largest to inf.
+        scaled = (logits - logits.max(-1, keepdims=True)) / jnp.maximum(temperature, SMALLEST)
+        drawn = jax.random.categorical(jax.random.fold_in(key, index), scaled)
+        return jnp.where(temperature < SMALLEST, logits.argmax(-1), drawn).astype(jnp.int32)
 
     def goes_on(carry: Any) -> jax.Array:
         index, _, _, is_done, _ = carry

@@ -12,6 +12,7 @@ from jax import lax
 
 from jax_kernels.models.sharding import ShardingRules
 from jax_kernels.ops.planned_op import under_defaults
+from jax_kernels.pallas.varying import as_varying, varying_axes
 
 __all__ = ["linear_cross_entropy"]
 
@@ -69,6 +70,8 @@ def linear_cross_entropy(
     rows = w if transpose_w else w.T
     vocabulary = rows.shape[0]
     count = -(-vocabulary // chunk)
+    # Inside shard_map the transpose of this adds up the gradients of an array that the devices have in common.
+    x, rows, targets = as_varying((x, rows, targets), varying_axes(x, rows, targets))
     losses = _losses(count, ShardingRules() if rules is None else rules, x, rows, targets.astype(jnp.int32))
     return jnp.where(targets < vocabulary, losses, jnp.nan)
 
@@ -145,7 +148,7 @@ def _forward(count: int, rules: ShardingRules, x: jax.Array, rows: jax.Array, ta
 
     full = lambda value: jnp.full(targets.shape, value, jnp.float32)
     # A finite maximum to begin with: the difference of two infinite ones is NaN.
-    start = full(jnp.finfo(jnp.float32).min), full(0), full(0)
+    start = as_varying((full(jnp.finfo(jnp.float32).min), full(0), full(0)), varying_axes(x, rows, targets))
     (largest, total, chosen), _ = lax.scan(one, start, _chunks(count, x, rows, rules))
     lse = largest + jnp.log(total)
     return jnp.where(targets >= 0, lse - chosen, 0), (x, rows, targets, lse)
@@ -168,7 +171,8 @@ def _backward(count: int, rules: ShardingRules, residuals: Any, cotangent: jax.A
         drows = rules.constrain(drows, devices.batch, devices.tokens, "vocab", "embed")
         return dx, drows if devices.count > 1 else drows.astype(rows.dtype)
 
-    dx, drows = lax.scan(one, jnp.zeros(x.shape, jnp.float32), _chunks(count, x, rows, rules))
+    start = as_varying(jnp.zeros(x.shape, jnp.float32), varying_axes(residuals, cotangent))
+    dx, drows = lax.scan(one, start, _chunks(count, x, rows, rules))
     drows = drows.transpose(1, 2, 3, 0, 4).reshape(*devices.sizes, -1, rows.shape[1])[:, :, : rows.shape[0]]
     # Added up over the devices once: in the loop each chunk's sum would be waited for.
     drows = rules.constrain(drows.sum((0, 1)).astype(rows.dtype), "vocab", "embed")

@@ -18,6 +18,8 @@ __all__ = [
     "MESH_AXES",
     "ShardingRules",
     "batch_sharding",
+    "check_mesh",
+    "has_explicit_axes",
     "make_mesh",
     "place",
     "sequence_devices",
@@ -27,6 +29,7 @@ __all__ = [
     "shares_sequence",
     "state_shardings",
     "token_order",
+    "under_auto_axes",
 ]
 
 # The mesh axes that the default rules know, the one whose devices talk least first.
@@ -119,6 +122,53 @@ def _auto_mesh() -> Any:
     """The mesh of jax.set_mesh, None without one, and where XLA does not place the arrays on each of its axes."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types) else mesh
+
+
+def check_mesh(mesh: Mesh, rules: ShardingRules, sequence_axis: str | None = None) -> None:
+    """Raises ValueError for a mesh on which a model of these rules would not use each process and each axis.
+
+    sequence_axis: of the model's config, which may stand beside the rules.
+    """
+    known = {axis for _, axes in rules.axes for axis in axes} | ({sequence_axis} if sequence_axis else set())
+    unknown = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in known]
+    if unknown:
+        raise ValueError(
+            f"mesh: got {', '.join(f'{axis}={mesh.shape[axis]}' for axis in unknown)}, along which each device would "
+            f"repeat the others' work, want axes that the rules use: {', '.join(sorted(known))}"
+        )
+    absent = sorted(set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat})
+    if absent:
+        raise ValueError(
+            f"mesh: got {mesh.size} of {jax.device_count()} devices, none of them of process "
+            f"{', '.join(map(str, absent))}, want devices of each of the {jax.process_count()} processes"
+        )
+
+
+def has_explicit_axes(mesh: Any = None) -> bool:
+    """Whether a mesh has Explicit axes, as jax.make_mesh makes them by default. None for the mesh of jax.set_mesh."""
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    return any(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def under_auto_axes(function: Callable[..., Any], model: Any, arrays: Any, results: Any) -> Any:
+    """function(model, *arrays) on a mesh with Explicit axes: inside, they are Auto.
+
+    arrays: trees of arrays, the function's arguments. results: the PartitionSpecs of what it gives; only the Explicit
+    axes of the mesh of jax.set_mesh count.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+
+    def kept(part: Any) -> Any:
+        axes = (part,) if isinstance(part, str) else tuple(part or ())
+        return tuple(axis for axis in axes if axis in explicit) or None
+
+    is_spec = lambda x: isinstance(x, PartitionSpec)
+    specs = jax.tree.map(lambda spec: PartitionSpec(*map(kept, spec)), results, is_leaf=is_spec)
+    graphdef, state = nnx.split(model)
+    call = lambda state, arrays: function(nnx.merge(graphdef, state), *arrays)
+    arrays = jax.tree.map(jax.numpy.asarray, arrays)
+    return jax.sharding.auto_axes(call, axes=tuple(sorted(explicit)), out_sharding=specs)(state, arrays)
 
 
 def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:

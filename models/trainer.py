@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from jax_kernels.compiling import compile_kernels, compiler_options
 from jax_kernels.models.config import TransformerConfig, positive
 from jax_kernels.models.dilated_attention import LongNet, LongNetConfig
 from jax_kernels.models.packing import within_documents
-from jax_kernels.models.sharding import ShardingRules, make_mesh, place, state_shardings
+from jax_kernels.models.sharding import (
+    ShardingRules,
+    check_mesh,
+    has_explicit_axes,
+    make_mesh,
+    place,
+    state_shardings,
+)
 from jax_kernels.models.transformer import Transformer
 
 __all__ = ["Trainer", "next_token_loss"]
@@ -47,7 +55,8 @@ class Trainer:
     Args:
       config: of the model; its `remat` says what the backward computes again.
       optimizer: of optax.
-      mesh: a mesh with Auto axes, as make_mesh gives it; None for one device. rules: as in Transformer.
+      mesh: as make_mesh gives it; None for one device. The step runs with Auto axes: in place of a mesh with Explicit
+        ones, the attribute `mesh` has the same devices on Auto axes. rules: as in Transformer.
       seed: of the parameters, and of the keys that `loss` gets.
       accumulate: each batch is cut into so many parts, one after the other, whose gradients are added up in float32.
       loss: loss(model, batch, key) -> (the sum of the losses, how many they are). The step takes the gradient of the
@@ -57,7 +66,8 @@ class Trainer:
     step: how many steps the state has had.
 
     Raises:
-      ValueError, TypeError: an argument is out of range, naming it; a dtype is float16, whose losses would need scales.
+      ValueError, TypeError: an argument is out of range, naming it; a dtype is float16, whose losses would need scales;
+        no rule uses an axis of the mesh, or it has no device of some process.
     """
 
     def __init__(
@@ -79,8 +89,10 @@ class Trainer:
             raise ValueError("config: got float16, want bfloat16 or float32: its losses would need scales")
         self.config = config
         self.optimizer = optimizer
-        self.mesh = make_mesh({"data": 1}) if mesh is None else mesh
+        mesh = make_mesh({"data": 1}) if mesh is None else mesh
+        self.mesh = Mesh(mesh.devices, mesh.axis_names) if has_explicit_axes(mesh) else mesh
         self.rules = ShardingRules() if rules is None else rules
+        check_mesh(self.mesh, self.rules, config.sequence_axis)
         self.accumulate = accumulate
         self.loss = loss
         self.step = 0
@@ -89,15 +101,18 @@ class Trainer:
         # Not under jit, which would compile the initialisation of each layer anew.
         self.graphdef, params = nnx.split(kind(config, rules=self.rules, rngs=nnx.Rngs(seed)))
         params = place(params, state_shardings(params, self.mesh, self.rules))
-        moments = jax.eval_shape(optimizer.init, params)
-        create = jax.jit(optimizer.init, out_shardings=state_shardings(moments, self.mesh, self.rules))
+        with jax.set_mesh(self.mesh):  # in place of the caller's, whose axes may be Explicit
+            moments = jax.eval_shape(optimizer.init, params)
+            create = jax.jit(optimizer.init, out_shardings=state_shardings(moments, self.mesh, self.rules))
+            moments = create(params)
         whole = NamedSharding(self.mesh, PartitionSpec())
         self.state: dict[str, Any] = {
             "params": params,
-            "optimizer": create(params),
+            "optimizer": moments,
             "step": place(jnp.int32(0), whole),
             "key": place(jax.random.key_data(jax.random.key(seed)), whole),
         }
+        self._kept: tuple[int, dict[str, Any]] | None = None  # the step and the run of the state's own checkpoint
         self._manager = None if folder is None else _manager(Path(folder), keep)
 
     @property
@@ -163,6 +178,7 @@ class Trainer:
         Returns {"loss": the mean, "gradient_norm": of the mean's gradient}, on the device and perhaps not yet computed.
         Both are 0 where no target counts.
         """
+        batch = self._on_auto_axes(batch)
         with jax.set_mesh(self.mesh):
             if not self._is_compiled:
                 lowered = self._train.lower(self.state, batch)  # which jax.jit knows then
@@ -172,6 +188,17 @@ class Trainer:
         self.step += 1
         return found
 
+    def _on_auto_axes(self, batch: Any) -> Any:
+        """A batch whose arrays may lie on a mesh with Explicit axes; they stay on their devices."""
+
+        def moved(x: Any) -> Any:
+            sharding = getattr(x, "sharding", None)
+            if not isinstance(sharding, NamedSharding) or not has_explicit_axes(sharding.mesh):
+                return x
+            return jax.device_put(x, NamedSharding(self.mesh, sharding.spec))
+
+        return jax.tree.map(moved, batch)
+
     @functools.cached_property
     def _evaluate(self) -> Any:
         loss = lambda params, batch: self.loss(nnx.merge(self.graphdef, params), batch, jax.random.key(0))
@@ -179,6 +206,7 @@ class Trainer:
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss on a batch, 0 where no target counts."""
+        batch = self._on_auto_axes(batch)
         with jax.set_mesh(self.mesh):
             total, count = self._evaluate(self.state["params"], batch)
         return float(total) / max(float(count), 1.0)
@@ -196,7 +224,11 @@ class Trainer:
 
         save_every: saves after every so many steps, and after the last. run: as in save. on_step(step, found): is
         called after each step with what `train` gives.
+
+        Raises ValueError, before the first step, where save would: `folder` has a later checkpoint than the state.
         """
+        if save_every is not None and self.step < steps:
+            self._check_newest()
         while self.step < steps:
             found = self.train(batches[self.step])
             if on_step is not None:
@@ -208,26 +240,48 @@ class Trainer:
         """Writes a checkpoint of the state, and of `run`, a JSON value. It counts once it is whole: see restore.
 
         On a GPU it is written while training goes on; the next save, and `close`, wait for it.
+
+        Raises ValueError where `folder` has a checkpoint of this step or a later one that is not the state's own.
         """
         import orbax.checkpoint as ocp
 
-        kept = {"config": dataclasses.asdict(self.config), "run": dict(run or {})}
+        of_run: dict[str, Any] = json.loads(json.dumps(dict(run or {})))
+        if self._kept == (self.step, of_run):
+            return  # it is there
+        self._check_newest(and_this=True)
+        kept = {"config": dataclasses.asdict(self.config), "run": of_run}
         items = ocp.args.Composite(state=ocp.args.StandardSave(self.state), run=ocp.args.JsonSave(kept))
-        self._checkpoints.save(self.step, args=items)
+        if not self._checkpoints.save(self.step, args=items):
+            raise RuntimeError(f"folder: orbax took no checkpoint of step {self.step}")
+        self._kept = self.step, of_run
 
-    def restore(self, step: int | None = None) -> dict[str, Any]:
+    def _check_newest(self, *, and_this: bool = False) -> None:
+        """Raises ValueError where the folder has later checkpoints than the state. and_this: also one of its step."""
+        newest = self._checkpoints.latest_step()
+        if newest is None or newest < self.step + (not and_this):
+            return
+        other = "a later step" if newest == self.step else "restore(step, remove_later=True)"
+        raise ValueError(
+            f"folder: got a checkpoint of step {newest} beside a state of step {self.step}, want another folder, or "
+            f"{other}"
+        )
+
+    def restore(self, step: int | None = None, *, remove_later: bool = False) -> dict[str, Any]:
         """Puts the state where a checkpoint was, on this trainer's mesh, whatever mesh it was saved from.
 
         A checkpoint that was not written to its end, because the process was killed, does not count.
 
         Args:
           step: of the checkpoint; None for the newest.
+          remove_later: whether to delete the checkpoints of later steps, once this one is restored. Without it, what
+            goes on from here cannot be saved in the same folder.
 
         Returns:
           The `run` that was saved with it.
 
         Raises:
-          FileNotFoundError: there is no such checkpoint. ValueError: its model has other parameters.
+          FileNotFoundError: there is no such checkpoint. ValueError: its model has other parameters, its optimizer
+            another state, or save did not write it.
         """
         import orbax.checkpoint as ocp
 
@@ -235,13 +289,36 @@ class Trainer:
         if not steps or (step is not None and step not in steps):
             raise FileNotFoundError(f"folder: got no checkpoint{'' if step is None else f' of step {step}'}")
         step = max(steps) if step is None else step
-        kept = self._checkpoints.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+        kept = self._restored_run(step)
         self._check_config(kept["config"])
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
-        self.state = self._checkpoints.restore(step, args=items).state
+        try:
+            self.state = self._checkpoints.restore(step, args=items).state
+        except ValueError as error:
+            if "structures do not match" not in str(error):
+                raise
+            raise ValueError(
+                f"optimizer: got one whose state is not like that of the checkpoint of step {step}, want the optimizer "
+                "that the checkpoint was trained with"
+            ) from error
         self.step = int(self.state["step"])
+        self._kept = self.step, dict(kept["run"])
+        for later in [x for x in steps if remove_later and x > self.step]:
+            self._checkpoints.delete(later)
         return kept["run"]
+
+    def _restored_run(self, step: int) -> dict[str, Any]:
+        """What stands beside the state: {"config": ..., "run": ...}."""
+        import orbax.checkpoint as ocp
+
+        try:
+            kept = self._checkpoints.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+        except KeyError:
+            kept = None
+        if not isinstance(kept, dict) or not {"config", "run"} <= kept.keys():
+            raise ValueError(f"folder: got a checkpoint of step {step} without its `run`, want one that save wrote")
+        return kept
 
     def _check_config(self, other: dict[str, Any]) -> None:
         """Raises ValueError where a checkpoint's model has other parameters or another forward."""

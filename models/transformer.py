@@ -21,7 +21,7 @@ from jax_kernels.models.packing import Packed, packed
 from jax_kernels.models.pipeline import pipelined
 from jax_kernels.models.quantized import QuantizedLinear, QuantizedWeight
 from jax_kernels.models.remat import recomputed
-from jax_kernels.models.sharding import ShardingRules
+from jax_kernels.models.sharding import ShardingRules, has_explicit_axes, under_auto_axes
 from jax_kernels.ops.matmul.matmul import matmul
 from jax_kernels.ops.matmul.mlp import mlp
 from jax_kernels.quantization import dequantize
@@ -81,7 +81,7 @@ class Block(nnx.Module):
             attended, cache = self.attention(self.attention_norm(x), cache=cache)
         normed, x = self.mlp_norm(attended, residual=x)  # and x + attended
         is_op = isinstance(self.mlp, GatedMLP) and self.mlp.gate_proj.precision is None
-        if self.attention.shares_tokens and is_op:
+        if self.attention.shares_tokens and is_op and cache is None:  # tokens beside a cache are not shared out
             return self._mlp_over_devices(normed, x), cache
         return self.mlp(normed, residual=x), cache
 
@@ -167,7 +167,7 @@ class Transformer(nnx.Module):
         kernels LeCun normal.
 
     On a mesh (`with jax.set_mesh(mesh)`, see make_mesh and shard_model) the same calls run over its devices. Tokens go
-    in, and results come out, in their order.
+    in, and results come out, in their order. On Explicit axes a result is shared out by the rules, a cache as it was.
     """
 
     block_type = Block
@@ -202,6 +202,9 @@ class Transformer(nnx.Module):
         """Embeddings [B, T, model_dim], in param_dtype, of int tokens [B, T]; NaN for an id of vocab_size or more."""
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, want integers [batch, length]")
+        if has_explicit_axes():
+            embed = lambda model, tokens: model.embed_tokens(tokens)
+            return under_auto_axes(embed, self, (tokens,), self._spec("batch", "tokens", None, of=tokens))
         return jnp.take(self.embed[...], tokens, axis=0)
 
     def __call__(
@@ -233,6 +236,8 @@ class Transformer(nnx.Module):
             raise ValueError(f"cache: got {len(cache)} entries, want one for each of the {len(self.layers)} layers")
         if (tokens is None) == (embeddings is None):
             raise ValueError("tokens, embeddings: want exactly one of them")
+        if has_explicit_axes():
+            return self._called_under_auto_axes(tokens, embeddings, segment_ids, cache)
         if cache is None:
             x, order = self._hidden(tokens, embeddings, segment_ids)
             return self._logits(x if order is None else self._constrained(x[:, np.argsort(order)]))
@@ -240,6 +245,23 @@ class Transformer(nnx.Module):
             raise ValueError("segment_ids: got an array beside a cache, want None: its tokens are one document")
         x, cache = self._extended(tokens, embeddings, cache)
         return self._logits(x), cache
+
+    def _called_under_auto_axes(self, tokens: Any, embeddings: Any, segment_ids: Any, cache: Any) -> Any:
+        """A call on a mesh with Explicit axes."""
+        given = tokens if embeddings is None else embeddings
+        logits = self._spec("batch", "tokens" if cache is None else None, "vocab", of=given)
+        placed = jax.tree.map(lambda x: getattr(jax.typeof(x).sharding, "spec", P()), cache)
+
+        def call(model: Any, tokens: Any, embeddings: Any, segment_ids: Any, cache: Any) -> Any:
+            return model(tokens, embeddings=embeddings, segment_ids=segment_ids, cache=cache)
+
+        results = logits if cache is None else (logits, placed)
+        return under_auto_axes(call, self, (tokens, embeddings, segment_ids, cache), results)
+
+    def _spec(self, *names: str | None, of: Any) -> P:
+        """How the rules share out an array whose first axes are those of tokens, or of embeddings."""
+        lengths = (*of.shape[:2], self.config.vocab_size)
+        return self.rules.spec(names, lengths, jax.sharding.get_abstract_mesh())
 
     def losses(self, tokens: jax.Array, targets: jax.Array, *, segment_ids: jax.Array | None = None) -> jax.Array:
         """The cross-entropy of each target under the logits at its place, which never stand in memory as a whole.
@@ -256,6 +278,10 @@ class Transformer(nnx.Module):
         """
         if targets.shape != tokens.shape:
             raise ValueError(f"targets: got shape {targets.shape}, want tokens' {tokens.shape}")
+        if has_explicit_axes():
+            losses = lambda model, tokens, targets, ids: model.losses(tokens, targets, segment_ids=ids)
+            spec = self._spec("batch", "tokens", of=tokens)
+            return under_auto_axes(losses, self, (tokens, targets, segment_ids), spec)
         x, order = self._hidden(tokens, None, segment_ids)
         tied = self.config.tie_embeddings
         w = self.embed[...] if tied else self._head_kernel(x.dtype)
@@ -279,11 +305,12 @@ class Transformer(nnx.Module):
         Args:
           tokens: integers [B, P], the prompts. Shorter ones are padded at their end, by any ids, and have `lengths`.
           max_new_tokens: how many to draw for each prompt.
-          temperature: the logits are divided by it; 0 takes the likeliest token each time.
+          temperature: the logits are divided by it; 0 takes the likeliest token each time. A traced one below 0 counts
+            as 0.
           top_k: draw among so many of the likeliest tokens; None for all. Those as likely as the last count, too.
           eos_id: a prompt is done once it has drawn this token. The loop ends when all are.
           lengths: integers [B], from 1 to P; None for P.
-          key: a jax.random.key; only temperature 0 goes without.
+          key: a jax.random.key; only a known temperature of 0 goes without.
 
         Returns:
           int32 [B, max_new_tokens], the tokens after each prompt; those after an eos_id are eos_id.
@@ -294,6 +321,17 @@ class Transformer(nnx.Module):
         tokens, lengths = check_generation(
             tokens, lengths, max_new_tokens, temperature, top_k, eos_id, key, self.config.vocab_size
         )
+        if has_explicit_axes():
+            if not isinstance(temperature, jax.core.Tracer):
+                temperature = float(temperature)
+            fixed = None if isinstance(temperature, jax.core.Tracer) else temperature
+
+            def draw(model: Any, tokens: Any, lengths: Any, traced: Any, key: Any) -> jax.Array:
+                heat = traced if fixed is None else fixed
+                return generate(model, tokens, lengths, max_new_tokens, heat, top_k, eos_id, key)
+
+            given = tokens, lengths, temperature if fixed is None else None, key
+            return under_auto_axes(draw, self, given, self._spec("batch", None, of=tokens))
         return generate(self, tokens, lengths, max_new_tokens, temperature, top_k, eos_id, key)
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jax_kernels.compiling import compile_kernels, compiler_options
 from jax_kernels.models import LongNet, LongNetConfig, Transformer, TransformerConfig, make_mesh, state_shardings
-from jax_kernels.models.sharding import batch_sharding, place
+from jax_kernels.models.sharding import ShardingRules, batch_sharding, check_mesh, place
 
 __all__ = ["Checkpoints", "Settings", "Trainer", "bits_per_byte", "make_model", "sample"]
 
@@ -85,6 +85,7 @@ class Trainer:
         # Not under jit, which would compile the initialisation of each layer anew.
         self.graphdef, params = nnx.split(make_model(settings.model, nnx.Rngs(settings.seed)), nnx.Param)
         self.mesh = make_mesh({"data": 1}) if mesh is None else mesh
+        check_mesh(self.mesh, ShardingRules(), settings.model.sequence_axis)
         self._batch = batch_sharding((settings.batch_size, settings.seq_len), self.mesh)
         params = place(params, state_shardings(params, self.mesh))
         moments = state_shardings(jax.eval_shape(self.optimizer.init, params), self.mesh)

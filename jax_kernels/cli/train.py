@@ -98,5 +98,5 @@ def train(
         raise typer.BadParameter(f"got {documents!r}, want none or files", param_hint="--documents")
     try:
         train_run.run(axes, text, out, attention=attention, settings=settings, model=model, processes=processes)
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (ValueError, TypeError, FileNotFoundError, NotImplementedError) as error:
         raise train_run.as_user_error(error) from error

@@ -2,7 +2,9 @@
 
 import json
 import math
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import optax
 
 from jax_kernels.cli import UserError
 from jax_kernels.cli.demo_data import standard_library
+from jax_kernels.cli.train_processes import STOPPED, check_agreement, stop_asked
 from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_documents
 from jax_kernels.models.distributed import initialize_distributed
 
@@ -43,8 +46,14 @@ def run(
     axes: dict[str, int], text: Path | None, out: Path, *, attention: str, settings: dict[str, Any],
     model: dict[str, Any], processes: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Trains. Raises ValueError, TypeError or FileNotFoundError for what the user can mend."""
+    """Trains. Raises ValueError, TypeError or FileNotFoundError for what the user can mend.
+
+    Ends the process with the status STOPPED where SIGTERM ended the run.
+    """
     initialize_distributed(**processes)
+    options = {_OPTIONS.get(name, name): value for name, value in (settings | model).items()}
+    options |= {"mesh": axes, "attention": attention, "out": str(out)}
+    check_agreement({f"--{name.replace('_', '-')}": value for name, value in options.items()})
     is_first = jax.process_index() == 0
     say = print if is_first else lambda *words, **options: None
     mesh = make_mesh(axes)
@@ -55,10 +64,11 @@ def run(
         config = LongNetConfig(vocab_size=256, **model, **pattern)
     paths = standard_library_files() if text is None else text
     data, starts = read_documents(paths)
-    options: dict[str, Any] = {"seed": settings["seed"], "mesh": mesh}
-    options |= {"documents": starts} if settings.get("documents") == "files" else {}
-    batches = TokenBatches(data, length, settings["batch_size"], **options)
+    order: dict[str, Any] = {"seed": settings["seed"], "mesh": mesh}
+    order |= {"documents": starts} if settings.get("documents") == "files" else {}
+    batches = TokenBatches(data, length, settings["batch_size"], **order)
     kept = settings | {"text": batches.sha256}
+    check_agreement({"--text": f"a text of SHA-256 {kept['text'][:16]}"})
     trainer = Trainer(
         config,
         optimizer_of(settings),
@@ -70,21 +80,34 @@ def run(
     losses: list[float] = []
     if trainer.latest is not None:
         before = trainer.restore()
+        if "losses" not in before:
+            raise ValueError("--out: another program wrote the checkpoint there, without losses; give another folder")
         losses = before.pop("losses")
         check_settings(before, kept)
         say(f"goes on from step {trainer.step}", flush=True)
     say(f"{mesh.size} devices, {jax.process_count()} processes, mesh {dict(mesh.shape)}", flush=True)
     try:
-        train(trainer, batches, losses, kept, say)
+        with stop_asked() as asked:
+            is_whole = train(trainer, batches, losses, kept, say, asked)
     finally:
         trainer.close()
+    if not is_whole:
+        say(f"SIGTERM: saved step {trainer.step}; the same command goes on from there", flush=True)
+        sys.exit(STOPPED)
     if is_first:
         record = {"settings": kept, "mesh": dict(mesh.shape), "processes": jax.process_count(), "losses": losses}
         (out / "train.json").write_text(json.dumps(record, indent=1))
 
 
-def train(trainer: Trainer, batches: TokenBatches, losses: list[float], kept: dict[str, Any], say: Any) -> None:
-    """All steps that are left, with a message now and then."""
+# The options whose values have other names in the config.
+_OPTIONS = {"num_layers": "layers", "model_dim": "width", "num_heads": "heads", "num_kv_heads": "kv_heads"}
+
+
+def train(
+    trainer: Trainer, batches: TokenBatches, losses: list[float], kept: dict[str, Any], say: Any,
+    asked: Callable[[int], bool],
+) -> bool:  # fmt: skip
+    """All steps that are left, with a message now and then. Whether they all ran: asked(step) ends them, saved."""
     steps, tokens = kept["steps"], kept["batch_size"] * kept["seq_len"]
     last, since = time.monotonic(), trainer.step
     while trainer.step < steps:
@@ -96,8 +119,12 @@ def train(trainer: Trainer, batches: TokenBatches, losses: list[float], kept: di
             bits = losses[-1] / math.log(2)
             say(f"step {trainer.step}: {bits:.4f} bits a byte, {rate:,.0f} tokens/s", flush=True)
             last, since = now, trainer.step
-        if trainer.step % kept["save_every"] == 0 or is_last:
+        is_stopped = asked(trainer.step) and not is_last
+        if trainer.step % kept["save_every"] == 0 or is_last or is_stopped:
             trainer.save(kept | {"losses": losses})
+        if is_stopped:
+            return False
+    return True
 
 
 def standard_library_files() -> list[Path]:

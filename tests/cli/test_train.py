@@ -2,16 +2,20 @@
 
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 import typer
 
-from jax_kernels.cli import train_run
+from jax_kernels.cli import main, train_run
 from jax_kernels.cli.train import parse_mesh
+from jax_kernels.models import Trainer, TransformerConfig
 from jax_kernels.models.distributed import initialize_distributed, scheduler
 
 MODEL = "--seq-len 32 --batch-size 4 --layers 1 --width 32 --heads 2 --dtype float32 --save-every 2"
@@ -38,13 +42,13 @@ def end(process, code=0, limit=120):
     return out + err
 
 
-def pair(*words):
-    """Two processes with two devices each, that find each other at a free port."""
+def pair(*words, first=(), second=()):
+    """Two processes with two devices each, that find each other at a free port. first, second: words of their own."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     joint = ("--coordinator", f"localhost:{port}", "--num-processes", 2)
-    return [start(*joint, *words, "--process-id", i, devices=2) for i in range(2)]
+    return [start(*joint, *words, *own, "--process-id", i, devices=2) for i, own in enumerate((first, second))]
 
 
 def losses(folder):
@@ -87,6 +91,86 @@ def test_two_processes_train_as_one_does(tmp_path, folder, capsys):
     given["settings"] = settings | {"steps": 5}
     with pytest.raises(ValueError, match="--out: the checkpoint there was trained with steps 4; give another folder"):
         train_run.run({"data": 1}, folder, tmp_path / "pair", **given)
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_that_differ_end_with_an_error_that_says_in_what(tmp_path, text):
+    words = ("--text", text, "--out", tmp_path / "out")
+    axes = ("--mesh", "data=4"), ("--mesh", "data=2,sequence=2", "--seed", 1)
+    differing, partial = pair(*words, first=axes[0], second=axes[1]), pair(*words, "--mesh", "data=2")
+    for process in differing:
+        told = end(process, 2)
+        assert "--seed: got 0 in process 0 and 1 in process 1, want the same in all processes" in told
+        assert "--mesh: got {'data': 4} in process 0 and {'data': 2, 'sequence': 2} in process 1" in told
+    for process in partial:
+        assert "mesh: got 2 of 4 devices, none of them of process 1, want devices of each" in end(process, 2)
+
+
+def small(settings):
+    settings = {"seq_len": 16, "batch_size": 2, "accumulate": 1, "learning_rate": 1e-3, "seed": 0} | settings
+    model = {"num_layers": 1, "model_dim": 16, "num_heads": 1}
+    return {"attention": "dense", "processes": {}, "settings": settings, "model": model}
+
+
+def test_a_run_that_sigterm_ends_saves_and_goes_on(tmp_path, text, capsys, monkeypatch):
+    given = small({"steps": 4, "save_every": 100})
+    whole = tmp_path / "whole"
+    train_run.run({"data": 1}, text, whole, **given)
+    of_model, steps = Trainer.train, []
+
+    def train(self, batch):
+        steps.append(self.step)
+        if len(steps) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return of_model(self, batch)
+
+    monkeypatch.setattr(Trainer, "train", train)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        train_run.run({"data": 1}, text, tmp_path / "out", **given)
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "SIGTERM: saved step 2" in capsys.readouterr().out
+    train_run.run({"data": 1}, text, tmp_path / "out", **given)
+    assert "goes on from step 2" in capsys.readouterr().out
+    assert steps == [0, 1, 2, 3]
+    assert losses(tmp_path / "out") == losses(whole)
+
+
+def test_what_cannot_run_or_go_on_is_named(tmp_path, text, capsys):
+    options = ["--text", str(text), "--out", str(tmp_path / "none"), "--mesh", "data=1", *MODEL.split()]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *options, "--implementation", "mosaic_gpu"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith("jax-kernels: implementation='mosaic_gpu' cannot serve this flash_attention")
+    given = small({"steps": 1, "save_every": 1})
+    config = TransformerConfig(vocab_size=256, num_layers=1, model_dim=16, num_heads=1)
+    trainer = Trainer(config, train_run.optimizer_of(given["settings"]), folder=tmp_path / "checkpoint")
+    trainer.save()
+    trainer.close()
+    with pytest.raises(ValueError, match="--out: another program wrote the checkpoint there, without losses"):
+        train_run.run({"data": 1}, text, tmp_path, **given)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_of_two_processes_sigterm_to_one_ends_both_at_one_step(tmp_path, text):
+    out = tmp_path / "out"
+    words = ("--mesh", "data=4", "--text", text, "--out", out, "--steps", 100_000)
+    first, second = pair(*words)
+    try:
+        while not any((out / "checkpoint").glob("[0-9]*")):
+            assert first.poll() is None
+            time.sleep(0.2)
+        second.send_signal(signal.SIGTERM)
+        told = end(first, 143)
+        end(second, 143)
+    finally:
+        first.kill()
+        second.kill()
+    assert re.search(r"SIGTERM: saved step \d+", told)
 
 
 @pytest.mark.slow

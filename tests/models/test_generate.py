@@ -77,6 +77,25 @@ def test_samples_by_the_temperature_among_the_likeliest():
     assert (draw(1.0, 2) != draw(1.0, 3)).any()
 
 
+def test_an_array_or_a_tiny_number_may_be_the_temperature():
+    model, key = Transformer(CONFIG, rngs=nnx.Rngs(0)), jax.random.key(0)
+    greedy = np.asarray(model.generate(prompts(), NEW, 0))
+    tokens = prompts()
+    traced = nnx.jit(lambda model, temperature: model.generate(tokens, NEW, temperature, key=key))
+    for found in (
+        model.generate(prompts(), NEW, jnp.float32(0)),
+        model.generate(prompts(), NEW, 1e-46),
+        model.generate(prompts(), NEW, 2e-38, key=key),
+        traced(model, jnp.float32(0)),
+        traced(model, jnp.float32(1e-40)),
+    ):
+        np.testing.assert_array_equal(found, greedy)
+    drawn = model.generate(prompts(), NEW, 0.9, key=key)
+    for temperature in (jnp.float32(0.9), jnp.bfloat16(0.8984375)):
+        assert model.generate(prompts(), NEW, temperature, key=key).shape == drawn.shape
+    np.testing.assert_array_equal(traced(model, jnp.float32(0.9)), drawn)
+
+
 def test_compiles_once_and_runs_under_jit():
     model, traces = Transformer(CONFIG, rngs=nnx.Rngs(0)), []
 
@@ -100,6 +119,8 @@ def test_bad_arguments_are_named():
         ({"max_new_tokens": 2.5}, TypeError, r"max_new_tokens: got 2\.5, want an int"),
         ({"top_k": 51}, ValueError, "top_k: got 51, want 1 to 50"),
         ({"temperature": -1}, ValueError, "temperature: got -1, want 0 or more"),
+        ({"temperature": jnp.float32(-1)}, ValueError, r"temperature: got -1\.0, want 0 or more"),
+        ({"temperature": jnp.ones(3)}, TypeError, r"temperature: got float32 \(3,\), want one number"),
         ({"temperature": 0.5, "key": None}, ValueError, r"key: got None with temperature=0\.5, want a jax\.random"),
         ({"lengths": [1, 2]}, ValueError, r"lengths: got int32 \(2,\), want integers \[batch\] = \(3,\)"),
         ({"lengths": [0, 2, 8]}, ValueError, "lengths: got 0 to 8, want 1 to the 7 tokens of a prompt"),

@@ -79,6 +79,21 @@ def test_the_logits_of_the_vocabulary_never_stand():
     assert f"[{BATCH},{LENGTH},{VOCABULARY}]" not in program
 
 
+def test_inside_shard_map_with_its_types_checked():
+    """On the test's one device too, the types tell what varies: w's gradient has to be added up."""
+    x, w, targets, cotangent = arrays()
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+    rows = jax.P("data")
+
+    def call(x, w):
+        local = lambda x, w, targets: linear_cross_entropy(x, w, targets, chunk=10)
+        return jax.shard_map(local, mesh=mesh, in_specs=(rows, jax.P(), rows), out_specs=rows)(x, w, targets)
+
+    losses, vjp = jax.vjp(jax.jit(call), x, w)
+    for got, want in zip((losses, *vjp(cotangent)), oracle(x, w, targets, cotangent), strict=True):
+        np.testing.assert_allclose(got, want, atol=3e-6)
+
+
 def test_bad_arguments_are_named():
     x, w, targets, _ = arrays()
     for arguments, error, message in [

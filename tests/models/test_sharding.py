@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
@@ -28,6 +29,7 @@ from jax_kernels.models import (
     LongNetConfig,
     MultiHeadAttention,
     ShardingRules,
+    Trainer,
     Transformer,
     TransformerConfig,
     make_mesh,
@@ -35,7 +37,7 @@ from jax_kernels.models import (
     shard_batch,
     shard_model,
 )
-from jax_kernels.models.sharding import batch_sharding
+from jax_kernels.models.sharding import batch_sharding, check_mesh
 from jax_kernels.testing import rms_error
 
 CONFIG = TransformerConfig(vocab_size=64, model_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, mlp_dim=48)
@@ -62,7 +64,7 @@ CASES = {
     "longnet_tensor": (DILATED, {"sequence": 4, "tensor": 2}),
 }
 # Cases with "documents" in their names have packed documents.
-QUICK = ["documents", "tensor", "fsdp"]
+QUICK = ["documents", "tensor", "fsdp", "generate", "longnet_generate", "explicit", "placed_sequence"]
 
 
 @nnx.jit
@@ -131,6 +133,81 @@ def run_quantized(format, axes):
     return {"error": max(errors)}
 
 
+def run_generate(config, axes):
+    """What a model generates, and its logits with a cache, of numbers of tokens that the devices do not divide."""
+    model = (LongNet if isinstance(config, LongNetConfig) else Transformer)(config, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 8))
+
+    def call():
+        drawn = model.generate(tokens[:, :5], 8, 0, lengths=np.array([5, 3]))
+        cached = ()
+        if not isinstance(model, LongNet):
+            cached, _ = model(tokens[:, :7], cache=model.init_cache(2, 8))
+        return drawn, cached
+
+    want = call()
+    mesh = make_mesh(axes)
+    shard_model(model, mesh)
+    with jax.set_mesh(mesh):
+        got = call()
+    np.testing.assert_array_equal(got[0], want[0])
+    return {"error": 0.0 if isinstance(model, LongNet) else rms_error(np.asarray(got[1]), np.asarray(want[1]))}
+
+
+def run_explicit(config, axes):
+    """On Explicit axes: a model's losses, logits and gradients, a cache, generation, and a Trainer's step."""
+    model = (LongNet if isinstance(config, LongNetConfig) else Transformer)(config, rngs=nnx.Rngs(0))
+    tokens, targets = np.random.default_rng(0).integers(0, config.vocab_size, (2, 4, 32)).astype(np.int32)
+    is_dense = not isinstance(model, LongNet)
+
+    def cached(tokens):
+        logits, cache = model(tokens[:, :7], cache=model.init_cache(4, 8))
+        return [logits, model(tokens[:, 7:8], cache=cache)[0], model.embed_tokens(tokens)]
+
+    def trained(mesh, batch):
+        trainer = Trainer(config, optax.adam(1e-2), mesh=mesh, accumulate=2)
+        found = [trainer.train(batch)["loss"] for _ in range(2)]
+        return [*found, np.float32(trainer.evaluate(batch))]
+
+    want = [step(model, tokens, targets, None), trained(None, (tokens, targets)), cached(tokens) if is_dense else []]
+    drawn = np.asarray(model.generate(tokens[:, :5], 4, 0))
+    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
+    shard_model(model, mesh)
+    with jax.set_mesh(mesh):
+        batch = shard_batch((tokens, targets), mesh)
+        got = [step(model, *batch, None), trained(mesh, batch), cached(tokens) if is_dense else []]
+        np.testing.assert_array_equal(model.generate(tokens[:, :5], 4, 0), drawn)
+        hot = nnx.jit(lambda model, heat: model.generate(tokens[:, :5], 4, heat, key=jax.random.key(0)))
+        np.testing.assert_array_equal(hot(model, jnp.float32(0)), drawn)
+    flat = lambda found: [np.asarray(x) for x in jax.tree.leaves(found)]
+    return {"error": max(rms_error(g, w) for g, w in zip(flat(got), flat(want), strict=True))}
+
+
+def run_placed_sequence():
+    """shard_sequence and unshard_sequence of arrays that lie on Explicit axes already."""
+    mesh = jax.make_mesh((2, 2), ("data", "sequence"))
+    x = jnp.arange(4.0 * 16).reshape(4, 16)
+    placed = jax.device_put(x, jax.NamedSharding(mesh, P("data", "sequence")))
+    for layout in ("zigzag", "striped", "contiguous"):
+        shared = shard_sequence(placed, mesh, "sequence", layout=layout)
+        np.testing.assert_array_equal(shared, shard_sequence(x, mesh, "sequence", layout=layout))
+        np.testing.assert_array_equal(unshard_sequence(shared, mesh, "sequence", layout=layout), x)
+        with jax.set_mesh(mesh):
+            again = jax.jit(lambda x, layout=layout: unshard_sequence(x, mesh, "sequence", layout=layout))(shared)
+        np.testing.assert_array_equal(again, x)
+    return {"error": 0.0}
+
+
+EXPLICIT = {
+    "explicit": (CONFIG, {"data": 2, "sequence": 2}),
+    "explicit_all": (dataclasses.replace(CONFIG, tie_embeddings=False), {"fsdp": 2, "sequence": 2, "tensor": 2}),
+    "explicit_pipeline": (dataclasses.replace(CONFIG, microbatches=1), {"pipeline": 2, "data": 2}),
+    "explicit_longnet": (DILATED, {"sequence": 2}),
+}
+GENERATE = {
+    "generate": (CONFIG, {"data": 2, "sequence": 2}),
+    "longnet_generate": (DILATED, {"data": 2, "sequence": 2}),
+}
 QUANTIZED = {
     "int4_ring": ("int4", {"data": 2, "sequence": 2}),
     "mxfp8_tensor": ("mxfp8", {"fsdp": 2, "tensor": 2}),
@@ -141,13 +218,19 @@ MODULES = {"module": (None, True), "module_full": (None, False), "module_striped
 
 def main(names) -> dict:
     run = {name: functools.partial(run_module, *given) for name, given in MODULES.items()}
+    run |= {name: functools.partial(run_explicit, *given) for name, given in EXPLICIT.items()}
+    run["placed_sequence"] = run_placed_sequence
+    run |= {name: functools.partial(run_generate, *given) for name, given in GENERATE.items()}
     run |= {name: functools.partial(run_quantized, *given) for name, given in QUANTIZED.items()}
     run |= {name: functools.partial(run_case, *given, "documents" in name) for name, given in CASES.items()}
     return {name: run[name]() for name in names}
 
 
+ALL = [*CASES, *MODULES, *QUANTIZED, *GENERATE, *EXPLICIT, "placed_sequence"]
+
+
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("names", tiers.groups([*CASES, *MODULES, *QUANTIZED], QUICK, 4))
+@pytest.mark.parametrize("names", tiers.groups(ALL, QUICK, 4))
 def test_a_mesh_changes_nothing(names):
     results = json.loads(cpu_devices.lines_of(__file__, *names)[-1])
     assert sorted(results) == sorted(names)
@@ -195,6 +278,14 @@ def test_bad_meshes_and_batches_are_named():
             make_mesh(axes)
     with pytest.raises(ValueError, match=r"batch: got 3 rows for 6 devices \(data, fsdp\), want a multiple"):
         batch_sharding((3, 8), MESH)
+
+
+def test_axes_of_a_mesh_that_no_rule_uses_are_named():
+    mesh = AbstractMesh((4, 2, 1), ("seq", "data", "more"))
+    known = "data, fsdp, pipeline, sequence, tensor"
+    with pytest.raises(ValueError, match=f"mesh: got seq=4, along which .* want axes that the rules use: {known}"):
+        check_mesh(mesh, ShardingRules(), "sequence")
+    check_mesh(make_mesh({"more": 1}), ShardingRules())
 
 
 if __name__ == "__main__":

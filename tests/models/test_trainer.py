@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,36 @@ def test_the_loss_s_keys_hang_on_the_seed_and_the_step():
     assert len({*keys(0), *keys(1)}) == 6
 
 
+def test_a_run_goes_on_from_an_earlier_step_in_another_folder_or_without_the_later_checkpoints(tmp_path):
+    def trainer():
+        return Trainer(CONFIG, optax.sgd(0.1), folder=tmp_path)
+
+    def folders():
+        return sorted(int(path.name) for path in tmp_path.iterdir())
+
+    first = trainer()
+    first.fit(batches(), 4, save_every=2)
+    first.save()  # it is there
+    with pytest.raises(ValueError, match="folder: got a checkpoint of step 4 beside a state of step 4"):
+        first.save({"other": 1})
+    again = trainer()
+    again.restore(2)
+    message = r"folder: got a checkpoint of step 4 beside a state of step 2, want another folder, or restore"
+    with pytest.raises(ValueError, match=message):
+        again.fit(batches(), 3, save_every=1)
+    assert again.step == 2
+    again.fit(batches(), 3)
+    with pytest.raises(ValueError, match="folder: got a checkpoint of step 4 beside a state of step 3"):
+        again.save()
+    assert folders() == [2, 4]
+    again = trainer()
+    again.restore(2, remove_later=True)
+    assert folders() == [2]
+    again.fit(batches(), 3, save_every=1)
+    assert folders() == [2, 3]
+    assert again.latest == 3
+
+
 def test_bad_arguments_and_checkpoints_are_named(tmp_path):
     trainer = Trainer(CONFIG, optax.sgd(0.1), folder=tmp_path)
     with pytest.raises(FileNotFoundError, match="folder: got no checkpoint"):
@@ -130,6 +161,11 @@ def test_bad_arguments_and_checkpoints_are_named(tmp_path):
         ValueError, match="config: got a model that differs from the checkpoint's, which has mlp_dim=32"
     ):
         other.restore()
+    with pytest.raises(ValueError, match="optimizer: got one whose state is not like that of the checkpoint"):
+        Trainer(CONFIG, optax.adam(0.1), folder=tmp_path).restore()
+    shutil.copytree(tmp_path, tmp_path / "cut", ignore=lambda folder, names: {"run", "cut"} & set(names))
+    with pytest.raises(ValueError, match="folder: got a checkpoint of step 0 without its `run`, want one"):
+        Trainer(CONFIG, optax.sgd(0.1), folder=tmp_path / "cut").restore()
     again = Trainer(dataclasses.replace(CONFIG, remat=True), optax.sgd(0.1), folder=tmp_path, seed=5)
     assert again.restore() == {"text": "a"}
     np.testing.assert_array_equal(again.model.embed[...], trainer.model.embed[...])

@@ -328,3 +328,17 @@ def test_8_bits_are_emulated_on_request():
         for name in names[1:]:
             with pytest.raises(NotImplementedError, match=r"A100.* has no products of 8 bits"):
                 program(**xla | {name: None})
+
+
+def test_a_layer_keeps_its_own_static_attributes():
+    model = Transformer(CONFIG, rngs=nnx.Rngs(0))
+    tokens = jnp.arange(16).reshape(2, 8) % CONFIG.vocab_size
+    before = model(tokens)
+    model.layers[1].attention.rope_theta = 3.0
+    after = model(tokens)
+    assert float(jnp.abs(after - before).max()) > 1e-2
+    np.testing.assert_allclose(after, model(tokens, cache=model.init_cache(2, 8))[0], atol=1e-4)
+    scanned = Transformer(dataclasses.replace(CONFIG, scan_layers=True), rngs=nnx.Rngs(0))
+    scanned.layers[1].attention.rope_theta = 3.0
+    with pytest.raises(ValueError, match="layers: got blocks that differ"):
+        scanned(tokens)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
 
@@ -68,7 +68,15 @@ def order_of(devices: int, layout: str, length: int) -> np.ndarray:
 
 def _placed(x: Any, order: np.ndarray, mesh: Mesh, axis_name: str, axis: int) -> Any:
     if not np.array_equal(order, np.arange(len(order))):
-        x = jax.numpy.take(x, order, axis=axis)
+        x = _taken(x, order, axis % x.ndim)
     spec: list[Any] = [None] * x.ndim
     spec[axis] = axis_name
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def _taken(x: Any, order: np.ndarray, axis: int) -> Any:
+    """jnp.take along an axis, which may be shared out on Explicit axes: the result then is, too."""
+    sharding = jax.typeof(x).sharding
+    if not any(kind == AxisType.Explicit for kind in sharding.mesh.axis_types):
+        return jax.numpy.take(x, order, axis=axis)
+    return x.at[(slice(None),) * axis + (order,)].get(out_sharding=sharding)
