@@ -124,7 +124,8 @@ def partitioned(function: Callable[..., Any], shares: Shares, key: Hashable = No
                 missing.append(tuple(x for name, over in spread.items() if name not in has for x in over))
             platform = mesh.devices.flat[0].platform
             once = is_compiled and platform != "cpu"
-            on_device = functools.partial(_lowered_once, flat, platform, programs) if once else _lowered_anew(flat)
+            lowered = functools.partial(_lowered_once, flat, (platform, mesh.size), programs)
+            on_device = lowered if once else _lowered_anew(flat)
             local = functools.partial(_summed, on_device, missing)
             return mesh, local, tuple(map(place, found[1])), tuple(map(place, shares.arguments))
 
@@ -164,18 +165,26 @@ def _programs_of(key: Hashable, tree: Any) -> dict[Any, Any]:
     return {}
 
 
-def _lowered_once(function: Callable[..., Any], platform: str, programs: dict[Any, Any], *leaves: Any) -> Any:
+def _lowered_once(function: Callable[..., Any], target: tuple[str, int], programs: dict[Any, Any], *leaves: Any) -> Any:
     """The function's results, by a program that is lowered once for all calls on arrays of the same shapes.
 
     XLA asks for a device's part of every call anew: for each kernel of a model, in each block. Mosaic numbers what JAX
     lowers, so that each answer would have kernels of its own, and XLA would compile all of them.
+
+    target: the platform, and how many devices the mesh has: under jax.set_mesh a program is for that many. There JAX
+    would also place scalars on the mesh, for which a device's program has no use and XLA no call. They have an axis.
     """
+    platform, _ = target
     device = jax.sharding.get_abstract_mesh().abstract_device
+    shapes = [x.shape for x in leaves]
+    leaves = tuple(x.reshape(x.shape or (1,)) for x in leaves)
     arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    if (platform, device, arrays) not in programs:
+    key = target, device, tuple(shapes), arrays
+    if key not in programs:
         name = "cuda" if platform == "gpu" else platform
         checks = [export.DisabledSafetyCheck.custom_call(call) for call in KERNEL_CALLS]
-        lower = export.export(jax.jit(function), platforms=[name], disabled_checks=checks)
+        of_shapes = lambda *leaves: function(*(x.reshape(shape) for x, shape in zip(leaves, shapes, strict=True)))
+        lower = export.export(jax.jit(of_shapes), platforms=[name], disabled_checks=checks)
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            programs[platform, device, arrays] = lower(*arrays)
-    return programs[platform, device, arrays].call(*leaves)
+            programs[key] = lower(*arrays)
+    return programs[key].call(*leaves)
