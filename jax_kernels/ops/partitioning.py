@@ -5,6 +5,8 @@ a kernel's function gets a rule for the Shardy partitioner. The axes of its arra
 be shared out together. A result that lacks a name is summed over the devices that share that axis.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import export, lax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jax_kernels import dispatch
@@ -25,6 +28,8 @@ __all__ = ["ArrayAxes", "Axis", "Shares", "is_partitioned", "partitioned"]
 
 # The custom calls of kernels, which jax.export takes on demand: their text may change with JAX, and is not kept here.
 KERNEL_CALLS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "mosaic_gpu_v2")
+
+_INSIDE_PARTITIONED = contextvars.ContextVar("inside_partitioned", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,18 +96,32 @@ def _mesh_axes(sharding: Any, count: int) -> Iterator[tuple[str, ...]]:
 def is_partitioned() -> bool:
     """Whether a kernel that is traced now may be shared out by XLA: there are devices, and no manual mesh axes."""
     kinds = jax.sharding.get_abstract_mesh().axis_types
-    return jax.device_count() > 1 and all(kind == AxisType.Auto for kind in kinds)
+    return jax.device_count() > 1 and all(kind == AxisType.Auto for kind in kinds) and not _INSIDE_PARTITIONED.get()
 
 
-def partitioned(function: Callable[..., Any], shares: Shares, key: Hashable = None) -> Callable[..., Any]:
+@contextlib.contextmanager
+def _inside_partitioned() -> Iterator[None]:
+    token = _INSIDE_PARTITIONED.set(True)
+    try:
+        yield
+    finally:
+        _INSIDE_PARTITIONED.reset(token)
+
+
+def partitioned(
+    function: Callable[..., Any], shares: Shares, key: Hashable = None, *, has_rules: bool = False
+) -> Callable[..., Any]:
     """The function of arrays, with a rule by which the devices of a mesh share out its work under jit.
 
     key: all that makes the function what it is. Functions of one key are lowered once for arrays of the same shapes;
-    one without a key is lowered for its own calls alone.
+    one without a key is lowered for its own calls alone. has_rules: kernels in the function have rules of their own,
+    which a device's part has no use for.
     """
     is_compiled = not dispatch.interpreting()
 
     def run(*args: Any) -> Any:
+        if has_rules:
+            return _partitioned_whole(function, shares, key, args)
         leaves, tree = jax.tree.flatten(args)
         found: list[Any] = []  # the structure of the results, and their axes
         programs = {} if key is None else _programs_of(key, tree)
@@ -135,6 +154,30 @@ def partitioned(function: Callable[..., Any], shares: Shares, key: Hashable = No
         return jax.tree.unflatten(found[0], out)
 
     return run
+
+
+def _partitioned_whole(function: Callable[..., Any], shares: Shares, key: Hashable, args: tuple[Any, ...]) -> Any:
+    """partitioned of a function whose kernels have rules, which are left out of it.
+
+    It may have constants, such as tables, which custom_partitioning does not take. They become arguments.
+    """
+
+    def trace(*args: Any) -> tuple[ClosedJaxpr, Any]:
+        with _inside_partitioned():
+            closed, results = jax.make_jaxpr(under_defaults(function), return_shape=True)(*args)
+        return closed, jax.tree.structure(results)
+
+    closed, _ = trace(*args)
+
+    def of_constants(*given: Any) -> Any:
+        *args, constants = given
+        closed, results = trace(*args)
+        assert [x.aval for x in closed.jaxpr.constvars] == [jax.typeof(x) for x in constants]
+        return jax.tree.unflatten(results, jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*jax.tree.leaves(args)))
+
+    unshared: list[ArrayAxes] = [(None,) * x.ndim for x in closed.consts]
+    every = dataclasses.replace(shares, arguments=[*shares.arguments, *unshared])
+    return partitioned(of_constants, every, key)(*args, closed.consts)
 
 
 def _summed(function: Callable[..., Any], over: Sequence[tuple[str, ...]], *leaves: Any) -> tuple[Any, ...]:

@@ -23,7 +23,16 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from jax_kernels import decode_attention, flash_attention, gated_matmul, layer_norm, masks, matmul, rms_norm
+from jax_kernels import (
+    decode_attention,
+    dilated_attention,
+    flash_attention,
+    gated_matmul,
+    layer_norm,
+    masks,
+    matmul,
+    rms_norm,
+)
 from jax_kernels.ops import partitioning
 from jax_kernels.testing import rms_error
 
@@ -46,6 +55,9 @@ def cases(length, dim, implementation):
     """Name: function, shapes or arrays, how they are shared out, the collectives that there may be."""
     query, key, one_key = ((4, length, heads, dim) for heads in (4, 2, 1))
     attend = lambda *qkv, **options: flash_attention(*qkv, implementation=implementation, **options)
+    dilate = lambda *qkv, **options: dilated_attention(
+        *qkv, segment_lengths=(length // 2, length), dilation_rates=(1, 2), implementation=implementation, **options
+    )
     ids, pairs = ("ids", (4, length)), (4, 4, length, length)
     qkv, shared = (query, key, key), (HEADS,) * 3
     by_distance = lambda score, b, h, q, k: score - 0.1 * jnp.abs(q - k)
@@ -86,6 +98,10 @@ def cases(length, dim, implementation):
             ),
             (*qkv, ("ids", (4,)), ("bool", (4, 1, 1, length)), (1, 4, 1, length)),
             (*shared, ROWS, ROWS, columns), set(),
+        ),
+        "dilated": (both(dilate), qkv, (ROWS,) * 3, set()),
+        "dilated in order": (
+            both(lambda q, k, v, i: dilate(q, k, v, segment_ids=i, order="hilbert")), (*qkv, ids), (ROWS,) * 4, set(),
         ),
         "rms_norm": (both(lambda x, s: rms_norm(x, s, implementation=implementation), 2), (x, (128,)), (by_rows, ONE),
                      sums),
@@ -233,7 +249,7 @@ def test_devices_share_the_work(kind, names):
 @pytest.mark.parametrize(
     ("gpu", "names"),
     [
-        ("h200", ["causal", "rms_norm", "columns", "scalar", "fp8"]),
+        ("h200", ["causal", "dilated", "rms_norm", "columns", "scalar", "fp8"]),
         pytest.param("h200", NAMES, marks=pytest.mark.slow),
         pytest.param("a100", NAMES, marks=pytest.mark.slow),
     ],
