@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from jax_kernels import (
     decode_attention,
     dilated_attention,
+    dispatch,
     flash_attention,
     gated_matmul,
     layer_norm,
@@ -33,7 +34,10 @@ from jax_kernels import (
     matmul,
     rms_norm,
 )
+from jax_kernels.matmul_inputs import MatmulOptions
 from jax_kernels.ops import partitioning
+from jax_kernels.ops.matmul import fp8
+from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.testing import rms_error
 
 HEADS, ROWS, ONE = P("data", None, "tensor"), P("data"), P()
@@ -63,6 +67,8 @@ def cases(length, dim, implementation):
     by_distance = lambda score, b, h, q, k: score - 0.1 * jnp.abs(q - k)
     by_head = lambda slopes: lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k)
     takes_dense = "xla" if implementation == "triton" else implementation
+    multiply_8_bits = lambda *xw, **options: matmul(*xw, precision="fp8", implementation=takes_8_bits, **options)
+    eight = (4, 128, 128), (128, 256)
     takes_8_bits = "mosaic_gpu" if implementation == "mosaic_gpu" else "xla"
     composed = lambda ids: masks.causal() & masks.segments(ids)
     sums = {"all-reduce"}
@@ -110,7 +116,10 @@ def cases(length, dim, implementation):
             (x, (128,), (128,), x), (by_rows, ONE, ONE, by_rows), sums,
         ),
         "columns": (both(multiply, 2), (x, w), (ROWS, columns), sums),
-        "fp8": (lambda x, w: matmul(x, w, precision="fp8", implementation=takes_8_bits), (x, w), (ROWS, columns), sums),
+        "fp8": (both(lambda x, w: multiply_8_bits(x, w), 2), eight, (ROWS, columns), sums),
+        "fp8 rows": (both(lambda x, w: multiply_8_bits(x, w, scaling="row"), 2), eight, (ROWS, ONE), sums),
+        "fp8 blocks": (both(lambda x, w: multiply_8_bits(x, w, scaling="block"), 2), eight, (ROWS, ONE), sums),
+        "rounded": (rounded, ((512, 256),), (P("data", "tensor"),), sums),
         "depth": (both(multiply, 2), (x, w), (HEADS, P("tensor")), sums),
         "epilogue": (
             both(lambda x, w, b, r: multiply(x, w, bias=b, residual=r, activation="silu"), 4),
@@ -131,6 +140,16 @@ def blocks(x, scale, w, implementation):
     norm = lambda x: rms_norm(x, scale, implementation=implementation)
     block = jax.jit(lambda x: matmul(norm(x), w, residual=x, implementation=implementation))
     return norm(block(block(block(x))))
+
+
+def rounded(x):
+    """x and its transpose in 8 bits, by the kernel that gives both."""
+    results = []
+    for scaling in ("tensor", "row", "block"):
+        options = MatmulOptions(out_dtype="bfloat16", scaling=scaling)
+        call = PlannedCall("mosaic_gpu", None, options, dispatch.interpreting())
+        results.append([(y.values.astype(jnp.float32), y.scale) for y in fp8.both_ways(call, x)])
+    return results
 
 
 def array(random, given, dtype=jnp.bfloat16):
@@ -217,7 +236,7 @@ def results(gpu, names):
 
 
 NAMES = list(cases(64, 16, "triton"))
-QUICK = ["causal", "score_mod of heads", "decode", "rms_norm", "columns", "depth"]
+QUICK = ["dilated", "fp8 rows", "rounded", "causal", "score_mod of heads", "decode", "rms_norm", "columns", "depth"]
 
 
 # JAX cannot trace a score_mod on Auto axes whose arrays have Explicit ones.
@@ -249,7 +268,7 @@ def test_devices_share_the_work(kind, names):
 @pytest.mark.parametrize(
     ("gpu", "names"),
     [
-        ("h200", ["causal", "dilated", "rms_norm", "columns", "scalar", "fp8"]),
+        ("h200", ["causal", "dilated", "rms_norm", "columns", "scalar", "fp8", "fp8 rows"]),
         pytest.param("h200", NAMES, marks=pytest.mark.slow),
         pytest.param("a100", NAMES, marks=pytest.mark.slow),
     ],
