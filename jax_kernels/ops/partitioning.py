@@ -5,6 +5,8 @@ a kernel's function gets a rule for the Shardy partitioner. The axes of its arra
 be shared out together. A result that lacks a name is summed over the devices that share that axis.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import export, lax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jax_kernels import dispatch
@@ -25,6 +28,8 @@ __all__ = ["ArrayAxes", "Axis", "Shares", "is_partitioned", "partitioned"]
 
 # The custom calls of kernels, which jax.export takes on demand: their text may change with JAX, and is not kept here.
 KERNEL_CALLS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "mosaic_gpu_v2")
+
+_INSIDE_PARTITIONED = contextvars.ContextVar("inside_partitioned", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,18 +96,32 @@ def _mesh_axes(sharding: Any, count: int) -> Iterator[tuple[str, ...]]:
 def is_partitioned() -> bool:
     """Whether a kernel that is traced now may be shared out by XLA: there are devices, and no manual mesh axes."""
     kinds = jax.sharding.get_abstract_mesh().axis_types
-    return jax.device_count() > 1 and all(kind == AxisType.Auto for kind in kinds)
+    return jax.device_count() > 1 and all(kind == AxisType.Auto for kind in kinds) and not _INSIDE_PARTITIONED.get()
 
 
-def partitioned(function: Callable[..., Any], shares: Shares, key: Hashable = None) -> Callable[..., Any]:
+@contextlib.contextmanager
+def _inside_partitioned() -> Iterator[None]:
+    token = _INSIDE_PARTITIONED.set(True)
+    try:
+        yield
+    finally:
+        _INSIDE_PARTITIONED.reset(token)
+
+
+def partitioned(
+    function: Callable[..., Any], shares: Shares, key: Hashable = None, *, has_rules: bool = False
+) -> Callable[..., Any]:
     """The function of arrays, with a rule by which the devices of a mesh share out its work under jit.
 
     key: all that makes the function what it is. Functions of one key are lowered once for arrays of the same shapes;
-    one without a key is lowered for its own calls alone.
+    one without a key is lowered for its own calls alone. has_rules: kernels in the function have rules of their own,
+    which a device's part has no use for.
     """
     is_compiled = not dispatch.interpreting()
 
     def run(*args: Any) -> Any:
+        if has_rules:
+            return _partitioned_whole(function, shares, key, args)
         leaves, tree = jax.tree.flatten(args)
         found: list[Any] = []  # the structure of the results, and their axes
         programs = {} if key is None else _programs_of(key, tree)
@@ -124,7 +143,8 @@ def partitioned(function: Callable[..., Any], shares: Shares, key: Hashable = No
                 missing.append(tuple(x for name, over in spread.items() if name not in has for x in over))
             platform = mesh.devices.flat[0].platform
             once = is_compiled and platform != "cpu"
-            on_device = functools.partial(_lowered_once, flat, platform, programs) if once else _lowered_anew(flat)
+            lowered = functools.partial(_lowered_once, flat, (platform, mesh.size), programs)
+            on_device = lowered if once else _lowered_anew(flat)
             local = functools.partial(_summed, on_device, missing)
             return mesh, local, tuple(map(place, found[1])), tuple(map(place, shares.arguments))
 
@@ -134,6 +154,30 @@ def partitioned(function: Callable[..., Any], shares: Shares, key: Hashable = No
         return jax.tree.unflatten(found[0], out)
 
     return run
+
+
+def _partitioned_whole(function: Callable[..., Any], shares: Shares, key: Hashable, args: tuple[Any, ...]) -> Any:
+    """partitioned of a function whose kernels have rules, which are left out of it.
+
+    It may have constants, such as tables, which custom_partitioning does not take. They become arguments.
+    """
+
+    def trace(*args: Any) -> tuple[ClosedJaxpr, Any]:
+        with _inside_partitioned():
+            closed, results = jax.make_jaxpr(under_defaults(function), return_shape=True)(*args)
+        return closed, jax.tree.structure(results)
+
+    closed, _ = trace(*args)
+
+    def of_constants(*given: Any) -> Any:
+        *args, constants = given
+        closed, results = trace(*args)
+        assert [x.aval for x in closed.jaxpr.constvars] == [jax.typeof(x) for x in constants]
+        return jax.tree.unflatten(results, jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*jax.tree.leaves(args)))
+
+    unshared: list[ArrayAxes] = [(None,) * x.ndim for x in closed.consts]
+    every = dataclasses.replace(shares, arguments=[*shares.arguments, *unshared])
+    return partitioned(of_constants, every, key)(*args, closed.consts)
 
 
 def _summed(function: Callable[..., Any], over: Sequence[tuple[str, ...]], *leaves: Any) -> tuple[Any, ...]:
@@ -164,18 +208,26 @@ def _programs_of(key: Hashable, tree: Any) -> dict[Any, Any]:
     return {}
 
 
-def _lowered_once(function: Callable[..., Any], platform: str, programs: dict[Any, Any], *leaves: Any) -> Any:
+def _lowered_once(function: Callable[..., Any], target: tuple[str, int], programs: dict[Any, Any], *leaves: Any) -> Any:
     """The function's results, by a program that is lowered once for all calls on arrays of the same shapes.
 
     XLA asks for a device's part of every call anew: for each kernel of a model, in each block. Mosaic numbers what JAX
     lowers, so that each answer would have kernels of its own, and XLA would compile all of them.
+
+    target: the platform, and how many devices the mesh has: under jax.set_mesh a program is for that many. There JAX
+    would also place scalars on the mesh, for which a device's program has no use and XLA no call. They have an axis.
     """
+    platform, _ = target
     device = jax.sharding.get_abstract_mesh().abstract_device
+    shapes = [x.shape for x in leaves]
+    leaves = tuple(x.reshape(x.shape or (1,)) for x in leaves)
     arrays = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    if (platform, device, arrays) not in programs:
+    key = target, device, tuple(shapes), arrays
+    if key not in programs:
         name = "cuda" if platform == "gpu" else platform
         checks = [export.DisabledSafetyCheck.custom_call(call) for call in KERNEL_CALLS]
-        lower = export.export(jax.jit(function), platforms=[name], disabled_checks=checks)
+        of_shapes = lambda *leaves: function(*(x.reshape(shape) for x, shape in zip(leaves, shapes, strict=True)))
+        lower = export.export(jax.jit(of_shapes), platforms=[name], disabled_checks=checks)
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            programs[platform, device, arrays] = lower(*arrays)
-    return programs[platform, device, arrays].call(*leaves)
+            programs[key] = lower(*arrays)
+    return programs[key].call(*leaves)

@@ -23,11 +23,25 @@ from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from jax_kernels import decode_attention, flash_attention, gated_matmul, layer_norm, masks, matmul, rms_norm
+from jax_kernels import (
+    decode_attention,
+    dilated_attention,
+    dispatch,
+    flash_attention,
+    gated_matmul,
+    layer_norm,
+    masks,
+    matmul,
+    rms_norm,
+)
+from jax_kernels.matmul_inputs import MatmulOptions
 from jax_kernels.ops import partitioning
+from jax_kernels.ops.matmul import fp8
+from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.testing import rms_error
 
 HEADS, ROWS, ONE = P("data", None, "tensor"), P("data"), P()
+UNDER_SET_MESH = "blocks", "scalar", "fp8", "meshes"  # the cases that are compiled for GPUs under jax.set_mesh
 COLLECTIVES = "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"
 
 
@@ -45,11 +59,17 @@ def cases(length, dim, implementation):
     """Name: function, shapes or arrays, how they are shared out, the collectives that there may be."""
     query, key, one_key = ((4, length, heads, dim) for heads in (4, 2, 1))
     attend = lambda *qkv, **options: flash_attention(*qkv, implementation=implementation, **options)
+    dilate = lambda *qkv, **options: dilated_attention(
+        *qkv, segment_lengths=(length // 2, length), dilation_rates=(1, 2), implementation=implementation, **options
+    )
     ids, pairs = ("ids", (4, length)), (4, 4, length, length)
     qkv, shared = (query, key, key), (HEADS,) * 3
     by_distance = lambda score, b, h, q, k: score - 0.1 * jnp.abs(q - k)
     by_head = lambda slopes: lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k)
     takes_dense = "xla" if implementation == "triton" else implementation
+    multiply_8_bits = lambda *xw, **options: matmul(*xw, precision="fp8", implementation=takes_8_bits, **options)
+    eight = (4, 128, 128), (128, 256)
+    takes_8_bits = "mosaic_gpu" if implementation == "mosaic_gpu" else "xla"
     composed = lambda ids: masks.causal() & masks.segments(ids)
     sums = {"all-reduce"}
     x, w, wide = (4, 16, 128), (128, 256), (4, 16, 256)
@@ -69,6 +89,10 @@ def cases(length, dim, implementation):
         ),
         "sinks": (both(lambda q, k, v, s: attend(q, k, v, sinks=s), 4), (*qkv, (4,)), (*shared, ONE), sums),
         "score_mod": (both(lambda *a: attend(*a, score_mod=by_distance)), qkv, shared, set()),
+        "scalar": (
+            both(lambda q, k, v, s: attend(q, k, v, score_mod=lambda score, b, h, i, j: score * s), 4), (*qkv, ()),
+            (*shared, ONE), sums,
+        ),
         "score_mod of heads": (
             both(lambda q, k, v, s: attend(q, k, v, score_mod=by_head(s)), 4), (*qkv, (4,)), (*shared, ONE),
             {"all-gather", "all-reduce"},
@@ -81,6 +105,10 @@ def cases(length, dim, implementation):
             (*qkv, ("ids", (4,)), ("bool", (4, 1, 1, length)), (1, 4, 1, length)),
             (*shared, ROWS, ROWS, columns), set(),
         ),
+        "dilated": (both(dilate), qkv, (ROWS,) * 3, set()),
+        "dilated in order": (
+            both(lambda q, k, v, i: dilate(q, k, v, segment_ids=i, order="hilbert")), (*qkv, ids), (ROWS,) * 4, set(),
+        ),
         "rms_norm": (both(lambda x, s: rms_norm(x, s, implementation=implementation), 2), (x, (128,)), (by_rows, ONE),
                      sums),
         "layer_norm": (
@@ -88,6 +116,10 @@ def cases(length, dim, implementation):
             (x, (128,), (128,), x), (by_rows, ONE, ONE, by_rows), sums,
         ),
         "columns": (both(multiply, 2), (x, w), (ROWS, columns), sums),
+        "fp8": (both(lambda x, w: multiply_8_bits(x, w), 2), eight, (ROWS, columns), sums),
+        "fp8 rows": (both(lambda x, w: multiply_8_bits(x, w, scaling="row"), 2), eight, (ROWS, ONE), sums),
+        "fp8 blocks": (both(lambda x, w: multiply_8_bits(x, w, scaling="block"), 2), eight, (ROWS, ONE), sums),
+        "rounded": (rounded, ((512, 256),), (P("data", "tensor"),), sums),
         "depth": (both(multiply, 2), (x, w), (HEADS, P("tensor")), sums),
         "epilogue": (
             both(lambda x, w, b, r: multiply(x, w, bias=b, residual=r, activation="silu"), 4),
@@ -110,10 +142,20 @@ def blocks(x, scale, w, implementation):
     return norm(block(block(block(x))))
 
 
+def rounded(x):
+    """x and its transpose in 8 bits, by the kernel that gives both."""
+    results = []
+    for scaling in ("tensor", "row", "block"):
+        options = MatmulOptions(out_dtype="bfloat16", scaling=scaling)
+        call = PlannedCall("mosaic_gpu", None, options, dispatch.interpreting())
+        results.append([(y.values.astype(jnp.float32), y.scale) for y in fp8.both_ways(call, x)])
+    return results
+
+
 def array(random, given, dtype=jnp.bfloat16):
-    if given[0] == "ids":
+    if given[:1] == ("ids",):
         return jnp.asarray(np.sort(random.integers(0, 3, given[1]), axis=-1), jnp.int32)
-    if given[0] == "bool":
+    if given[:1] == ("bool",):
         return jnp.asarray(random.random(given[1]) < 0.7)
     return jnp.asarray(random.standard_normal(given), dtype)
 
@@ -137,7 +179,10 @@ def on_cpus(name, kind=AxisType.Auto):
 
 
 def for_gpu(gpu, name):
-    """The collectives of the program that XLA compiles for four GPUs that are not there."""
+    """The collectives of the program that XLA compiles for four GPUs that are not there.
+
+    Name "meshes": of that for two of them too, behind that for four, on as large a part of x.
+    """
     import aot
     from jax.experimental import topologies
     from jax.sharding import AbstractMesh, Mesh
@@ -146,23 +191,31 @@ def for_gpu(gpu, name):
 
     implementation = "mosaic_gpu" if gpu == "h200" else "triton"
     with on_device(gpu) as info:
-        function, given, specs, _ = cases(512, 64, implementation)[name]
+        function, given, specs, _ = cases(512, 64, implementation)["rms_norm" if name == "meshes" else name]
         config = aot.target_config(info)
-        topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x4x1")
-        mesh = Mesh(np.array(topology.devices).reshape(2, 2), ("data", "tensor"))
+        devices = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x4x1").devices
         device = aot.abstract_device(info)
-        without_mesh = AbstractMesh((), (), abstract_device=device)
-        # As jax.set_mesh would have it, with a device of which Mosaic can read the compute capability.
-        with_device = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
-        mesh.__dict__["abstract_mesh"] = with_device
-        random = np.random.default_rng(0)
-        shapes = [jax.eval_shape(lambda x=x: array(random, x)) for x in given]
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-            for x, spec in zip(shapes, specs, strict=True)
-        ]
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh if name == "blocks" else without_mesh):
-            text = jax.jit(function).lower(*shapes).compile().as_text()
+
+        def compiled(grid, given):
+            mesh = Mesh(np.array(devices[: grid[0] * grid[1]]).reshape(grid), ("data", "tensor"))
+            # With a device of which Mosaic can read the compute capability.
+            mesh.__dict__["abstract_mesh"] = AbstractMesh(
+                mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device
+            )
+            shapes = [jax.eval_shape(lambda x=x: array(np.random.default_rng(0), x)) for x in given]
+            shapes = [
+                jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+                for x, spec in zip(shapes, specs, strict=True)
+            ]
+            without_mesh = AbstractMesh((), (), abstract_device=device)
+            is_set = name in UNDER_SET_MESH
+            with jax.set_mesh(mesh) if is_set else jax.sharding.use_abstract_mesh(without_mesh):
+                return jax.jit(function).lower(*shapes).compile().as_text()
+
+        specs = (ROWS, ONE) if name == "meshes" else specs
+        text = compiled((2, 2), given)
+        if name == "meshes":
+            text += compiled((2, 1), given)
     # Mosaic's kernels are told apart by a hash of all that there is of them, their numbers in the program among it.
     calls = collections.Counter(re.findall(r'kernel_hash = ("(?:[^"\\]|\\.)*")', text))
     return {"found": collectives_of(text), "calls": sorted(calls.values())}
@@ -183,7 +236,7 @@ def results(gpu, names):
 
 
 NAMES = list(cases(64, 16, "triton"))
-QUICK = ["causal", "score_mod of heads", "decode", "rms_norm", "columns", "depth"]
+QUICK = ["dilated", "fp8 rows", "rounded", "causal", "score_mod of heads", "decode", "rms_norm", "columns", "depth"]
 
 
 # JAX cannot trace a score_mod on Auto axes whose arrays have Explicit ones.
@@ -215,7 +268,7 @@ def test_devices_share_the_work(kind, names):
 @pytest.mark.parametrize(
     ("gpu", "names"),
     [
-        ("h200", ["causal", "rms_norm", "columns"]),
+        ("h200", ["causal", "dilated", "rms_norm", "columns", "scalar", "fp8", "fp8 rows"]),
         pytest.param("h200", NAMES, marks=pytest.mark.slow),
         pytest.param("a100", NAMES, marks=pytest.mark.slow),
     ],
@@ -231,6 +284,12 @@ def test_a_kernel_that_devices_share_is_one_however_often_it_is_called():
     """XLA asks for a device's part of each call anew; JAX would number each answer's kernel, and XLA compile it."""
     # Norms forward and backward, the product, and those of x's and w's gradients.
     assert results("h200", ["blocks"])["blocks"]["calls"] == [3, 3, 3, 4, 4]
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(300)
+def test_a_program_for_one_mesh_does_not_serve_another_of_more_devices():
+    assert results("h200", ["meshes"])["meshes"]["found"] == ["all-reduce"]
 
 
 def test_shared_tokens_are_an_error_on_explicit_axes():

@@ -16,7 +16,8 @@ from jax_kernels.ops.attention.vjp import AttentionCall
 from jax_kernels.ops.dilated import ring
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated.views import BranchCall, Piece
-from jax_kernels.ops.planned_op import under_defaults
+from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
+from jax_kernels.ops.planned_op import join_batch, split_batch, under_defaults
 from jax_kernels.ops.ring.steps import Rows
 from jax_kernels.pallas.attention.passes import dilated_rows
 from jax_kernels.reference.attention import row_terms
@@ -24,6 +25,11 @@ from jax_kernels.reference.attention import row_terms
 __all__ = ["DilatedCall", "run", "with_results"]
 
 Parts = list[tuple[Piece, jax.Array]]
+
+WARNING = (
+    "query: its tokens or heads are shared out over devices, which are gathered on each of them; use "
+    "sequence_parallel_dilated_attention inside jax.shard_map for tokens"
+)
 
 
 @jax.tree_util.register_static
@@ -63,6 +69,43 @@ class DilatedCall:
     def by_kernels(self) -> bool:
         """Whether dilated_rows gathers rows, and puts together what the attentions give."""
         return all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions)
+
+    @property
+    def has_spans(self) -> bool:
+        """Whether devices share segments."""
+        return any(views.span is not None for views, _ in self.attentions)
+
+
+def _shared(function: Any, call: DilatedCall, *statics: Any) -> Any:
+    """function(call, *statics, arrays) as a function of the arrays, whose batch devices share out under jit.
+
+    The heads stay together: the class of tokens that a head takes is part of the program, which is one for all devices.
+    """
+    plain = functools.partial(function, call, *statics)
+    if not is_partitioned() or not call.by_kernels or call.has_spans:
+        return plain
+
+    def run(arrays: Any) -> Any:
+        shares = Shares(
+            arguments=_of_batch(arrays),
+            results=_of_batch,
+            lengths={"batch": arrays[0].shape[0]},
+            warning=WARNING,
+        )
+        return partitioned(plain, shares, (function, call, statics), has_rules=True)(arrays)
+
+    wrapped = jax.custom_batching.custom_vmap(run)
+
+    @wrapped.def_vmap
+    def _(size: int, mapped: Any, arrays: Any) -> Any:
+        results = wrapped(jax.tree.map(functools.partial(join_batch, size), arrays, mapped[0]))
+        return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)
+
+    return wrapped
+
+
+def _of_batch(tree: Any) -> list[ArrayAxes]:
+    return [(Axis("batch"), *[None] * (x.ndim - 1)) for x in jax.tree.leaves(tree)]
 
 
 def _inputs(call: DilatedCall, views: BranchCall, query, key, value, ids) -> AttentionInputs:
@@ -142,20 +185,25 @@ def _sum(arrays: list[jax.Array]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dilated(call, arrays):
-    return _forward(call, call.attentions, arrays)[: 1 + call.return_lse]
+    return _shared(_forward, call, call.attentions)(arrays)[: 1 + call.return_lse]
 
 
 @under_defaults
 def _dilated_fwd(call, arrays):
-    out, lse = _forward(call, call.differentiated, without_derivative(arrays, NO_SECOND))
+    out, lse = _shared(_forward, call, call.differentiated)(without_derivative(arrays, NO_SECOND))
     return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
 
 
 @under_defaults
 def _dilated_bwd(call: DilatedCall, residuals, cotangents):
-    query, key, value, ids, out, lse = residuals
-    heads = out.shape[2]
     dout, dlse = cotangents if call.return_lse else (*cotangents, None)
+    return ((*_shared(_backward, call)((*residuals, dout, dlse)), None),)
+
+
+def _backward(call: DilatedCall, arrays):
+    """The gradients of query, key and value."""
+    query, key, value, ids, out, lse, dout, dlse = arrays
+    heads = out.shape[2]
     terms = _row_terms(call, out, lse, dout, dlse) if call.merged_backward else None
     # What calls that read views add to, one after the other.
     dquery = jnp.zeros(query.shape, jnp.float32) if _sums_whole(call, query) else None
@@ -184,7 +232,7 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
     scale = call.attentions[0][1].options.scale if call.sums_dquery else 1.0
     dq = _total(call, parts["query"], query, heads, dquery, scale)
     dk, dv = (_total(call, parts[name], x, heads) for name, x in (("key", key), ("value", value)))
-    return ((dq, dk, dv, None),)
+    return dq, dk, dv
 
 
 def _sums_whole(call: DilatedCall, query: jax.Array) -> bool:

@@ -18,6 +18,7 @@ from jax_kernels import dispatch
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
 from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients
+from jax_kernels.ops.matmul.partitioning import shared_both_ways
 from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.planned_op import PlannedCall, under_defaults
 from jax_kernels.pallas.matmul.passes import both_ways as passes
@@ -202,15 +203,16 @@ def both_ways(
             x.T, format, scaling=scaling, scale=of_transpose
         )
     dtype = jnp.dtype(FORMATS[format])
+    kernel = shared_both_ways(functools.partial(passes.both_ways, dtype=dtype, interpret=call.interpret), scaling)
     if scaling == "block":
-        found = passes.both_ways(x, None, dtype, interpret=call.interpret)
+        found = kernel(x, None)
         assert found.scale is not None
         scale, of_transpose = found.scale, found.scale.T
     else:
         scale = quantization_scale(x, dtype, scaling, -1) if scale is None else scale
         of_transpose = quantization_scale(x, dtype, scaling, -2) if scaling == "row" else scale
         factors = passes.reciprocal(scale).reshape(-1), passes.reciprocal(of_transpose).reshape(-1)
-        found = passes.both_ways(x, factors, dtype, interpret=call.interpret)
+        found = kernel(x, factors)
     return (
         QuantizedArray(values=found.values, scale=scale, scaling=scaling),
         QuantizedArray(values=found.transposed, scale=of_transpose, scaling=scaling),
