@@ -178,9 +178,17 @@ def _results_of(name: str, tensors: Sequence[torch.Tensor]) -> _Results | None:
         hints = [private.hint(size) for size in x.shape]
         if None in hints:
             return None
-        sizes = tuple(str(size) if isinstance(size, torch.SymInt) else size for size in x.shape)
+        sizes = tuple(map(_described, x.shape))
         described.append(_Sizes(sizes, tuple(hints), x.dtype, x.device))  # type: ignore[arg-type]
     return _tried(name, tuple(described))
+
+
+def _described(size: Any) -> int | str:
+    """A size, or the text of its expression, unless the trace has found that it is a constant."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    text = str(size)
+    return int(text) if text.isdigit() else text
 
 
 class _Trial(NamedTuple):

@@ -98,6 +98,28 @@ def test_a_graph_holds_for_the_numbers_that_it_was_traced_with(name, dynamic):
     assert counter.frame_count <= frames + (not dynamic)
 
 
+def test_alibi_slopes():
+    """The slopes have a size of the tensors that the trace has made a constant."""
+    call = lambda *x: bridge.flash_attn_func(*x, causal=True, alibi_slopes=torch.tensor([0.5, 0.25]))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    frames = []
+    for length in (16, 18, 20, 23):
+        torch.testing.assert_close(compiled(*qkv(length)), call(*qkv(length)))
+        frames.append(counter.frame_count)
+    assert frames[1] == frames[3]
+
+
+def test_a_mask_has_a_graph_for_each_size():
+    mask = bridge.masks.causal()
+    counter = CompileCounterWithBackend("aot_eager")
+    call = lambda *x: bridge.flash_attention(*x, mask=mask)
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    for length in (16, 18, 20):
+        torch.testing.assert_close(compiled(*qkv(length)), call(*qkv(length)))
+    assert counter.frame_count == 3
+
+
 class Scale(enum.Enum):
     ONE = 1.5
 
