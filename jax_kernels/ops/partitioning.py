@@ -16,10 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export, lax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels import dispatch
 from jax_kernels.ops.planned_op import under_defaults
@@ -93,10 +94,39 @@ def _mesh_axes(sharding: Any, count: int) -> Iterator[tuple[str, ...]]:
     return (() if x is None else x if isinstance(x, tuple) else (x,) for x in spec)
 
 
+def _inside_shard_map(context: AbstractMesh, shapes: Sequence[Any]) -> tuple[Mesh, list[NamedSharding]]:
+    """The mesh of a shard_map, and the shardings along its one axis that XLA shares out.
+
+    There XLA partitions for the devices along that axis alone, and JAX does not name it. Sums are over the whole mesh's
+    axes, which only its shape tells apart: the order of the devices has no part in it.
+    """
+    devices = np.array(sorted(shapes[0].sharding.device_set, key=lambda device: device.id))
+    mesh = Mesh(devices.reshape(context.axis_sizes), context.axis_names)
+    (name,) = _shared_axes(context)
+    alone = Mesh(devices[: mesh.shape[name]], (name,))
+    is_cut = lambda x: (part < whole for part, whole in zip(x.sharding.shard_shape(x.shape), x.shape, strict=True))
+    specs = [PartitionSpec(*(name if cut else None for cut in is_cut(x))) for x in shapes]
+    return mesh, [NamedSharding(alone, spec) for spec in specs]
+
+
+def _shared_axes(mesh: AbstractMesh) -> list[str]:
+    """The axes along which XLA shares out arrays."""
+    every = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return [name for name, size, kind in every if kind == AxisType.Auto and size > 1]
+
+
 def is_partitioned() -> bool:
-    """Whether a kernel that is traced now may be shared out by XLA: there are devices, and no manual mesh axes."""
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    return jax.device_count() > 1 and all(kind == AxisType.Auto for kind in kinds) and not _INSIDE_PARTITIONED.get()
+    """Whether a kernel that is traced now may be shared out by XLA.
+
+    There are several devices, and all axes of the mesh are Auto. Or a shard_map leaves one such axis to XLA: of several
+    XLA would not tell a kernel's rule which is which.
+    """
+    if jax.device_count() == 1 or _INSIDE_PARTITIONED.get():
+        return False
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual not in mesh.axis_types:
+        return AxisType.Explicit not in mesh.axis_types
+    return AxisType.Explicit not in mesh.axis_types and len(_shared_axes(mesh)) == 1
 
 
 @contextlib.contextmanager
@@ -125,6 +155,7 @@ def partitioned(
         leaves, tree = jax.tree.flatten(args)
         found: list[Any] = []  # the structure of the results, and their axes
         programs = {} if key is None else _programs_of(key, tree)
+        context = jax.sharding.get_abstract_mesh()
 
         @under_defaults
         def flat(*leaves: Any) -> tuple[Any, ...]:
@@ -134,6 +165,8 @@ def partitioned(
 
         def partition(mesh: Any, shapes: Any, outs: Any) -> Any:
             shardings = [x.sharding for x in shapes]
+            if mesh.empty:
+                mesh, shardings = _inside_shard_map(context, shapes)
             spread = shares.spread(shardings)
             of = lambda axis: spread.get(axis.name) if shares.is_shared(axis) else None
             place = lambda axes: NamedSharding(shardings[0].mesh, PartitionSpec(*map(of, axes)))

@@ -41,7 +41,14 @@ from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.testing import rms_error
 
 HEADS, ROWS, ONE = P("data", None, "tensor"), P("data"), P()
-UNDER_SET_MESH = "blocks", "scalar", "fp8", "meshes"  # the cases that are compiled for GPUs under jax.set_mesh
+UNDER_SET_MESH = (
+    "blocks",
+    "scalar",
+    "fp8",
+    "meshes",
+    "partly manual",
+    "partly manual norm",
+)  # the cases that are compiled for GPUs under jax.set_mesh
 COLLECTIVES = "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"
 
 
@@ -111,6 +118,14 @@ def cases(length, dim, implementation):
         ),
         "rms_norm": (both(lambda x, s: rms_norm(x, s, implementation=implementation), 2), (x, (128,)), (by_rows, ONE),
                      sums),
+        "partly manual": (
+            both(partly_manual(lambda q, k, v: attend(q, k, v, is_causal=True), P(None, None, "tensor"))), qkv, shared,
+            set(),
+        ),
+        "partly manual norm": (
+            both(partly_manual(lambda x, s: rms_norm(x, s, implementation=implementation), P(None, "tensor"), ONE), 2),
+            (x, ("scale", (128,))), (by_rows, ONE), sums,
+        ),
         "layer_norm": (
             both(lambda x, s, b, r: layer_norm(x, s, b, residual=r, implementation=implementation)[0], 4),
             (x, (128,), (128,), x), (by_rows, ONE, ONE, by_rows), sums,
@@ -142,6 +157,18 @@ def blocks(x, scale, w, implementation):
     return norm(block(block(block(x))))
 
 
+def partly_manual(function, *specs):
+    """The function in a shard_map of which the mesh axis "data" is no part; specs: of its arrays, and the result's."""
+
+    def run(*arrays):
+        if jax.sharding.get_abstract_mesh().empty:
+            return function(*arrays)
+        given = specs if len(specs) > 1 else specs * len(arrays)
+        return jax.shard_map(function, in_specs=given, out_specs=specs[0], axis_names={"tensor"})(*arrays)
+
+    return run
+
+
 def rounded(x):
     """x and its transpose in 8 bits, by the kernel that gives both."""
     results = []
@@ -155,6 +182,8 @@ def rounded(x):
 def array(random, given, dtype=jnp.bfloat16):
     if given[:1] == ("ids",):
         return jnp.asarray(np.sort(random.integers(0, 3, given[1]), axis=-1), jnp.int32)
+    if given[:1] == ("scale",):  # of float32: XLA for CPUs fails on a sum of bfloat16 inside a partly manual shard_map
+        return jnp.asarray(random.standard_normal(given[1]), jnp.float32)
     if given[:1] == ("bool",):
         return jnp.asarray(random.random(given[1]) < 0.7)
     return jnp.asarray(random.standard_normal(given), dtype)
