@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_kernels.compiling import compile_kernels, compiler_options
+from jax_kernels.compiling import compile_kernels, compiler_options, paused_collections
 from jax_kernels.models.config import TransformerConfig, positive
 from jax_kernels.models.dilated_attention import LongNet, LongNetConfig
 from jax_kernels.models.packing import within_documents
@@ -181,7 +181,8 @@ class Trainer:
         batch = self._on_auto_axes(batch)
         with jax.set_mesh(self.mesh):
             if not self._is_compiled:
-                lowered = self._train.lower(self.state, batch)  # which jax.jit knows then
+                with paused_collections():
+                    lowered = self._train.lower(self.state, batch)  # which jax.jit knows then
                 compile_kernels(lowered, device=self.mesh.local_devices[0], wait=False)
                 self._is_compiled = True
             self.state, found = self._train(self.state, batch)

@@ -4,6 +4,7 @@ As a script it compiles a program for an H200 and prints how many kernels there 
 those that it compiled, before XLA asked for them and after.
 """
 
+import gc
 import json
 import sys
 import threading
@@ -106,6 +107,20 @@ def test_an_option_that_xla_does_not_have_is_left_out(monkeypatch):
     assert "xla_gpu_no_such_option" not in found
     assert "xla_gpu_ragged_all_to_all_mode" not in found
     assert len(found) == 2
+
+
+def test_collections_are_paused_and_go_on():
+    with pytest.raises(KeyError), compiling.paused_collections():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with compiling.paused_collections():
+            pass
+        assert not gc.isenabled()  # as the caller has it
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """One contender of benchmarks/train.py: a decoder, its training step, and the time of it."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -181,6 +182,7 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     from flax import nnx
 
     from jax_kernels import compile_kernels
+    from jax_kernels.compiling import paused_collections
     from jax_kernels.models import Transformer, TransformerConfig, make_mesh, shard_batch, state_shardings
 
     part("import")
@@ -235,7 +237,8 @@ def _transformer_run(case: TrainCase) -> tuple[Run, str, Callable[[], float | No
     stage: list[Any] = [train]
 
     def advance(method: str, *arguments: Any) -> None:
-        with jax.set_mesh(mesh):
+        rests = contextlib.nullcontext() if method == "compile" else paused_collections()  # as Trainer does
+        with jax.set_mesh(mesh), rests:
             stage[0] = getattr(stage[0], method)(*arguments)
 
     first = (

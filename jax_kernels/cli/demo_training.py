@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_kernels.compiling import compile_kernels, compiler_options
+from jax_kernels.compiling import compile_kernels, compiler_options, paused_collections
 from jax_kernels.models import LongNet, LongNetConfig, Transformer, TransformerConfig, make_mesh, state_shardings
 from jax_kernels.models.sharding import ShardingRules, batch_sharding, check_mesh, place
 
@@ -111,7 +111,8 @@ class Trainer:
         shape = (self.settings.batch_size, self.settings.seq_len)
         of_batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._batch)
         with jax.set_mesh(self.mesh):
-            lowered = train.lower(self.state, of_batch, of_batch)
+            with paused_collections():
+                lowered = train.lower(self.state, of_batch, of_batch)
             compile_kernels(lowered, device=self.mesh.local_devices[0], wait=False)
             return lowered.compile()
 
