@@ -110,9 +110,12 @@ def test_an_option_that_xla_does_not_have_is_left_out(monkeypatch):
 
 
 def test_collections_are_paused_and_go_on():
-    with pytest.raises(KeyError), compiling.paused_collections():
-        assert not gc.isenabled()
-        raise KeyError
+    def fail():
+        with compiling.paused_collections():
+            raise KeyError(gc.isenabled())
+
+    with pytest.raises(KeyError, match="False"):
+        fail()
     assert gc.isenabled()
     gc.disable()
     try:
