@@ -126,7 +126,7 @@ def block_sparse_attention(
         call = seen_by_name((query, key, value, block_mask), options, torch.are_deterministic_algorithms_enabled())
         if (known := _block_sparse.find(call)) is not None:
             return known(call.tensors)
-    if not OTHER_NAMES.keys().isdisjoint(arguments):
+    if any(name in arguments for name in OTHER_NAMES):
         arguments = _renamed("block_sparse_attention", arguments, query=query, key=key, mask=block_mask)
         return block_sparse_attention(query, key, value, block_mask, block_size=block_size, **arguments)
     if float_masks.is_float(block_mask):
@@ -174,7 +174,7 @@ def dynamic_mask_attention(
         call = seen_by_name((query, key, value, mask, bias), arguments, settings)
         if (known := _dynamic_mask.find(call)) is not None:
             return known(call.tensors)
-    if not OTHER_NAMES.keys().isdisjoint(arguments):
+    if any(name in arguments for name in OTHER_NAMES):
         arguments = _renamed("dynamic_mask_attention", arguments, query=query, key=key, mask=mask)
         mask = arguments.pop("mask", mask)
         return dynamic_mask_attention(query, key, value, mask, bias, **arguments)

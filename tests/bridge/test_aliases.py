@@ -200,6 +200,19 @@ def test_other_names_in_the_ops_for_masks(make_qkv):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+def test_the_ops_for_masks_compiled(make_qkv):
+    inputs = [x.detach() for x in make_qkv()]
+    keep, blocks = torch.ones(24, 24, dtype=torch.bool).tril(3), torch.ones(3, 3, dtype=torch.bool)
+    for attend in (
+        lambda *x: bridge.dynamic_mask_attention(*x, keep, is_causal=True),
+        lambda *x: bridge.dynamic_mask_attention(*x, attn_mask=keep, softmax_scale=0.3),
+        lambda *x: bridge.block_sparse_attention(*x, blocks, block_size=8),
+        lambda *x: bridge.block_sparse_attention(*x, blocks, block_size=8, softmax_scale=0.3),
+    ):
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*inputs), attend(*inputs))
+
+
 def test_errors_of_other_names(make_qkv):
     inputs, longer = make_qkv(), make_qkv(kv_length=30)
     keep = torch.ones(24, 24, dtype=torch.bool)

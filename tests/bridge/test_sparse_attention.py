@@ -149,14 +149,14 @@ ERRORS = [
         "^mask: block_sparse_attention has block_mask in its place",
     ),
     (
-        lambda: bridge.dynamic_mask_attention(ZEROS, ZEROS, ZEROS, ZEROS),
+        lambda: bridge.dynamic_mask_attention(ZEROS, ZEROS, ZEROS, ZEROS.int()),
         TypeError,
-        r"^mask: got dtype torch\.float32, want torch\.bool",
+        r"^mask: got dtype torch\.int32, want torch\.bool",
     ),
     (
         lambda: bridge.dynamic_mask_attention(ZEROS, ZEROS, ZEROS, None),
         TypeError,
-        "^mask: got NoneType, want a bool array",
+        "^mask: got None, want a bool tensor",
     ),
     (
         lambda: bridge.dynamic_mask_attention(ZEROS, ZEROS, ZEROS, BLOCKS),
