@@ -134,7 +134,7 @@ def run_quantized(format, axes):
 
 
 def run_generate(config, axes):
-    """What a model generates, and its logits with a cache, of numbers of tokens that the devices do not divide."""
+    """Generated tokens, and logits with a cache, of numbers of tokens that the devices do not divide."""
     model = (LongNet if isinstance(config, LongNetConfig) else Transformer)(config, rngs=nnx.Rngs(0))
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 8))
 
