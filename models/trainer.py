@@ -310,7 +310,7 @@ class Trainer:
         return kept["run"]
 
     def _restored_run(self, step: int) -> dict[str, Any]:
-        """What stands beside the state: {"config": ..., "run": ...}."""
+        """A checkpoint's part beside the state: {"config": ..., "run": ...}."""
         import orbax.checkpoint as ocp
 
         try:

@@ -1,4 +1,4 @@
-"""What the processes of `jax-kernels train` tell one another: their arguments at the start, and when to end early."""
+"""The processes of `jax-kernels train` among themselves: equal arguments at the start, and a common end on SIGTERM."""
 
 import contextlib
 import json

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from jax_kernels.cli import UserError
 from jax_kernels.cli.demo_data import standard_library
@@ -62,13 +63,8 @@ def run(
     if attention == "dilated":
         pattern: dict[str, Any] = {"segment_lengths": (length // 4, length // 2, length), "dilation_rates": (1, 2, 4)}
         config = LongNetConfig(vocab_size=256, **model, **pattern)
-    paths = standard_library_files() if text is None else text
-    data, starts = read_documents(paths)
-    order: dict[str, Any] = {"seed": settings["seed"], "mesh": mesh}
-    order |= {"documents": starts} if settings.get("documents") == "files" else {}
-    batches = TokenBatches(data, length, settings["batch_size"], **order)
-    kept = settings | {"text": batches.sha256}
-    check_agreement({"--text": f"a text of SHA-256 {kept['text'][:16]}"})
+    batches, digest = batches_of(text, settings, mesh)
+    kept = settings | {"text": digest}
     trainer = Trainer(
         config,
         optimizer_of(settings),
@@ -97,6 +93,27 @@ def run(
     if is_first:
         record = {"settings": kept, "mesh": dict(mesh.shape), "processes": jax.process_count(), "losses": losses}
         (out / "train.json").write_text(json.dumps(record, indent=1))
+
+
+def batches_of(text: Path | None, settings: dict[str, Any], mesh: Mesh) -> tuple[TokenBatches, str]:
+    """The batches of a text, and its digest.
+
+    Raises ValueError or FileNotFoundError, on each process, where one of them cannot have the text or has another.
+    """
+    options: dict[str, Any] = {"seed": settings["seed"], "mesh": mesh}
+    failure: Exception | None = None
+    try:
+        data, starts = read_documents(standard_library_files() if text is None else text)
+        options |= {"documents": starts} if settings.get("documents") == "files" else {}
+        batches = TokenBatches(data, settings["seq_len"], settings["batch_size"], **options)
+        digest = batches.sha256
+        found = f"a text of SHA-256 {digest[:16]}"
+    except (ValueError, OSError) as error:
+        failure, found = error, str(error)
+    check_agreement({"--text": found})  # also from a process that failed, which the others would wait for
+    if failure is not None:
+        raise failure
+    return batches, digest
 
 
 # The options whose values have other names in the config.
