@@ -83,7 +83,8 @@ def as_attention(arguments: dict[str, Any]) -> Any:
                 "ring_attention inside jax.shard_map for a sequence that devices share"
             )
     out = PartitionSpec(batch, None, heads, None)
-    return (out, PartitionSpec(batch, heads, None)) if arguments.get("return_lse") else out
+    others = arguments.get("arguments", arguments)  # of flash_attention, which dynamic_mask_attention passes on
+    return (out, PartitionSpec(batch, heads, None)) if others.get("return_lse") else out
 
 
 def as_rows(arguments: dict[str, Any]) -> Any:

@@ -27,11 +27,14 @@ from jax_kernels import (
     decode_attention,
     dilated_attention,
     dispatch,
+    dynamic_mask_attention,
     flash_attention,
     gated_matmul,
     layer_norm,
     masks,
     matmul,
+    mlp,
+    quantize,
     rms_norm,
 )
 from jax_kernels.matmul_inputs import MatmulOptions
@@ -82,6 +85,8 @@ def cases(length, dim, implementation):
     x, w, wide = (4, 16, 128), (128, 256), (4, 16, 256)
     multiply = lambda *xw, **options: matmul(*xw, implementation=implementation, **options)
     columns, by_rows = P(None, "tensor"), P("data", "tensor")
+    up, down = (128, 256), (256, 128)
+    low_bits = lambda x, w, format: multiply(x, quantize(w, format, axis=-2))
     return {
         "causal": (both(lambda *a: attend(*a, is_causal=True)), qkv, shared, set()),
         "one kv head": (both(attend), (query, one_key, one_key), (HEADS, ROWS, ROWS), sums),
@@ -93,6 +98,11 @@ def cases(length, dim, implementation):
         ),
         "bias": (
             both(lambda q, k, v, b: attend(q, k, v, bias=b), 4), (*qkv, (1, *pairs[1:])), (*shared, columns), sums,
+        ),
+        "dynamic mask": (
+            both(lambda q, k, v, b, m: dynamic_mask_attention(q, k, v, m, b, implementation=takes_dense), 4),
+            (*qkv, (4, 2, length, length), ("bool", (4, 2, length, length))),
+            (*shared, by_rows, by_rows), set(),
         ),
         "sinks": (both(lambda q, k, v, s: attend(q, k, v, sinks=s), 4), (*qkv, (4,)), (*shared, ONE), sums),
         "score_mod": (both(lambda *a: attend(*a, score_mod=by_distance)), qkv, shared, set()),
@@ -134,6 +144,12 @@ def cases(length, dim, implementation):
         "fp8": (both(lambda x, w: multiply_8_bits(x, w), 2), eight, (ROWS, columns), sums),
         "fp8 rows": (both(lambda x, w: multiply_8_bits(x, w, scaling="row"), 2), eight, (ROWS, ONE), sums),
         "fp8 blocks": (both(lambda x, w: multiply_8_bits(x, w, scaling="block"), 2), eight, (ROWS, ONE), sums),
+        "mlp": (
+            both(lambda x, a, b, g: mlp(x, a, b, w_gate=g, implementation=implementation), 4), (x, up, down, up),
+            (ROWS, columns, P("tensor"), columns), sums,
+        ),
+        "int8": (lambda x, w: low_bits(x, w, "int8"), (x, w), (ROWS, ONE), set()),
+        "int4": (lambda x, w: low_bits(x, w, "int4"), (wide, (256, 256)), (ROWS, ONE), set()),
         "rounded": (rounded, ((512, 256),), (P("data", "tensor"),), sums),
         "depth": (both(multiply, 2), (x, w), (HEADS, P("tensor")), sums),
         "epilogue": (
@@ -265,11 +281,29 @@ def results(gpu, names):
 
 
 NAMES = list(cases(64, 16, "triton"))
-QUICK = ["dilated", "fp8 rows", "rounded", "causal", "score_mod of heads", "decode", "rms_norm", "columns", "depth"]
+QUICK = [
+    "dilated",
+    "fp8 rows",
+    "rounded",
+    "partly manual",
+    "dynamic mask",
+    "mlp",
+    "int8",
+    "causal",
+    "score_mod of heads",
+    "decode",
+    "rms_norm",
+    "columns",
+    "depth",
+]
 
 
-# JAX cannot trace a score_mod on Auto axes whose arrays have Explicit ones.
-EXPLICIT = [name for name in NAMES if name != "score_mod of heads"]
+# JAX cannot trace a score_mod on Auto axes whose arrays have Explicit ones, and quantize names no axes for them.
+EXPLICIT = [
+    name
+    for name in NAMES
+    if name not in ("score_mod of heads", "scalar", "rounded", "int8", "int4") and "manual" not in name
+]
 
 
 @pytest.mark.timeout(300)
@@ -277,6 +311,7 @@ EXPLICIT = [name for name in NAMES if name != "score_mod of heads"]
     ("kind", "names"),
     [
         ("auto", QUICK),
+        ("explicit", ["dynamic mask"]),
         pytest.param("auto", NAMES, marks=pytest.mark.slow),
         pytest.param("explicit", ["causal", "depth", "epilogue"], marks=pytest.mark.slow),
         pytest.param("explicit", EXPLICIT, marks=pytest.mark.slow),
@@ -297,7 +332,7 @@ def test_devices_share_the_work(kind, names):
 @pytest.mark.parametrize(
     ("gpu", "names"),
     [
-        ("h200", ["causal", "dilated", "rms_norm", "columns", "scalar", "fp8", "fp8 rows"]),
+        ("h200", ["causal", "dilated", "rms_norm", "columns", "scalar", "fp8", "fp8 rows", "partly manual"]),
         pytest.param("h200", NAMES, marks=pytest.mark.slow),
         pytest.param("a100", NAMES, marks=pytest.mark.slow),
     ],
