@@ -160,30 +160,11 @@ def flash_attention(
         known = sparse_attention.find(statics, present) if by_function else _KNOWN.find(statics, present)
         if known is not None:
             return known(present)
-    return _call(
-        _Given(
-            query=query,
-            key=key,
-            value=value,
-            bias=bias,
-            mask=mask,
-            is_causal=is_causal,
-            window=window,
-            segment_ids=segment_ids,
-            kv_lengths=kv_lengths,
-            q_offset=q_offset,
-            score_mod=score_mod,
-            sinks=sinks,
-            scale=scale,
-            softcap=softcap,
-            return_lse=return_lse,
-            deterministic=deterministic,
-            precision=precision,
-            implementation=implementation,
-        ),
-        statics,
-        present,
+    given = _Given(
+        *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
+        *(scale, softcap, return_lse, deterministic, precision, implementation),
     )
+    return _call(given, statics, present)
 
 
 _KNOWN = Known()

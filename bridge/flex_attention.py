@@ -128,7 +128,7 @@ class FlexAttention(torch.nn.Module):
 
 
 class _Shape(NamedTuple):
-    """What a call's attention is made for."""
+    """That for which a call's attention is made."""
 
     batch: int
     length: int
@@ -152,7 +152,7 @@ def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
 
 @torch.compiler.assume_constant_result
 def _made(number: int, *facts: Any) -> tuple[int, str]:
-    """What a graph has for constants of the module of that number. facts: the fields of _Shape, and the device."""
+    """The constants that a graph has of the module of that number. facts: the fields of _Shape, and the device."""
     *shape, device = facts
     return _MODULES[number]._in_graph(_Shape(*shape), device)
 

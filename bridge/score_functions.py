@@ -32,7 +32,7 @@ _OF_FUNCTION: weakref.WeakKeyDictionary[Any, tuple[str, Any]] = weakref.WeakKeyD
 
 
 def reached(function: Any, path: Path) -> Any:
-    """What the function reads there. torch.compile traces it."""
+    """The values that the function reads there. torch.compile traces it."""
     for kind, key in path:
         if kind == "cell":
             function = function.__closure__[key].cell_contents
@@ -187,7 +187,7 @@ class _OfIndices:
 
 
 class RefusedError(TypeError):
-    """What in_jnp and filled raise."""
+    """Raised by in_jnp and filled."""
 
 
 def _traces(function: Callable[..., Any]) -> bool:

@@ -249,7 +249,7 @@ for _name in _COMPARISONS:
 
 
 def _called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
-    """What torch's function or method of that name gives, by its form in jnp."""
+    """The result of torch's function or method of that name, by its form in jnp."""
     form = _FORMS.get(name)
     if form is None:
         raise NoFormError(f"uses torch's {name}, which has no form in jnp here")
@@ -266,7 +266,7 @@ def _called(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
 
 
 def _array(x: Any) -> Any:
-    """What stands for x in jnp."""
+    """The array that stands for x in jnp."""
     if isinstance(x, Value):
         return x.array
     if isinstance(x, tuple | list):

@@ -33,7 +33,7 @@ class UnknownError(Exception):
 
 
 class Place(NamedTuple):
-    """What stands in a function for an argument of a call. Equal numbers are the same argument."""
+    """A place in a function for an argument of a call. Equal numbers are the same argument."""
 
     number: int
 

@@ -143,7 +143,7 @@ def test_mask_mod(name, qkv):
 
 
 def test_gradients_at_bounds():
-    """Where a form has several derivatives, torch's is taken."""
+    """A form with several derivatives has torch's."""
     for function in (lambda x: torch.clamp(x, -1.0, 1.0), torch.abs, functional.relu, functional.softplus):
         x = torch.tensor([-30.0, -1.0, 0.0, 1.0, 30.0], requires_grad=True)
         (want,) = torch.autograd.grad(function(x).sum(), x)
