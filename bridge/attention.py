@@ -127,11 +127,11 @@ def flash_attention(
         device, or the process was forked from one in which JAX was running.
     """
     if other_names:
-        given = _Given(
+        named = _Given(
             *(query, key, value, bias, mask, is_causal, window, segment_ids, kv_lengths, q_offset, score_mod, sinks),
             *(scale, softcap, return_lse, deterministic, precision, implementation),
         )._asdict()
-        return flash_attention(**given | renamed("flash_attention", other_names, given))
+        return flash_attention(**named | renamed("flash_attention", other_names, named))
     statics: Any = None
     present: Sequence[Any] = ()
     is_compiling = torch.compiler.is_compiling()

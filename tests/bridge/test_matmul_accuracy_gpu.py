@@ -30,7 +30,7 @@ def by(implementation, *given, **options):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["bfloat16", "float16", "float32", "tf32"])
 def test_errors_are_those_of_cublas(kind, shape, monkeypatch):
-    """At most 1.05 times cuBLAS's of bfloat16 and float16, 1.5 times of float32, whose sums have an order of their own."""
+    """At most 1.05 times cuBLAS's for bfloat16 and float16; 1.5 times for float32, whose sums have another order."""
     dtype = torch.float32 if kind == "tf32" else getattr(torch, kind)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", kind == "tf32")
     x, w = operands(*shape, dtype)
