@@ -36,7 +36,7 @@ class _WithScoreMods:
         return self._op(*args, **_in_jnp(**kwargs))
 
     def plan(self, *args: Any, read: Any = (), **kwargs: Any) -> Any:
-        """The plan that jax_kernels.explain asks for. Nothing runs: zeros stand for the arrays that a function reads."""
+        """The plan that jax_kernels.explain asks for. Nothing runs: zeros stand for arrays that a function reads."""
         read = [jnp.zeros(x.shape, x.dtype) for x in read]
         return self._op.plan(*args, **_in_jnp(read=read, **kwargs))  # type: ignore[attr-defined]
 
