@@ -164,7 +164,7 @@ def test_rooms_behind_keys():
     assert decoding.with_room(owner[:, :, 28:]) is None  # not its front
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_generate_with_room(name):
     theirs, ours = both(name)
     tokens, mask, _ = tokens_and_mask("left")
@@ -175,7 +175,7 @@ def test_generate_with_room(name):
 
 
 GENERATED = [
-    pytest.param(name, cache, marks=[pytest.mark.slow] * (name in ("mistral", "qwen3")))
+    pytest.param(name, cache, marks=[pytest.mark.slow] * (name in ("mistral", "qwen3", "gemma2")))
     for name in MODELS
     for cache in ("dynamic", "static")
 ]
