@@ -93,7 +93,7 @@ def test_gated_mlp(format, quantize_down):
     assert distance(nnx.grad(loss, argnums=1)(mlp, X), nnx.grad(loss, argnums=1)(plain, X)) < 1e-5
 
 
-@pytest.mark.parametrize("format", tiers.cases(FORMATS, ["int4", "mxfp8"]))
+@pytest.mark.parametrize("format", tiers.cases(FORMATS, ["int4"]))
 def test_a_transformer_is_near_that_of_floats(format):
     plain = transformer()
     quantized = models.quantize_weights(transformer(), format, skip=())
