@@ -100,8 +100,27 @@ def check_elementwise(activation: Callable[[Any], Any]) -> None:
     got = [(x.shape, str(x.dtype)) for x in program.out_avals]
     if len(got) != 1 or got[0][0] != (2, 3) or not got[0][1].startswith(("float", "bfloat")):
         raise ValueError(f"activation: of float32 numbers [2, 3] it gives {got}, want as many floats")
-    if joins := sorted(set(primitives(program.jaxpr.eqns)) & _JOINING):
+    if joins := sorted(_joins(program.jaxpr, [True])):
         raise ValueError(f"activation: it has {', '.join(joins)}, want a function of each number alone")
+
+
+def _joins(jaxpr: Any, is_of_numbers: list[bool]) -> set[str]:
+    """The primitives that join the function's numbers. is_of_numbers: which arguments depend on these."""
+    found: set[str] = set()
+    moving = {x for x, moves in zip(jaxpr.invars, is_of_numbers, strict=True) if moves}
+    for equation in jaxpr.eqns:
+        moves = [not hasattr(x, "val") and x in moving for x in equation.invars]
+        if not any(moves):
+            continue
+        moving.update(equation.outvars)
+        if equation.primitive.name in _JOINING:
+            found.add(equation.primitive.name)
+        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner: Any = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                same = len(inner.invars) == len(moves)
+                found |= _joins(inner, moves if same else [True] * len(inner.invars))
+    return found
 
 
 @functools.cache

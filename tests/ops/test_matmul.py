@@ -179,6 +179,11 @@ BAD = {
         "activation: it has reduce_max, reduce_sum, want a function of each number alone",
     ),
     "row_as_activation": (lambda: matmul(X, W, activation=lambda z: z[0]), ValueError, "it gives [((3,), 'float32')]"),
+    "largest_as_activation": (
+        lambda: matmul(X, W, activation=jax.jit(lambda z: z / z.max(axis=0))),
+        ValueError,
+        "activation: it has reduce_max, want a function of each number alone",
+    ),
     "broken_activation": (
         lambda: matmul(X, W, activation=lambda z: 1 / 0),
         TypeError,

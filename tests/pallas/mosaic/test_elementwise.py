@@ -51,7 +51,6 @@ def test_a_function_of_known_primitives_stays():
 @pytest.mark.parametrize(
     ("function", "match"),
     [
-        (lambda x: x / x.max(axis=0), "raised ValueError"),
         (lambda x: jnp.arctan(x), "cannot compute atan"),
         (lambda x: x + jnp.arange(3.0).sum(), "cannot compute"),
         (lambda x: x.astype(jnp.int32).astype(jnp.float32), "computes in int32"),
