@@ -1,9 +1,13 @@
-"""Fixtures of the bridge's tests: attention in float64, in plain PyTorch."""
+"""Fixtures of the bridge's tests: attention in float64, in plain PyTorch; and the direct route on a CPU."""
 
 import math
 
 import pytest
 import torch
+from known_cases import Route
+
+from jax_kernels.bridge import known
+from jax_kernels.bridge.direct import route
 
 
 def attention(
@@ -62,3 +66,14 @@ def make_qkv():
         return [torch.randn(shape, generator=generator).to(dtype=dtype, **place).requires_grad_() for shape in shapes]
 
     return make
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """The direct route by chains that compute on the CPU. No call is known."""
+    made = Route()
+    monkeypatch.setattr(route, "find", made.find)
+    monkeypatch.setattr(route._STATE, "is_enabled", True)
+    known.clear()
+    yield made
+    known.clear()

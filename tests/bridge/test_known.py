@@ -7,21 +7,11 @@ import jax.numpy as jnp
 import pytest
 import torch
 import torch.utils.checkpoint
-from known_cases import BLOCKS, CALLS, IDS, Route, qkv, random, total
+from known_cases import BLOCKS, CALLS, IDS, qkv, random, total
 
 from jax_kernels import bridge
 from jax_kernels.bridge import known, library, private, sparse_attention
 from jax_kernels.bridge.direct import route
-
-
-@pytest.fixture
-def direct(monkeypatch):
-    made = Route()
-    monkeypatch.setattr(route, "find", made.find)
-    monkeypatch.setattr(route._STATE, "is_enabled", True)
-    known.clear()
-    yield made
-    known.clear()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -133,45 +123,6 @@ def test_each_mask_is_itself(direct):
     del outs, got
     gc.collect()
     assert len(calls) == 0
-
-
-def test_a_gradient_that_nobody_needs_is_none(direct):
-    query, key, value = qkv()
-    bias = random(1, 4, 24, 24)
-    for needs in (("query",), ("value",), ("bias",), ("query", "bias")):
-        given = {"query": query, "key": key, "value": value, "bias": bias}
-        given = {name: x.detach().requires_grad_(name in needs) for name, x in given.items()}
-        for _ in range(3):
-            for x in given.values():
-                x.grad = None
-            bridge.flash_attention(**given).sum().backward()
-            assert {name for name, x in given.items() if x.grad is not None} == set(needs)
-
-
-@pytest.mark.parametrize("is_reentrant", [False, True])
-@pytest.mark.parametrize("name", ["plain", "bias", "rms_norm"])
-def test_a_checkpoint_recomputes_by_a_known_call_what_a_first_call_computed(name, is_reentrant, direct):
-    call, given = CALLS[name]
-    with route.disabled():
-        want = torch.autograd.grad(total(call(*given)), given)
-    known.clear()
-    for _ in range(3):
-        fresh = [x.detach().requires_grad_() for x in given]
-        total(torch.utils.checkpoint.checkpoint(call, *fresh, use_reentrant=is_reentrant)).backward()
-        torch.testing.assert_close([x.grad for x in fresh], list(want))
-
-
-@pytest.mark.parametrize("name", ["plain", "matmul", "from_jax"])
-def test_gradients_are_switched_off_and_on(name, direct):
-    """A call that was made under no_grad, of tensors that need a gradient, is another one than that with gradients."""
-    call, given = CALLS[name]
-    for _ in range(3):
-        with torch.no_grad():
-            assert not call(*given).requires_grad
-        assert len(torch.autograd.grad(total(call(*given)), given)) == len(given)
-        fixed = [x.detach() for x in given]
-        assert not call(*fixed).requires_grad
-        assert call(fixed[0], *given[1:]).requires_grad == (len(given) > 1)
 
 
 # Each is a call that is not what was known, of the tensors of a call that is.
@@ -319,85 +270,6 @@ def test_modes_see_the_operator(direct):
                 assert any("flash_attention" in name for name in seen)
                 assert not any("direct" in name for name in seen)
                 seen.clear()
-
-
-def test_forward_mode_raises(direct):
-    query, key, value = (x.detach() for x in qkv())
-    for _ in range(2):
-        bridge.flash_attention(query, key, value)
-    with pytest.raises(NotImplementedError, match="forward-mode"):
-        torch.func.jvp(bridge.flash_attention, (query, key, value), (query, key, value))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(query, query)
-        with pytest.raises(NotImplementedError, match="forward-mode"):
-            bridge.flash_attention(dual, key, value)
-
-
-@pytest.mark.parametrize("name", ["plain", "matmul", "from_jax"])
-def test_a_second_gradient_raises(name, direct):
-    call, given = CALLS[name]
-    for _ in range(3):
-        (first, *_) = torch.autograd.grad(total(call(*given)), given, create_graph=True)
-        with pytest.raises(RuntimeError, match="double backward"):
-            first.sum().backward()
-        torch.autograd.grad(total(call(*given)), given)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_gradients_of_a_batch_of_cotangents(name, direct):
-    """Before the call is known, and after it and its backward are, on either route."""
-    call, given = CALLS[name]
-    for _ in range(2):
-        for _ in range(3):
-            out = first_of(call(*given))
-            cotangents = torch.stack([out.detach().cos(), torch.full_like(out, 2.0)])
-            got = torch.autograd.grad(out, given, cotangents, is_grads_batched=True, retain_graph=True)
-            each = [torch.autograd.grad(out, given, x, retain_graph=True) for x in cotangents]
-            torch.testing.assert_close(list(got), [torch.stack(x) for x in zip(*each, strict=True)])
-        route._STATE.is_enabled = False
-
-
-def first_of(found):
-    if isinstance(found, dict):
-        found = list(found.values())
-    return first_of(found[0]) if isinstance(found, tuple | list) else found
-
-
-@pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
-def test_a_vectorized_jacobian(strategy, direct):
-    x, y = random(4), random(4, seed=1)
-    product = bridge.from_jax(lambda x, y: jnp.sin(x) * y * x.sum())
-    want = torch.autograd.functional.jacobian(lambda x, y: torch.sin(x) * y * x.sum(), (x, y))
-    for _ in range(3):
-        got = torch.autograd.functional.jacobian(product, (x, y), vectorize=True, strategy=strategy)
-        torch.testing.assert_close(got, want)
-        torch.autograd.grad(product(x, y).sum(), (x, y))
-
-
-def test_a_compiled_batch_of_cotangents():
-    """By a graph of many sizes, too; the batches of two calls of torch's vmap stand one inside of the other."""
-    from torch._vmap_internals import _vmap
-
-    torch._dynamo.reset()
-    x, w = random(3, 4), random(4, 2)
-    want = torch.autograd.functional.jacobian(bridge.matmul, (x, w))
-    for dynamic in (False, True):
-        compiled = torch.compile(bridge.matmul, backend="aot_eager", dynamic=dynamic)
-        torch.testing.assert_close(torch.autograd.functional.jacobian(compiled, (x, w), vectorize=True), want)
-    z = random(2, 3, 5, 8).detach()
-    got = _vmap(_vmap(bridge.rms_norm, 1), 1)(z)
-    torch.testing.assert_close(got, bridge.rms_norm(z).permute(1, 2, 0, 3))
-
-
-def test_an_input_that_is_changed_before_the_backward_raises(direct):
-    query, key, value = qkv()
-    for _ in range(3):
-        doubled = query * 2
-        out = bridge.flash_attention(doubled, key, value)
-        with torch.no_grad():
-            doubled.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            out.sum().backward()
 
 
 def test_settings_make_other_calls(direct, monkeypatch):
