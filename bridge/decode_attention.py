@@ -54,30 +54,17 @@ def decode_attention(
 
     It raises what jax_kernels.decode_attention does, or from_jax where the two differ.
     """
-    call = None
+    call = is_valid = None
+    if mask is not None and float_masks.is_float(mask):
+        mask, is_valid = float_masks.as_bool("mask", mask)
     if not torch.compiler.is_compiling():
         sides = tuple(window) if isinstance(window, list) else window
         kinds = type(window), type(softcap), type(scale), type(return_lse)
         options = *kinds, sides, softcap, scale, return_lse, implementation
         call = seen((query, key, value, kv_lengths, block_tables, mask, bias, sinks), options)
         if (known := _attend.find(call)) is not None:
-            return known(call.tensors)
-    if float_masks.is_float(mask):
-        mask, is_valid = float_masks.as_bool("mask", mask)
-        results = decode_attention(
-            *(query, key, value),
-            kv_lengths=kv_lengths,
-            block_tables=block_tables,
-            mask=mask,
-            bias=bias,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            scale=scale,
-            return_lse=return_lse,
-            implementation=implementation,
-        )
-        return float_masks.or_nan(results, is_valid)
+            results = known(call.tensors)
+            return results if is_valid is None else float_masks.or_nan(results, is_valid)
     is_object = isinstance(mask, Mask)
     check_optional_tensors(block_tables=block_tables)
     check_inputs(
@@ -85,7 +72,7 @@ def decode_attention(
     )  # fmt: skip
     query, key, value, bias, _ = as_torch_is_set(query, key, value, bias=bias)
     attend = _attend_by_object if is_object else _attend
-    return attend.serve(
+    results = attend.serve(
         call,
         query,
         key,
@@ -101,3 +88,4 @@ def decode_attention(
         return_lse=return_lse,
         implementation=implementation,
     )
+    return float_masks.or_nan(results, is_valid)
