@@ -6,10 +6,9 @@ import numpy as np
 import torch
 
 from jax_kernels.ops.activations import ACTIVATIONS
+from jax_kernels.ops.matmul.matmul import PRECISIONS
 
 __all__ = ["check_activation", "check_optional_tensors", "check_precision", "check_scales", "check_tensors", "kind_of"]
-
-_PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8")
 
 
 def check_tensors(**tensors: Any) -> None:
@@ -42,7 +41,7 @@ def check_activation(activation: Any, *, is_optional: bool = True) -> None:
         raise ValueError(f"activation: got {activation!r}, want {'None or ' * is_optional}one of {known}")
 
 
-def check_precision(precision: Any, wanted: tuple[str, ...] = _PRECISIONS) -> None:
+def check_precision(precision: Any, wanted: tuple[str, ...] = PRECISIONS) -> None:
     """Raises ValueError unless it is one of the wanted names, or None."""
     if precision is not None and precision not in wanted:
         raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, wanted))} or None")

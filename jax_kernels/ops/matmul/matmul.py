@@ -25,6 +25,7 @@ __all__ = ["GATED", "OP", "check", "check_gated", "gated_matmul", "matmul", "run
 
 DTYPES = (*checks.DTYPES, *fp8.DTYPES)
 ROUNDED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+PRECISIONS = ("fp32", "tf32", *ROUNDED, "fp8")
 
 
 @with_explicit_axes(as_product)
@@ -356,7 +357,7 @@ def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
 def _checked_precision(precision: str | None, dtype: Any) -> str | None:
     """The precision, which is a choice for float32 alone, but for "fp8"."""
     if precision not in (None, "fp32", "tf32", "fp8"):
-        raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32', 'bf16', 'fp16', 'fp8' or None")
+        raise ValueError(f"precision: got {precision!r}, want {', '.join(map(repr, PRECISIONS))} or None")
     if dtype in fp8.DTYPES or precision == "fp8":
         if precision not in (None, "fp8"):
             raise ValueError(f"precision: got {precision!r} with {dtype} inputs, want 'fp8' or None")
