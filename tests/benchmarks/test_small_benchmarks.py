@@ -1,4 +1,4 @@
-"""The scripts features, decode, accuracy, long_sequence and versions, as they run without a GPU."""
+"""The scripts features, decode, accuracy, matmul_accuracy, long_sequence and versions, as they run without a GPU."""
 
 import importlib.util
 import json
@@ -11,6 +11,7 @@ import features
 import jax
 import jax.numpy as jnp
 import long_sequence
+import matmul_accuracy
 import numpy as np
 import pytest
 import tiers
@@ -136,6 +137,8 @@ def test_features_without_time_left(run_features):
         (versions, "--base nowhere", "base: got nowhere, want a folder with jax_kernels_base in it, as --export"),
         (accuracy, "--implementations xla", "implementations: got 'xla', want cudnn among them"),
         (accuracy, "--lengths 32,0", "got '32,0', want positive integers"),
+        (matmul_accuracy, "--shapes 3,4", "shapes: got [3, 4], want M,N,K"),
+        (matmul_accuracy, "--kinds int8", "kinds: got 'int8', want some of bfloat16"),
         (long_sequence, "--segments 16,32 --rates 1", "segments, rates: got (16, 32) and (1,), want as many of each"),
         (long_sequence, "--rates 1", "segments, rates: got None and (1,)"),
     ],
@@ -349,3 +352,37 @@ def test_huggingface_runs(tmp_path, run_script):
     assert all(row["median_ms"] > 0 and row["ratios"]["sdpa"] > 0 for row in rows if row["status"] == "ok")
     assert all(row["error"] < 0.02 for row in rows if row["mode"] == "decode" and row["status"] == "ok")
     assert {row["status"] for row in rows if row["contender"] == "sdpa-cudnn"} == {"unavailable"}
+
+
+@pytest.fixture
+def run_matmul_accuracy(tmp_path, without_gpu):
+    """run_matmul_accuracy(*words): the exit status and the rows."""
+
+    def run(*words):
+        out = tmp_path / "accuracy.json"
+        status = matmul_accuracy.main(["--implementations", "xla", "--output", str(out), *words])
+        return status, json.loads(out.read_text())["rows"]
+
+    return run
+
+
+def test_matmul_accuracy_runs(run_matmul_accuracy):
+    """Errors of each kind's size; the first implementation's over PyTorch's."""
+    status, rows = run_matmul_accuracy("--shapes", "32,64,128", "--kinds", "bfloat16,float32,fp8")
+    assert (status, [row["kind"] for row in rows]) == (0, ["bfloat16", "float32", "fp8"])
+    sizes = {"bfloat16": (1e-4, 1e-2), "float32": (1e-8, 1e-6), "fp8": (0, 1e-6)}
+    for row in rows:
+        low, high = sizes[row["kind"]]
+        results = ["out"] if row["kind"] == "fp8" else ["out", "dx", "dw"]
+        for found in row["errors"].values():
+            assert list(found) == results
+            assert all(low <= error <= high for error in found.values())
+        assert all(ratio < 1.05 for ratio in row["first_over_torch"].values())
+
+
+def test_a_product_with_a_large_error_is_told(run_matmul_accuracy, monkeypatch):
+    honest = matmul_accuracy.ours
+    monkeypatch.setattr(matmul_accuracy, "ours", lambda *which: lambda x, w: honest(*which)(x, w) * 1.01)
+    status, (row,) = run_matmul_accuracy("--shapes", "32,64,128", "--kinds", "bfloat16")
+    assert (status, row["contenders"]["xla"]["status"]) == (1, "wrong")
+    assert row["contenders"]["torch"]["status"] == "ok"
