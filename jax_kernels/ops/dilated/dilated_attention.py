@@ -230,15 +230,20 @@ def _check(
     branches = check_pattern(
         segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights
     )
-    if shards is not None:
-        branches = shards.fitted(branches, request.q_length)
     if heads == "groups" and len(branches) > request.heads:
         raise ValueError(
             f"heads: got 'groups' with {len(branches)} segment_lengths for {request.heads} heads, want a head at least "
             "for each of them"
         )
     pieces = dilated_views.pieces_of(
-        request.q_length, request.heads, branches, heads=heads, layout=layout, order=order, shards=shards
+        request.q_length,
+        request.heads,
+        branches,
+        heads=heads,
+        layout=layout,
+        order=order,
+        is_causal=request.is_causal,
+        shards=shards if shards is not None and shards.devices > 1 else None,
     )
     calls = dilated_views.calls_of(
         pieces,

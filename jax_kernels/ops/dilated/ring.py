@@ -1,7 +1,7 @@
 """Attention of a segment that several devices share: its keys travel round the ring of these devices.
 
-In step s a device has the keys of the device that is s places before it in the segment, or, for the first s devices,
-behind it.
+In the step of shift s a device has the keys of the device that is s places before it in the segment, or, for the first
+s devices, behind it.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ def forward(span: Span, planned: AttentionCall, inputs: AttentionInputs) -> Atte
     """The result over the keys of all devices. inputs: this device's rows. out has planned.out_dtype."""
     total, visitors = None, Visitors(Pair((inputs.key, inputs.value)), inputs.kv_segment_ids)
     upcoming: Any = Visitors(Pair.of(inputs.key, inputs.value), inputs.kv_segment_ids)
-    for number in range(span.devices):
-        is_last = number + 1 == span.devices
-        upcoming = None if is_last else span.shifted(upcoming, 1)
+    for number, onward in zip(span.shifts, span.moves, strict=True):
+        is_last = onward is None
+        upcoming = None if onward is None else span.shifted(upcoming, onward)
         call, of_step = _step(span, number, planned, inputs, visitors)
         is_rounded = is_last and planned.out_dtype == str(inputs.query.dtype)
         total = forward_onto(call, with_norms(call, of_step, visitors.pair), total, is_last=is_rounded)
@@ -50,10 +50,10 @@ def gradients(
     inputs, rows = lax.optimization_barrier((inputs, rows))
     visitors = Visitors(Pair((inputs.key, inputs.value)), inputs.kv_segment_ids)
     upcoming: Any = Visitors(Pair.of(inputs.key, inputs.value), inputs.kv_segment_ids)
-    dquery, mine, travelling = so_far, None, None
-    for number in range(span.devices):
-        upcoming = None if number + 1 == span.devices else span.shifted(upcoming, 1)
-        travelling = None if travelling is None else span.shifted(travelling, 1)
+    dquery, mine, travelling, came = so_far, None, None, 0
+    for number, onward in zip(span.shifts, span.moves, strict=True):
+        upcoming = None if onward is None else span.shifted(upcoming, onward)
+        travelling = None if travelling is None else span.shifted(travelling, number - came)
         call, of_step = _step(span, number, planned, inputs, visitors)
         given = () if so_far is None else (dquery,)
         found = attention.attention_gradients(call, of_step, rows.lse, rows.delta, rows.dout, *given)
@@ -65,14 +65,18 @@ def gradients(
             mine = pair
         else:
             travelling = pair if travelling is None else jax.tree.map(jnp.add, travelling, pair)
-    home = jax.tree.map(jnp.add, span.shifted(travelling, 1), mine)
+        came = number
+    assert mine is not None
+    home = mine
+    if travelling is not None:
+        home = jax.tree.map(jnp.add, span.shifted(travelling, span.devices - came), mine)
     return AttentionGradients(dquery, home.key, home.value)
 
 
 def _step(
     span: Span, number: int, planned: AttentionCall, inputs: AttentionInputs, visitors: Visitors
 ) -> tuple[AttentionCall, AttentionInputs]:
-    """The call of a step, and its arrays.
+    """The call of the step of a shift, and its arrays.
 
     Under a causal mask a device's rows see all keys of the devices before it, and none of those behind it.
     """

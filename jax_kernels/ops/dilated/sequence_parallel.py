@@ -26,6 +26,7 @@ def sequence_parallel_dilated_attention(
     is_causal: bool = False,
     heads: str = "all",
     combine: str = "lse",
+    layout: str = "overlap",
     order: str | None = None,
     stop_gradient_weights: bool = False,
     return_lse: bool = False,
@@ -43,10 +44,23 @@ def sequence_parallel_dilated_attention(
         out = dilated_attention(*map(gather, (query, key, value)), segment_ids=gather(segment_ids), ...)
         out = out[:, i * T : (i + 1) * T]
 
-    Segments that fit a device's tokens need no communication. Of longer ones the keys and values that take part, one
-    in `rate`, travel round the ring of the segment's devices, with their segment_ids where these are given. In the
-    backward they travel again, with their float32 gradients. A device holds those of two devices at a time, so memory
-    is linear in its own tokens. What the backward keeps are a device's query, key, value, segment_ids, out and lse.
+    Any segments and rates that dilated_attention takes work on any number of devices. The fastest are those of which
+
+    - the length divides T: they need no communication;
+    - or the length is T times a divisor of the number of devices, and the rate divides T. Their keys and values that
+      take part, one in `rate`, travel round the ring of the segment's devices.
+
+    Other segments begin or end within a device, or their classes have different numbers of tokens on the devices. So
+    have those of "partition", unless all have one such length and rate. Here a device takes all of its tokens of the
+    branch as one run, and numbers tell which are in one segment. Keys travel as far as the next device that shares a
+    segment. A run of T tokens has up to T * T / rate**2 scores for each head and device that sends keys ("partition":
+    T * T, its tokens sorted by class), where kernels skip only blocks without a pair of one segment. It takes rows in
+    multiples of 8, as many for each device and class as the largest has, and tables of int32 for all of the segment's
+    tokens. Where segment_ids are given as well, those of all devices are gathered, in int32 [B, all tokens].
+
+    segment_ids travel with the keys. In the backward keys travel again, with their float32 gradients. A device holds
+    those of two devices at a time, so that, beside ids and tables, memory is linear in its own tokens. The backward
+    keeps a device's query, key, value, segment_ids, out and lse.
 
     Pallas kernels ("mosaic_gpu", "triton") run in a jax.shard_map with check_vma=False alone.
 
@@ -56,19 +70,17 @@ def sequence_parallel_dilated_attention(
     Args:
       query: [B, T, H, D]. key: [B, T, Hkv, D]. value: [B, T, Hkv, Dv]: a device's tokens; else as in dilated_attention.
       axis_name: of the mesh axis over which the sequence is sharded, in the order of its tokens.
-      segment_lengths: of each branch: a divisor of T, or T times a divisor of the number of devices, or no less than
-        the whole sequence.
-      dilation_rates: of each branch. Of segments longer than T they divide T.
+      segment_lengths, dilation_rates: of each branch, as in dilated_attention of the whole sequence.
       segment_ids: int32 [B, T], of a device's tokens: packed sequences, whose ids are those of the whole sequence.
-      is_causal, heads, combine, order, stop_gradient_weights, return_lse, scale, deterministic, precision,
-        implementation: as in dilated_attention, whose layout is "overlap" here.
+      is_causal, heads, combine, layout, order, stop_gradient_weights, return_lse, scale, deterministic, precision,
+        implementation: as in dilated_attention.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as dilated_attention; ValueError where axis_name is not an axis of a
-        jax.shard_map around the call, or segment_lengths, or dilation_rates, do not fit the devices as said above.
+        jax.shard_map around the call.
 
     Source: Ding et al., "LongNet: Scaling Transformers to 1,000,000,000 Tokens" (2023), arXiv:2307.02486, section 3.
     """
@@ -81,6 +93,7 @@ def sequence_parallel_dilated_attention(
         is_causal=is_causal,
         heads=heads,
         combine=combine,
+        layout=layout,
         order=order,
         stop_gradient_weights=stop_gradient_weights,
         return_lse=return_lse,

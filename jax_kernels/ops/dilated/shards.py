@@ -1,6 +1,10 @@
 """Dilated attention's segments that several devices share, each of which has some of their tokens."""
 
 import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,16 +12,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = ["Shards", "Span", "dealt_out"]
+from jax_kernels.hilbert import hilbert_order
+
+__all__ = ["ROW_MULTIPLE", "Deal", "Shards", "Span", "classes_of", "dealt_out"]
+
+ROW_MULTIPLE = 8  # of the tensor memory accelerator's tiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The devices of a segment: `devices` neighbours of the `everyone` along a mesh axis."""
+    """The devices of a segment: `devices` neighbours of the `everyone` along a mesh axis.
+
+    shifts: from 0 on, how many places round their ring the keys travel to the devices that attend to them.
+    """
 
     axis_name: str
     devices: int
     everyone: int
+    shifts: tuple[int, ...]
+
+    @property
+    def moves(self) -> tuple[int | None, ...]:
+        """How many places the keys travel on after each shift; None after the last."""
+        return *(later - shift for shift, later in itertools.pairwise(self.shifts)), None
 
     @property
     def index(self) -> jax.Array:
@@ -36,49 +53,146 @@ class Span:
 
 
 @dataclasses.dataclass(frozen=True)
+class Deal:
+    """Segments that begin and end anywhere on `devices` neighbours, which have `length` tokens each.
+
+    runs: (how many, length of each, rate) of equal segments side by side, which make up all tokens of the devices.
+    order: as in dilated_attention. is_by_class: whether a head takes one class of each segment, so that the classes lie
+    apart, all at the rate of the first run. Else a head takes all tokens, which lie beside those of their class.
+    """
+
+    length: int
+    devices: int
+    runs: tuple[tuple[int, int, int], ...]
+    order: str | None
+    is_by_class: bool
+
+    @property
+    def rate(self) -> int:
+        return self.runs[0][2] if self.is_by_class else 1
+
+    @property
+    def tables(self) -> "Tables":
+        return _tables(self)
+
+    def shifts(self, *, is_causal: bool) -> tuple[int, ...]:
+        """Span.shifts: the distances round the ring of devices that have tokens of one segment.
+
+        is_causal: no device needs keys of the devices behind it.
+        """
+        reach = start = 0
+        for count, size, _ in self.runs:
+            first = start + size * np.arange(count)
+            reach = max(reach, int(((first + size - 1) // self.length - first // self.length).max()))
+            start += count * size
+        behind = () if is_causal else (self.devices - distance for distance in range(1, reach + 1))
+        return tuple(sorted({*range(reach + 1), *behind}))
+
+    def joined(self, span: Span, ids: jax.Array | None, batch: int) -> jax.Array:
+        """int32 [B, length]: equal where the segments (of whole tokens, their classes) are, and the caller's `ids`.
+
+        ids: [B, length], whose own numbers may be any. Those of all devices are gathered, so that each device gives one
+        pair of a segment and an id the same number: its place among the pairs in order. -1 for ids below 0.
+        """
+        groups = span.mine(self.tables.groups)
+        if ids is None:
+            return jnp.broadcast_to(groups, (batch, self.length))
+        first = lax.axis_index(span.axis_name) // self.devices * (self.devices * self.length)
+        every = lax.all_gather(ids, span.axis_name, axis=1, tiled=True)
+        every = lax.dynamic_slice_in_dim(every, first, self.devices * self.length, axis=1)
+        of_every = jnp.broadcast_to(self.tables.groups.reshape(-1), every.shape)
+        places = lax.broadcasted_iota(jnp.int32, every.shape, 1)
+        *pairs, places = lax.sort((of_every, every, places), dimension=1, num_keys=2)
+        is_new = functools.reduce(jnp.logical_or, (x[:, 1:] != x[:, :-1] for x in pairs))
+        ranks = jnp.cumsum(jnp.pad(is_new, [(0, 0), (1, 0)]), axis=1, dtype=jnp.int32)
+        _, ranks = lax.sort((places, ranks), dimension=1, num_keys=1)
+        mine = lax.dynamic_slice_in_dim(ranks, span.index * self.length, self.length, axis=1)
+        return jnp.where(ids < 0, -1, mine)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tables:
+    """A Deal in numbers, int32, a line for each device. at, places: as dealt_out gives them.
+
+    groups: [devices, tokens], the number of each token's segment; where classes do not lie apart, of its class.
+    """
+
+    at: np.ndarray
+    places: np.ndarray
+    groups: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class Shards:
     """A mesh axis along which devices have as many neighbouring tokens each."""
 
     axis_name: str
     devices: int
 
-    def fitted(self, branches: tuple[tuple[int, int], ...], length: int) -> tuple[tuple[int, int], ...]:
-        """The branches, with segments no longer than the sequence; raises ValueError for one that does not fit.
+    def fits(self, size: int, rate: int, length: int) -> bool:
+        """Whether segments of this size are a device's own or those of whole devices, in equally many rows a class.
 
-        length: a device's tokens.
+        length: a device's tokens. A segment is no longer than all of them.
         """
-        branches = tuple((min(size, length * self.devices), rate) for size, rate in branches)
-        for index, (size, rate) in enumerate(branches):
-            is_shared = size > length
-            if size % length or self.devices % (size // length) if is_shared else length % size:
-                raise ValueError(
-                    f"segment_lengths[{index}]: got {size} with {length} tokens on each of {self.devices} devices, "
-                    f"want a divisor of {length}, or {length} times a divisor of {self.devices}"
-                )
-            if is_shared and length % rate:
-                raise ValueError(
-                    f"dilation_rates[{index}]: got {rate} for segments longer than the {length} tokens of a device, "
-                    f"want a divisor of {length}"
-                )
-        return branches
+        if size <= length:
+            return length % size == 0
+        return size % length == 0 and self.devices % (size // length) == 0 and length % rate == 0
 
     def span(self, size: int, length: int) -> Span | None:
-        """The Span of segments of this size; None where a device has them whole. length: a device's tokens."""
-        return Span(self.axis_name, size // length, self.devices) if size > length else None
+        """The Span of segments that fit; None where a device has them whole. length: a device's tokens."""
+        count = size // length
+        return Span(self.axis_name, count, self.devices, tuple(range(count))) if size > length else None
+
+    def deal(self, runs: Sequence[tuple[int, int, int]], length: int, order: str | None, *, is_by_class: bool) -> Deal:
+        """The Deal of segments that do not fit. runs: as in Deal, of the whole sequence. length: a device's tokens."""
+        (_, size, rate), *others = runs
+        devices = math.lcm(size, length) // length
+        if others or self.devices % devices:
+            return Deal(length, self.devices, tuple(runs), order, is_by_class)
+        return Deal(length, devices, ((devices * length // size, size, rate),), order, is_by_class)
 
 
-def dealt_out(tokens: np.ndarray, rate: int, devices: int, multiple: int) -> tuple[np.ndarray, np.ndarray]:
-    """An arrangement of a segment's tokens, as its devices have them.
+def classes_of(length: int, rate: int, order: str | None) -> np.ndarray:
+    """int32 [length]: the class of each token of a segment."""
+    if order is None or rate == 1:
+        return np.arange(length, dtype=np.int32) % rate
+    found = np.empty(length, np.int32)
+    found[hilbert_order(length)] = np.arange(length) % rate
+    return found
 
-    tokens: int32 [T], each class ascending, at every rate-th place. Every device gets the classes of its own tokens in
-    the same form, in as many rows as the largest of them has: of `multiple` of them, unless there is no gap.
+
+@functools.lru_cache(maxsize=32)
+def _tables(deal: Deal) -> Tables:
+    classes, segments, number = [], [], 0
+    for count, size, rate in deal.runs:
+        classes.append(np.tile(classes_of(size, rate, deal.order), count))
+        segments.append(np.repeat(np.arange(number, number + count, dtype=np.int64), size))
+        number += count
+    of_class, groups = np.concatenate(classes), np.concatenate(segments)
+    if not deal.is_by_class:
+        pairs = groups * (int(of_class.max()) + 1) + of_class
+        groups = np.unique(pairs, return_inverse=True)[1]
+    numbers = groups.astype(np.int32).reshape(deal.devices, deal.length)
+    if deal.is_by_class:
+        in_order = np.argsort(of_class, kind="stable")
+        ends = np.cumsum(np.bincount(of_class, minlength=deal.rate))
+        at, places = dealt_out(np.split(in_order, ends[:-1]), deal.devices, ROW_MULTIPLE)
+        return Tables(at, places, numbers)
+    by_group = np.argsort(numbers, axis=1, kind="stable")
+    return Tables(by_group.astype(np.int32), np.argsort(by_group, axis=1).astype(np.int32), numbers)
+
+
+def dealt_out(classes: Sequence[np.ndarray], devices: int, multiple: int) -> tuple[np.ndarray, np.ndarray]:
+    """An arrangement of the tokens of some devices, as each of them has its own.
+
+    classes: the tokens of each, ascending; together 0 ... T - 1. Every device gets the classes of its own tokens, each
+    at every rate-th place, in as many rows as the largest of them has: of `multiple` of them, unless there is no gap.
 
     Returns:
       int32 [devices, rows * rate], the device's token at each place, or its number of tokens where none is; and int32
       [devices, its tokens], the place of each of them.
     """
-    length = len(tokens) // devices
-    classes = [tokens[phase::rate] for phase in range(rate)]
+    rate, length = len(classes), sum(map(len, classes)) // devices
     counts = np.array([np.bincount(taken // length, minlength=devices) for taken in classes])
     rows = counts.max()
     if rows * rate != length:

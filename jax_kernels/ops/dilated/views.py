@@ -5,7 +5,8 @@ in column `phase` what one residue class takes, so a head is a strided slice. Wh
 rate divides its segments, that reshape is the array of a call, of which a kernel reads the heads that take part
 (BranchCall.is_strided). Else the rows are gathered. Reshapes, static slices, concatenations and selects do that, which
 XLA fuses, unless an order permutes the tokens. Where several devices share a segment, a piece has this device's tokens
-of it, and the keys of its classes travel round the ring of these devices.
+of it, and the keys of its classes travel round the ring of these devices. Where segments begin or end within a device,
+a piece has all of its tokens of the branch, and numbers tell which of them are in one segment.
 """
 
 import dataclasses
@@ -20,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels.attention_inputs import HeadView
-from jax_kernels.hilbert import hilbert_order, invert_order
-from jax_kernels.ops.dilated.shards import Shards, Span, dealt_out
+from jax_kernels.hilbert import invert_order
+from jax_kernels.ops.dilated.shards import ROW_MULTIPLE, Deal, Shards, Span, classes_of, dealt_out
 from jax_kernels.pallas.attention.passes.dilated_rows import Compact, Rows, Table
 
 __all__ = [
@@ -38,8 +39,6 @@ __all__ = [
     "split_strided",
 ]
 
-ROW_MULTIPLE = 8  # of the tensor memory accelerator's tiles
-
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
@@ -48,7 +47,8 @@ class Piece:
     branch: its index. start: the first token. segments: how many; length: of each; rate: their dilation.
     offsets: the residue class that each query head takes, -1 for a head that the branch does not serve; None where
     every head takes all classes. order: as in dilated_attention. span: of one segment that several devices share: its
-    devices; length is what one of them has of it, and a multiple of the rate.
+    devices; length is what one of them has of it, and a multiple of the rate. deal: of segments that begin and end
+    anywhere on the devices of a span: the piece has one segment, all tokens of a device.
     """
 
     branch: int
@@ -59,6 +59,7 @@ class Piece:
     offsets: tuple[int, ...] | None
     order: str | None
     span: Span | None = None
+    deal: Deal | None = None
 
     @property
     def rows(self) -> int:
@@ -84,8 +85,8 @@ class Piece:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the order tells which class a token is in."""
-        return self.order is not None and self.rate > 1
+        """Whether a table tells which class a token is in."""
+        return self.deal is not None or (self.order is not None and self.rate > 1)
 
     @property
     def is_dealt_out(self) -> bool:
@@ -100,6 +101,8 @@ class Piece:
     @property
     def _dealt_out(self) -> tuple[np.ndarray, np.ndarray]:
         assert self.span is not None
+        if self.deal is not None:
+            return self.deal.tables.at, self.deal.tables.places
         return _dealt_out(self.length * self.span.devices, self.rate, self.span.devices)
 
     @property
@@ -124,17 +127,21 @@ class Piece:
 
 @functools.lru_cache(maxsize=32)
 def _arrangement(length: int, rate: int) -> np.ndarray:
-    visited = hilbert_order(length)
     tokens = np.empty(length, np.int32)
-    for phase in range(rate):
+    for phase, taken in enumerate(_hilbert_classes(length, rate)):
         # Ascending: that keeps the causal mask a triangle, and the set of tokens is what matters.
-        tokens[phase::rate] = np.sort(visited[phase::rate])
+        tokens[phase::rate] = taken
     return tokens
+
+
+def _hilbert_classes(length: int, rate: int) -> list[np.ndarray]:
+    found = classes_of(length, rate, "hilbert")
+    return np.split(np.argsort(found, kind="stable"), np.cumsum(np.bincount(found, minlength=rate))[:-1])
 
 
 @functools.lru_cache(maxsize=32)
 def _dealt_out(length: int, rate: int, devices: int) -> tuple[np.ndarray, np.ndarray]:
-    return dealt_out(_arrangement(length, rate), rate, devices, ROW_MULTIPLE)
+    return dealt_out(_hilbert_classes(length, rate), devices, ROW_MULTIPLE)
 
 
 def pieces_of(
@@ -145,29 +152,18 @@ def pieces_of(
     heads: str,
     layout: str,
     order: str | None,
+    is_causal: bool = False,
     shards: Shards | None = None,
 ) -> list[Piece]:
     """The pieces of all branches, each branch's in the order of its tokens.
 
-    branches: (segment length, rate). shards: where they have `length` tokens each; layout is "overlap" then, and
-    Shards.fitted has seen the branches.
+    branches: (segment length, rate). shards: where they have `length` tokens each.
     """
+    total = length if shards is None else length * shards.devices
     if layout == "partition":
-        pieces: list[Piece] = []
-        start = 0
-        for size, rate in (*branches, (length, 1)):
-            size = min(size, length - start)
-            if size == 0:
-                break
-            last = pieces[-1] if pieces else None
-            if last is not None and (last.length, last.rate) == (size, rate):
-                pieces[-1] = dataclasses.replace(last, segments=last.segments + 1)
-            else:
-                pieces.append(Piece(0, start, 1, size, rate, None, order))
-            start += size
-        return pieces
-
-    pieces = []
+        whole = _partition(total, branches, order)
+        return whole if shards is None else [_on_device(whole, length, shards, is_causal)]
+    pieces: list[Piece] = []
     groups = np.array_split(np.arange(num_heads), len(branches))
     for index, (size, rate) in enumerate(branches):
         if heads == "all":
@@ -175,13 +171,43 @@ def pieces_of(
             offsets = tuple(head // in_class for head in range(num_heads))
         else:
             offsets = tuple(index % rate if head in groups[index] else -1 for head in range(num_heads))
-        span = None if shards is None else shards.span(size, length)
-        size = min(size, length)
-        whole, rest = divmod(length, size)
-        pieces.append(Piece(index, 0, whole, size, rate, offsets, order, span))
-        if rest and any(0 <= offset < rest for offset in offsets):
-            pieces.append(Piece(index, whole * size, 1, rest, rate, offsets, order))
+        size = min(size, total)
+        count, rest = divmod(total, size)
+        of_branch = [Piece(index, 0, count, size, rate, offsets, order)]
+        # Nobody takes the last tokens, perhaps; but those of a device stay together.
+        if rest and (shards is not None or any(0 <= offset < rest for offset in offsets)):
+            of_branch.append(Piece(index, count * size, 1, rest, rate, offsets, order))
+        pieces += of_branch if shards is None else [_on_device(of_branch, length, shards, is_causal)]
     return pieces
+
+
+def _partition(length: int, branches: Sequence[tuple[int, int]], order: str | None) -> list[Piece]:
+    """The pieces of segments that cut a sequence one after another."""
+    pieces: list[Piece] = []
+    start = 0
+    for size, rate in (*branches, (length, 1)):
+        size = min(size, length - start)
+        if size == 0:
+            break
+        last = pieces[-1] if pieces else None
+        if last is not None and (last.length, last.rate) == (size, rate):
+            pieces[-1] = dataclasses.replace(last, segments=last.segments + 1)
+        else:
+            pieces.append(Piece(0, start, 1, size, rate, None, order))
+        start += size
+    return pieces
+
+
+def _on_device(whole: Sequence[Piece], length: int, shards: Shards, is_causal: bool) -> Piece:
+    """A branch's pieces of the whole sequence as the one of each device, which has `length` tokens."""
+    first, *others = whole
+    if not others and shards.fits(first.length, first.rate, length):
+        size = min(first.length, length)
+        return dataclasses.replace(first, segments=length // size, length=size, span=shards.span(first.length, length))
+    runs = [(piece.segments, piece.length, piece.rate) for piece in whole]
+    deal = shards.deal(runs, length, first.order, is_by_class=first.offsets is not None)
+    span = Span(shards.axis_name, deal.devices, shards.devices, deal.shifts(is_causal=is_causal))
+    return dataclasses.replace(first, segments=1, length=length, rate=deal.rate, span=span, deal=deal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +257,8 @@ def calls_of(
     """The pieces by the shape of their batch entries."""
     calls: dict[tuple[int, int, int, bool, Span | None], list[Piece]] = {}
     for piece in pieces:
-        is_masked = has_segment_ids or piece.has_gaps or (not is_causal and piece.length % piece.rate != 0)
+        is_masked = has_segment_ids or piece.has_gaps or piece.deal is not None
+        is_masked = is_masked or (not is_causal and piece.length % piece.rate != 0)
         shared = _shared(piece, num_heads // kv_heads)
         if piece.offsets is None:
             # Ids differ between classes, but not between the heads of an entry.
@@ -275,7 +302,7 @@ def compact_rows(calls: Sequence[BranchCall], batch: int, num_heads: int, array_
             in_entry, parts = call.heads // shared, group // shared
             table = -1
             if piece.is_ordered:
-                order = piece.length, piece.rate, piece.span
+                order = piece.length, piece.rate, piece.span, piece.deal
                 tables.setdefault(order, piece.table)
                 table = list(tables).index(order)
             place = number, base, piece.start, piece.segments, piece.length, piece.rate
@@ -359,11 +386,15 @@ def _runs(picks: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
     return runs
 
 
-def gather_ids(ids: jax.Array, call: BranchCall) -> jax.Array:
-    """int32 [B, T] -> [entries, rows]; rows without a token have -1."""
+def gather_ids(ids: jax.Array | None, call: BranchCall, batch: int, length: int) -> jax.Array:
+    """int32 [B, T], or None where all are alike -> [entries, rows]; rows without a token have -1."""
     parts = []
     for piece in call.pieces:
-        x = _rows(ids, piece, fill=-1)
+        if piece.deal is not None and piece.span is not None:
+            x = piece.deal.joined(piece.span, ids, batch)
+        else:
+            x = jnp.zeros((batch, length), jnp.int32) if ids is None else ids
+        x = _rows(x, piece, fill=-1)
         if piece.offsets is not None:
             x = x[:, :, np.array(piece.offsets[slice(*piece.heads, call.heads)])]
         parts.append(x.swapaxes(1, 2).reshape(-1, piece.rows))

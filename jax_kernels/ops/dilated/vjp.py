@@ -110,8 +110,7 @@ def _of_batch(tree: Any) -> list[ArrayAxes]:
 
 def _inputs(call: DilatedCall, views: BranchCall, query, key, value, ids) -> AttentionInputs:
     if views.is_masked:
-        ids = jnp.zeros_like(query[:, :, 0, 0], jnp.int32) if ids is None else ids
-        ids = dilated_views.gather_ids(ids, views)
+        ids = dilated_views.gather_ids(ids, views, *query.shape[:2])
     query, key, value = _read(call, views, query.shape[2], query, key, value)
     return AttentionInputs(query, key, value, q_segment_ids=ids, kv_segment_ids=ids)
 

@@ -48,8 +48,35 @@ CASES = {
     "interpreted": ((8, 32), (2, 4), True, 4, 2, {"implementation": "triton", "order": "hilbert"}),
     "hilbert_at_rate_1": ((32,), (1,), False, 2, 2, {"order": "hilbert"}),
 }
+# Segments that begin and end within devices, rates that do not divide a device's tokens, and layout="partition"; and
+# how many steps round the ring each branch takes.
+ODD = {
+    "longnet": ((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), True, 8, 4, {}, (4, 4, 4, 4, 4)),
+    "odd_lengths": ((3, 12, 20, 11), (2, 5, 3, 1), False, 8, 2, {}, (3, 3, 4, 3)),
+    "odd_rate_of_pairs": ((16,), (3,), False, 3, 3, {}, (2,)),
+    "odd_causal": ((3, 12), (2, 5), True, 4, 2, {"segment_ids": True}, (2, 2)),
+    "odd_hilbert": ((12, 20), (3, 3), True, 4, 4, {"segment_ids": True, "order": "hilbert"}, (2, 3)),
+    "odd_groups": ((12, 30), (3, 4), False, 4, 2, {"heads": "groups", "combine": "mean"}, (3, 4)),
+    "odd_mean": ((12, 8, 32), (12, 2, 3), True, 4, 2, {"combine": "mean", "segment_ids": True}, (2, 1, 4)),
+    "odd_stopped": ((12, 20), (1, 3), False, 2, 1, {"stop_gradient_weights": True}, (3, 4)),
+    "odd_interpreted": ((12, 8), (3, 2), True, 2, 1, {"implementation": "triton", "segment_ids": True}, (2, 1)),
+    "partition": ((5, 14, 6), (2, 7, 1), True, 4, 2, {"layout": "partition"}, (3,)),
+    "partition_of_one": ((16,) * 2, (4,) * 2, False, 4, 2, {"layout": "partition"}, (2,)),
+    "partition_local": ((4, 4, 8, 8, 8), (2, 1, 8, 4, 2), False, 2, 2, {"layout": "partition"}, (1,)),
+    "partition_packed": (
+        *((3, 20), (2, 4), False, 4, 2),
+        {"layout": "partition", "segment_ids": True, "order": "hilbert"},
+        (4,),
+    ),
+    "partition_interpreted": (
+        *((5, 14), (2, 7), True, 2, 1),
+        {"layout": "partition", "implementation": "triton"},
+        (3,),
+    ),
+}
 # Branches within a device and across several; the others combine them with the modes.
 QUICK = ("packed",)
+QUICK_ODD = ("odd_causal", "partition")
 
 
 def ids_of(length):
@@ -124,7 +151,7 @@ def run_case(mesh, lengths, rates, is_causal, heads, kv_heads, others):
 
 def main(names) -> dict:
     mesh = jax.make_mesh((DEVICES,), ("sequence",), (jax.sharding.AxisType.Auto,))
-    return {name: run_case(mesh, *CASES[name]) for name in names}
+    return {name: run_case(mesh, *(CASES | ODD)[name][:6]) for name in names}
 
 
 def results_of(names):
@@ -154,9 +181,29 @@ def test_is_dilated_attention(names):
             assert result["dead"], f"{name}: every token attends to some"
 
 
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("names", tiers.groups(ODD, QUICK_ODD, 7))
+def test_serves_any_segments(names):
+    for name, result in results_of(names).items():
+        for what, error in zip(("out", "lse", "dq", "dk", "dv"), result["errors"], strict=True):
+            assert error < 1e-6, (name, what)
+        assert result["dtypes"] == ["bfloat16", "float32", *["bfloat16"] * 3], name
+        assert result["kept"] == what_the_backward_keeps(name), name
+        # Of all devices only the ids are gathered; a device's float32 gradients travel home as far as keys came.
+        others, steps = ODD[name][5:]
+        of_kind = lambda kind, dtype, found=result["travels"]: [x for x in found if x[:2] == [kind, dtype]]
+        hops = sum(count - 1 for count in steps)
+        assert not of_kind("all_gather", "bfloat16"), name
+        assert bool(of_kind("all_gather", "int32")) == ("segment_ids" in others), name
+        assert len(of_kind("ppermute", "float32")) == 2 * hops, name
+        has_own_softmax = "combine" in others or "stop_gradient_weights" in others
+        turns = 3 if has_own_softmax and others.get("heads") != "groups" else 2
+        assert len(of_kind("ppermute", "bfloat16")) == 2 * turns * hops, name
+
+
 def what_the_backward_keeps(name):
     """A device's query, key, value, out and lse, and its ids: nothing that was gathered, and nothing of a branch."""
-    *_, heads, kv_heads, others = CASES[name]
+    _, _, _, heads, kv_heads, others = (CASES | ODD)[name][:6]
     local = (BATCH, 32 // DEVICES)
     of_heads = [(heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, V_HEAD_DIM), (heads, V_HEAD_DIM)]
     want = [[*local, *x] for x in of_heads] + [[BATCH, heads, 32 // DEVICES]]
@@ -179,7 +226,8 @@ def what_travels(name):
             continue
         rows = 8 // rate
         if "order" in others and rate > 1:
-            rows = dealt_out(arrangement(8 * devices, rate), rate, devices, 8)[0].shape[1] // rate
+            tokens = arrangement(8 * devices, rate)
+            rows = dealt_out([tokens[phase::rate] for phase in range(rate)], devices, 8)[0].shape[1] // rate
         hops = devices - 1
         want += [("ppermute", "bfloat16", rows)] * 2 * turns * hops + [("ppermute", "float32", rows)] * 2 * hops
         if "segment_ids" in others or rows != 8 // rate:
@@ -191,7 +239,7 @@ def what_travels(name):
 def test_how_an_order_is_dealt_out(length, rate, devices):
     """Each device's rows of a class, one device after the other, are the class in the order of the sequence."""
     tokens = arrangement(length, rate)
-    at, places = dealt_out(tokens, rate, devices, 8)
+    at, places = dealt_out([tokens[phase::rate] for phase in range(rate)], devices, 8)
     local = length // devices
     assert at.shape[1] // rate % 8 == 0 or at.shape[1] == local
     for device in range(devices):
@@ -205,18 +253,6 @@ def test_how_an_order_is_dealt_out(length, rate, devices):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (
-            {"segment_lengths": (8, 3)},
-            ValueError,
-            "segment_lengths[1]: got 3 with 8 tokens on each of 4 devices, want a divisor of 8, or 8",
-        ),
-        ({"segment_lengths": (8, 24)}, ValueError, "segment_lengths[1]: got 24 with 8 tokens"),
-        ({"segment_lengths": (12, 8)}, ValueError, "segment_lengths[0]: got 12 with 8 tokens"),
-        (
-            {"segment_lengths": (16, 8), "dilation_rates": (3, 1)},
-            ValueError,
-            "dilation_rates[0]: got 3 for segments longer than the 8 tokens of a device, want a divisor",
-        ),
         ({"segment_lengths": (8, 0)}, ValueError, "segment_lengths: got (8, 0), want one number or more, all positive"),
         ({"axis_name": "j"}, ValueError, "axis_name: got 'j', want an axis of the jax.shard_map around this call"),
         ({"axis_name": 0}, TypeError, "axis_name: got int, want the name of a mesh axis"),
@@ -234,7 +270,8 @@ def test_how_an_order_is_dealt_out(length, rate, devices):
         ),
         ({"segment_ids": np.zeros((1, 32), np.int32)}, ValueError, "segment_ids: got shape (1, 32)"),
         ({"segment_ids": np.zeros((1, 8), np.float32)}, TypeError, "segment_ids: got dtype float32"),
-        ({"layout": "partition"}, TypeError, "unexpected keyword argument 'layout'"),
+        ({"layout": "columns"}, ValueError, "layout: got 'columns', want 'overlap' or 'partition'"),
+        ({"layout": "partition", "heads": "groups"}, ValueError, "layout: got 'partition' with heads='groups'"),
     ],
 )
 def test_errors(arguments, error, message):
