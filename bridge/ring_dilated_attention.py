@@ -29,6 +29,7 @@ def sequence_parallel_dilated_attention(
     is_causal: bool = False,
     heads: str = "all",
     combine: str = "lse",
+    layout: str = "overlap",
     order: str | None = None,
     stop_gradient_weights: bool = False,
     return_lse: bool = False,
@@ -66,6 +67,7 @@ def sequence_parallel_dilated_attention(
         "is_causal": is_causal,
         "heads": heads,
         "combine": combine,
+        "layout": layout,
         "order": order,
         "stop_gradient_weights": stop_gradient_weights,
         "scale": scale,
@@ -99,8 +101,8 @@ _OP = SharedOp(label="sequence_parallel_dilated_attention", attend=_attend, know
 class RingDilatedAttention(MultiheadDilatedAttention):
     """MultiheadDilatedAttention of a sequence that several processes share.
 
-    Its parameters, their names and its arguments are those of MultiheadDilatedAttention; a state_dict serves both. The
-    layout is "overlap". Each process has the module, with the same parameters, and calls it with its own tokens, as
+    Its parameters, their names and its arguments are those of MultiheadDilatedAttention; a state_dict serves both.
+    Each process has the module, with the same parameters, and calls it with its own tokens, as
     sequence_parallel_dilated_attention says. The gradients of its parameters are the parts of this process's tokens:
     add them up over the group. Without torch.distributed it is MultiheadDilatedAttention.
 
@@ -109,14 +111,11 @@ class RingDilatedAttention(MultiheadDilatedAttention):
     """
 
     def __init__(self, *args: Any, group: Any = None, **kwargs: Any) -> None:
-        if kwargs.get("layout", "overlap") != "overlap":
-            raise ValueError(f"layout: got {kwargs['layout']!r}, want 'overlap': processes share segments of it alone")
         super().__init__(*args, **kwargs)
         self.group = group
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **limits: Any) -> torch.Tensor:
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return super()._attend(query, key, value, **limits)
-        pattern = {name: x for name, x in self.pattern.items() if name != "layout"}
-        options = {"group": self.group, "implementation": self._implementation, **limits, **pattern}
+        options = {"group": self.group, "implementation": self._implementation, **limits, **self.pattern}
         return sequence_parallel_dilated_attention(query, key, value, **options)

@@ -1,7 +1,6 @@
 """Dilated attention as nnx modules, and LongNet, the decoder that has it."""
 
 import dataclasses
-import itertools
 import math
 import numbers
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ from jax_kernels.models.sharding import ShardingRules, sequence_devices, share_s
 from jax_kernels.models.transformer import Block, Transformer
 from jax_kernels.ops.dilated.dilated_attention import check_pattern, dilated_attention
 from jax_kernels.ops.dilated.sequence_parallel import sequence_parallel_dilated_attention
-from jax_kernels.ops.dilated.shards import Shards
 
 __all__ = ["DilatedAttention", "LongNet", "LongNetConfig", "MultiHeadDilatedAttention"]
 
@@ -195,17 +193,11 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
           [B, T, model_dim] in dtype.
 
         Raises:
-          ValueError: x has the wrong shape, or as sequence_parallel_dilated_attention.
-          NotImplementedError: devices share out the tokens, and the layout is "partition".
+          ValueError: x has the wrong shape.
         """
         arrays = self._heads(x, 0, positions)
         if sequence_devices(self.sequence_axis) == 1:
             return self._project(self.attention(*arrays, segment_ids=segment_ids))
-        if self.attention.layout != "overlap":
-            raise NotImplementedError(
-                f"layout: got {self.attention.layout!r} where devices share out the tokens along "
-                f"{self.sequence_axis!r}, want 'overlap'"
-            )
         assert self.sequence_axis is not None
         # A head's offset within a branch hangs on its number, so that every device needs all heads.
         out = share_sequence(
@@ -228,6 +220,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
             is_causal=of.is_causal,
             heads=of.heads,
             combine=of.combine,
+            layout=of.layout,
             order=of.order,
             stop_gradient_weights=of.stop_gradient_weights,
             segment_ids=segment_ids,
@@ -335,7 +328,8 @@ class LongNet(Transformer):
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
         """As in Transformer. Attention is causal, so that padding after the last token has no effect."""
-        whole = _length_for_devices(self.config, tokens.shape[1] + more)
+        devices, length = sequence_devices(self.config.sequence_axis), tokens.shape[1] + more
+        whole = -(-length // devices) * devices
         tokens = jnp.pad(tokens, ((0, 0), (0, whole - tokens.shape[1])))
 
         def logits(tokens: jax.Array, last: jax.Array) -> jax.Array:
@@ -349,20 +343,3 @@ class LongNet(Transformer):
             return logits(tokens, place), tokens
 
         return (logits(tokens, lengths - 1), tokens), advance
-
-
-def _length_for_devices(config: Any, length: int) -> int:
-    """The least length from this one on that the devices along the sequence axis can share out; without them, as is."""
-    devices = sequence_devices(config.sequence_axis)
-    if devices == 1:
-        return length
-    branches = tuple(zip(config.segment_lengths, config.dilation_rates, strict=True))
-    shards = Shards(config.sequence_axis, devices)
-    # A device's part that is a multiple of every segment always fits.
-    for part in itertools.count(-(-length // devices)):
-        try:
-            shards.fitted(branches, part)
-        except ValueError:
-            continue
-        return part * devices
-    raise AssertionError

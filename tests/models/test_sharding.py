@@ -62,6 +62,14 @@ CASES = {
     "longnet_documents": (DILATED, {"data": 2, "sequence": 2}),
     "longnet": (DILATED, {"data": 2, "sequence": 2}),
     "longnet_tensor": (DILATED, {"sequence": 4, "tensor": 2}),
+    "longnet_of_defaults": (
+        LongNetConfig(vocab_size=64, model_dim=32, num_layers=1, num_heads=4, mlp_dim=48),
+        {"sequence": 8},
+    ),
+    "longnet_partition_documents": (
+        dataclasses.replace(DILATED, segment_lengths=(8, 14), dilation_rates=(2, 3), layout="partition"),
+        {"data": 2, "sequence": 2},
+    ),
 }
 # Cases with "documents" in their names have packed documents.
 QUICK = ["documents", "tensor", "fsdp", "generate", "longnet_generate", "explicit", "placed_sequence"]
