@@ -17,6 +17,7 @@ from jax_kernels.compiling import compile_kernels, compiler_options, paused_coll
 from jax_kernels.models.config import TransformerConfig, positive
 from jax_kernels.models.dilated_attention import LongNet, LongNetConfig
 from jax_kernels.models.packing import within_documents
+from jax_kernels.models.preemption import STOPPED, stop_asked
 from jax_kernels.models.sharding import (
     ShardingRules,
     check_mesh,
@@ -226,16 +227,31 @@ class Trainer:
         save_every: saves after every so many steps, and after the last. run: as in save. on_step(step, found): is
         called after each step with what `train` gives.
 
-        Raises ValueError, before the first step, where save would: `folder` has a later checkpoint than the state.
+        On SIGTERM the step goes on to its end. Then a checkpoint is saved, whatever save_every is, where there is a
+        folder; and SystemExit is raised, with the status 143. Of several processes that jax.distributed knows, one that
+        gets SIGTERM tells the others; all save and end after the next step that each of them can reach, if `steps` has
+        that. In a single process `fit` has a handler of SIGTERM while it runs. It leaves SIGTERM alone where the caller
+        has a handler or ignores it, and in a thread other than the main one, in which Python has no handlers.
+
+        Raises:
+          ValueError: before the first step, where save would: `folder` has a later checkpoint than the state.
+          SystemExit: after SIGTERM, once the checkpoint is whole.
         """
         if save_every is not None and self.step < steps:
             self._check_newest()
-        while self.step < steps:
-            found = self.train(batches[self.step])
-            if on_step is not None:
-                on_step(self.step, found)
-            if save_every is not None and (self.step % save_every == 0 or self.step == steps):
-                self.save(run)
+        with stop_asked() as asked:
+            while self.step < steps:
+                found = self.train(batches[self.step])
+                if on_step is not None:
+                    on_step(self.step, found)
+                is_stopped = asked(self.step)
+                is_due = save_every is not None and (self.step % save_every == 0 or self.step == steps)
+                if is_due or (is_stopped and self._manager is not None):
+                    self.save(run)
+                if is_stopped:
+                    if self._manager is not None:
+                        self._manager.wait_until_finished()
+                    raise SystemExit(STOPPED)
 
     def save(self, run: Mapping[str, Any] | None = None) -> None:
         """Writes a checkpoint of the state, and of `run`, a JSON value. It counts once it is whole: see restore.

@@ -1,20 +1,14 @@
-"""The processes of `jax-kernels train` among themselves: equal arguments at the start, and a common end on SIGTERM."""
+"""The processes of `jax-kernels train` among themselves: their arguments are equal."""
 
-import contextlib
 import json
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-__all__ = ["STOPPED", "check_agreement", "stop_asked"]
-
-# The exit status of a run that SIGTERM ended, as shells have it.
-STOPPED = 128 + signal.SIGTERM
+__all__ = ["check_agreement"]
 
 
 def check_agreement(given: Mapping[str, Any]) -> None:
@@ -47,23 +41,3 @@ def _gathered(text: str) -> list[str]:
     padded[: len(data)] = data
     rows = multihost_utils.process_allgather(padded)
     return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
-
-
-@contextlib.contextmanager
-def stop_asked() -> Iterator[Callable[[int], bool]]:
-    """A function to call after each step with its number: whether SIGTERM asks for the run's end after this step.
-
-    Of several processes, one that gets SIGTERM tells the others, and all end after the same step.
-    """
-    if jax.process_count() > 1:
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # where Python has no handlers
-        yield lambda step: False
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    try:
-        yield lambda step: asked.is_set()
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)

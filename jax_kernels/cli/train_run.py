@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 
 from jax_kernels.cli import UserError
 from jax_kernels.cli.demo_data import standard_library
-from jax_kernels.cli.train_processes import STOPPED, check_agreement, stop_asked
+from jax_kernels.cli.train_processes import check_agreement
 from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_documents
 from jax_kernels.models.distributed import initialize_distributed
+from jax_kernels.models.preemption import STOPPED, stop_asked
 
 __all__ = ["as_user_error", "run"]
 

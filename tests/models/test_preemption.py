@@ -1,0 +1,119 @@
+"""Trainer.fit on SIGTERM: it saves and ends, in one process, and in two after the same step.
+
+As a script it is such a process: FOLDER [PORT ID], of two that find each other at a port.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jax_kernels.models import TokenBatches, Trainer, TransformerConfig, make_mesh
+from jax_kernels.models.distributed import initialize_distributed
+from jax_kernels.models.preemption import STOPPED, stop_asked
+
+CONFIG = TransformerConfig(vocab_size=16, model_dim=16, num_layers=1, num_heads=1, mlp_dim=16)
+AT = 2  # the step after which the signal comes
+
+
+def trainer_and_batches(folder):
+    trainer = Trainer(CONFIG, optax.sgd(1e-2), mesh=make_mesh({"data": -1}), folder=folder)
+    return trainer, TokenBatches(np.arange(400) % 16, 8, 4, mesh=trainer.mesh)
+
+
+def terminates(step, found):
+    if step == AT and jax.process_index() == jax.process_count() - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_one_process_saves_and_ends_after_its_step(tmp_path):
+    trainer, batches = trainer_and_batches(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(batches, 100, run={"name": "mine"}, on_step=terminates)
+    assert ended.value.code == STOPPED == 143
+    assert trainer.step == AT
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    trainer.close()
+    again, batches = trainer_and_batches(tmp_path)
+    assert again.restore() == {"name": "mine"}
+    again.fit(batches, 2 * AT)
+    again.close()
+    assert again.step == 2 * AT
+
+
+def test_without_a_folder_it_ends_after_its_last_step_too():
+    trainer, batches = trainer_and_batches(None)
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(batches, AT, on_step=terminates)
+    assert ended.value.code == STOPPED
+
+
+def test_a_handler_of_the_caller_s_own_is_left_alone():
+    got = []
+    handler = lambda *_: got.append("SIGTERM")
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with stop_asked() as asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not asked(1)
+        assert got == ["SIGTERM"]
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_another_thread_has_no_handler():
+    asks = []
+
+    def run():
+        with stop_asked() as asked:
+            asks.append(asked(1))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert asks == [False]
+
+
+@pytest.mark.timeout(200)
+def test_two_processes_end_after_the_same_step(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, __file__, str(tmp_path / "run"), str(port)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, str(i)], env=environment, **pipes) for i in range(2)]
+    try:
+        told = [process.communicate(timeout=90) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, err) in zip(processes, told, strict=True):
+        assert process.returncode == STOPPED, err[-3000:]
+    step, other = (int(out.splitlines()[-1]) for out, _ in told)  # Gloo writes, too
+    assert step == other >= AT
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [str(step)]
+
+
+def main(folder, port, process):
+    initialize_distributed(f"localhost:{port}", 2, int(process), timeout=60)
+    trainer, batches = trainer_and_batches(Path(folder))
+    try:
+        trainer.fit(batches, 100_000, on_step=terminates)
+    finally:
+        trainer.close()
+        print(trainer.step)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
