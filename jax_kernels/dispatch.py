@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import export
 
 from jax_kernels.device import DeviceInfo, device_info
 
@@ -75,10 +76,12 @@ class Plan:
 def choose(
     request: Request,
     table: Mapping[str, Implementation],
-    order: Sequence[str],
+    order: Callable[[Any], Sequence[str]],
     implementation: str | None = None,
 ) -> Plan:
-    """The plan for a request: the named implementation, or the first of `order` in the table that can serve it.
+    """The plan for a request: the named implementation, or the first of order(request) in the table that can serve it.
+
+    Of a request with a symbolic size, under jax.export, that is "xla".
 
     Raises ValueError for an unknown name, and NotImplementedError, with every reason, where none can serve.
     """
@@ -86,7 +89,7 @@ def choose(
         if implementation not in table:
             known = ", ".join(repr(name) for name in table)
             raise ValueError(f"implementation={implementation!r} is not known for {request.op}; want one of {known}")
-        reason = table[implementation].supports(request)
+        reason = _reason(table[implementation], request)
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot serve this {request.op}: {reason}")
         config, source = table[implementation].config(request)
@@ -94,8 +97,9 @@ def choose(
         return Plan(request.op, implementation, config, source, "asked for by name", note=note)
 
     passed_over: list[tuple[str, str]] = []
-    for name in (name for name in order if name in table):
-        reason = table[name].supports(request)
+    names = table if _symbolic(request) else order(request)  # an order goes by sizes, too
+    for name in (name for name in names if name in table):
+        reason = _reason(table[name], request)
         if reason is None:
             config, source = table[name].config(request)
             why = f"the fastest that serves this on {request.device.name}"
@@ -103,6 +107,30 @@ def choose(
         passed_over.append((name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
     raise NotImplementedError(f"no implementation serves this {request.op} on {request.device.name}: {reasons}")
+
+
+def _reason(implementation: Implementation, request: Request) -> str | None:
+    """Why an implementation cannot serve a request, None where it can."""
+    symbolic = None if implementation.name == "xla" else _symbolic(request)
+    if symbolic is None:
+        return implementation.supports(request)
+    wanted = "want an int, for which kernels are compiled; export with fixed sizes, or with implementation='xla'"
+    return f"{symbolic}, {wanted}"
+
+
+def _symbolic(request: Request) -> str | None:
+    """The words "field: got the symbolic size ..." on the first such field; None where all sizes are known."""
+    for name, x in vars(request).items():
+        size = _symbolic_size(x)
+        if size is not None:
+            return f"{name}: got the symbolic size {size}"
+    return None
+
+
+def _symbolic_size(x: Any) -> Any:
+    if isinstance(x, tuple):
+        return next((size for size in map(_symbolic_size, x) if size is not None), None)
+    return x if export.is_symbolic_dim(x) else None
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:

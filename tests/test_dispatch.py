@@ -37,7 +37,7 @@ REQUEST = Request("an_op", device_info("h200"))
 
 
 def test_choose_takes_the_first_that_serves():
-    plan = choose(REQUEST, table(fast="too old", good=None, slow=None), ("fast", "good", "slow"))
+    plan = choose(REQUEST, table(fast="too old", good=None, slow=None), lambda request: ("fast", "good", "slow"))
     assert (plan.op, plan.implementation, plan.source) == ("an_op", "good", "block spec")
     assert plan.passed_over == (("fast", "too old"),)
     assert str(plan).splitlines() == [
@@ -48,23 +48,23 @@ def test_choose_takes_the_first_that_serves():
 
 
 def test_choose_by_name():
-    plan = choose(REQUEST, table(fast=None, good=None), ("fast", "good"), "good")
+    plan = choose(REQUEST, table(fast=None, good=None), lambda request: ("fast", "good"), "good")
     assert (plan.implementation, plan.why, plan.passed_over) == ("good", "asked for by name", ())
 
 
 def test_choose_by_name_that_cannot_serve():
     with pytest.raises(NotImplementedError, match="'fast' cannot serve this an_op: too old"):
-        choose(REQUEST, table(fast="too old", good=None), ("fast", "good"), "fast")
+        choose(REQUEST, table(fast="too old", good=None), lambda request: ("fast", "good"), "fast")
 
 
 def test_choose_unknown_name():
     with pytest.raises(ValueError, match="implementation='nope' is not known for an_op; want one of 'fast', 'good'"):
-        choose(REQUEST, table(fast=None, good=None), ("fast", "good"), "nope")
+        choose(REQUEST, table(fast=None, good=None), lambda request: ("fast", "good"), "nope")
 
 
 def test_choose_gives_every_reason_where_none_serves():
     with pytest.raises(NotImplementedError, match=r"no implementation .* on NVIDIA H200: a: too old; b: too new"):
-        choose(REQUEST, table(a="too old", b="too new"), ("a", "b"))
+        choose(REQUEST, table(a="too old", b="too new"), lambda request: ("a", "b"))
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class PlannedOp:
 
     def plan(self, request: Request, implementation: str | None = None) -> Plan:
         """The plan for a request. Raises as dispatch.choose does."""
-        return dispatch.choose(request, self.implementations, self.order(request), implementation)
+        return dispatch.choose(request, self.implementations, self.order, implementation)
 
     def call(self, request: Request, options: Any, implementation: str | None = None) -> PlannedCall:
         """The planned call for a request, on this process's setting of the interpreter."""

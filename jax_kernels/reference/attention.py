@@ -136,8 +136,15 @@ def _weights(scores, highest, sinks):
 
 
 def _chunk_length(query, key):
-    """Queries to a chunk: as many as CHUNK_BYTES holds, a multiple of 16, the whole length if it fits."""
-    batch = query.shape[0] if isinstance(query.shape[0], int) else 1  # symbolic under jax.export
+    """Queries to a chunk: as many as CHUNK_BYTES holds, a multiple of 16, the whole length if it fits.
+
+    Symbolic lengths of jax.export have no known parts: all queries are a chunk.
+    """
+    if not isinstance(query.shape[1], int):
+        return query.shape[1]
+    if not isinstance(key.shape[1], int):
+        return max(query.shape[1], 1)
+    batch = query.shape[0] if isinstance(query.shape[0], int) else 1
     row = batch * query.shape[2] * max(key.shape[1], 1) * 4
     rows = max(16, CHUNK_BYTES // max(row, 1) // 16 * 16)
     return min(rows, max(query.shape[1], 1))

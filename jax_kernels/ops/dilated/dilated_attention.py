@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -223,6 +224,8 @@ def _check(
         query, key, value, is_causal=is_causal, return_lse=return_lse, scale=scale, deterministic=deterministic,
         precision=precision, implementation=implementation,
     )  # fmt: skip
+    if jax.export.is_symbolic_dim(request.q_length):
+        raise ValueError(f"query: got the symbolic length {request.q_length}, want an int, which tells the segments")
     if request.kv_length != request.q_length:
         raise ValueError(f"key: got length {request.kv_length}, want query's length {request.q_length}")
     if segment_ids is not None:
