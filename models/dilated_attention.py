@@ -199,7 +199,8 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         if sequence_devices(self.sequence_axis) == 1:
             return self._project(self.attention(*arrays, segment_ids=segment_ids))
         assert self.sequence_axis is not None
-        # A head's offset within a branch hangs on its number, so that every device needs all heads.
+        # A head's offset within a branch hangs on its number. Programs of their own for the devices' heads would have
+        # the ring's sends in a conditional that not all devices enter alike, so that every device needs all heads.
         out = share_sequence(
             self._ring, *arrays, segment_ids, axis=self.sequence_axis, rules=self.rules, heads_alike=False
         )

@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax_kernels import dispatch
 from jax_kernels.ops.planned_op import under_defaults
 
-__all__ = ["ArrayAxes", "Axis", "Shares", "is_partitioned", "partitioned"]
+__all__ = ["ArrayAxes", "Axis", "ByIndex", "Shares", "is_partitioned", "partitioned"]
 
 # The custom calls of kernels, which jax.export takes on demand: their text may change with JAX, and is not kept here.
 KERNEL_CALLS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu", "mosaic_gpu_v2")
@@ -48,6 +48,18 @@ class Axis:
 ArrayAxes = tuple[Axis | None, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class ByIndex:
+    """A function whose part of an axis hangs on which one it is: that of device `index` of `count`.
+
+    name: of the axis. key(index, count): hashable; parts of equal keys are one program. run(key, *args): the part.
+    """
+
+    name: str
+    key: Callable[[int, int], Hashable]
+    run: Callable[..., Any]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shares:
     """The axes of a function's arrays. An axis that is None is never shared out.
@@ -55,12 +67,14 @@ class Shares:
     arguments: of each leaf of the arguments, in order. results(tree): of each leaf of what the function returns.
     lengths: of the axes by name, which the devices have to divide; other names are not shared out.
     warning: for the user whose first array is shared out along an axis that is None; "" for none.
+    by_index: for parts along an axis that are not alike.
     """
 
     arguments: Sequence[ArrayAxes]
     results: Callable[[Any], Sequence[ArrayAxes]]
     lengths: Mapping[str, int]
     warning: str = ""
+    by_index: ByIndex | None = None
 
     def is_shared(self, axis: Axis | None) -> bool:
         return axis is not None and self.lengths.get(axis.name, 1) > 1
@@ -154,14 +168,17 @@ def partitioned(
             return _partitioned_whole(function, shares, key, args)
         leaves, tree = jax.tree.flatten(args)
         found: list[Any] = []  # the structure of the results, and their axes
-        programs = {} if key is None else _programs_of(key, tree)
+        own: dict[Any, dict[Any, Any]] = {}  # programs by part, of a function without a key
         context = jax.sharding.get_abstract_mesh()
 
-        @under_defaults
-        def flat(*leaves: Any) -> tuple[Any, ...]:
-            out = function(*jax.tree.unflatten(tree, leaves))
-            found[:] = found or [jax.tree.structure(out), shares.results(out)]
-            return tuple(jax.tree.leaves(out))
+        def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
+            @under_defaults
+            def flat(*leaves: Any) -> tuple[Any, ...]:
+                out = function(*jax.tree.unflatten(tree, leaves))
+                found[:] = found or [jax.tree.structure(out), shares.results(out)]
+                return tuple(jax.tree.leaves(out))
+
+            return flat
 
         def partition(mesh: Any, shapes: Any, outs: Any) -> Any:
             shardings = [x.sharding for x in shapes]
@@ -175,13 +192,22 @@ def partitioned(
                 has = {axis.name for axis in axes if axis is not None}
                 missing.append(tuple(x for name, over in spread.items() if name not in has for x in over))
             platform = mesh.devices.flat[0].platform
-            once = is_compiled and platform != "cpu"
-            lowered = functools.partial(_lowered_once, flat, (platform, mesh.size), programs)
-            on_device = lowered if once else _lowered_anew(flat)
+
+            def lowered(function: Callable[..., Any], *part: Hashable) -> Callable[..., Any]:
+                if not is_compiled or platform == "cpu":
+                    return _lowered_anew(flattened(function))
+                programs = own.setdefault(part, {}) if key is None else _programs_of((key, *part), tree)
+                return functools.partial(_lowered_once, flattened(function), (platform, mesh.size), programs)
+
+            over = None if shares.by_index is None else spread.get(shares.by_index.name)
+            if shares.by_index is None or over is None:
+                on_device = lowered(function)
+            else:
+                on_device = _switched(shares.by_index, over, math.prod(mesh.shape[name] for name in over), lowered)
             local = functools.partial(_summed, on_device, missing)
             return mesh, local, tuple(map(place, found[1])), tuple(map(place, shares.arguments))
 
-        wrapped = custom_partitioning(flat)
+        wrapped = custom_partitioning(flattened(function))
         wrapped.def_partition(partition=partition, sharding_rule=lambda *_: shares.rule(found[1]))
         out = wrapped(*leaves)
         return jax.tree.unflatten(found[0], out)
@@ -208,9 +234,37 @@ def _partitioned_whole(function: Callable[..., Any], shares: Shares, key: Hashab
         assert [x.aval for x in closed.jaxpr.constvars] == [jax.typeof(x) for x in constants]
         return jax.tree.unflatten(results, jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*jax.tree.leaves(args)))
 
+    def part_of_constants(part: Any, *given: Any) -> Any:  # which may have other ones
+        *args, _ = given
+        assert shares.by_index is not None
+        with _inside_partitioned():
+            return shares.by_index.run(part, *args)
+
     unshared: list[ArrayAxes] = [(None,) * x.ndim for x in closed.consts]
     every = dataclasses.replace(shares, arguments=[*shares.arguments, *unshared])
+    if shares.by_index is not None:
+        every = dataclasses.replace(every, by_index=dataclasses.replace(shares.by_index, run=part_of_constants))
     return partitioned(of_constants, every, key)(*args, closed.consts)
+
+
+def _switched(
+    by_index: ByIndex, over: tuple[str, ...], count: int, lowered: Callable[..., Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The function of a device's leaves that computes its own part, as its index along the mesh axes `over` tells.
+
+    lowered(function of a part, its key): as on each device.
+    """
+    keys = [by_index.key(index, count) for index in range(count)]
+    several = list(dict.fromkeys(keys))
+    parts = [lowered(functools.partial(by_index.run, key), key) for key in several]
+
+    def run(*leaves: Any) -> Any:
+        if len(parts) == 1:
+            return parts[0](*leaves)
+        which = jnp.asarray([several.index(key) for key in keys], jnp.int32)[lax.axis_index(over)]
+        return lax.switch(which, parts, *leaves)
+
+    return run
 
 
 def _summed(function: Callable[..., Any], over: Sequence[tuple[str, ...]], *leaves: Any) -> tuple[Any, ...]:
@@ -229,10 +283,21 @@ def _summed(function: Callable[..., Any], over: Sequence[tuple[str, ...]], *leav
 
 
 def _lowered_anew(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function for what partition returns: JAX lowers the refs of a kernel inside custom_partitioning alone."""
-    whole = custom_partitioning(function)
-    whole.def_partition(partition=None)
-    return whole
+    """The function for what partition returns: JAX lowers the refs of a kernel inside custom_partitioning alone.
+
+    Its constants, which custom_partitioning does not take, become arguments.
+    """
+
+    def run(*leaves: Any) -> Any:
+        closed = jax.make_jaxpr(function)(*leaves)
+        count = len(closed.consts)
+        whole = custom_partitioning(
+            lambda *given: tuple(jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, given[:count]))(*given[count:]))
+        )
+        whole.def_partition(partition=None)
+        return whole(*closed.consts, *leaves)
+
+    return run
 
 
 @functools.lru_cache(maxsize=1024)

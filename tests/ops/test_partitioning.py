@@ -123,6 +123,18 @@ def cases(length, dim, implementation):
             (*shared, ROWS, ROWS, columns), set(),
         ),
         "dilated": (both(dilate), qkv, (ROWS,) * 3, set()),
+        "dilated heads": (both(dilate), qkv, shared, set()),
+        "dilated heads groups": (
+            both(lambda *a: dilate(*a, heads="groups", combine="mean", is_causal=True)), qkv, shared, set(),
+        ),
+        "dilated heads packed": (
+            both(lambda q, k, v, i: dilate(q, k, v, segment_ids=i, order="hilbert")), (*qkv, ids), (*shared, ROWS),
+            set(),
+        ),
+        "dilated heads partition": (both(lambda *a: dilate(*a, layout="partition")), qkv, shared, set()),
+        "dilated a head each": (both(dilate), (query,) * 3, (P(None, None, ("data", "tensor")),) * 3, set()),
+        "dilated one kv head": (both(dilate), (query, one_key, one_key), (HEADS, ROWS, ROWS), sums),
+        "partly manual dilated": (both(partly_manual(dilate, P("data"), manual="data")), qkv, shared, set()),
         "dilated in order": (
             both(lambda q, k, v, i: dilate(q, k, v, segment_ids=i, order="hilbert")), (*qkv, ids), (ROWS,) * 4, set(),
         ),
@@ -173,14 +185,14 @@ def blocks(x, scale, w, implementation):
     return norm(block(block(block(x))))
 
 
-def partly_manual(function, *specs):
-    """The function in a shard_map of which the mesh axis "data" is no part; specs: of its arrays, and the result's."""
+def partly_manual(function, *specs, manual="tensor"):
+    """The function in a shard_map of one mesh axis alone; specs: of its arrays, and the result's."""
 
     def run(*arrays):
         if jax.sharding.get_abstract_mesh().empty:
             return function(*arrays)
         given = specs if len(specs) > 1 else specs * len(arrays)
-        return jax.shard_map(function, in_specs=given, out_specs=specs[0], axis_names={"tensor"})(*arrays)
+        return jax.shard_map(function, in_specs=given, out_specs=specs[0], axis_names={manual})(*arrays)
 
     return run
 
@@ -281,8 +293,10 @@ def results(gpu, names):
 
 
 NAMES = list(cases(64, 16, "triton"))
+DILATED = [name for name in NAMES if "dilated" in name]  # one process for all cases would take too long
+OTHERS = [name for name in NAMES if name not in DILATED]
 QUICK = [
-    "dilated",
+    "dilated heads packed",
     "fp8 rows",
     "rounded",
     "partly manual",
@@ -301,7 +315,7 @@ QUICK = [
 # JAX cannot trace a score_mod on Auto axes whose arrays have Explicit ones, and quantize names no axes for them.
 EXPLICIT = [
     name
-    for name in NAMES
+    for name in OTHERS
     if name not in ("score_mod of heads", "scalar", "rounded", "int8", "int4") and "manual" not in name
 ]
 
@@ -312,8 +326,10 @@ EXPLICIT = [
     [
         ("auto", QUICK),
         ("explicit", ["dynamic mask"]),
-        pytest.param("auto", NAMES, marks=pytest.mark.slow),
+        pytest.param("auto", DILATED, marks=pytest.mark.slow),
+        pytest.param("auto", OTHERS, marks=pytest.mark.slow),
         pytest.param("explicit", ["causal", "depth", "epilogue"], marks=pytest.mark.slow),
+        pytest.param("explicit", DILATED[:4], marks=pytest.mark.slow),
         pytest.param("explicit", EXPLICIT, marks=pytest.mark.slow),
     ],
 )
@@ -332,9 +348,11 @@ def test_devices_share_the_work(kind, names):
 @pytest.mark.parametrize(
     ("gpu", "names"),
     [
-        ("h200", ["causal", "dilated", "rms_norm", "columns", "scalar", "fp8", "fp8 rows", "partly manual"]),
-        pytest.param("h200", NAMES, marks=pytest.mark.slow),
-        pytest.param("a100", NAMES, marks=pytest.mark.slow),
+        ("h200", ["causal", "dilated heads", "rms_norm", "columns", "scalar", "fp8", "fp8 rows", "partly manual"]),
+        pytest.param("h200", DILATED, marks=pytest.mark.slow),
+        pytest.param("h200", OTHERS, marks=pytest.mark.slow),
+        pytest.param("a100", DILATED, marks=pytest.mark.slow),
+        pytest.param("a100", OTHERS, marks=pytest.mark.slow),
     ],
 )
 def test_programs_for_gpus_gather_nothing(gpu, names):

@@ -69,6 +69,9 @@ def dilated_attention(
         out = (weights.swapaxes(2, 3)[..., None] * outs).sum(0)
         lse = logsumexp(lses, axis=0)
 
+    Under jit on a mesh with Auto axes, kernels share out the batch and the heads. The program then has kernels for each
+    part of the heads whose tokens are not like another's; a device runs those of its part. "xla" gathers heads.
+
     It takes memory for one attention over the tokens that the branches take: no mask, nothing of T x T. What the
     backward keeps are query, key, value, out and lse.
 
@@ -174,7 +177,7 @@ def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
     request, arguments = checked.request, checked.arguments
     plans: dict[Piece, dispatch.Plan] = {}
     in_place: tuple[set[Piece], ...] = set(), set()
-    for views in checked.calls:
+    for views in checked.pattern.calls():
         with dispatch.on_device(request.device):
             plan = flash_attention.plan(**_specs(request, views), **arguments)  # type: ignore[attr-defined]
         plans |= dict.fromkeys(views.pieces, plan)
@@ -196,15 +199,53 @@ def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
 dilated_attention.plan = _plan  # type: ignore[attr-defined]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pattern:
+    """The branches of a checked call. The fields are arguments, or as in pieces_of."""
+
+    request: AttentionRequest
+    branches: tuple[tuple[int, int], ...]
+    heads: str
+    layout: str
+    order: str | None
+    has_segment_ids: bool
+    shards: Shards | None
+
+    def calls(self, index: int = 0, count: int = 1) -> tuple[BranchCall, ...]:
+        """The attention calls of part `index` of the heads, which `count` devices share out."""
+        request = self.request
+        pieces = dilated_views.pieces_of(
+            request.q_length,
+            request.heads,
+            self.branches,
+            heads=self.heads,
+            layout=self.layout,
+            order=self.order,
+            is_causal=request.is_causal,
+            shards=self.shards,
+        )
+        part = self.of_part(count)
+        if count > 1:
+            pieces = dilated_views.of_heads(pieces, index * part.heads, (index + 1) * part.heads)
+        return dilated_views.calls_of(
+            pieces, part.heads, part.kv_heads, is_causal=request.is_causal, has_segment_ids=self.has_segment_ids
+        )
+
+    def of_part(self, count: int) -> AttentionRequest:
+        """The request of a device's heads. One head of keys for all is on each device."""
+        request = self.request
+        return dataclasses.replace(request, heads=request.heads // count, kv_heads=max(request.kv_heads // count, 1))
+
+
 class _Checked(NamedTuple):
-    """A checked call: the request of the whole and its arrays, its attention calls, and how they become one.
+    """A checked call: the request of the whole and its arrays, its branches, and how they become one.
 
     merge: fields of DilatedCall. arguments: of flash_attention, the same for every call.
     """
 
     request: AttentionRequest
     inputs: AttentionInputs
-    calls: tuple[BranchCall, ...]
+    pattern: _Pattern
     merge: dict[str, Any]
     arguments: dict[str, Any]
 
@@ -238,22 +279,14 @@ def _check(
             f"heads: got 'groups' with {len(branches)} segment_lengths for {request.heads} heads, want a head at least "
             "for each of them"
         )
-    pieces = dilated_views.pieces_of(
-        request.q_length,
-        request.heads,
-        branches,
+    pattern = _Pattern(
+        request=request,
+        branches=branches,
         heads=heads,
         layout=layout,
         order=order,
-        is_causal=request.is_causal,
-        shards=shards if shards is not None and shards.devices > 1 else None,
-    )
-    calls = dilated_views.calls_of(
-        pieces,
-        request.heads,
-        request.kv_heads,
-        is_causal=request.is_causal,
         has_segment_ids=segment_ids is not None,
+        shards=shards if shards is not None and shards.devices > 1 else None,
     )
     merge = {
         "branches": len(branches) if layout == "overlap" else 1,
@@ -270,7 +303,7 @@ def _check(
         "precision": precision,
         "implementation": implementation,
     }
-    return _Checked(request, inputs, calls, merge, arguments)
+    return _Checked(request, inputs, pattern, merge, arguments)
 
 
 def check_pattern(
@@ -339,13 +372,45 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
 
     shards: of a sequence that devices share, whose tokens on this one the arrays have.
     """
-    request, inputs, calls, merge, arguments = _check(**keywords)
-    query, scale = with_positive_scale(inputs.query, arguments["scale"])  # before what has a gradient of its own
+    checked = _check(**keywords)
+    query, scale = with_positive_scale(checked.inputs.query, checked.arguments["scale"])  # before what has a gradient
+    recipe = _Recipe(
+        pattern=checked.pattern,
+        merge=tuple(checked.merge.items()),
+        arguments=tuple((checked.arguments | {"scale": scale}).items()),
+    )
+    call = recipe.call()
+    arrays = vary_alike((query, checked.inputs.key, checked.inputs.value, checked.inputs.q_segment_ids))
+    parts = dataclasses.replace(recipe, implementation=call.attentions[0][1].implementation)
+    return dataclasses.replace(call, of_heads=parts.call), arrays
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """How a checked call is planned. merge: fields of DilatedCall; arguments: of flash_attention, by name.
+
+    implementation: of all attentions; None for that of the arguments.
+    """
+
+    pattern: _Pattern
+    merge: tuple[tuple[str, Any], ...]
+    arguments: tuple[tuple[str, Any], ...]
+    implementation: str | None = None
+
+    def call(self, index: int = 0, count: int = 1) -> DilatedCall:
+        """The planned call of part `index` of the heads, which `count` devices share out."""
+        return _planned(self, index, count)
+
+
+def _planned(recipe: _Recipe, index: int, count: int) -> DilatedCall:
+    request, merge, arguments = recipe.pattern.of_part(count), dict(recipe.merge), dict(recipe.arguments)
+    if recipe.implementation is not None:
+        arguments["implementation"] = recipe.implementation
     is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
-    plan = lambda arrays: prepare_attention(**arrays, **arguments | {"scale": scale})[0]
+    plan = lambda arrays: prepare_attention(**arrays, **arguments)[0]
     attentions: list[tuple[BranchCall, AttentionCall]] = []
     differentiated: list[tuple[BranchCall, AttentionCall]] = []
-    for views in calls:
+    for views in recipe.pattern.calls(index, count):
         with dispatch.on_device(request.device):
             planned = jax.eval_shape(plan, _specs(request, views))
         # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
@@ -353,9 +418,8 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
             planned = dataclasses.replace(planned, out_dtype="float32")
         for found, parts in zip((attentions, differentiated), _parts(views, planned, request), strict=True):
             found += [(part, _of_views(planned, part, request)) for part in parts]
-    arrays = vary_alike((query, inputs.key, inputs.value, inputs.q_segment_ids))
     sums_dquery = _reads_views(attentions[0][1], request)
-    return DilatedCall(tuple(attentions), tuple(differentiated), **merge, sums_dquery=sums_dquery), arrays
+    return DilatedCall(tuple(attentions), tuple(differentiated), **merge, sums_dquery=sums_dquery)
 
 
 def _parts(

@@ -34,6 +34,7 @@ __all__ = [
     "gather_ids",
     "gather_rows",
     "merge_rows",
+    "of_heads",
     "pieces_of",
     "scatter",
     "split_strided",
@@ -179,6 +180,16 @@ def pieces_of(
             of_branch.append(Piece(index, count * size, 1, rest, rate, offsets, order))
         pieces += of_branch if shards is None else [_on_device(of_branch, length, shards, is_causal)]
     return pieces
+
+
+def of_heads(pieces: Sequence[Piece], first: int, end: int) -> list[Piece]:
+    """The pieces of the query heads first ... end - 1 alone, of those branches that serve one of them."""
+    found = []
+    for piece in pieces:
+        offsets = None if piece.offsets is None else piece.offsets[first:end]
+        if offsets is None or max(offsets) >= 0:
+            found.append(dataclasses.replace(piece, offsets=offsets))
+    return found
 
 
 def _partition(length: int, branches: Sequence[tuple[int, int]], order: str | None) -> list[Piece]:

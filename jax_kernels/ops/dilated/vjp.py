@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,11 +13,12 @@ from jax.custom_batching import sequential_vmap
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.derivatives import NO_SECOND, without_derivative
 from jax_kernels.ops.attention import vjp as attention
+from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.attention.vjp import AttentionCall
 from jax_kernels.ops.dilated import ring
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated.views import BranchCall, Piece
-from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
+from jax_kernels.ops.partitioning import ArrayAxes, Axis, ByIndex, Shares, is_partitioned, partitioned
 from jax_kernels.ops.planned_op import join_batch, split_batch, under_defaults
 from jax_kernels.ops.ring.steps import Rows
 from jax_kernels.pallas.attention.passes import dilated_rows
@@ -27,8 +29,8 @@ __all__ = ["DilatedCall", "run", "with_results"]
 Parts = list[tuple[Piece, jax.Array]]
 
 WARNING = (
-    "query: its tokens or heads are shared out over devices, which are gathered on each of them; use "
-    "sequence_parallel_dilated_attention inside jax.shard_map for tokens"
+    "query: its tokens are shared out over devices, which are gathered on each of them; use "
+    "sequence_parallel_dilated_attention inside jax.shard_map"
 )
 
 
@@ -40,7 +42,8 @@ class DilatedCall:
     All attentions have one implementation. differentiated: what the same is where there are gradients, for which views
     share a launch by copies alone, which the forward then has as well. is_alone: no token of a head is in two branches.
     merged_backward: the gradient of every branch follows from out and lse of the whole. sums_dquery: each attention
-    adds query's gradient to float32 numbers, without the scale.
+    adds query's gradient to float32 numbers, without the scale. of_heads(index, count): the call of part `index` of the
+    heads, which `count` devices share out.
     """
 
     attentions: tuple[tuple[BranchCall, AttentionCall], ...]
@@ -51,6 +54,7 @@ class DilatedCall:
     stop_gradient_weights: bool
     return_lse: bool
     sums_dquery: bool = False
+    of_heads: Callable[[int, int], "DilatedCall"] | None = None
 
     @property
     def merged_backward(self) -> bool:
@@ -77,20 +81,26 @@ class DilatedCall:
 
 
 def _shared(function: Any, call: DilatedCall, *statics: Any) -> Any:
-    """function(call, *statics, arrays) as a function of the arrays, whose batch devices share out under jit.
+    """function(call, *statics, arrays) as a function of the arrays, whose batch and heads devices share out under jit.
 
-    The heads stay together: the class of tokens that a head takes is part of the program, which is one for all devices.
+    Which tokens a head takes is part of the program. So each part of the heads has a program of its own, and a device
+    runs that of its own part, unless all are alike.
     """
     plain = functools.partial(function, call, *statics)
-    if not is_partitioned() or not call.by_kernels or call.has_spans:
+    if not is_partitioned() or not call.by_kernels or call.has_spans or call.of_heads is None:
         return plain
+    of_heads = call.of_heads
 
     def run(arrays: Any) -> Any:
+        query, key = arrays[:2]
+        axes = by_heads(query.shape[2], key.shape[2])
+        kv_heads = key.shape[2]
         shares = Shares(
-            arguments=_of_batch(arrays),
-            results=_of_batch,
-            lengths={"batch": arrays[0].shape[0]},
+            arguments=_axes(arrays, axes, _ARGUMENTS),
+            results=lambda results: _axes(results, axes, _RESULTS[len(results)]),
+            lengths={BATCH: query.shape[0], HEADS: query.shape[2] if kv_heads == 1 else kv_heads},
             warning=WARNING,
+            by_index=ByIndex(HEADS, of_heads, lambda part, arrays: function(part, *statics, arrays)),
         )
         return partitioned(plain, shares, (function, call, statics), has_rules=True)(arrays)
 
@@ -104,8 +114,21 @@ def _shared(function: Any, call: DilatedCall, *statics: Any) -> Any:
     return wrapped
 
 
-def _of_batch(tree: Any) -> list[ArrayAxes]:
-    return [(Axis("batch"), *[None] * (x.ndim - 1)) for x in jax.tree.leaves(tree)]
+# Whose axes the arrays have that _forward and _backward take, and what they give, by how many that are.
+_ARGUMENTS = "query", "key", "key", "ids", "query", "lse", "query", "lse"
+_RESULTS = {2: ("query", "lse"), 3: ("query", "key", "key")}
+
+
+def _axes(arrays: Any, of_heads: tuple[Axis, Axis | None], names: tuple[str, ...]) -> list[ArrayAxes]:
+    heads, kv_heads = of_heads
+    batch = Axis(BATCH)
+    axes: dict[str, ArrayAxes] = {
+        "query": (batch, None, heads, None),
+        "key": (batch, None, kv_heads, None),
+        "ids": (batch, None),
+        "lse": (batch, heads, None),
+    }
+    return [axes[name] for name, x in zip(names, arrays, strict=False) if x is not None]
 
 
 def _inputs(call: DilatedCall, views: BranchCall, query, key, value, ids) -> AttentionInputs:
@@ -132,8 +155,9 @@ def _read(call: DilatedCall, views: BranchCall, num_heads: int, *arrays: jax.Arr
     return [read[index] for index in range(len(arrays))]
 
 
-def _forward(call: DilatedCall, attentions, arrays):
-    """(out, lse). attentions: those of the call, or those of it differentiated."""
+def _forward(call: DilatedCall, is_differentiated: bool, arrays):
+    """(out, lse), by the call's attentions, or those of it differentiated."""
+    attentions = call.differentiated if is_differentiated else call.attentions
     query = arrays[0]
     batch, _, heads, _ = query.shape
     planned = [planned for _, planned in attentions]
@@ -184,12 +208,12 @@ def _sum(arrays: list[jax.Array]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dilated(call, arrays):
-    return _shared(_forward, call, call.attentions)(arrays)[: 1 + call.return_lse]
+    return _shared(_forward, call, False)(arrays)[: 1 + call.return_lse]
 
 
 @under_defaults
 def _dilated_fwd(call, arrays):
-    out, lse = _shared(_forward, call, call.differentiated)(without_derivative(arrays, NO_SECOND))
+    out, lse = _shared(_forward, call, True)(without_derivative(arrays, NO_SECOND))
     return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
 
 
