@@ -80,12 +80,17 @@ check(
     lambda *qkv: reference(*qkv, ids),
     "zigzag",
 )
-pattern = {"segment_lengths": (256, tokens), "dilation_rates": (1, 2), "is_causal": True}
-check(
-    lambda *qkv: bridge.sequence_parallel_dilated_attention(*qkv, **pattern),
-    lambda *qkv: bridge.dilated_attention(*(x.float() for x in qkv), implementation="xla", **pattern).double(),
-    "contiguous",
-)
+for pattern in (
+    {"segment_lengths": (256, tokens), "dilation_rates": (1, 2)},
+    {"segment_lengths": (300, tokens), "dilation_rates": (4, 3)},
+    {"segment_lengths": (200, 600), "dilation_rates": (4, 2), "layout": "partition"},
+):
+    pattern["is_causal"] = True
+    check(
+        lambda *qkv: bridge.sequence_parallel_dilated_attention(*qkv, **pattern),
+        lambda *qkv: bridge.dilated_attention(*(x.float() for x in qkv), implementation="xla", **pattern).double(),
+        "contiguous",
+    )
 print("exact on rank", rank, flush=True)
 dist.barrier()
 dist.destroy_process_group()

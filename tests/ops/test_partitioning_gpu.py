@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_kernels import flash_attention, layer_norm, matmul, mlp, rms_norm
+from jax_kernels import dilated_attention, flash_attention, layer_norm, matmul, mlp, rms_norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,5 +45,30 @@ def test_two_gpus_give_what_one_does(name):
         compiled = jax.jit(both).lower(*map(place, (dout, *arrays))).compile()
     assert "all-gather" not in compiled.as_text()
     for got, right in zip(compiled(*map(place, (dout, *arrays))), want, strict=True):
+        got, right = (np.asarray(x, np.float32) for x in (got, right))
+        assert np.linalg.norm(got - right) <= 1e-2 * np.linalg.norm(right)
+
+
+@pytest.mark.parametrize("heads", ["all", "groups"])
+@pytest.mark.parametrize("order", [None, "hilbert"])
+def test_two_gpus_share_the_heads_of_dilated_attention(heads, order):
+    """Each takes tokens of its own, by a program of its own, forward and backward."""
+    random = np.random.default_rng(0)
+    query, dout = (jnp.asarray(random.standard_normal((2, 1024, 8, 64)), jnp.bfloat16) for _ in range(2))
+    key, value = (jnp.asarray(random.standard_normal((2, 1024, 4, 64)), jnp.bfloat16) for _ in range(2))
+    pattern = {"segment_lengths": (256, 1024), "dilation_rates": (2, 4), "heads": heads, "order": order}
+
+    def both(dout, *arrays):
+        out, pullback = jax.vjp(lambda *qkv: dilated_attention(*qkv, is_causal=True, **pattern), *arrays)
+        return out, *pullback(dout)
+
+    arrays = dout, query, key, value
+    want = jax.jit(both)(*jax.device_put(arrays, jax.devices()[0]))
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    arrays = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(both).lower(*arrays).compile()
+    assert "all-gather" not in compiled.as_text()
+    for got, right in zip(compiled(*arrays), want, strict=True):
         got, right = (np.asarray(x, np.float32) for x in (got, right))
         assert np.linalg.norm(got - right) <= 1e-2 * np.linalg.norm(right)
