@@ -24,7 +24,8 @@ def segments(q_ids: jax.Array, kv_ids: jax.Array | None = None) -> Mask:
     whatever position it stands. Ids may come in any order. Where the keys of each id stand in one run, the dead,
     partial and full blocks are exact.
     """
-    q_ids, kv_ids = (_ids(name, x) for name, x in (("q_ids", q_ids), ("kv_ids", q_ids if kv_ids is None else kv_ids)))
+    q_ids = _ids("q_ids", q_ids)
+    kv_ids = q_ids if kv_ids is None else _ids("kv_ids", kv_ids)
     checks.joint("q_ids, kv_ids", [q_ids.shape[0], kv_ids.shape[0]], "batch entries")
     return Segments(q_ids, kv_ids)
 

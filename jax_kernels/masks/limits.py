@@ -5,6 +5,8 @@ A caller may limit keys by is_causal, window, segment_ids and kv_lengths, by an 
 """
 
 import dataclasses
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,16 @@ from jax_kernels.masks.mask import And, Mask
 from jax_kernels.masks.positions import Band, Prefix, causal, prefix, sliding_window
 from jax_kernels.masks.prepared import PreparedMask
 
-__all__ = ["Limits", "dense_part", "joined", "key_lengths", "whole_mask", "without_limits"]
+__all__ = [
+    "Limits",
+    "dense_part",
+    "joined",
+    "joined_band",
+    "key_lengths",
+    "whole_mask",
+    "without_band",
+    "without_limits",
+]
 
 
 class Limits(NamedTuple):
@@ -69,6 +80,26 @@ def joined(given: Limits, batch: int) -> Limits:
         kv_lengths=kv_lengths,
         lists=None if array is None else lists,
     )
+
+
+def joined_band(mask: Mask, left: int | None, right: int | None) -> Mask:
+    """The mask within a window; None for no limit on a side."""
+    return mask if left is None and right is None else mask & sliding_window(left, right)
+
+
+def without_band(mask: Mask, left: int | None, right: int | None) -> tuple[Mask | None, int | None, int | None]:
+    """(the mask without those parts that are windows, left, right): the parts narrow the sides, None for no limit.
+
+    The mask is None where no other part is left.
+    """
+    rest: list[Mask] = []
+    for part in _parts(mask.unprepared):
+        if isinstance(part, Band) and (part.low or 0) <= 0 <= (part.high or 0):
+            left = left if part.low is None else -part.low if left is None else min(left, -part.low)
+            right = right if part.high is None else part.high if right is None else min(right, part.high)
+        else:
+            rest.append(part)
+    return (functools.reduce(operator.and_, rest) if rest else None), left, right
 
 
 def dense_part(mask: Mask) -> DenseMask | None:

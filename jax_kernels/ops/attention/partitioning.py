@@ -106,14 +106,14 @@ def _named(axes: ArrayAxes | None, shape: tuple[int, ...]) -> ArrayAxes:
     return tuple(None if size == 1 else axis for axis, size in zip(axes, shape, strict=True))
 
 
-def _parts(mask: Mask) -> list[Mask]:
-    """The masks that a mask is composed of, in the order of its leaves."""
+def _parts(mask: Mask) -> list[Any]:
+    """The masks that a mask is composed of, and the arrays that place them, in the order of its leaves."""
     return jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Mask) and not isinstance(x, _Composite))
 
 
-def _of_mask(mask: Mask, shape: tuple[int, ...], axes: ArrayAxes) -> ArrayAxes:
+def _of_mask(mask: Any, shape: tuple[int, ...], axes: ArrayAxes) -> ArrayAxes:
     """The axes of a mask's array, which has the batch first, and with three axes or more, the heads."""
-    if isinstance(mask, Function) or math.prod(shape) == 1:
+    if not isinstance(mask, Mask) or isinstance(mask, Function) or math.prod(shape) == 1:
         return (None,) * len(shape)
     batch = axes[0] if mask.batch > 1 else None
     heads = axes[1] if mask.heads > 1 and len(shape) > 2 else None

@@ -34,13 +34,16 @@ def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array,
     index = lax.axis_index(axis_name)
     found = []
     for chunk, (query, q_ids) in enumerate(zip(of_chunks(arrays.query), of_chunks(ids), strict=True)):
+        first = layout.first(chunk, index)
+        limits: dict[str, Any] = {**layout.limits, "q_offset": first}
+        if arrays.mask is not None:
+            limits = {"mask": layout.placed_among_all(arrays.mask, first)}
         found.append(
             flash_attention(
                 query,
                 keys[chunk],
                 values[chunk],
-                **layout.limits,
-                q_offset=layout.first(chunk, index),
+                **limits,
                 segment_ids=None if all_ids is None else (q_ids, all_ids),
                 sinks=None if arrays.sinks is None else arrays.sinks[0],
                 return_lse=True,

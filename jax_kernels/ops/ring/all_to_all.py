@@ -7,6 +7,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_kernels.masks.placed import of_heads
 from jax_kernels.ops.attention import vjp
 from jax_kernels.ops.attention.flash_attention import flash_attention, prepare
 from jax_kernels.ops.ring.exchange import Exchange
@@ -43,6 +44,9 @@ def all_to_all_attention(
     arguments: dict[str, Any] = layout.limits | dict(call.options)
     arguments |= {"query": query, "key": key, "value": value, "return_lse": True}
     arguments |= {"segment_ids": _all_ids(call, arrays), "sinks": _own_sinks(call, arrays)}
+    if arrays.mask is not None:
+        own = query.shape[2]
+        arguments["mask"] = of_heads(arrays.mask, call.index * own, own)
     if results is None:
         out, lse = flash_attention(**arguments)
     else:

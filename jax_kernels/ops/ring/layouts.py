@@ -11,6 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_kernels.masks import Mask
+from jax_kernels.masks.limits import joined_band
+from jax_kernels.masks.placed import Placed, keeps_none, live_chunks
+
 __all__ = ["LAYOUTS", "Chunks", "Layout", "Whole", "axis_size"]
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
@@ -91,6 +95,65 @@ class Layout:
         parts = jnp.split(x, len(places), axis)
         return jnp.concatenate([parts[i] for i in (places if back else np.argsort(places))], axis)
 
+    def ranges(self, device: int) -> list[range]:
+        """The tokens of each chunk of a device."""
+        stride = self.stride
+        firsts = self.tokens(device)[:: self.chunk]
+        return [range(int(first), int(first) + stride * (self.chunk - 1) + 1, stride) for first in firsts]
+
+    @property
+    def stride(self) -> int:
+        """How far the tokens of a chunk are from each other."""
+        return self.devices if self.name == "striped" else 1
+
+    def firsts(self, device: Any) -> Any:
+        """The first token of each chunk of a device, a traced number: int32 [chunks]."""
+        if self.name == "striped":
+            return jnp.stack([device])
+        return jnp.stack([self.first(chunk, device) for chunk in range(self.chunks)])
+
+    def places(self, device: Any) -> Any:
+        """The places of a device's tokens, in its order: int32 [length]. device: a traced number."""
+        return (self.firsts(device)[:, None] + self.stride * jnp.arange(self.chunk, dtype=jnp.int32)).reshape(-1)
+
+    def source(self, step: int, index: Any) -> Any:
+        """The device whose keys the device `index`, a traced number, has in a step."""
+        return lax.rem(index - step + self.devices, jnp.int32(self.devices))
+
+    def placed(self, mask: Mask, step: int, index: Any) -> Placed:
+        """The mask of a step, from one of the whole sequence, with the layout's limits. index: as in pairs."""
+        return Placed(
+            joined_band(mask, self.left, self.right),
+            self.firsts(index),
+            self.firsts(self.source(step, index)),
+            lengths=(self.length, self.length),
+            stride=self.stride,
+            shift=step if self.name == "striped" else 0,
+        )
+
+    def placed_among_all(self, mask: Mask, first: Any) -> Placed:
+        """The mask of a chunk of queries, from place `first` on, and all keys in their order."""
+        length = self.devices * self.length
+        return Placed(
+            joined_band(mask, self.left, self.right),
+            jnp.stack([first]),
+            jnp.zeros((1,), jnp.int32),
+            lengths=(self.chunk, length),
+        )
+
+    def dead_steps(self, mask: Mask) -> tuple[int, ...]:
+        """The steps in which, as is known while tracing, a mask keeps no pair on any device."""
+        chunks = None if self.name == "striped" else live_chunks(mask, self.devices * self.length, self.chunk)
+
+        def is_dead(device: int, source: int) -> bool:
+            pairs = [(q, k) for q in self.ranges(device) for k in self.ranges(source)]
+            if chunks is not None:
+                return not any(chunks[q.start // self.chunk, k.start // self.chunk] for q, k in pairs)
+            return all(keeps_none(mask, q, k) for q, k in pairs)
+
+        steps, devices = range(1, self.devices), range(self.devices)
+        return tuple(s for s in steps if all(is_dead(device, (device - s) % self.devices) for device in devices))
+
     def first(self, chunk: int, device: Any) -> Any:
         """The first token of a chunk of a device, an int or a traced number. The layout is not striped."""
         place = device if chunk == 0 else 2 * self.devices - 1 - device
@@ -148,7 +211,7 @@ class Layout:
         is_causal, window = self.window(step)
         if self.left is None and self.right is None:
             return Whole()
-        source = lax.rem(index - step + self.devices, jnp.int32(self.devices))
+        source = self.source(step, index)
         if self.name == "striped":
             return Whole(q_offset=self.pairs(step, index)[0].q_offset, is_causal=is_causal, window=window)
         if self.left is None and self.right == 0:
@@ -166,7 +229,7 @@ class Layout:
 
     def pairs(self, step: int, index: Any) -> list[Chunks]:
         """The calls of a step on the device `index`, a traced number; all have the same sizes."""
-        source = lax.rem(index - step + self.devices, jnp.int32(self.devices))
+        source = self.source(step, index)
         no_limit = self.left is None and self.right is None
         if self.name == "striped":
             offset_of_stripe = jnp.where(index >= source, 0, -1) + self._shift(step)

@@ -2,12 +2,22 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
+from jax_kernels import masks
+from jax_kernels.masks import Mask
+from jax_kernels.masks.arrays import Segments
+from jax_kernels.masks.limits import joined_band, without_band
+from jax_kernels.masks.mask import And
+from jax_kernels.masks.placed import of_heads
 from jax_kernels.ops import checks
-from jax_kernels.ops.attention.checks import check
+from jax_kernels.ops.attention.checks import check, checked_mask
+from jax_kernels.ops.attention.mask_validity import mask_or_nan
 from jax_kernels.ops.planned_op import under_defaults
 from jax_kernels.ops.ring import vjp
 from jax_kernels.ops.ring.all_gather import all_gather_attention
@@ -32,6 +42,7 @@ def ring_attention(
     layout: str | None = None,
     strategy: str = "auto",
     sends_ahead: int | None = None,
+    mask: Mask | None = None,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
     segment_ids: jax.Array | None = None,
@@ -49,12 +60,13 @@ def ring_attention(
 
         tokens = shard_sequence's order of all tokens, of which a device has [T]
         gather = lambda x: all_gather(x, axis_name, axis=1, tiled=True)[:, argsort(tokens)]
-        out = flash_attention(*map(gather, (query, key, value)), segment_ids=gather(segment_ids), ...)[:, mine]
+        ids = gather(segment_ids)
+        out = flash_attention(*map(gather, (query, key, value)), segment_ids=ids, mask=mask, ...)[:, mine]
 
     Keys and values travel round the ring of the devices. Each step merges its (out, lse) in float32 with those of the
     steps before. In the backward keys, values and their float32 gradients travel. Sends run beside the kernels. Steps
-    that a window makes empty on all devices are left out, and their keys do not stop there. shard_sequence brings an
-    array into a layout.
+    that a window or a mask makes empty on all devices are left out, and their keys do not stop there. shard_sequence
+    brings an array into a layout.
 
     All partial results are float32, but the gradient of query with deterministic=True on "mosaic_gpu": there each step
     rounds its own.
@@ -68,15 +80,19 @@ def ring_attention(
       query: [B, T, H, D]. key: [B, T, Hkv, D]. value: [B, T, Hkv, Dv]: a device's tokens; else as in flash_attention.
       axis_name: of the mesh axis over which the tokens are shared out.
       layout: "zigzag" (device i of n has the chunks i and 2 n - 1 - i of 2 n; T is even), "striped" (every n-th token
-        from i on) or "contiguous". None is "zigzag", as in shard_sequence; without is_causal and a window, where
-        the order of the tokens changes nothing, "contiguous". Under a causal mask the first two give all devices equal
-        work.
+        from i on) or "contiguous". None is "zigzag", as in shard_sequence; without is_causal, a window and a
+        mask, where the order of the tokens changes nothing, "contiguous". Under a causal mask the first two give all
+        devices equal work.
       strategy: "ring", as above; "all_to_all": each device gets all tokens of some heads (Ulysses), so that its number
         of devices divides H and Hkv; "all_gather": each device gets all keys and values, which takes memory for them
         ("zigzag" and "contiguous" alone); "auto" goes by the block specs of the GPU: "ring", and without a window
         "all_to_all" for a call that is differentiated, where the devices divide the heads and sends_ahead is None.
       sends_ahead: how many steps before its own a ring sends a step's keys and values, 1 or more. Each step more takes
         memory for those of one more device, and gives a send that much more time. None goes by the block specs: 1.
+      mask: a masks.Mask of the whole sequence, the same on all devices: of its S queries and keys in their order. Each
+        step visits the live blocks of its part. Steps are left out where the mask's structure, or arrays that are known
+        while tracing, tell that they are empty. "auto" takes the ring for a mask with a dense array or a function. An
+        array of the mask, such as that of masks.dense, is whole on each device.
       is_causal, window, softcap, sinks, scale: as in flash_attention, by the tokens' places in the whole sequence.
       segment_ids: int32 [B, T], of a device's tokens: packed sequences. An id below 0 marks padding.
       return_lse, deterministic, precision, implementation: as in flash_attention.
@@ -100,6 +116,7 @@ def ring_attention(
         layout=layout,
         strategy=strategy,
         sends_ahead=sends_ahead,
+        mask=mask,
         is_causal=is_causal,
         window=window,
         segment_ids=segment_ids,
@@ -129,6 +146,7 @@ def prepare(
     precision: str | None,
     implementation: str | None,
     sends_ahead: int | None = None,
+    mask: Mask | None = None,
     **arguments: Any,
 ) -> tuple[RingCall, RingArrays]:
     """Checks the arguments of ring_attention: what attention_of takes. arguments: those that only `check` needs."""
@@ -152,19 +170,26 @@ def prepare(
         if sends_ahead != int(sends_ahead) or sends_ahead < 1:
             raise ValueError(f"sends_ahead: got {sends_ahead}, want an int of 1 or more, or None")
     left, right = request.window or (-1, -1)
-    limits = None if left < 0 else left, 0 if request.is_causal else None if right < 0 else right
-    arrangement = layout_of(layout, devices, request.q_length, *limits)
+    limits: Any = None if left < 0 else left, 0 if request.is_causal else None if right < 0 else right
+    mask, *limits = without_band(_checked_mask(mask, devices, request), *limits)
+    is_free = mask is None and limits == [None, None]
+    arrangement = layout_of(layout, devices, request.q_length, *limits, is_free=is_free)
+    ids = inputs.q_segment_ids
+    if ids is None:
+        mask, ids = _without_segments(mask, arrangement, lax.axis_index(axis_name), len(query))
     query, scale = checks.with_positive_scale(query, scale)
-    arrays = RingArrays(query, key, value, inputs.q_segment_ids, inputs.sinks)
+    arrays = RingArrays(query, key, value, ids, inputs.sinks, mask)
     arrays = as_varying(arrays, varying_axes(arrays) | {axis_name})
     options = options | {"scale": scale}
     row = block_specs.ring_row(
-        request.device.compute_capability, tokens=request.q_length, is_windowed=request.window is not None
+        request.device.compute_capability,
+        tokens=request.q_length,
+        is_windowed=arrangement.limits["window"] is not None,
     )
     differentiated = strategy
     if strategy == "auto":
         strategy = "ring" if arrangement.name == "striped" and row.strategy == "all_gather" else row.strategy
-        by_heads = sends_ahead is None and devices > 1 and key.shape[2] % devices == 0
+        by_heads = sends_ahead is None and devices > 1 and key.shape[2] % devices == 0 and _may_be_by_heads(mask)
         differentiated = row.differentiated if row.differentiated and by_heads else strategy
     call = RingCall(
         layout=arrangement,
@@ -173,6 +198,7 @@ def prepare(
         differentiated=differentiated,
         sends_ahead=row.sends_ahead if sends_ahead is None else sends_ahead,
         permutes_up_to=row.permutes_up_to,
+        dead=() if mask is None else arrangement.dead_steps(joined_band(mask, *limits)),
         options=tuple(options.items()),
     )
     return call, arrays
@@ -181,7 +207,7 @@ def prepare(
 def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of a prepared call, differentiable."""
     by_strategy = _of_strategy if call.strategy == call.differentiated else _of_either
-    return by_strategy(call, arrays)
+    return mask_or_nan(by_strategy(call, arrays), None if arrays.mask is None else arrays.mask.is_valid)
 
 
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -218,9 +244,45 @@ def _of_either_backward(backward: Any, cotangents: Any) -> Any:
 _of_either.defvjp(_of_either_forward, _of_either_backward)
 
 
-def layout_of(name: str | None, devices: int, length: int, left: int | None, right: int | None) -> Layout:
-    """The checked layout; length: a device's tokens."""
-    name = ("contiguous" if (left, right) == (None, None) else "zigzag") if name is None else name
+def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:
+    """The mask, which without one keeps all; raises where it is none of the whole sequence."""
+    if mask is None:
+        return masks.sliding_window(None, None)
+    if not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask: got {type(mask).__name__}, want a masks.Mask of the whole sequence, or None; masks.dense makes one "
+            "of an array"
+        )
+    length = devices * request.q_length
+    return checked_mask(mask, (request.batch, request.heads, length, length)).unprepared
+
+
+def _without_segments(mask: Mask | None, layout: Layout, index: Any, batch: int) -> tuple[Mask | None, Any]:
+    """(the mask without its packed sequences, the ids of the device's tokens), where one part of it is such."""
+    parts: tuple[Mask, ...] = () if mask is None else mask.masks if isinstance(mask, And) else (mask,)
+    for part in parts:
+        if isinstance(part, Segments) and part.q_ids is part.kv_ids:
+            rest = [other for other in parts if other is not part]
+            ids = jnp.broadcast_to(part.q_ids[:, layout.places(index)], (batch, layout.length))
+            return (functools.reduce(operator.and_, rest) if rest else None), ids
+    return mask, None
+
+
+def _may_be_by_heads(mask: Mask | None) -> bool:
+    """Whether "auto" may give each device some heads: of masks that only pairs tell, a ring looks at fewer pairs."""
+    if mask is None:
+        return True
+    try:
+        return not mask.is_evaluated and of_heads(mask, 0, 1) is not None
+    except NotImplementedError:
+        return False
+
+
+def layout_of(
+    name: str | None, devices: int, length: int, left: int | None, right: int | None, *, is_free: bool
+) -> Layout:
+    """The checked layout; length: a device's tokens. is_free: whether the order of the tokens changes nothing."""
+    name = ("contiguous" if is_free else "zigzag") if name is None else name
     if name not in LAYOUTS:
         raise ValueError(f"layout: got {name!r}, want one of {', '.join(map(repr, LAYOUTS))}, or None")
     if name == "zigzag" and length % 2:

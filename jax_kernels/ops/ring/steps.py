@@ -71,7 +71,7 @@ def merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
 
 def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionInputs:
     """The inputs of a step with the norms of its keys, which are read where they stand in the one array of a pair."""
-    if planned.implementation != "mosaic_gpu" or len(pair.arrays) == 2 or is_partitioned():
+    if planned.implementation != "mosaic_gpu" or len(pair.arrays) == 2 or is_partitioned() or inputs.mask is not None:
         return inputs
     (array,) = pair.arrays
     return inputs._replace(key_norms=row_norms.longest(array, interpret=planned.interpret, entries=len(array) // 2))
@@ -86,7 +86,7 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
         planned = dataclasses.replace(planned, out_dtype="float32")
         out, lse, *_ = attention_forward(planned, inputs)
         return (out, lse) if total is None else merged(total, (out, lse))
-    joins = total is not None and inputs.value.shape[-1] <= WIDEST_JOINED
+    joins = total is not None and inputs.value.shape[-1] <= WIDEST_JOINED and inputs.mask is None
     is_rounded = is_last and (joins or total is None)
     # What sends the next keys has some of the multiprocessors for a while, and a reach makes some tiles short.
     blocks = dataclasses.replace(planned.config, forward=dataclasses.replace(planned.config.forward, dynamic=True))
@@ -102,7 +102,8 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
 class Step:
     """Step number `number` of a ring on the device `index`, a traced number.
 
-    query: [B, T, H, D]. q_ids: [B, T], or None. options: of flash_attention, by name.
+    query: [B, T, H, D]. q_ids: [B, T], or None. mask: of the whole sequence, or None. options: of flash_attention, by
+    name.
     """
 
     layout: Layout
@@ -110,6 +111,7 @@ class Step:
     index: Any
     query: jax.Array
     q_ids: Any
+    mask: Any
     options: dict[str, Any]
 
     def forward(self, visitors: Visitors, total: Any, *, is_last: bool) -> tuple[jax.Array, jax.Array]:
@@ -145,7 +147,7 @@ class Step:
             options = dataclasses.replace(options, query_heads=of_query, kv_heads=heads)
             lse, delta = (x[:, of_query.first : of_query.first + of_query.count] for x in (lse, delta))
         planned = dataclasses.replace(planned, options=options)
-        if planned.implementation == "mosaic_gpu" and not options.deterministic:
+        if planned.implementation == "mosaic_gpu" and not options.deterministic and self.mask is None:
             found = attention_gradients(planned, inputs, lse, delta, rows.dout, dquery)
             return found.query, Pair.of(found.key, found.value)
         found = attention_gradients(planned, inputs, lse, delta, rows.dout)
@@ -156,6 +158,8 @@ class Step:
 
         share: how much of the heads the first part has, as nearly as whole heads can.
         """
+        if self.mask is not None:
+            return []
         whole, kv_heads = self._whole_call(visitors), visitors.pair.key.shape[2]
         if whole is None or whole[0].implementation != "mosaic_gpu" or whole[0].options.deterministic or kv_heads < 2:
             return []
@@ -164,6 +168,9 @@ class Step:
 
     def _whole_call(self, visitors: Visitors) -> tuple[Any, Any] | None:
         """The planned call of all queries and keys, and its arrays; None where the step needs more than one."""
+        if self.mask is not None:
+            mask = self.layout.placed(self.mask, self.number, self.index)
+            return self._prepared(self.query, visitors, self.q_ids, Whole(), mask)
         whole = self.layout.whole(self.number, self.index)
         if whole is None:
             return None
@@ -176,12 +183,13 @@ class Step:
         reach = jnp.stack([jnp.asarray(x, jnp.int32) for x in whole.reach])
         return planned, inputs._replace(reach=jnp.broadcast_to(reach, (self.query.shape[0], 2)))
 
-    def _prepared(self, query: Any, visitors: Visitors, q_ids: Any, whole: Whole) -> tuple[Any, Any]:
+    def _prepared(self, query: Any, visitors: Visitors, q_ids: Any, whole: Whole, mask: Any = None) -> tuple[Any, Any]:
         ids = visitors.segment_ids
         return prepare(
             query=query,
             key=visitors.pair.key,
             value=visitors.pair.value,
+            mask=mask,
             is_causal=whole.is_causal,
             window=whole.window,
             segment_ids=None if ids is None else (q_ids, ids),

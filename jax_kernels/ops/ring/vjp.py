@@ -19,13 +19,17 @@ RESIDUALS = "ring_attention_out", "ring_attention_lse"  # names for policies of 
 
 
 class RingArrays(NamedTuple):
-    """A device's arrays. segment_ids: [B, T]. sinks: [1, H] float32. None where there is none."""
+    """A device's arrays. None where there is none.
+
+    segment_ids: [B, T]. sinks: [1, H] float32. mask: a Mask of the whole sequence.
+    """
 
     query: Any
     key: Any
     value: Any
     segment_ids: Any
     sinks: Any
+    mask: Any = None
 
 
 @jax.tree_util.register_static
@@ -35,7 +39,7 @@ class RingCall:
 
     strategy: "ring", "all_to_all" or "all_gather". differentiated: the same, of a call that is differentiated.
     sends_ahead: as in ring_attention. permutes_up_to: so many devices exchange heads by permutes, more by all-to-alls.
-    options: of flash_attention, by name.
+    dead: the steps that the mask makes empty on all devices. options: of flash_attention, by name.
     """
 
     layout: Layout
@@ -44,6 +48,7 @@ class RingCall:
     differentiated: str
     sends_ahead: int
     permutes_up_to: int
+    dead: tuple[int, ...] = ()
     options: tuple[tuple[str, Any], ...]
 
     def shifted(self, tree: Any, by: int) -> Any:
@@ -64,7 +69,8 @@ class RingCall:
     @property
     def steps(self) -> list[int]:
         """The steps in which any device has something to do. In the first, step 0, each has its own keys."""
-        return [step for step in range(self.layout.devices) if step == 0 or not self.layout.is_dead(step)]
+        is_dead = lambda step: step in self.dead or self.layout.is_dead(step)
+        return [step for step in range(self.layout.devices) if step == 0 or not is_dead(step)]
 
     @property
     def index(self) -> Any:
@@ -81,6 +87,7 @@ class RingCall:
             index=self.index,
             query=arrays.query,
             q_ids=arrays.segment_ids,
+            mask=arrays.mask,
             options=dict(self.options),
         )
 

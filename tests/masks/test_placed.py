@@ -1,0 +1,131 @@
+"""Masks of a whole sequence in a call that has some of its tokens: pairs, blocks and the steps of a ring."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kernels import masks
+from jax_kernels.masks.lists import block_status
+from jax_kernels.masks.placed import of_heads
+from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
+
+TOKENS, DEVICES = 96, 4
+RANDOM = np.random.default_rng(0)
+IDS = jnp.asarray(np.sort(RANDOM.integers(-1, 4, (2, TOKENS)), axis=1).astype(np.int32))
+CELLS = jnp.asarray(RANDOM.random((1, 2, 8, 8)) < 0.3)
+PAIRS = jnp.asarray(RANDOM.random((TOKENS, TOKENS)) < 0.2)
+MASKS = {
+    "global": masks.causal() & masks.sliding_window(7, 0) | masks.global_tokens(3),
+    "prefix": masks.causal() | masks.prefix(jnp.asarray([5, 40], jnp.int32)),
+    "dilated": masks.preset("longformer", window=8, n=2, rate=2),
+    "segments": masks.segments(IDS) & (masks.causal() | masks.prefix(9)),
+    "cells": masks.block_sparse(CELLS, 12),
+    "not": ~(masks.sliding_window(3, 3) | masks.segments(IDS) | masks.global_tokens(2)),
+    "function": masks.from_function(lambda b, h, q, k: (q * 3 + k) % 5 < 2) & masks.causal(),
+    "array": masks.dense(PAIRS) | masks.prefix(4),
+}
+
+QUICK = "global", "cells", "array"
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "step", "blocks"))
+def of_step(mask, index, *, layout, step, blocks):
+    placed = layout.placed(mask, step, index)
+    length = layout.length
+    statics = {"lengths": (length, length), "blocks": blocks, "static_offset": 0}
+    lists = [placed.block_lists(length, length, *blocks, by) for by in ("query", "key")]
+    return placed.to_dense(length, length), block_status(placed, jnp.zeros(1, jnp.int32), **statics), lists
+
+
+def any_all(keep, block_q, block_kv):
+    """Whether a block keeps any pair, and all pairs that it would have before the end."""
+    pads = (0, 0), (0, 0), (0, -keep.shape[2] % block_q), (0, -keep.shape[3] % block_kv)
+    cut = lambda fill: np.pad(keep, pads, constant_values=fill)
+    split = lambda x: x.reshape(*x.shape[:2], -1, block_q, x.shape[3] // block_kv, block_kv)
+    return split(cut(False)).any((3, 5)), split(cut(True)).all((3, 5))
+
+
+@pytest.mark.parametrize("blocks", [(8, 6), pytest.param((7, 5), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in MASKS])
+def test_pairs_and_blocks_of_a_step(name, layout, blocks):
+    """Blocks of one piece are exact, those of two may be partial; lists and bits have room for all."""
+    ring = Layout(name=layout, devices=DEVICES, length=TOKENS // DEVICES, left=None, right=None)
+    dense = np.asarray(MASKS[name].to_dense(TOKENS, TOKENS))
+    for index, step in ((2, 1), (0, 1)):
+        q, k = ring.tokens(index), ring.tokens((index - step) % DEVICES)
+        keep, (alive, full), lists = of_step(MASKS[name], jnp.int32(index), layout=ring, step=step, blocks=blocks)
+        want = dense[:, :, q][..., k]
+        np.testing.assert_array_equal(keep, np.broadcast_to(want, keep.shape))
+        some, every = any_all(np.asarray(keep), *blocks)
+        alive, full = (np.broadcast_to(x, some.shape) for x in (alive, full))
+        assert not (some & ~alive).any()
+        assert not (full & ~every).any()
+        if ring.chunks == 1:
+            np.testing.assert_array_equal(alive, some)
+        for of_side in lists:
+            assert int((of_side.full_count + of_side.partial_count).max()) <= of_side.indices.shape[-1]
+
+
+def test_window_of_a_step_has_short_lists():
+    """Under jit a step's lists are as long as the window, not as the device's tokens."""
+    ring = Layout(name="zigzag", devices=4, length=2048, left=None, right=None)
+    mask = masks.causal() & masks.sliding_window(100, 0)
+
+    def of_first(index):
+        placed = ring.placed(mask, 1, index)
+        return placed.block_lists(2048, 2048, 64, 64), placed.packed_partial(2048, 2048, 64, 64)
+
+    lists, bits = jax.eval_shape(of_first, jnp.int32(0))
+    assert lists.indices.shape[-1] <= 2 * 4
+    assert bits.words.shape[0] < 32 * 32 / 2
+
+
+DEAD = {
+    "window": masks.sliding_window(5, 0),
+    "global": masks.sliding_window(5, 0) | masks.global_tokens(2),
+    "dilated": masks.dilated(4),
+    "odd": masks.causal() & ~masks.dilated(2),
+    "prefix": masks.prefix(2) & masks.causal(),
+    "first": masks.prefix(2) & masks.sliding_window(9, 9),
+    "cells": masks.block_sparse(jnp.eye(4, dtype=bool), 24),
+    "function": masks.from_function(lambda b, h, q, k, size: q // size == k // size, jnp.int32(24)),
+}
+# What is not known: with arrays that are traced, and of tokens that stand apart.
+UNKNOWN = {("odd", "striped"), ("cells", True), ("function", True), ("cells", "striped"), ("function", "striped")}
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", DEAD)
+def test_empty_steps(name, layout, is_traced):
+    mask = DEAD[name]
+    ring = Layout(name=layout, devices=DEVICES, length=TOKENS // DEVICES, left=None, right=None)
+    dense = np.asarray(mask.to_dense(TOKENS, TOKENS))[0, 0]
+    tokens = [ring.tokens(device) for device in range(DEVICES)]
+    is_empty = lambda s: not any(dense[np.ix_(tokens[i], tokens[(i - s) % DEVICES])].any() for i in range(DEVICES))
+    right = {step for step in range(1, DEVICES) if is_empty(step)}
+    found: list[tuple[int, ...]] = []
+    look = lambda mask: found.append(ring.dead_steps(mask))
+    jax.eval_shape(look, mask) if is_traced else look(mask)
+    assert set(found[0]) <= right
+    assert {(name, layout), (name, is_traced)} & UNKNOWN or set(found[0]) == right
+
+
+@pytest.mark.parametrize("name", ["cells", "array", "ranked", "function", "prefix"])
+def test_some_heads(name):
+    heads = masks.from_function(lambda b, h, q, k: (q + h) % 3 == k % 3, heads=4)
+    scores = jnp.asarray(RANDOM.standard_normal((1, 4, 1, 24)), jnp.float32)
+    mask = {
+        "cells": masks.block_sparse(jnp.asarray(RANDOM.random((1, 4, 3, 3)) < 0.4), 8) | masks.causal(),
+        "array": ~masks.dense(jnp.asarray(RANDOM.random((2, 4, 24, 24)) < 0.4)),
+        "ranked": masks.top_k(scores, 5, among=masks.causal(), q_length=24),
+        "function": heads & masks.causal(),
+        "prefix": masks.prefix(7),
+    }[name]
+    found = jax.jit(lambda first: of_heads(mask, first, 2).to_dense(24, 24))(jnp.int32(1))
+    np.testing.assert_array_equal(found, np.asarray(mask.to_dense(24, 24))[:, 1:3] if mask.heads > 1 else found)
+    assert found.shape[1] == min(mask.heads, 2)
