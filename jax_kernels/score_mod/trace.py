@@ -4,11 +4,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from jax_kernels.masks.mask import node, static
+from jax_kernels.score_mod.axes import flat
+from jax_kernels.varying import as_varying, varying_axes
 
-__all__ = ["ScoreMod", "moving", "trace", "with_moving"]
+__all__ = ["ScoreMod", "evaluated", "moving", "trace", "with_moving"]
 
 _WANT = (
     "want an elementwise function score_mod(score, b, h, q_idx, kv_idx) in jnp code: float32 scalar to float32 scalar"
@@ -40,8 +42,7 @@ class ScoreMod:
 
     def __call__(self, scores: Any, q_idx: Any) -> jax.Array:
         """scores: [B, H, T, S] of queries q_idx [T], which are in range; the same shape and dtype."""
-        program = jaxpr_as_fun(ClosedJaxpr(self.program, []))
-        function = lambda score, *indices: program(*self.arrays, score, *indices)[0]
+        function = lambda score, *indices: evaluated(self.program, (*self.arrays, score, *indices))
         axes = [jnp.arange(n, dtype=jnp.int32) for n in scores.shape]
         axes[2] = q_idx
         for axis in (3, 2, 1, 0):
@@ -62,6 +63,35 @@ class ScoreMod:
         dtypes = (x.dtype for x in self.arrays)
         arrays = tuple(None if x is None else x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True))
         return ScoreMod(arrays, self.program)
+
+
+def evaluated(program: Any, arguments: tuple[Any, ...]) -> Any:
+    """The first result of a program.
+
+    Inside a jax.shard_map that checks what varies, an equation's operands have to vary alike. A program that was traced
+    for scalars does not say so: there its equations run one by one, on operands that do.
+    """
+    axes = varying_axes(arguments)
+    if not axes:
+        return jaxpr_as_fun(ClosedJaxpr(program, []))(*arguments)[0]
+    program = flat(program)
+    known: dict[Any, Any] = dict(zip(program.invars, as_varying(arguments, axes), strict=True))
+
+    def value(x: Any) -> Any:
+        of_literal: Any = x.aval
+        return as_varying(jnp.asarray(x.val, of_literal.dtype), axes) if isinstance(x, Literal) else known[x]
+
+    for equation in program.eqns:
+        given = [value(x) for x in equation.invars]
+        if str(equation.primitive) in ("pcast", "pvary"):
+            found: Any = given
+        else:
+            params = equation.primitive.get_bind_params(equation.params)
+            functions, params = params if isinstance(params, tuple) else ((), params)  # with JAX 0.11, a pair
+            found = equation.primitive.bind(*functions, *given, **params)
+        found = found if equation.primitive.multiple_results or found is given else [found]
+        known |= dict(zip(equation.outvars, as_varying(found, axes), strict=True))
+    return value(program.outvars[0])
 
 
 def trace(function: Any) -> ScoreMod:

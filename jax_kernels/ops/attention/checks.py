@@ -15,7 +15,7 @@ from jax_kernels.masks.limits import Limits, joined
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention.table import AttentionRequest
 from jax_kernels.score_mod.tiles import why_not
-from jax_kernels.score_mod.trace import trace
+from jax_kernels.score_mod.trace import ScoreMod, trace
 
 __all__ = ["check"]
 
@@ -44,7 +44,8 @@ def check(
     if score_mod is not None and softcap is not None:
         raise ValueError(f"softcap: got {softcap} with a score_mod, want None: score_mod(score, ...) can begin with it")
     checks.check_implementation(implementation)
-    score_mod = None if score_mod is None else trace(score_mod)
+    if score_mod is not None and not isinstance(score_mod, ScoreMod):
+        score_mod = trace(score_mod)
     if precision not in (None, "fp32", "tf32"):
         raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None")
     if precision is not None and query.dtype != jnp.float32:

@@ -14,6 +14,7 @@ from jax import lax
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.vjp import RingArrays, RingCall
+from jax_kernels.score_mod.placed import placed
 
 __all__ = ["all_gather_attention"]
 
@@ -38,6 +39,11 @@ def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array,
         limits: dict[str, Any] = {**layout.limits, "q_offset": first}
         if arrays.mask is not None:
             limits = {"mask": layout.placed_among_all(arrays.mask, first)}
+        if arrays.score_mod is not None:
+            limits["score_mod"] = placed(arrays.score_mod, lambda h, q, k, first: (h, q + first, k), (first,))
+        if arrays.bias is not None:
+            has_rows = arrays.bias.shape[2] > 1
+            limits["bias"] = jnp.split(arrays.bias, layout.chunks, 2)[chunk] if has_rows else arrays.bias
         found.append(
             flash_attention(
                 query,

@@ -12,6 +12,7 @@ from jax_kernels.ops.attention import vjp
 from jax_kernels.ops.attention.flash_attention import flash_attention, prepare
 from jax_kernels.ops.ring.exchange import Exchange
 from jax_kernels.ops.ring.vjp import RESIDUALS, RingArrays, RingCall
+from jax_kernels.score_mod.placed import placed
 
 __all__ = ["OF_HEADS", "all_to_all_attention"]
 
@@ -47,6 +48,12 @@ def all_to_all_attention(
     if arrays.mask is not None:
         own = query.shape[2]
         arguments["mask"] = of_heads(arrays.mask, call.index * own, own)
+    if arrays.score_mod is not None:
+        first = call.index * query.shape[2]
+        of_whole = lambda h, q, k, first: (h + first, q, k)
+        arguments["score_mod"] = placed(arrays.score_mod, of_whole, (first,))
+    if arrays.bias is not None:
+        arguments["bias"] = _own_bias(call, arrays.bias, of_rows)
     if results is None:
         out, lse = flash_attention(**arguments)
     else:
@@ -60,6 +67,17 @@ def _all_ids(call: RingCall, arrays: RingArrays) -> jax.Array | None:
     if arrays.segment_ids is None:
         return None
     return call.layout.in_order(lax.all_gather(arrays.segment_ids, call.axis_name, axis=1, tiled=True))
+
+
+def _own_bias(call: RingCall, bias: jax.Array, exchange: Exchange) -> jax.Array:
+    """That of the device's heads and all queries, from that of all heads and the device's queries."""
+    has_heads, has_rows = (size > 1 for size in bias.shape[1:3])
+    if has_rows and has_heads:
+        return exchange.to_heads(bias)[0]
+    if has_rows:
+        return call.layout.in_order(lax.all_gather(bias, call.axis_name, axis=2, tiled=True), 2)
+    own = bias.shape[1] // call.layout.devices
+    return lax.dynamic_slice_in_dim(bias, call.index * own, own, 1) if has_heads else bias
 
 
 def _own_sinks(call: RingCall, arrays: RingArrays) -> jax.Array | None:

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_kernels.masks import Mask
+from jax_kernels.masks import Mask, sliding_window
 from jax_kernels.masks.limits import joined_band
 from jax_kernels.masks.placed import Placed, keeps_none, live_chunks
+from jax_kernels.score_mod.placed import placed
+from jax_kernels.score_mod.trace import ScoreMod
 
 __all__ = ["LAYOUTS", "Chunks", "Layout", "Whole", "axis_size"]
 
@@ -120,10 +122,10 @@ class Layout:
         """The device whose keys the device `index`, a traced number, has in a step."""
         return lax.rem(index - step + self.devices, jnp.int32(self.devices))
 
-    def placed(self, mask: Mask, step: int, index: Any) -> Placed:
+    def placed(self, mask: Mask | None, step: int, index: Any) -> Placed:
         """The mask of a step, from one of the whole sequence, with the layout's limits. index: as in pairs."""
         return Placed(
-            joined_band(mask, self.left, self.right),
+            joined_band(sliding_window(None, None) if mask is None else mask, self.left, self.right),
             self.firsts(index),
             self.firsts(self.source(step, index)),
             lengths=(self.length, self.length),
@@ -140,6 +142,39 @@ class Layout:
             jnp.zeros((1,), jnp.int32),
             lengths=(self.chunk, length),
         )
+
+    def placed_score_mod(self, mod: ScoreMod, step: int, index: Any, *, is_wide: bool = False) -> ScoreMod:
+        """The score_mod of a step, from one of the whole sequence. index: as in pairs. is_wide: as in `placed`."""
+        count = self.chunks
+        numbers = [x for device in (index, self.source(step, index)) for x in self.firsts(device)]
+
+        def places(h: Any, q: Any, k: Any, *firsts: Any) -> Any:
+            return h, self._place(q, firsts[:count]), self._place(k, firsts[count:])
+
+        return placed(mod, places, tuple(numbers), is_wide=is_wide)
+
+    def _place(self, at: Any, firsts: Any) -> Any:
+        """The place of a device's token number `at`. firsts: of its chunks."""
+        place = firsts[0] + at * self.stride
+        return place if len(firsts) == 1 else jnp.where(at < self.chunk, place, firsts[1] + (at - self.chunk))
+
+    def keys_of(self, x: Any, device: Any) -> Any:
+        """The keys of a device, a traced number, along the last axis of an array, which has all keys in their order."""
+        if self.name == "striped":
+            return lax.dynamic_index_in_dim(self._stripes(x), device, -1, keepdims=False)
+        parts = [lax.dynamic_slice_in_dim(x, first, self.chunk, -1) for first in self.firsts(device)]
+        return jnp.concatenate(parts, -1)
+
+    def with_keys(self, x: Any, part: Any, device: Any) -> Any:
+        """The array x, in which those that keys_of gives are `part`."""
+        if self.name == "striped":
+            return lax.dynamic_update_index_in_dim(self._stripes(x), part, device, -1).reshape(x.shape)
+        for first, of_chunk in zip(self.firsts(device), jnp.split(part, self.chunks, -1), strict=True):
+            x = lax.dynamic_update_slice_in_dim(x, of_chunk, first, -1)
+        return x
+
+    def _stripes(self, x: Any) -> Any:
+        return x.reshape(*x.shape[:-1], self.length, self.devices)
 
     def dead_steps(self, mask: Mask) -> tuple[int, ...]:
         """The steps in which, as is known while tracing, a mask keeps no pair on any device."""

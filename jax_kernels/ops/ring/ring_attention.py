@@ -16,7 +16,7 @@ from jax_kernels.masks.limits import joined_band, without_band
 from jax_kernels.masks.mask import And
 from jax_kernels.masks.placed import of_heads
 from jax_kernels.ops import checks
-from jax_kernels.ops.attention.checks import check, checked_mask
+from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.mask_validity import mask_or_nan
 from jax_kernels.ops.planned_op import under_defaults
 from jax_kernels.ops.ring import vjp
@@ -47,6 +47,8 @@ def ring_attention(
     window: int | tuple[int, int] | None = None,
     segment_ids: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    score_mod: Any = None,
+    bias: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
@@ -60,7 +62,7 @@ def ring_attention(
 
         tokens = shard_sequence's order of all tokens, of which a device has [T]
         gather = lambda x: all_gather(x, axis_name, axis=1, tiled=True)[:, argsort(tokens)]
-        ids = gather(segment_ids)
+        ids = gather(segment_ids)  # and a bias of the rows of all devices, in the order of their tokens
         out = flash_attention(*map(gather, (query, key, value)), segment_ids=ids, mask=mask, ...)[:, mine]
 
     Keys and values travel round the ring of the devices. Each step merges its (out, lse) in float32 with those of the
@@ -80,9 +82,9 @@ def ring_attention(
       query: [B, T, H, D]. key: [B, T, Hkv, D]. value: [B, T, Hkv, Dv]: a device's tokens; else as in flash_attention.
       axis_name: of the mesh axis over which the tokens are shared out.
       layout: "zigzag" (device i of n has the chunks i and 2 n - 1 - i of 2 n; T is even), "striped" (every n-th token
-        from i on) or "contiguous". None is "zigzag", as in shard_sequence; without is_causal, a window and a
-        mask, where the order of the tokens changes nothing, "contiguous". Under a causal mask the first two give all
-        devices equal work.
+        from i on) or "contiguous". None is "zigzag", as in shard_sequence; where the order of the tokens changes
+        nothing, without is_causal, a window, a mask, a bias and a score_mod, "contiguous". Under a causal mask the
+        first two give all devices equal work.
       strategy: "ring", as above; "all_to_all": each device gets all tokens of some heads (Ulysses), so that its number
         of devices divides H and Hkv; "all_gather": each device gets all keys and values, which takes memory for them
         ("zigzag" and "contiguous" alone); "auto" goes by the block specs of the GPU: "ring", and without a window
@@ -94,6 +96,11 @@ def ring_attention(
         while tracing, tell that they are empty. "auto" takes the ring for a mask with a dense array or a function. An
         array of the mask, such as that of masks.dense, is whole on each device.
       is_causal, window, softcap, sinks, scale: as in flash_attention, by the tokens' places in the whole sequence.
+      score_mod: as in flash_attention; q_idx and kv_idx are the tokens' places in the whole sequence. The gradients of
+        the arrays that it closes over are those of the device's queries: without check_vma add them up (psum).
+      bias: as in flash_attention, [B or 1, H or 1, T or 1, S or 1]: rows for the device's queries, in the layout's
+        order, and columns for all S keys in their own order, as shard_sequence(bias, ..., axis=2) gives it. "auto"
+        takes the ring.
       segment_ids: int32 [B, T], of a device's tokens: packed sequences. An id below 0 marks padding.
       return_lse, deterministic, precision, implementation: as in flash_attention.
 
@@ -121,6 +128,8 @@ def ring_attention(
         window=window,
         segment_ids=segment_ids,
         sinks=sinks,
+        score_mod=score_mod,
+        bias=bias,
         scale=scale,
         softcap=softcap,
         return_lse=return_lse,
@@ -147,6 +156,7 @@ def prepare(
     implementation: str | None,
     sends_ahead: int | None = None,
     mask: Mask | None = None,
+    bias: jax.Array | None = None,
     **arguments: Any,
 ) -> tuple[RingCall, RingArrays]:
     """Checks the arguments of ring_attention: what attention_of takes. arguments: those that only `check` needs."""
@@ -172,13 +182,14 @@ def prepare(
     left, right = request.window or (-1, -1)
     limits: Any = None if left < 0 else left, 0 if request.is_causal else None if right < 0 else right
     mask, *limits = without_band(_checked_mask(mask, devices, request), *limits)
-    is_free = mask is None and limits == [None, None]
+    is_free = mask is None and limits == [None, None] and bias is None and inputs.score_mod is None
     arrangement = layout_of(layout, devices, request.q_length, *limits, is_free=is_free)
     ids = inputs.q_segment_ids
     if ids is None:
         mask, ids = _without_segments(mask, arrangement, lax.axis_index(axis_name), len(query))
     query, scale = checks.with_positive_scale(query, scale)
-    arrays = RingArrays(query, key, value, ids, inputs.sinks, mask)
+    bias = checked_bias(bias, (*inputs.query.shape[::2], request.q_length, devices * request.q_length), query.dtype)
+    arrays = RingArrays(query, key, value, ids, inputs.sinks, mask, inputs.score_mod, bias)
     arrays = as_varying(arrays, varying_axes(arrays) | {axis_name})
     options = options | {"scale": scale}
     row = block_specs.ring_row(
@@ -189,7 +200,8 @@ def prepare(
     differentiated = strategy
     if strategy == "auto":
         strategy = "ring" if arrangement.name == "striped" and row.strategy == "all_gather" else row.strategy
-        by_heads = sends_ahead is None and devices > 1 and key.shape[2] % devices == 0 and _may_be_by_heads(mask)
+        by_heads = sends_ahead is None and devices > 1 and key.shape[2] % devices == 0
+        by_heads = by_heads and bias is None and _may_be_by_heads(mask)
         differentiated = row.differentiated if row.differentiated and by_heads else strategy
     call = RingCall(
         layout=arrangement,
@@ -212,7 +224,7 @@ def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Arr
 
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """attention_of, whose results are known already: for their gradients with respect to the arrays."""
-    if call.differentiated == "all_gather":
+    if call.differentiated == "all_gather" or arrays.bias is not None or arrays.score_mod is not None:
         return attention_of(call, arrays)
     if call.differentiated == "all_to_all":
         return all_to_all_attention(call, arrays, (out, lse))

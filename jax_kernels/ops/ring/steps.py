@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_kernels.attention_inputs import AttentionInputs, HeadView
+from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, HeadView
 from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.vjp import attention_forward, attention_gradients
 from jax_kernels.ops.partitioning import is_partitioned
 from jax_kernels.ops.ring.layouts import Chunks, Layout, Whole
 from jax_kernels.pallas.attention.passes import row_norms
 
-__all__ = ["Pair", "Rows", "Step", "Visitors", "forward_onto", "merged", "weight", "with_norms"]
+__all__ = ["Pair", "Rows", "Step", "Visitors", "forward_onto", "merged", "merged_exactly", "weight", "with_norms"]
 
 
 class Pair(NamedTuple):
@@ -50,11 +50,15 @@ class Visitors(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The numbers that a backward has for each query. lse, delta: [B, H, T], from row_terms. dout: like out."""
+    """The numbers that a backward has for each query. lse, delta: [B, H, T], from row_terms. dout: like out.
+
+    excess: like lse, of a call with a bias or a score_mod: what the exact log-sum-exp is more.
+    """
 
     lse: Any
     delta: Any
     dout: Any
+    excess: Any = None
 
 
 def weight(lse: jax.Array, total: jax.Array) -> jax.Array:
@@ -67,6 +71,20 @@ def merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
     """The (out, lse) of the keys of both."""
     lse = jnp.logaddexp(one[1], other[1])
     return one[0] * weight(one[1], lse) + other[0] * weight(other[1], lse), lse
+
+
+def merged_exactly(one: Any, other: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """merged of (out, lse, excess): beside far scores an lse has no digits for its log."""
+    highest = jnp.maximum(one[1], other[1])
+    is_dead = jnp.isneginf(highest)
+    highest = jnp.where(is_dead, 0, highest)
+    shares = [jnp.where(jnp.isneginf(lse), 0, jnp.exp((lse - highest) + excess)) for _, lse, excess in (one, other)]
+    total = jnp.where(is_dead, 1, shares[0] + shares[1])
+    log = jnp.log(total)
+    lse = highest + log
+    excess = jnp.where(is_dead, 0, log + (highest - lse))
+    weights = [(share / total).swapaxes(1, 2)[..., None] for share in shares]
+    return one[0] * weights[0] + other[0] * weights[1], jnp.where(is_dead, -jnp.inf, lse), excess
 
 
 def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionInputs:
@@ -102,8 +120,8 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
 class Step:
     """Step number `number` of a ring on the device `index`, a traced number.
 
-    query: [B, T, H, D]. q_ids: [B, T], or None. mask: of the whole sequence, or None. options: of flash_attention, by
-    name.
+    query: [B, T, H, D]. None where there is none: q_ids [B, T]; of the whole sequence mask and score_mod; bias
+    [B or 1, H or 1, T or 1, S or 1], against all keys in their order. options: of flash_attention, by name.
     """
 
     layout: Layout
@@ -112,13 +130,27 @@ class Step:
     query: jax.Array
     q_ids: Any
     mask: Any
+    score_mod: Any
+    bias: Any
     options: dict[str, Any]
 
-    def forward(self, visitors: Visitors, total: Any, *, is_last: bool) -> tuple[jax.Array, jax.Array]:
+    @property
+    def has_far_scores(self) -> bool:
+        """Whether results are (out, lse, excess), and gradients those of `all_gradients`."""
+        return self.score_mod is not None or self.bias is not None
+
+    def forward(self, visitors: Visitors, total: Any, *, is_last: bool) -> tuple[jax.Array, ...]:
         """(out, lse) over the keys of this step and of the steps before, whose (out, lse) is `total`, or None.
 
-        lse is float32, and so is out, but where is_last is True it may have query's dtype.
+        lse is float32, and so is out, but where is_last is True it may have query's dtype. With a bias or a score_mod
+        it is (out, lse, excess).
         """
+        if self.has_far_scores:
+            planned, inputs = self._general_call(visitors)
+            result = attention_forward(dataclasses.replace(planned, out_dtype="float32"), inputs)
+            excess = jnp.zeros_like(result.lse) if result.excess is None else result.excess
+            terms = result.out, result.lse, excess
+            return terms if total is None else merged_exactly(total, terms)
         whole = self._whole_call(visitors)
         if whole is None:
             found = self._forward_of_pairs(visitors)
@@ -153,6 +185,12 @@ class Step:
         found = attention_gradients(planned, inputs, lse, delta, rows.dout)
         return dquery + found.query.astype(jnp.float32) / scale, Pair.of(found.key, found.value)
 
+    def all_gradients(self, visitors: Visitors, rows: Rows) -> AttentionGradients:
+        """The gradients of this step alone, with a bias or a score_mod. Those of query, key and value are float32."""
+        planned, inputs = self._general_call(visitors, is_wide=True)
+        planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
+        return attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, excess=rows.excess)
+
     def in_parts(self, visitors: Visitors, share: float) -> list[HeadView]:
         """The key heads in two parts, where `gradients` takes them apart; else an empty list.
 
@@ -169,8 +207,7 @@ class Step:
     def _whole_call(self, visitors: Visitors) -> tuple[Any, Any] | None:
         """The planned call of all queries and keys, and its arrays; None where the step needs more than one."""
         if self.mask is not None:
-            mask = self.layout.placed(self.mask, self.number, self.index)
-            return self._prepared(self.query, visitors, self.q_ids, Whole(), mask)
+            return self._general_call(visitors)
         whole = self.layout.whole(self.number, self.index)
         if whole is None:
             return None
@@ -183,18 +220,34 @@ class Step:
         reach = jnp.stack([jnp.asarray(x, jnp.int32) for x in whole.reach])
         return planned, inputs._replace(reach=jnp.broadcast_to(reach, (self.query.shape[0], 2)))
 
-    def _prepared(self, query: Any, visitors: Visitors, q_ids: Any, whole: Whole, mask: Any = None) -> tuple[Any, Any]:
+    def _general_call(self, visitors: Visitors, *, is_wide: bool = False) -> tuple[Any, Any]:
+        """The planned call of all queries and keys under any mask, score_mod and bias, and its arrays.
+
+        is_wide: whether it has the arrays of the score_mod in float32.
+        """
+        whole, mask, given = self.layout.whole(self.number, self.index), None, {}
+        if self.mask is not None or whole is None or whole.reach is not None:
+            whole, mask = Whole(), self.layout.placed(self.mask, self.number, self.index)
+        if self.score_mod is not None:
+            mod = self.layout.placed_score_mod(self.score_mod, self.number, self.index, is_wide=is_wide)
+            given["score_mod"] = mod
+        if self.bias is not None:
+            source = self.layout.source(self.number, self.index)
+            given["bias"] = self.bias if self.bias.shape[3] == 1 else self.layout.keys_of(self.bias, source)
+        return self._prepared(self.query, visitors, self.q_ids, whole, mask=mask, **given)
+
+    def _prepared(self, query: Any, visitors: Visitors, q_ids: Any, whole: Whole, **given: Any) -> tuple[Any, Any]:
         ids = visitors.segment_ids
         return prepare(
             query=query,
             key=visitors.pair.key,
             value=visitors.pair.value,
-            mask=mask,
             is_causal=whole.is_causal,
             window=whole.window,
             segment_ids=None if ids is None else (q_ids, ids),
             q_offset=whole.q_offset,
             return_lse=True,
+            **given,
             **self.options,
         )
 

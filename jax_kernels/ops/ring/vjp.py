@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.ops.planned_op import under_defaults
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors, weight
+from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors, merged_exactly, weight
 from jax_kernels.reference.attention import row_terms
 
 __all__ = ["RESIDUALS", "RingArrays", "RingCall", "gradients", "run", "with_results"]
@@ -21,7 +21,8 @@ RESIDUALS = "ring_attention_out", "ring_attention_lse"  # names for policies of 
 class RingArrays(NamedTuple):
     """A device's arrays. None where there is none.
 
-    segment_ids: [B, T]. sinks: [1, H] float32. mask: a Mask of the whole sequence.
+    segment_ids: [B, T]. sinks: [1, H] float32. Of the whole sequence: mask, a Mask; score_mod, a ScoreMod. bias:
+    [B or 1, H or 1, T or 1, S or 1], of the device's queries and all keys in their order.
     """
 
     query: Any
@@ -30,6 +31,8 @@ class RingArrays(NamedTuple):
     segment_ids: Any
     sinks: Any
     mask: Any = None
+    score_mod: Any = None
+    bias: Any = None
 
 
 @jax.tree_util.register_static
@@ -88,6 +91,8 @@ class RingCall:
             query=arrays.query,
             q_ids=arrays.segment_ids,
             mask=arrays.mask,
+            score_mod=arrays.score_mod,
+            bias=arrays.bias,
             options=dict(self.options),
         )
 
@@ -95,11 +100,11 @@ class RingCall:
 @jax.custom_vjp
 def run(call: RingCall, arrays: RingArrays):
     """(out, lse)."""
-    return _forward(call, arrays)
+    return _forward(call, arrays)[:2]
 
 
-def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    """All steps, and the sinks."""
+def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, Any]:
+    """(out, lse, excess) of all steps, and the sinks. excess: as in Rows."""
     numbers: list[int] = call.steps
     total: Any = None
     visitors: Any = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
@@ -112,36 +117,40 @@ def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
         # Else XLA joins work on the next keys to work on these, which then waits for both.
         total, visitors = lax.optimization_barrier((total, coming.pop(0) if coming else None))
         sendable = visitors
-    out, lse = total
-    if arrays.sinks is not None:
+    out, lse, *more = total
+    if arrays.sinks is not None and more:
+        sinks = jnp.broadcast_to(arrays.sinks[..., None], lse.shape)
+        out, lse, *more = merged_exactly(total, (jnp.zeros_like(out), sinks, jnp.zeros_like(lse)))
+    elif arrays.sinks is not None:
         with_sink = jnp.logaddexp(lse, arrays.sinks[..., None])
         out, lse = out * weight(lse, with_sink), with_sink
     out = checkpoint_name(out.astype(arrays.query.dtype), RESIDUALS[0])
-    lse = checkpoint_name(lse, RESIDUALS[1])
-    return out, lse
+    lse, *more = (checkpoint_name(x, RESIDUALS[1]) for x in (lse, *more))
+    return out, lse, more[0] if more else None
 
 
 @under_defaults
 def _vjp_forward(call: RingCall, arrays: RingArrays):
-    out, lse = _forward(call, arrays)
-    return (out, lse), (call, arrays, out, lse)
+    out, lse, excess = _forward(call, arrays)
+    return (out, lse), (call, arrays, out, lse, excess)
 
 
 @under_defaults
 def _vjp_backward(residuals: Any, cotangents: Any):
-    call, arrays, out, lse = residuals
-    return None, gradients(call, arrays, out, lse, *cotangents)
+    call, arrays, out, lse, excess = residuals
+    dout, dlse = cotangents
+    return None, gradients(call, arrays, out, lse, dout, dlse, excess)
 
 
 @jax.custom_vjp
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array):
-    """The results of run, known already: for their gradient with respect to the arrays."""
+    """The results of run, known already: for their gradients. There is neither a bias nor a score_mod."""
     return out, lse
 
 
 @under_defaults
 def _with_results_forward(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array):
-    return (out, lse), (call, arrays, out, lse)
+    return (out, lse), (call, arrays, out, lse, None)
 
 
 @under_defaults
@@ -152,13 +161,19 @@ def _with_results_backward(residuals: Any, cotangents: Any):
 with_results.defvjp(_with_results_forward, _with_results_backward)
 
 
-def gradients(call: RingCall, arrays: RingArrays, out: Any, lse: Any, dout: Any, dlse: Any) -> RingArrays:
-    """The gradients of the arrays, from the results and their cotangents (dlse may be None)."""
+def gradients(
+    call: RingCall, arrays: RingArrays, out: Any, lse: Any, dout: Any, dlse: Any, excess: Any = None
+) -> RingArrays:
+    """The gradients of the arrays, from the results and their cotangents (dlse may be None). excess: as in Rows."""
     terms = row_terms(out, lse, dout, dlse)
-    dquery, dkey, dvalue = _gradients(call, arrays, Rows(lse=terms[0], delta=terms[1], dout=dout))
+    rows, dmod, dbias = Rows(lse=terms[0], delta=terms[1], dout=dout, excess=excess), None, None
+    if excess is None:
+        dquery, dkey, dvalue = _gradients(call, arrays, rows)
+    else:
+        dquery, dkey, dvalue, dmod, dbias = _all_gradients(call, arrays, rows)
     dsinks = None
     if arrays.sinks is not None:
-        share = jnp.exp(arrays.sinks[..., None] - terms[0])
+        share = jnp.exp(arrays.sinks[..., None] - terms[0] - (0 if excess is None else excess))
         dsinks = -jnp.sum(share * terms[1], axis=(0, 2))[None]
     of_ids = None if arrays.segment_ids is None else jnp.zeros(arrays.segment_ids.shape, jax.dtypes.float0)
     return RingArrays(
@@ -167,6 +182,8 @@ def gradients(call: RingCall, arrays: RingArrays, out: Any, lse: Any, dout: Any,
         value=dvalue.astype(arrays.value.dtype),
         segment_ids=of_ids,
         sinks=dsinks,
+        score_mod=dmod,
+        bias=dbias,
     )
 
 
@@ -222,6 +239,50 @@ def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Arra
         of_mine = _joined([of_mine, of_rest])
     home = jax.tree.map(jnp.add, home, of_mine)
     return dquery, home.key, home.value
+
+
+def _all_gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[Any, ...]:
+    """_gradients, and those of score_mod and bias, where there is one of these: a step is one call of all heads."""
+    mod, bias = arrays.score_mod, arrays.bias
+    # Opaque: as in _gradients.
+    (query, key, value, ids), rows = lax.optimization_barrier((arrays[:4], rows))
+    arrays = arrays._replace(query=query, key=key, value=value, segment_ids=ids)
+    numbers, visitors = call.steps, Visitors(Pair((key, value)), ids)
+    sendable: Any = Visitors(Pair.of(key, value), ids)
+    coming: list[Any] = []
+    dquery = jnp.zeros_like(query, jnp.float32)
+    sums = () if mod is None else mod.zeros(of_arrays=True)
+    of_columns = bias is not None and bias.shape[3] > 1
+    dbias: Any = None if bias is None else jnp.zeros_like(bias, bias.dtype if of_columns else jnp.float32)
+    of_mine: Any = None
+    travelling: Any = None
+    for at, number in enumerate(numbers):
+        coming += call.sent(at, sendable)
+        found = call.step(number, arrays).all_gradients(visitors, rows)
+        dquery = dquery + found.query.astype(jnp.float32) / call.scale
+        if jax.tree.leaves(sums):
+            assert mod is not None
+            sums = jax.tree.map(jnp.add, sums, found.score_mod.arrays[: len(mod.arrays)])
+        if of_columns:
+            dbias = call.layout.with_keys(dbias, found.bias, call.layout.source(number, call.index))
+        elif bias is not None:
+            dbias = dbias + found.bias.astype(jnp.float32)
+        pair = Pair.of(*(x.astype(jnp.float32) for x in (found.key, found.value)))
+        if number == 0:
+            of_mine = pair
+        else:
+            before = numbers[at - 1]
+            travelling = None if travelling is None else call.shifted(travelling, number - before)
+            travelling = pair if travelling is None else jax.tree.map(jnp.add, travelling, pair)
+        upcoming = coming.pop(0) if coming else None
+        (dquery, sums, dbias, travelling), visitors = lax.optimization_barrier(
+            ((dquery, sums, dbias, travelling), upcoming)
+        )
+        sendable = visitors
+    if travelling is not None:
+        of_mine = jax.tree.map(jnp.add, of_mine, call.shifted(travelling, -numbers[-1]))
+    dmod = None if mod is None else mod.with_gradients(sums)
+    return dquery, of_mine.key, of_mine.value, dmod, None if bias is None else dbias.astype(bias.dtype)
 
 
 def _joined(parts: list[Pair]) -> Pair:
