@@ -117,18 +117,25 @@ def under_defaults[Function: Callable[..., Any]](function: Function) -> Function
 
 
 def jitted_in_eager_shard_map[Function: Callable[..., Any]](function: Function) -> Function:
-    """A decorator for a function of a static call and arrays that is a custom_vjp with symbolic zeros.
+    """A decorator for a function of a static call and arrays that has a custom_vjp.
 
-    In a shard_map that nothing traces JAX has no such function. There it runs under jit.
+    In a shard_map that nothing traces JAX has no such function with symbolic zeros, and its error for forward-mode
+    derivatives is another one. There it runs under jit.
     """
     jitted = jax.jit(function, static_argnums=0)
 
     @functools.wraps(function)
     def run(call: Any, inputs: Any) -> Any:
-        is_eager = any(type(x).__name__ == "ShardMapTracer" for x in jax.tree.leaves(inputs))
+        is_eager = any(map(_is_of_eager_shard_map, jax.tree.leaves(inputs)))
         return jitted(call, inputs) if is_eager else function(call, inputs)
 
     return cast(Function, run)
+
+
+def _is_of_eager_shard_map(x: Any) -> bool:
+    while hasattr(x, "primal"):  # of an array that is differentiated
+        x = x.primal
+    return type(x).__name__ == "ShardMapTracer"
 
 
 def named_arguments(op: str, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jax_kernels.masks.placed import of_heads
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.mask_validity import mask_or_nan
-from jax_kernels.ops.planned_op import under_defaults
+from jax_kernels.ops.planned_op import jitted_in_eager_shard_map, under_defaults
 from jax_kernels.ops.ring import vjp
 from jax_kernels.ops.ring.all_gather import all_gather_attention
 from jax_kernels.ops.ring.all_to_all import OF_HEADS, all_to_all_attention
@@ -218,8 +218,13 @@ def prepare(
 
 def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of a prepared call, differentiable."""
+    return mask_or_nan(_attention(call, arrays), None if arrays.mask is None else arrays.mask.is_valid)
+
+
+@jitted_in_eager_shard_map
+def _attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
     by_strategy = _of_strategy if call.strategy == call.differentiated else _of_either
-    return mask_or_nan(by_strategy(call, arrays), None if arrays.mask is None else arrays.mask.is_valid)
+    return by_strategy(call, arrays)
 
 
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -303,6 +303,22 @@ BAD = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_to_all", "all_gather"])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_forward_mode_raises_as_for_flash_attention(strategy, is_traced):
+    call = lambda x: ring_attention(x, x, x, axis_name="sequence", strategy=strategy, is_causal=True)
+    shared = jax.shard_map(call, mesh=MESH, in_specs=jax.P(None, "sequence"), out_specs=jax.P(None, "sequence"))
+    alone = jax.shard_map(
+        lambda x: flash_attention(x, x, x, is_causal=True), mesh=MESH, in_specs=jax.P(), out_specs=jax.P()
+    )
+    for function in (shared, alone):
+        with pytest.raises(TypeError, match=re.escape("can't apply forward-mode")):
+            jax.jvp(jax.jit(function) if is_traced else function, (X,), (X,))
+    if not is_traced:  # gradients are there
+        loss = lambda function: lambda x: jnp.sin(function(x)).sum()
+        np.testing.assert_allclose(jax.grad(loss(shared))(X), jax.grad(loss(alone))(X), atol=1e-6)
+
+
 def test_ids_of_queries_and_of_keys_are_refused():
     ids = jnp.zeros(X.shape[:2], jnp.int32)
     with pytest.raises(TypeError, match="segment_ids: got a pair, want one array"):
