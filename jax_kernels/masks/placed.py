@@ -12,19 +12,16 @@ import numpy as np
 from jax import lax
 
 from jax_kernels.masks.arrays import BlockSparse, Dense, Function, Segments
-from jax_kernels.masks.lists import block_status
 from jax_kernels.masks.literals import Grid, Literal, live, most_partial, width
 from jax_kernels.masks.mask import And, Mask, Not, Or, _Composite, node, static
 from jax_kernels.masks.positions import Band, Dilated, GlobalTokens, Prefix, _Numbered, _one_row
 from jax_kernels.masks.ranked import Ranked
 from jax_kernels.masks.sums import running_sums
 
-__all__ = ["Placed", "keeps_none", "live_chunks", "of_heads"]
+__all__ = ["Placed", "keeps_none", "of_heads"]
 
 # Numbers of tokens are clamped to this: sums with places fit an int32.
 _MOST_TOKENS = 1 << 30
-# A mask that only its pairs tell is looked at while tracing up to so many pairs.
-_MOST_PAIRS = 1 << 22
 
 
 @node
@@ -350,24 +347,16 @@ class _OfHeads:
         return self.function(b, h + first, q, k, *arrays)
 
 
-def live_chunks(mask: Mask, length: int, chunk: int) -> np.ndarray | None:
-    """Whether any pair is kept of each chunk of queries and chunk of keys of a sequence: bool [chunks, chunks].
-
-    None where the mask has arrays that are traced, or where too many pairs would have to be looked at.
-    """
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(mask)):
-        return None
-    if mask.is_evaluated and length * length * mask.batch * mask.heads > _MOST_PAIRS:
-        return None
-    with jax.ensure_compile_time_eval():
-        statics: Any = {"lengths": (length, length), "blocks": (chunk, chunk), "static_offset": 0}
-        alive, _ = block_status(mask, jnp.zeros((1,), jnp.int32), **statics)
-        # A shard_map that nothing traces makes tracers even so.
-        return None if isinstance(alive, jax.core.Tracer) else np.asarray(alive.any((0, 1)))
-
-
 def keeps_none(mask: Mask, queries: range, keys: range) -> bool:
-    """Whether it is known, from the structure of a mask, that no query at these places keeps a key at those."""
+    """Whether it is known while tracing that no query at these places keeps a key at those: by structure and cells."""
+    mask = mask.unprepared
+    if isinstance(mask, Or):
+        return all(keeps_none(part, queries, keys) for part in mask.masks)
+    if isinstance(mask, And) and any(keeps_none(part, queries, keys) for part in mask.masks):
+        return True
+    if isinstance(mask, BlockSparse) and not isinstance(mask.blocks, jax.core.Tracer):
+        rows, columns = np.unique(np.array(queries) // mask.block_q), np.unique(np.array(keys) // mask.block_kv)
+        return not np.asarray(mask.blocks)[..., rows[:, None], columns].any()
     return all(_keeps_none(literals, queries, keys) for literals in mask.terms(False))
 
 

@@ -92,10 +92,11 @@ DEAD = {
     "prefix": masks.prefix(2) & masks.causal(),
     "first": masks.prefix(2) & masks.sliding_window(9, 9),
     "cells": masks.block_sparse(jnp.eye(4, dtype=bool), 24),
+    "cells and more": masks.block_sparse(jnp.eye(8, dtype=bool), 12) & masks.causal() | masks.sliding_window(0, 0),
     "function": masks.from_function(lambda b, h, q, k, size: q // size == k // size, jnp.int32(24)),
 }
-# What is not known: with arrays that are traced, and of tokens that stand apart.
-UNKNOWN = {("odd", "striped"), ("cells", True), ("function", True), ("cells", "striped"), ("function", "striped")}
+# What is not known: with arrays that are traced, of functions, and of distances that are left out.
+UNKNOWN = {("odd", "striped"), ("cells", True), ("cells and more", True), ("function", True), ("function", False)}
 
 
 @pytest.mark.parametrize("is_traced", [False, True])

@@ -13,7 +13,7 @@ from jax import lax
 
 from jax_kernels.masks import Mask, sliding_window
 from jax_kernels.masks.limits import joined_band
-from jax_kernels.masks.placed import Placed, keeps_none, live_chunks
+from jax_kernels.masks.placed import Placed, keeps_none
 from jax_kernels.score_mod.placed import placed
 from jax_kernels.score_mod.trace import ScoreMod
 
@@ -178,13 +178,9 @@ class Layout:
 
     def dead_steps(self, mask: Mask) -> tuple[int, ...]:
         """The steps in which, as is known while tracing, a mask keeps no pair on any device."""
-        chunks = None if self.name == "striped" else live_chunks(mask, self.devices * self.length, self.chunk)
 
         def is_dead(device: int, source: int) -> bool:
-            pairs = [(q, k) for q in self.ranges(device) for k in self.ranges(source)]
-            if chunks is not None:
-                return not any(chunks[q.start // self.chunk, k.start // self.chunk] for q, k in pairs)
-            return all(keeps_none(mask, q, k) for q, k in pairs)
+            return all(keeps_none(mask, q, k) for q in self.ranges(device) for k in self.ranges(source))
 
         steps, devices = range(1, self.devices), range(self.devices)
         return tuple(s for s in steps if all(is_dead(device, (device - s) % self.devices) for device in devices))

@@ -92,9 +92,9 @@ def ring_attention(
       sends_ahead: how many steps before its own a ring sends a step's keys and values, 1 or more. Each step more takes
         memory for those of one more device, and gives a send that much more time. None goes by the block specs: 1.
       mask: a masks.Mask of the whole sequence, the same on all devices: of its S queries and keys in their order. Each
-        step visits the live blocks of its part. Steps are left out where the mask's structure, or arrays that are known
-        while tracing, tell that they are empty. "auto" takes the ring for a mask with a dense array or a function. An
-        array of the mask, such as that of masks.dense, is whole on each device.
+        step visits the live blocks of its part. Steps are left out where the mask's structure, or the cells of a
+        block_sparse that are known while tracing, tell that they are empty. "auto" takes the ring for a mask with a
+        dense array or a function. An array of the mask, such as that of masks.dense, is whole on each device.
       is_causal, window, softcap, sinks, scale: as in flash_attention, by the tokens' places in the whole sequence.
       score_mod: as in flash_attention; q_idx and kv_idx are the tokens' places in the whole sequence. The gradients of
         the arrays that it closes over are those of the device's queries: without check_vma add them up (psum).
