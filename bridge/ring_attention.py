@@ -7,7 +7,9 @@ import torch.distributed as dist
 
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_inputs, check_statics
 from jax_kernels.bridge.distributed import AXIS, ring_of
+from jax_kernels.bridge.score_functions import in_jnp
 from jax_kernels.bridge.shared_op import SharedOp
+from jax_kernels.masks import Mask
 from jax_kernels.ops.ring import ring_attention as ops
 from jax_kernels.ops.ring import shard_sequence as orders
 
@@ -24,10 +26,13 @@ def ring_attention(
     layout: str | None = None,
     strategy: str = "auto",
     sends_ahead: int | None = None,
+    mask: Mask | None = None,
     is_causal: bool = False,
     window: int | tuple[int, int] | None = None,
     segment_ids: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    score_mod: Any = None,
+    bias: torch.Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     return_lse: bool = False,
@@ -39,13 +44,19 @@ def ring_attention(
 
     Each process calls it with its own tokens, in the same order of calls. Call bridge.initialize_distributed() first.
     Gradients of query, key and value flow to the process that has them. That of sinks is the part of this process's
-    queries, as of every parameter that the processes share: add the parts up over the group. Under autocast query, key
-    and value are cast to the autocast dtype. torch.compile breaks its graph here.
+    queries, as of every parameter that the processes share: add the parts up over the group. Under autocast query, key,
+    value and a 16-bit bias are cast to the autocast dtype. torch.compile breaks its graph here.
 
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32: this process's tokens, as shard_sequence gives them.
       key: [B, T, Hkv, D]; value: [B, T, Hkv, Dv]; in query's dtype and on its device. segment_ids: int32 [B, T].
       sinks: [H], the same in all processes.
+      mask: a masks.Mask of the whole sequence, the same in all processes. JAX compiles a program for each mask with
+        arrays: keep it.
+      score_mod: as in jax_kernels.ring_attention, in jnp code or in torch's elementwise operations, the same in all
+        processes. It may read no tensors: a bias has gradients.
+      bias: broadcastable to [B, H, T, S], in query's dtype or float32, for this process's queries and all keys in their
+        order: bridge.shard_sequence(bias, axis=2) of that of the whole sequence.
       group: the torch.distributed process group whose ranks, in their order, share the sequence; None is all ranks.
       deterministic: None follows torch.use_deterministic_algorithms; where that is off, XLA's flag decides.
       The others are those of jax_kernels.ring_attention.
@@ -57,16 +68,26 @@ def ring_attention(
       TypeError, ValueError, NotImplementedError: as jax_kernels.ring_attention. RuntimeError: JAX does not know the
         processes of torch.distributed, or it is differentiated twice.
     """
-    check_inputs(query, key, value, sinks=sinks, segment_ids=(segment_ids,))
+    check_inputs(query, key, value, bias=bias, sinks=sinks, segment_ids=(segment_ids,))
+    if mask is not None and not isinstance(mask, Mask):
+        raise TypeError(
+            f"mask: got {type(mask).__name__}, want a masks.Mask of the whole sequence, or None; bridge.masks.dense makes "
+            "one of a tensor"
+        )
     check_statics(
         is_causal=is_causal, scale=scale, softcap=softcap, return_lse=return_lse, deterministic=deterministic,
         precision=precision, implementation=implementation,
     )  # fmt: skip
-    query, key, value, _, deterministic = as_torch_is_set(query, key, value, deterministic=deterministic)
+    query, key, value, bias, deterministic = as_torch_is_set(query, key, value, bias=bias, deterministic=deterministic)
+    if bias is not None and bias.ndim <= 4:
+        bias = bias[(None,) * (4 - bias.ndim)]
+        bias = bias.expand(-1, -1, query.shape[1], -1) if bias.shape[2] == 1 else bias
     options = {
         "layout": layout,
         "strategy": strategy,
         "sends_ahead": sends_ahead,
+        "mask": mask,
+        "score_mod": None if score_mod is None else in_jnp(score_mod),
         "is_causal": is_causal,
         "window": tuple(window) if isinstance(window, list) else window,
         "scale": scale,
@@ -75,20 +96,18 @@ def ring_attention(
         "precision": precision,
         "implementation": implementation,
     }
-    out, lse = _OP(ring_of(group), options, query, key, value, segment_ids, sinks)
+    out, lse = _OP(ring_of(group), options, query, key, value, segment_ids, sinks, bias)
     return (out, lse) if return_lse else out
 
 
-def _attend(query, key, value, segment_ids, sinks, **options):
-    return ops.ring_attention(
-        query, key, value, axis_name=AXIS, segment_ids=segment_ids, sinks=sinks, return_lse=True, **options
-    )
+def _attend(query, key, value, segment_ids, sinks, bias, **options):
+    arrays = {"segment_ids": segment_ids, "sinks": sinks, "bias": bias}
+    return ops.ring_attention(query, key, value, axis_name=AXIS, return_lse=True, **arrays, **options)
 
 
-def _known(query, key, value, segment_ids, sinks, out, lse, **options):
-    call, arrays = ops.prepare(
-        query, key, value, axis_name=AXIS, segment_ids=segment_ids, sinks=sinks, return_lse=True, **options
-    )
+def _known(query, key, value, segment_ids, sinks, bias, out, lse, **options):
+    given = {"segment_ids": segment_ids, "sinks": sinks, "bias": bias}
+    call, arrays = ops.prepare(query, key, value, axis_name=AXIS, return_lse=True, **given, **options)
     return ops.with_results(call, arrays, out, lse)
 
 

@@ -86,11 +86,11 @@ def _prepared(query, key, value, segment_ids, options):
     )
 
 
-def _attend(query, key, value, segment_ids, sinks, **options):
+def _attend(query, key, value, segment_ids, sinks, bias, **options):
     return dilated_vjp.run(*_prepared(query, key, value, segment_ids, options))
 
 
-def _known(query, key, value, segment_ids, sinks, out, lse, **options):
+def _known(query, key, value, segment_ids, sinks, bias, out, lse, **options):
     call, arrays = _prepared(query, key, value, segment_ids, options)
     return dilated_vjp.with_results(call, arrays, out, lse)
 

@@ -19,19 +19,19 @@ __all__ = ["SharedOp"]
 class SharedOp:
     """An attention inside jax.shard_map over AXIS, of a process's parts.
 
-    label: its name in messages. attend(query, key, value, segment_ids, sinks, **options): gives (out, lse).
-    known(query, key, value, segment_ids, sinks, out, lse, **options): the same of results that are known, with their
-    gradient. segment_ids and sinks may be None.
+    label: its name in messages. attend(query, key, value, segment_ids, sinks, bias, **options): gives (out, lse).
+    known(query, key, value, segment_ids, sinks, bias, out, lse, **options): the same of results that are known, with
+    their gradient. segment_ids, sinks and bias, [B or 1, H or 1, T, S or 1], may be None.
     """
 
     label: str
     attend: Callable[..., Any]
     known: Callable[..., Any]
 
-    def __call__(self, ring: Ring, options: dict[str, Any], query, key, value, segment_ids, sinks) -> Any:
+    def __call__(self, ring: Ring, options: dict[str, Any], query, key, value, segment_ids, sinks, bias=None) -> Any:
         """(out, lse) on the processes of a ring. options: hashable."""
         call = _Call(self, ring, tuple(options.items()))
-        return _Attend.apply(call, query, key, value, segment_ids, sinks)
+        return _Attend.apply(call, query, key, value, segment_ids, sinks, bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +45,8 @@ class _Attend(torch.autograd.Function):
     """(out, lse)."""
 
     @staticmethod
-    def forward(ctx, call, query, key, value, segment_ids, sinks):
-        tensors = query, key, value, segment_ids, sinks
+    def forward(ctx, call, query, key, value, segment_ids, sinks, bias):
+        tensors = query, key, value, segment_ids, sinks, bias
         results = _run(call.ring, _forward(call.op, call.ring.mesh, call.options), tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -56,10 +56,11 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse):
         if dout is None and dlse is None:
-            return (None,) * 6
+            return (None,) * 7
         *tensors, out, lse = ctx.saved_tensors
-        dquery, dkey, dvalue, *dsinks = _Gradients.apply(ctx.call, *tensors, out, lse, dout, dlse)
-        return None, dquery, dkey, dvalue, None, dsinks[0][0] if dsinks else None
+        dquery, dkey, dvalue, *others = _Gradients.apply(ctx.call, *tensors, out, lse, dout, dlse)
+        dsinks, dbias = (None if x is None else others.pop(0) for x in tensors[4:])
+        return None, dquery, dkey, dvalue, None, None if dsinks is None else dsinks[0], dbias
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -67,13 +68,13 @@ class _Attend(torch.autograd.Function):
 
 
 class _Gradients(torch.autograd.Function):
-    """The gradients of query, key, value, and where there are sinks theirs, [1, H]."""
+    """The gradients of query, key, value, and where there are sinks and a bias theirs; that of sinks is [1, H]."""
 
     @staticmethod
-    def forward(ctx, call, query, key, value, segment_ids, sinks, out, lse, dout, dlse):
+    def forward(ctx, call, query, key, value, segment_ids, sinks, bias, out, lse, dout, dlse):
         ctx.call = call
         dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
-        tensors = query, key, value, segment_ids, sinks, out, lse, dout, dlse
+        tensors = query, key, value, segment_ids, sinks, bias, out, lse, dout, dlse
         return tuple(_run(call.ring, _backward(call.op, call.ring.mesh, call.options), tensors))
 
     @staticmethod
@@ -81,8 +82,8 @@ class _Gradients(torch.autograd.Function):
         library.refuse_second_gradient(ctx.call.op.label)
 
 
-# The axis of the tokens in query, key, value, segment_ids, sinks, out, lse, dout and dlse.
-_AXES = 1, 1, 1, 1, None, 1, 2, 1, 2
+# The axis of the tokens in query, key, value, segment_ids, sinks, bias, out, lse, dout and dlse.
+_AXES = 1, 1, 1, 1, None, 2, 1, 2, 1, 2
 
 
 def _run(ring: Ring, program: Any, tensors: Any) -> list[torch.Tensor]:
@@ -100,23 +101,23 @@ def _run(ring: Ring, program: Any, tensors: Any) -> list[torch.Tensor]:
 
 @once
 def _forward(op: SharedOp, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
-    """The compiled (out, lse) of query, key, value, segment_ids and sinks."""
+    """The compiled (out, lse) of query, key, value, segment_ids, sinks and bias."""
     return _shared(functools.partial(op.attend, **dict(options)), mesh, (1, 2))
 
 
 @once
 def _backward(op: SharedOp, mesh: jax.sharding.Mesh, options: tuple[tuple[str, Any], ...]) -> Any:
-    """The compiled gradients of query, key, value and sinks, from what the forward took and gave."""
+    """The compiled gradients of query, key, value, sinks and bias, from what the forward took and gave."""
 
-    def gradients(query, key, value, segment_ids, sinks, out, lse, dout, dlse):
-        def attend(query, key, value, sinks):
-            return op.known(query, key, value, segment_ids, sinks, out, lse, **dict(options))
+    def gradients(query, key, value, segment_ids, sinks, bias, out, lse, dout, dlse):
+        def attend(query, key, value, sinks, bias):
+            return op.known(query, key, value, segment_ids, sinks, bias, out, lse, **dict(options))
 
         cotangents = dout, jax.numpy.zeros_like(lse) if dlse is None else dlse
-        *found, dsinks = jax.vjp(attend, query, key, value, sinks)[1](cotangents)
-        return *found, None if dsinks is None else dsinks[None]
+        *found, dsinks, dbias = jax.vjp(attend, query, key, value, sinks, bias)[1](cotangents)
+        return *found, None if dsinks is None else dsinks[None], dbias
 
-    return _shared(gradients, mesh, (1, 1, 1, 0))
+    return _shared(gradients, mesh, (1, 1, 1, 0, 2))
 
 
 def _shared(function: Any, mesh: jax.sharding.Mesh, axes: tuple[int, ...]) -> Any:

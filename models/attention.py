@@ -227,7 +227,8 @@ class MultiHeadAttention(nnx.Module):
         Args:
           x: [B, T, model_dim]. With a cache these are the next T tokens: a whole prompt, one token, or several.
           mask: bool, broadcastable to [B, num_heads, T, S], True = attend, or a masks.Mask, combined with is_causal.
-            S is T, or the cache's max_length. Under a Mask, the queries stand after the cached tokens.
+            S is T, or the cache's max_length. Under a Mask, the queries stand after the cached tokens. Where devices
+            share out the tokens it is of the whole sequence, with the tokens in their own order.
           segment_ids: int32 [B, T], in the order of x: packed documents. A token attends to tokens with its own id, and
             one with an id below 0 to none.
           positions: integers [T] or [B, T], in the order of x, for the rotary embedding; None for the tokens' places in
@@ -244,7 +245,7 @@ class MultiHeadAttention(nnx.Module):
           ValueError: an array has the wrong shape, the cache has no room for T tokens, or there are a cache and
             segment_ids. A traced length cannot be checked: under jit, a sequence past the cache's end gets NaN.
           TypeError: the cache's length, or positions, are no integers.
-          NotImplementedError: devices share out the tokens, and there is a mask.
+          NotImplementedError: devices share out the tokens and the batch, and the mask tells batch entries apart.
         """
         self._check_input(x)
         start: int | jax.Array = 0
@@ -287,16 +288,18 @@ class MultiHeadAttention(nnx.Module):
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         """As _attend, where devices share out the tokens."""
-        if mask is not None:
-            raise NotImplementedError(
-                f"mask: got {type(mask).__name__} where devices share out the tokens along {self.sequence_axis!r}, "
-                "want None"
-            )
         assert self.sequence_axis is not None
-        return share_sequence(self._ring, query, key, value, segment_ids, axis=self.sequence_axis, rules=self.rules)
+        mask = None if mask is None else as_mask(mask).unprepared
+        options: dict[str, Any] = {"axis": self.sequence_axis, "rules": self.rules, "mask": mask}
+        return share_sequence(self._ring, query, key, value, segment_ids, **options)
 
     def _ring(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None = None
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        segment_ids: jax.Array | None = None,
+        mask: masks.Mask | None = None,
     ) -> jax.Array:
         """Attention inside shard_map, of a device's tokens."""
         assert self.sequence_axis is not None
@@ -307,6 +310,7 @@ class MultiHeadAttention(nnx.Module):
             axis_name=self.sequence_axis,
             layout=self.sequence_layout,
             strategy=self.sequence_strategy,
+            mask=mask,
             is_causal=self.is_causal,
             segment_ids=segment_ids,
             implementation=self.implementation,

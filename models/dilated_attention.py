@@ -202,11 +202,11 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
         # A head's offset within a branch hangs on its number. Programs of their own for the devices' heads would have
         # the ring's sends in a conditional that not all devices enter alike, so that every device needs all heads.
         out = share_sequence(
-            self._ring, *arrays, segment_ids, axis=self.sequence_axis, rules=self.rules, heads_alike=False
+            self._dilated_ring, *arrays, segment_ids, axis=self.sequence_axis, rules=self.rules, heads_alike=False
         )
         return self._project(out)
 
-    def _ring(
+    def _dilated_ring(
         self, query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         of = self.attention

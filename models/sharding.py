@@ -12,6 +12,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jax_kernels.masks import Mask
 from jax_kernels.ops.ring.layouts import Layout
 
 __all__ = [
@@ -304,27 +305,40 @@ def share_sequence(
     axis: str,
     rules: ShardingRules,
     heads_alike: bool = True,
+    mask: Mask | None = None,
 ) -> jax.Array:
     """An attention for shard_map on arrays [B, T, heads, head_dim]: each device calls it on its part of them.
 
     The batch, the tokens and, where the attention treats all heads alike, the heads are shared out. segment_ids:
-    [B, T], for the attention's fourth argument.
+    [B, T], for the attention's fourth argument. mask: of the whole sequence, for its argument `mask`; heads that it tells
+    apart are not shared out.
 
-    Raises NotImplementedError on a mesh with Explicit axes.
+    Raises NotImplementedError on a mesh with Explicit axes, and for a mask that tells apart batch entries which are
+    shared out.
     """
     kind = _kind(axis)
-    arrays = (query, key, value) if segment_ids is None else (query, key, value, segment_ids)
+    arrays: tuple[Any, ...] = (query, key, value) if segment_ids is None else (query, key, value, segment_ids)
     if kind == AxisType.Manual:
-        return attention(*arrays)
+        return attention(*arrays) if mask is None else attention(*arrays, mask=mask)
     mesh = jax.sharding.get_abstract_mesh()
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         raise NotImplementedError(
             f"sequence_axis: got {axis!r} on a mesh with Explicit axes, want Auto axes, as make_mesh gives them"
         )
     batch = rules.mesh_axes("batch", query.shape[0], mesh, (axis,))
+    if mask is not None and mask.batch > 1 and batch:
+        raise NotImplementedError(
+            f"mask: got one of {mask.batch} batch entries where devices share out the batch along {batch}, want one for "
+            "all: segment_ids are for the documents of each entry"
+        )
     both = math.gcd(query.shape[2], key.shape[2])
+    heads_alike = heads_alike and (mask is None or mask.heads == 1)
     heads = rules.mesh_axes("heads", both, mesh, (axis, *batch)) if heads_alike else ()
     spec = PartitionSpec(batch or None, axis, heads or None, None)
     specs = (spec, spec, spec, PartitionSpec(batch or None, axis))[: len(arrays)]
+    if mask is not None:
+        of_mask, count = attention, len(arrays)
+        attention = lambda *given: of_mask(*given[:count], mask=given[count])
+        arrays, specs = (*arrays, mask), (*specs, PartitionSpec())
     # Kernels in the ring have no types of varying arrays in the interpreter; every array here varies over all axes.
     return jax.shard_map(attention, in_specs=specs, out_specs=spec, check_vma=False)(*arrays)

@@ -74,8 +74,38 @@ check("contiguous", False, None, None, sends_ahead=2)
 check("zigzag", True, ids, sinks, strategy="ring")
 check("zigzag", True, None, None, strategy="all_gather")
 check("zigzag", True, ids, sinks, strategy="all_to_all")
+from jax_kernels.bridge import masks
+for layout, strategy in (("zigzag", "auto"), ("striped", "all_to_all")):
+    bias = torch.randn(heads, tokens, tokens)
+    mask = masks.causal() & masks.segments(ids) | masks.global_tokens(2)
+    mod = lambda score, b, h, q, k: score - 0.25 * torch.abs(q - k)
+    place = torch.arange(tokens)
+    of_mod = -0.25 * (place[:, None] - place).abs().expand(heads, -1, -1)
+    for given, as_bias in (({"bias": bias}, bias), ({"score_mod": mod}, of_mod), ({}, torch.zeros_like(bias))):
+        whole = [x.clone().requires_grad_() for x in (query, key, value, as_bias.float())]
+        options = {"mask": mask, "return_lse": True, "implementation": "xla"}
+        want = bridge.flash_attention(*whole[:3], bias=whole[3], **options)
+        torch.autograd.backward(want, [dout, dlse])
+        shard = lambda x, axis=1: bridge.shard_sequence(x, layout=layout, axis=axis)
+        of_all = lambda x, axis=1: bridge.unshard_sequence(x, layout=layout, axis=axis)
+        mine = [shard(x).requires_grad_() for x in (query, key, value)]
+        if "bias" in given:
+            given = {"bias": shard(bias).requires_grad_()}
+        got = bridge.ring_attention(*mine, layout=layout, strategy=strategy, **given, **options)
+        torch.autograd.backward(got, [shard(dout), shard(dlse, 2)])
+        close = lambda a, b: torch.testing.assert_close(a, b.detach(), rtol=0, atol=3e-6)
+        close(of_all(got[0]), want[0])
+        close(of_all(got[1], 2), want[1])
+        for x, of in zip(mine, whole):
+            close(of_all(x.grad), of.grad)
+        if "bias" in given:
+            close(of_all(given["bias"].grad), whole[3].grad)
 mine = bridge.shard_sequence(query).requires_grad_()
 out = bridge.ring_attention(mine, mine, mine, is_causal=True)  # lse has no cotangent
+try:
+    bridge.ring_attention(mine, mine, mine, mask=torch.ones(tokens, tokens, dtype=bool))
+except TypeError as error:
+    assert "mask: got Tensor, want a masks.Mask of the whole sequence" in str(error), error
 (first,) = torch.autograd.grad(out.square().sum(), mine, create_graph=True)
 try:
     first.sum().backward()

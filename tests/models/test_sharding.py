@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import cpu_devices
 import tiers
 
-from jax_kernels import shard_sequence, unshard_sequence
+from jax_kernels import masks, shard_sequence, unshard_sequence
 from jax_kernels.models import (
     LongNet,
     LongNetConfig,
@@ -72,7 +72,7 @@ CASES = {
     ),
 }
 # Cases with "documents" in their names have packed documents.
-QUICK = ["documents", "tensor", "fsdp", "generate", "longnet_generate", "explicit", "placed_sequence"]
+QUICK = ["documents", "tensor", "fsdp", "generate", "longnet_generate", "explicit", "placed_sequence", "module_masked"]
 
 
 @nnx.jit
@@ -107,9 +107,9 @@ def run_case(config, axes, is_packed):
     return {"error": max(errors), "specs": specs | {"embed": spec(model.embed)}}
 
 
-def run_module(layout, is_causal):
+def run_module(layout, is_causal, mask=None):
     """MultiHeadAttention by itself: under jax.set_mesh, inside a shard_map, and on one device."""
-    options = {"num_kv_heads": 2, "is_causal": is_causal, "rngs": nnx.Rngs(0)}
+    options = {"num_kv_heads": 2, "is_causal": is_causal, "rngs": nnx.Rngs(0), "mask": mask}
     attention = MultiHeadAttention(32, 4, sequence_axis="sequence", sequence_layout=layout, **options)
     layout = attention.sequence_layout
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 24, 32)), jnp.float32)
@@ -225,7 +225,14 @@ QUANTIZED = {
     "mxfp8_tensor": ("mxfp8", {"fsdp": 2, "tensor": 2}),
     "mxfp4_pipeline": ("mxfp4", {"pipeline": 2, "tensor": 2}),
 }
-MODULES = {"module": (None, True), "module_full": (None, False), "module_striped": ("striped", True)}
+HEADS_MASK = masks.from_function(lambda b, h, q, k: (q + h) % 4 != k % 4, heads=4)
+MODULES = {
+    "module": (None, True),
+    "module_full": (None, False),
+    "module_striped": ("striped", True),
+    "module_masked": ("zigzag", True, masks.sliding_window(6, 0) | masks.global_tokens(2)),
+    "module_heads_masked": ("striped", False, HEADS_MASK),
+}
 
 
 def main(names) -> dict:
@@ -270,6 +277,17 @@ MESH = AbstractMesh((2, 3, 2, 2), ("data", "fsdp", "sequence", "tensor"))
 )
 def test_parameters_by_name(name, shape, want):
     assert ShardingRules().parameter_spec(name, shape, MESH) == want
+
+
+def test_a_mask_of_batch_entries_that_are_shared_out_is_refused():
+    attention = MultiHeadAttention(
+        8, 2, sequence_axis="sequence", mask=masks.prefix(jnp.asarray([2, 3])), rngs=nnx.Rngs(0)
+    )
+    x = jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)
+    told = "mask: got one of 2 batch entries where devices share out the batch"
+    mesh = AbstractMesh((2, 2), ("data", "sequence"), (jax.sharding.AxisType.Auto,) * 2)
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(NotImplementedError, match=told):
+        jax.eval_shape(lambda x: attention(x), x)
 
 
 def test_rules_are_data():
