@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, HeadView
 from jax_kernels.ops.attention.flash_attention import prepare
@@ -22,24 +23,37 @@ __all__ = ["Pair", "Rows", "Step", "Visitors", "forward_onto", "merged", "merged
 
 
 class Pair(NamedTuple):
-    """Keys and values, or their gradients, [B, T, Hkv, D] each: as one array [2 B, T, Hkv, D] where they are alike.
+    """Keys and values, or their gradients, [B, T, Hkv, D] each: as one array [2, B, T, Hkv, D] where they are alike.
 
-    Of several collectives XLA hides one at a time behind a kernel. A kernel reads a half of the one array in place.
+    Of several collectives XLA hides one at a time behind a kernel. A kernel reads a half of the one array in place. The
+    halves have an axis of their own: along the batch's, devices that share out the batch would have to exchange them.
     """
 
     arrays: tuple[jax.Array, ...]
 
     @classmethod
     def of(cls, key: jax.Array, value: jax.Array) -> "Pair":
-        return cls((jnp.concatenate([key, value]),) if key.shape == value.shape else (key, value))
+        if key.shape != value.shape:
+            return cls((key, value))
+        if _has_auto_axis():
+            return cls((jnp.stack([key, value]),))
+        # A kernel writes the gradients of both as one array [2 B, T, Hkv, D], which this leaves where it stands.
+        return cls((jnp.concatenate([key, value]).reshape(2, *key.shape),))
 
     @property
     def key(self) -> jax.Array:
-        return self.arrays[0] if len(self.arrays) == 2 else self.arrays[0][: len(self.arrays[0]) // 2]
+        return self.arrays[0] if len(self.arrays) == 2 else self.arrays[0][0]
 
     @property
     def value(self) -> jax.Array:
-        return self.arrays[1] if len(self.arrays) == 2 else self.arrays[0][len(self.arrays[0]) // 2 :]
+        return self.arrays[1] if len(self.arrays) == 2 else self.arrays[0][1]
+
+
+def _has_auto_axis() -> bool:
+    """Whether the shard_map around the call leaves an axis of its mesh to XLA."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    return any(kind == AxisType.Auto and size > 1 for kind, size in kinds)
 
 
 class Visitors(NamedTuple):
@@ -92,6 +106,7 @@ def with_norms(planned: Any, inputs: AttentionInputs, pair: Pair) -> AttentionIn
     if planned.implementation != "mosaic_gpu" or len(pair.arrays) == 2 or is_partitioned() or inputs.mask is not None:
         return inputs
     (array,) = pair.arrays
+    array = array.reshape(-1, *array.shape[2:])
     return inputs._replace(key_norms=row_norms.longest(array, interpret=planned.interpret, entries=len(array) // 2))
 
 

@@ -287,4 +287,4 @@ def _all_gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[Any,
 
 def _joined(parts: list[Pair]) -> Pair:
     """The gradients of all heads, from those of some heads each."""
-    return jax.tree.map(lambda *of_heads: jnp.concatenate(of_heads, axis=2), *parts) if len(parts) > 1 else parts[0]
+    return jax.tree.map(lambda *of_heads: jnp.concatenate(of_heads, axis=-2), *parts) if len(parts) > 1 else parts[0]
