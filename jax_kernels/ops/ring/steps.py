@@ -194,7 +194,7 @@ class Step:
             options = dataclasses.replace(options, query_heads=of_query, kv_heads=heads)
             lse, delta = (x[:, of_query.first : of_query.first + of_query.count] for x in (lse, delta))
         planned = dataclasses.replace(planned, options=options)
-        if planned.implementation == "mosaic_gpu" and not options.deterministic and self.mask is None:
+        if self._goes_on(planned):
             found = attention_gradients(planned, inputs, lse, delta, rows.dout, dquery)
             return found.query, Pair.of(found.key, found.value)
         found = attention_gradients(planned, inputs, lse, delta, rows.dout)
@@ -211,13 +211,19 @@ class Step:
 
         share: how much of the heads the first part has, as nearly as whole heads can.
         """
-        if self.mask is not None:
-            return []
         whole, kv_heads = self._whole_call(visitors), visitors.pair.key.shape[2]
-        if whole is None or whole[0].implementation != "mosaic_gpu" or whole[0].options.deterministic or kv_heads < 2:
+        if whole is None or not self._goes_on(whole[0]) or kv_heads < 2:
             return []
         first = min(max(1, round(kv_heads * share)), kv_heads - 1)
         return [_some_heads(0, first), _some_heads(first, kv_heads - first)]
+
+    def _goes_on(self, planned: Any) -> bool:
+        """Whether the backward's kernel adds query's gradient to that of the steps before.
+
+        Where XLA shares out its work, such a kernel would have whole arrays on each device.
+        """
+        is_alone = self.mask is None and not is_partitioned()
+        return planned.implementation == "mosaic_gpu" and not planned.options.deterministic and is_alone
 
     def _whole_call(self, visitors: Visitors) -> tuple[Any, Any] | None:
         """The planned call of all queries and keys, and its arrays; None where the step needs more than one."""
