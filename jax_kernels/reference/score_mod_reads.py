@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jax_kernels.score_mod.tiles import TileMod
-from jax_kernels.score_mod.trace import ScoreMod, moving, with_moving
+from jax_kernels.score_mod.trace import ScoreMod, evaluated, moving, with_moving
 
 __all__ = ["Arrays", "Blocks", "Operands", "at", "mapped"]
 
@@ -46,8 +45,8 @@ class Arrays:
         return moving(self.mod.arrays)
 
     def modified(self, given: Any, found: Blocks, scores: jax.Array) -> jax.Array:
-        arrays, program = with_moving(self.mod.arrays, given), jaxpr_as_fun(ClosedJaxpr(self.mod.program, []))
-        return mapped(lambda score, _, *index: program(*arrays, score, *index)[0], found, self.shape, scores)
+        arrays, program = with_moving(self.mod.arrays, given), self.mod.program
+        return mapped(lambda score, _, *index: evaluated(program, (*arrays, score, *index)), found, self.shape, scores)
 
     def zeros(self) -> tuple[Any, ...]:
         return self.mod.zeros(of_arrays=True)

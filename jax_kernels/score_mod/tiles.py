@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from jax_kernels.score_mod.axes import axes_of, flat
-from jax_kernels.score_mod.trace import ScoreMod
+from jax_kernels.score_mod.trace import ScoreMod, evaluated
 
 __all__ = ["TRITON_ELEMENTWISE", "TileMod", "primitives", "split", "why_not"]
 
@@ -51,7 +51,7 @@ class TileMod:
         return [self._operand(arrays, shape, *read) for read in self.reads]
 
     def _operand(self, arrays, shape, program, axes):
-        function: Any = lambda *indices: jaxpr_as_fun(ClosedJaxpr(program, []))(*arrays, *indices)[0]
+        function: Any = lambda *indices: evaluated(program, (*arrays, *indices))
         sizes = (n if name in axes else 1 for name, n in zip("bhqk", shape, strict=True))
         indices = [jnp.arange(n, dtype=jnp.int32) for n in sizes]
         if "d" in axes:  # of all pairs with a difference, the one with key 0

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import compiler_options, flash_attention, ring_attention, shard_sequence, unshard_sequence
+from jax_kernels import compiler_options, flash_attention, masks, ring_attention, shard_sequence, unshard_sequence
 from jax_kernels.testing import rms_error
 
 DEVICES = jax.device_count() if jax.default_backend() == "gpu" else 0
@@ -22,6 +22,14 @@ COUNTS = [
 ]
 TOKENS = 2048
 RESULTS = "out", "lse", "dq", "dk", "dv", "dsinks"
+MASK = masks.causal() & masks.sliding_window(300, 0) | masks.global_tokens(64)
+FUNCTION = masks.from_function(lambda b, h, q, k: (q // 64 + k // 64) % 3 != 1) & masks.causal()
+
+
+def score_mod(score, b, h, q, k):
+    return score - 0.01 * (q - k).astype(jnp.float32)
+
+
 # Layout, options, whether shard_map checks what varies.
 CASES = {
     "zigzag": ("zigzag", {"is_causal": True}, True),
@@ -37,6 +45,14 @@ CASES = {
     "all gather": ("zigzag", {"is_causal": True, "strategy": "all_gather"}, True),
     "auto": ("zigzag", {"is_causal": True, "strategy": "auto"}, True),
     "all to all": ("zigzag", {"is_causal": True, "strategy": "all_to_all"}, True),
+    "mask": ("zigzag", {"mask": MASK}, True),
+    "mask unchecked": ("striped", {"mask": MASK, "sinks": True}, False),
+    "mask contiguous": ("contiguous", {"mask": MASK, "segment_ids": True}, True),
+    "function": ("zigzag", {"mask": FUNCTION}, False),
+    "mask by heads": ("zigzag", {"mask": MASK, "strategy": "all_to_all"}, True),
+    "score_mod": ("zigzag", {"is_causal": True, "score_mod": score_mod}, False),
+    "score_mod checked": ("striped", {"is_causal": True, "score_mod": score_mod}, True),
+    "score_mod by heads": ("zigzag", {"is_causal": True, "score_mod": score_mod, "strategy": "all_to_all"}, False),
 }
 
 
@@ -121,6 +137,34 @@ def test_many_gpus_are_as_exact_as_one(count, name, head_dim):
     assert of_many.keys() == of_one.keys()
     for what, error in of_many.items():
         # A step's softmax starts from its own maximum; lse is exact to float32.
+        assert error < max(1.3 * of_one[what], 1e-5), (what, error, of_one[what])
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_a_bias_and_its_gradient(layout):
+    query, key, value, *_, dout, dlse = rounded(arrays({}, 64))
+    bias = jax.random.normal(jax.random.key(0), (1, query.shape[2], TOKENS, TOKENS), jnp.bfloat16)
+    given = query, key, value, dout, dlse, bias
+
+    def with_bias(attention, query, key, value, dout, dlse, bias):
+        call = lambda query, key, value, bias: attention(query, key, value, bias=bias, is_causal=True, return_lse=True)
+        results, vjp = jax.vjp(call, query, key, value, bias)
+        *gradients, dbias = vjp((dout.astype(results[0].dtype), dlse))
+        return *results, *gradients, dbias
+
+    mesh = jax.make_mesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    tokens, rows = jax.P(None, "sequence"), jax.P(None, None, "sequence")
+    specs, out_specs = (tokens,) * 4 + (rows,) * 2, (tokens, rows, tokens, tokens, tokens, rows)
+    attend = functools.partial(ring_attention, axis_name="sequence", layout=layout)
+    ring = jax.shard_map(functools.partial(with_bias, attend), mesh=mesh, in_specs=specs, out_specs=out_specs)
+    move = lambda to, x, spec: to(x, mesh, "sequence", layout=layout, axis=2 if spec == rows else 1)
+    got = jax.jit(ring)(*(move(shard_sequence, x, spec) for x, spec in zip(given, specs, strict=True)))
+    got = [move(unshard_sequence, x, spec) for x, spec in zip(got, out_specs, strict=True)]
+    wide = [x.astype(jnp.float32) for x in given]
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(functools.partial(with_bias, functools.partial(flash_attention, implementation="xla")))(*wide)
+    of_one, of_many = (errors(x, want) for x in (jax.jit(functools.partial(with_bias, flash_attention))(*given), got))
+    for what, error in of_many.items():
         assert error < max(1.3 * of_one[what], 1e-5), (what, error, of_one[what])
 
 
