@@ -122,7 +122,7 @@ class Placed(_Composite):
         return whole
 
     def _width(self, grid: Grid, by: str, negated: bool) -> int:
-        """Of each piece along the lists, those of all pieces across them."""
+        """The most live blocks of a list: of a piece along the lists, those of all pieces across them."""
         widths: dict[tuple[int, int], int] = {}
         for tile in self._tiles(grid):
             along = tile.rows if by == "query" else tile.columns
