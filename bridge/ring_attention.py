@@ -71,8 +71,8 @@ def ring_attention(
     check_inputs(query, key, value, bias=bias, sinks=sinks, segment_ids=(segment_ids,))
     if mask is not None and not isinstance(mask, Mask):
         raise TypeError(
-            f"mask: got {type(mask).__name__}, want a masks.Mask of the whole sequence, or None; bridge.masks.dense makes "
-            "one of a tensor"
+            f"mask: got {type(mask).__name__}, want a masks.Mask of the whole sequence, or None; bridge.masks.dense "
+            "makes one of a tensor"
         )
     check_statics(
         is_causal=is_causal, scale=scale, softcap=softcap, return_lse=return_lse, deterministic=deterministic,

@@ -310,8 +310,8 @@ def share_sequence(
     """An attention for shard_map on arrays [B, T, heads, head_dim]: each device calls it on its part of them.
 
     The batch, the tokens and, where the attention treats all heads alike, the heads are shared out. segment_ids:
-    [B, T], for the attention's fourth argument. mask: of the whole sequence, for its argument `mask`; heads that it tells
-    apart are not shared out.
+    [B, T], for the attention's fourth argument. mask: of the whole sequence, for its argument `mask`; heads that it
+    tells apart are not shared out.
 
     Raises NotImplementedError on a mesh with Explicit axes, and for a mask that tells apart batch entries which are
     shared out.
@@ -328,8 +328,8 @@ def share_sequence(
     batch = rules.mesh_axes("batch", query.shape[0], mesh, (axis,))
     if mask is not None and mask.batch > 1 and batch:
         raise NotImplementedError(
-            f"mask: got one of {mask.batch} batch entries where devices share out the batch along {batch}, want one for "
-            "all: segment_ids are for the documents of each entry"
+            f"mask: got one of {mask.batch} batch entries where devices share out the batch along {batch}, want one "
+            "for all: segment_ids are for the documents of each entry"
         )
     both = math.gcd(query.shape[2], key.shape[2])
     heads_alike = heads_alike and (mask is None or mask.heads == 1)

@@ -60,7 +60,7 @@ def test_what_travels_is_what_the_op_sends():
     assert case.label == "4 x 16 tokens, 16x128, causal"
     assert [dtype for _, dtype, _ in found["fwd"]] == ["bfloat16"] * 3
     assert sorted(dtype for _, dtype, _ in found["fwdbwd"]) == ["bfloat16"] * 6 + ["float32"] * 3
-    assert {shape for shape, *_ in found["fwdbwd"]} == {(2, 16, 16, 128)}
+    assert {shape for shape, *_ in found["fwdbwd"]} == {(2, 1, 16, 16, 128)}
 
 
 def test_a_window_and_sends_further_ahead(capsys):

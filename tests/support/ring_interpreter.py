@@ -1,7 +1,8 @@
 """Steps of a ring by the Hopper kernels in JAX's Mosaic interpreter, against float64.
 
 A script, as a kernel that deadlocks hangs its process. Each argument is the JSON of a case: head_dim, heads, kv_heads,
-number (of the step), index (of the device), layout, is_causal, joins (whether there is a result of earlier steps).
+number (of the step), index (of the device), layout, is_causal, joins (whether there is a result of earlier steps),
+and perhaps is_masked (by MASK).
 It prints a line of JSON for each: the errors, and whether there were races.
 """
 
@@ -17,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jax_kernels import masks
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
 from jax_kernels.testing import rms_error
 
 TOKENS = 256
+MASK = masks.causal() & masks.sliding_window(150, 0) | masks.global_tokens(40)
 
 
 def run(case: dict) -> dict:
@@ -41,7 +44,9 @@ def run(case: dict) -> dict:
 
     def step(query, index):
         options = {"scale": scale, "implementation": "mosaic_gpu"}
-        return Step(layout=layout, number=case["number"], index=index, query=query, q_ids=None, options=options)
+        mask = MASK if case.get("is_masked") else None
+        number = case["number"]
+        return Step(layout=layout, number=number, index=index, query=query, q_ids=None, mask=mask, options=options)
 
     visitors = Visitors(Pair.of(key, value), None)
     index = jnp.int32(case["index"])
@@ -68,8 +73,11 @@ def run(case: dict) -> dict:
     q, k, v, do = wide(query), *(np.repeat(wide(x), heads // kv_heads, axis=2) for x in (key, value)), wide(dout)
     source = (case["index"] - case["number"]) % 2
     keep = np.ones((TOKENS, TOKENS), bool)
-    if case["is_causal"]:
-        keep = layout.tokens(case["index"])[:, None] >= layout.tokens(source)
+    q_places, k_places = layout.tokens(case["index"])[:, None], layout.tokens(source)
+    if case.get("is_masked"):
+        keep = np.asarray(MASK.elements(0, 0, jnp.asarray(q_places), jnp.asarray(k_places)))
+    elif case["is_causal"]:
+        keep = q_places >= k_places
     scores = np.where(keep, np.einsum("bthd,bshd->bhts", q, k) * scale, -np.inf)
     with np.errstate(divide="ignore", invalid="ignore"):
         want_lse = np.logaddexp.reduce(scores, axis=-1)

@@ -144,10 +144,10 @@ class Step:
     index: Any
     query: jax.Array
     q_ids: Any
-    mask: Any
-    score_mod: Any
-    bias: Any
     options: dict[str, Any]
+    mask: Any = None
+    score_mod: Any = None
+    bias: Any = None
 
     @property
     def has_far_scores(self) -> bool:

@@ -19,6 +19,9 @@ CASES = {
     "dead_128": STEP | {"head_dim": 128, "layout": "contiguous", "index": 0, "joins": True, "is_last": True},
     "striped": STEP | {"layout": "striped", "joins": True, "is_last": True},
     "full": STEP | {"is_causal": False, "layout": "contiguous", "joins": True},
+    "masked_own_keys": STEP | {"number": 0, "is_causal": False, "is_masked": True, "joins": False},
+    "masked": STEP | {"is_causal": False, "is_masked": True, "joins": True},
+    "masked_striped": STEP | {"layout": "striped", "index": 0, "is_causal": False, "is_masked": True, "joins": True},
     "wide": STEP | {"head_dim": 256, "index": 0, "joins": True, "is_last": True},
 }
 QUICK = ["earlier", "grouped_128"]
