@@ -5,6 +5,7 @@ import threading
 
 import jax.numpy as jnp
 import pytest
+import tiers
 import torch
 import torch.utils.checkpoint
 from known_cases import BLOCKS, CALLS, IDS, qkv, random, total
@@ -13,8 +14,14 @@ from jax_kernels import bridge
 from jax_kernels.bridge import known, library, private, sparse_attention
 from jax_kernels.bridge.direct import route
 
+# One of each way in which a call's arrays come to its chain.
+QUICK = [
+    "plain", "offset", "mask", "bias", "dilated", "Mask", "CompiledAttention", "score_mod", "linear", "residual", "mlp",
+    "layer_norm", "residual norm", "from_jax by name", "from_jax of a tree", "dynamic", "several results",
+]  # fmt: skip
 
-@pytest.mark.parametrize("name", CALLS)
+
+@pytest.mark.parametrize("name", tiers.cases(CALLS, QUICK))
 def test_known_calls_and_gradients_are_those_of_first_calls(name, direct):
     """The tensors of the third call have other values than those of the first two."""
     call, given = CALLS[name]

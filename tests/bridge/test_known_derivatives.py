@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
+import tiers
 import torch
 import torch.utils.checkpoint
 from known_cases import CALLS, qkv, random, total
@@ -9,6 +10,17 @@ from known_cases import CALLS, qkv, random, total
 from jax_kernels import bridge
 from jax_kernels.bridge import known
 from jax_kernels.bridge.direct import route
+
+QUICK = [
+    "plain",
+    "bias",
+    "dilated",
+    "Mask and tensors",
+    "linear",
+    "layer_norm",
+    "from_jax of a tree",
+    "several results",
+]
 
 
 def test_a_gradient_that_nobody_needs_is_none(direct):
@@ -72,7 +84,7 @@ def test_a_second_gradient_raises(name, direct):
         torch.autograd.grad(total(call(*given)), given)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", tiers.cases(CALLS, QUICK))
 def test_gradients_of_a_batch_of_cotangents(name, direct):
     """Before the call is known, and after it and its backward are, on either route."""
     call, given = CALLS[name]

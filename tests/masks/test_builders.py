@@ -65,7 +65,7 @@ AMONG = {
 
 @pytest.mark.parametrize(
     ("name", "k"),
-    tiers.some_pairs(AMONG, [1, 9, 64, 129], [("causal", 9), ("lengths", 64), ("none", 1)]),
+    tiers.some_pairs(AMONG, [1, 9, 64, 129], [("lengths", 64), ("none", 1)]),
 )
 def test_one_row_among_intervals(name, k, monkeypatch):
     """The keys are sorted once, of all queries together."""

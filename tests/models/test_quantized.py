@@ -123,6 +123,7 @@ def test_decoding_with_a_cache_and_a_split_model():
     np.testing.assert_allclose(forward(unrolled, TOKENS), want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4"])
 def test_blocks_in_a_scan_keep_their_scales_and_values(format):
     """The computation is in bfloat16, to which the matrices of other models are rounded where they are stacked."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 from decode_cases import CASES, DecodeCase, arrays_of, definition, errors, run
 
 from jax_kernels import decode_attention, explain
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 ON_XLA = DecodeCase("float32", dtype="float32", q_length=3, window=30, softcap=4.0, sinks=True, kv_lengths=(190, 2))
 # A machine with more multiprocessors than a case has heads: its keys are cut into splits.
 MANY_CORES = dataclasses.replace(device_info("a100"), core_count=9)
+QUICK = ["plain", "dead", "everything", "head_dim_256", "pages_32_everything", "alibi", "masked_odd", "odd_pages"]
 
 
 def check(case, implementation, arrays=None):
@@ -39,7 +41,7 @@ def test_xla(case, no_interpret):
     check(case, "xla")
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=str)
+@pytest.mark.parametrize("case", tiers.cases(CASES.values(), QUICK))
 def test_triton_interpreted(case, monkeypatch):
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     with on_device(MANY_CORES):

@@ -86,6 +86,7 @@ def for_h100s():
 
 @pytest.mark.compile
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_hopper_kernels_share_out_the_batch_and_read_what_arrives_in_place():
     found = json.loads(cpu_devices.lines_of(__file__, "h100")[-1])["h100"]
     assert found["found"] == {"collective-permute": 3}
