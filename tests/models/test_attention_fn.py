@@ -41,8 +41,14 @@ def close(got, want, atol=2e-6):
 
 @pytest.mark.parametrize(
     ("batch", "name"),
-    [((2,), name) for name in masks((2,))]
-    + [((2, 3), "bool_per_head"), pytest.param((2, 3), "shared_by_the_batch", marks=pytest.mark.slow)],
+    [((2,), "none"), ((2,), "combined"), ((2,), "bool_per_head"), ((2, 3), "bool_per_head")]
+    + [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            *(((2,), name) for name in ("causal", "padding", "shared_by_the_batch")),
+            ((2, 3), "shared_by_the_batch"),
+        ]
+    ],
     ids=str,
 )
 def test_linen(batch, name):

@@ -131,6 +131,7 @@ def test_blocks_in_a_scan_keep_their_scales_and_values(format):
     assert distance(*(forward(model, TOKENS) for model in models_)) < 0.02
 
 
+@pytest.mark.slow
 def test_gradients_by_the_input_and_optimizers():
     model = models.quantize_weights(transformer(), "mxfp8")
     before = {path: np.asarray(x[...]) for path, x in nnx.to_flat_state(nnx.state(model, QuantizedWeight))}

@@ -36,7 +36,7 @@ def check(case, implementation, arrays=None):
         assert not np.asarray(out)[dead].any()
 
 
-@pytest.mark.parametrize("case", [*CASES.values(), ON_XLA], ids=str)
+@pytest.mark.parametrize("case", tiers.cases([*CASES.values(), ON_XLA], [*QUICK, "float32"]))
 def test_xla(case, no_interpret):
     check(case, "xla")
 

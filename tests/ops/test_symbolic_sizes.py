@@ -7,6 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiers
 
 import jax_kernels as jk
 from jax_kernels import dispatch, masks
@@ -48,7 +49,7 @@ def structs(shapes):
     return [jax.ShapeDtypeStruct(shape(text), jnp.float32) for text in shapes]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tiers.cases(CASES, ["flash", "dilated", "matmul", "rms_norm"]))
 def test_without_a_name_xla_serves_them(name):
     """Planned for a GPU, forward and gradients, for all sizes of one program."""
     op, shapes, _ = CASES[name]
