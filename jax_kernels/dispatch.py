@@ -85,11 +85,12 @@ def choose(
 
     Raises ValueError for an unknown name, and NotImplementedError, with every reason, where none can serve.
     """
+    symbolic = _symbolic(request)
     if implementation is not None:
         if implementation not in table:
             known = ", ".join(repr(name) for name in table)
             raise ValueError(f"implementation={implementation!r} is not known for {request.op}; want one of {known}")
-        reason = _reason(table[implementation], request)
+        reason = _reason(table[implementation], request, symbolic)
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot serve this {request.op}: {reason}")
         config, source = table[implementation].config(request)
@@ -97,9 +98,9 @@ def choose(
         return Plan(request.op, implementation, config, source, "asked for by name", note=note)
 
     passed_over: list[tuple[str, str]] = []
-    names = table if _symbolic(request) else order(request)  # an order goes by sizes, too
+    names = order(request) if symbolic is None else table  # an order goes by sizes, too
     for name in (name for name in names if name in table):
-        reason = _reason(table[name], request)
+        reason = _reason(table[name], request, symbolic)
         if reason is None:
             config, source = table[name].config(request)
             why = f"the fastest that serves this on {request.device.name}"
@@ -109,10 +110,9 @@ def choose(
     raise NotImplementedError(f"no implementation serves this {request.op} on {request.device.name}: {reasons}")
 
 
-def _reason(implementation: Implementation, request: Request) -> str | None:
-    """Why an implementation cannot serve a request, None where it can."""
-    symbolic = None if implementation.name == "xla" else _symbolic(request)
-    if symbolic is None:
+def _reason(implementation: Implementation, request: Request, symbolic: str | None) -> str | None:
+    """Why an implementation cannot serve a request, None where it can. symbolic: as _symbolic gives it."""
+    if symbolic is None or implementation.name == "xla":
         return implementation.supports(request)
     wanted = "want an int, for which kernels are compiled; export with fixed sizes, or with implementation='xla'"
     return f"{symbolic}, {wanted}"

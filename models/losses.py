@@ -12,7 +12,7 @@ from jax import lax
 
 from jax_kernels.models.sharding import ShardingRules
 from jax_kernels.ops.planned_op import under_defaults
-from jax_kernels.pallas.varying import as_varying, varying_axes
+from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["linear_cross_entropy"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import ManualAxisType
 
-from jax_kernels.varying import as_varying, varying_axes
+from jax_kernels.varying import varying_axes
 
-__all__ = ["as_varying", "result_types", "varying_axes"]
+__all__ = ["result_types"]
 
 
 def result_types(shapes: Any, *inputs: Any) -> Any:

@@ -25,9 +25,9 @@ from jax_kernels.pallas.normalization.sm90.traits import cluster_of, row_warps_o
 from jax_kernels.pallas.normalization.triton import backward as backward_triton
 from jax_kernels.pallas.normalization.triton import forward as forward_triton
 from jax_kernels.pallas.triton.tensors import reaches
-from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.quantization import FORMATS, QuantizedArray
 from jax_kernels.reference import normalization as reference
+from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["IMPLEMENTATIONS", "NormRequest", "layer_norm", "prepare", "rms_norm", "run"]
 

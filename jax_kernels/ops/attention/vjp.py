@@ -21,8 +21,8 @@ from jax_kernels.ops.planned_op import (
     split_batch,
     under_defaults,
 )
-from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.reference.attention import row_terms
+from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = [
     "RESIDUALS",

@@ -18,8 +18,8 @@ from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import fp8, gradients, low_bit
 from jax_kernels.ops.matmul.table import GATED, OP, MatmulRequest, request_of
 from jax_kernels.ops.planned_op import PlannedCall, under_defaults
-from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.quantization import QuantizedArray
+from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["GATED", "OP", "check", "check_gated", "gated_matmul", "matmul", "run"]
 

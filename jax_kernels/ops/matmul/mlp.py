@@ -17,8 +17,8 @@ from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import gradients, matmul
 from jax_kernels.ops.matmul.table import GATED, MatmulRequest
 from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, under_defaults
-from jax_kernels.pallas.varying import as_varying, varying_axes
 from jax_kernels.quantization import QuantizedArray
+from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["MLP", "RESIDUALS", "check", "mlp"]
 

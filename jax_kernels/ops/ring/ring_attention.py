@@ -25,7 +25,7 @@ from jax_kernels.ops.ring.all_to_all import OF_HEADS, all_to_all_attention
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size
 from jax_kernels.ops.ring.vjp import RingArrays, RingCall, run
 from jax_kernels.pallas import block_specs
-from jax_kernels.pallas.varying import as_varying, varying_axes
+from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["OF_HEADS", "STRATEGIES", "attention_of", "prepare", "ring_attention", "with_results"]
 

@@ -26,7 +26,7 @@ from jax_kernels.pallas.attention.sm90.segments import segments_of
 from jax_kernels.pallas.attention.softmax import LOG2E, is_far
 from jax_kernels.pallas.block_specs.specs import AttentionBackwardSm90
 from jax_kernels.pallas.mosaic.smem_tiles import pad_for_tma
-from jax_kernels.pallas.varying import as_varying, varying_axes
+from jax_kernels.varying import as_varying, varying_axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
