@@ -18,7 +18,7 @@ from jax_kernels.masks.positions import Band, Dilated, GlobalTokens, Prefix, _Nu
 from jax_kernels.masks.ranked import Ranked
 from jax_kernels.masks.sums import running_sums
 
-__all__ = ["Placed", "keeps_none", "of_heads"]
+__all__ = ["Placed", "keeps_none", "of_heads", "place_of"]
 
 # Numbers of tokens are clamped to this: sums with places fit an int32.
 _MOST_TOKENS = 1 << 30
@@ -62,7 +62,8 @@ class Placed(_Composite):
         return ((Literal(cells=cells, cell_width=cell_width, varies=self._partial),),)
 
     def elements(self, b, h, q_index, k_index, *, q_offset=0):
-        q, k = (self._places(side, index) for side, index in ((0, q_index), (1, k_index)))
+        of = lambda side, index: place_of(index, self._firsts(side), self._size(side), self.stride)
+        q, k = of(0, q_index), of(1, k_index)
         return self.mask.elements(b, h, q, k)
 
     def __repr__(self) -> str:
@@ -73,13 +74,6 @@ class Placed(_Composite):
 
     def _size(self, side: int) -> int:
         return self.lengths[side] // self._firsts(side).shape[0]
-
-    def _places(self, side: int, index: Any) -> Any:
-        firsts, size = self._firsts(side), self._size(side)
-        place = firsts[0] + self.stride * index
-        for piece in range(1, firsts.shape[0]):
-            place = jnp.where(index < piece * size, place, firsts[piece] + self.stride * (index - piece * size))
-        return place
 
     def _blocks(self, grid: Grid, side: int) -> list[tuple[int, int, Any, int]]:
         """For each piece: its first block, the block after its last, the place of their first member, their length."""
@@ -140,6 +134,14 @@ class Placed(_Composite):
         if self._size(1) % grid.block_kv:
             most += (self._firsts(1).shape[0] - 1) * grid.rows
         return most
+
+
+def place_of(index: Any, firsts: Any, size: int, stride: int) -> Any:
+    """The place of member `index` of pieces of `size` members each, `stride` places apart. firsts: of the pieces."""
+    place = firsts[0] + stride * index
+    for piece in range(1, len(firsts)):
+        place = jnp.where(index < piece * size, place, firsts[piece] + stride * (index - piece * size))
+    return place
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

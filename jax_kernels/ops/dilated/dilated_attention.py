@@ -399,27 +399,23 @@ class _Recipe:
 
     def call(self, index: int = 0, count: int = 1) -> DilatedCall:
         """The planned call of part `index` of the heads, which `count` devices share out."""
-        return _planned(self, index, count)
-
-
-def _planned(recipe: _Recipe, index: int, count: int) -> DilatedCall:
-    request, merge, arguments = recipe.pattern.of_part(count), dict(recipe.merge), dict(recipe.arguments)
-    if recipe.implementation is not None:
-        arguments["implementation"] = recipe.implementation
-    is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
-    plan = lambda arrays: prepare_attention(**arrays, **arguments)[0]
-    attentions: list[tuple[BranchCall, AttentionCall]] = []
-    differentiated: list[tuple[BranchCall, AttentionCall]] = []
-    for views in recipe.pattern.calls(index, count):
-        with dispatch.on_device(request.device):
-            planned = jax.eval_shape(plan, _specs(request, views))
-        # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
-        if is_merged and planned.implementation != "mosaic_gpu":
-            planned = dataclasses.replace(planned, out_dtype="float32")
-        for found, parts in zip((attentions, differentiated), _parts(views, planned, request), strict=True):
-            found += [(part, _of_views(planned, part, request)) for part in parts]
-    sums_dquery = _reads_views(attentions[0][1], request)
-    return DilatedCall(tuple(attentions), tuple(differentiated), **merge, sums_dquery=sums_dquery)
+        request, merge, arguments = self.pattern.of_part(count), dict(self.merge), dict(self.arguments)
+        if self.implementation is not None:
+            arguments["implementation"] = self.implementation
+        is_merged = merge["branches"] > 1 and (merge["is_mean"] or not merge["is_alone"])
+        plan = lambda arrays: prepare_attention(**arrays, **arguments)[0]
+        attentions: list[tuple[BranchCall, AttentionCall]] = []
+        differentiated: list[tuple[BranchCall, AttentionCall]] = []
+        for views in self.pattern.calls(index, count):
+            with dispatch.on_device(request.device):
+                planned = jax.eval_shape(plan, _specs(request, views))
+            # The Hopper kernel's blocks leave no shared memory for a float32 out: there, partial outs are rounded once.
+            if is_merged and planned.implementation != "mosaic_gpu":
+                planned = dataclasses.replace(planned, out_dtype="float32")
+            for found, parts in zip((attentions, differentiated), _parts(views, planned, request), strict=True):
+                found += [(part, _of_views(planned, part, request)) for part in parts]
+        sums_dquery = _reads_views(attentions[0][1], request)
+        return DilatedCall(tuple(attentions), tuple(differentiated), **merge, sums_dquery=sums_dquery)
 
 
 def _parts(

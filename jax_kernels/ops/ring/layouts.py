@@ -13,7 +13,7 @@ from jax import lax
 
 from jax_kernels.masks import Mask, sliding_window
 from jax_kernels.masks.limits import joined_band
-from jax_kernels.masks.placed import Placed, keeps_none
+from jax_kernels.masks.placed import Placed, keeps_none, place_of
 from jax_kernels.score_mod.placed import placed
 from jax_kernels.score_mod.trace import ScoreMod
 
@@ -149,14 +149,10 @@ class Layout:
         numbers = [x for device in (index, self.source(step, index)) for x in self.firsts(device)]
 
         def places(h: Any, q: Any, k: Any, *firsts: Any) -> Any:
-            return h, self._place(q, firsts[:count]), self._place(k, firsts[count:])
+            place = lambda index, firsts: place_of(index, firsts, self.chunk, self.stride)
+            return h, place(q, firsts[:count]), place(k, firsts[count:])
 
         return placed(mod, places, tuple(numbers), is_wide=is_wide)
-
-    def _place(self, at: Any, firsts: Any) -> Any:
-        """The place of a device's token number `at`. firsts: of its chunks."""
-        place = firsts[0] + at * self.stride
-        return place if len(firsts) == 1 else jnp.where(at < self.chunk, place, firsts[1] + (at - self.chunk))
 
     def keys_of(self, x: Any, device: Any) -> Any:
         """The keys of a device, a traced number, along the last axis of an array, which has all keys in their order."""

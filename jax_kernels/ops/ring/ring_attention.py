@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels import masks
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import Segments
 from jax_kernels.masks.limits import joined_band, without_band
@@ -181,8 +180,9 @@ def prepare(
             raise ValueError(f"sends_ahead: got {sends_ahead}, want an int of 1 or more, or None")
     left, right = request.window or (-1, -1)
     limits: Any = None if left < 0 else left, 0 if request.is_causal else None if right < 0 else right
-    mask, *limits = without_band(_checked_mask(mask, devices, request), *limits)
-    is_free = mask is None and limits == [None, None] and bias is None and inputs.score_mod is None
+    if mask is not None:
+        mask, *limits = without_band(_checked_mask(mask, devices, request), *limits)
+    is_free = mask is None and tuple(limits) == (None, None) and bias is None and inputs.score_mod is None
     arrangement = layout_of(layout, devices, request.q_length, *limits, is_free=is_free)
     ids = inputs.q_segment_ids
     if ids is None:
@@ -262,9 +262,7 @@ _of_either.defvjp(_of_either_forward, _of_either_backward)
 
 
 def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:
-    """The mask, which without one keeps all; raises where it is none of the whole sequence."""
-    if mask is None:
-        return masks.sliding_window(None, None)
+    """The mask; raises where it is none of the whole sequence."""
     if not isinstance(mask, Mask):
         raise TypeError(
             f"mask: got {type(mask).__name__}, want a masks.Mask of the whole sequence, or None; masks.dense makes one "
