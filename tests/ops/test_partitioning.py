@@ -8,9 +8,7 @@ compiled for that GPU, also for how often it calls each of Mosaic's kernels.
 import collections
 import functools
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +20,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import cpu_devices
 
 from jax_kernels import (
     decode_attention,
@@ -279,17 +279,8 @@ def for_gpu(gpu, name):
 
 
 def results(gpu, names):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_KERNELS_INTERPRET": "" if gpu in ("h200", "a100") else "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
-    }
-    command = [sys.executable, __file__, gpu, *names]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(found) == sorted(names)
-    return found
+    interpret = "" if gpu in ("h200", "a100") else "1"
+    return cpu_devices.results_of(__file__, names, gpu, devices=4, limit=280, JAX_KERNELS_INTERPRET=interpret)
 
 
 NAMES = list(cases(64, 16, "triton"))

@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from rings import errors_of
 
 from jax_kernels import masks
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
-from jax_kernels.testing import rms_error
 
 TOKENS = 256
 MASK = masks.causal() & masks.sliding_window(150, 0) | masks.global_tokens(40)
@@ -97,11 +97,7 @@ def run(case: dict) -> dict:
         "dkey": (dkey, by_group(np.einsum("bhts,bthd->bshd", ds, q)) * scale),
         "dvalue": (dvalue, by_group(np.einsum("bhts,bthd->bshd", p, do))),
     }
-    errors = {}
-    for name, (got, wanted) in wants.items():
-        got, dead = wide(got), np.isneginf(wanted)
-        assert np.array_equal(np.isneginf(got), dead), name
-        errors[name] = float(rms_error(np.where(dead, 0, got), np.where(dead, 0, wanted)))
+    errors = errors_of(wants, *zip(*wants.values(), strict=True))
     dtypes = {name: str(got.dtype) for name, (got, _) in wants.items()}
     return {"errors": errors, "races": races, "dtypes": dtypes}
 

@@ -6,9 +6,7 @@ and what travels.
 
 import functools
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
+import cpu_devices
 import dilated_oracle
 import tiers
 
@@ -155,16 +154,7 @@ def main(names) -> dict:
 
 
 def results_of(names):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_KERNELS_INTERPRET": "1",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES} --xla_backend_optimization_level=0",
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, *names], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return cpu_devices.results_of(__file__, names, devices=DEVICES, JAX_KERNELS_INTERPRET="1")
 
 
 # One test for all that the process tells: tests of their own would run it in each worker.

@@ -6,9 +6,7 @@ As a script it prints, for each case, the errors of out, lse, dq, dk, dv and dsi
 import contextlib
 import functools
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +17,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
+import cpu_devices
+import rings
 import tiers
 
 from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard_sequence
@@ -31,7 +31,6 @@ from jax_kernels.ops.ring.steps import Pair, Step
 from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.pallas.block_specs import sm90
 from jax_kernels.pallas.block_specs.specs import RingRow
-from jax_kernels.testing import rms_error
 
 TOKENS, BATCH = 48, 2
 # Devices, layout, options. Heads: 4 of queries, 2 of keys.
@@ -171,12 +170,7 @@ def run_case(devices, layout, options):
     one_device = functools.partial(flash_attention, return_lse=True, implementation="xla", **options)
     with jax.default_matmul_precision("highest"):
         want = both(one_device, query, key, value, ids, sinks, dout, dlse)
-    errors = {}
-    for what, g, w in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, want, strict=True):
-        if w is not None:
-            dead = np.isneginf(w)
-            assert np.array_equal(np.isneginf(g), dead), what
-            errors[what] = rms_error(np.where(dead, 0, g), np.where(dead, 0, w))
+    errors = rings.errors_of(("out", "lse", "dq", "dk", "dv", "dsinks"), got, want)
     return {"errors": errors, "travels": travels}
 
 
@@ -187,17 +181,7 @@ def main(names) -> dict:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", tiers.groups(CASES, QUICK, 10))
 def test_is_flash_attention(names):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_KERNELS_INTERPRET": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, *names], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(results) == sorted(names)
+    results = cpu_devices.results_of(__file__, names, JAX_KERNELS_INTERPRET="1")
     for name, found in results.items():
         for what, error in found["errors"].items():
             assert error < 2e-6, (name, what, error)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rings import FUNCTION, MASK, errors_of, score_mod
 
-from jax_kernels import compiler_options, flash_attention, masks, ring_attention, shard_sequence, unshard_sequence
-from jax_kernels.testing import rms_error
+from jax_kernels import compiler_options, flash_attention, ring_attention, shard_sequence, unshard_sequence
 
 DEVICES = jax.device_count() if jax.default_backend() == "gpu" else 0
 pytestmark = [
@@ -22,13 +22,6 @@ COUNTS = [
 ]
 TOKENS = 2048
 RESULTS = "out", "lse", "dq", "dk", "dv", "dsinks"
-MASK = masks.causal() & masks.sliding_window(300, 0) | masks.global_tokens(64)
-FUNCTION = masks.from_function(lambda b, h, q, k: (q // 64 + k // 64) % 3 != 1) & masks.causal()
-
-
-def score_mod(score, b, h, q, k):
-    return score - 0.01 * (q - k).astype(jnp.float32)
-
 
 # Layout, options, whether shard_map checks what varies.
 CASES = {
@@ -110,15 +103,7 @@ def over(count, layout, options, check_vma, given):
 
 
 def errors(got, want):
-    found = {}
-    for name, g, w in zip(RESULTS, got, want, strict=True):
-        if w is not None:
-            g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
-            dead = np.isneginf(w)
-            assert np.array_equal(np.isneginf(g), dead), name
-            assert np.isfinite(g[~dead]).all(), name
-            found[name] = rms_error(np.where(dead, 0, g), np.where(dead, 0, w))
-    return found
+    return errors_of(RESULTS, got, want)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

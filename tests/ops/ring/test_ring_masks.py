@@ -5,9 +5,7 @@ As a script it prints, for each case, the largest error of its results and gradi
 
 import functools
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,12 +16,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
+import cpu_devices
+import rings
 import tiers
 
 from jax_kernels import flash_attention, masks, ring_attention, shard_sequence, unshard_sequence
 from jax_kernels.dispatch import on_device
 from jax_kernels.masks.mask import node
-from jax_kernels.testing import rms_error
 
 TOKENS, BATCH, HEADS = 48, 2, 4
 RANDOM = np.random.default_rng(1)
@@ -112,27 +111,14 @@ def run_case(devices, layout, strategy, mask, options):
     got = [back(x, axis=2 if i == 1 else 1) for i, x in enumerate(shared(*given))]
     with jax.default_matmul_precision("highest"):
         want = both(flash_attention, MASKS[mask], query, key, value, ids, dout, dlse)
-    errors = []
-    for g, w in zip(got, want, strict=True):
-        dead = np.isneginf(w)
-        assert np.array_equal(np.isneginf(g), dead)
-        errors.append(float(rms_error(np.where(dead, 0, g), np.where(dead, 0, w))))
-    return {"error": max(errors), "travels": str(jax.make_jaxpr(shared)(*given)).count("ppermute[")}
+    errors = rings.errors_of(("out", "lse", "dq", "dk", "dv"), got, want)
+    return {"error": max(errors.values()), "travels": str(jax.make_jaxpr(shared)(*given)).count("ppermute[")}
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", tiers.groups(CASES, QUICK, 9))
 def test_is_flash_attention(names):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, *names], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(results) == sorted(names)
+    results = cpu_devices.results_of(__file__, names, devices=4)
     for name, found in results.items():
         assert found["error"] < 2e-6, (name, found)
     if "striped stripes" in results:  # all keys of a query are on its own device

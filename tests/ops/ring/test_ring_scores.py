@@ -5,9 +5,7 @@ As a script it prints the largest error of each case.
 
 import functools
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,10 +16,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
+import cpu_devices
+import rings
 import tiers
 
 from jax_kernels import flash_attention, masks, ring_attention, shard_sequence, unshard_sequence
-from jax_kernels.testing import rms_error
 
 TOKENS, BATCH, HEADS = 48, 2, 4
 WINDOW = masks.causal() & masks.sliding_window(9, 0) | masks.global_tokens(3)
@@ -96,12 +95,7 @@ def run_case(devices, layout, strategy, shape, options):
     got = [place(unshard_sequence, x, spec) for x, spec in zip(got, out_specs, strict=True)]
     with jax.default_matmul_precision("highest"):
         want = both(flash_attention, *given)
-    errors = {}
-    for what, g, w in zip(("out", "lse", "dq", "dk", "dv", "dbias", "dslopes", "dtable"), got, want, strict=True):
-        if w is not None:
-            dead = np.isneginf(w)
-            assert np.array_equal(np.isneginf(g), dead), what
-            errors[what] = float(rms_error(np.where(dead, 0, g), np.where(dead, 0, w)))
+    errors = rings.errors_of(("out", "lse", "dq", "dk", "dv", "dbias", "dslopes", "dtable"), got, want)
     assert ("dbias" in errors) == (shape is not None)
     return errors
 
@@ -109,17 +103,7 @@ def run_case(devices, layout, strategy, shape, options):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("names", tiers.groups(CASES, QUICK, 12))
 def test_is_flash_attention(names):
-    environment = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
-    }
-    done = subprocess.run(
-        [sys.executable, __file__, *names], env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    results = json.loads(done.stdout.splitlines()[-1])
-    assert sorted(results) == sorted(names)
-    for name, found in results.items():
+    for name, found in cpu_devices.results_of(__file__, names, devices=4).items():
         for what, error in found.items():
             assert error < 3e-6, (name, what, error)
 

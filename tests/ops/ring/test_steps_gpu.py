@@ -6,22 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rings import FUNCTION, MASK, errors_of, score_mod
 
-from jax_kernels import flash_attention, masks
+from jax_kernels import flash_attention
 from jax_kernels.ops.ring.ring_attention import prepare
 from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
 from jax_kernels.reference.attention import row_terms
-from jax_kernels.testing import rms_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TOKENS, DEVICES = 1024, 2
-MASK = masks.causal() & masks.sliding_window(300, 0) | masks.global_tokens(64)
-FUNCTION = masks.from_function(lambda b, h, q, k: (q // 64 + k // 64) % 3 != 1) & masks.causal()
-
-
-def score_mod(score, b, h, q, k):
-    return score - 0.01 * (q - k).astype(jnp.float32)
-
 
 # Layout and options.
 CASES = {
@@ -126,7 +119,6 @@ def test_steps_are_as_exact_as_one_call(name, head_dim):
         want = jax.jit(functools.partial(both, functools.partial(attend, implementation="xla")))(*wide)
     of_one = jax.jit(functools.partial(both, attend))(*given)
     of_steps = jax.jit(functools.partial(ring, layout, options))(given)
-    for what, w, one, steps in zip(("out", "lse", "dq", "dk", "dv"), want, of_one, of_steps, strict=True):
-        w, one, steps = (np.asarray(x, np.float32) for x in (w, one, steps))
-        error = rms_error(steps, w)
-        assert error < max(1.3 * rms_error(one, w), 1e-5), (what, error, rms_error(one, w))
+    one, steps = (errors_of(("out", "lse", "dq", "dk", "dv"), x, want) for x in (of_one, of_steps))
+    for what, error in steps.items():
+        assert error < max(1.3 * one[what], 1e-5), (what, error, one[what])
