@@ -23,6 +23,7 @@ import tiers
 from jax_kernels import flash_attention, masks, ring_attention, shard_sequence, unshard_sequence
 from jax_kernels.dispatch import on_device
 from jax_kernels.masks.mask import node
+from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
 
 TOKENS, BATCH, HEADS = 48, 2, 4
 RANDOM = np.random.default_rng(1)
@@ -123,6 +124,25 @@ def test_is_flash_attention(names):
         assert found["error"] < 2e-6, (name, found)
     if "striped stripes" in results:  # all keys of a query are on its own device
         assert results["striped stripes"]["travels"] == 0 < results["zigzag global"]["travels"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_that_are_left_out_have_no_pair(layout):
+    """Bands, stripes and cells are known while tracing: of these no step is kept in vain."""
+    ring = Layout(name=layout, devices=4, length=TOKENS // 4, left=None, right=None)
+    few = masks.block_sparse(jnp.asarray(np.eye(6, dtype=bool)[None, None]), 8)
+    near = {"band": masks.sliding_window(3, 3), "diagonal": few, "both": few & masks.causal()}
+    places = jnp.arange(TOKENS)
+    for name, mask in (MASKS | near).items():
+        kept = [mask.elements(b, h, places[:, None], places) for b in range(mask.batch) for h in range(mask.heads)]
+        kept = np.any([np.broadcast_to(x, (TOKENS, TOKENS)) for x in kept], axis=0)
+        pairs = lambda device, source, kept=kept: kept[np.ix_(ring.tokens(device), ring.tokens(source))]
+        empty = [s for s in range(1, 4) if not any(pairs(device, (device - s) % 4).any() for device in range(4))]
+        found = ring.dead_steps(mask)
+        assert set(found) <= set(empty), name
+        if name in ("stripes", "band", "diagonal", "both"):
+            assert sorted(found) == empty, name
+            assert empty or (layout, name) not in {("striped", "stripes"), ("contiguous", "band")}
 
 
 MESH = jax.make_mesh((1,), ("sequence",), (jax.sharding.AxisType.Auto,))

@@ -33,7 +33,8 @@ CASES = {
     "striped bias": (2, "striped", "ring", (1, HEADS, TOKENS, TOKENS), {"mask": WINDOW, "sinks": True}),
     "heads bias": (2, "striped", "all_to_all", (1, HEADS, TOKENS, TOKENS), {}),
     "gather bias": (2, "zigzag", "all_gather", (BATCH, 1, TOKENS, TOKENS), {"is_causal": True}),
-    "far": (4, "contiguous", "ring", (1, 1, TOKENS, TOKENS), {"far": True, "sinks": True}),
+    "far": (4, "contiguous", "ring", (1, 1, TOKENS, TOKENS), {"far": True}),
+    "far sinks": (4, "contiguous", "ring", (1, 1, TOKENS, TOKENS), {"far": True, "sinks": True}),
     "one": (1, "zigzag", "auto", (1, HEADS, TOKENS, TOKENS), {"is_causal": True}),
     "gather mod": (4, "zigzag", "all_gather", None, {"mask": WINDOW}),
     "contiguous mod": (4, "contiguous", "ring", None, {"window": (7, 3), "segment_ids": True}),
@@ -47,7 +48,7 @@ CASES = {
     "heads bias of all": (2, "zigzag", "all_to_all", (1, 1, TOKENS, TOKENS), {}),
     "window bias": (4, "zigzag", "ring", (1, HEADS, TOKENS, TOKENS), {"window": (7, 0), "segment_ids": True}),
 }
-QUICK = ["zigzag mod", "striped mod", "striped bias", "far"]
+QUICK = ["zigzag mod", "heads mod", "striped bias", "far"]
 
 
 def run_case(devices, layout, strategy, shape, options):
