@@ -123,7 +123,7 @@ def test_is_flash_attention(names):
     for name, found in results.items():
         assert found["error"] < 2e-6, (name, found)
     if "striped stripes" in results:  # all keys of a query are on its own device
-        assert results["striped stripes"]["travels"] == 0 < results["zigzag global"]["travels"]
+        assert results["striped stripes"]["travels"] == 0 < max(found["travels"] for found in results.values())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
