@@ -11,30 +11,21 @@ from jax_kernels.score_mod.trace import ScoreMod, evaluated
 __all__ = ["placed"]
 
 
-def placed(
-    mod: ScoreMod, places: Callable[..., tuple[Any, Any, Any]], numbers: tuple[Any, ...], *, is_wide: bool = False
-) -> ScoreMod:
+def placed(mod: ScoreMod, places: Callable[..., tuple[Any, Any, Any]], numbers: tuple[Any, ...]) -> ScoreMod:
     """The score_mod of a call. Its arrays are those of `mod`, then the numbers, int32 scalars.
 
-    places: of (h, q, k, *numbers) of the call, the (h, q, k) of the whole. is_wide: it has the floats of `mod` in
-    float32, so that their gradients are.
+    places: of (h, q, k, *numbers) of the call, the (h, q, k) of the whole.
     """
     count = len(mod.arrays)
-    given = *(_wide(x) if is_wide else x for x in mod.arrays), *numbers
-    dtypes = [x.dtype for x in mod.arrays]
+    given = *mod.arrays, *numbers
 
     def program(*arguments: Any) -> Any:
         *arrays, score, b, h, q, k = arguments
         h, q, k = places(h, q, k, *arrays[count:])
-        own = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(arrays[:count], dtypes, strict=True)]
-        return evaluated(mod.program, (*own, score, b, h, q, k))
+        return evaluated(mod.program, (*arrays[:count], score, b, h, q, k))
 
     scalar = lambda dtype: jax.ShapeDtypeStruct((), dtype)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
     closed = jax.make_jaxpr(program)(*shapes, scalar(jnp.float32), *[scalar(jnp.int32)] * 4)
     assert not closed.consts, closed.consts
     return ScoreMod(given, closed.jaxpr)
-
-
-def _wide(x: Any) -> Any:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x

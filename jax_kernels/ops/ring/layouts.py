@@ -143,8 +143,8 @@ class Layout:
             lengths=(self.chunk, length),
         )
 
-    def placed_score_mod(self, mod: ScoreMod, step: int, index: Any, *, is_wide: bool = False) -> ScoreMod:
-        """The score_mod of a step, from one of the whole sequence. index: as in pairs. is_wide: as in `placed`."""
+    def placed_score_mod(self, mod: ScoreMod, step: int, index: Any) -> ScoreMod:
+        """The score_mod of a step, from one of the whole sequence. index: as in pairs."""
         count = self.chunks
         numbers = [x for device in (index, self.source(step, index)) for x in self.firsts(device)]
 
@@ -152,7 +152,7 @@ class Layout:
             place = lambda index, firsts: place_of(index, firsts, self.chunk, self.stride)
             return h, place(q, firsts[:count]), place(k, firsts[count:])
 
-        return placed(mod, places, tuple(numbers), is_wide=is_wide)
+        return placed(mod, places, tuple(numbers))
 
     def keys_of(self, x: Any, device: Any) -> Any:
         """The keys of a device, a traced number, along the last axis of an array, which has all keys in their order."""

@@ -202,7 +202,7 @@ class Step:
 
     def all_gradients(self, visitors: Visitors, rows: Rows) -> AttentionGradients:
         """The gradients of this step alone, with a bias or a score_mod. Those of query, key and value are float32."""
-        planned, inputs = self._general_call(visitors, is_wide=True)
+        planned, inputs = self._general_call(visitors)
         planned = dataclasses.replace(planned, options=dataclasses.replace(planned.options, float32_gradients=True))
         return attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, excess=rows.excess)
 
@@ -241,17 +241,13 @@ class Step:
         reach = jnp.stack([jnp.asarray(x, jnp.int32) for x in whole.reach])
         return planned, inputs._replace(reach=jnp.broadcast_to(reach, (self.query.shape[0], 2)))
 
-    def _general_call(self, visitors: Visitors, *, is_wide: bool = False) -> tuple[Any, Any]:
-        """The planned call of all queries and keys under any mask, score_mod and bias, and its arrays.
-
-        is_wide: whether it has the arrays of the score_mod in float32.
-        """
+    def _general_call(self, visitors: Visitors) -> tuple[Any, Any]:
+        """The planned call of all queries and keys under any mask, score_mod and bias, and its arrays."""
         whole, mask, given = self.layout.whole(self.number, self.index), None, {}
         if self.mask is not None or whole is None or whole.reach is not None:
             whole, mask = Whole(), self.layout.placed(self.mask, self.number, self.index)
         if self.score_mod is not None:
-            mod = self.layout.placed_score_mod(self.score_mod, self.number, self.index, is_wide=is_wide)
-            given["score_mod"] = mod
+            given["score_mod"] = self.layout.placed_score_mod(self.score_mod, self.number, self.index)
         if self.bias is not None:
             source = self.layout.source(self.number, self.index)
             given["bias"] = self.bias if self.bias.shape[3] == 1 else self.layout.keys_of(self.bias, source)
