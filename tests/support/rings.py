@@ -1,4 +1,4 @@
-"""What the tests of rings share: masks and a score_mod of the whole sequence, and errors beside other results."""
+"""Masks and a score_mod of a whole sequence, and errors beside other results, for the tests of rings."""
 
 from collections.abc import Iterable
 from typing import Any
