@@ -4,7 +4,8 @@
 
 A time is the wall clock over many queued calls, closed by block_until_ready, on [1, tokens, heads, head_dim] in bf16.
 TFLOP/s are per GPU: 4 * tokens^2 * heads * head_dim for the forward and 2.5 times as many for the backward, half of
-them where the mask is causal, over the time and the GPUs. Causal cases have the zigzag layout.
+them where the mask is causal, over the time and the GPUs. Causal cases have the zigzag
+layout, or that of --layout.
 
 "compute" is the op with a local copy in place of each permute, "communication" the permutes alone; they take turns with
 the op. Weak scaling holds TFLOP/s per GPU against one GPU with the same tokens each, strong scaling against one GPU
@@ -37,6 +38,7 @@ from harness.workers import answer, run_cases
 from rich.console import Console
 from rich.table import Table
 
+from jax_kernels.ops.ring.layouts import LAYOUTS
 from jax_kernels.ops.ring.ring_attention import STRATEGIES
 
 CONTENDERS = (*PARTS, "torch alltoall", "torch allgather")
@@ -67,6 +69,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nccl", action="store_true", help="sends by NCCL's kernels, without compiler_options")
     told = "tokens before its own that a query sees in the causal cases; 0 for all"
     parser.add_argument("--window", type=int, default=0, help=told)
+    parser.add_argument("--layout", default="zigzag", choices=LAYOUTS, help="of the causal cases")
+    told = "the causal cases have their limits, and 128 global tokens, as a mask"
+    parser.add_argument("--masked", action="store_true", help=told)
     told = "comma list of global tokens of which one call, the first, is timed, causal; '' for none"
     parser.add_argument("--long", default="", help=told)
     told = "processes that compile cases at once; they take turns on the GPUs"
@@ -109,6 +114,8 @@ def cases(args: argparse.Namespace) -> list[RingCase]:
             implementation=args.implementation,
             strategy=args.strategy,
             window=args.window if causal else 0,
+            layout=args.layout,
+            is_masked=args.masked,
             sends_ahead=args.sends_ahead,
             has_copies=not args.nccl,
             permutes_up_to=args.permutes_up_to,

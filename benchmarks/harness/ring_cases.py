@@ -19,7 +19,7 @@ from jax import lax
 
 from harness.cases import DTYPES, Case, relative_error
 from harness.timing import Contender, alternate, host_timer, skipped, spread
-from jax_kernels import compiler_options, flash_attention, ring_attention, shard_sequence
+from jax_kernels import compiler_options, flash_attention, masks, ring_attention, shard_sequence
 from jax_kernels.pallas.block_specs import sm90
 
 __all__ = ["PARTS", "RingCase", "measure", "row_of"]
@@ -35,7 +35,8 @@ class RingCase:
 
     check: whether the op is held against flash_attention on one device, which takes all tokens' memory. parts: of
     PARTS. once: its first call alone is timed, for a case that takes many seconds. window: the tokens before its own
-    that a query sees, under a causal mask; 0 for all. sends_ahead: as in ring_attention; XLA hides so many at a time.
+    that a query sees, under a causal mask; 0 for all. layout: of the causal cases. is_masked: whether a causal case has
+    its limits as a mask, with 128 global tokens. sends_ahead: as in ring_attention; XLA hides so many at a time.
     has_copies: whether sends are copies from GPU to GPU, by compiler_options. permutes_up_to: so many devices exchange
     heads by permutes; None for what the block specs say.
     """
@@ -54,12 +55,17 @@ class RingCase:
     parts: tuple[str, ...] = PARTS
     once: bool = False
     window: int = 0
+    layout: str = "zigzag"
+    is_masked: bool = False
     sends_ahead: int | None = None
     has_copies: bool = True
     permutes_up_to: int | None = None
 
     @property
     def limits(self) -> dict[str, Any]:
+        if self.causal and self.is_masked:
+            reach = masks.sliding_window(self.window, 0) if self.window else masks.causal()
+            return {"mask": reach | masks.global_tokens(128)}
         return {"is_causal": self.causal, "window": (self.window, 0) if self.window else None}
 
     def of_mode(self, mode: str) -> Case:
@@ -75,7 +81,8 @@ class RingCase:
 def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
     """A row of results.
 
-    tflops: TFLOP/s per device; the FLOPs are Case.flops, half of them where the mask is causal. Windows have none.
+    tflops: TFLOP/s per device; the FLOPs are Case.flops, half of them where the mask is causal. Windows and masks
+    have none.
     """
     row = {
         "devices": case.devices,
@@ -87,6 +94,8 @@ def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
         "mode": mode,
         "strategy": case.strategy,
         "window": case.window,
+        "layout": _layout(case),
+        "is_masked": case.is_masked and case.causal,
         "sends_ahead": case.sends_ahead,
         "has_copies": case.has_copies,
         "permutes_up_to": case.permutes_up_to,
@@ -94,7 +103,7 @@ def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
         "calls_per_turn": contender.calls,
     } | contender.findings
     row.pop("kernels_ms", None)
-    if contender.times and not case.window:
+    if contender.times and not case.window and not case.is_masked:
         row["tflops"] = case.of_mode(mode).tflops(spread(contender.times)["median"]) / case.devices
     return row
 
@@ -125,9 +134,7 @@ def measure(case: RingCase) -> list[dict[str, Any]]:
                 run = future.result()
                 memory[mode, contender.name] = _gigabytes(run)
                 start = time.perf_counter()
-                outputs = contender.start(
-                    functools.partial(_call, run, used), "zigzag" if case.causal else "contiguous"
-                )
+                outputs = contender.start(functools.partial(_call, run, used), _layout(case))
                 if case.once:
                     contender.times.append((time.perf_counter() - start) * 1e3)
                 if case.check and contender.name == "ring":
@@ -171,7 +178,7 @@ def _inputs(case: RingCase, mesh: jax.sharding.Mesh) -> list[jax.Array]:
 
 
 def _layout(case: RingCase) -> str:
-    return "zigzag" if case.causal else "contiguous"
+    return case.layout if case.causal else "contiguous"
 
 
 def _on_one_device(case: RingCase, mesh: jax.sharding.Mesh, mode: str) -> list[jax.Array]:

@@ -195,4 +195,4 @@ NORM = (
 # with copies, "ring", "all_to_all" by all-to-alls and by permutes: with 4,096 tokens on each 0.739, 0.875, 0.750 and
 # 2.672, 2.302, 2.190; 16,384 tokens 7.235, 7.499, 7.164 and 28.73, 27.73, 27.25. Sends two steps ahead 0.739 and 2.627;
 # 7.444 and 29.25. More GPUs, and windows, are not measured.
-RING = (RingRow(strategy="ring", differentiated="all_to_all", is_windowed=False), RingRow(strategy="ring"))
+RING = (RingRow(strategy="ring", differentiated="all_to_all", is_windowed=False), RingRow(strategy="halo"))

@@ -217,8 +217,8 @@ class RingRow:
     is_windowed: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.strategy not in ("ring", "all_gather"):  # all_to_all is not for any number of heads
-            raise ValueError(f"{self.strategy=} must be 'ring' or 'all_gather'")
+        if self.strategy not in ("ring", "halo", "all_gather"):  # all_to_all is not for any number of heads
+            raise ValueError(f"{self.strategy=} must be 'ring', 'halo' or 'all_gather'")
         if self.differentiated not in (None, "all_to_all"):
             raise ValueError(f"{self.differentiated=} must be 'all_to_all' or None")
         if self.sends_ahead < 1:

@@ -75,6 +75,19 @@ def test_a_window_and_sends_further_ahead(capsys):
     assert ring_model.expected(rows) == []
 
 
+def test_a_layout_and_a_mask(capsys):
+    """On one device in this process: the results are those of the same mask on one device."""
+    words = f"--devices 1 --tokens 256 --window 5 --layout contiguous --masked {WORDS}".split()
+    (case, full) = ring.cases(ring.arguments(words))
+    assert case.limits.keys() == {"mask"}
+    assert full.limits == {"is_causal": False, "window": None}
+    rows = ring_cases.measure(dataclasses.replace(case, check=True))
+    assert {(row["status"], row["layout"], row["is_masked"], "tflops" in row) for row in rows} == {
+        ("ok", "contiguous", True, False)
+    }
+    assert max(row["error"] for row in rows) < 1e-2
+
+
 def test_cases():
     """One GPU gets the tokens of each GPU of a larger mesh, and all of them."""
     args = ring.arguments(["--devices", "1,2", "--tokens", "16384,65536", "--local-tokens", "4096"])

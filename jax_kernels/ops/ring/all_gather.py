@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.ring.call import RingArrays, RingCall
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.vjp import RingArrays, RingCall
 from jax_kernels.score_mod.placed import placed
 
 __all__ = ["all_gather_attention"]

@@ -18,17 +18,18 @@ from jax_kernels.ops import checks
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.mask_validity import mask_or_nan
 from jax_kernels.ops.planned_op import jitted_in_eager_shard_map, under_defaults
-from jax_kernels.ops.ring import vjp
+from jax_kernels.ops.ring import halo, vjp
 from jax_kernels.ops.ring.all_gather import all_gather_attention
 from jax_kernels.ops.ring.all_to_all import OF_HEADS, all_to_all_attention
+from jax_kernels.ops.ring.call import RingArrays, RingCall
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size
-from jax_kernels.ops.ring.vjp import RingArrays, RingCall, run
+from jax_kernels.ops.ring.vjp import run
 from jax_kernels.pallas import block_specs
 from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["OF_HEADS", "STRATEGIES", "attention_of", "prepare", "ring_attention", "with_results"]
 
-STRATEGIES = ("ring", "all_to_all", "all_gather", "auto")
+STRATEGIES = ("ring", "halo", "all_to_all", "all_gather", "auto")
 
 
 @under_defaults
@@ -198,8 +199,13 @@ def prepare(
         is_windowed=arrangement.limits["window"] is not None,
     )
     differentiated = strategy
+    against_halo = _reason_against_halo(arrangement, arrays)
+    if strategy == "halo" and against_halo is not None:
+        raise ValueError(against_halo)
     if strategy == "auto":
-        strategy = "ring" if arrangement.name == "striped" and row.strategy == "all_gather" else row.strategy
+        strategy = row.strategy
+        if (strategy == "halo" and against_halo) or (strategy == "all_gather" and arrangement.name == "striped"):
+            strategy = "ring"
         by_heads = sends_ahead is None and devices > 1 and key.shape[2] % devices == 0
         by_heads = by_heads and bias is None and _may_be_by_heads(mask)
         differentiated = row.differentiated if row.differentiated and by_heads else strategy
@@ -237,7 +243,12 @@ def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Ar
 
 
 def _of_strategy(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    strategies: dict[str, Any] = {"ring": run, "all_to_all": all_to_all_attention, "all_gather": all_gather_attention}
+    strategies: dict[str, Any] = {
+        "ring": run,
+        "halo": run,
+        "all_to_all": all_to_all_attention,
+        "all_gather": all_gather_attention,
+    }
     return strategies[call.strategy](call, arrays)
 
 
@@ -283,6 +294,14 @@ def _without_segments(mask: Mask | None, layout: Layout, index: Any, batch: int)
     return mask, None
 
 
+def _reason_against_halo(layout: Layout, arrays: RingArrays) -> str | None:
+    """Why strategy="halo" does not serve a call, or None."""
+    for name in ("mask", "score_mod", "bias"):
+        if getattr(arrays, name) is not None:
+            return f"{name}: got one with strategy='halo', want None, or another strategy"
+    return halo.reason_against(layout)
+
+
 def _may_be_by_heads(mask: Mask | None) -> bool:
     """Whether "auto" may give each device some heads: of masks that only pairs tell, a ring looks at fewer pairs."""
     if mask is None:
@@ -302,4 +321,5 @@ def layout_of(
         raise ValueError(f"layout: got {name!r}, want one of {', '.join(map(repr, LAYOUTS))}, or None")
     if name == "zigzag" and length % 2:
         raise ValueError(f"query: got {length} tokens on each device with layout='zigzag', want an even number")
-    return Layout(name=name, devices=devices, length=length, left=left, right=right)
+    # One device has all tokens, in their order.
+    return Layout(name="contiguous" if devices == 1 else name, devices=devices, length=length, left=left, right=right)

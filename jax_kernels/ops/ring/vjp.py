@@ -1,7 +1,6 @@
 """The ring of ring_attention: its steps, forward and backward, and what travels between them."""
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,92 +8,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.ops.planned_op import under_defaults
-from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors, merged_exactly, weight
+from jax_kernels.ops.ring import halo
+from jax_kernels.ops.ring.call import RingArrays, RingCall
+from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, merged_exactly, weight
 from jax_kernels.reference.attention import row_terms
 
-__all__ = ["RESIDUALS", "RingArrays", "RingCall", "gradients", "run", "with_results"]
+__all__ = ["RESIDUALS", "gradients", "run", "with_results"]
 
 RESIDUALS = "ring_attention_out", "ring_attention_lse"  # names for policies of jax.checkpoint
-
-
-class RingArrays(NamedTuple):
-    """A device's arrays. None where there is none.
-
-    segment_ids: [B, T]. sinks: [1, H] float32. Of the whole sequence: mask, a Mask; score_mod, a ScoreMod. bias:
-    [B or 1, H or 1, T or 1, S or 1], of the device's queries and all keys in their order.
-    """
-
-    query: Any
-    key: Any
-    value: Any
-    segment_ids: Any
-    sinks: Any
-    mask: Any = None
-    score_mod: Any = None
-    bias: Any = None
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RingCall:
-    """The static half of a call.
-
-    strategy: "ring", "all_to_all" or "all_gather". differentiated: the same, of a call that is differentiated.
-    sends_ahead: as in ring_attention. permutes_up_to: so many devices exchange heads by permutes, more by all-to-alls.
-    dead: the steps that the mask makes empty on all devices. options: of flash_attention, by name.
-    """
-
-    layout: Layout
-    axis_name: str
-    strategy: str
-    differentiated: str
-    sends_ahead: int
-    permutes_up_to: int
-    dead: tuple[int, ...] = ()
-    options: tuple[tuple[str, Any], ...]
-
-    def shifted(self, tree: Any, by: int) -> Any:
-        """The arrays of the device `by` places before this one."""
-        devices = self.layout.devices
-        if by % devices == 0:
-            return tree
-        there = [(i, (i + by) % devices) for i in range(devices)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
-
-    def sent(self, at: int, visitors: Any) -> list[Any]:
-        """The visitors that are sent beside step number `at` of `steps`, in order, from those that it computes with."""
-        numbers = self.steps
-        last = min(at + self.sends_ahead, len(numbers) - 1)
-        first = 1 if at == 0 else at + self.sends_ahead
-        return [self.shifted(visitors, numbers[i] - numbers[at]) for i in range(first, last + 1)]
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps in which any device has something to do. In the first, step 0, each has its own keys."""
-        is_dead = lambda step: step in self.dead or self.layout.is_dead(step)
-        return [step for step in range(self.layout.devices) if step == 0 or not is_dead(step)]
-
-    @property
-    def index(self) -> Any:
-        return lax.axis_index(self.axis_name)
-
-    @property
-    def scale(self) -> float:
-        return dict(self.options)["scale"]
-
-    def step(self, number: int, arrays: RingArrays) -> Step:
-        return Step(
-            layout=self.layout,
-            number=number,
-            index=self.index,
-            query=arrays.query,
-            q_ids=arrays.segment_ids,
-            mask=arrays.mask,
-            score_mod=arrays.score_mod,
-            bias=arrays.bias,
-            options=dict(self.options),
-        )
 
 
 @jax.custom_vjp
@@ -105,6 +26,14 @@ def run(call: RingCall, arrays: RingArrays):
 
 def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, Any]:
     """(out, lse, excess) of all steps, and the sinks. excess: as in Rows."""
+    out, lse, *more = halo.forward(call, arrays) if call.strategy == "halo" else _of_steps(call, arrays)
+    out = checkpoint_name(out.astype(arrays.query.dtype), RESIDUALS[0])
+    lse, *more = (checkpoint_name(x, RESIDUALS[1]) for x in (lse, *more))
+    return out, lse, more[0] if more else None
+
+
+def _of_steps(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, ...]:
+    """(out, lse), or (out, lse, excess)."""
     numbers: list[int] = call.steps
     total: Any = None
     visitors: Any = Visitors(Pair((arrays.key, arrays.value)), arrays.segment_ids)
@@ -124,9 +53,7 @@ def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, 
     elif arrays.sinks is not None:
         with_sink = jnp.logaddexp(lse, arrays.sinks[..., None])
         out, lse = out * weight(lse, with_sink), with_sink
-    out = checkpoint_name(out.astype(arrays.query.dtype), RESIDUALS[0])
-    lse, *more = (checkpoint_name(x, RESIDUALS[1]) for x in (lse, *more))
-    return out, lse, more[0] if more else None
+    return out, lse, *more
 
 
 @under_defaults
@@ -167,7 +94,9 @@ def gradients(
     """The gradients of the arrays, from the results and their cotangents (dlse may be None). excess: as in Rows."""
     terms = row_terms(out, lse, dout, dlse)
     rows, dmod, dbias = Rows(lse=terms[0], delta=terms[1], dout=dout, excess=excess), None, None
-    if excess is None:
+    if call.strategy == "halo":
+        dquery, dkey, dvalue = halo.gradients(call, arrays, rows)
+    elif excess is None:
         dquery, dkey, dvalue = _gradients(call, arrays, rows)
     else:
         dquery, dkey, dvalue, dmod, dbias = _all_gradients(call, arrays, rows)

@@ -21,7 +21,7 @@ import cpu_devices
 import rings
 import tiers
 
-from jax_kernels import flash_attention, ring_attention, shard_sequence, unshard_sequence
+from jax_kernels import flash_attention, masks, ring_attention, shard_sequence, unshard_sequence
 from jax_kernels.attention_inputs import HeadView
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
@@ -57,6 +57,19 @@ CASES = {
     "gather_window": (3, "contiguous", {"window": (7, 20), "strategy": "all_gather"}),
     "to_all_striped": (2, "striped", {"window": (4, 9), "strategy": "all_to_all"}),
     "to_all_by_all_to_alls": (2, "zigzag", {"is_causal": True, "strategy": "all_to_all", "permutes_up_to": 1}),
+    "halo": (
+        4,
+        "zigzag",
+        {"is_causal": True, "window": (5, 0), "segment_ids": True, "sinks": True, "strategy": "halo"},
+    ),
+    "halo_both": (4, "zigzag", {"window": (3, 6), "strategy": "halo", "segment_ids": True}),
+    "halo_right": (2, "zigzag", {"window": (0, 12), "sinks": True, "strategy": "halo"}),
+    "halo_contiguous": (4, "contiguous", {"window": (12, 5), "sinks": True, "strategy": "halo"}),
+    "halo_causal": (3, "contiguous", {"is_causal": True, "window": (16, 0), "softcap": 2.0, "strategy": "halo"}),
+    "halo_of_itself": (4, "zigzag", {"window": (0, 0), "strategy": "halo"}),
+    "halo_alone": (1, "zigzag", {"is_causal": True, "window": (9, 0), "strategy": "halo"}),
+    "halo_of_one_device": (1, "contiguous", {"window": (9, 5), "strategy": "halo"}),
+    "halo_unchecked": (4, "zigzag", {"is_causal": True, "window": (6, 0), "strategy": "halo", "check_vma": False}),
     "interpreted": (2, "zigzag", {"is_causal": True, "window": (30, 0), "implementation": "triton"}),
     "halves": (4, "zigzag", {"is_causal": True, "halves": True}),
     "halves_packed": (3, "contiguous", {"segment_ids": True, "sinks": True, "halves": True}),
@@ -65,7 +78,7 @@ CASES = {
     "ahead_window": (8, "contiguous", {"window": (20, 8), "sinks": True, "sends_ahead": 3}),
     "unchecked": (4, "zigzag", {"is_causal": True, "check_vma": False}),
 }
-QUICK = ["zigzag", "packed", "window", "auto", "ahead_halves"]
+QUICK = ["zigzag", "packed", "window", "auto", "ahead_halves", "halo"]
 
 
 @contextlib.contextmanager
@@ -249,17 +262,43 @@ def ring_of(**options):
     return jax.shard_map(call, mesh=MESH, in_specs=jax.P(None, "sequence"), out_specs=jax.P(None, "sequence"))(X)
 
 
+def of_two(**options):
+    options = {"axis_name": "sequence", "strategy": "halo", "is_causal": True, "window": (2, 0)} | options
+    mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    call = lambda x: ring_attention(x, x, x, **options)
+    tokens = jax.P(None, "sequence")
+    return jax.eval_shape(jax.shard_map(call, mesh=mesh, in_specs=tokens, out_specs=tokens), jnp.ones((1, 12, 4, 8)))
+
+
 BAD = {
     "axis": (lambda: ring_of(axis_name="rows"), "axis_name: got 'rows', want an axis of the jax.shard_map"),
     "layout": (lambda: ring_of(layout="zig"), "layout: got 'zig', want one of 'zigzag', 'striped', 'contiguous'"),
     "strategy": (
         lambda: ring_of(strategy="tree"),
-        "strategy: got 'tree', want one of 'ring', 'all_to_all', 'all_gather', 'auto'",
+        "strategy: got 'tree', want one of 'ring', 'halo', 'all_to_all', 'all_gather', 'auto'",
+    ),
+    "halo_striped": (
+        lambda: of_two(layout="striped"),
+        "layout: got 'striped' with strategy='halo', want 'zigzag' or 'contiguous'",
+    ),
+    "halo_of_all": (
+        lambda: of_two(window=None),
+        "window: got (-1, 0) with strategy='halo' and runs of 3 tokens on each device, want at most 3 on both sides",
+    ),
+    "halo_too_wide": (
+        lambda: of_two(window=(4, 0)),
+        "window: got (4, 0) with strategy='halo' and runs of 3 tokens on each device, want at most 3 on both sides",
+    ),
+    "halo_masked": (lambda: of_two(mask=masks.global_tokens(2)), "mask: got one with strategy='halo', want None"),
+    "halo_biased": (lambda: of_two(bias=jnp.ones((1, 1, 6, 12))), "bias: got one with strategy='halo', want None"),
+    "halo_modified": (
+        lambda: of_two(score_mod=rings.score_mod),
+        "score_mod: got one with strategy='halo', want None",
     ),
     "ahead": (lambda: ring_of(sends_ahead=0), "sends_ahead: got 0, want an int of 1 or more, or None"),
     "half_ahead": (lambda: ring_of(sends_ahead=1.5), "sends_ahead: got 1.5, want an int of 1 or more, or None"),
     "striped": (
-        lambda: ring_of(strategy="all_gather", layout="striped"),
+        lambda: of_two(strategy="all_gather", layout="striped"),
         "layout: got 'striped' with strategy='all_gather', want 'zigzag' or 'contiguous'",
     ),
     "window": (lambda: ring_of(window=-7), "window: got"),
@@ -279,14 +318,13 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["ring", "all_to_all", "all_gather"])
+@pytest.mark.parametrize("strategy", ["ring", "halo", "all_to_all", "all_gather"])
 @pytest.mark.parametrize("is_traced", [False, True])
 def test_forward_mode_raises_as_for_flash_attention(strategy, is_traced):
-    call = lambda x: ring_attention(x, x, x, axis_name="sequence", strategy=strategy, is_causal=True)
+    limits = {"is_causal": True, "window": (2, 0)}
+    call = lambda x: ring_attention(x, x, x, axis_name="sequence", strategy=strategy, **limits)
     shared = jax.shard_map(call, mesh=MESH, in_specs=jax.P(None, "sequence"), out_specs=jax.P(None, "sequence"))
-    alone = jax.shard_map(
-        lambda x: flash_attention(x, x, x, is_causal=True), mesh=MESH, in_specs=jax.P(), out_specs=jax.P()
-    )
+    alone = jax.shard_map(lambda x: flash_attention(x, x, x, **limits), mesh=MESH, in_specs=jax.P(), out_specs=jax.P())
     for function in (shared, alone):
         with pytest.raises(TypeError, match=re.escape("can't apply forward-mode")):
             jax.jvp(jax.jit(function) if is_traced else function, (X,), (X,))
@@ -313,25 +351,31 @@ def test_the_block_specs_choose_by_size(monkeypatch):
     rows = (
         RingRow(strategy="all_gather", up_to=4, is_windowed=False),
         RingRow(strategy="ring", sends_ahead=3, up_to=6),
-        RingRow(strategy="ring"),
+        RingRow(strategy="halo"),
     )
     monkeypatch.setattr(sm90, "RING", rows)
+
+    two = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
 
     def chosen(tokens, **options):
         arguments = {"axis_name": "sequence", "layout": None, "strategy": "auto", "scale": None, "softcap": None}
         arguments |= {"deterministic": None, "precision": None, "implementation": None} | options
         found = []
         attend = lambda x: found.append(prepare(x, x, x, is_causal=False, **arguments)[0])
-        jax.shard_map(attend, mesh=MESH, in_specs=jax.P(), out_specs=jax.P())(jnp.ones((1, tokens, 4, 8)))
+        shared = jax.shard_map(attend, mesh=two, in_specs=jax.P(), out_specs=jax.P())
+        jax.eval_shape(shared, jnp.ones((1, tokens, 4, 8)))
         return found[0].strategy, found[0].sends_ahead
 
     assert chosen(4) == ("all_gather", 1)
     assert chosen(4, window=(1, 1)) == chosen(6) == ("ring", 3)
-    assert chosen(8) == ("ring", 1)
     assert chosen(4, layout="striped") == ("ring", 1)
+    assert chosen(8) == chosen(8, window=(5, 2)) == chosen(8, window=(-1, 2)) == ("ring", 1)
+    assert chosen(8, window=(4, 2)) == chosen(8, window=(8, 2), layout="contiguous") == ("halo", 1)
+    assert chosen(8, window=(4, 2), layout="striped", sends_ahead=2) == ("ring", 2)
+    assert chosen(8, window=(4, 2), mask=masks.global_tokens(2)) == ("ring", 1)
     assert chosen(6, strategy="all_gather")[0] == "all_gather"
     assert chosen(6, sends_ahead=2) == ("ring", 2)
-    with pytest.raises(ValueError, match=r"self.strategy='all_to_all' must be 'ring' or 'all_gather'"):
+    with pytest.raises(ValueError, match=r"self.strategy='all_to_all' must be 'ring', 'halo' or 'all_gather'"):
         RingRow(strategy="all_to_all")
     with pytest.raises(ValueError, match=r"self.differentiated='ring' must be 'all_to_all' or None"):
         RingRow(strategy="ring", differentiated="ring")
@@ -344,7 +388,9 @@ def test_the_block_specs_choose_by_size(monkeypatch):
     [
         ({}, 2, (1, 9)),
         ({}, 1, (1, 3)),
-        ({"window": (9, 0)}, 2, (1, 3)),
+        ({"window": (9, 0)}, 2, (2, 6)),
+        ({"window": (9, 0), "strategy": "ring"}, 2, (1, 3)),
+        ({"window": (17, 0)}, 2, (1, 3)),
         ({"sends_ahead": 1}, 2, (1, 3)),
         ({"strategy": "ring"}, 2, (1, 3)),
         ({"strategy": "all_to_all"}, 2, (4, 8)),
@@ -394,13 +440,14 @@ def test_what_a_policy_keeps_is_not_exchanged_again(names, permutes):
     assert str(jax.make_jaxpr(jax.grad(kept, argnums=(0, 1, 2)))(*given)).count("ppermute[") == permutes
 
 
-@pytest.mark.parametrize(("strategy", "forwards"), [("ring", 0), ("all_to_all", 0), ("all_gather", 2)])
+@pytest.mark.parametrize(("strategy", "forwards"), [("ring", 0), ("halo", 0), ("all_to_all", 0), ("all_gather", 1)])
 def test_known_results_are_not_computed_again(strategy, forwards):
-    """All keys and values are one call for each chunk of queries, which runs again."""
+    """The call of all keys and values runs again."""
 
     def gradients(x, lse):
         arguments = {"axis_name": "sequence", "layout": None, "scale": None, "softcap": None, "deterministic": None}
         arguments |= {"precision": None, "implementation": "triton", "is_causal": True, "strategy": strategy}
+        arguments |= {"window": (2, 0)}
         known = lambda x: with_results(*prepare(x, x, x, **arguments), x, lse)
         return jax.vjp(known, x)[1]((x, lse))
 

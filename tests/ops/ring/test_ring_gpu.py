@@ -33,6 +33,9 @@ CASES = {
     "packed with sinks": ("zigzag", {"is_causal": True, "segment_ids": True, "sinks": True}, True),
     "window": ("zigzag", {"is_causal": True, "window": (300, 0)}, True),
     "window of both sides": ("contiguous", {"window": (200, 100), "segment_ids": True}, True),
+    "halo": ("zigzag", {"is_causal": True, "window": (300, 0), "sinks": True, "strategy": "halo"}, True),
+    "halo unchecked": ("zigzag", {"window": (100, 200), "segment_ids": True, "strategy": "halo"}, False),
+    "halo contiguous": ("contiguous", {"is_causal": True, "window": (400, 0), "strategy": "halo"}, True),
     "softcap": ("zigzag", {"is_causal": True, "softcap": 5.0}, True),
     "two ahead": ("zigzag", {"is_causal": True, "sends_ahead": 2}, True),
     "all gather": ("zigzag", {"is_causal": True, "strategy": "all_gather"}, True),
@@ -120,9 +123,11 @@ def test_many_gpus_are_as_exact_as_one(count, name, head_dim):
     of_one = errors(jax.jit(functools.partial(both, attend))(*rounded(given)), want)
     of_many = errors(over(count, layout, options, check_vma, rounded(given)), want)
     assert of_many.keys() == of_one.keys()
-    for what, error in of_many.items():
-        # A step's softmax starts from its own maximum; lse is exact to float32.
-        assert error < max(1.3 * of_one[what], 1e-5), (what, error, of_one[what])
+    # A step's softmax starts from its own maximum; lse is exact to float32. What a few numbers are off is chance: that
+    # of a sum over all queries comes from the roundings of out.
+    limits = {what: max(1.3 * error, 1e-5) for what, error in of_one.items()}
+    limits["dsinks"] = 3 * of_one["out"]
+    assert not {what: (error, limits[what]) for what, error in of_many.items() if error >= limits[what]}
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])

@@ -1,0 +1,91 @@
+"""A call of ring_attention: its arrays, and what is known of it while tracing."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from jax_kernels.ops.ring.layouts import Layout
+from jax_kernels.ops.ring.steps import Step
+
+__all__ = ["RingArrays", "RingCall"]
+
+
+class RingArrays(NamedTuple):
+    """A device's arrays. None where there is none.
+
+    segment_ids: [B, T]. sinks: [1, H] float32. Of the whole sequence: mask, a Mask; score_mod, a ScoreMod. bias:
+    [B or 1, H or 1, T or 1, S or 1], of the device's queries and all keys in their order.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    segment_ids: Any
+    sinks: Any
+    mask: Any = None
+    score_mod: Any = None
+    bias: Any = None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RingCall:
+    """The static half of a call.
+
+    strategy: "ring", "halo", "all_to_all" or "all_gather". differentiated: the same, of a call that is differentiated.
+    sends_ahead: as in ring_attention. permutes_up_to: so many devices exchange heads by permutes, more by all-to-alls.
+    dead: the steps that the mask makes empty on all devices. options: of flash_attention, by name.
+    """
+
+    layout: Layout
+    axis_name: str
+    strategy: str
+    differentiated: str
+    sends_ahead: int
+    permutes_up_to: int
+    dead: tuple[int, ...] = ()
+    options: tuple[tuple[str, Any], ...]
+
+    def shifted(self, tree: Any, by: int) -> Any:
+        """The arrays of the device `by` places before this one."""
+        devices = self.layout.devices
+        if by % devices == 0:
+            return tree
+        there = [(i, (i + by) % devices) for i in range(devices)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), tree)
+
+    def sent(self, at: int, visitors: Any) -> list[Any]:
+        """The visitors that are sent beside step number `at` of `steps`, in order, from those that it computes with."""
+        numbers = self.steps
+        last = min(at + self.sends_ahead, len(numbers) - 1)
+        first = 1 if at == 0 else at + self.sends_ahead
+        return [self.shifted(visitors, numbers[i] - numbers[at]) for i in range(first, last + 1)]
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps in which any device has something to do. In the first, step 0, each has its own keys."""
+        is_dead = lambda step: step in self.dead or self.layout.is_dead(step)
+        return [step for step in range(self.layout.devices) if step == 0 or not is_dead(step)]
+
+    @property
+    def index(self) -> Any:
+        return lax.axis_index(self.axis_name)
+
+    @property
+    def scale(self) -> float:
+        return dict(self.options)["scale"]
+
+    def step(self, number: int, arrays: RingArrays) -> Step:
+        return Step(
+            layout=self.layout,
+            number=number,
+            index=self.index,
+            query=arrays.query,
+            q_ids=arrays.segment_ids,
+            mask=arrays.mask,
+            score_mod=arrays.score_mod,
+            bias=arrays.bias,
+            options=dict(self.options),
+        )
