@@ -1,7 +1,8 @@
 """Attention of a shared sequence under a window: a device gets the keys that its window reaches, and no others.
 
-They are those of its neighbours that stand next to its own, the halo of its tokens. One call of the attention kernels
-takes them with the device's own keys, so that no steps have to be merged.
+They are those next to the device's own, the halo of its tokens. They travel while the device's queries meet its own
+keys. Then the queries that see the halo meet it, and their results are merged with those of before. In the backward it
+is the other way round: the gradients of the halo travel back while those of the device's own keys are made.
 """
 
 import dataclasses
@@ -12,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.ops.attention.flash_attention import prepare
-from jax_kernels.ops.attention.vjp import attention_forward, attention_gradients, with_options
+from jax_kernels.ops.attention.vjp import with_options
 from jax_kernels.ops.ring.call import RingArrays, RingCall
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.steps import Pair, Rows, Visitors
+from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto, gradients_onto
 
-__all__ = ["Halo", "forward", "gradients", "reason_against"]
+__all__ = ["forward", "gradients", "reason_against"]
 
 TILE = 128  # tokens, of which a halo is a multiple where it can be: the kernels take whole blocks of keys
 
@@ -27,7 +28,7 @@ def reason_against(layout: Layout) -> str | None:
     if layout.name == "striped":
         return "layout: got 'striped' with strategy='halo', want 'zigzag' or 'contiguous'"
     sides = layout.left, layout.right
-    if None in sides or max(sides) > layout.chunk:
+    if any(side is None or side > layout.chunk for side in sides):
         return (
             f"window: got {tuple(-1 if side is None else side for side in sides)} with strategy='halo' and runs of "
             f"{layout.chunk} tokens on each device, want at most {layout.chunk} on both sides"
@@ -36,132 +37,115 @@ def reason_against(layout: Layout) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Halo:
-    """The tokens beside each chunk of a device's: `before` of them before its first, `after` behind its last.
+class Side:
+    """The halos on one side of the device's chunks: `count` tokens before the first of each, or behind the last.
 
-    index: of the device, a traced number. A chunk with its halo has `extent` tokens, in their order, but for the first
-    and the last chunk of the sequence: the halo on their outer side is zeros, and stands at the other end.
+    reach: of the window on this side. index: of the device, a traced number. Arrays of chunks are batches, [B * chunks,
+    tokens, ...].
     """
 
-    layout: Layout
-    axis_name: str
+    call: RingCall
+    is_before: bool
+    reach: int
     index: Any
 
     @property
-    def before(self) -> int:
-        return self._rounded(self.layout.left)
+    def count(self) -> int:
+        return min(self.call.layout.chunk, -(-self.reach // TILE) * TILE)
 
     @property
-    def after(self) -> int:
-        return self._rounded(self.layout.right)
+    def rows(self) -> slice:
+        """The queries of a chunk that see the halo."""
+        return slice(0, self.count) if self.is_before else slice(self.call.layout.chunk - self.count, None)
 
     @property
-    def extent(self) -> int:
-        return self.before + self.layout.chunk + self.after
-
-    def _rounded(self, side: int | None) -> int:
-        if self.layout.devices * self.layout.chunks == 1:
-            return 0
-        assert side is not None
-        return min(self.layout.chunk, -(-side // TILE) * TILE)
+    def edge(self) -> slice:
+        """The keys of a chunk that are the halo of another chunk."""
+        return slice(self.call.layout.chunk - self.count, None) if self.is_before else slice(0, self.count)
 
     @property
-    def _is_last(self) -> Any:
-        return self.index == self.layout.devices - 1
+    def offsets(self) -> jax.Array:
+        """Of each chunk, the place of its first query in `rows`, less that of the halo's first key: int32 [chunks].
 
-    @property
-    def places(self) -> list[Any]:
-        """Of each chunk, where its own first token stands: int32 numbers."""
-        is_first = self.index == 0
-        inner, end = jnp.int32(self.before), jnp.int32(self.before + self.after)
-        if self.layout.chunks == 1:
-            return [jnp.where(is_first, 0, jnp.where(self._is_last, end, inner))]
-        return [jnp.where(is_first, 0, inner), jnp.where(is_first, end, inner)]
-
-    def extended(self, tree: Visitors) -> Visitors:
-        """Each chunk with its halo: arrays [B * chunks, extent, ...], of such as [B, T, ...]."""
-        chunk, before = self.layout.chunk, self.before
-        cut = lambda start, size: jax.tree.map(lambda x: lax.slice_in_dim(x, start, start + size, axis=1), tree)
-        tail, head = (lambda i: cut((i + 1) * chunk - before, before)), (lambda i: cut(i * chunk, self.after))
-        if self.layout.chunks == 1:
-            beside = [(self._sent(tail(0), 1), self._sent(head(0), -1))]
+        Where the sequence ends, so that the halo is zeros, it is too far for them to meet.
+        """
+        is_inner, is_not_last = self.index > 0, self.index < self.call.layout.devices - 1
+        if self.call.layout.chunks == 1:
+            goes_on = [is_inner if self.is_before else is_not_last]
         else:
-            # The second chunks come in the opposite order. Behind the last device's first chunk comes its own second.
-            to_next, to_previous = _joined(tail(0), head(1)), _joined(tail(1), head(0))
-            (before_0, after_1), (before_1, after_0) = (
-                _parted(x, before)
-                for x in (self._sent(to_next, 1), _chosen(self._is_last, to_next, self._sent(to_previous, -1)))
-            )
-            beside = [(before_0, after_0), (before_1, after_1)]
+            goes_on = [is_inner, True] if self.is_before else [True, is_inner]
+        near = jnp.where(jnp.stack(goes_on), self.count, 2 * self.count + self.reach)
+        return near if self.is_before else -near
 
-        def rotated(place: Any, before: jax.Array, own: jax.Array, after: jax.Array) -> jax.Array:
-            around = jnp.concatenate([after, before, own, after, before], 1)
-            return lax.dynamic_slice_in_dim(around, self.before + self.after - place, self.extent, 1)
+    @property
+    def _arrivals(self) -> tuple[int, int]:
+        """Of a zigzag's two chunks, that whose halo comes from the device before, and the other."""
+        return (0, 1) if self.is_before else (1, 0)
 
-        rows = []
-        for number, (place, (before_it, after_it)) in enumerate(zip(self.places, beside, strict=True)):
-            own = cut(number * chunk, chunk)
-            rows.append(jax.tree.map(lambda *parts, place=place: rotated(place, *parts), before_it, own, after_it))
-        return jax.tree.map(lambda *chunks: jnp.stack(chunks, 1).reshape(-1, *chunks[0].shape[1:]), *rows)
+    def exchanged(self, edges: Visitors) -> Visitors:
+        """The halo of each chunk, from the edge of each of this device's chunks."""
+        if self.call.layout.chunks == 1:
+            return self._sent(edges, 1 if self.is_before else -1)
+        of_chunks, (one, other) = self._apart(edges), self._arrivals
+        from_previous, from_next = self._sent(of_chunks[one], 1), self._sent(of_chunks[other], -1)
+        # The chunks of the last device are next to each other.
+        found = [from_previous, self._on_last(of_chunks[one], from_next)]
+        return self._together([found[one], found[other]])
 
-    def returned(self, pair: Pair) -> Pair:
-        """The gradients of [B, T, ...] from those of `extended`: what was sent goes back, and is added where it was."""
-        layout, chunk, before, after = self.layout, self.layout.chunk, self.before, self.after
-        parts = jax.tree.map(lambda x: x.reshape(-1, layout.chunks, *x.shape[1:]), pair)
+    def given_back(self, pair: Pair) -> Pair:
+        """The gradients of the edges of this device's chunks, from those of the halos that it has: the transpose."""
+        if self.call.layout.chunks == 1:
+            return self._sent(pair, -1 if self.is_before else 1)
+        of_chunks, (one, other) = self._apart(pair), self._arrivals
+        zeros = jax.tree.map(jnp.zeros_like, of_chunks[other])
+        of_own = self._on_last(of_chunks[other], zeros)
+        found = [
+            jax.tree.map(jnp.add, self._sent(of_chunks[one], -1), of_own),
+            self._sent(of_chunks[other], 1),
+        ]
+        return self._together([found[one], found[other]])
 
-        def part(number: int, start: Any, size: int) -> Pair:
-            at = lax.rem(self.places[number] + start + self.extent, jnp.int32(self.extent))
-            return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x[:, number], at, size, 1), parts)
-
-        of_before = [part(number, -before, before) for number in range(layout.chunks)]
-        of_after = [part(number, chunk, after) for number in range(layout.chunks)]
-        if layout.chunks == 1:
-            tails, heads = [self._sent(of_before[0], -1)], [self._sent(of_after[0], 1)]
-        else:
-            to_next = _joined(of_before[1], of_after[0])
-            of_next = self._sent(_joined(of_before[0], of_after[1]), -1)
-            of_next = jax.tree.map(lambda x, own: x + jnp.where(self._is_last, own, 0), of_next, to_next)
-            (tail_0, head_1), (tail_1, head_0) = (_parted(x, before) for x in (of_next, self._sent(to_next, 1)))
-            tails, heads = [tail_0, tail_1], [head_0, head_1]
-
-        def total(own: jax.Array, tail: jax.Array, head: jax.Array) -> jax.Array:
-            padded = lambda x, low, high: jnp.pad(x, [(0, 0), (low, high)] + [(0, 0)] * (x.ndim - 2))
-            return own + padded(tail, chunk - before, 0) + padded(head, 0, chunk - after)
-
-        own = [part(number, 0, chunk) for number in range(layout.chunks)]
-        sums = [jax.tree.map(total, *of_chunk) for of_chunk in zip(own, tails, heads, strict=True)]
-        return jax.tree.map(lambda *chunks: jnp.concatenate(chunks, 1), *sums)
+    def _on_last(self, tree: Any, others: Any) -> Any:
+        """The first arrays on the last device, the second ones on the others."""
+        is_last = self.index == self.call.layout.devices - 1
+        return jax.tree.map(lambda x, y: jnp.where(is_last, x, y), tree, others)
 
     def _sent(self, tree: Any, by: int) -> Any:
         """The arrays of the device `by` places before this one; zeros where there is none."""
-        devices = self.layout.devices
+        devices = self.call.layout.devices
         there = [(i, i + by) for i in range(devices) if 0 <= i + by < devices]
-        if isinstance(tree, Visitors):
-            return Visitors(self._sent(tree.pair, by), self._sent(tree.segment_ids, by))
-        if isinstance(tree, Pair) and tree.key.size:
-            sent = jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there), Pair.of(tree.key, tree.value))
-            return Pair((sent.key, sent.value))
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, there) if x.size else x, tree)
+        send = lambda tree: jax.tree.map(lambda x: lax.ppermute(x, self.call.axis_name, there), tree)
+        pair = tree if isinstance(tree, Pair) else tree.pair
+        sent = _as_two(send(Pair.of(pair.key, pair.value)))
+        return sent if isinstance(tree, Pair) else Visitors(sent, send(tree.segment_ids))
+
+    def _apart(self, tree: Any) -> list[Any]:
+        """The trees of both chunks."""
+        return [jax.tree.map(lambda x, i=i: x.reshape(-1, 2, *x.shape[1:])[:, i], tree) for i in range(2)]
+
+    def _together(self, trees: list[Any]) -> Any:
+        return jax.tree.map(lambda *chunks: jnp.stack(chunks, 1).reshape(-1, *chunks[0].shape[1:]), *trees)
 
 
-def _joined(one: Any, other: Any) -> Any:
-    return jax.tree.map(lambda *both: jnp.concatenate(both, 1), one, other)
+def _as_two(pair: Pair) -> Pair:
+    return Pair((pair.key, pair.value))
 
 
-def _parted(tree: Any, at: int) -> tuple[Any, Any]:
-    return jax.tree.map(lambda x: x[:, :at], tree), jax.tree.map(lambda x: x[:, at:], tree)
+def _sides(call: RingCall) -> list[Side]:
+    if call.layout.devices == 1:  # whose tokens are one chunk
+        return []
+    index, reaches = call.index, (call.layout.left, call.layout.right)
+    return [
+        Side(call=call, is_before=is_before, reach=reach, index=index)
+        for is_before, reach in zip((True, False), reaches, strict=True)
+        if reach
+    ]
 
 
-def _chosen(which: Any, one: Any, other: Any) -> Any:
-    return jax.tree.map(lambda x, y: jnp.where(which, x, y), one, other)
-
-
-def _halo(call: RingCall) -> Halo:
-    return Halo(layout=call.layout, axis_name=call.axis_name, index=call.index)
-
-
-def _in_chunks(layout: Layout, x: jax.Array, axis: int = 1) -> jax.Array:
+def _in_chunks(layout: Layout, x: Any, axis: int = 1) -> Any:
     """The chunks of an array's tokens as a batch: with axis=1 of [B, T, ...], with axis=2 of [B, H, T]."""
+    if x is None:
+        return None
     x = x.reshape(*x.shape[:axis], layout.chunks, layout.chunk, *x.shape[axis + 1 :])
     x = jnp.moveaxis(x, axis, 1)
     return x.reshape(-1, *x.shape[2:])
@@ -173,37 +157,90 @@ def _whole(layout: Layout, x: jax.Array, axis: int = 1) -> jax.Array:
     return x.reshape(*x.shape[:axis], layout.length, *x.shape[axis + 2 :])
 
 
-def _prepared(call: RingCall, arrays: RingArrays, sinks: Any) -> tuple[Any, Any]:
-    """The planned call of all chunks, a batch, and its arrays."""
-    layout, halo, ids = call.layout, _halo(call), arrays.segment_ids
-    extended = halo.extended(Visitors(Pair((arrays.key, arrays.value)), ids))
+def _replaced(x: jax.Array, rows: slice, part: jax.Array, axis: int = 1) -> jax.Array:
+    """x with other rows at its start or at its end."""
+    size = x.shape[axis] - part.shape[axis]
+    if rows.start == 0:
+        rest = lax.slice_in_dim(x, part.shape[axis], None, axis=axis)
+        return jnp.concatenate([part, rest.astype(part.dtype)], axis) if size else part
+    rest = lax.slice_in_dim(x, 0, size, axis=axis)
+    return jnp.concatenate([rest.astype(part.dtype), part], axis) if size else part
+
+
+def _own(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, Visitors]:
+    """The queries and the keys of the device's chunks."""
+    query, key, value, ids = (_in_chunks(call.layout, x) for x in arrays[:4])
+    return query, Visitors(Pair((key, value)), ids)
+
+
+def _prepared(call: RingCall, query: Any, q_ids: Any, of_keys: Visitors, offsets: Any, sinks: Any = None) -> Any:
+    """The planned call of some queries of each chunk, and its arrays."""
+    batch = query.shape[0] // call.layout.chunks
     return prepare(
-        query=_in_chunks(layout, arrays.query),
-        key=extended.pair.key,
-        value=extended.pair.value,
-        **layout.limits,
-        q_offset=jnp.tile(jnp.stack(halo.places), arrays.query.shape[0]),
-        segment_ids=None if ids is None else (_in_chunks(layout, ids), extended.segment_ids),
+        query=query,
+        key=of_keys.pair.key,
+        value=of_keys.pair.value,
+        **call.layout.limits,
+        q_offset=0 if offsets is None else jnp.tile(offsets, batch),
+        segment_ids=None if q_ids is None else (q_ids, of_keys.segment_ids),
         sinks=sinks,
         return_lse=True,
         **dict(call.options),
     )
 
 
-def forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of a device's queries."""
-    out, lse, *_ = attention_forward(*_prepared(call, arrays, None if arrays.sinks is None else arrays.sinks[0]))
-    return _whole(call.layout, out), _whole(call.layout, lse, 2)
+def _of_side(call: RingCall, side: Side, query: jax.Array, own: Visitors, halo: Visitors) -> tuple[Any, Any]:
+    """The planned call of the queries that see a halo, and its arrays."""
+    ids = own.segment_ids
+    return _prepared(call, query[:, side.rows], None if ids is None else ids[:, side.rows], halo, side.offsets)
 
 
-def gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The float32 gradients of query, over the scale, and of key and value."""
-    layout = call.layout
-    # Opaque: else XLA keeps the keys with their halos from the forward.
-    key, value = lax.optimization_barrier((arrays.key, arrays.value))
-    planned, inputs = _prepared(call, arrays._replace(key=key, value=value), None)
-    lse, delta = (_in_chunks(layout, x, 2) for x in (rows.lse, rows.delta))
+def _halos(call: RingCall, own: Visitors) -> list[Visitors]:
+    return [side.exchanged(jax.tree.map(lambda x, at=side.edge: x[:, at], own)) for side in _sides(call)]
+
+
+def forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, list[Visitors]]:
+    """(out, lse) of a device's queries, and the halos, for `gradients`."""
+    sides, (query, own) = _sides(call), _own(call, arrays)
+    halos = _halos(call, own)
+    sinks = None if arrays.sinks is None else arrays.sinks[0]
+    planned, inputs = _prepared(call, query, own.segment_ids, own, None, sinks)
+    out, lse = forward_onto(planned, inputs, None, is_last=not sides)
+    for side, halo in zip(sides, halos, strict=True):
+        rows = side.rows
+        planned, inputs = _of_side(call, side, query, own, halo)
+        some, lse_of_some = forward_onto(planned, inputs, (out[:, rows], lse[:, :, rows]), is_last=side is sides[-1])
+        out, lse = _replaced(out, rows, some), _replaced(lse, rows, lse_of_some, 2)
+    return _whole(call.layout, out), _whole(call.layout, lse, 2), halos
+
+
+def gradients(
+    call: RingCall, arrays: RingArrays, rows: Rows, halos: list[Visitors] | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The float32 gradients of query, over the scale, and of key and value. halos: None where they are not known."""
+    layout, sides, (query, own) = call.layout, _sides(call), _own(call, arrays)
+    halos = _halos(call, own) if halos is None else halos
+    lse, delta, dout = (_in_chunks(layout, x, axis) for x, axis in ((rows.lse, 2), (rows.delta, 2), (rows.dout, 1)))
+    dquery = jnp.zeros_like(query, jnp.float32)
+    returning = []
+    for side, halo in zip(sides, halos, strict=True):
+        some = side.rows
+        planned, inputs = _of_side(call, side, query, own, halo)
+        of_some = Rows(lse[:, :, some], delta[:, :, some], dout[:, some])
+        planned = with_options(planned, float32_gradients=True)
+        found, pair = gradients_onto(planned, inputs, of_some, dquery[:, some], call.scale)
+        dquery = _replaced(dquery, some, found)
+        returning.append(side.given_back(_as_two(pair)))
+    planned, inputs = _prepared(call, query, own.segment_ids, own, None)
     planned = with_options(planned, float32_gradients=True)
-    found = attention_gradients(planned, inputs, lse, delta, _in_chunks(layout, rows.dout))
-    pair = _halo(call).returned(Pair(tuple(x.astype(jnp.float32) for x in (found.key, found.value))))
-    return _whole(layout, found.query).astype(jnp.float32) / call.scale, pair.key, pair.value
+    dquery, pair = gradients_onto(planned, inputs, Rows(lse, delta, dout), dquery, call.scale)
+    total = _as_two(pair)
+    for side, of_edge in zip(sides, returning, strict=True):
+        total = jax.tree.map(lambda x, part, side=side: x + _padded(x, side.edge, part), total, of_edge)
+    return _whole(layout, dquery), _whole(layout, total.key), _whole(layout, total.value)
+
+
+def _padded(x: jax.Array, rows: slice, part: jax.Array) -> jax.Array:
+    """The part as rows of an array of zeros like x."""
+    rest = x.shape[1] - part.shape[1]
+    return jnp.pad(part, [(0, 0), (0, rest) if rows.start == 0 else (rest, 0), (0, 0), (0, 0)])

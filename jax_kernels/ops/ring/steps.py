@@ -19,7 +19,18 @@ from jax_kernels.ops.partitioning import is_partitioned
 from jax_kernels.ops.ring.layouts import Chunks, Layout, Whole
 from jax_kernels.pallas.attention.passes import row_norms
 
-__all__ = ["Pair", "Rows", "Step", "Visitors", "forward_onto", "merged", "merged_exactly", "weight", "with_norms"]
+__all__ = [
+    "Pair",
+    "Rows",
+    "Step",
+    "Visitors",
+    "forward_onto",
+    "gradients_onto",
+    "merged",
+    "merged_exactly",
+    "weight",
+    "with_norms",
+]
 
 
 class Pair(NamedTuple):
@@ -131,6 +142,29 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
     return (out, lse) if total is None or joins else merged(total, (out, lse))
 
 
+def gradients_onto(
+    planned: Any, inputs: AttentionInputs, rows: Rows, dquery: jax.Array, scale: float
+) -> tuple[jax.Array, Pair]:
+    """The float32 gradients of query, over the scale and with those in dquery, and of key and value.
+
+    planned: with the option float32_gradients.
+    """
+    if _goes_on(planned, inputs):
+        found = attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, dquery)
+        return found.query, Pair.of(found.key, found.value)
+    found = attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout)
+    return dquery + found.query.astype(jnp.float32) / scale, Pair.of(found.key, found.value)
+
+
+def _goes_on(planned: Any, inputs: AttentionInputs) -> bool:
+    """Whether the backward's kernel adds query's gradient to that of the steps before.
+
+    Where XLA shares out its work, such a kernel would have whole arrays on each device.
+    """
+    is_alone = inputs.mask is None and not is_partitioned()
+    return planned.implementation == "mosaic_gpu" and not planned.options.deterministic and is_alone
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
     """Step number `number` of a ring on the device `index`, a traced number.
@@ -194,11 +228,7 @@ class Step:
             options = dataclasses.replace(options, query_heads=of_query, kv_heads=heads)
             lse, delta = (x[:, of_query.first : of_query.first + of_query.count] for x in (lse, delta))
         planned = dataclasses.replace(planned, options=options)
-        if self._goes_on(planned):
-            found = attention_gradients(planned, inputs, lse, delta, rows.dout, dquery)
-            return found.query, Pair.of(found.key, found.value)
-        found = attention_gradients(planned, inputs, lse, delta, rows.dout)
-        return dquery + found.query.astype(jnp.float32) / scale, Pair.of(found.key, found.value)
+        return gradients_onto(planned, inputs, Rows(lse, delta, rows.dout), dquery, scale)
 
     def all_gradients(self, visitors: Visitors, rows: Rows) -> AttentionGradients:
         """The gradients of this step alone, with a bias or a score_mod. Those of query, key and value are float32."""
@@ -212,18 +242,10 @@ class Step:
         share: how much of the heads the first part has, as nearly as whole heads can.
         """
         whole, kv_heads = self._whole_call(visitors), visitors.pair.key.shape[2]
-        if whole is None or not self._goes_on(whole[0]) or kv_heads < 2:
+        if whole is None or not _goes_on(*whole) or kv_heads < 2:
             return []
         first = min(max(1, round(kv_heads * share)), kv_heads - 1)
         return [_some_heads(0, first), _some_heads(first, kv_heads - first)]
-
-    def _goes_on(self, planned: Any) -> bool:
-        """Whether the backward's kernel adds query's gradient to that of the steps before.
-
-        Where XLA shares out its work, such a kernel would have whole arrays on each device.
-        """
-        is_alone = self.mask is None and not is_partitioned()
-        return planned.implementation == "mosaic_gpu" and not planned.options.deterministic and is_alone
 
     def _whole_call(self, visitors: Visitors) -> tuple[Any, Any] | None:
         """The planned call of all queries and keys, and its arrays; None where the step needs more than one."""

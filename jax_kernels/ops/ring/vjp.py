@@ -24,12 +24,16 @@ def run(call: RingCall, arrays: RingArrays):
     return _forward(call, arrays)[:2]
 
 
-def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, Any]:
-    """(out, lse, excess) of all steps, and the sinks. excess: as in Rows."""
-    out, lse, *more = halo.forward(call, arrays) if call.strategy == "halo" else _of_steps(call, arrays)
+def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, Any, Any]:
+    """(out, lse, excess, halos) of all keys, and the sinks. excess: as in Rows. halos: those of halo.forward."""
+    halos, more = None, ()
+    if call.strategy == "halo":
+        out, lse, halos = halo.forward(call, arrays)
+    else:
+        out, lse, *more = _of_steps(call, arrays)
     out = checkpoint_name(out.astype(arrays.query.dtype), RESIDUALS[0])
     lse, *more = (checkpoint_name(x, RESIDUALS[1]) for x in (lse, *more))
-    return out, lse, more[0] if more else None
+    return out, lse, more[0] if more else None, halos
 
 
 def _of_steps(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, ...]:
@@ -58,15 +62,15 @@ def _of_steps(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, ...]:
 
 @under_defaults
 def _vjp_forward(call: RingCall, arrays: RingArrays):
-    out, lse, excess = _forward(call, arrays)
-    return (out, lse), (call, arrays, out, lse, excess)
+    out, lse, excess, halos = _forward(call, arrays)
+    return (out, lse), (call, arrays, out, lse, excess, halos)
 
 
 @under_defaults
 def _vjp_backward(residuals: Any, cotangents: Any):
-    call, arrays, out, lse, excess = residuals
+    call, arrays, out, lse, excess, halos = residuals
     dout, dlse = cotangents
-    return None, gradients(call, arrays, out, lse, dout, dlse, excess)
+    return None, gradients(call, arrays, out, lse, dout, dlse, excess, halos)
 
 
 @jax.custom_vjp
@@ -77,7 +81,7 @@ def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Ar
 
 @under_defaults
 def _with_results_forward(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array):
-    return (out, lse), (call, arrays, out, lse, None)
+    return (out, lse), (call, arrays, out, lse, None, None)
 
 
 @under_defaults
@@ -89,13 +93,23 @@ with_results.defvjp(_with_results_forward, _with_results_backward)
 
 
 def gradients(
-    call: RingCall, arrays: RingArrays, out: Any, lse: Any, dout: Any, dlse: Any, excess: Any = None
+    call: RingCall,
+    arrays: RingArrays,
+    out: Any,
+    lse: Any,
+    dout: Any,
+    dlse: Any,
+    excess: Any = None,
+    halos: Any = None,
 ) -> RingArrays:
-    """The gradients of the arrays, from the results and their cotangents (dlse may be None). excess: as in Rows."""
+    """The gradients of the arrays, from the results and their cotangents (dlse may be None).
+
+    excess: as in Rows. halos: those of halo.forward, where they are known.
+    """
     terms = row_terms(out, lse, dout, dlse)
     rows, dmod, dbias = Rows(lse=terms[0], delta=terms[1], dout=dout, excess=excess), None, None
     if call.strategy == "halo":
-        dquery, dkey, dvalue = halo.gradients(call, arrays, rows)
+        dquery, dkey, dvalue = halo.gradients(call, arrays, rows, halos)
     elif excess is None:
         dquery, dkey, dvalue = _gradients(call, arrays, rows)
     else:

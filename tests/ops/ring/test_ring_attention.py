@@ -388,7 +388,7 @@ def test_the_block_specs_choose_by_size(monkeypatch):
     [
         ({}, 2, (1, 9)),
         ({}, 1, (1, 3)),
-        ({"window": (9, 0)}, 2, (2, 6)),
+        ({"window": (9, 0)}, 2, (2, 4)),
         ({"window": (9, 0), "strategy": "ring"}, 2, (1, 3)),
         ({"window": (17, 0)}, 2, (1, 3)),
         ({"sends_ahead": 1}, 2, (1, 3)),
