@@ -43,7 +43,7 @@ def train(
         str, typer.Option(help="What the backward computes again: none, all, or all but attention or products.")
     ] = "products",
     sequence_strategy: Annotated[
-        str, typer.Option(help="Of attention along the sequence axis: auto, ring, all_to_all or all_gather.")
+        str, typer.Option(help="Of attention along the sequence axis: auto, ring, halo, all_to_all or all_gather.")
     ] = "auto",
     learning_rate: Annotated[float, typer.Option(min=0.0, help="The peak.")] = 6e-4,
     seed: Annotated[int, typer.Option(min=0)] = 0,

@@ -194,5 +194,12 @@ NORM = (
 # sequences 292.5 and 288.1. That step with sends by copies: ring 281.4, all-to-alls 275.5, permutes 271.2. Four H100s
 # with copies, "ring", "all_to_all" by all-to-alls and by permutes: with 4,096 tokens on each 0.739, 0.875, 0.750 and
 # 2.672, 2.302, 2.190; 16,384 tokens 7.235, 7.499, 7.164 and 28.73, 27.73, 27.25. Sends two steps ahead 0.739 and 2.627;
-# 7.444 and 29.25. More GPUs, and windows, are not measured.
-RING = (RingRow(strategy="ring", differentiated="all_to_all", is_windowed=False), RingRow(strategy="halo"))
+# 7.444 and 29.25. More GPUs are not measured. Two H100s with copies and a window of 1,024, with 4,096 tokens on each,
+# "ring", "halo" and "all_to_all", zigzag: 0.403, 0.233, 0.364 and 1.419, 0.732, 0.739; contiguous, "ring" and "halo":
+# 0.231, 0.207 and 0.739, 0.481. A window of 4,096 with 16,384 tokens, zigzag: 2.021, 1.325, 1.554 and 7.570, 5.030,
+# 4.161; contiguous: 1.324, 1.168 and 5.403, 4.507. Four H100s with 16,384 tokens, zigzag, a window of 1,024: 1.924,
+# 0.523, 1.195 and 6.957, 1.945, 2.880; of 4,096: 2.683, 1.368, 1.753 and 9.492, 5.116, 4.922.
+RING = (
+    RingRow(strategy="ring", differentiated="all_to_all", is_windowed=False),
+    RingRow(strategy="halo", differentiated="all_to_all"),
+)

@@ -203,14 +203,16 @@ class AttentionDqueryRow:
 class RingRow:
     """The way that a sequence is shared out by strategy="auto". The first row that matches is taken.
 
-    strategy, sends_ahead: as in ring_attention. differentiated: the strategy of a call that is differentiated, where
-    the devices divide the heads; None for the same. permutes_up_to: so many devices exchange heads by permutes, more by
-    all-to-alls, by any strategy that exchanges them. up_to: the row serves no more tokens on a device; None for any
-    number. is_windowed: whether there is a window; None serves both.
+    strategy, sends_ahead: as in ring_attention; in place of a halo that does not serve, the ring. differentiated: the
+    strategy of a call that is differentiated, where the devices divide the heads; None for the same. halo_share: a
+    window of this share of a run of tokens, or less, has its halo differentiated, too. permutes_up_to: so many devices
+    exchange heads by permutes, more by all-to-alls, by any strategy that exchanges them. up_to: the row serves no more
+    tokens on a device; None for any number. is_windowed: whether there is a window; None serves both.
     """
 
     strategy: str
     differentiated: str | None = None
+    halo_share: float = 0.25
     sends_ahead: int = 1
     permutes_up_to: int = 4
     up_to: int | None = None

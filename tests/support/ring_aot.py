@@ -1,9 +1,9 @@
 """Compiles ring_attention for the H200s of one machine, without one, and prints what its schedule hides, as JSON.
 
-    python tests/support/ring_aot.py DEVICES MODE [check_vma] [SENDS_AHEAD]
+    python tests/support/ring_aot.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo]
 
-MODE: "fwd" or "both". {"beside": of each collective permute, the kernels that begin between its start and its end; 0
-where it is waited for, "temporary": MiB}.
+MODE: "fwd" or "both". halo: with neighbouring tokens on each, under a window of 1,024. {"beside": of each collective
+permute, the kernels that begin between its start and its end; 0 where it is waited for, "temporary": MiB}.
 """
 
 import functools
@@ -24,11 +24,11 @@ from jax_kernels.dispatch import on_device
 LOCAL_TOKENS = 8192
 
 
-def compiled(devices: int, mode: str, *, check_vma: bool, sends_ahead: int | None = None):
+def compiled(devices: int, mode: str, *, check_vma: bool, sends_ahead: int | None = None, has_halo: bool = False):
     """The program over so many H200s, causal, of LOCAL_TOKENS on each."""
-    attend = functools.partial(
-        ring_attention, axis_name="sequence", strategy="ring", is_causal=True, sends_ahead=sends_ahead
-    )
+    options = {"layout": "contiguous", "window": (1024, 0)} if has_halo else {"sends_ahead": sends_ahead}
+    options |= {"strategy": "halo" if has_halo else "ring", "is_causal": True}
+    attend = functools.partial(ring_attention, axis_name="sequence", **options)
 
     def both(query, key, value, dout):
         out, vjp = jax.vjp(attend, query, key, value)
@@ -56,7 +56,7 @@ def compiled(devices: int, mode: str, *, check_vma: bool, sends_ahead: int | Non
 
 def main(devices: str, mode: str, *words: str) -> None:
     ahead = next((int(word) for word in words if word.isdecimal()), None)
-    program = compiled(int(devices), mode, check_vma="check_vma" in words, sends_ahead=ahead)
+    program = compiled(int(devices), mode, check_vma="check_vma" in words, sends_ahead=ahead, has_halo="halo" in words)
     entry = program.as_text().split("\nENTRY", 1)[1].splitlines()
     beside, in_flight, kernels = [], {}, 0
     for line in entry:

@@ -25,6 +25,7 @@ from jax_kernels.ops.ring.call import RingArrays, RingCall
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size
 from jax_kernels.ops.ring.vjp import run
 from jax_kernels.pallas import block_specs
+from jax_kernels.pallas.block_specs.specs import RingRow
 from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["OF_HEADS", "STRATEGIES", "attention_of", "prepare", "ring_attention", "with_results"]
@@ -85,10 +86,13 @@ def ring_attention(
         from i on) or "contiguous". None is "zigzag", as in shard_sequence; where the order of the tokens changes
         nothing, without is_causal, a window, a mask, a bias and a score_mod, "contiguous". Under a causal mask the
         first two give all devices equal work.
-      strategy: "ring", as above; "all_to_all": each device gets all tokens of some heads (Ulysses), so that its number
+      strategy: "ring", as above; "halo": under a window each device gets the tokens next to its own that the window
+        reaches, of "zigzag" and "contiguous", where they are no more than a run of a device's tokens, without a mask, a
+        score_mod and a bias; "all_to_all": each device gets all tokens of some heads (Ulysses), so that its number
         of devices divides H and Hkv; "all_gather": each device gets all keys and values, which takes memory for them
-        ("zigzag" and "contiguous" alone); "auto" goes by the block specs of the GPU: "ring", and without a window
-        "all_to_all" for a call that is differentiated, where the devices divide the heads and sends_ahead is None.
+        ("zigzag" and "contiguous" alone); "auto" goes by the block specs of the GPU: "halo" where it can be, else
+        "ring". For a call that is differentiated, where the devices divide the heads and sends_ahead is None, it is
+        "all_to_all", unless a halo is at most a quarter of a run.
       sends_ahead: how many steps before its own a ring sends a step's keys and values, 1 or more. Each step more takes
         memory for those of one more device, and gives a send that much more time. None goes by the block specs: 1.
       mask: a masks.Mask of the whole sequence, the same on all devices: of its S queries and keys in their order. Each
@@ -198,17 +202,7 @@ def prepare(
         tokens=request.q_length,
         is_windowed=arrangement.limits["window"] is not None,
     )
-    differentiated = strategy
-    against_halo = _reason_against_halo(arrangement, arrays)
-    if strategy == "halo" and against_halo is not None:
-        raise ValueError(against_halo)
-    if strategy == "auto":
-        strategy = row.strategy
-        if (strategy == "halo" and against_halo) or (strategy == "all_gather" and arrangement.name == "striped"):
-            strategy = "ring"
-        by_heads = sends_ahead is None and devices > 1 and key.shape[2] % devices == 0
-        by_heads = by_heads and bias is None and _may_be_by_heads(mask)
-        differentiated = row.differentiated if row.differentiated and by_heads else strategy
+    strategy, differentiated = _strategies(strategy, row, arrangement, arrays, is_free=sends_ahead is None)
     call = RingCall(
         layout=arrangement,
         axis_name=axis_name,
@@ -220,6 +214,26 @@ def prepare(
         options=tuple(options.items()),
     )
     return call, arrays
+
+
+def _strategies(strategy: str, row: RingRow, layout: Layout, arrays: RingArrays, *, is_free: bool) -> tuple[str, str]:
+    """The strategies of a call, and of one that is differentiated. is_free: whether "auto" may send no keys ahead.
+
+    Raises:
+      ValueError: the strategy is "halo", which does not serve the call.
+    """
+    against_halo = _reason_against_halo(layout, arrays)
+    if strategy == "halo" and against_halo is not None:
+        raise ValueError(against_halo)
+    if strategy != "auto":
+        return strategy, strategy
+    strategy = row.strategy
+    if (strategy == "halo" and against_halo) or (strategy == "all_gather" and layout.name == "striped"):
+        strategy = "ring"
+    is_short = strategy == "halo" and max(layout.left or 0, layout.right or 0) <= row.halo_share * layout.chunk
+    divides = layout.devices > 1 and arrays.key.shape[2] % layout.devices == 0
+    by_heads = is_free and divides and not is_short and arrays.bias is None and _may_be_by_heads(arrays.mask)
+    return strategy, row.differentiated if row.differentiated and by_heads else strategy
 
 
 def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:

@@ -33,7 +33,7 @@ CASES = {
     "packed with sinks": ("zigzag", {"is_causal": True, "segment_ids": True, "sinks": True}, True),
     "window": ("zigzag", {"is_causal": True, "window": (300, 0)}, True),
     "window of both sides": ("contiguous", {"window": (200, 100), "segment_ids": True}, True),
-    "halo": ("zigzag", {"is_causal": True, "window": (300, 0), "sinks": True, "strategy": "halo"}, True),
+    "halo": ("zigzag", {"is_causal": True, "window": (200, 0), "sinks": True, "strategy": "halo"}, True),
     "halo unchecked": ("zigzag", {"window": (100, 200), "segment_ids": True, "strategy": "halo"}, False),
     "halo contiguous": ("contiguous", {"is_causal": True, "window": (400, 0), "strategy": "halo"}, True),
     "softcap": ("zigzag", {"is_causal": True, "softcap": 5.0}, True),
