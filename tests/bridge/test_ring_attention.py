@@ -34,11 +34,11 @@ ids = torch.repeat_interleave(torch.arange(4, dtype=torch.int32), 4).expand(2, -
 sinks = torch.randn(heads)
 
 
-def reference(query, key, value, ids, sinks, is_causal):
+def reference(query, key, value, ids, sinks, is_causal, left=tokens):
     repeated = [x.repeat_interleave(2, dim=2) for x in (key, value)]
     scores = torch.einsum("bthd,bshd->bhts", query, repeated[0]) / 8**0.5
     keep = torch.ones(tokens, tokens, dtype=bool)
-    keep = keep.tril() if is_causal else keep
+    keep = (keep.tril() if is_causal else keep).triu(-left)
     if ids is not None:
         keep = keep & (ids[:, None, :, None] == ids[:, None, None, :])
     scores = scores.masked_fill(~keep, -torch.inf)
@@ -50,7 +50,7 @@ def reference(query, key, value, ids, sinks, is_causal):
 def check(layout, is_causal, ids, sinks, **options):
     whole = [x.double().requires_grad_() for x in (query, key, value)]
     of_sinks = None if sinks is None else sinks.double().requires_grad_()
-    out, lse = reference(*whole, ids, of_sinks, is_causal)
+    out, lse = reference(*whole, ids, of_sinks, is_causal, options.get("window", (tokens, 0))[0])
     torch.autograd.backward([out, lse], [dout.double(), dlse.double()])
     shard = lambda x, axis=1: None if x is None else bridge.shard_sequence(x, layout=layout, axis=axis)
     mine = [shard(x).requires_grad_() for x in (query, key, value)]
@@ -72,6 +72,7 @@ def check(layout, is_causal, ids, sinks, **options):
 check("zigzag", True, ids, sinks)
 check("contiguous", False, None, None, sends_ahead=2)
 check("zigzag", True, ids, sinks, strategy="ring")
+check("zigzag", True, ids, sinks, strategy="halo", window=(3, 0))
 check("zigzag", True, None, None, strategy="all_gather")
 check("zigzag", True, ids, sinks, strategy="all_to_all")
 from jax_kernels.bridge import masks

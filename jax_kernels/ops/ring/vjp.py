@@ -26,7 +26,8 @@ def run(call: RingCall, arrays: RingArrays):
 
 def _forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, Any, Any]:
     """(out, lse, excess, halos) of all keys, and the sinks. excess: as in Rows. halos: those of halo.forward."""
-    halos, more = None, ()
+    halos: Any = None
+    more: Any = ()
     if call.strategy == "halo":
         out, lse, halos = halo.forward(call, arrays)
     else:

@@ -70,6 +70,11 @@ CASES = {
     "halo_alone": (1, "zigzag", {"is_causal": True, "window": (9, 0), "strategy": "halo"}),
     "halo_of_one_device": (1, "contiguous", {"window": (9, 5), "strategy": "halo"}),
     "halo_unchecked": (4, "zigzag", {"is_causal": True, "window": (6, 0), "strategy": "halo", "check_vma": False}),
+    "halo_interpreted": (
+        2,
+        "zigzag",
+        {"is_causal": True, "window": (10, 0), "strategy": "halo", "implementation": "triton"},
+    ),
     "interpreted": (2, "zigzag", {"is_causal": True, "window": (30, 0), "implementation": "triton"}),
     "halves": (4, "zigzag", {"is_causal": True, "halves": True}),
     "halves_packed": (3, "contiguous", {"segment_ids": True, "sinks": True, "halves": True}),
