@@ -264,7 +264,7 @@ def test_config_fills_its_defaults():
         (
             {"sequence_strategy": "ulysses"},
             ValueError,
-            "sequence_strategy='ulysses' must be one of 'ring', 'all_to_all', 'all_gather', 'auto'",
+            "sequence_strategy='ulysses' must be one of 'ring', 'halo', 'all_to_all', 'all_gather', 'auto'",
         ),
         ({"num_layers": 1.5}, TypeError, "TransformerConfig.num_layers=1.5 must be an int"),
         ({"num_heads": 5, "head_dim": None}, ValueError, "num_kv_heads=2 must divide num_heads=5"),

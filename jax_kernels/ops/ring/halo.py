@@ -65,7 +65,7 @@ class Side:
 
     @property
     def offsets(self) -> jax.Array:
-        """Of each chunk, the place of its first query in `rows`, less that of the halo's first key: int32 [chunks].
+        """How far the first query in `rows` of each chunk is behind the halo's first key: int32 [chunks].
 
         Where the sequence ends, so that the halo is zeros, it is too far for them to meet.
         """
@@ -79,7 +79,7 @@ class Side:
 
     @property
     def _arrivals(self) -> tuple[int, int]:
-        """Of a zigzag's two chunks, that whose halo comes from the device before, and the other."""
+        """The chunk of a zigzag whose halo comes from the device before, and the other one."""
         return (0, 1) if self.is_before else (1, 0)
 
     def exchanged(self, edges: Visitors) -> Visitors:
