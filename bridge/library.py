@@ -15,7 +15,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from jax_kernels import dispatch
-from jax_kernels.bridge import dlpack, fork, memory, private
+from jax_kernels.bridge import dlpack, fork, in_place, memory, private
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 
@@ -306,12 +306,16 @@ def _through_jax(
     device = given[0].device
     dlpack.refuse_capture(device)
     masks = () if operands is None else (operands.masks,)
+    structure = None if operands is None else operands.signature
+    arguments = in_place.Arguments(masks, given, tuple([x is None for x in tensors]), structure)
+    planning = functools.partial(planning_for, device)
 
     def call() -> list[torch.Tensor]:
+        if device.type == "cuda" and (found := in_place.run(function, arguments, device, planning)) is not None:
+            return found
         arrays, owners = dlpack.import_tensors(given, device, is_one_call=True)
-        filled = iter(arrays)
-        with planning_for(device):
-            results = function(*masks, *(None if tensor is None else next(filled) for tensor in tensors))
+        with planning():
+            results = function(*arguments.placed(arrays))
         return dlpack.export_arrays(results, device, owners)
 
     return memory.with_room(device, call)
@@ -387,8 +391,9 @@ def _call_of(chain: Any) -> KnownCall | None:
 
 
 def forget() -> None:
-    """Drops the functions whose calls are known."""
+    """Drops the functions whose calls are known, and their programs."""
     _KNOWN.clear()
+    in_place.forget()
 
 
 def is_plain_call() -> bool:
