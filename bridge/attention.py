@@ -77,8 +77,7 @@ def flash_attention(
 
     It runs on the tensors' own device, after the work on PyTorch's current stream. The host never waits for the GPU.
     Inputs that are contiguous and aligned to 16 bytes are read in place; others are copied. PyTorch owns the results,
-    which may be used on any stream. The direct route writes them in place; by DLPack each is copied once, from JAX's
-    memory.
+    which may be used on any stream.
 
     | under | behaviour |
     |---|---|

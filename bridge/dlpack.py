@@ -3,11 +3,11 @@
 In: JAX reads the tensor's own memory, once the work queued on PyTorch's current stream has run. Tensors that
 JAX cannot read as they are (strided, lazily conjugated or negated, badly aligned) are copied first.
 
-Out: PyTorch owns every output. JAX's memory is copied to a new tensor on PyTorch's current stream, after
-JAX's work and without waiting on the host, and is given back to JAX once the copy has run. A tensor over
-JAX's own memory would not be safe: when it dies, JAX reuses the memory at once, though another stream may
-still read it, and `Tensor.record_stream` knows nothing of JAX's allocator. The copy costs the time to read
-and write the output once.
+Out: PyTorch owns every output. A program writes its results to tensors of PyTorch's where it can (in_place.py).
+Else JAX's memory is copied to a new tensor on PyTorch's current stream, after JAX's work and without waiting on
+the host, and is given back to JAX once the copy has run. A tensor over JAX's own memory would not be safe: when
+it dies, JAX reuses the memory at once, though another stream may still read it, and `Tensor.record_stream` knows
+nothing of JAX's allocator. The copy costs the time to read and write the output once.
 
 jaxlib's own DLPack functions are used where they are found under the names that jax 0.11 and 0.12 have: the
 public ones cost more than twice the time of a call.
@@ -29,22 +29,29 @@ from jax._src import core
 
 from jax_kernels.bridge import private
 from jax_kernels.bridge.held import Held
+from jax_kernels.bridge.lent import Lender
 
 __all__ = [
     "check_dense",
     "check_dtype",
     "copied",
+    "current_stream",
     "export_arrays",
+    "external_stream",
+    "has_private",
+    "has_torch_dtype",
     "held_bytes",
     "import_tensors",
     "is_capturing",
     "jax_device",
     "jax_dtype",
+    "lender",
     "outside_of_traces",
     "read_by",
     "readable",
     "refuse_capture",
     "torch_dtype",
+    "wait_for",
 ]
 
 _NARROW = (
@@ -95,6 +102,11 @@ def torch_dtype(name: str, dtype: Any) -> torch.dtype:
     if dtype not in _TO_TORCH:
         raise TypeError(f"{name}: got dtype {dtype}, which PyTorch does not take; cast it first")
     return _TO_TORCH[dtype]
+
+
+def has_torch_dtype(dtype: Any) -> bool:
+    """Whether PyTorch has the dtype of a JAX array."""
+    return dtype in _TO_TORCH
 
 
 @functools.cache
@@ -165,7 +177,7 @@ def export_arrays(
     if device.type == "cpu":
         jax.block_until_ready(arrays)
         return [_view(array, None).clone() if array.size else _empty(array, device) for array in arrays]
-    stream = _current_stream(device)
+    stream = current_stream(device)
     # 0, the default stream's handle, means something else in DLPack, where 1 stands for it.
     handle = stream.cuda_stream or 1
     views = [_view(array, handle) if array.size else _empty(array, device) for array in arrays]
@@ -274,6 +286,26 @@ def _private() -> _DlpackFunctions | None:
 _PRIVATE = _private()
 
 
+def has_private() -> bool:
+    """Whether jaxlib's own DLPack functions are found."""
+    return _PRIVATE is not None
+
+
+def lender(device: torch.device) -> Lender:
+    """The Lender of a device. It needs jaxlib's own DLPack functions."""
+    assert _PRIVATE is not None
+    return Lender(_PRIVATE.to_array, jax_device(device), _DLPACK_DEVICE[device.type])
+
+
+def wait_for(array: jax.Array, device: torch.device) -> None:
+    """Makes PyTorch's current stream of a GPU wait until JAX has written the array; on a CPU, waits itself."""
+    if device.type == "cpu":
+        array.block_until_ready()
+        return
+    assert _PRIVATE is not None
+    _PRIVATE.to_capsule(array, stream=current_stream(device).cuda_stream or 1)
+
+
 def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device, is_one_call: bool) -> list[jax.Array]:
     """Arrays over the memory of readable tensors; on a GPU, JAX waits for PyTorch's current stream."""
     if _PRIVATE is None:
@@ -287,8 +319,8 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device,
     if device.type == "cuda":
         stream = target.get_stream_for_external_ready_events()
         ready = torch.cuda.Event()
-        ready.record(_current_stream(device))
-        _external(stream, device).wait_event(ready)
+        ready.record(current_stream(device))
+        external_stream(stream, device).wait_event(ready)
     code = _DLPACK_DEVICE[device.type]
     to_array = _PRIVATE.to_array
     arrays = []
@@ -299,13 +331,13 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device,
     return arrays
 
 
-def _current_stream(device: torch.device) -> Any:
+def current_stream(device: torch.device) -> Any:
     """PyTorch's current stream of a GPU, as an object that is kept: torch.cuda.current_stream makes one each time."""
-    return _external(private.stream_handle(device.index), device)
+    return external_stream(private.stream_handle(device.index), device)
 
 
 @functools.lru_cache(maxsize=64)
-def _external(stream: int, device: torch.device) -> torch.cuda.Stream:
+def external_stream(stream: int, device: torch.device) -> torch.cuda.Stream:
     """The stream of this handle. Of 0, the default stream's, torch.cuda.ExternalStream would make a new stream."""
     return torch.cuda.ExternalStream(stream, device=device) if stream else torch.cuda.default_stream(device)
 

@@ -7,7 +7,7 @@ goes past that implementation (below_autograd), which would cost 20 microseconds
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from jax_kernels import dispatch
-from jax_kernels.bridge import dlpack, fork, memory, private
+from jax_kernels.bridge import dlpack, fork, in_place, memory, private
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 
@@ -255,19 +255,31 @@ def _device_info(device: torch.device) -> Any:
     return dispatch.device_info(dlpack.jax_device(device))
 
 
-@contextlib.contextmanager
-def planning_for(device: torch.device) -> Iterator[None]:
+class _Planning:
+    """The context of planning_for, without the time that generators take."""
+
+    __slots__ = ("_outside", "_target")
+
+    def __init__(self, target: contextlib.AbstractContextManager[Any]) -> None:
+        self._target = target
+        self._outside = dlpack.outside_of_traces()
+
+    def __enter__(self) -> None:
+        self._outside.__enter__()
+        self._target.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._target.__exit__(*error)
+        self._outside.__exit__(*error)
+
+
+def planning_for(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Makes JAX plan for this device inside the block, whatever its default device is, and trace nothing of outside.
 
     A meta tensor has the plan of JAX's default device. Raises RuntimeError in a forked process.
     """
     fork.refuse()
-    with dlpack.outside_of_traces():
-        if device.type == "meta":
-            yield
-            return
-        with dispatch.on_device(_device_info(device)):
-            yield
+    return _Planning(contextlib.nullcontext() if device.type == "meta" else dispatch.on_device(_device_info(device)))
 
 
 def run(
@@ -294,12 +306,16 @@ def _through_jax(
     device = given[0].device
     dlpack.refuse_capture(device)
     masks = () if operands is None else (operands.masks,)
+    structure = None if operands is None else operands.signature
+    arguments = in_place.Arguments(masks, given, tuple([x is None for x in tensors]), structure)
+    planning = functools.partial(planning_for, device)
 
     def call() -> list[torch.Tensor]:
+        if device.type == "cuda" and (found := in_place.run(function, arguments, device, planning)) is not None:
+            return found
         arrays, owners = dlpack.import_tensors(given, device, is_one_call=True)
-        filled = iter(arrays)
-        with planning_for(device):
-            results = function(*masks, *(None if tensor is None else next(filled) for tensor in tensors))
+        with planning():
+            results = function(*arguments.placed(arrays))
         return dlpack.export_arrays(results, device, owners)
 
     return memory.with_room(device, call)
@@ -375,8 +391,9 @@ def _call_of(chain: Any) -> KnownCall | None:
 
 
 def forget() -> None:
-    """Drops the functions whose calls are known."""
+    """Drops the functions whose calls are known, and their programs."""
     _KNOWN.clear()
+    in_place.forget()
 
 
 def is_plain_call() -> bool:

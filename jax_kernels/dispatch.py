@@ -9,7 +9,7 @@ import contextvars
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -152,15 +152,25 @@ def interpreting() -> bool:
     return os.environ.get("JAX_KERNELS_INTERPRET", "") not in ("", "0")
 
 
-@contextlib.contextmanager
-def on_device(device: DeviceInfo | str) -> Iterator[DeviceInfo]:
+class _Target:
+    """The context of on_device. The bridge enters it in each call, so it is no generator, which would take longer."""
+
+    __slots__ = ("_info", "_token")
+
+    def __init__(self, info: DeviceInfo) -> None:
+        self._info = info
+
+    def __enter__(self) -> DeviceInfo:
+        self._token = _TARGET.set(self._info)
+        return self._info
+
+    def __exit__(self, *_: object) -> None:
+        _TARGET.reset(self._token)
+
+
+def on_device(device: DeviceInfo | str) -> contextlib.AbstractContextManager[DeviceInfo]:
     """Plan for this device inside the block, whatever the machine has: compiling ahead, and the bridge, use it."""
-    info = device if isinstance(device, DeviceInfo) else device_info(device)
-    token = _TARGET.set(info)
-    try:
-        yield info
-    finally:
-        _TARGET.reset(token)
+    return _Target(device if isinstance(device, DeviceInfo) else device_info(device))
 
 
 def target_device(*arrays: Any) -> DeviceInfo:

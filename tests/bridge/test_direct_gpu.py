@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack, masks
+from jax_kernels.bridge import dlpack, in_place, masks
 from jax_kernels.bridge.direct import route
 
 pytestmark = [
@@ -26,14 +26,18 @@ SLEEP = 20_000_000  # cycles: about 12 ms on an H200
 @contextlib.contextmanager
 def only_direct():
     """Fails, with the reasons of the route, where a call inside the block goes through DLPack."""
-    before, own, taken = len(route.reasons()), dlpack.import_tensors, []
+    before, taken = len(route.reasons()), []
 
-    def counted(*given, **options):
-        taken.append(given)
-        return own(*given, **options)
+    def counting(own):
+        def counted(*given, **options):
+            taken.append(given)
+            return own(*given, **options)
+
+        return counted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dlpack, "import_tensors", counted)
+        patch.setattr(dlpack, "import_tensors", counting(dlpack.import_tensors))
+        patch.setattr(in_place, "run", counting(in_place.run))
         yield
     reasons = route.reasons()
     assert not taken, f"{len(taken)} calls went through DLPack; new reasons: {reasons[before:]}; all: {set(reasons)}"

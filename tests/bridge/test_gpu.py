@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack, masks, operands
+from jax_kernels.bridge import dlpack, in_place, masks, operands
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,8 +73,10 @@ def test_the_host_does_not_wait():
     assert queued < total / 2, (queued, total)
 
 
-@pytest.mark.parametrize("route", ["private", "public"])
+@pytest.mark.parametrize("route", ["in place", "private", "public"])
 def test_a_side_stream_is_followed_in_and_out(route, monkeypatch):
+    if route == "private":
+        monkeypatch.setattr(in_place, "run", lambda *given: None)
     if route == "public":
         monkeypatch.setattr(dlpack, "_PRIVATE", None)
     sources = detached()
@@ -132,10 +134,10 @@ def test_outputs_read_on_a_second_stream_stay_whole():
 
 def test_the_current_stream_is_pytorchs():
     device = torch.device("cuda", torch.cuda.current_device())
-    assert dlpack._current_stream(device).cuda_stream == torch.cuda.default_stream(device).cuda_stream
+    assert dlpack.current_stream(device).cuda_stream == torch.cuda.default_stream(device).cuda_stream
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        assert dlpack._current_stream(device).cuda_stream == side.cuda_stream
+        assert dlpack.current_stream(device).cuda_stream == side.cuda_stream
 
 
 def test_outputs_are_copied_when_jax_has_written_them():
@@ -148,6 +150,7 @@ def test_outputs_are_copied_when_jax_has_written_them():
 
 def test_jax_keeps_its_memory_until_it_is_copied(monkeypatch):
     """The copy is made late, and JAX's own work, which knows nothing of PyTorch's stream, runs meanwhile."""
+    monkeypatch.setattr(in_place, "run", lambda *given: None)
     inputs = detached()
     want = attend(*inputs)
     view = dlpack._view
@@ -171,7 +174,10 @@ def test_jax_keeps_its_memory_until_it_is_copied(monkeypatch):
     assert corrupted == 0
 
 
-def test_memory_is_given_back():
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_memory_is_given_back(is_in_place, monkeypatch):
+    if not is_in_place:
+        monkeypatch.setattr(in_place, "run", lambda *given: None)
     inputs = detached()
     for _ in range(100):
         attend(*inputs)
