@@ -67,10 +67,10 @@ class _Program:
         self._function = function
 
     def forms(self, key: Any, arguments: Arguments) -> tuple[_Result, ...] | None:
-        """The results' forms, where JAX may write in place. key: of the arguments."""
-        if key not in self.results:
-            self.results[key] = self._traced(arguments)
-        return self.results[key]
+        """Finds the results' forms of new arguments, where JAX may write in place. key: of the arguments."""
+        forms = self.results[key] = self._traced(arguments)
+        _bound(self.results)
+        return forms
 
     def _traced(self, arguments: Arguments) -> tuple[_Result, ...] | None:
         if not all(x.numel() for x in arguments.tensors):
@@ -98,9 +98,14 @@ def _program(function: Callable[..., Any]) -> _Program:
     program = _PROGRAMS.get(function)
     if program is None:
         program = _PROGRAMS[function] = _Program(function)
-        while len(_PROGRAMS) > _MOST:
-            _PROGRAMS.pop(next(iter(_PROGRAMS)), None)
+        _bound(_PROGRAMS)
     return program
+
+
+def _bound(entries: dict[Any, Any]) -> None:
+    """Drops the oldest entries of too many."""
+    while len(entries) > _MOST:
+        entries.pop(next(iter(entries)), None)
 
 
 def run(

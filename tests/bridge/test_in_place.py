@@ -165,6 +165,15 @@ def test_each_thread_has_its_events():
     assert found[0] is not found[1]
 
 
+def test_the_kinds_of_a_program_are_bounded(programs, monkeypatch):
+    monkeypatch.setattr(in_place, "_MOST", 3)
+    function = jax.jit(lambda x: [x + 1])
+    for length in (1, 2, 3, 4, 5, 1):
+        (found,) = run(function, torch.arange(float(length)))
+        assert found.tolist() == [x + 1 for x in range(length)]
+    assert len(programs[function].results) == 3
+
+
 def test_programs_are_forgotten():
     in_place._program(jax.jit(lambda x: [x]))
     library.forget()
