@@ -191,7 +191,7 @@ def prepare(
     arrangement = layout_of(layout, devices, request.q_length, *limits, is_free=is_free)
     ids = inputs.q_segment_ids
     if ids is None:
-        mask, ids = _without_segments(mask, arrangement, lax.axis_index(axis_name), len(query))
+        mask, ids = _without_segments(mask, arrangement, lax.axis_index(axis_name), query.shape[0])
     query, scale = checks.with_positive_scale(query, scale)
     bias = checked_bias(bias, (*inputs.query.shape[::2], request.q_length, devices * request.q_length), query.dtype)
     arrays = RingArrays(query, key, value, ids, inputs.sinks, mask, inputs.score_mod, bias)
