@@ -130,7 +130,7 @@ def forward_onto(planned: Any, inputs: AttentionInputs, total: Any, *, is_last: 
         planned = dataclasses.replace(planned, out_dtype="float32")
         out, lse, *_ = attention_forward(planned, inputs)
         return (out, lse) if total is None else merged(total, (out, lse))
-    joins = total is not None and inputs.value.shape[-1] <= WIDEST_JOINED and inputs.mask is None
+    joins = total is not None and inputs.value.shape[-1] <= WIDEST_JOINED
     is_rounded = is_last and (joins or total is None)
     # What sends the next keys has some of the multiprocessors for a while, and a reach makes some tiles short.
     blocks = dataclasses.replace(planned.config, forward=dataclasses.replace(planned.config.forward, dynamic=True))
@@ -149,20 +149,20 @@ def gradients_onto(
 
     planned: with the option float32_gradients.
     """
-    if _goes_on(planned, inputs):
+    if _goes_on(planned):
         found = attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout, dquery)
         return found.query, Pair.of(found.key, found.value)
     found = attention_gradients(planned, inputs, rows.lse, rows.delta, rows.dout)
     return dquery + found.query.astype(jnp.float32) / scale, Pair.of(found.key, found.value)
 
 
-def _goes_on(planned: Any, inputs: AttentionInputs) -> bool:
+def _goes_on(planned: Any) -> bool:
     """Whether the backward's kernel adds query's gradient to that of the steps before.
 
     Where XLA shares out its work, such a kernel would have whole arrays on each device.
     """
-    is_alone = inputs.mask is None and not is_partitioned()
-    return planned.implementation == "mosaic_gpu" and not planned.options.deterministic and is_alone
+    is_alone = not planned.options.deterministic and not is_partitioned()
+    return planned.implementation == "mosaic_gpu" and is_alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,8 +241,10 @@ class Step:
 
         share: how much of the heads the first part has, as nearly as whole heads can.
         """
+        if self.mask is not None:  # the backward's kernel takes lists for all heads alone
+            return []
         whole, kv_heads = self._whole_call(visitors), visitors.pair.key.shape[2]
-        if whole is None or not _goes_on(*whole) or kv_heads < 2:
+        if whole is None or not _goes_on(whole[0]) or kv_heads < 2:
             return []
         first = min(max(1, round(kv_heads * share)), kv_heads - 1)
         return [_some_heads(0, first), _some_heads(first, kv_heads - first)]

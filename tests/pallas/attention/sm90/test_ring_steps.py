@@ -22,6 +22,9 @@ CASES = {
     "masked_own_keys": STEP | {"number": 0, "is_causal": False, "is_masked": True, "joins": False},
     "masked": STEP | {"is_causal": False, "is_masked": True, "joins": True},
     "masked_striped": STEP | {"layout": "striped", "index": 0, "is_causal": False, "is_masked": True, "joins": True},
+    "masked_128": STEP | {"head_dim": 128, "is_causal": False, "is_masked": True, "joins": True, "is_last": True},
+    "masked_dead": STEP
+    | {"layout": "contiguous", "index": 0, "is_causal": False, "is_masked": True, "joins": True, "is_last": True},
     "wide": STEP | {"head_dim": 256, "index": 0, "joins": True, "is_last": True},
 }
 QUICK = ["earlier", "grouped_128"]
