@@ -72,6 +72,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layout", default="zigzag", choices=LAYOUTS, help="of the causal cases")
     told = "the causal cases have their limits, and 128 global tokens, as a mask"
     parser.add_argument("--masked", action="store_true", help=told)
+    told = "time the kernels of the first GPU in calls more, by CUPTI: profile_ms of the rows"
+    parser.add_argument("--profile", action="store_true", help=told)
     told = "comma list of global tokens of which one call, the first, is timed, causal; '' for none"
     parser.add_argument("--long", default="", help=told)
     told = "processes that compile cases at once; they take turns on the GPUs"
@@ -116,6 +118,7 @@ def cases(args: argparse.Namespace) -> list[RingCase]:
             window=args.window if causal else 0,
             layout=args.layout,
             is_masked=args.masked,
+            has_profile=args.profile,
             sends_ahead=args.sends_ahead,
             has_copies=not args.nccl,
             permutes_up_to=args.permutes_up_to,
@@ -282,6 +285,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row['local_tokens']} tokens each, {row['direction']}, {row['link']} ({row['gigabytes_per_s']:.0f} GB/s)"
         )
         console.print(f"expected: {where}: {shares}")
+    for row in run.results["rows"]:
+        if (profile := row.get("profile_ms")) is not None:
+            told = ", ".join(f"{name} {x:.3f}" for name, x in profile.items() if name != "kernels")
+            where = f"{row['devices']} x {row['local_tokens']} tokens, {row['mode']}, {row['contender']}"
+            kernels = [f"\n{x['ms']:10.3f} {x['launches']:6.1f}  {x['name']}" for x in profile["kernels"][:12]]
+            console.print(f"profile: {where}: {told}{''.join(kernels)}", markup=False)
     reasons = dict.fromkeys(
         f"{x['contender']}: {x['status']}: {x['reason']}" for x in run.results["rows"] if x["reason"]
     )

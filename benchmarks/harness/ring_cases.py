@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from harness.cases import DTYPES, Case, relative_error
+from harness.device_activity import DeviceActivity
 from harness.timing import Contender, alternate, host_timer, skipped, spread
 from jax_kernels import compiler_options, flash_attention, masks, ring_attention, shard_sequence
 from jax_kernels.pallas.block_specs import sm90
@@ -27,6 +28,7 @@ __all__ = ["PARTS", "RingCase", "measure", "row_of"]
 PARTS = ("ring", "compute", "communication")
 MODES = ("fwd", "fwdbwd")
 TOKENS = jax.P(None, "sequence")
+PROFILED = 10  # queued calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,8 @@ class RingCase:
     that a query sees, under a causal mask; 0 for all. layout: of the causal cases. is_masked: whether a causal case has
     its limits as a mask, with 128 global tokens. sends_ahead: as in ring_attention; XLA hides so many at a time.
     has_copies: whether sends are copies from GPU to GPU, by compiler_options. permutes_up_to: so many devices exchange
-    heads by permutes; None for what the block specs say.
+    heads by permutes; None for what the block specs say. has_profile: whether CUPTI tells, of calls more, the
+    time of each kernel on the first GPU.
     """
 
     devices: int
@@ -60,6 +63,7 @@ class RingCase:
     sends_ahead: int | None = None
     has_copies: bool = True
     permutes_up_to: int | None = None
+    has_profile: bool = False
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -110,6 +114,7 @@ def row_of(case: RingCase, mode: str, contender: Contender) -> dict[str, Any]:
 
 def measure(case: RingCase) -> list[dict[str, Any]]:
     """The rows of a case: all contenders take turns, by the wall clock over queued calls."""
+    activity = _device_activity() if case.has_profile else None
     parts = case.parts if case.devices > 1 else PARTS[:1]
     found = jax.device_count()
     if case.devices > found:
@@ -122,7 +127,7 @@ def measure(case: RingCase) -> list[dict[str, Any]]:
     )
     arrays = _inputs(case, mesh)
     contenders = [(mode, Contender(part, "jax")) for mode in case.modes for part in parts]
-    lowered, memory = [], {}
+    lowered, memory, profiles = [], {}, {}
     for mode, contender in contenders:
         with contender.attempt(), _permutes_up_to(case.permutes_up_to):
             program, used = _program(case, mesh, mode, contender.name, arrays)
@@ -141,10 +146,28 @@ def measure(case: RingCase) -> list[dict[str, Any]]:
                     contender.judge(relative_error(outputs, _on_one_device(case, mesh, mode)), "one device")
     if not case.once:
         alternate([contender for _, contender in contenders], host_timer, rounds=case.rounds, seconds=case.seconds)
+    if activity is not None:
+        for mode, contender, future, used in compiled:
+            with contender.attempt():
+                work = functools.partial(_queued, future.result(), used)
+                profiles[mode, contender.name] = activity.profile(work, PROFILED)
     return [
-        row_of(case, mode, contender) | {"gigabytes": memory.get((mode, contender.name))}
+        row_of(case, mode, contender)
+        | {name: found.get((mode, contender.name)) for name, found in (("gigabytes", memory), ("profile_ms", profiles))}
         for mode, contender in contenders
     ]
+
+
+@functools.cache
+def _device_activity() -> DeviceActivity:
+    """CUPTI's records of this process."""
+    return DeviceActivity()
+
+
+def _queued(run: Callable[..., Any], arrays: Sequence[jax.Array]) -> None:
+    for _ in range(PROFILED):
+        results = run(*arrays)
+    jax.block_until_ready(results)
 
 
 @contextlib.contextmanager

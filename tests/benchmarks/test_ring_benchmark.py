@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,23 @@ def test_a_layout_and_a_mask(capsys):
         ("ok", "contiguous", True, False)
     }
     assert max(row["error"] for row in rows) < 1e-2
+
+
+def test_a_profile(monkeypatch):
+    """Calls more, of programs that are compiled already; each row has what CUPTI tells."""
+    asked = []
+
+    def profile(work, calls):
+        asked.append(calls)
+        work()
+        return {"kernels": [], "span": 2.0}
+
+    monkeypatch.setattr(ring_cases, "_device_activity", lambda: types.SimpleNamespace(profile=profile))
+    (case, _) = ring.cases(ring.arguments(f"--devices 1 --tokens 32 --profile {WORDS}".split()))
+    rows = ring_cases.measure(case)
+    assert asked == [10, 10]
+    assert [row["profile_ms"] for row in rows] == [{"kernels": [], "span": 2.0}] * 2
+    assert ring_cases.measure(dataclasses.replace(case, has_profile=False))[0]["profile_ms"] is None
 
 
 def test_cases():
