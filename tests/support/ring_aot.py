@@ -1,15 +1,17 @@
 """Compiles ring_attention for the H200s of one machine, without one, and prints what its schedule hides, as JSON.
 
-    python tests/support/ring_aot.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo]
+    python tests/support/ring_aot.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo] [masked]
 
-MODE: "fwd" or "both". halo: with neighbouring tokens on each, under a window of 1,024. {"beside": of each collective
-permute, the kernels that begin between its start and its end; 0 where it is waited for, "temporary": MiB}.
+MODE: "fwd" or "both". halo: with neighbouring tokens on each, under a window of 1,024. masked: under a mask as data.
+{"beside": of each collective permute, the kernels that begin between its start and its end; 0 where it is waited for,
+"temporary": MiB}.
 """
 
 import functools
 import json
 import re
 import sys
+from collections.abc import Sequence
 
 import aot
 import jax
@@ -18,16 +20,19 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from jax_kernels import ring_attention
+from jax_kernels import masks, ring_attention
 from jax_kernels.dispatch import on_device
 
 LOCAL_TOKENS = 8192
 
 
-def compiled(devices: int, mode: str, *, check_vma: bool, sends_ahead: int | None = None, has_halo: bool = False):
+def compiled(devices: int, mode: str, words: Sequence[str], sends_ahead: int | None = None):
     """The program over so many H200s, causal, of LOCAL_TOKENS on each."""
-    options = {"layout": "contiguous", "window": (1024, 0)} if has_halo else {"sends_ahead": sends_ahead}
-    options |= {"strategy": "halo" if has_halo else "ring", "is_causal": True}
+    options = {"strategy": "ring", "is_causal": True, "sends_ahead": sends_ahead}
+    if "halo" in words:
+        options |= {"strategy": "halo", "layout": "contiguous", "window": (1024, 0)}
+    if "masked" in words:
+        options |= {"is_causal": False, "mask": masks.sliding_window(4096, 0) | masks.global_tokens(128)}
     attend = functools.partial(ring_attention, axis_name="sequence", **options)
 
     def both(query, key, value, dout):
@@ -43,7 +48,11 @@ def compiled(devices: int, mode: str, *, check_vma: bool, sends_ahead: int | Non
         mesh = Mesh(np.array(topology.devices), ("sequence",))
         device = aot.abstract_device(info)
         shared = jax.shard_map(
-            both if mode == "both" else forward, mesh=mesh, in_specs=tokens, out_specs=tokens, check_vma=check_vma
+            both if mode == "both" else forward,
+            mesh=mesh,
+            in_specs=tokens,
+            out_specs=tokens,
+            check_vma="check_vma" in words,
         )
         shape = 1, devices * LOCAL_TOKENS, 16, 128
         x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, tokens))
@@ -56,7 +65,7 @@ def compiled(devices: int, mode: str, *, check_vma: bool, sends_ahead: int | Non
 
 def main(devices: str, mode: str, *words: str) -> None:
     ahead = next((int(word) for word in words if word.isdecimal()), None)
-    program = compiled(int(devices), mode, check_vma="check_vma" in words, sends_ahead=ahead, has_halo="halo" in words)
+    program = compiled(int(devices), mode, words, sends_ahead=ahead)
     entry = program.as_text().split("\nENTRY", 1)[1].splitlines()
     beside, in_flight, kernels = [], {}, 0
     for line in entry:

@@ -2,7 +2,7 @@
 
 A script, as a kernel that deadlocks hangs its process. Each argument is the JSON of a case: head_dim, heads, kv_heads,
 number (of the step), index (of the device), layout, is_causal, joins (whether there is a result of earlier steps),
-and perhaps is_masked (by MASK).
+and perhaps mask (one of MASKS).
 It prints a line of JSON for each: the errors, and whether there were races.
 """
 
@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from rings import errors_of
+from rings import FUNCTION, errors_of
 
 from jax_kernels import masks
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
 
 TOKENS = 256
-MASK = masks.causal() & masks.sliding_window(150, 0) | masks.global_tokens(40)
+MASKS = {"limits": masks.causal() & masks.sliding_window(150, 0) | masks.global_tokens(40), "function": FUNCTION}
 
 
 def run(case: dict) -> dict:
@@ -44,7 +44,7 @@ def run(case: dict) -> dict:
 
     def step(query, index):
         options = {"scale": scale, "implementation": "mosaic_gpu"}
-        mask = MASK if case.get("is_masked") else None
+        mask = MASKS.get(case.get("mask"))
         number = case["number"]
         return Step(layout=layout, number=number, index=index, query=query, q_ids=None, mask=mask, options=options)
 
@@ -74,8 +74,8 @@ def run(case: dict) -> dict:
     source = (case["index"] - case["number"]) % 2
     keep = np.ones((TOKENS, TOKENS), bool)
     q_places, k_places = layout.tokens(case["index"])[:, None], layout.tokens(source)
-    if case.get("is_masked"):
-        keep = np.asarray(MASK.elements(0, 0, jnp.asarray(q_places), jnp.asarray(k_places)))
+    if "mask" in case:
+        keep = np.asarray(MASKS[case["mask"]].elements(0, 0, jnp.asarray(q_places), jnp.asarray(k_places)))
     elif case["is_causal"]:
         keep = q_places >= k_places
     scores = np.where(keep, np.einsum("bthd,bshd->bhts", q, k) * scale, -np.inf)

@@ -241,7 +241,7 @@ class Step:
 
         share: how much of the heads the first part has, as nearly as whole heads can.
         """
-        if self.mask is not None:  # the backward's kernel takes lists for all heads alone
+        if self.mask is not None and self.mask.heads > 1:  # its lists are of all heads
             return []
         whole, kv_heads = self._whole_call(visitors), visitors.pair.key.shape[2]
         if whole is None or not _goes_on(whole[0]) or kv_heads < 2:

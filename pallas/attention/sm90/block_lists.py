@@ -26,7 +26,7 @@ from jax_kernels.masks import Mask
 from jax_kernels.masks.checks import offset as offset_of
 from jax_kernels.masks.limits import whole_mask
 from jax_kernels.masks.lists import BlockLists, block_status, compress, packed_lists, sided
-from jax_kernels.pallas.attention.sm90 import mask_bits
+from jax_kernels.pallas.attention.sm90 import head_views, mask_bits
 from jax_kernels.pallas.attention.sm90.bias import of_head
 from jax_kernels.pallas.mosaic.layouts import PART
 
@@ -144,7 +144,8 @@ class ListedCall:
         heads together, whose blocks of queries are numbered one head after another. heads_together: of so many heads
         the tiles stand in the table together.
         """
-        (batch, q_length, heads), (kv_length, kv_heads) = inputs.query.shape[:3], inputs.key.shape[1:3]
+        (batch, q_length), kv_length = inputs.query.shape[:2], inputs.key.shape[1]
+        heads, kv_heads = head_views.head_counts(inputs.query, inputs.key, options)
         sizes = (batch, heads, kv_heads, (q_length, kv_length), (block_q, block_kv), by, heads_together)
         q_offset = options.q_offset if inputs.q_offset is None else None
         return ListedCall(*sizes, options.is_causal, options.window, q_offset)
@@ -199,6 +200,7 @@ def lists_of(
     if not has_lists(inputs, options):
         return None
     call = ListedCall.of(inputs, options, **blocks)
+    assert call.heads == inputs.query.shape[2] or inputs.mask.heads == 1, options  # else the mask is of other heads
     for prepared in inputs.lists or ():
         if (lists := prepared.of(call)) is not None:
             return lists

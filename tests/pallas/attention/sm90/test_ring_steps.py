@@ -19,12 +19,24 @@ CASES = {
     "dead_128": STEP | {"head_dim": 128, "layout": "contiguous", "index": 0, "joins": True, "is_last": True},
     "striped": STEP | {"layout": "striped", "joins": True, "is_last": True},
     "full": STEP | {"is_causal": False, "layout": "contiguous", "joins": True},
-    "masked_own_keys": STEP | {"number": 0, "is_causal": False, "is_masked": True, "joins": False},
-    "masked": STEP | {"is_causal": False, "is_masked": True, "joins": True},
-    "masked_striped": STEP | {"layout": "striped", "index": 0, "is_causal": False, "is_masked": True, "joins": True},
-    "masked_128": STEP | {"head_dim": 128, "is_causal": False, "is_masked": True, "joins": True, "is_last": True},
+    "masked_own_keys": STEP | {"number": 0, "is_causal": False, "mask": "limits", "joins": False},
+    "masked": STEP | {"is_causal": False, "mask": "limits", "joins": True},
+    "masked_striped": STEP | {"layout": "striped", "index": 0, "is_causal": False, "mask": "limits", "joins": True},
+    "masked_128": STEP | {"head_dim": 128, "is_causal": False, "mask": "limits", "joins": True, "is_last": True},
     "masked_dead": STEP
-    | {"layout": "contiguous", "index": 0, "is_causal": False, "is_masked": True, "joins": True, "is_last": True},
+    | {"layout": "contiguous", "index": 0, "is_causal": False, "mask": "limits", "joins": True, "is_last": True},
+    "masked_in_parts": STEP
+    | {"head_dim": 128, "is_causal": False, "mask": "limits", "joins": True, "is_last": True, "in_parts": True},
+    "function_in_parts": STEP
+    | {
+        "head_dim": 128,
+        "heads": 4,
+        "index": 0,
+        "is_causal": False,
+        "mask": "function",
+        "joins": True,
+        "in_parts": True,
+    },
     "wide": STEP | {"head_dim": 256, "index": 0, "joins": True, "is_last": True},
 }
 QUICK = ["earlier", "grouped_128"]
