@@ -25,6 +25,7 @@ from jax_kernels import flash_attention, masks, ring_attention, shard_sequence, 
 from jax_kernels.attention_inputs import HeadView
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
+from jax_kernels.ops.ring import halo
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.ring_attention import OF_HEADS, prepare, with_results
 from jax_kernels.ops.ring.steps import Pair, Step
@@ -63,6 +64,16 @@ CASES = {
         {"is_causal": True, "window": (5, 0), "segment_ids": True, "sinks": True, "strategy": "halo"},
     ),
     "halo_both": (4, "zigzag", {"window": (3, 6), "strategy": "halo", "segment_ids": True}),
+    "halo_of_a_part": (
+        4,
+        "zigzag",
+        {"window": (3, 1), "strategy": "halo", "segment_ids": True, "sinks": True, "tile": 2},
+    ),
+    "halo_of_a_part_causal": (
+        2,
+        "contiguous",
+        {"is_causal": True, "window": (5, 0), "strategy": "halo", "sinks": True, "tile": 4},
+    ),
     "halo_right": (2, "zigzag", {"window": (0, 12), "sinks": True, "strategy": "halo"}),
     "halo_contiguous": (4, "contiguous", {"window": (12, 5), "sinks": True, "strategy": "halo"}),
     "halo_causal": (3, "contiguous", {"is_causal": True, "window": (16, 0), "softcap": 2.0, "strategy": "halo"}),
@@ -83,7 +94,7 @@ CASES = {
     "ahead_window": (8, "contiguous", {"window": (20, 8), "sinks": True, "sends_ahead": 3}),
     "unchecked": (4, "zigzag", {"is_causal": True, "check_vma": False}),
 }
-QUICK = ["zigzag", "packed", "window", "auto", "ahead_halves", "halo"]
+QUICK = ["zigzag", "packed", "window", "auto", "ahead_halves", "halo_of_a_part"]
 
 
 @contextlib.contextmanager
@@ -115,6 +126,10 @@ def run_case(devices, layout, options):
     if options.get("halves"):
         with heads_in_halves():
             return run_case(devices, layout, {name: x for name, x in options.items() if name != "halves"})
+    if "tile" in options:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(halo, "TILE", options["tile"])
+            return run_case(devices, layout, {name: x for name, x in options.items() if name != "tile"})
     if "permutes_up_to" in options:
         options = dict(options)
         row = RingRow(strategy="ring", permutes_up_to=options.pop("permutes_up_to"))
