@@ -74,8 +74,9 @@ class Side:
             goes_on = [is_inner if self.is_before else is_not_last]
         else:
             goes_on = [is_inner, True] if self.is_before else [True, is_inner]
-        near = jnp.where(jnp.stack(goes_on), self.count, 2 * self.count + self.reach)
-        return near if self.is_before else -near
+        # Of twice as far, the nearest query and key are count + 1 from each other, which is more than the reach.
+        distances = jnp.where(jnp.stack(goes_on), self.count, 2 * self.count)
+        return distances if self.is_before else -distances
 
     @property
     def _arrivals(self) -> tuple[int, int]:

@@ -63,11 +63,11 @@ CASES = {
         "zigzag",
         {"is_causal": True, "window": (5, 0), "segment_ids": True, "sinks": True, "strategy": "halo"},
     ),
-    "halo_both": (4, "zigzag", {"window": (3, 6), "strategy": "halo", "segment_ids": True}),
+    "halo_both": (4, "zigzag", {"window": (3, 6), "strategy": "halo"}),
     "halo_of_a_part": (
         4,
         "zigzag",
-        {"window": (3, 1), "strategy": "halo", "segment_ids": True, "sinks": True, "tile": 2},
+        {"window": (3, 1), "strategy": "halo", "sinks": True, "tile": 2},
     ),
     "halo_of_a_part_causal": (
         2,
