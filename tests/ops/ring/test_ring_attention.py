@@ -409,6 +409,7 @@ def test_the_block_specs_choose_by_size(monkeypatch):
         ({}, 2, (1, 9)),
         ({}, 1, (1, 3)),
         ({"window": (4, 0)}, 2, (2, 4)),
+        ({"mask": masks.sliding_window(4, 0)}, 2, (2, 4)),
         ({"window": (4, 0), "strategy": "ring"}, 2, (1, 3)),
         ({"window": (5, 0)}, 2, (2, 9)),
         ({"window": (5, 0)}, 1, (2, 4)),
