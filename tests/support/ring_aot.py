@@ -1,8 +1,9 @@
 """Compiles ring_attention for the H200s of one machine, without one, and prints what its schedule hides, as JSON.
 
-    python tests/support/ring_aot.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo] [masked]
+    python tests/support/ring_aot.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo] [zigzag_halo] [masked]
 
-MODE: "fwd" or "both". halo: with neighbouring tokens on each, under a window of 1,024. masked: under a mask as data.
+MODE: "fwd" or "both". halo: with neighbouring tokens on each, under a window of 1,024; zigzag_halo: the same, but in
+the zigzag layout. masked: under a mask as data.
 {"beside": of each collective permute, the kernels that begin between its start and its end; 0 where it is waited for,
 "temporary": MiB}.
 """
@@ -29,8 +30,9 @@ LOCAL_TOKENS = 8192
 def compiled(devices: int, mode: str, words: Sequence[str], sends_ahead: int | None = None):
     """The program over so many H200s, causal, of LOCAL_TOKENS on each."""
     options = {"strategy": "ring", "is_causal": True, "sends_ahead": sends_ahead}
-    if "halo" in words:
-        options |= {"strategy": "halo", "layout": "contiguous", "window": (1024, 0)}
+    if "halo" in words or "zigzag_halo" in words:
+        layout = "contiguous" if "halo" in words else "zigzag"
+        options |= {"strategy": "halo", "layout": layout, "window": (1024, 0)}
     if "masked" in words:
         options |= {"is_causal": False, "mask": masks.sliding_window(4096, 0) | masks.global_tokens(128)}
     attend = functools.partial(ring_attention, axis_name="sequence", **options)

@@ -17,6 +17,7 @@ import pytest
         pytest.param(2, "both", ("check_vma",), [1] * 3, marks=pytest.mark.slow),
         pytest.param(4, "both", (), [1] * 9, marks=pytest.mark.slow),
         pytest.param(4, "both", ("halo",), [1] * 2, marks=pytest.mark.slow),
+        pytest.param(4, "both", ("zigzag_halo",), [1] * 4, marks=pytest.mark.slow),
         pytest.param(2, "both", ("masked",), [1] * 3, marks=pytest.mark.slow),
         pytest.param(4, "both", ("2",), [1, 2, 2, 1, 2, 1, 1, 1, 1], marks=pytest.mark.slow),
     ],
