@@ -155,8 +155,9 @@ def _beside(
 ) -> tuple[list[Any], list[Any]]:
     """The results of each part of some work, and of the sends. XLA hides one send at a time behind a part.
 
-    work: a function of (part, parts, given), whose arrays `given` are.
+    work: a function of (part, parts, given), whose arrays `given` are. parts: the most that there may be.
     """
+    parts = min(parts, max(1, len(sends)))
     arrived: list[Any] = [None] * len(sends)
     results: list[Any] = []
     trees = [send.tree for send in sends]
