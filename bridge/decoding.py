@@ -16,6 +16,7 @@ import torch
 
 from jax_kernels import dispatch
 from jax_kernels.bridge import growing, private
+from jax_kernels.bridge.bounded import drop_oldest
 from jax_kernels.bridge.function import JaxOp, seen
 from jax_kernels.ops import decode_attention as ops
 
@@ -184,8 +185,7 @@ def _stays(x: torch.Tensor) -> bool:
     if seen is not None and seen() is x:
         return True
     _SEEN[id(x)] = weakref.ref(x)
-    while len(_SEEN) > _MOST_SEEN:
-        _SEEN.pop(next(iter(_SEEN)), None)
+    drop_oldest(_SEEN, _MOST_SEEN)
     return False
 
 

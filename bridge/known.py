@@ -15,6 +15,7 @@ import torch
 from torch.autograd import forward_ad
 
 from jax_kernels.bridge import private
+from jax_kernels.bridge.bounded import drop_oldest
 from jax_kernels.bridge.direct import route
 
 __all__ = ["Known", "KnownCall", "clear", "count", "same_tensors"]
@@ -145,8 +146,7 @@ class Known:
             self._calls[key] = call
         except TypeError:  # the statics are not hashable
             return
-        while len(self._calls) > _MOST:
-            self._calls.pop(next(iter(self._calls)), None)
+        drop_oldest(self._calls, _MOST)
 
     def forget(self, key: Any) -> None:
         """Ends the call of a key."""

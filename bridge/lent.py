@@ -7,12 +7,13 @@ interpreter's lock from the thread that calls.
 
 import ctypes
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import torch
+
+from jax_kernels.bridge.bounded import drop_oldest
 
 __all__ = ["Lender"]
 
@@ -86,7 +87,8 @@ class Lender:
         form = self._forms.get(key)
         if form is None:
             form = _form_of(tensor)
-            _put(self._forms, key, form)
+            self._forms[key] = form
+            drop_oldest(self._forms, _MOST)
         _, _, malloc, copy, _ = functions = _functions()
         struct = malloc(_POINTER + len(form.rest))
         copy(struct, tensor.data_ptr().to_bytes(_POINTER, "little") + form.rest, _POINTER + len(form.rest))
@@ -98,15 +100,6 @@ class Lender:
         array = self._kept.get(key)
         if array is None or array.is_deleted():  # as somebody may do to all of jax.live_arrays()
             array = self.over(tensor)
-            _put(self._kept, key, array)
+            self._kept[key] = array
+            drop_oldest(self._kept, _MOST)
         return array
-
-
-_LOCK = threading.Lock()
-
-
-def _put(entries: dict[Any, Any], key: Any, value: Any) -> None:
-    with _LOCK:
-        entries[key] = value
-        dropped = [entries.pop(next(iter(entries))) for _ in range(len(entries) - _MOST)]
-    del dropped  # which may run code of JAX's

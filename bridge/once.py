@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from jax_kernels.bridge.bounded import drop_oldest
+
 __all__ = ["clear", "fresh_name", "once"]
 
 
@@ -43,8 +45,7 @@ class _Once:
                 self._made[key] = self._make(*key)
             self._locks.pop(own, None)
             value = self._made[key]
-            while len(self._made) > _MOST:
-                self._made.pop(next(iter(self._made)), None)
+            drop_oldest(self._made, _MOST)
             return value
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jax_kernels.bridge.bounded import drop_oldest
 from jax_kernels.bridge.once import fresh_name
 from jax_kernels.bridge.operands import MaskSignature
 
@@ -179,8 +180,7 @@ def keep(name: str, make: Callable[[], Plan]) -> Plan:
     with _LOCK:
         _RECIPES[name] = make
         plan = find_plan(name)
-        while len(_RECIPES) > _MOST:
-            del _RECIPES[next(iter(_RECIPES))]
+        drop_oldest(_RECIPES, _MOST)
         return plan
 
 
@@ -219,8 +219,7 @@ def _found(name: str, make: Callable[[], Plan]) -> Plan:
         plan = PLANS.get(name) or _ALIVE.get(name)
         if plan is None:
             plan = PLANS[name] = _ALIVE[name] = make()
-        while len(PLANS) > _MOST:
-            del PLANS[next(iter(PLANS))]
+        drop_oldest(PLANS, _MOST)
         return plan
 
 

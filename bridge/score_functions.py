@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.bridge import torch_forms, twins
+from jax_kernels.bridge.bounded import drop_oldest
 from jax_kernels.bridge.once import fresh_name
 
 __all__ = ["apart", "apart_in_graph", "filled", "in_jnp", "mask_mod", "reached"]
@@ -77,8 +78,7 @@ def apart(function: Any, argument: str = "score_mod") -> tuple[str, tuple[Path, 
         return name, tuple(paths)
     if (name := _NAMES.get(key)) not in _SKELETONS:
         _NAMES[key] = name = _kept(bare)
-        while len(_NAMES) > _MOST:
-            _NAMES.pop(next(iter(_NAMES)), None)
+        drop_oldest(_NAMES, _MOST)
     return name, tuple(paths)
 
 
@@ -101,8 +101,7 @@ def _kept(function: types.FunctionType) -> str:
     """The name of a new skeleton."""
     name = fresh_name("score_mod")
     _SKELETONS[name] = function
-    while len(_SKELETONS) > _MOST:
-        _SKELETONS.pop(next(iter(_SKELETONS)), None)
+    drop_oldest(_SKELETONS, _MOST)
     return name
 
 

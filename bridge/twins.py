@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from jax_kernels.bridge.bounded import drop_oldest
+
 __all__ = ["Place", "UnknownError", "first_of", "key_of", "names_of"]
 
 _MOST = 1024
@@ -48,8 +50,7 @@ def first_of(function: Any) -> Any:
     first = _FIRST.get(key)
     if first is None:
         first = _FIRST.setdefault(key, function if _SEEN.setdefault(function, key) == key else _copy(function))
-    while len(_FIRST) > _MOST:
-        _FIRST.pop(next(iter(_FIRST)), None)
+    drop_oldest(_FIRST, _MOST)
     return first
 
 
