@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from jax_kernels import dispatch
-from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge import dlpack, targets
 
 __all__ = ["Answer", "answer", "asking"]
 
@@ -53,7 +53,7 @@ def answer(function: Callable[..., Any], device: torch.device, *args: Any, **kwa
     """
     if _ASKING.get():
         args, kwargs = jax.tree.map(_without_values, (args, kwargs))
-        with library.planning_for(device):
+        with targets.planning_for(device):
             raise Answer(dispatch.explain(function, *args, **kwargs))
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_kernels.attention_inputs import AttentionResult
-from jax_kernels.bridge import dlpack, growing, library, private
+from jax_kernels.bridge import dlpack, growing, library, private, running, targets
 from jax_kernels.bridge.known import KnownCall, same_tensors
 from jax_kernels.bridge.once import once
 from jax_kernels.ops.attention import vjp as attention
@@ -257,7 +257,7 @@ def _check(device: torch.device, options: Options, *tensors: _Spec | None) -> No
         _, checked = _prepare(options, *tracers)
         return checked
 
-    with library.planning_for(device):
+    with targets.planning_for(device):
         jax.eval_shape(inputs, *specs)
 
 
@@ -389,7 +389,7 @@ def _known_backward(call: KnownCall, statics: Any, tensors: Sequence[torch.Tenso
             program = _backward_program(*given, *call.facts.options, *extra)
             if not same_tensors(_there(program.tensors), tensors):
                 return None
-            return KnownCall(library.chain_for(*program), _same)
+            return KnownCall(running.chain_for(*program), _same)
 
         call.backwards.learn(statics, tensors, make)
     return [x for index, x in enumerate(gradients) if wanted >> index & 1]
@@ -413,7 +413,7 @@ def known_call(tensors: Tensors, options: Options) -> KnownCall | None:
     program = (_forward_program if with_rows else _inference_program)(*tensors, *options)
     if not same_tensors(_there(program.tensors), _there(tensors)):
         return None
-    chain = library.chain_for(*program)
+    chain = running.chain_for(*program)
     facts = _Facts(options=options, there=tuple(x is not None for x in tensors), with_rows=options.return_lse)
     finish: Callable[[Any], Any] = _same
     if not options.return_lse and not needs_grad:

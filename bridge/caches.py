@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 
-from jax_kernels.bridge import any_shape, known, library, once, plans
+from jax_kernels.bridge import any_shape, known, once, plans, running
 from jax_kernels.bridge.direct import route
 
 __all__ = ["CacheInfo", "cache_info", "clear_cache"]
@@ -50,7 +50,7 @@ def clear_cache() -> None:
     Kernels in captured CUDA graphs stay loaded. Waits for the GPUs whose kernels it unloads.
     """
     known.clear()
-    library.forget()
+    running.forget()
     once.clear()
     plans.clear()
     any_shape.clear()

@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -32,12 +33,11 @@ from jax_kernels.bridge.held import Held
 from jax_kernels.bridge.lent import Lender
 
 __all__ = [
+    "after_current_stream",
     "check_dense",
     "check_dtype",
     "copied",
-    "current_stream",
     "export_arrays",
-    "external_stream",
     "has_private",
     "has_torch_dtype",
     "held_bytes",
@@ -177,7 +177,7 @@ def export_arrays(
     if device.type == "cpu":
         jax.block_until_ready(arrays)
         return [_view(array, None).clone() if array.size else _empty(array, device) for array in arrays]
-    stream = current_stream(device)
+    stream = _current_stream(device)
     # 0, the default stream's handle, means something else in DLPack, where 1 stands for it.
     handle = stream.cuda_stream or 1
     views = [_view(array, handle) if array.size else _empty(array, device) for array in arrays]
@@ -303,7 +303,7 @@ def wait_for(array: jax.Array, device: torch.device) -> None:
         array.block_until_ready()
         return
     assert _PRIVATE is not None
-    _PRIVATE.to_capsule(array, stream=current_stream(device).cuda_stream or 1)
+    _PRIVATE.to_capsule(array, stream=_current_stream(device).cuda_stream or 1)
 
 
 def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device, is_one_call: bool) -> list[jax.Array]:
@@ -315,12 +315,7 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device,
         # A pinned tensor would call itself a GPU's.
         tensors = [tensor.clone() if tensor.is_pinned() else tensor for tensor in tensors]
         return [jax.dlpack.from_dlpack(tensor, device=target, copy=False) for tensor in tensors]
-    stream = None
-    if device.type == "cuda":
-        stream = target.get_stream_for_external_ready_events()
-        ready = torch.cuda.Event()
-        ready.record(current_stream(device))
-        external_stream(stream, device).wait_event(ready)
+    stream = after_current_stream(device)
     code = _DLPACK_DEVICE[device.type]
     to_array = _PRIVATE.to_array
     arrays = []
@@ -331,13 +326,41 @@ def _over(tensors: list[torch.Tensor], device: torch.device, target: jax.Device,
     return arrays
 
 
-def current_stream(device: torch.device) -> Any:
+class _Ready(threading.local):
+    """The events that this thread records on PyTorch's streams, by the index of the GPU."""
+
+    def __init__(self) -> None:
+        self.events: dict[int, torch.cuda.Event] = {}
+
+
+_READY = _Ready()
+
+
+def after_current_stream(device: torch.device) -> int | None:
+    """A stream of JAX's that waits for PyTorch's current one; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    stream = _stream_of_jax(device)
+    ready = _READY.events.get(device.index)
+    if ready is None:
+        ready = _READY.events[device.index] = torch.cuda.Event()
+    ready.record(_current_stream(device))
+    stream.wait_event(ready)
+    return stream.cuda_stream
+
+
+@functools.cache
+def _stream_of_jax(device: torch.device) -> Any:
+    return _external_stream(jax_device(device).get_stream_for_external_ready_events(), device)
+
+
+def _current_stream(device: torch.device) -> Any:
     """PyTorch's current stream of a GPU, as an object that is kept: torch.cuda.current_stream makes one each time."""
-    return external_stream(private.stream_handle(device.index), device)
+    return _external_stream(private.stream_handle(device.index), device)
 
 
 @functools.lru_cache(maxsize=64)
-def external_stream(stream: int, device: torch.device) -> torch.cuda.Stream:
+def _external_stream(stream: int, device: torch.device) -> torch.cuda.Stream:
     """The stream of this handle. Of 0, the default stream's, torch.cuda.ExternalStream would make a new stream."""
     return torch.cuda.ExternalStream(stream, device=device) if stream else torch.cuda.default_stream(device)
 

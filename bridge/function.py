@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from jax_kernels.bridge import answers, any_shape, dlpack, flops, library, plan_vmap, private
+from jax_kernels.bridge import answers, any_shape, dlpack, flops, library, plan_vmap, private, running
 from jax_kernels.bridge.argument_names import leaf_names
+from jax_kernels.bridge.bounded import drop_oldest
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 from jax_kernels.bridge.operands import (
     NONE,
@@ -245,7 +246,7 @@ def _config() -> tuple[Any, ...]:
 def _known_call(request: Request, tensors: Sequence[torch.Tensor], operands: Operands | KeptOperands) -> KnownCall:
     grad = torch.is_grad_enabled()
     plan = plan_for(request, tuple(grad and x.requires_grad for x in tensors))
-    chain = library.chain_for(plan.forward, tensors, operands)
+    chain = running.chain_for(plan.forward, tensors, operands)
     is_single = plan.outputs == SINGLE
     finish = operator.itemgetter(0) if is_single else lambda results: rebuild(plan.outputs, iter(results))
     return KnownCall(chain, finish, KnownPlan if plan.has_gradient else None, PlanFacts(plan, operands))
@@ -331,8 +332,7 @@ def _op_of_duals(plan: str, operands: str, *tensors: torch.Tensor) -> tuple[torc
 def _results_of(recipe: str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     flat = _flat_call(recipe, list(tensors))
     _OUTPUTS[recipe] = flat.structure
-    while len(_OUTPUTS) > _MOST_OUTPUTS:
-        _OUTPUTS.pop(next(iter(_OUTPUTS)), None)
+    drop_oldest(_OUTPUTS, _MOST_OUTPUTS)
     return tuple(flat.results)
 
 

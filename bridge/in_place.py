@@ -9,7 +9,6 @@ import contextlib
 import functools
 import itertools
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +16,10 @@ import jax
 import torch
 
 from jax_kernels.bridge import dlpack, private
+from jax_kernels.bridge.bounded import drop_oldest
 from jax_kernels.bridge.held import while_others_capture
 from jax_kernels.bridge.lent import Lender
+from jax_kernels.bridge.targets import planning_for
 
 __all__ = ["Arguments", "forget", "run"]
 
@@ -69,7 +70,7 @@ class _Program:
     def forms(self, key: Any, arguments: Arguments) -> tuple[_Result, ...] | None:
         """Finds the results' forms of new arguments, where JAX may write in place. key: of the arguments."""
         forms = self.results[key] = self._traced(arguments)
-        _bound(self.results)
+        drop_oldest(self.results, _MOST)
         return forms
 
     def _traced(self, arguments: Arguments) -> tuple[_Result, ...] | None:
@@ -98,25 +99,14 @@ def _program(function: Callable[..., Any]) -> _Program:
     program = _PROGRAMS.get(function)
     if program is None:
         program = _PROGRAMS[function] = _Program(function)
-        _bound(_PROGRAMS)
+        drop_oldest(_PROGRAMS, _MOST)
     return program
 
 
-def _bound(entries: dict[Any, Any]) -> None:
-    """Drops the oldest entries of too many."""
-    while len(entries) > _MOST:
-        entries.pop(next(iter(entries)), None)
-
-
-def run(
-    function: Callable[..., Any],
-    arguments: Arguments,
-    device: torch.device,
-    planning: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> list[torch.Tensor] | None:
+def run(function: Callable[..., Any], arguments: Arguments, device: torch.device) -> list[torch.Tensor] | None:
     """The results of a jitted function, or None where JAX does not write them in place: run it in another way then.
 
-    planning: makes what is entered while JAX traces and runs. Never waits for a GPU on the host.
+    Never waits for a GPU on the host.
     """
     if not dlpack.has_private():
         return None
@@ -127,12 +117,12 @@ def run(
     if forms is None:
         if key in program.results:
             return None
-        with planning():
+        with planning_for(device):
             forms = program.forms(key, arguments)
         if forms is None:
             return None
     with _current(device):
-        written = _written(program, forms, arguments, device, planning)
+        written = _written(program, forms, arguments, device)
     if not written.is_in_place:
         program.results[key] = None
     return written.results
@@ -150,22 +140,16 @@ class _Written(NamedTuple):
     is_in_place: bool
 
 
-def _written(
-    program: _Program,
-    forms: tuple[_Result, ...],
-    arguments: Arguments,
-    device: torch.device,
-    planning: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> _Written:
+def _written(program: _Program, forms: tuple[_Result, ...], arguments: Arguments, device: torch.device) -> _Written:
     """Runs the program on the device that is current."""
     lender = _lender(device)
     read = [dlpack.readable(x) for x in arguments.tensors]
     results = [_empty(form, device) for form in forms]
     try:
         # The first array's wait for PyTorch's stream is that of all: JAX waits for each before the program begins.
-        first = lender.over(results[0], _after_current_stream(device))
+        first = lender.over(results[0], dlpack.after_current_stream(device))
         targets = [first, *[lender.over(x) for x in results[1:]]]
-        with planning():
+        with planning_for(device):
             arrays = program.jitted(targets, *arguments.placed([lender.kept(x) for x in read]))
         if not all(x.unsafe_buffer_pointer() == y.data_ptr() for x, y in zip(arrays, results, strict=True)):
             return _Written(dlpack.export_arrays(arrays, device, read), is_in_place=False)
@@ -193,31 +177,3 @@ def _settle(device: torch.device) -> None:
 @functools.cache
 def _lender(device: torch.device) -> Lender:
     return dlpack.lender(device)
-
-
-class _Ready(threading.local):
-    """The events that this thread records on PyTorch's streams, by the index of the GPU."""
-
-    def __init__(self) -> None:
-        self.events: dict[int, torch.cuda.Event] = {}
-
-
-_READY = _Ready()
-
-
-def _after_current_stream(device: torch.device) -> int | None:
-    """A stream of JAX's that waits for PyTorch's current one."""
-    if device.type != "cuda":
-        return None
-    stream = _stream_of_jax(device)
-    ready = _READY.events.get(device.index)
-    if ready is None:
-        ready = _READY.events[device.index] = torch.cuda.Event()
-    ready.record(dlpack.current_stream(device))
-    stream.wait_event(ready)
-    return stream.cuda_stream
-
-
-@functools.cache
-def _stream_of_jax(device: torch.device) -> Any:
-    return dlpack.external_stream(dlpack.jax_device(device).get_stream_for_external_ready_events(), device)

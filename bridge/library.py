@@ -5,7 +5,6 @@ exported program, in a compiled graph, under torch.func. A call in eager mode kn
 goes past that implementation (below_autograd), which would cost 20 microseconds.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,8 +13,7 @@ import torch
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from jax_kernels import dispatch
-from jax_kernels.bridge import dlpack, fork, in_place, memory, private
+from jax_kernels.bridge import private, running
 from jax_kernels.bridge.direct import route
 from jax_kernels.bridge.known import Known, KnownCall, same_tensors
 
@@ -25,18 +23,14 @@ __all__ = [
     "below_autograd",
     "below_function",
     "call_in_backward",
-    "chain_for",
     "define",
     "define_vmap",
-    "forget",
     "has_tangent",
     "is_plain_call",
     "one_by_one",
-    "planning_for",
     "refuse_gradient",
     "refuse_second_gradient",
     "refuse_tangent",
-    "run",
     "unwrapped",
 ]
 
@@ -46,7 +40,7 @@ _TENSOR = torch.Tensor
 
 
 class Program(NamedTuple):
-    """A call of an operator as `run` takes it."""
+    """A call of an operator as running.run takes it."""
 
     function: Callable[..., Any]
     tensors: Sequence[torch.Tensor | None]
@@ -77,14 +71,14 @@ def define(
 
     @private.unseen_by_dynamo
     def kernel(*arguments: Any) -> Any:
-        return finish(*arguments)(run(*program(*arguments)))
+        return finish(*arguments)(running.run(*program(*arguments)))
 
     def known_call(*arguments: Any) -> KnownCall | None:
         function, tensors, operands = program(*arguments)
         read = [x for x in tensors if x is not None]
         if (operands is not None and operands.masks) or not same_tensors(read, _seen(arguments).tensors):
             return None
-        return KnownCall(chain_for(function, tensors, operands), finish(*arguments))
+        return KnownCall(running.chain_for(function, tensors, operands), finish(*arguments))
 
     operator, direct = (
         _defined(full, schema, tags, kernel, known_call, fake, differentiate, label, push)
@@ -248,152 +242,6 @@ def one_by_one(operator: Callable[[], Any]) -> Callable[..., Any]:
         return [torch.stack(x) for x in zip(*each, strict=True)], 0
 
     return rule
-
-
-@functools.cache
-def _device_info(device: torch.device) -> Any:
-    return dispatch.device_info(dlpack.jax_device(device))
-
-
-class _Planning:
-    """The context of planning_for, without the time that generators take."""
-
-    __slots__ = ("_outside", "_target")
-
-    def __init__(self, target: contextlib.AbstractContextManager[Any]) -> None:
-        self._target = target
-        self._outside = dlpack.outside_of_traces()
-
-    def __enter__(self) -> None:
-        self._outside.__enter__()
-        self._target.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._target.__exit__(*error)
-        self._outside.__exit__(*error)
-
-
-def planning_for(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Makes JAX plan for this device inside the block, whatever its default device is, and trace nothing of outside.
-
-    A meta tensor has the plan of JAX's default device. Raises RuntimeError in a forked process.
-    """
-    fork.refuse()
-    return _Planning(contextlib.nullcontext() if device.type == "meta" else dispatch.on_device(_device_info(device)))
-
-
-def run(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
-) -> list[torch.Tensor]:
-    """Calls a jitted JAX function, whose results are a flat sequence of arrays, on tensors of one device.
-
-    operands: the Operands whose Masks are the function's first argument, or None where it takes none.
-
-    On a GPU its kernels are launched directly where they can be. Else, raises RuntimeError while a CUDA graph is being
-    captured: JAX queues its work on a stream of its own, which the graph would not hold.
-    """
-    given = [tensor for tensor in tensors if tensor is not None]
-    device = given[0].device
-    if device.type == "cuda" and (launched := _launched(function, tensors, given, operands)) is not None:
-        return launched
-    return _through_jax(function, tensors, given, operands)
-
-
-def _through_jax(
-    function: Callable[..., Any], tensors: Sequence[Any], given: Sequence[torch.Tensor], operands: Any
-) -> list[torch.Tensor]:
-    """run by the DLPack route. given: the tensors that are not None; they stand for those of `tensors` in turn."""
-    device = given[0].device
-    dlpack.refuse_capture(device)
-    masks = () if operands is None else (operands.masks,)
-    structure = None if operands is None else operands.signature
-    arguments = in_place.Arguments(masks, given, tuple([x is None for x in tensors]), structure)
-    planning = functools.partial(planning_for, device)
-
-    def call() -> list[torch.Tensor]:
-        if device.type == "cuda" and (found := in_place.run(function, arguments, device, planning)) is not None:
-            return found
-        arrays, owners = dlpack.import_tensors(given, device, is_one_call=True)
-        with planning():
-            results = function(*arguments.placed(arrays))
-        return dlpack.export_arrays(results, device, owners)
-
-    return memory.with_room(device, call)
-
-
-class _ThroughJax:
-    """A function with its tensors' places, that runs by the DLPack route as a chain does by the direct one."""
-
-    __slots__ = ("_function", "_operands", "_places")
-
-    def __init__(self, function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any) -> None:
-        self._function = function
-        self._places = [None if x is None else True for x in tensors]
-        self._operands = operands
-
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        return _through_jax(self._function, self._places, tensors, self._operands)
-
-
-def chain_for(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], operands: Any = None
-) -> Callable[..., list[torch.Tensor]]:
-    """The function of the tensors that are there: its chain, or what runs it by the DLPack route."""
-    chain, other = route.find(function, tensors, operands), _ThroughJax(function, tensors, operands)
-    device = next(x.device for x in tensors if x is not None)
-    if chain is None or operands is None or not operands.masks or device.type != "cuda":
-        return chain or other
-    return _UnderMasks(chain, other, operands, device)
-
-
-class _UnderMasks:
-    """A chain whose first inputs are the arrays of Masks."""
-
-    __slots__ = ("_chain", "_device", "_operands", "_other")
-
-    def __init__(self, chain: Any, other: _ThroughJax, operands: Any, device: torch.device) -> None:
-        self._chain = chain
-        self._other = other
-        self._operands = operands
-        self._device = device
-
-    def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        masks = self._operands.tensors(self._device)
-        return self._other(*tensors) if masks is None else self._chain(*masks, *tensors)
-
-
-_KNOWN: dict[Any, Known] = {}  # by function
-_MOST = 1024
-
-
-def _launched(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor | None], given: list[torch.Tensor], operands: Any
-) -> list[torch.Tensor] | None:
-    """route.launch, by a known call where there is one. given: the tensors that are not None."""
-    if operands is not None and operands.masks:
-        return route.launch(function, tensors, operands)
-    known = _KNOWN.get(function)
-    if known is None:
-        known = _KNOWN[function] = Known()
-        while len(_KNOWN) > _MOST:
-            _KNOWN.pop(next(iter(_KNOWN)), None)
-    statics = tuple(x is None for x in tensors)
-    if (call := known.find(statics, given)) is not None:
-        return call(given)
-    results = route.launch(function, tensors, operands)
-    if results is not None:
-        known.learn(statics, given, lambda: _call_of(route.find(function, tensors, operands)))
-    return results
-
-
-def _call_of(chain: Any) -> KnownCall | None:
-    return None if chain is None else KnownCall(chain, lambda results: results)
-
-
-def forget() -> None:
-    """Drops the functions whose calls are known, and their programs."""
-    _KNOWN.clear()
-    in_place.forget()
 
 
 def is_plain_call() -> bool:

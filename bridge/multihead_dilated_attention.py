@@ -10,7 +10,7 @@ import jax
 import torch
 from torch.nn import functional
 
-from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge import dlpack, targets
 from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.dispatch import explain
@@ -237,7 +237,7 @@ class MultiheadDilatedAttention(torch.nn.Module):
 
     def _plan(self, implementation: str | None) -> Any:
         x = jax.ShapeDtypeStruct(self._shape(), dlpack.jax_dtype(self.dtype))
-        with library.planning_for(self.device):
+        with targets.planning_for(self.device):
             return explain(ops.dilated_attention, x, x, x, implementation=implementation, **self.pattern)
 
     def _time_backends(self) -> dict[str, float]:

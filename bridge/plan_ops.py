@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from jax_kernels.bridge import library, private
+from jax_kernels.bridge import library, private, running
 from jax_kernels.bridge.known import KnownCall
 from jax_kernels.bridge.operands import KeptOperands, Operands, found
 from jax_kernels.bridge.planning import make_plan
@@ -164,7 +164,7 @@ class KnownPlan(torch.autograd.Function):
 
 
 def _known_backward(facts, tensors):
-    return KnownCall(library.chain_for(facts.plan.backward, tensors, facts.operands), _same)
+    return KnownCall(running.chain_for(facts.plan.backward, tensors, facts.operands), _same)
 
 
 def _differentiate(tensors, plan, operands=""):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge import dlpack, targets
 from jax_kernels.bridge.argument_names import leaf_names
 from jax_kernels.bridge.once import once
 from jax_kernels.bridge.operands import MaskSignature
@@ -58,7 +58,7 @@ def _planned(name: str, request: Request, needs: tuple[bool, ...], function: Cal
 
         return jax.vjp(moved, *(leaves[index] for index in moving))
 
-    with library.planning_for(device):
+    with targets.planning_for(device):
         if moving:
             traced = jax.jit(with_pullback).trace(specs_of_masks, *specs)
             out_infos, pullback = traced.out_info

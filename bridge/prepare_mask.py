@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import torch
 
-from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge import dlpack, targets
 from jax_kernels.bridge.operands import on_device
 from jax_kernels.masks import Mask, PreparedMask
 from jax_kernels.ops.attention import prepare_mask as ops
@@ -76,5 +76,5 @@ def here(device: torch.device | None) -> Iterator[torch.device | None]:
     if device is None:
         yield None
         return
-    with library.planning_for(device), jax.default_device(dlpack.jax_device(device)):
+    with targets.planning_for(device), jax.default_device(dlpack.jax_device(device)):
         yield device

@@ -6,7 +6,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from jax_kernels import bridge
-from jax_kernels.bridge import known, library, plans
+from jax_kernels.bridge import known, plans, running
 from jax_kernels.bridge import once as module
 
 
@@ -47,7 +47,7 @@ def test_old_recipes_are_dropped_but_for_graphs(monkeypatch):
         for size in range(4, 12):
             square(torch.ones(size, requires_grad=True)).sum().backward()
         assert bridge.cache_info().plan_recipes == 4 + of_graphs > graphs + 4
-        for forget in (module.clear, known.clear, library.forget):
+        for forget in (module.clear, known.clear, running.forget):
             forget()
         gc.collect()
         alive = [plan for plan in plans._ALIVE.values() if plan.request.function == square._op._name]

@@ -40,7 +40,7 @@ def test_the_default_stream_is_pytorchs(monkeypatch):
     made = []
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: made.append(handle) or "external")
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"default of {device}")
-    found = [dlpack.external_stream.__wrapped__(handle, torch.device("cuda", 1)) for handle in (0, 64)]
+    found = [dlpack._external_stream.__wrapped__(handle, torch.device("cuda", 1)) for handle in (0, 64)]
     assert found == ["default of cuda:1", "external"]
     assert made == [64]
 

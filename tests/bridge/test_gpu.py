@@ -134,10 +134,10 @@ def test_outputs_read_on_a_second_stream_stay_whole():
 
 def test_the_current_stream_is_pytorchs():
     device = torch.device("cuda", torch.cuda.current_device())
-    assert dlpack.current_stream(device).cuda_stream == torch.cuda.default_stream(device).cuda_stream
+    assert dlpack._current_stream(device).cuda_stream == torch.cuda.default_stream(device).cuda_stream
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        assert dlpack.current_stream(device).cuda_stream == side.cuda_stream
+        assert dlpack._current_stream(device).cuda_stream == side.cuda_stream
 
 
 def test_outputs_are_copied_when_jax_has_written_them():

@@ -1,6 +1,5 @@
 """JAX arrays that do not keep their tensors, and programs whose results are tensors of PyTorch's own memory."""
 
-import functools
 import threading
 import weakref
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack, in_place, lent, library, masks
+from jax_kernels.bridge import dlpack, in_place, lent, masks, running
 from jax_kernels.bridge.direct import route
 
 CPU = torch.device("cpu")
@@ -41,7 +40,7 @@ def programs(monkeypatch):
 def run(function, *tensors):
     arguments = in_place.Arguments((), tensors, (False,) * len(tensors))
     device = tensors[0].device
-    return in_place.run(function, arguments, device, functools.partial(library.planning_for, device))
+    return in_place.run(function, arguments, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -158,8 +157,8 @@ def test_an_error_leaves_when_jax_is_done(programs, monkeypatch):
 
 def test_each_thread_has_its_events():
     """An event that two threads record would tell one of them of the other's stream."""
-    found = [in_place._READY.events]
-    thread = threading.Thread(target=lambda: found.append(in_place._READY.events))
+    found = [dlpack._READY.events]
+    thread = threading.Thread(target=lambda: found.append(dlpack._READY.events))
     thread.start()
     thread.join()
     assert found[0] is not found[1]
@@ -176,7 +175,7 @@ def test_the_kinds_of_a_program_are_bounded(programs, monkeypatch):
 
 def test_programs_are_forgotten():
     in_place._program(jax.jit(lambda x: [x]))
-    library.forget()
+    running.forget()
     assert not in_place._PROGRAMS
 
 

@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from known_cases import BLOCKS, CALLS, IDS, qkv, random, total
 
 from jax_kernels import bridge
-from jax_kernels.bridge import known, library, private, sparse_attention
+from jax_kernels.bridge import known, private, running, sparse_attention
 from jax_kernels.bridge.direct import route
 
 # One of each way in which a call's arrays come to its chain.
@@ -278,14 +278,14 @@ def test_an_operator_knows_its_calls(direct, monkeypatch):
         found.append(function)
         return direct.find(function, tensors, operands)(*(x for x in tensors if x is not None))
 
-    own = library.run
+    own = running.run
 
     def run(function, tensors, operands=None):
-        results = library._launched(function, tensors, [x for x in tensors if x is not None], operands)
+        results = running._launched(function, tensors, [x for x in tensors if x is not None], operands)
         return own(function, tensors, operands) if results is None else results
 
     monkeypatch.setattr(route, "launch", launch)
-    monkeypatch.setattr(library, "run", run)
+    monkeypatch.setattr(running, "run", run)
     compiled = torch.compile(lambda *x: bridge.flash_attention(*x).sin(), backend="aot_eager", fullgraph=True)
     counts = []
     for _ in range(4):  # while it compiles, PyTorch's state is another one than in later calls
@@ -294,7 +294,7 @@ def test_an_operator_knows_its_calls(direct, monkeypatch):
         counts.append(len(found))
     assert counts[0] >= 2
     assert counts[1] == counts[3]
-    library.forget()
+    running.forget()
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
