@@ -86,13 +86,14 @@ def ring_attention(
         from i on) or "contiguous". None is "zigzag", as in shard_sequence; where the order of the tokens changes
         nothing, without is_causal, a window, a mask, a bias and a score_mod, "contiguous". Under a causal mask the
         first two give all devices equal work.
-      strategy: "ring", as above; "halo": under a window each device gets the tokens next to its own that the window
-        reaches, of "zigzag" and "contiguous", where they are no more than a run of a device's tokens, without a mask, a
-        score_mod and a bias; "all_to_all": each device gets all tokens of some heads (Ulysses), so that its number
-        of devices divides H and Hkv; "all_gather": each device gets all keys and values, which takes memory for them
-        ("zigzag" and "contiguous" alone); "auto" goes by the block specs of the GPU: "halo" where it can be, else
-        "ring". For a call that is differentiated, where the devices divide the heads and sends_ahead is None, it is
-        "all_to_all", unless a halo is at most a quarter of a run.
+      strategy: "ring", as above. "halo": under a window each device gets those keys and values of its neighbours that
+        the window reaches. The window may reach one run of tokens on both sides: a run is all of a device's tokens with
+        "contiguous", half of them with "zigzag"; "striped" has none. "halo" takes no mask, score_mod and bias.
+        "all_to_all": each device gets all tokens of some heads (Ulysses); the number of devices divides H and Hkv.
+        "all_gather": each device gets all keys and values, which takes memory for them ("zigzag" and "contiguous"
+        alone). "auto" goes by the block specs of the GPU: "halo" where it can be and sends_ahead is None, else "ring".
+        Where the devices divide the heads and sends_ahead is None, a call that is differentiated takes "all_to_all",
+        but under a window of at most a quarter of a run "halo".
       sends_ahead: how many steps before its own a ring sends a step's keys and values, 1 or more. Each step more takes
         memory for those of one more device, and gives a send that much more time. None goes by the block specs: 1.
       mask: a masks.Mask of the whole sequence, the same on all devices: of its S queries and keys in their order. Each
@@ -217,7 +218,8 @@ def prepare(
 
 
 def _strategies(strategy: str, row: RingRow, layout: Layout, arrays: RingArrays, *, is_free: bool) -> tuple[str, str]:
-    """The strategies of a call, and of one that is differentiated. is_free: whether "auto" may send no keys ahead.
+    """The strategies of a call, and of one that is differentiated. is_free: whether "auto" may take another strategy
+    than a ring, of which alone it is told how far ahead it sends.
 
     Raises:
       ValueError: the strategy is "halo", which does not serve the call.
@@ -228,7 +230,9 @@ def _strategies(strategy: str, row: RingRow, layout: Layout, arrays: RingArrays,
     if strategy != "auto":
         return strategy, strategy
     strategy = row.strategy
-    if (strategy == "halo" and against_halo) or (strategy == "all_gather" and layout.name == "striped"):
+    if (strategy == "halo" and (against_halo or not is_free)) or (
+        strategy == "all_gather" and layout.name == "striped"
+    ):
         strategy = "ring"
     is_short = strategy == "halo" and max(layout.left or 0, layout.right or 0) <= row.halo_share * layout.chunk
     divides = layout.devices > 1 and arrays.key.shape[2] % layout.devices == 0
