@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from jax_kernels import bridge
-from jax_kernels.bridge import dlpack
+from jax_kernels.bridge import dlpack, running
 from jax_kernels.bridge import held as held_memory
 from jax_kernels.bridge.direct import driver
 
@@ -254,3 +254,12 @@ def test_another_threads_capture_is_not_ended(monkeypatch):
     with held_memory.while_others_capture():
         assert modes == [2]
     assert modes == [2, 0]
+
+
+def test_a_capture_is_refused_before_jax_runs(monkeypatch):
+    monkeypatch.setattr(dlpack, "is_capturing", lambda device: True)
+    called = []
+    tensor = types.SimpleNamespace(device=torch.device("cuda", 0))
+    with pytest.raises(RuntimeError, match="a JAX function cannot be captured in a CUDA graph"):
+        running._through_jax(lambda *_: called.append(1), [True], [tensor], None)
+    assert not called

@@ -164,6 +164,16 @@ def test_each_thread_has_its_events():
     assert found[0] is not found[1]
 
 
+def test_which_argument_is_there_is_part_of_the_kind(programs):
+    function = jax.jit(lambda x, y: [x + 1] if y is None else [jnp.concatenate([y, y])])
+    tensor = torch.arange(3.0)
+    found = [
+        in_place.run(function, in_place.Arguments((), [tensor], absent), CPU)
+        for absent in ((False, True), (True, False))
+    ]
+    assert [[x.tolist() for x in results] for results in found] == [[[1, 2, 3]], [[0, 1, 2, 0, 1, 2]]]
+
+
 def test_the_kinds_of_a_program_are_bounded(programs, monkeypatch):
     monkeypatch.setattr(in_place, "_MOST", 3)
     function = jax.jit(lambda x: [x + 1])

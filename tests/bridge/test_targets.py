@@ -1,0 +1,42 @@
+"""The device that JAX plans for while the bridge calls it."""
+
+import jax
+import pytest
+import torch
+from jax._src import core
+
+from jax_kernels import dispatch
+from jax_kernels.bridge import targets
+
+CPU = torch.device("cpu")
+
+
+def test_the_target_ends_with_the_block(monkeypatch):
+    monkeypatch.setattr(targets, "_device_info", lambda device: dispatch.device_info("h200"))
+    before = dispatch.target_device()
+    with targets.planning_for(CPU):
+        assert dispatch.target_device() == dispatch.device_info("h200") != before
+    assert dispatch.target_device() == before
+    with pytest.raises(ZeroDivisionError), targets.planning_for(CPU):
+        _ = 1 / 0
+    assert dispatch.target_device() == before
+
+
+def test_nothing_of_outside_is_traced():
+    """In the block JAX computes; behind it, the function is traced on."""
+    seen = []
+
+    def function(x):
+        with targets.planning_for(CPU):
+            seen.append(core.trace_state_clean())
+        seen.append(core.trace_state_clean())
+        return x + 1
+
+    jax.jit(function).trace(jax.ShapeDtypeStruct((3,), "float32"))
+    assert seen == [True, False]
+
+
+def test_a_meta_tensor_has_jaxs_default_device():
+    before = dispatch.target_device()
+    with targets.planning_for(torch.device("meta")):
+        assert dispatch.target_device() == before
