@@ -203,9 +203,9 @@ class AttentionDqueryRow:
 class RingRow:
     """The way that a sequence is shared out by strategy="auto". The first row that matches is taken.
 
-    strategy, sends_ahead: as in ring_attention; in place of a halo that does not serve, the ring. differentiated: the
-    strategy of a call that is differentiated, where the devices divide the heads; None for the same. halo_share: a
-    window of this share of a run of tokens, or less, has its halo differentiated, too. permutes_up_to: so many devices
+    strategy, sends_ahead: as in ring_attention; a call that a halo does not serve takes the ring. differentiated: the
+    strategy of a call that is differentiated, where the devices divide the heads; None for the same. halo_share: such a
+    call keeps its halo, where the window is at most this share of a run of tokens. permutes_up_to: so many devices
     exchange heads by permutes, more by all-to-alls, by any strategy that exchanges them. up_to: the row serves no more
     tokens on a device; None for any number. is_windowed: whether there is a window; None serves both.
     """
@@ -223,6 +223,8 @@ class RingRow:
             raise ValueError(f"{self.strategy=} must be 'ring', 'halo' or 'all_gather'")
         if self.differentiated not in (None, "all_to_all"):
             raise ValueError(f"{self.differentiated=} must be 'all_to_all' or None")
+        if not 0 <= self.halo_share <= 1:
+            raise ValueError(f"{self.halo_share=} must be 0 to 1")
         if self.sends_ahead < 1:
             raise ValueError(f"{self.sends_ahead=} must be 1 or more")
         if self.permutes_up_to < 0:

@@ -1,8 +1,8 @@
 """Attention of a shared sequence under a window: a device gets the keys that its window reaches, and no others.
 
-They are those next to the device's own, the halo of its tokens. They travel while the device's queries meet its own
-keys. Then the queries that see the halo meet it, and their results are merged with those of before. In the backward it
-is the other way round: the gradients of the halo travel back while those of the device's own keys are made.
+The halo of a device is the keys of its neighbours that the window reaches. The halo travels while the device's queries
+meet the device's own keys. Then a second call takes the queries that see the halo, and merges its results with those of
+the first. The backward begins with the halo: its gradients travel back while those of the own keys are made.
 """
 
 import dataclasses

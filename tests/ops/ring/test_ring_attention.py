@@ -400,6 +400,8 @@ def test_the_block_specs_choose_by_size(monkeypatch):
         RingRow(strategy="all_to_all")
     with pytest.raises(ValueError, match=r"self.differentiated='ring' must be 'all_to_all' or None"):
         RingRow(strategy="ring", differentiated="ring")
+    with pytest.raises(ValueError, match=r"self.halo_share=2 must be 0 to 1"):
+        RingRow(strategy="halo", halo_share=2)
     with pytest.raises(ValueError, match=r"self.permutes_up_to=-1 must be 0 or more"):
         RingRow(strategy="ring", permutes_up_to=-1)
 

@@ -123,8 +123,8 @@ def test_many_gpus_are_as_exact_as_one(count, name, head_dim):
     of_one = errors(jax.jit(functools.partial(both, attend))(*rounded(given)), want)
     of_many = errors(over(count, layout, options, check_vma, rounded(given)), want)
     assert of_many.keys() == of_one.keys()
-    # A step's softmax starts from its own maximum; lse is exact to float32. What a few numbers are off is chance: that
-    # of a sum over all queries comes from the roundings of out.
+    # A step's softmax starts from its own maximum. lse is exact to float32. dsinks has one number for each head: a sum
+    # over all queries, whose error comes from the roundings of out by chance.
     limits = {what: max(1.3 * error, 1e-5) for what, error in of_one.items()}
     limits["dsinks"] = 3 * of_one["out"]
     assert not {what: (error, limits[what]) for what, error in of_many.items() if error >= limits[what]}
