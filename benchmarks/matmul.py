@@ -38,6 +38,7 @@ import numpy as np
 from harness import command_line, low_bit_weights, report
 from harness.cases import ROTATION_BYTES
 from harness.process import prepare_process, say
+from harness.side_by_side import gpu_alone, gpu_among_others
 from harness.timers import choose_timer, close
 from harness.timing import Contender, alternate, speed_ratio, spread
 
@@ -308,15 +309,19 @@ def _blocks(part: str, names: Sequence[str]) -> dict[str, int]:
 def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list[Contender]:
     """Those that were built; JAX's are judged against XLA."""
     found: list[Contender] = []
-    wanted = ours(case, sets, "xla")(0)
+    with gpu_among_others():
+        wanted = jax.block_until_ready(ours(case, sets, "xla")(0))
 
     def add(name: str, framework: str, build: Callable[[], Callable[[int], Any]], plan: str = "") -> None:
         contender = Contender(name, framework)
         found.append(contender)
         with contender.attempt():
-            output = contender.start(build(), plan)
+            with gpu_among_others():
+                call = build()
+            output = contender.start(call, plan)
             if framework == "jax":
-                contender.judge(_error(output, wanted), "xla")
+                with gpu_alone():
+                    contender.judge(_error(output, wanted), "xla")
 
     for implementation, text in (("mosaic_gpu", args.sweep), ("triton", args.sweep_triton)):
         if text:
@@ -337,7 +342,9 @@ def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list
 
 
 def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    contenders = contenders_of(case, case.arrays(), args)
+    with gpu_among_others():
+        sets = case.arrays()
+    contenders = contenders_of(case, sets, args)
     alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
     row: dict[str, Any] = dataclasses.asdict(case) | {"label": case.label, "contenders": []}
     for contender in contenders:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from harness import command_line, report
 from harness.process import prepare_process, say
+from harness.side_by_side import gpu_alone, gpu_among_others
 from harness.timers import choose_timer, close
 from harness.timing import Contender, alternate, spread
 
@@ -212,13 +213,17 @@ def contenders_of(case: Case, arrays: Arrays, args: argparse.Namespace) -> list[
         found.append(contender)
         with contender.attempt():
             try:
-                outputs = contender.start(build(), plan)
+                with gpu_among_others():
+                    call = build()
+                outputs = contender.start(call, plan)
             except ImportError as error:
                 raise NotImplementedError(f"not installed: {error}") from None
             if framework == "jax" and name != "copy" and wanted is not None:
-                contender.judge(_error(outputs, wanted), "xla")
+                with gpu_alone():
+                    contender.judge(_error(outputs, wanted), "xla")
 
-    wanted = jax.block_until_ready(ours(case, arrays, "xla")(0))
+    with gpu_among_others():
+        wanted = jax.block_until_ready(ours(case, arrays, "xla")(0))
     if args.sweep:
         for implementation, blocks in _blocks(case, args.sweep):
             name = " ".join([implementation, *(f"{key}={x}" for key, x in blocks.items())])
@@ -274,7 +279,8 @@ def _fits(case: Case, blocks: NormSm90) -> bool:
 
 
 def measure(case: Case, timer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    arrays = Arrays.of(case)
+    with gpu_among_others():
+        arrays = Arrays.of(case)
     contenders = contenders_of(case, arrays, args)
     alternate(contenders, timer, rounds=args.rounds, seconds=args.seconds)
     row: dict[str, Any] = dataclasses.asdict(case) | {"label": case.label, "contenders": []}
