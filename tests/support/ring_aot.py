@@ -1,11 +1,12 @@
 """Compiles ring_attention for the H200s of one machine, without one, and prints what its schedule hides, as JSON.
 
-    python tests/support/ring_aot.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo] [zigzag_halo] [masked]
+    python tests/support/ring_aot.py DEVICES MODE [check_vma] [SENDS_AHEAD] [halo] [sides] [masked]
 
-MODE: "fwd" or "both". halo: with neighbouring tokens on each, under a window of 1,024; zigzag_halo: the same, but in
-the zigzag layout. masked: under a mask as data.
+MODE: "fwd" or "both". halo: with neighbouring tokens on each, under a window of 1,024; sides: one of 6,000 before each
+token and behind it. masked: under a mask as data.
 {"beside": of each collective permute, the kernels that begin between its start and its end; 0 where it is waited for,
-"temporary": MiB}.
+"detached": the arguments that a kernel changes in place, but that XLA passes as a part of another array, "temporary":
+MiB}.
 """
 
 import functools
@@ -30,9 +31,10 @@ LOCAL_TOKENS = 8192
 def compiled(devices: int, mode: str, words: Sequence[str], sends_ahead: int | None = None):
     """The program over so many H200s, causal, of LOCAL_TOKENS on each."""
     options = {"strategy": "ring", "is_causal": True, "sends_ahead": sends_ahead}
-    if "halo" in words or "zigzag_halo" in words:
-        layout = "contiguous" if "halo" in words else "zigzag"
-        options |= {"strategy": "halo", "layout": layout, "window": (1024, 0)}
+    if "halo" in words:
+        options |= {"strategy": "halo", "layout": "contiguous", "window": (1024, 0)}
+    if "sides" in words:
+        options |= {"is_causal": False, "window": (6000, 6000)}
     if "masked" in words:
         options |= {"is_causal": False, "mask": masks.sliding_window(4096, 0) | masks.global_tokens(128)}
     attend = functools.partial(ring_attention, axis_name="sequence", **options)
@@ -65,6 +67,18 @@ def compiled(devices: int, mode: str, words: Sequence[str], sends_ahead: int | N
         return lowered.compile(compiler_options=limit if sends_ahead else None)
 
 
+def detached(text: str) -> list[str]:
+    """What a kernel changes in place, although it is no whole array: XLA's dynamic-slice fusions lose such an output."""
+    found = []
+    for body in re.split(r"\n(?=%)", text.split("\nENTRY", 1)[0]):
+        whole = set(re.findall(r"%([\w.-]+) = \S+ parameter\(", body))
+        for call in re.finditer(r" custom-call\((.*?)\), .*?output_to_operand_aliasing=\{(.*?\))\}", body):
+            arguments = re.findall(r"%([\w.-]+)", call[1])
+            changed = (arguments[int(number)] for number in re.findall(r"\((\d+), \{\}\)", call[2]))
+            found += [name for name in changed if name not in whole]
+    return found
+
+
 def main(devices: str, mode: str, *words: str) -> None:
     ahead = next((int(word) for word in words if word.isdecimal()), None)
     program = compiled(int(devices), mode, words, sends_ahead=ahead)
@@ -81,7 +95,7 @@ def main(devices: str, mode: str, *words: str) -> None:
             beside.append(0)
     assert not in_flight
     temporary = program.memory_analysis().temp_size_in_bytes / 2**20
-    print(json.dumps({"beside": beside, "temporary": temporary}))
+    print(json.dumps({"beside": beside, "detached": detached(program.as_text()), "temporary": temporary}))
 
 
 if __name__ == "__main__":
