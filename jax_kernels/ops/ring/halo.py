@@ -6,7 +6,6 @@ the first. The backward begins with the halo: its gradients travel back while th
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax_kernels.ops.attention.flash_attention import prepare
 from jax_kernels.ops.attention.vjp import with_options
 from jax_kernels.ops.ring.call import RingArrays, RingCall
 from jax_kernels.ops.ring.layouts import Layout
-from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto, gradients_onto, has_auto_axis
+from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, forward_onto, gradients_onto
 
 __all__ = ["forward", "gradients", "reason_against"]
 
@@ -84,118 +83,53 @@ class Side:
         """The chunk of a zigzag whose halo comes from the device before, and the other one."""
         return (0, 1) if self.is_before else (1, 0)
 
-    def sends(self, edges: Visitors) -> list["Send"]:
-        """The sends for the halos, from the edge of each of this device's chunks."""
+    def exchanged(self, edges: Visitors) -> Visitors:
+        """The halo of each chunk, from the edge of each of this device's chunks."""
         if self.call.layout.chunks == 1:
-            return [self._send(edges, 1 if self.is_before else -1)]
-        of_chunks, (one, other) = _apart(edges), self._arrivals
-        return [self._send(of_chunks[one], 1), self._send(of_chunks[other], -1)]
-
-    def halo(self, edges: Visitors, arrived: list[Visitors]) -> Visitors:
-        """The halo of each chunk, from the results of `sends`."""
-        if self.call.layout.chunks == 1:
-            return arrived[0]
-        one, other = self._arrivals
+            return self._sent(edges, 1 if self.is_before else -1)
+        of_chunks, (one, other) = self._apart(edges), self._arrivals
+        from_previous, from_next = self._sent(of_chunks[one], 1), self._sent(of_chunks[other], -1)
         # The chunks of the last device are next to each other.
-        found = [arrived[0], self._on_last(_apart(edges)[one], arrived[1])]
-        return _together([found[one], found[other]])
+        found = [from_previous, self._on_last(of_chunks[one], from_next)]
+        return self._together([found[one], found[other]])
 
-    def returns(self, pair: Pair) -> list["Send"]:
-        """The sends of the gradients of the halos that this device has. The transpose of `sends`."""
+    def given_back(self, pair: Pair) -> Pair:
+        """The gradients of the edges of this device's chunks, from those of the halos that it has: the transpose."""
         if self.call.layout.chunks == 1:
-            return [self._send(pair, -1 if self.is_before else 1)]
-        of_chunks, (one, other) = _apart(pair), self._arrivals
-        return [self._send(of_chunks[one], -1), self._send(of_chunks[other], 1)]
-
-    def of_edges(self, pair: Pair, arrived: list[Pair]) -> Pair:
-        """The gradients of the edges of this device's chunks, from the results of `returns`: the transpose."""
-        if self.call.layout.chunks == 1:
-            return arrived[0]
-        of_own, (one, other) = _apart(pair)[self._arrivals[1]], self._arrivals
-        of_own = self._on_last(of_own, jax.tree.map(jnp.zeros_like, of_own))
-        found = [jax.tree.map(jnp.add, arrived[0], of_own), arrived[1]]
-        return _together([found[one], found[other]])
+            return self._sent(pair, -1 if self.is_before else 1)
+        of_chunks, (one, other) = self._apart(pair), self._arrivals
+        zeros = jax.tree.map(jnp.zeros_like, of_chunks[other])
+        of_own = self._on_last(of_chunks[other], zeros)
+        found = [
+            jax.tree.map(jnp.add, self._sent(of_chunks[one], -1), of_own),
+            self._sent(of_chunks[other], 1),
+        ]
+        return self._together([found[one], found[other]])
 
     def _on_last(self, tree: Any, others: Any) -> Any:
         """The first arrays on the last device, the second ones on the others."""
         is_last = self.index == self.call.layout.devices - 1
         return jax.tree.map(lambda x, y: jnp.where(is_last, x, y), tree, others)
 
-    def _send(self, tree: Any, by: int) -> "Send":
+    def _sent(self, tree: Any, by: int) -> Any:
+        """The arrays of the device `by` places before this one; zeros where there is none."""
         devices = self.call.layout.devices
-        there = tuple((i, i + by) for i in range(devices) if 0 <= i + by < devices)
-        return Send(tree=tree, axis_name=self.call.axis_name, there=there)
+        there = [(i, i + by) for i in range(devices) if 0 <= i + by < devices]
+        send = lambda tree: jax.tree.map(lambda x: lax.ppermute(x, self.call.axis_name, there), tree)
+        pair = tree if isinstance(tree, Pair) else tree.pair
+        sent = _as_two(send(Pair.of(pair.key, pair.value)))
+        return sent if isinstance(tree, Pair) else Visitors(sent, send(tree.segment_ids))
+
+    def _apart(self, tree: Any) -> list[Any]:
+        """The trees of both chunks."""
+        return [jax.tree.map(lambda x, i=i: x.reshape(-1, 2, *x.shape[1:])[:, i], tree) for i in range(2)]
+
+    def _together(self, trees: list[Any]) -> Any:
+        return jax.tree.map(lambda *chunks: jnp.stack(chunks, 1).reshape(-1, *chunks[0].shape[1:]), *trees)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Send:
-    """A Pair, or Visitors, on its way between neighbours. there: pairs of devices, from and to."""
-
-    tree: Any
-    axis_name: str
-    there: tuple[tuple[int, int], ...]
-
-    def arrived(self) -> Any:
-        """The arrays that another device sent; zeros where there is none. Keys and values may be one array."""
-        tree = self.tree
-        if isinstance(tree, Pair):
-            tree = Pair.of(tree.key, tree.value)
-        else:
-            tree = tree._replace(pair=Pair.of(tree.pair.key, tree.pair.value))
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, self.there), tree)
-
-
-def _parts(layout: Layout) -> int:
-    """How many parts a batch of chunks has, one for each send; one where XLA shares out the batch."""
-    return 1 if has_auto_axis() else layout.chunks
-
-
-def _beside(
-    sends: list[Send], work: Callable[[int, int, Any], Any], given: Any, parts: int
-) -> tuple[list[Any], list[Any]]:
-    """The results of each part of some work, and of the sends. XLA hides one send at a time behind a part.
-
-    work: a function of (part, parts, given), whose arrays `given` are. parts: the most that there may be.
-    """
-    parts = min(parts, max(1, len(sends)))
-    arrived: list[Any] = [None] * len(sends)
-    results: list[Any] = []
-    trees = [send.tree for send in sends]
-    for part in range(parts):
-        for i in range(part, len(sends), parts):
-            arrived[i] = dataclasses.replace(sends[i], tree=trees[i]).arrived()
-        results.append(work(part, parts, given))
-        if part < parts - 1:  # the next send and the next part wait for these
-            results, arrived, trees, given = lax.optimization_barrier((results, arrived, trees, given))
-    results, arrived = lax.optimization_barrier((results, arrived))
-    return results, [_as_two(tree) for tree in arrived]
-
-
-def _apart(tree: Any) -> list[Any]:
-    """The trees of both chunks."""
-    return [jax.tree.map(lambda x, i=i: x.reshape(-1, 2, *x.shape[1:])[:, i], tree) for i in range(2)]
-
-
-def _together(trees: list[Any]) -> Any:
-    """The inverse of _apart."""
-    return jax.tree.map(lambda *chunks: jnp.stack(chunks, 1).reshape(-1, *chunks[0].shape[1:]), *trees)
-
-
-def _cut(tree: Any, part: int, parts: int) -> Any:
-    """A part of a batch."""
-    return jax.tree.map(lambda x: jnp.split(x, parts)[part], tree)
-
-
-def _joined(trees: list[Any]) -> Any:
-    """The inverse of _cut."""
-    return trees[0] if len(trees) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *trees)
-
-
-def _as_two(tree: Any) -> Any:
-    """A Pair, or Visitors, whose keys and values are two arrays."""
-    if isinstance(tree, Pair):
-        return Pair((tree.key, tree.value))
-    return tree._replace(pair=_as_two(tree.pair))
+def _as_two(pair: Pair) -> Pair:
+    return Pair((pair.key, pair.value))
 
 
 def _sides(call: RingCall) -> list[Side]:
@@ -241,13 +175,14 @@ def _own(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, Visitors]:
 
 
 def _prepared(call: RingCall, query: Any, q_ids: Any, of_keys: Visitors, offsets: Any, sinks: Any = None) -> Any:
-    """The planned call of some queries of some chunks, and its arrays. offsets: [chunks], of a whole batch of them."""
+    """The planned call of some queries of each chunk, and its arrays."""
+    batch = query.shape[0] // call.layout.chunks
     return prepare(
         query=query,
         key=of_keys.pair.key,
         value=of_keys.pair.value,
         **call.layout.limits,
-        q_offset=0 if offsets is None else jnp.tile(offsets, query.shape[0] // call.layout.chunks),
+        q_offset=0 if offsets is None else jnp.tile(offsets, batch),
         segment_ids=None if q_ids is None else (q_ids, of_keys.segment_ids),
         sinks=sinks,
         return_lse=True,
@@ -261,37 +196,22 @@ def _of_side(call: RingCall, side: Side, query: jax.Array, own: Visitors, halo: 
     return _prepared(call, query[:, side.rows], None if ids is None else ids[:, side.rows], halo, side.offsets)
 
 
-def _edges(side: Side, own: Visitors) -> Visitors:
-    return jax.tree.map(lambda x: x[:, side.edge], own)
-
-
-def _by_side(sides: list[Side], arrived: list[Any]) -> list[list[Any]]:
-    """The trees that arrived, apart for each side, which all have as many."""
-    count = len(arrived) // max(1, len(sides))
-    return [arrived[i * count : (i + 1) * count] for i in range(len(sides))]
+def _halos(call: RingCall, own: Visitors) -> list[Visitors]:
+    return [side.exchanged(jax.tree.map(lambda x, at=side.edge: x[:, at], own)) for side in _sides(call)]
 
 
 def forward(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array, list[Visitors]]:
     """(out, lse) of a device's queries, and the halos, for `gradients`."""
     sides, (query, own) = _sides(call), _own(call, arrays)
+    halos = _halos(call, own)
     sinks = None if arrays.sinks is None else arrays.sinks[0]
-
-    def of_own(part: int, parts: int, given: Any) -> Any:
-        query, own = _cut(given, part, parts)
-        planned, inputs = _prepared(call, query, own.segment_ids, own, None, sinks)
-        return forward_onto(planned, inputs, None, is_last=not sides)
-
-    edges = [_edges(side, own) for side in sides]
-    sends = [send for side, edge in zip(sides, edges, strict=True) for send in side.sends(edge)]
-    results, arrived = _beside(sends, of_own, (query, own), _parts(call.layout))
-    out, lse = _joined(results)
-    halos = []
-    for side, edge, sent in zip(sides, edges, _by_side(sides, arrived), strict=True):
-        rows, halo = side.rows, side.halo(edge, sent)
+    planned, inputs = _prepared(call, query, own.segment_ids, own, None, sinks)
+    out, lse = forward_onto(planned, inputs, None, is_last=not sides)
+    for side, halo in zip(sides, halos, strict=True):
+        rows = side.rows
         planned, inputs = _of_side(call, side, query, own, halo)
         some, lse_of_some = forward_onto(planned, inputs, (out[:, rows], lse[:, :, rows]), is_last=side is sides[-1])
         out, lse = _replaced(out, rows, some), _replaced(lse, rows, lse_of_some, 2)
-        halos.append(halo)
     return _whole(call.layout, out), _whole(call.layout, lse, 2), halos
 
 
@@ -300,10 +220,10 @@ def gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The float32 gradients of query, over the scale, and of key and value. halos: None where they are not known."""
     layout, sides, (query, own) = call.layout, _sides(call), _own(call, arrays)
-    halos = _known_or_sent(sides, own, halos)
+    halos = _halos(call, own) if halos is None else halos
     lse, delta, dout = (_in_chunks(layout, x, axis) for x, axis in ((rows.lse, 2), (rows.delta, 2), (rows.dout, 1)))
     dquery = jnp.zeros_like(query, jnp.float32)
-    pairs = []
+    returning = []
     for side, halo in zip(sides, halos, strict=True):
         some = side.rows
         planned, inputs = _of_side(call, side, query, own, halo)
@@ -311,32 +231,14 @@ def gradients(
         planned = with_options(planned, float32_gradients=True)
         found, pair = gradients_onto(planned, inputs, of_some, dquery[:, some], call.scale)
         dquery = _replaced(dquery, some, found)
-        pairs.append(_as_two(pair))
-
-    def of_own(part: int, parts: int, given: Any) -> tuple[jax.Array, Pair]:
-        query, own, rows = _cut(given, part, parts)
-        planned, inputs = _prepared(call, query, own.segment_ids, own, None)
-        planned = with_options(planned, float32_gradients=True)
-        return gradients_onto(planned, inputs, rows, _cut(of_halos, part, parts), call.scale)
-
-    of_halos = dquery  # not among the arrays that a part waits for: each makes its own part of them
-    returns = [send for side, pair in zip(sides, pairs, strict=True) for send in side.returns(pair)]
-    results, arrived = _beside(returns, of_own, (query, own, Rows(lse, delta, dout)), _parts(layout))
-    dquery, total = _joined([(dquery, _as_two(pair)) for dquery, pair in results])
-    for side, pair, sent in zip(sides, pairs, _by_side(sides, arrived), strict=True):
-        of_edge = side.of_edges(pair, sent)
+        returning.append(side.given_back(_as_two(pair)))
+    planned, inputs = _prepared(call, query, own.segment_ids, own, None)
+    planned = with_options(planned, float32_gradients=True)
+    dquery, pair = gradients_onto(planned, inputs, Rows(lse, delta, dout), dquery, call.scale)
+    total = _as_two(pair)
+    for side, of_edge in zip(sides, returning, strict=True):
         total = jax.tree.map(lambda x, part, side=side: x + _padded(x, side.edge, part), total, of_edge)
     return _whole(layout, dquery), _whole(layout, total.key), _whole(layout, total.value)
-
-
-def _known_or_sent(sides: list[Side], own: Visitors, halos: list[Visitors] | None) -> list[Visitors]:
-    if halos is not None:
-        return halos
-    edges = [_edges(side, own) for side in sides]
-    return [
-        side.halo(edge, [_as_two(x.arrived()) for x in side.sends(edge)])
-        for side, edge in zip(sides, edges, strict=True)
-    ]
 
 
 def _padded(x: jax.Array, rows: slice, part: jax.Array) -> jax.Array:

@@ -26,7 +26,6 @@ __all__ = [
     "Visitors",
     "forward_onto",
     "gradients_onto",
-    "has_auto_axis",
     "merged",
     "merged_exactly",
     "weight",
@@ -47,7 +46,7 @@ class Pair(NamedTuple):
     def of(cls, key: jax.Array, value: jax.Array) -> "Pair":
         if key.shape != value.shape:
             return cls((key, value))
-        if has_auto_axis():
+        if _has_auto_axis():
             return cls((jnp.stack([key, value]),))
         # A kernel writes the gradients of both as one array [2 B, T, Hkv, D], which this leaves where it stands.
         return cls((jnp.concatenate([key, value]).reshape(2, *key.shape),))
@@ -61,7 +60,7 @@ class Pair(NamedTuple):
         return self.arrays[1] if len(self.arrays) == 2 else self.arrays[0][1]
 
 
-def has_auto_axis() -> bool:
+def _has_auto_axis() -> bool:
     """Whether the shard_map around the call leaves an axis of its mesh to XLA."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
