@@ -68,7 +68,7 @@ def compiled(devices: int, mode: str, words: Sequence[str], sends_ahead: int | N
 
 
 def detached(text: str) -> list[str]:
-    """What a kernel changes in place, although it is no whole array: XLA's dynamic-slice fusions lose such an output."""
+    """Arguments that a kernel changes in place, but that are parts of arrays: dynamic-slice fusions lose the change."""
     found = []
     for body in re.split(r"\n(?=%)", text.split("\nENTRY", 1)[0]):
         whole = set(re.findall(r"%([\w.-]+) = \S+ parameter\(", body))

@@ -111,7 +111,7 @@ def attention_backward(
     inputs, options, arrays = prepared.inputs, prepared.options, prepared.arrays
     kv_length = inputs.key.shape[1]
     if not options.deterministic:
-        # XLA passes rows of an array where they lie, and then forgets that the kernel changes them: they are copied first.
+        # XLA passes rows of an array where they lie, and then forgets that the kernel changes them: so they are copied.
         start = jax.lax.optimization_barrier(dquery) if adds else prepared.zeros
         if start is None:
             start = jnp.zeros(arrays.query.shape if dquery is None else dquery.shape, jnp.float32)

@@ -7,8 +7,8 @@ import pytest
 
 
 # A send of keys and values a step; in the backward one more for each of their gradients, which then come home. Sent two
-# steps ahead, all but the first have the time of two kernels. A halo of both sides is two sends beside one kernel, which
-# hides one of them.
+# steps ahead, all but the first have the time of two kernels. A halo of both sides is two sends, of which the device's
+# own kernel hides one.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("devices", "mode", "words", "beside"),
