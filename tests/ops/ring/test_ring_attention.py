@@ -28,7 +28,7 @@ from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
 from jax_kernels.ops.ring import halo
 from jax_kernels.ops.ring.layouts import Layout
 from jax_kernels.ops.ring.ring_attention import OF_HEADS, prepare, with_results
-from jax_kernels.ops.ring.steps import Pair, Step
+from jax_kernels.ops.ring.steps import Pair, Step, Visitors
 from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.pallas.block_specs import sm90
 from jax_kernels.pallas.block_specs.specs import RingRow
@@ -449,6 +449,34 @@ def test_names_for_checkpoint_policies(policy, forwards):
     with on_device("A100"):
         program = jax.make_jaxpr(jax.value_and_grad(shared))(X.astype(jnp.bfloat16))
     assert _forwards(program.jaxpr) == forwards
+
+
+@pytest.mark.parametrize(
+    ("local", "heads", "together"),
+    [(4096, 16, 16), (8192, 16, 8), (8192, 12, 12), (16384, 16, 4), (65536, 16, 1), (65536, 7, 1), (2048, 4, 4)],
+)
+def test_the_heads_of_a_causal_step_fill_the_gpu_twice(local, heads, together):
+    """A step whose queries, or keys, meet others in one half: on an H100 32 blocks of 128 queries, with 8 heads 256."""
+    found = []
+
+    def look(query, key, value):
+        call, _ = prepare(
+            query, key, value, axis_name="sequence", layout="zigzag", strategy="ring", is_causal=True,
+            **dict.fromkeys(("scale", "softcap", "deterministic", "precision", "implementation")),
+        )  # fmt: skip
+        step = Step(
+            layout=call.layout, number=1, index=jnp.int32(0), query=query, q_ids=None, options=dict(call.options)
+        )
+        planned, _ = step._whole_call(Visitors(Pair((key, value)), None))
+        found.append(planned.config.forward.heads_together)
+        return query
+
+    mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    spec = jax.P(None, "sequence")
+    whole = jax.ShapeDtypeStruct((1, 2 * local, heads, 128), jnp.bfloat16)
+    with on_device("h100"):
+        jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), *[whole] * 3)
+    assert found == [together]
 
 
 @pytest.mark.parametrize(
