@@ -96,6 +96,7 @@ def ring_attention(
         but under a window of at most a quarter of a run "halo".
       sends_ahead: how many steps before its own a ring sends a step's keys and values, 1 or more. Each step more takes
         memory for those of one more device, and gives a send that much more time. None goes by the block specs: 1.
+        Other strategies take None alone.
       mask: a masks.Mask of the whole sequence, the same on all devices: of its S queries and keys in their order. Each
         step visits the live blocks of its part. Steps are left out where the mask's structure, or the cells of a
         block_sparse that are known while tracing, tell that they are empty. "auto" takes the ring for a mask with a
@@ -184,6 +185,8 @@ def prepare(
         checks.check_number("sends_ahead", sends_ahead)
         if sends_ahead != int(sends_ahead) or sends_ahead < 1:
             raise ValueError(f"sends_ahead: got {sends_ahead}, want an int of 1 or more, or None")
+        if strategy not in ("ring", "auto"):
+            raise ValueError(f"sends_ahead: got {sends_ahead} with strategy={strategy!r}, want None: it is a ring's")
     left, right = request.window or (-1, -1)
     limits: Any = None if left < 0 else left, 0 if request.is_causal else None if right < 0 else right
     if mask is not None:
