@@ -329,7 +329,8 @@ def test_devices_share_the_work(kind, names):
         pytest.param("h200", DILATED, marks=pytest.mark.slow),
         pytest.param("h200", OTHERS, marks=pytest.mark.slow),
         pytest.param("a100", DILATED, marks=pytest.mark.slow),
-        pytest.param("a100", OTHERS, marks=pytest.mark.slow),
+        # Its kernels do not round to 8 bits: there matmul refuses the precision.
+        pytest.param("a100", [name for name in OTHERS if name != "rounded"], marks=pytest.mark.slow),
     ],
 )
 def test_programs_for_gpus_gather_nothing(gpu, names):
