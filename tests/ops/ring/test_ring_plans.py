@@ -1,0 +1,178 @@
+"""What ring_attention plans: its strategy, how far ahead it sends, what a policy keeps, and its kernels' blocks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_kernels import masks, ring_attention
+from jax_kernels.dispatch import on_device
+from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
+from jax_kernels.ops.ring.ring_attention import OF_HEADS, prepare, with_results
+from jax_kernels.ops.ring.steps import Pair, Step, Visitors
+from jax_kernels.ops.ring.vjp import RESIDUALS
+from jax_kernels.pallas.block_specs import sm90
+from jax_kernels.pallas.block_specs.specs import RingRow
+
+MESH = jax.make_mesh((1,), ("sequence",), (jax.sharding.AxisType.Auto,))
+X = jnp.ones((1, 6, 4, 8))
+
+
+def test_the_block_specs_choose_by_size(monkeypatch):
+    """ "auto" takes the row for its tokens and its window; a named strategy, or number of steps, takes precedence."""
+    rows = (
+        RingRow(strategy="all_gather", up_to=4, is_windowed=False),
+        RingRow(strategy="ring", sends_ahead=3, up_to=6),
+        RingRow(strategy="halo"),
+    )
+    monkeypatch.setattr(sm90, "RING", rows)
+
+    two = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
+
+    def chosen(tokens, **options):
+        arguments = {"axis_name": "sequence", "layout": None, "strategy": "auto", "scale": None, "softcap": None}
+        arguments |= {"deterministic": None, "precision": None, "implementation": None} | options
+        found = []
+        attend = lambda x: found.append(prepare(x, x, x, is_causal=False, **arguments)[0])
+        shared = jax.shard_map(attend, mesh=two, in_specs=jax.P(), out_specs=jax.P())
+        jax.eval_shape(shared, jnp.ones((1, tokens, 4, 8)))
+        return found[0].strategy, found[0].sends_ahead
+
+    assert chosen(4) == ("all_gather", 1)
+    assert chosen(4, window=(1, 1)) == chosen(6) == ("ring", 3)
+    assert chosen(4, layout="striped") == ("ring", 1)
+    assert chosen(8) == chosen(8, window=(5, 2)) == chosen(8, window=(-1, 2)) == ("ring", 1)
+    assert chosen(8, window=(4, 2)) == chosen(8, window=(8, 2), layout="contiguous") == ("halo", 1)
+    assert chosen(8, window=(4, 2), layout="striped") == ("ring", 1)
+    assert chosen(8, window=(4, 2), sends_ahead=2) == ("ring", 2)
+    assert chosen(8, window=(4, 2), mask=masks.global_tokens(2)) == ("ring", 1)
+    assert chosen(6, strategy="all_gather")[0] == "all_gather"
+    assert chosen(6, sends_ahead=2) == ("ring", 2)
+    with pytest.raises(ValueError, match=r"self.strategy='all_to_all' must be 'ring', 'halo' or 'all_gather'"):
+        RingRow(strategy="all_to_all")
+    with pytest.raises(ValueError, match=r"self.differentiated='ring' must be 'all_to_all' or None"):
+        RingRow(strategy="ring", differentiated="ring")
+    with pytest.raises(ValueError, match=r"self.halo_share=2 must be 0 to 1"):
+        RingRow(strategy="halo", halo_share=2)
+    with pytest.raises(ValueError, match=r"self.permutes_up_to=-1 must be 0 or more"):
+        RingRow(strategy="ring", permutes_up_to=-1)
+
+
+@pytest.mark.parametrize(
+    ("options", "kv_heads", "permutes"),
+    [
+        ({}, 2, (1, 9)),
+        ({}, 1, (1, 3)),
+        ({"window": (4, 0)}, 2, (2, 4)),
+        ({"mask": masks.sliding_window(4, 0)}, 2, (2, 4)),
+        ({"window": (4, 0), "strategy": "ring"}, 2, (1, 3)),
+        ({"window": (5, 0)}, 2, (2, 9)),
+        ({"window": (5, 0)}, 1, (2, 4)),
+        ({"window": (17, 0)}, 2, (1, 9)),
+        ({"sends_ahead": 1}, 2, (1, 3)),
+        ({"strategy": "ring"}, 2, (1, 3)),
+        ({"strategy": "all_to_all"}, 2, (4, 8)),
+    ],
+)
+def test_auto_shares_out_the_heads_of_a_call_that_is_differentiated(options, kv_heads, permutes):
+    """permutes: those of a call alone, and with its gradients, a cotangent of lse among them."""
+    mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    attend = functools.partial(ring_attention, axis_name="sequence", is_causal=True, implementation="xla", **options)
+    loss = lambda *tensors: attend(*tensors).sum(dtype=jnp.float32)
+    gradients = jax.grad(loss, argnums=(0, 1, 2))
+    tokens, shapes = jax.P(None, "sequence"), [(1, 64, heads, 8) for heads in (4, kv_heads, kv_heads)]
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    found = []
+    for function in (attend, gradients):
+        shared = jax.shard_map(function, mesh=mesh, in_specs=tokens, out_specs=tokens)
+        found.append(str(jax.make_jaxpr(shared)(*given)).count("ppermute["))
+    assert tuple(found) == permutes
+
+
+@pytest.mark.parametrize(("policy", "forwards"), [("nothing_saveable", 2), ("names", 1)])
+def test_names_for_checkpoint_policies(policy, forwards):
+    """A policy keeps out and lse, so that the backward does not run the forward again."""
+    policies = jax.checkpoint_policies
+    chosen = policies.save_only_these_names(*RESIDUALS) if policy == "names" else policies.nothing_saveable
+    loss = lambda x: jnp.sin(ring_attention(jnp.sin(x), x, x, axis_name="sequence", implementation="triton")).sum()
+    shared = jax.shard_map(
+        jax.checkpoint(loss, policy=chosen), mesh=MESH, in_specs=jax.P(), out_specs=jax.P(), check_vma=False
+    )
+    with on_device("A100"):
+        program = jax.make_jaxpr(jax.value_and_grad(shared))(X.astype(jnp.bfloat16))
+    assert _forwards(program.jaxpr) == forwards
+
+
+@pytest.mark.parametrize(
+    ("local", "heads", "together"),
+    [(4096, 16, 16), (8192, 16, 8), (8192, 12, 12), (16384, 16, 4), (65536, 16, 1), (65536, 7, 1), (2048, 4, 4)],
+)
+def test_the_heads_of_a_causal_step_fill_the_gpu_twice(local, heads, together):
+    """A step whose queries, or keys, meet others in one half: on an H100 32 blocks of 128 queries, with 8 heads 256."""
+    found = []
+
+    def look(query, key, value):
+        call, _ = prepare(
+            query, key, value, axis_name="sequence", layout="zigzag", strategy="ring", is_causal=True,
+            **dict.fromkeys(("scale", "softcap", "deterministic", "precision", "implementation")),
+        )  # fmt: skip
+        step = Step(
+            layout=call.layout, number=1, index=jnp.int32(0), query=query, q_ids=None, options=dict(call.options)
+        )
+        planned, _ = step._whole_call(Visitors(Pair((key, value)), None))
+        found.append(planned.config.forward.heads_together)
+        return query
+
+    mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    spec = jax.P(None, "sequence")
+    whole = jax.ShapeDtypeStruct((1, 2 * local, heads, 128), jnp.bfloat16)
+    with on_device("h100"):
+        jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), *[whole] * 3)
+    assert found == [together]
+
+
+@pytest.mark.parametrize(
+    ("names", "permutes"), [((), 10), (OF_ATTENTION, 10), ((*OF_ATTENTION, *OF_HEADS, *RESIDUALS), 7)]
+)
+def test_what_a_policy_keeps_is_not_exchanged_again(names, permutes):
+    """The forward has three sends, the backward four; where nothing is kept, the forward's come again."""
+    mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    attend = functools.partial(ring_attention, axis_name="sequence", implementation="xla", strategy="all_to_all")
+    tokens = jax.P(None, "sequence")
+    shared = jax.shard_map(attend, mesh=mesh, in_specs=tokens, out_specs=tokens)
+    loss = lambda *tensors: jnp.sin(shared(*(jnp.sin(x) for x in tensors))).sum(dtype=jnp.float32)
+    kept = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    given = [jax.ShapeDtypeStruct((1, 64, 4, 8), jnp.bfloat16)] * 3
+    assert str(jax.make_jaxpr(jax.grad(kept, argnums=(0, 1, 2)))(*given)).count("ppermute[") == permutes
+
+
+@pytest.mark.parametrize(("strategy", "forwards"), [("ring", 0), ("halo", 0), ("all_to_all", 0), ("all_gather", 1)])
+def test_known_results_are_not_computed_again(strategy, forwards):
+    """The call of all keys and values runs again."""
+
+    def gradients(x, lse):
+        arguments = {"axis_name": "sequence", "layout": None, "scale": None, "softcap": None, "deterministic": None}
+        arguments |= {"precision": None, "implementation": "triton", "is_causal": True, "strategy": strategy}
+        arguments |= {"window": (2, 0)}
+        known = lambda x: with_results(*prepare(x, x, x, **arguments), x, lse)
+        return jax.vjp(known, x)[1]((x, lse))
+
+    shared = jax.shard_map(gradients, mesh=MESH, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    x = X.astype(jnp.bfloat16)
+    with on_device("A100"):
+        program = jax.make_jaxpr(shared)(x, jnp.zeros((x.shape[0], x.shape[2], x.shape[1]), jnp.float32))
+    assert _forwards(program.jaxpr) == forwards
+
+
+def _forwards(jaxpr) -> int:
+    """The forward kernels of a program. A printed one may have equal parts once."""
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            found += "attention_forward" in str(equation.params["name"])
+            continue
+        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(part, "jaxpr", part)
+            found += _forwards(inner) if hasattr(inner, "eqns") else 0
+    return found
