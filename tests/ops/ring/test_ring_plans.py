@@ -1,6 +1,7 @@
 """What ring_attention plans: its strategy, how far ahead it sends, what a policy keeps, and its kernels' blocks."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax_kernels import masks, ring_attention
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention.vjp import RESIDUALS as OF_ATTENTION
 from jax_kernels.ops.ring.ring_attention import OF_HEADS, prepare, with_results
-from jax_kernels.ops.ring.steps import Pair, Step, Visitors
+from jax_kernels.ops.ring.steps import Pair, Rows, Step, Visitors
 from jax_kernels.ops.ring.vjp import RESIDUALS
 from jax_kernels.pallas.block_specs import sm90
 from jax_kernels.pallas.block_specs.specs import RingRow
@@ -104,32 +105,53 @@ def test_names_for_checkpoint_policies(policy, forwards):
     assert _forwards(program.jaxpr) == forwards
 
 
-@pytest.mark.parametrize(
-    ("local", "heads", "together"),
-    [(4096, 16, 16), (8192, 16, 8), (8192, 12, 12), (16384, 16, 4), (65536, 16, 1), (65536, 7, 1), (2048, 4, 4)],
-)
-def test_the_heads_of_a_causal_step_fill_the_gpu_twice(local, heads, together):
-    """A step whose queries, or keys, meet others in one half: on an H100 32 blocks of 128 queries, with 8 heads 256."""
-    found = []
+def step_on_an_h100(function, local, heads):
+    """Traces function(step, visitors, query) for the second step of a causal ring of two devices: its jaxpr."""
 
     def look(query, key, value):
         call, _ = prepare(
             query, key, value, axis_name="sequence", layout="zigzag", strategy="ring", is_causal=True,
             **dict.fromkeys(("scale", "softcap", "deterministic", "precision", "implementation")),
         )  # fmt: skip
-        step = Step(
-            layout=call.layout, number=1, index=jnp.int32(0), query=query, q_ids=None, options=dict(call.options)
+        options = dict(call.options)
+        step = Step(layout=call.layout, number=1, index=jnp.int32(0), query=query, q_ids=None, options=options)
+        return function(step, Visitors(Pair((key, value)), None), query)
+
+    mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    spec, whole = jax.P(None, "sequence"), jax.ShapeDtypeStruct((1, 2 * local, heads, 128), jnp.bfloat16)
+    with on_device("h100"):
+        return jax.make_jaxpr(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(
+            *[whole] * 3
         )
-        planned, _ = step._whole_call(Visitors(Pair((key, value)), None))
+
+
+@pytest.mark.parametrize(
+    ("local", "heads", "together"),
+    [(4096, 16, 16), (8192, 16, 8), (8192, 12, 12), (16384, 16, 4), (65536, 16, 1), (65536, 7, 1), (2048, 4, 4)],
+)
+def test_the_heads_of_a_causal_step_fill_the_gpu_twice(local, heads, together):
+    """Half of a step's queries meet no key. Of 8,192 queries the other half is 32 blocks: 8 heads have 256 of them."""
+    found = []
+
+    def look(step, visitors, query):
+        planned, _ = step._whole_call(visitors)
         found.append(planned.config.forward.heads_together)
         return query
 
-    mesh = jax.sharding.AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
-    spec = jax.P(None, "sequence")
-    whole = jax.ShapeDtypeStruct((1, 2 * local, heads, 128), jnp.bfloat16)
-    with on_device("h100"):
-        jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False), *[whole] * 3)
+    step_on_an_h100(look, local, heads)
     assert found == [together]
+
+
+def test_a_kernel_adds_to_an_array_of_its_own():
+    """XLA would pass rows of an array where they lie, and lose what a kernel adds to them: a barrier stands before."""
+
+    def look(step, visitors, query):
+        rows = jnp.zeros((1, 4, query.shape[1]))
+        earlier = jnp.ones((2, *query.shape[1:]), jnp.float32)[:1]
+        return step.gradients(visitors, Rows(rows, rows, query), earlier)[0]
+
+    text = str(step_on_an_h100(look, 1024, 4))
+    assert re.search(r"(\w+):f32\[1,1024,4,128\] = optimization_barrier .*\n.* = new_ref\[.*\] \1\b", text), text
 
 
 @pytest.mark.parametrize(
