@@ -22,6 +22,7 @@ import pytest
         pytest.param(2, "both", ("masked",), [1] * 3, marks=pytest.mark.slow),
         pytest.param(4, "both", ("2",), [1, 2, 2, 1, 2, 1, 1, 1, 1], marks=pytest.mark.slow),
     ],
+    ids=lambda x: " ".join(x) if isinstance(x, tuple) else None,
 )
 def test_sends_run_beside_kernels(devices, mode, words, beside):
     compiled = aot.compile_script(aot.__file__.replace("aot.py", "ring_aot.py"), str(devices), mode, *words)
