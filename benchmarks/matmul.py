@@ -316,9 +316,7 @@ def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list
         contender = Contender(name, framework)
         found.append(contender)
         with contender.attempt():
-            with gpu_among_others():
-                call = build()
-            output = contender.start(call, plan)
+            output = contender.begin(build, plan)
             if framework == "jax":
                 with gpu_alone():
                     contender.judge(_error(output, wanted), "xla")

@@ -213,9 +213,7 @@ def contenders_of(case: Case, arrays: Arrays, args: argparse.Namespace) -> list[
         found.append(contender)
         with contender.attempt():
             try:
-                with gpu_among_others():
-                    call = build()
-                outputs = contender.start(call, plan)
+                outputs = contender.begin(build, plan)
             except ImportError as error:
                 raise NotImplementedError(f"not installed: {error}") from None
             if framework == "jax" and name != "copy" and wanted is not None:

@@ -134,6 +134,12 @@ class Contender:
             wait(outputs, self.framework)
         return outputs
 
+    def begin(self, build: Callable[[], Call], plan: str = "") -> Any:
+        """start of the call that build() returns. No other process is timed while it is built."""
+        with gpu_among_others():
+            call = build()
+        return self.start(call, plan)
+
     @property
     def findings(self) -> dict[str, Any]:
         """The facts of a row of results: the status, and the times where there are any."""
