@@ -1,4 +1,4 @@
-"""What ring_attention refuses, and in which words."""
+"""Each call that ring_attention refuses, and the words of its error."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What ring_attention plans: its strategy, how far ahead it sends, what a policy keeps, and its kernels' blocks."""
+"""The plan of a ring: its strategy, how far ahead it sends, the residuals that a policy keeps, its kernels' blocks."""
 
 import functools
 import re
