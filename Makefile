@@ -26,7 +26,8 @@ demo: .venv/.demo
 PYTEST := $(BIN)/python -m pytest -n 2 --dist=worksteal
 FIRST := tests/benchmarks tests/bridge tests/cli
 SECOND := tests/masks tests/models tests/ops
-THIRD := tests $(foreach folder,$(FIRST) $(SECOND),--ignore=$(folder))
+HOUSE := tests/test_house.py
+THIRD := tests $(foreach path,$(FIRST) $(SECOND) $(HOUSE),--ignore=$(path))
 
 test: .venv/.dev lint
 	$(PYTEST) -m "not slow" $(ARGS) $(FIRST)
@@ -48,6 +49,7 @@ lint: .venv/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q $(HOUSE)
 
 # Import and numerics on the newest jax, in an environment of its own.
 newest: .venv-newest/.ready
