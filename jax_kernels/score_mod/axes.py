@@ -3,9 +3,9 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-__all__ = ["axes_of", "flat"]
+__all__ = ["axes_of", "flat", "has_constants"]
 
 INT32 = jnp.dtype(jnp.int32)
 WRAP = 1 << 32
@@ -71,6 +71,14 @@ def _inline(program: Jaxpr, known: dict[Any, Any], found: list[JaxprEqn]) -> lis
             found.append(equation.replace(invars=inputs, outvars=outs))
         known |= dict(zip(equation.outvars, outs, strict=True))
     return [atom(x) for x in program.outvars]
+
+
+def has_constants(program: Any) -> bool:
+    """Whether a program, or one that it calls, closes over arrays. JAX lets a jitted function keep its own."""
+    if getattr(program, "consts", ()):
+        return True
+    parameters = (x for equation in program.eqns for x in equation.params.values())
+    return any(has_constants(x) for x in parameters if isinstance(x, Jaxpr | ClosedJaxpr))
 
 
 def axes_of(program: Jaxpr, names: dict[Any, str]) -> dict[Any, frozenset[str]]:

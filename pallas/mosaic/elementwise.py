@@ -10,6 +10,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, Literal
 
 from jax_kernels.pallas.mosaic import registers
+from jax_kernels.score_mod.axes import has_constants
 from jax_kernels.score_mod.tiles import primitives
 
 __all__ = ["erf_polynomial", "for_tiles", "gelu_tanh", "shortened", "sigmoid", "silu", "why_not"]
@@ -112,7 +113,7 @@ def why_not(function: Callable[[Any], Any] | None) -> str | None:
         program = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), jnp.float32))
     except Exception as error:
         return f"its activation raised {type(error).__name__} when traced for a number"
-    if program.consts:
+    if has_constants(program):
         return "its activation closes over arrays"
     equations = list(_equations(program.jaxpr))
     unknown = sorted({str(equation.primitive) for equation in equations} - _KNOWN - set(_WRITTEN))

@@ -91,3 +91,14 @@ def test_what_differs_otherwise_is_refused(name):
 def test_triton_has_no_differences(name):
     with pytest.raises(NotImplementedError, match="it takes look-ups by query or by key, not by both or by the score"):
         split(added(OF_DIFFERENCES[name][0]))
+
+
+def test_the_arrays_of_a_jitted_function_are_those_of_the_mod():
+    plain = lambda score, b, h, q, k: score * 0.5 + LINE[q - k + S - 1]
+    twice = jax.jit(lambda *given: jax.jit(plain)(*given))
+    want, got = trace(plain), trace(twice)
+    assert [x.shape for x in got.arrays] == [x.shape for x in want.arrays] == [LINE.shape]
+    assert [str(x.primitive) for x in got.program.eqns if str(x.primitive) == "jit"] == []
+    scores, q_idx = jnp.ones((B, H, T, S)), jnp.arange(T)
+    np.testing.assert_array_equal(got(scores, q_idx), want(scores, q_idx))
+    assert len(split(got, mosaic=True).reads) == 1
