@@ -112,9 +112,8 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
             raise TypeError(f"function: got dtype {result.dtype} from it, {_WANT}")
         if result.shape != want and not _broadcasts(result.shape, want):
             raise ValueError(f"function: got shape {result.shape} from it for indices of shape {want}, {_WANT}")
-    read = {id(x) for equation in program.eqns for x in equation.invars} | set(map(id, program.jaxpr.outvars))
     for index, name, size in ((0, "batch", batch), (1, "heads", heads)):
-        if size is None and id(program.jaxpr.invars[index]) in read:
+        if size is None and _reads(program.jaxpr, index):
             raise ValueError(
                 f"{name}: got None with a function that looks at {'bh'[index]}, want how many it tells apart"
             )
@@ -128,6 +127,19 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
             return
         if not np.array_equal(np.broadcast_to(together, sizes).ravel(), each):
             raise ValueError(f"function: got other values from it for arrays than for each of their numbers, {_WANT}")
+
+
+def _reads(program: Any, index: int) -> bool:
+    """Whether a program looks at an argument. A jitted function in it takes arguments that it does not look at."""
+    argument = program.invars[index]
+    if any(x is argument for x in program.outvars):
+        return True
+    for equation in program.eqns:
+        called = equation.params["jaxpr"].jaxpr if str(equation.primitive) == "jit" else None
+        places = [i for i, x in enumerate(equation.invars) if x is argument]
+        if any(called is None or _reads(called, i) for i in places):
+            return True
+    return False
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

@@ -320,6 +320,17 @@ def test_bad_input(name):
         call()
 
 
+def test_a_jitted_function_looks_at_what_it_reads():
+    ids = jnp.arange(4) // 2
+    plain = lambda b, h, q, k: ids[q] == ids[k]
+    for function in (jax.jit(plain), jax.jit(jax.jit(plain))):
+        np.testing.assert_array_equal(
+            masks.from_function(function).to_dense(4, 4), masks.from_function(plain).to_dense(4, 4)
+        )
+    with pytest.raises(ValueError, match="heads: got None with a function that looks at h"):
+        masks.from_function(jax.jit(lambda b, h, q, k: q >= k + h))
+
+
 def test_numpy_arrays_lose_nothing():
     small, large = np.arange(3), np.array([0, 2**40])
     assert masks.from_function(lambda b, h, q, k, x: x[k] > q, small).arrays[0].dtype == jnp.int32
