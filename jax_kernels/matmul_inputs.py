@@ -101,16 +101,16 @@ class MatmulOptions:
         activated, dz = z if self.activation is None else self.activation(z), g * self.derivative(z)
         if load_up is not None:
             yield "up", g * activated
-            up = load_up()
+            up = in_range(load_up(), self.out_dtype)
             activated, dz = activated * up, dz * up
         yield "out", dz
         yield "activated", activated
 
 
 def in_range(z: Any, dtype: Any) -> Any:
-    """A float32 preactivation that was saved in this dtype: float16's infinities become its largest numbers.
+    """A float32 sum that was saved in this dtype: float16's infinities become its largest numbers.
 
-    They were finite sums. Of an infinity silu's derivative, say, is NaN.
+    They were finite sums. Of an infinity silu's derivative, say, is NaN, and so is its product with 0.
     """
     if jnp.dtype(dtype) != jnp.float16:
         return z

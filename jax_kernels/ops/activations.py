@@ -7,18 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_kernels.ops.planned_op import MOST_CALLS
 from jax_kernels.pallas.mosaic import elementwise
+from jax_kernels.score_mod.axes import has_constants
 from jax_kernels.score_mod.tiles import TRITON_ELEMENTWISE, primitives
 
-__all__ = ["ACTIVATIONS", "check_elementwise", "derivative_of", "not_for_mosaic", "not_for_triton"]
-
-
-# The primitives that make a number of several.
-_JOINING = {
-    *(f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or", "xor")),
-    *(f"cum{name}" for name in ("sum", "prod", "max", "min", "logsumexp")),
-    *("argmax", "argmin", "sort", "dot_general", "conv_general_dilated"),
-}
+__all__ = ["ACTIVATIONS", "derivative_of", "not_for_mosaic", "not_for_triton"]
 
 
 def relu(x: jax.Array) -> jax.Array:
@@ -89,46 +83,12 @@ _DERIVATIVES = {
 }
 
 
-def check_elementwise(activation: Callable[[Any], Any]) -> None:
-    """Raises TypeError or ValueError for a function whose numbers do not each come of one number alone."""
-    try:
-        program = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct((2, 3), jnp.float32))
-    except Exception as error:
-        raise TypeError(f"activation: it raised {type(error).__name__} for float32 numbers: {error}") from error
-    if any(isinstance(x, jax.core.Tracer) for x in program.consts):
-        raise ValueError("activation: it closes over an array that JAX traces, want numbers or arrays that are known")
-    got = [(x.shape, str(x.dtype)) for x in program.out_avals]
-    if len(got) != 1 or got[0][0] != (2, 3) or not got[0][1].startswith(("float", "bfloat")):
-        raise ValueError(f"activation: of float32 numbers [2, 3] it gives {got}, want as many floats")
-    if joins := sorted(_joins(program.jaxpr, [True])):
-        raise ValueError(f"activation: it has {', '.join(joins)}, want a function of each number alone")
-
-
-def _joins(jaxpr: Any, is_of_numbers: list[bool]) -> set[str]:
-    """The primitives that join the function's numbers. is_of_numbers: which arguments depend on these."""
-    found: set[str] = set()
-    moving = {x for x, moves in zip(jaxpr.invars, is_of_numbers, strict=True) if moves}
-    for equation in jaxpr.eqns:
-        moves = [not hasattr(x, "val") and x in moving for x in equation.invars]
-        if not any(moves):
-            continue
-        moving.update(equation.outvars)
-        if equation.primitive.name in _JOINING:
-            found.add(equation.primitive.name)
-        for parameter in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            inner: Any = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                same = len(inner.invars) == len(moves)
-                found |= _joins(inner, moves if same else [True] * len(inner.invars))
-    return found
-
-
-@functools.cache
+@functools.lru_cache(maxsize=MOST_CALLS)
 def derivative_of(activation: Any) -> Callable[[jax.Array], jax.Array]:
     """The derivative of an activation, or of none. Mosaic cannot compute what jax.vjp makes of those with names."""
     if activation in _DERIVATIVES:
         return _DERIVATIVES[activation]
-    return lambda x: jax.vjp(activation, x)[1](jnp.ones_like(x))[0]
+    return lambda x: jax.vjp(lambda x: activation(x).astype(jnp.float32), x)[1](jnp.ones_like(x))[0]
 
 
 def not_for_triton(activation: Any) -> str | None:
@@ -139,7 +99,7 @@ def not_for_triton(activation: Any) -> str | None:
         program = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct((), jnp.float32))
     except Exception as error:
         return f"its activation raised {type(error).__name__} when traced for a number"
-    if program.consts:
+    if has_constants(program):
         return "its activation closes over arrays"
     unknown = sorted(set(primitives(program.jaxpr.eqns)) - TRITON_ELEMENTWISE)
     return f"of its activation it cannot compute {', '.join(unknown)}" if unknown else None

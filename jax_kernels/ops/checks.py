@@ -68,6 +68,16 @@ def reshaped(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return jnp.asarray(x, dtype).reshape(shape)
 
 
+def converted(x: Any, dtype: Any) -> Any:
+    """x in this dtype, an array or a spec."""
+    return reshaped(x, x.shape, dtype) if isinstance(x, jax.ShapeDtypeStruct) else x.astype(dtype)
+
+
+def spread(x: Any, shape: tuple[int, ...]) -> Any:
+    """x broadcast to a shape, an array or a spec."""
+    return reshaped(x, shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else jnp.broadcast_to(x, shape)
+
+
 def check_number(name: str, x: Any) -> None:
     if x is None:
         return
@@ -84,8 +94,14 @@ def check_softcap(softcap: Any) -> None:
 
 
 def check_implementation(implementation: Any) -> None:
-    if implementation is not None and not isinstance(implementation, str):
-        raise TypeError(f"implementation: got {type(implementation).__name__}, want a name or None")
+    check_names(implementation=implementation)
+
+
+def check_names(**names: Any) -> None:
+    """Raises TypeError for what is neither a name nor None."""
+    for name, x in names.items():
+        if x is not None and not isinstance(x, str):
+            raise TypeError(f"{name}: got {type(x).__name__}, want a name or None")
 
 
 def check_flags(**flags: Any) -> None:

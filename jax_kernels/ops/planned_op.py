@@ -25,6 +25,7 @@ from jax_kernels.derivatives import NO_SECOND, without_derivative
 from jax_kernels.dispatch import Implementation, Plan, Request
 
 __all__ = [
+    "MOST_CALLS",
     "Blocks",
     "PlannedCall",
     "PlannedOp",
@@ -36,6 +37,9 @@ __all__ = [
     "split_batch",
     "under_defaults",
 ]
+
+# Calls whose functions are kept, the last used: a call holds its caller's functions, and the arrays of their closures.
+MOST_CALLS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +196,7 @@ def _join_all(size: int, batched: Any, arrays: Any) -> Any:
     return jax.tree.map(functools.partial(join_batch, size), arrays, batched)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=MOST_CALLS)
 def batched(
     op: PlannedOp,
     call: PlannedCall,

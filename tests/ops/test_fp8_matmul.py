@@ -98,6 +98,17 @@ def test_values_without_scales():
     np.testing.assert_allclose(out, jax.nn.silu(wide[0] @ wide[1]) * (wide[0] @ wide[1]), rtol=1e-5)
 
 
+def test_scales_of_three_axes():
+    """A scale's shape that rows alone have, or blocks alone, tells the scaling."""
+    by_row = jnp.array([1.0, 10.0, 100.0])[:, None]
+    x, w = _normal(2, 3, 512, dtype=jnp.float32) * by_row, _normal(512, 8).astype(jnp.float8_e4m3fn)
+    for scaling, rows in (("row", 2), ("block", 2)):
+        quantized = quantize(x[:rows] if scaling == "row" else x.reshape(6, 512), scaling=scaling)
+        got = matmul(quantized.values.reshape(2, 3, 512), w, x_scale=quantized.scale, out_dtype="float32")
+        want = dequantize(quantized).reshape(2, 3, 512) @ w.astype(jnp.float32)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-2)
+
+
 def test_delayed_scales():
     """Numbers beyond a given scale's range saturate; the scale has no gradient."""
     x, w = _normal(8, 16, dtype=jnp.float32), _normal(16, 4, dtype=jnp.float32)
@@ -181,6 +192,13 @@ ERRORS = {
     "precision": (lambda: matmul(X8, W8, precision="tf32"), ValueError, "precision: got 'tf32' with float8_e4m3fn"),
     "mixed": (lambda: matmul(X8, W), TypeError, "w: got dtype bfloat16, want x's dtype float8_e4m3fn"),
     "scale_shape": (lambda: matmul(X8, W8, w_scale=jnp.ones(5)), ValueError, "w_scale: got shape (5,), want (4,)"),
+    "rows_or_blocks": (
+        lambda: matmul(
+            jnp.zeros((1, 4, 512), jnp.float8_e4m3fn), jnp.zeros((512, 8), jnp.float8_e4m3fn), x_scale=jnp.ones((1, 4))
+        ),
+        ValueError,
+        "scaling: got None with x_scale (1, 4), which rows and blocks have; want 'row' or 'block'",
+    ),
     "scale_dtype": (lambda: matmul(X8, W8, x_scale=jnp.ones((), jnp.bfloat16)), TypeError, "x_scale: got bfloat16"),
     "negative": (lambda: matmul(X8, W8, x_scale=-1.0), ValueError, "x_scale: got -1.0, want a positive number"),
     "axis": (

@@ -1,7 +1,10 @@
 """matmul against float64: results, gradients, epilogues, transforms and errors."""
 
+import dataclasses
 import functools
+import gc
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +47,43 @@ def test_on_hopper(name):
     large = {x: matmul_cases.Case((4096, 1024), 512, bias="float32", activation=x) for x in ACTIVATIONS}
     for result, (error, bound) in matmul_cases.errors_by((matmul_cases.HOPPER | large)[name], "mosaic_gpu").items():
         assert error <= bound, result
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_plans_of_rounded_operands(precision):
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 1000, 512), (512, 1024)))
+    with on_device("H200"):
+        assert explain(matmul, x, w, precision=precision).implementation == "mosaic_gpu"
+        assert explain(gated_matmul, x, w, w, precision=precision).op == "gated_matmul"
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        assert explain(matmul, x, w, precision="fp8", scaling="row", x_scale=scale).op == "matmul"
+
+
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_an_activation_of_fewer_bits(implementation, monkeypatch):
+    monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
+    options = {"implementation": implementation, "precision": "tf32"}
+    x, w = (jnp.asarray(np.random.default_rng(i).standard_normal((8, 8)), jnp.float32) for i in range(2))
+    narrow = lambda z: jnp.tanh(z.astype(jnp.bfloat16))
+    for call in (matmul, lambda x, w, **rest: gated_matmul(x, w, w, **rest)):
+        got = jax.grad(lambda x, w, call=call: call(x, w, activation=narrow, **options).sum(), (0, 1))(x, w)
+        want = jax.grad(lambda x, w, call=call: call(x, w, activation="tanh", **options).sum(), (0, 1))(x, w)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0.05, atol=0.05)
+
+
+def test_functions_are_not_kept():
+    """Neither they nor the arrays that they close over, once they are no more used."""
+    x, kept = jnp.ones((8, 8)), []
+    for i in range(3):
+        table = jnp.full((4, 4), float(i))
+        activation = lambda z, table=table: z * table[0, 0]
+        kept.append(weakref.ref(activation))
+        jax.grad(lambda x, activation=activation: matmul(x, x, activation=activation).sum())(x)
+    del activation, table
+    jax.clear_caches()
+    gc.collect()
+    assert [of_one() for of_one in kept] == [None] * 3
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
@@ -118,6 +158,16 @@ def test_plans():
         assert (blocks(matmul, x, odd).block_n, blocks(matmul, few, w).block_m) == (128, 64)
 
 
+@dataclasses.dataclass
+class Scaled:
+    """A function without a hash."""
+
+    by: float = 2.0
+
+    def __call__(self, z):
+        return z * self.by
+
+
 X, W = jnp.zeros((2, 8), jnp.bfloat16), jnp.zeros((8, 4), jnp.bfloat16)
 BAD = {
     "dtype": (
@@ -189,6 +239,13 @@ BAD = {
         TypeError,
         "activation: it raised ZeroDivisionError",
     ),
+    "activation_without_hash": (
+        lambda: matmul(X, W, activation=Scaled()),
+        TypeError,
+        "activation: got Scaled, which has no hash, want a function with one",
+    ),
+    "precision_list": (lambda: matmul(X, W, precision=["fp8"]), TypeError, "precision: got list, want a name or None"),
+    "scaling_list": (lambda: matmul(X, W, scaling=["row"]), TypeError, "scaling: got list, want a name or None"),
     "traced_activation": (
         lambda: jax.grad(lambda a: matmul(X, W, activation=lambda z: a * z).sum())(0.1),
         ValueError,
@@ -213,6 +270,7 @@ def test_bad_input(name):
 
 REASONS = {
     "activation": ({"activation": lambda z: jnp.floor(z)}, "of its activation it cannot compute floor"),
+    "jitted": ({"activation": jax.jit(lambda z: z * NUMBER)}, "its activation closes over arrays"),
     "columns": ({"w": (512, 1000)}, "it needs rows by 8 and columns by 64 in x, w and out"),
     "rows": ({"x": (1001, 512)}, "it needs rows by 8 and columns by 64 in x, w and out"),
     "dtype": ({"dtype": "float32"}, "its wgmma products take bfloat16, float16 and 8 bits here, not float32"),
@@ -233,11 +291,12 @@ NOT_FOR_TRITON = {
     "float32": ({"dtype": "float32"}, "its products of float32 are tf32 ones, which precision='tf32' asks for"),
     "empty": ({"x": (0, 512)}, "a size is 0"),
     "arrays": ({"activation": lambda z: z * TABLE[0]}, "its activation closes over arrays"),
+    "arrays_of_a_jitted_function": ({"activation": jax.jit(lambda z: z * NUMBER)}, "its activation closes over arrays"),
     "erf": ({"activation": lambda z: jax.scipy.special.erf(z)}, "of its activation it cannot compute erf"),
     "large": ({"x": (8, 1 << 20), "w": (1 << 20, 1 << 10)}, "does not reach all of an array of 2 to 4 GiB"),
     "old": ({"device": "V100"}, "it needs compute capability 8.0"),
 }
-TABLE = jnp.arange(1.0, 9.0)
+TABLE, NUMBER = jnp.arange(1.0, 9.0), jnp.float32(2)
 
 
 @pytest.mark.parametrize("name", NOT_FOR_TRITON)
@@ -324,5 +383,12 @@ def test_float16_sums_beyond_its_range(activation, implementation, monkeypatch):
         "mlp": lambda x: mlp(x, small, small, w_gate=w, **options),
     }
     for name, call in calls.items():
+        gradient = jax.grad(lambda x, call=call: call(x).astype(jnp.float32).sum())(x)
+        assert jnp.isfinite(gradient).all(), name
+    wide = {
+        "gated_matmul": lambda x: gated_matmul(x, small * 1e-4, w, **options),
+        "mlp": lambda x: mlp(x, w, small * 1e-4, w_gate=small * 1e-4, **options),
+    }
+    for name, call in wide.items():  # up is -160,000, and gate about 0
         gradient = jax.grad(lambda x, call=call: call(x).astype(jnp.float32).sum())(x)
         assert jnp.isfinite(gradient).all(), name

@@ -15,6 +15,7 @@ from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import table
 from jax_kernels.ops.attention.partitioning import shared_attention
 from jax_kernels.ops.planned_op import (
+    MOST_CALLS,
     PlannedCall,
     jitted_in_eager_shard_map,
     join_batch,
@@ -162,7 +163,7 @@ def attention_forward_together(
     return [results[i] for i in range(len(calls))]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=MOST_CALLS)
 def _batched_together(calls: tuple[AttentionCall, ...]):
     """attention_forward_together of calls that share a launch, with a vmap that joins its axis to each one's batch."""
 
@@ -235,7 +236,7 @@ def _backward(call, inputs, lse, delta, dout, dquery=None, excess=None, out=None
 _SHARED = ("mask", "bias", "sinks")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=MOST_CALLS)
 def _batched(function, call):
     """`function(call, ...)`, whose arrays' first axis is the batch, with a vmap that joins its axis to that batch."""
     plain: Any = functools.partial(function, call)

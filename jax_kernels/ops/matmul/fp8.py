@@ -77,7 +77,7 @@ def checked_scales(
     """
     is_quantized = x.dtype in DTYPES
     if scaling is None:
-        scaling = _scaling_of(x_scale, w_scale, 1 if x.ndim == 1 else 2)
+        scaling = _scaling_of(x, x_scale, w_scale)
     check_scaling(scaling)
     rows = math.prod(x.shape[:-1])
     of_x = x.shape if scaling == "row" else (rows, x.shape[-1])
@@ -87,19 +87,23 @@ def checked_scales(
         if scale is None and is_quantized:
             scale = 1.0
         if scale is not None and jnp.ndim(scale) == 0 and scaling != "tensor":
-            scale = jnp.broadcast_to(checked_scale(name, scale, ()), shape)
+            scale = checks.spread(checked_scale(name, scale, ()), shape)
         found[name] = None if scale is None else checked_scale(name, scale, shape)
     if found["x_scale"] is not None and scaling == "row":
         found["x_scale"] = checks.reshaped(found["x_scale"], (rows,), jnp.float32)
     return found | {"scaling": scaling}
 
 
-def _scaling_of(x_scale: Any, w_scale: Any, axes: int) -> str:
-    """The scaling that the shapes of scales tell; w's are the clearer ones, as w has two axes."""
-    of_x, of_w = (0 if scale is None else jnp.ndim(scale) for scale in (x_scale, w_scale))
-    if of_w == 2 or (w_scale is None and axes == 2 and of_x == 2):
-        return "block"
-    return "row" if of_w or of_x else "tensor"
+def _scaling_of(x: Any, x_scale: Any, w_scale: Any) -> str:
+    """The scaling that the shapes of scales tell; w's are the clearer ones, as w has two axes. Raises ValueError."""
+    of_x, of_w = (tuple(getattr(scale, "shape", ())) for scale in (x_scale, w_scale))
+    if of_w or not of_x:
+        return ("tensor", "row", "block")[min(len(of_w), 2)]
+    rows = tuple(x.shape[:-1])
+    blocks = scale_shape((math.prod(rows), x.shape[-1]), "block")
+    if of_x == rows == blocks:
+        raise ValueError(f"scaling: got None with x_scale {of_x}, which rows and blocks have; want 'row' or 'block'")
+    return "block" if of_x == blocks or (of_x != rows and len(of_x) == 2) else "row"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,7 +14,7 @@ from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult,
 from jax_kernels.ops.matmul.partitioning import shared_matmul
 from jax_kernels.ops.matmul.table import BY_ROWS, IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.partitioning import is_partitioned
-from jax_kernels.ops.planned_op import PlannedCall, join_batch, split_batch, under_defaults
+from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, join_batch, split_batch, under_defaults
 
 __all__ = ["batched", "epilogue_gradients", "further", "planned", "product", "weight_gradient"]
 
@@ -94,10 +94,12 @@ def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -
     if saved.preactivation is None:
         return dout, None
     z = in_range(saved.preactivation.astype(jnp.float32), saved.preactivation.dtype)
-    activated, vjp = jax.vjp(options.activation or (lambda z: z), z)
+    activation = options.activation or (lambda z: z)
+    activated, vjp = jax.vjp(lambda z: activation(z).astype(jnp.float32), z)
     if saved.up is None:
         return vjp(dout)[0], None
-    return vjp(dout * saved.up.astype(jnp.float32))[0], dout * activated
+    up = in_range(saved.up.astype(jnp.float32), saved.up.dtype)
+    return vjp(dout * up)[0], dout * activated
 
 
 def weight_gradient(call: PlannedCall, x: Any, dz: Any, out_dtype: str | None = None) -> jax.Array:
@@ -137,17 +139,20 @@ def further(call: PlannedCall, inputs: MatmulInputs, options: MatmulOptions) -> 
     return batched(OP.call(request, options, call.implementation if serves else "xla"))(inputs)
 
 
-@functools.cache
 def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
     """The call's implementation, with a vmap that joins its axis to the rows where all calls share w and bias."""
+    return functools.partial(_run, call) if call.implementation == "xla" else _batched(call)
 
-    def run(inputs: MatmulInputs) -> MatmulResult:
-        return IMPLEMENTATIONS[call.implementation].forward(
-            inputs, call.options, config=call.config, interpret=call.interpret
-        )
 
-    if call.implementation == "xla":
-        return run
+def _run(call: PlannedCall, inputs: MatmulInputs) -> MatmulResult:
+    forward = IMPLEMENTATIONS[call.implementation].forward
+    return forward(inputs, call.options, config=call.config, interpret=call.interpret)
+
+
+@functools.lru_cache(maxsize=MOST_CALLS)
+def _batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
+    """batched, of kernels."""
+    run = functools.partial(_run, call)
     wrapped = jax.custom_batching.custom_vmap(shared_matmul(_of_any_sizes(call, run), call.options))
 
     @wrapped.def_vmap

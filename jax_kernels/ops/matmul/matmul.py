@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax_kernels import dispatch
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.ops import checks
-from jax_kernels.ops.activations import ACTIVATIONS, check_elementwise
+from jax_kernels.ops.activations import ACTIVATIONS
+from jax_kernels.ops.elementwise import check_elementwise
 from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import fp8, gradients, low_bit
 from jax_kernels.ops.matmul.table import GATED, OP, MatmulRequest, request_of
@@ -21,7 +22,7 @@ from jax_kernels.ops.planned_op import PlannedCall, under_defaults
 from jax_kernels.quantization import QuantizedArray
 from jax_kernels.varying import as_varying, varying_axes
 
-__all__ = ["GATED", "OP", "check", "check_gated", "gated_matmul", "matmul", "run"]
+__all__ = ["GATED", "OP", "check", "check_gated", "checked_activation", "gated_matmul", "matmul", "run"]
 
 DTYPES = (*checks.DTYPES, *fp8.DTYPES)
 ROUNDED = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
@@ -190,7 +191,7 @@ def check_gated(
     with _told_as("w_gate"):
         request, inputs, options = check(w=w_gate, w_scale=gate_scale, **arguments)
     if w_up.dtype != inputs.w.dtype:
-        w_up = w_up.astype(inputs.w.dtype)
+        w_up = checks.converted(w_up, inputs.w.dtype)
     if options.scaling is not None and up_scale is not None:
         with _told_as("w_up"):
             _, of_second, _ = check(w=w_up, w_scale=up_scale, **arguments)
@@ -246,7 +247,7 @@ def check(
 ) -> tuple[MatmulRequest, MatmulInputs, MatmulOptions]:  # fmt: skip
     """The request behind a call, its arrays and its options."""
     checks.check_flags(transpose_w=transpose_w)
-    checks.check_implementation(implementation)
+    checks.check_names(precision=precision, scaling=scaling, implementation=implementation)
     if low_bit.layout_of(w) is not None:
         _check_no_scales(x, x_scale, w_scale, scaling)
         return _checked_low_bit(x, w, bias, activation, residual, transpose_w, out_dtype, precision)
@@ -269,7 +270,7 @@ def check(
     options = MatmulOptions(
         out_dtype=str(out_dtype),
         transpose_w=bool(transpose_w),
-        activation=_activation(activation),
+        activation=checked_activation(activation),
         precision=None if precision == "fp8" else precision,
         scaling=scales.pop("scaling"),
     )
@@ -312,7 +313,7 @@ def _checked_low_bit(
     options = MatmulOptions(
         out_dtype=str(out_dtype),
         transpose_w=True,  # as the values lie
-        activation=_activation(activation),
+        activation=checked_activation(activation),
         precision=precision,
         low_bit=w.layout,
     )
@@ -337,7 +338,7 @@ def _rounded(x: Any, w: Any, precision: str | None) -> tuple[Any, Any, str | Non
         if getattr(y, "dtype", None) in fp8.DTYPES and not isinstance(y, QuantizedArray):
             raise ValueError(f"precision: got {precision!r} with {name} of dtype {y.dtype}, want 'fp8' or None")
     is_float = lambda y: getattr(y, "dtype", None) in checks.DTYPES
-    return *(y.astype(dtype) if is_float(y) else y for y in (x, w)), None
+    return *(checks.converted(y, dtype) if is_float(y) else y for y in (x, w)), None
 
 
 def _checked_operands(x: Any, w: Any, transpose_w: bool) -> tuple[Any, Any]:
@@ -409,10 +410,13 @@ def _out_dtype(dtype: Any) -> Any:
     return found
 
 
-def _activation(activation: Any) -> Callable[[Any], Any] | None:
+def checked_activation(activation: Any) -> Callable[[Any], Any] | None:
+    """The function of an activation's name, or a function as it is. Raises TypeError or ValueError."""
     if activation is None:
         return None
     if callable(activation):
+        if getattr(activation, "__hash__", None) is None:
+            raise TypeError(f"activation: got {type(activation).__name__}, which has no hash, want a function with one")
         if activation in ACTIVATIONS.values():
             return activation
         check_elementwise(activation)

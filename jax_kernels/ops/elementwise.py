@@ -1,0 +1,141 @@
+"""Whether a caller's function is elementwise: whether each number that it gives comes of one number alone."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["check_elementwise"]
+
+_ELEMENTWISE = {
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
+    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
+    "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
+    "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to",
+    "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg",
+    "nextafter", "not", "one_minus_square", "optimization_barrier", "or", "polygamma", "population_count", "pow",
+    "pvary", "random_gamma_grad", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt",
+    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
+}  # fmt: skip
+# These may add or drop axes of length 1.
+_SHAPING = {"broadcast_in_dim", "reshape", "squeeze"}
+# The caller's own code, into which JAX does not look.
+_OPAQUE = {"debug_callback", "debug_print", "ffi_call", "io_callback", "pallas_call", "pure_callback"}
+
+# What the numbers of an array are.
+_ONE = "one"  # all the same
+_PLACED = "placed"  # different ones, which do not depend on the function's argument
+_MOVING = "moving"  # each depends on one number of the function's argument
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Program:
+    """A program of JAX: its code, and the arrays that it closes over."""
+
+    code: Any
+    constants: Sequence[Any]
+
+    @classmethod
+    def of(cls, jaxpr: Any) -> "_Program":
+        """jaxpr: a Jaxpr or a ClosedJaxpr; in newer versions of JAX they are one."""
+        return cls(code=getattr(jaxpr, "jaxpr", jaxpr), constants=getattr(jaxpr, "consts", ()))
+
+    def called_by(self, equation: Any) -> "list[_Program]":
+        """The programs that an equation calls."""
+        leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
+        return [_Program.of(x) for x in leaves if hasattr(x, "eqns")]
+
+    def all_constants(self) -> Iterator[Any]:
+        """The arrays that it and the programs in it close over."""
+        yield from self.constants
+        for equation in self.code.eqns:
+            for inner in self.called_by(equation):
+                yield from inner.all_constants()
+
+    def literals(self) -> Iterator[Any]:
+        """The numbers that stand in it and in the programs in it."""
+        for equation in self.code.eqns:
+            yield from (x.val for x in equation.invars if hasattr(x, "val") and np.ndim(x.val) == 0)
+            for inner in self.called_by(equation):
+                yield from inner.literals()
+
+
+def check_elementwise(activation: Callable[[Any], Any]) -> None:
+    """Raises TypeError or ValueError for a function whose numbers do not each come of one number alone."""
+    traced = _traced(activation, (2, 3))
+    got = [(x.shape, str(x.dtype)) for x in traced.out_avals]
+    if len(got) != 1 or got[0][0] != (2, 3) or not got[0][1].startswith(("float", "bfloat")):
+        raise ValueError(f"activation: of float32 numbers [2, 3] it gives {got}, want as many floats")
+    program = _Program.of(traced)
+    if any(isinstance(x, jax.core.Tracer) for x in program.all_constants()):
+        raise ValueError("activation: it closes over an array that JAX traces, want numbers or arrays that are known")
+    if joins := sorted(_joins(program, [_MOVING])[0]):
+        raise ValueError(f"activation: it has {', '.join(joins)}, want a function of each number alone")
+    numbers = program.literals(), _Program.of(_traced(activation, (4, 6))).literals()
+    if any(x != y and not (x != x and y != y) for x, y in itertools.zip_longest(*numbers)):
+        raise ValueError("activation: it depends on its argument's shape, want a function of each number alone")
+
+
+def _traced(activation: Callable[[Any], Any], shape: tuple[int, ...]) -> Any:
+    try:
+        return jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(shape, jnp.float32))
+    except Exception as error:
+        raise TypeError(f"activation: it raised {type(error).__name__} for float32 numbers: {error}") from error
+
+
+def _joins(program: _Program, arguments: Sequence[str]) -> tuple[set[str], list[str]]:
+    """(the primitives that join numbers, or tell their places apart; what the results are)."""
+    found: set[str] = set()
+    constants = [_ONE if np.size(x) == 1 else _PLACED for x in program.constants]
+    code = program.code
+    kinds = dict(zip((*code.constvars, *code.invars), (*constants, *arguments), strict=True))
+    kind_of = lambda x: _ONE if hasattr(x, "val") else kinds[x]
+    for equation in code.eqns:
+        joins, results = _joins_of(program, equation, [kind_of(x) for x in equation.invars])
+        found |= joins
+        kinds.update(zip(equation.outvars, results, strict=True))
+    return found, [kind_of(x) for x in code.outvars]
+
+
+def _joins_of(program: _Program, equation: Any, given: list[str]) -> tuple[set[str], list[str]]:
+    """_joins, of one equation. given: what its arguments are."""
+    name, sizes = equation.primitive.name, [x.aval.size for x in equation.outvars]
+    moving = [_MOVING] * len(sizes)
+    if _MOVING not in given:
+        is_one = name in _ELEMENTWISE | _SHAPING and _PLACED not in given
+        return set(), [_ONE if is_one or size == 1 else _PLACED for size in sizes]
+    if name in _OPAQUE:
+        return set(), moving
+    if called := program.called_by(equation):
+        return set().union(*(_joins(x, _arguments(equation, x.code, given))[0] for x in called)), moving
+    if name == "gather":  # by numbers, of a table
+        return (set() if given[0] != _MOVING else {name}), moving
+    if name in _SHAPING:
+        return (set() if sizes == [equation.invars[0].aval.size] else {name}), moving
+    if name in _ELEMENTWISE:
+        return ({f"{name} with an array"} if _PLACED in given else set()), moving
+    return {name}, moving
+
+
+def _arguments(equation: Any, code: Any, given: list[str]) -> list[str]:
+    """What the arguments of a program are that an equation calls."""
+    name = equation.primitive.name
+    if name == "cond":
+        return given[1:]
+    if len(code.invars) != len(given):
+        return [_MOVING] * len(code.invars)
+    if name not in ("scan", "while"):
+        return given
+    kinds = []
+    for kind, outer, inner in zip(given, equation.invars, code.invars, strict=True):
+        if kind == _PLACED and inner.aval.size == 1:  # a step's number of an array
+            kind = _ONE
+        elif kind == _ONE and outer.aval.size > 1:  # it may be carried on, and move from the first step on
+            kind = _MOVING
+        kinds.append(kind)
+    return kinds
