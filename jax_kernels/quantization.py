@@ -89,7 +89,8 @@ def quantize(
     two, 2 ** (floor(log2(largest)) - 8) for mxfp8 and - 2 for mxfp4; numbers beyond 448 and 6 times them saturate.
 
     Args:
-      x: a float array with at least two axes, for "block" and weights of few bits, or one, for "row".
+      x: a float array with at least two axes, for "block" and weights of few bits, or one, for "row". Float64 is
+        rounded to float32 first.
       format: "e4m3" (float8_e4m3fn: 3 bits behind the point, up to 448) or "e5m2" (2 bits, up to 57,344), of operands
         of products in 8 bits. "int8", "int4", "mxfp8" (e4m3) or "mxfp4" (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6), of weights
         that are multiplied by numbers of 16 or 32 bits.
@@ -116,7 +117,7 @@ def quantize(
     (MX) Specification", version 1.0 (2023).
     """
     x = _checked(x)
-    if format not in FORMATS and format not in low_bit.FORMATS:
+    if not isinstance(format, str) or (format not in FORMATS and format not in low_bit.FORMATS):
         known = ", ".join(map(repr, (*FORMATS, *low_bit.FORMATS)))
         raise ValueError(f"format: got {format!r}, want one of {known}")
     if axis not in (None, -1, -2):
@@ -155,7 +156,7 @@ def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype:
     sizes: tuple[int, ...] = (low_bit.MX_BLOCK,) if is_mx else low_bit.GROUPS
     if scaling == "row":
         sizes = ()
-    if group_size is not None and group_size not in sizes:
+    if group_size is not None and (type(group_size) is not int or group_size not in sizes):
         want = f"None or one of {', '.join(map(str, sizes))}" if sizes else "None"
         raise ValueError(f"group_size: got {group_size!r} with format {format!r}, want {want}")
     if scale_dtype is not None and (is_mx or not _is_dtype(scale_dtype, jnp.float32, jnp.bfloat16)):
@@ -200,16 +201,27 @@ def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:
     It has gradients with respect to the scale.
 
     Raises:
-      TypeError: x is no QuantizedArray.
+      TypeError: x is no QuantizedArray, or dtype is no float dtype.
       NotImplementedError: a gradient with respect to the values is taken.
     """
     if not isinstance(x, QuantizedArray):
         raise TypeError(f"x: got {type(x).__name__}, want a QuantizedArray")
+    _check_float(dtype)
     x = dataclasses.replace(x, values=without_derivative(x.values, _NO_DERIVATIVE_OF_VALUES))
     if x.layout is not None:
         found = low_bit.dequantized(x.values, x.scale, x.layout, x.length or 0).astype(dtype)
         return found if x.axis == -1 else jnp.swapaxes(found, -1, -2)
     return (x.values.astype(jnp.float32) * _spread(x.scale, x.scaling, x.axis, x.shape)).astype(dtype)
+
+
+def _check_float(dtype: Any) -> None:
+    """Raises TypeError."""
+    try:
+        is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_float = False
+    if not is_float:
+        raise TypeError(f"dtype: got {dtype}, want a float dtype")
 
 
 def check_scaling(scaling: Any) -> None:
@@ -292,7 +304,7 @@ def _saturated(x: jax.Array, dtype: Any) -> jax.Array:
 
 def _checked(x: Any) -> jax.Array:
     """x, which is not to be differentiated. Raises TypeError."""
-    if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+    if isinstance(x, QuantizedArray) or not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"x: got {getattr(x, 'dtype', type(x).__name__)}, want a float array")
     return without_derivative(jnp.asarray(x), _NO_DERIVATIVE)
 

@@ -1,6 +1,7 @@
 """quantize_fp8: what comes back, for every number that float32 has."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,26 @@ def test_bad_input(x, axis, error, message):
     with pytest.raises(error) as caught:
         quantize_fp8(x, axis)
     assert message in str(caught.value)
+
+
+def test_bad_arguments():
+    x = jnp.ones((256, 8))
+    wrong = {
+        "format: got ['e4m3'], want one of": (ValueError, lambda: quantize(x, ["e4m3"])),
+        "group_size: got 128.0 with format 'int4', want None or one of": (
+            ValueError,
+            lambda: quantize(x, "int4", group_size=128.0),
+        ),
+        "x: got": (TypeError, lambda: quantize(quantize(x))),
+        "dtype: got <class 'jax.numpy.int8'>, want a float dtype": (
+            TypeError,
+            lambda: dequantize(quantize(x), jnp.int8),
+        ),
+        "dtype: got bool, want a float dtype": (TypeError, lambda: dequantize(quantize(x, "int4"), "bool")),
+    }
+    for message, (error, call) in wrong.items():
+        with pytest.raises(error, match=re.escape(message)):
+            call()
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
