@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import initializers
 
 from jax_kernels.ops import normalization
 
@@ -19,7 +20,8 @@ class LayerNorm(nnx.LayerNorm):
     axes than the last, and statistics over devices.
 
     Args:
-      scale_offset: added to scale, as in layer_norm. implementation: of the op. The others are nnx.LayerNorm's.
+      scale_offset: added to scale, as in layer_norm; without a scale_init, scale begins as 1 - scale_offset.
+        implementation: of the op. The others are nnx.LayerNorm's.
 
     Raises, when called:
       ValueError: a residual or a scale_offset meets a mask, or a module with other axes; or as layer_norm.
@@ -28,7 +30,7 @@ class LayerNorm(nnx.LayerNorm):
     def __init__(
         self, num_features: int, *, scale_offset: float = 0.0, implementation: str | None = None, **options: Any
     ) -> None:
-        super().__init__(num_features, **options)
+        super().__init__(num_features, **_with_scale_init(options, scale_offset))
         self.scale_offset = scale_offset
         self.implementation = implementation
 
@@ -54,7 +56,8 @@ class RMSNorm(nnx.RMSNorm):
     It differs from nnx.RMSNorm as LayerNorm does from nnx.LayerNorm.
 
     Args:
-      scale_offset: added to scale, as in rms_norm. implementation: of the op. The others are nnx.RMSNorm's.
+      scale_offset: added to scale, as in rms_norm; without a scale_init, scale begins as 1 - scale_offset.
+        implementation: of the op. The others are nnx.RMSNorm's.
 
     Raises, when called:
       ValueError: a residual or a scale_offset meets a mask, or a module with other axes; or as rms_norm.
@@ -63,7 +66,7 @@ class RMSNorm(nnx.RMSNorm):
     def __init__(
         self, num_features: int, *, scale_offset: float = 0.0, implementation: str | None = None, **options: Any
     ) -> None:
-        super().__init__(num_features, **options)
+        super().__init__(num_features, **_with_scale_init(options, scale_offset))
         self.scale_offset = scale_offset
         self.implementation = implementation
 
@@ -82,6 +85,11 @@ class RMSNorm(nnx.RMSNorm):
         )
 
 
+def _with_scale_init(options: dict[str, Any], scale_offset: float) -> dict[str, Any]:
+    """nnx's options, with an initialisation that makes scale + scale_offset 1."""
+    return {"scale_init": initializers.constant(1.0 - scale_offset)} | options if scale_offset else options
+
+
 def _is_served(module: Any, mask: Any, residual: Any) -> bool:
     """Whether the op computes this call. Raises ValueError for a residual or a scale_offset that nnx would not add."""
     axes = (module.reduction_axes, module.feature_axes)
@@ -98,6 +106,7 @@ def _is_served(module: Any, mask: Any, residual: Any) -> bool:
 def _promoted(module: Any, x: Any, residual: Any, scale: Any, bias: Any) -> tuple[Any, ...]:
     """The arrays in the dtype that nnx computes in, but float32 parameters as they are."""
     weights = [None if y is None else y[...] for y in (scale, bias)]
-    x, *_ = module.promote_dtype((jnp.asarray(x), *weights), dtype=module.dtype)
+    arrays = [None if y is None else jnp.asarray(y) for y in (x, residual)]
+    x, residual, *_ = module.promote_dtype((*arrays, *weights), dtype=module.dtype)
     weights = [y if y is None or y.dtype == jnp.float32 else y.astype(x.dtype) for y in weights]
-    return x, None if residual is None else jnp.asarray(residual).astype(x.dtype), *weights
+    return x, residual, *weights

@@ -75,6 +75,45 @@ def test_gated_mlp(dtype):
     np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=tolerance, atol=tolerance * 4)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_products_of_rounded_operands(precision):
+    module, mlp = (kind(24, 40, precision=precision, rngs=nnx.Rngs(0)) for kind in (models.Linear, models.GatedMLP))
+    for got, plain in ((module(X), X @ module.kernel[...]), (mlp(X), models.GatedMLP(24, 40, rngs=nnx.Rngs(0))(X))):
+        assert got.dtype == jnp.float32
+        assert 0 < distance(got, plain) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_a_wide_residual(dtype):
+    """It counts in full where the module has no dtype."""
+    x, residual = X.astype(jnp.bfloat16), jnp.full((*X.shape[:-1], 24), 1 + 2**-12)
+    options = {"dtype": dtype, "param_dtype": jnp.bfloat16, "rngs": nnx.Rngs(0)}
+    for module in (models.Linear(24, 24, use_bias=False, **options), models.GatedMLP(24, 40, **options)):
+        for kernel in jax.tree.leaves(nnx.state(module)):
+            assert kernel.dtype == jnp.bfloat16
+        nnx.update(module, jax.tree.map(jnp.zeros_like, nnx.state(module)))
+        got = module(x, residual=residual)
+        want = residual if dtype is None else jnp.ones_like(residual, jnp.bfloat16)
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+
+
+def test_bad_options():
+    rngs = {"rngs": nnx.Rngs(0)}
+    with pytest.raises(ValueError, match=re.escape("use_bias: got True, want False: a GatedMLP has no biases")):
+        models.GatedMLP(8, 16, use_bias=True, **rngs)
+    for name, option in (("dot_general", jnp.dot), ("preferred_element_type", jnp.float32)):
+        with pytest.raises(ValueError, match=f"{name}: got one, want None"):
+            models.GatedMLP(8, 16, **{name: option}, **rngs)
+    with pytest.raises(ValueError, match="precision: got 'highest', want 'fp32'"):
+        models.GatedMLP(8, 16, precision="highest", **rngs)
+    for module in (models.Linear, models.GatedMLP):
+        with pytest.raises(ValueError, match="activation: got 'gelo', want a function or one of"):
+            module(8, 16, activation="gelo", **rngs)
+    with pytest.raises(TypeError, match=re.escape("residual: got builtins.list, want a jax.Array")):
+        models.Linear(8, 4, **rngs)(jnp.ones((2, 8)), residual=[[0.0] * 4] * 2)
+
+
 EIGHT_BITS = [(None, None), ("row", jnp.bfloat16), pytest.param("block", jnp.float16, marks=pytest.mark.slow)]
 
 

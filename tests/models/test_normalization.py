@@ -78,6 +78,23 @@ def test_scale_offset(name):
 
 
 @pytest.mark.parametrize("name", MODULES)
+def test_it_begins_as_without_an_offset(name):
+    mine, theirs = (kind(SHAPE[-1], rngs=nnx.Rngs(0), **more)
+                    for kind, more in zip(MODULES[name], ({"scale_offset": 1.0}, {}), strict=True))  # fmt: skip
+    np.testing.assert_array_equal(mine.scale[...], jnp.zeros(SHAPE[-1]))
+    np.testing.assert_allclose(mine(inputs("float32")), theirs(inputs("float32")), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_wide_residual_widens_the_sum(name):
+    x, residual = inputs("bfloat16"), jnp.full(SHAPE, 1 + 2**-12, jnp.float32)
+    module = MODULES[name][0](SHAPE[-1], param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    out, total = module(x, residual=residual)
+    assert out.dtype == total.dtype == jnp.float32
+    np.testing.assert_array_equal(total, x + residual)
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_the_rest_runs_as_in_nnx(name):
     x, mask = inputs("float32"), np.random.default_rng(2).random(SHAPE) < 0.7
     mine, theirs = both(name)
