@@ -132,8 +132,9 @@ class Seen(NamedTuple):
 
 def seen(arguments: Sequence[Any], options: Sequence[Any]) -> Seen:
     """A call of these arguments, which may be tensors, and options, which are none."""
-    statics = [None if isinstance(x, torch.Tensor) else (x,) for x in arguments]
-    return Seen((*options, *statics), [x for x in arguments if isinstance(x, torch.Tensor)])
+    statics = [None if isinstance(x, torch.Tensor) else (type(x), x) for x in arguments]
+    kinds = map(type, options)  # 1, 1.0 and True are equal
+    return Seen((*options, *kinds, *statics), [x for x in arguments if isinstance(x, torch.Tensor)])
 
 
 def _is_int(x: Any) -> bool:

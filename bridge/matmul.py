@@ -178,7 +178,7 @@ def mlp(
       x: [..., K]. w_up, w_gate: [K, H]; w_down: [H, N]; with transpose_w [H, K] and [N, H], as torch.nn.Linear's are.
       bias_up: [H], without w_gate. bias_down: [N]. residual: [..., N] in x's dtype, added last; under autocast as in
         bridge.matmul.
-      activation, precision, implementation: as in bridge.matmul, without precision="fp8".
+      activation, implementation: as in bridge.matmul. precision: for float32 inputs, "fp32" or "tf32", as there.
     """
     call = None
     if not torch.compiler.is_compiling():
@@ -341,15 +341,18 @@ class Linear(torch.nn.Linear):
 
     def forward(
         self,
-        x: torch.Tensor,
+        input: torch.Tensor,
         residual: torch.Tensor | None = None,
         *,
         x_scale: torch.Tensor | float | None = None,
         w_scale: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """x: [..., in_features]. residual: [..., out_features], added last. x_scale, w_scale: as in bridge.matmul."""
+        """input: x of bridge.linear, [..., in_features]. residual: [..., out_features], added last.
+
+        x_scale, w_scale: as in bridge.matmul.
+        """
         return linear(
-            x,
+            input,
             self.weight,
             self.bias,
             activation=self.activation,
@@ -363,9 +366,10 @@ class Linear(torch.nn.Linear):
 
 
 class GatedMLP(torch.nn.Module):
-    """down_proj(activation(gate_proj(x)) * up_proj(x)), by bridge.mlp; with precision="fp8" by bridge.gated_matmul.
+    """down_proj(activation(gate_proj(x)) * up_proj(x)), by bridge.mlp, or by bridge.gated_matmul and bridge.linear.
 
-    bridge.quantize_weights may give its projections weights of few bits; then bridge.gated_matmul serves them.
+    bridge.mlp serves precision None, "fp32" and "tf32". bridge.quantize_weights may give the projections weights of few
+    bits; then bridge.gated_matmul serves them.
 
     Parameters: gate_proj.weight, up_proj.weight [hidden_features, in_features] and down_proj.weight [in_features,
     hidden_features], initialised as torch.nn.Linear's, without bias.
@@ -391,6 +395,8 @@ class GatedMLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_activation(activation, is_optional=False)
+        if scaling is not None and precision != "fp8":
+            raise ValueError(f"scaling: got {scaling!r} with precision={precision!r}, want None, or precision='fp8'")
         options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         options |= {"precision": precision, "scaling": scaling, "implementation": implementation}
         self.gate_proj = Linear(in_features, hidden_features, **options)
@@ -402,7 +408,7 @@ class GatedMLP(torch.nn.Module):
         """x: [..., in_features]. residual: like x, added last; under autocast as in bridge.matmul."""
         gate, up = self.gate_proj, self.up_proj
         is_few = [isinstance(layer.weight, QuantizedTensor) for layer in (gate, up, self.down_proj)]
-        if not any(is_few) and gate.precision != "fp8":
+        if not any(is_few) and gate.precision in (None, "fp32", "tf32"):
             return mlp(
                 x,
                 up.weight,

@@ -227,13 +227,14 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._take(scale_offset, quantize, implementation)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """x: [..., *normalized_shape]. Returns the result like x; with a residual, (the result, x + residual).
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """input: x of bridge.layer_norm, [..., *normalized_shape].
 
+        It returns the result like input; with a residual, (the result, input + residual).
         With quantize it returns (values, scale), or (values, scale, x + residual): scale [...], float32.
         """
-        given = _flat(x, residual, self.normalized_shape, self.weight, self.bias)
-        return _like(x, layer_norm(*given[:3], residual=given[3], **self._options), self.quantize)
+        given = _flat(input, residual, self.normalized_shape, self.weight, self.bias)
+        return _like(input, layer_norm(*given[:3], residual=given[3], **self._options), self.quantize)
 
 
 class RMSNorm(_Options, torch.nn.RMSNorm):
@@ -281,6 +282,8 @@ def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any)
     check_dense("x", x)
     if tuple(x.shape[-axes:]) != tuple(shape):
         raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {', '.join(map(str, shape))}]")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"residual: got shape {tuple(residual.shape)}, want x's {tuple(x.shape)}")
     if axes == 1:
         return x, weight, bias, residual
     rows, flat = (lambda y: None if y is None else y.flatten(-axes)), (lambda y: None if y is None else y.flatten())

@@ -27,7 +27,7 @@ _SHAPING = {"broadcast_in_dim", "reshape", "squeeze"}
 # The caller's own code, into which JAX does not look.
 _OPAQUE = {"debug_callback", "debug_print", "ffi_call", "io_callback", "pallas_call", "pure_callback"}
 
-# What the numbers of an array are.
+# The kinds of arrays, by their numbers.
 _ONE = "one"  # all the same
 _PLACED = "placed"  # different ones, which do not depend on the function's argument
 _MOVING = "moving"  # each depends on one number of the function's argument
@@ -89,7 +89,7 @@ def _traced(activation: Callable[[Any], Any], shape: tuple[int, ...]) -> Any:
 
 
 def _joins(program: _Program, arguments: Sequence[str]) -> tuple[set[str], list[str]]:
-    """(the primitives that join numbers, or tell their places apart; what the results are)."""
+    """(the primitives that join numbers, or tell their places apart; the kinds of the results)."""
     found: set[str] = set()
     constants = [_ONE if np.size(x) == 1 else _PLACED for x in program.constants]
     code = program.code
@@ -103,7 +103,7 @@ def _joins(program: _Program, arguments: Sequence[str]) -> tuple[set[str], list[
 
 
 def _joins_of(program: _Program, equation: Any, given: list[str]) -> tuple[set[str], list[str]]:
-    """_joins, of one equation. given: what its arguments are."""
+    """_joins, of one equation. given: the kinds of its arguments."""
     name, sizes = equation.primitive.name, [x.aval.size for x in equation.outvars]
     moving = [_MOVING] * len(sizes)
     if _MOVING not in given:
@@ -123,7 +123,7 @@ def _joins_of(program: _Program, equation: Any, given: list[str]) -> tuple[set[s
 
 
 def _arguments(equation: Any, code: Any, given: list[str]) -> list[str]:
-    """What the arguments of a program are that an equation calls."""
+    """The kinds of the arguments of a program that an equation calls."""
     name = equation.primitive.name
     if name == "cond":
         return given[1:]

@@ -186,6 +186,7 @@ EQUAL = [
     (lambda *x, **options: bridge.flash_attention(*x, mask=MASK, **options), {"is_causal": True}, {"is_causal": 1}),
     *[(dilate, {name: True}, {name: 1}) for name in ("is_causal", "return_lse", "stop_gradient_weights")],
     (dilate, {"scale": 1}, {"scale": True}),
+    (lambda q, *x, **options: bridge.layer_norm(q, **options), {"eps": 1.0}, {"eps": True}),
     (lambda q, *x, **options: bridge.decode_attention(q[:, :1].contiguous(), *x, **options), {"scale": 1},
      {"scale": True}),
 ]  # fmt: skip

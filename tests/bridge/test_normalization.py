@@ -190,3 +190,6 @@ def test_bad_input():
         bridge.rms_norm(x.double())
     with pytest.raises(ValueError, match=re.escape("eps: got -1.0, want a number of 0 or more")):
         bridge.rms_norm(x, eps=-1.0)
+    for module, shape in ((bridge.nn.RMSNorm((4, 8)), (2, 4, 8)), (bridge.nn.LayerNorm((4, 8)), (2, 4, 8))):
+        with pytest.raises(ValueError, match=re.escape("residual: got shape (2, 8, 4), want x's (2, 4, 8)")):
+            module(torch.ones(shape), residual=torch.ones(2, 8, 4))
