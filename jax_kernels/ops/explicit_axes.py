@@ -4,16 +4,25 @@ Plain JAX code with Explicit axes has to say how each of its results is shared o
 alone: inside it the axes are Auto, and XLA places the arrays between.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from jax_kernels.derivatives import NO_SECOND, without_derivative
 from jax_kernels.ops.planned_op import named_arguments
+from jax_kernels.varying import as_varying
 
 __all__ = ["as_attention", "as_product", "as_rows", "with_explicit_axes"]
+
+_NO_SECOND = f"{NO_SECOND}. In a jax.shard_map with Explicit axes beside Manual ones no op has them: make those Auto"
 
 
 def with_explicit_axes[Function: Callable[..., Any]](
@@ -35,10 +44,7 @@ def with_explicit_axes[Function: Callable[..., Any]](
             specs = results(named_arguments(function.__name__, function, args, kwargs))
 
             def call(arrays: list[Any]) -> Any:
-                given = list(leaves)
-                for i, x in zip(places, arrays, strict=True):
-                    given[i] = x
-                args, kwargs = jax.tree.unflatten(tree, given)
+                args, kwargs = jax.tree.unflatten(tree, _replaced(leaves, places, arrays))
                 return function(*args, **kwargs)
 
             explicit = tuple(
@@ -47,6 +53,8 @@ def with_explicit_axes[Function: Callable[..., Any]](
                 if kind == AxisType.Explicit
             )
             arrays = [leaves[i] for i in places]
+            if AxisType.Manual in meshes[0].axis_types:
+                return _beside_manual_axes(call, arrays, lambda _: specs)
             if not jax.sharding.get_abstract_mesh().empty:
                 return jax.sharding.auto_axes(call, axes=explicit, out_sharding=specs)(arrays)
             with jax.sharding.use_abstract_mesh(meshes[0]):
@@ -55,6 +63,124 @@ def with_explicit_axes[Function: Callable[..., Any]](
         return cast(Function, run)
 
     return decorate
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """The arrays that a backward keeps: the leaves of jax.vjp's function, on Explicit axes.
+
+    structure: of that function. moving: the places of the arrays that are differentiated, and specs, these arrays'.
+    """
+
+    leaves: list[Any]
+    structure: Any = dataclasses.field(metadata={"static": True})
+    moving: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    specs: tuple[PartitionSpec, ...] = dataclasses.field(metadata={"static": True})
+
+
+def _beside_manual_axes(function: Callable[[list[Any]], Any], arrays: list[Any], specs: Callable[[Any], Any]) -> Any:
+    """function(arrays) on Auto axes, in a jax.shard_map that has Manual axes and Explicit ones.
+
+    There JAX cannot transpose auto_axes: what a derivative keeps goes from one shard_map to another, which takes arrays
+    of Auto axes for arrays of Explicit ones. Here a custom_vjp keeps them on Explicit axes. Its forward is no
+    custom_vjp itself, in which a policy of jax.checkpoint would find no names. So there are no second derivatives.
+
+    specs(results): their PartitionSpecs, as a tree's prefix.
+    """
+
+    @jax.custom_vjp
+    def run(arrays: list[Any]) -> Any:
+        return _on_auto_axes(function, arrays, specs)
+
+    def forward(primals: list[Any]) -> tuple[Any, _Kept]:
+        arrays = without_derivative(jax.custom_derivatives.custom_vjp_primal_tree_values(primals), _NO_SECOND)
+        own = [PartitionSpec(*_spec(x)) for x in arrays]
+        moving = [i for i, x in enumerate(primals) if x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact)]
+        structures: list[Any] = []
+
+        def both(arrays: list[Any]) -> tuple[Any, list[Any]]:
+            def of_moving(moved: list[Any]) -> Any:
+                return function(_replaced(arrays, moving, moved))
+
+            out, backward = jax.vjp(of_moving, [arrays[i] for i in moving])
+            leaves, structure = jax.tree.flatten(backward)
+            structures.append(structure)
+            return out, leaves
+
+        def of_both(results: tuple[Any, list[Any]]) -> Any:
+            out, leaves = results
+            of_out = jax.tree.leaves(jax.tree.broadcast(specs(out), out))
+            known = list(zip([*arrays, *jax.tree.leaves(out)], [*own, *of_out], strict=True))
+            return specs(out), [_nearest(x, known) for x in leaves]
+
+        out, leaves = _on_auto_axes(both, arrays, of_both)
+        of_moving = tuple(own[i] for i in moving)
+        return out, _Kept(leaves=leaves, structure=structures[-1], moving=tuple(moving), specs=of_moving)
+
+    def backward(kept: _Kept, cotangents: Any) -> tuple[list[Any]]:
+        given, structure = jax.tree.flatten(cotangents, is_leaf=_is_zero)
+        places = [i for i, x in enumerate(given) if not _is_zero(x)]
+        count = len(kept.leaves)
+
+        def gradients(arrays: list[Any]) -> list[Any]:
+            zeros = [_zeros(x.aval) if _is_zero(x) else None for x in given]
+            of_results = jax.tree.unflatten(structure, _replaced(zeros, places, arrays[count:]))
+            return jax.tree.unflatten(kept.structure, arrays[:count])(of_results)[0]
+
+        arrays_and_cotangents = without_derivative([*kept.leaves, *(given[i] for i in places)], _NO_SECOND)
+        found = _on_auto_axes(gradients, arrays_and_cotangents, lambda _: list(kept.specs))
+        return (_replaced([None] * len(arrays), kept.moving, found),)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run(arrays)
+
+
+def _on_auto_axes(function: Callable[[list[Any]], Any], arrays: list[Any], specs: Callable[[Any], Any]) -> Any:
+    """jax.sharding.auto_axes, whose specs may depend on the results."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name: AxisType.Auto for name, kind in kinds if kind == AxisType.Explicit}
+    with jax.sharding.use_abstract_mesh(mesh.update_axis_types(explicit)):
+        results = function(jax.reshard(arrays, PartitionSpec()))
+    return jax.reshard(results, specs(results))
+
+
+def _nearest(x: Any, known: list[tuple[Any, PartitionSpec]]) -> PartitionSpec:
+    """How to share out an array that a backward keeps: as one of its shape, else as the first one's leading axes.
+
+    Any answer is right, but where it is not how XLA has shared out the array, devices exchange it.
+    """
+    for of, spec in known:
+        if of.shape == x.shape:
+            return spec
+    first, spec = known[0]
+    pairs = zip(x.shape, first.shape, strict=False)
+    alike = len(list(itertools.takewhile(lambda sizes: sizes[0] == sizes[1], pairs)))
+    if alike == 0 and min(x.ndim, first.ndim) > 1:
+        # Rows, or a batch that other axes were joined to.
+        joins_batch = x.ndim == first.ndim and x.shape[0] % max(first.shape[0], 1) == 0
+        alike = int(x.shape[0] == math.prod(first.shape[:-1]) or joins_batch)
+    return PartitionSpec(*spec[:alike])
+
+
+def _replaced(items: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    """The items, with others at these places."""
+    replaced = list(items)
+    for i, x in zip(places, others, strict=True):
+        replaced[i] = x
+    return replaced
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, jax.custom_derivatives.SymbolicZero)
+
+
+def _zeros(aval: Any) -> Any:
+    """A cotangent that JAX leaves out. Integers have that of dtype float0."""
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, aval.dtype)
+    return as_varying(jnp.zeros(aval.shape, aval.dtype), aval.manual_axis_type.varying)
 
 
 def _explicit_mesh(x: Any) -> Any:

@@ -17,6 +17,7 @@ from jax_kernels.masks.placed import of_heads
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.mask_validity import mask_or_nan
+from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.planned_op import jitted_in_eager_shard_map, under_defaults
 from jax_kernels.ops.ring import halo, vjp
 from jax_kernels.ops.ring.all_gather import all_gather_attention
@@ -33,6 +34,7 @@ __all__ = ["OF_HEADS", "STRATEGIES", "attention_of", "prepare", "ring_attention"
 STRATEGIES = ("ring", "halo", "all_to_all", "all_gather", "auto")
 
 
+@with_explicit_axes(as_attention)
 @under_defaults
 def ring_attention(
     query: jax.Array,
