@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.ops.ring.layouts import LAYOUTS, Layout
 
@@ -15,11 +15,12 @@ def shard_sequence(x: Any, mesh: Mesh, axis_name: str, *, layout: str = "zigzag"
     """An array with its tokens in the order of a layout, shared out among the devices of a mesh axis.
 
     Equivalent to device_put(x[:, order], NamedSharding(mesh, P(None, axis_name))), where order has the tokens of device
-    0, then those of device 1, and so on; see ring_attention for the layouts. It may be called under jit.
+    0, then those of device 1, and so on; see ring_attention for the layouts. It may be called under jit. Where x lies
+    on the mesh already, its other axes stay shared out as they are.
 
     Args:
       x: an array, or a tree of arrays, with the tokens along `axis`: a multiple of the devices, and with "zigzag" of
-        twice as many.
+        twice as many. JAX holds NumPy's int64 in int32, unless jax_enable_x64 is set.
       mesh: a jax.sharding.Mesh. axis_name: one of its axes.
       layout: "zigzag", "striped" or "contiguous".
       axis: of the tokens.
@@ -28,7 +29,9 @@ def shard_sequence(x: Any, mesh: Mesh, axis_name: str, *, layout: str = "zigzag"
       The same shapes.
 
     Raises:
-      ValueError: the mesh lacks the axis, the layout is unknown, or the devices do not divide the tokens.
+      TypeError: x has a leaf that is no array, or mesh is none.
+      ValueError: the mesh lacks the axis, the layout is unknown, the devices do not divide the tokens, or JAX has no
+        dtype for an integer of a NumPy array.
     """
     order = lambda length: _order(mesh, axis_name, layout, length)
     return jax.tree.map(lambda x: _placed(x, order(_tokens(x, axis)), mesh, axis_name, axis), x)
@@ -41,12 +44,23 @@ def unshard_sequence(x: Any, mesh: Mesh, axis_name: str, *, layout: str = "zigza
 
 
 def _tokens(x: Any, axis: int) -> int:
+    if not hasattr(x, "ndim") or not hasattr(x, "shape"):
+        raise TypeError(f"x: got {type(x).__name__}, want an array or a tree of arrays")
+    if isinstance(x, np.ndarray) and x.size and np.issubdtype(x.dtype, np.integer):
+        held = np.iinfo(jax.dtypes.canonicalize_dtype(x.dtype))
+        if x.min() < held.min or x.max() > held.max:
+            raise ValueError(
+                f"x: got {x.dtype} from {x.min()} to {x.max()}, want integers of {held.min} to {held.max}, which JAX "
+                "holds, or jax_enable_x64"
+            )
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis: got {axis} with an array of shape {x.shape}")
     return x.shape[axis]
 
 
 def _order(mesh: Mesh, axis_name: str, layout: str, length: int) -> np.ndarray:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh: got {type(mesh).__name__}, want a jax.sharding.Mesh")
     if axis_name not in mesh.shape:
         raise ValueError(f"axis_name: got {axis_name!r}, want an axis of the mesh, one of {tuple(mesh.shape)}")
     return order_of(mesh.shape[axis_name], layout, length)
@@ -67,11 +81,39 @@ def order_of(devices: int, layout: str, length: int) -> np.ndarray:
 
 
 def _placed(x: Any, order: np.ndarray, mesh: Mesh, axis_name: str, axis: int) -> Any:
+    known: Any = x
+    while hasattr(known, "primal"):  # of an array that is differentiated
+        known = known.primal
+    is_traced, kind = isinstance(known, jax.core.Tracer), mesh.axis_types[mesh.axis_names.index(axis_name)]
+    before = _spec_on(mesh, known)
     if not np.array_equal(order, np.arange(len(order))):
         x = _taken(x, order, axis % x.ndim)
-    spec: list[Any] = [None] * x.ndim
+    if is_traced and kind == AxisType.Auto:
+        # XLA alone knows how it shares out the other axes, and device_put would tell it nothing.
+        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        spec[axis] = axis_name
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    spec = [_without(axis_name, names) for names in before]
     spec[axis] = axis_name
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def _spec_on(mesh: Mesh, x: Any) -> list[Any]:
+    """How the axes of an array are shared out on the mesh: not at all where it lies elsewhere."""
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    spec: Any = ()
+    if isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape:
+        have_devices = isinstance(sharding.mesh, Mesh) and isinstance(mesh, Mesh)
+        if not have_devices or np.array_equal(sharding.mesh.devices, mesh.devices):
+            spec = sharding.spec
+    return [*spec, *[None] * (x.ndim - len(spec))]
+
+
+def _without(axis_name: str, names: Any) -> Any:
+    """An entry of a PartitionSpec without an axis, which a spec may have once."""
+    if isinstance(names, tuple):
+        return tuple(name for name in names if name != axis_name) or None
+    return None if names == axis_name else names
 
 
 def _taken(x: Any, order: np.ndarray, axis: int) -> Any:

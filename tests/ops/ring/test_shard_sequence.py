@@ -1,0 +1,123 @@
+"""shard_sequence and unshard_sequence: where the results lie, on eight CPU devices, and what they refuse.
+
+As a script it runs the functions below by their names.
+"""
+
+import functools
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+import cpu_devices
+
+from jax_kernels import shard_sequence, unshard_sequence
+
+LAYOUTS = "zigzag", "striped", "contiguous"
+KINDS = {
+    "auto": (AxisType.Auto,) * 2,
+    "explicit": (AxisType.Explicit,) * 2,
+    "mixed": (AxisType.Explicit, AxisType.Auto),
+}
+X = np.arange(8 * 64, dtype=np.float32).reshape(8, 64)
+
+
+def functions(kind):
+    mesh = jax.make_mesh((2, 4), ("data", "sequence"), KINDS[kind])
+    for layout in LAYOUTS:
+        options = {"mesh": mesh, "axis_name": "sequence", "layout": layout}
+        yield mesh, *(functools.partial(function, **options) for function in (shard_sequence, unshard_sequence))
+
+
+def spec_of(x):
+    return (*x.sharding.spec, None, None)[:2]
+
+
+def under_jit(kind):
+    """Traced arrays, that jit is given on one device or with their batch shared out."""
+    for mesh, shard, unshard in functions(kind):
+        got = jax.jit(shard)(X)
+        assert spec_of(got) == (None, "sequence"), got.sharding
+        np.testing.assert_array_equal(got, shard(X))
+        assert spec_of(jax.jit(unshard)(got)) == (None, "sequence")
+        placed = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data")))
+        got = jax.jit(shard)(placed)
+        assert spec_of(got) == ("data", "sequence"), got.sharding
+        again = jax.jit(unshard)(got)
+        assert spec_of(again) == ("data", "sequence"), again.sharding
+        np.testing.assert_array_equal(again, X)
+
+
+def eager(kind):
+    """Known arrays keep their batch's axis; the sequence's axis moves from another one."""
+    for mesh, shard, unshard in functions(kind):
+        put = lambda *spec, mesh=mesh: jax.device_put(X, jax.NamedSharding(mesh, jax.P(*spec)))
+        for given, want in (
+            (put("data", "sequence"), ("data", "sequence")),
+            (put("data"), ("data", "sequence")),
+            (put("sequence"), (None, "sequence")),
+            (put(("data", "sequence")), ("data", "sequence")),
+            (put(None, "data"), (None, "sequence")),
+            (X, (None, "sequence")),
+        ):
+            got = shard(given)
+            assert spec_of(got) in (want, (want[0] and (want[0],), want[1])), (given.sharding, got.sharding)
+            assert spec_of(unshard(got)) == spec_of(got)
+            np.testing.assert_array_equal(unshard(got), X)
+        squares = lambda x, f=shard: ((f(x) ** 2).sum(), f(x))
+        with jax.set_mesh(mesh):
+            gradient, got = jax.grad(squares, has_aux=True)(put("data", "sequence"))
+        np.testing.assert_array_equal(gradient, 2 * X)
+        assert spec_of(got) == ("data", "sequence"), got.sharding
+
+
+@pytest.mark.timeout(220)
+def test_shardings():
+    names = [f"{how} {kind}" for kind in KINDS for how in ("under_jit", "eager")]
+    cpu_devices.results_of(__file__, names)
+
+
+MESH = jax.make_mesh((1,), ("sequence",), (AxisType.Auto,))
+
+
+@pytest.mark.parametrize("function", [shard_sequence, unshard_sequence])
+@pytest.mark.parametrize(
+    ("x", "mesh", "error", "message"),
+    [
+        ([[1, 2]], MESH, TypeError, "x: got int, want an array or a tree of arrays"),
+        (X, None, TypeError, "mesh: got NoneType, want a jax.sharding.Mesh"),
+        (X, "sequence", TypeError, "mesh: got str, want a jax.sharding.Mesh"),
+        (
+            np.array([[0, 2**31]]), MESH, ValueError,
+            "x: got int64 from 0 to 2147483648, want integers of -2147483648 to 2147483647",
+        ),
+        (np.array([[0, 2**32]], np.uint64), MESH, ValueError, "x: got uint64 from 0 to 4294967296"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_bad_input(function, x, mesh, error, message, layout):
+    with pytest.raises(error, match=re.escape(message)):
+        function(x, mesh, "sequence", layout=layout)
+
+
+def test_integers_that_fit_are_kept():
+    ids = np.array([[-(2**31), 2**31 - 1]])
+    np.testing.assert_array_equal(shard_sequence(ids, MESH, "sequence"), ids)
+    with jax.enable_x64(True):
+        assert shard_sequence(ids * 4, MESH, "sequence").dtype == jnp.int64
+
+
+if __name__ == "__main__":
+    found = {}
+    for name in sys.argv[1:]:
+        how, kind = name.split()
+        found[name] = {"under_jit": under_jit, "eager": eager}[how](kind)
+    print(json.dumps(found))
