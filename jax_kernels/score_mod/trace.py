@@ -16,6 +16,10 @@ __all__ = ["ScoreMod", "evaluated", "moving", "trace", "with_moving"]
 _WANT = (
     "want an elementwise function score_mod(score, b, h, q_idx, kv_idx) in jnp code: float32 scalar to float32 scalar"
 )
+_EXPLICIT = (
+    "score_mod: got one that closes over an array on Explicit axes of a mesh, want arrays without such axes: make the "
+    "mesh's axes Auto, or call inside jax.sharding.auto_axes, with the array as an argument of the function given to it"
+)
 
 
 def moving(arrays: Any, wanted: bool = True) -> tuple[Any, ...]:
@@ -134,6 +138,8 @@ def trace(function: Any) -> ScoreMod:
     try:
         program, result = jax.make_jaxpr(function, return_shape=True)(scalar(jnp.float32), *[scalar(jnp.int32)] * 4)
     except Exception as error:
+        if "Explicit" in str(error):  # JAX has no type of error for an array of another kind of mesh
+            raise TypeError(_EXPLICIT) from error
         raise TypeError(f"score_mod: raised {type(error).__name__} when traced, {_WANT}") from error
     if not isinstance(result, jax.ShapeDtypeStruct):
         raise TypeError(f"score_mod: got a {type(result).__name__} from it, {_WANT}")

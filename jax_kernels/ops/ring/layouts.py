@@ -17,7 +17,7 @@ from jax_kernels.masks.placed import Placed, keeps_none, place_of
 from jax_kernels.score_mod.placed import placed
 from jax_kernels.score_mod.trace import ScoreMod
 
-__all__ = ["LAYOUTS", "Chunks", "Layout", "Whole", "axis_size"]
+__all__ = ["LAYOUTS", "Chunks", "Layout", "Whole", "axis_size", "not_an_axis"]
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 
@@ -287,4 +287,9 @@ def axis_size(axis_name: Any) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError:
-        raise ValueError(f"axis_name: got {axis_name!r}, want an axis of the jax.shard_map around this call") from None
+        raise not_an_axis(axis_name) from None
+
+
+def not_an_axis(axis_name: str) -> ValueError:
+    """The error of a name that is no axis of a jax.shard_map."""
+    return ValueError(f"axis_name: got {axis_name!r}, want an axis of the jax.shard_map around this call")

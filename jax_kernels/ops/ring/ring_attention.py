@@ -23,7 +23,7 @@ from jax_kernels.ops.ring import halo, vjp
 from jax_kernels.ops.ring.all_gather import all_gather_attention
 from jax_kernels.ops.ring.all_to_all import OF_HEADS, all_to_all_attention
 from jax_kernels.ops.ring.call import RingArrays, RingCall
-from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size
+from jax_kernels.ops.ring.layouts import LAYOUTS, Layout, axis_size, not_an_axis
 from jax_kernels.ops.ring.vjp import run
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import RingRow
@@ -169,6 +169,8 @@ def prepare(
 ) -> tuple[RingCall, RingArrays]:
     """Checks the arguments of ring_attention: what attention_of takes. arguments: those that only `check` needs."""
     devices = axis_size(axis_name)
+    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:  # such as that of a vmap, along which none varies
+        raise not_an_axis(axis_name)
     options = {
         "softcap": softcap,
         "deterministic": deterministic,

@@ -397,6 +397,26 @@ def test_bad_input(name):
         flash_attention(*arrays(), score_mod=mod)
 
 
+def test_arrays_on_explicit_axes_are_arguments_of_auto_axes():
+    """Closed over, they raise an error that tells how to give them: so they have gradients."""
+    mesh = jax.make_mesh((1,), ("data",))
+    *qkv, slopes = (jax.device_put(x, jax.NamedSharding(mesh, jax.P())) for x in (*arrays(), np.ones(H, np.float32)))
+
+    def attend(query, key, value, slopes):
+        mod = lambda score, b, h, q, k: score - slopes[h] * jnp.abs(q - k)
+        return flash_attention(query, key, value, score_mod=mod)
+
+    told = "score_mod: got one that closes over an array on Explicit axes of a mesh, want arrays without such axes"
+    for call in (attend, jax.jit(attend)):
+        with pytest.raises(TypeError, match=told):
+            call(*qkv, slopes)
+    with jax.set_mesh(mesh):
+        auto = jax.sharding.auto_axes(attend, out_sharding=jax.P())
+        got = jit(jax.grad(lambda *a: jnp.sin(auto(*a)).sum(), 3))(*qkv, slopes)
+    want = jit(jax.grad(lambda *a: jnp.sin(attend(*a)).sum(), 3))(*arrays(), np.ones(H, np.float32))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
 def test_not_beside_a_softcap():
     with pytest.raises(ValueError, match=r"^softcap: got 2\.0 with a score_mod, want None: score_mod\(score, \.\.\.\)"):
         flash_attention(*arrays(), score_mod=out_of(lambda s: s), softcap=2.0)

@@ -29,6 +29,10 @@ def of_two(**options):
 
 BAD = {
     "axis": (lambda: ring_of(axis_name="rows"), "axis_name: got 'rows', want an axis of the jax.shard_map"),
+    "vmap": (
+        lambda: jax.vmap(lambda x: ring_attention(x, x, x, axis_name="rows"), axis_name="rows")(X[None]),
+        "axis_name: got 'rows', want an axis of the jax.shard_map",
+    ),
     "layout": (lambda: ring_of(layout="zig"), "layout: got 'zig', want one of 'zigzag', 'striped', 'contiguous'"),
     "strategy": (
         lambda: ring_of(strategy="tree"),
