@@ -5,8 +5,9 @@ take a recipe, which is the call without shapes, and find the plan of the tensor
 says all of it, so that nothing is kept for a graph, unless its constants are more than numbers and texts.
 
 PyTorch must know the results' sizes as expressions in those of the tensors. They are found by trying: JAX tells the
-results' sizes for a few sets of sizes. A call checks that its results have the sizes that its graph has. The backward
-reads the tensors alone, so that XLA computes again what it needs of the forward.
+results' sizes for a few sets of sizes. Where JAX refuses these, as a parameter has a size that the tensors must share,
+the sizes in the way become constants of the graph. A call checks that its results have the sizes that its graph has.
+The backward reads the tensors alone, so that XLA computes again what it needs of the forward.
 """
 
 import functools
@@ -131,6 +132,7 @@ def clear() -> None:
         _KEPT.clear()
     _read.cache_clear()
     _tried.cache_clear()
+    _pins.cache_clear()
 
 
 def count() -> int:
@@ -173,14 +175,60 @@ class _Sizes(NamedTuple):
 
 
 def _results_of(name: str, tensors: Sequence[torch.Tensor]) -> _Results | None:
-    described = []
+    """The results of a recipe. Makes constants of the sizes without which JAX has no results of other sizes."""
+    described = _sizes_of(tensors)
+    if described is None:
+        return None
+    pins = _pins(name, described)
+    if not pins:
+        return None if pins is None else _tried(name, described)
+    for x in tensors:
+        for size in x.shape:
+            if _described(size) in pins:
+                int(size)
+    pinned = _sizes_of(tensors)
+    return None if pinned is None else _tried(name, pinned)
+
+
+def _sizes_of(tensors: Sequence[torch.Tensor]) -> tuple[_Sizes, ...] | None:
+    """The tensors' sizes, None where one has no value in the trace."""
+    found = []
     for x in tensors:
         hints = [private.hint(size) for size in x.shape]
         if None in hints:
             return None
         sizes = tuple(map(_described, x.shape))
-        described.append(_Sizes(sizes, tuple(hints), x.dtype, x.device))  # type: ignore[arg-type]
-    return _tried(name, tuple(described))
+        found.append(_Sizes(sizes, tuple(hints), x.dtype, x.device))  # type: ignore[arg-type]
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _pins(name: str, tensors: tuple[_Sizes, ...]) -> tuple[str, ...] | None:
+    """The expressions to be constants, so that trying gives the results; None where that would be all of them.
+
+    torch.compile(dynamic=True) gives a tensor's last axis a symbol beside a parameter, whose size is a constant.
+    """
+    hints = _hints(tensors)
+    constants = {size for x in tensors for size in x.sizes if isinstance(size, int)}
+    equal = tuple(text for text, hint in hints.items() if hint in constants)
+    others = tuple(text for text in hints if text not in equal)
+    every = [(), *((x,) for x in equal), equal, *((x,) for x in others), *((*equal, x) for x in others)]
+    for pins in dict.fromkeys(every):
+        if pins and len(pins) == len(hints):
+            continue
+        if _tried(name, tuple(_pinned(x, pins) for x in tensors)) is not None:
+            return pins
+    return None
+
+
+def _hints(tensors: Sequence[_Sizes]) -> dict[str, int]:
+    """The values that the expressions have in the trace."""
+    return {size: hint for x in tensors for size, hint in zip(x.sizes, x.hints, strict=True) if isinstance(size, str)}
+
+
+def _pinned(x: _Sizes, pins: Sequence[str]) -> _Sizes:
+    """The sizes with the values of some expressions in their places."""
+    return x._replace(sizes=tuple(hint if size in pins else size for size, hint in zip(x.sizes, x.hints, strict=True)))
 
 
 def _described(size: Any) -> int | str:
@@ -215,7 +263,7 @@ def _tried(name: str, tensors: tuple[_Sizes, ...]) -> _Results | None:
     equal in the trace have the same.
     """
     recipe = find(name)
-    hints = {size: hint for x in tensors for size, hint in zip(x.sizes, x.hints, strict=True) if isinstance(size, str)}
+    hints = _hints(tensors)
     values = list(dict.fromkeys(hints.values()))
     first = _trial(recipe, tensors, hints)
     distinct = {text: 2 + at for at, text in enumerate(hints)}

@@ -61,6 +61,59 @@ def test_one_graph_serves_all_sizes(name):
     assert len(frames) == 1
 
 
+class Masked(torch.nn.Module):
+    """Attention with two heads, a number that the mask's axes have as a symbol."""
+
+    def __init__(self):
+        super().__init__()
+        self.projection = torch.nn.Linear(16, 48)
+
+    def forward(self, x, mask):
+        query, key, value = (part.unflatten(-1, (2, 8)) for part in self.projection(x).chunk(3, -1))
+        return bridge.dynamic_mask_attention(query, key, value, mask).flatten(2)
+
+
+multiply = bridge.from_jax(lambda x, w: x * w)
+
+
+def closing_over(call, *shapes):
+    """A call of a tensor and of parameters, which torch.compile sees as constants' sizes."""
+    parameters = [torch.nn.Parameter(random(*shape).detach()) for shape in shapes]
+    return lambda x: call(x, *parameters)
+
+
+# By name, what makes a function of a tensor [batch, length, 16], and of a mask where it takes one.
+WITH_PARAMETERS = {
+    "from_jax": lambda: closing_over(multiply, (16,)),
+    "rms_norm": lambda: closing_over(bridge.rms_norm, (16,)),
+    "linear": lambda: closing_over(bridge.linear, (24, 16), (24,)),
+    "LayerNorm": lambda: bridge.nn.LayerNorm(16),
+    "Linear": lambda: bridge.nn.Linear(16, 24),
+    "GatedMLP": lambda: bridge.nn.GatedMLP(16, 24),
+    "dynamic_mask_attention": Masked,
+}
+
+
+@pytest.mark.parametrize(
+    "name", tiers.cases(list(WITH_PARAMETERS), {"from_jax", "rms_norm", "GatedMLP", "dynamic_mask_attention"})
+)
+def test_one_graph_serves_all_lengths_beside_parameters(name):
+    """The parameters fix the last axis alone, and two heads a batch of two, of which PyTorch makes the same symbol."""
+    call = WITH_PARAMETERS[name]()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True, dynamic=True)
+    frames = set()
+    is_masked = name == "dynamic_mask_attention"
+    for batch, length in ((2, 20), (2, 21), (2 if is_masked else 3, 27)):
+        x = random(batch, length, 16)
+        inputs = [x, torch.ones(batch, 2, length, length, dtype=torch.bool).tril()] if is_masked else [x]
+        got, want = compiled(*inputs), call(*inputs)
+        frames.add(counter.frame_count)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), x) for y in (got, want)))
+    assert len(frames) == 1
+
+
 # By name, a call of tensors, and of numbers that torch.compile makes symbols of.
 NUMBERS = {
     "scaled_dot_product_attention": (
@@ -164,7 +217,7 @@ def test_sizes_that_torch_finds_to_change():
 
 
 def test_sizes_of_results_that_are_no_tensors_size():
-    """The sizes of such a call are constants of its graph."""
+    """Such a size is a constant of its graph."""
     twice = JaxOp(lambda x: jnp.concatenate([x, x]), is_whole=True)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda x: twice.serve(None, x), backend=counter, fullgraph=True, dynamic=True)
@@ -172,6 +225,12 @@ def test_sizes_of_results_that_are_no_tensors_size():
         x = random(size)
         torch.testing.assert_close(compiled(x), torch.cat([x, x]))
     assert counter.frame_count == 2
+    wide = [random(size, columns) for size, columns in ((5, 4), (5, 6), (6, 7))]
+    counts = []
+    for x in wide:
+        torch.testing.assert_close(compiled(x), torch.cat([x, x]))
+        counts.append(counter.frame_count)
+    assert counts == [3, 3, 4]
 
 
 def test_a_size_with_a_limit():
