@@ -32,6 +32,7 @@ import torch
 
 from jax_kernels import masks as _masks
 from jax_kernels.bridge import dlpack as _dlpack
+from jax_kernels.bridge import fork as _fork
 from jax_kernels.bridge import library as _library
 from jax_kernels.bridge import private as _private
 from jax_kernels.bridge import score_functions as _score_functions
@@ -54,6 +55,7 @@ def _of_tensors(builder: Callable[..., Mask], *, is_traced: bool = False) -> Cal
 
     @functools.wraps(builder)
     def build(*args: Any, **kwargs: Any) -> Mask:
+        _fork.refuse()
         named = [(names[min(index, len(names) - 1)], x) for index, x in enumerate(args)] + list(kwargs.items())
         found = {index: name for index, (name, x) in enumerate(named) if isinstance(x, torch.Tensor)}
         if not found:

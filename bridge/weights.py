@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from jax_kernels.bridge import fork
 from jax_kernels.bridge.adaptive_attention import AdaptiveAttention
 from jax_kernels.bridge.multihead_attention import MultiheadAttention
 from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
@@ -91,7 +92,9 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, A
         Llama's projections, or a norm over several axes; a Hugging Face model computes another function; or there are
         weights of few bits.
       TypeError: a parameter has a dtype that JAX lacks.
+      RuntimeError: the process was forked from one in which JAX ran.
     """
+    fork.refuse()
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
     for name in state:
         if name.rpartition(".")[2] == "weight_values":
@@ -135,7 +138,9 @@ def from_flax(parameters: Mapping[Any, Any], names: str = "bridge") -> dict[str,
     Raises:
       ValueError: an array has more axes than a parameter of jax_kernels.models; names is neither; or, with "llama", a
         parameter is not one of models.Transformer's.
+      RuntimeError: the process was forked from one in which JAX ran.
     """
+    fork.refuse()
     if names not in ("bridge", "llama"):
         raise ValueError(f"names: got {names!r}, want 'bridge' or 'llama'")
     state = {}

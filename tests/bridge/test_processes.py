@@ -96,19 +96,35 @@ def test_an_exported_program_raises_in_another_process(tmp_path):
 
 
 FORKED = """
-import os, sys
+import os, signal, sys
+import numpy as np
 import torch
 from jax_kernels import bridge
+from jax_kernels.bridge import masks
 
 double = bridge.from_jax(lambda x: x * 2)
+ids, keep = torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, 8, 8, dtype=torch.bool)
+linear, flax = bridge.nn.Linear(4, 4), {"kernel": np.ones((4, 4), np.float32)}
+CALLS = {
+    "from_jax": lambda: double(torch.ones(3)),
+    "segments": lambda: masks.segments(ids),
+    "dense": lambda: masks.dense(keep),
+    "top_k_blocks": lambda: masks.top_k_blocks(torch.rand(1, 1, 2, 2), 1, block_size=4),
+    "dense of NumPy": lambda: masks.dense(keep.numpy()),
+    "to_flax": lambda: bridge.weights.to_flax(linear),
+    "from_flax": lambda: bridge.weights.from_flax(flax),
+}
 if sys.argv[1] == "started":
     double(torch.ones(3))
 process = os.fork()
 if process == 0:
-    try:
-        print(double(torch.ones(3)).sum().item(), flush=True)
-    except RuntimeError as error:
-        print(error, flush=True)
+    signal.alarm(60)  # a call that waits for threads which it lacks never ends
+    for name, call in CALLS.items():
+        try:
+            call()
+            print(f"{name}: ran", flush=True)
+        except RuntimeError as error:
+            print(f"{name}: {error}", flush=True)
     os._exit(0)
 os.waitpid(process, 0)
 """
@@ -118,8 +134,11 @@ os.waitpid(process, 0)
 def test_a_forked_process_raises_where_jax_had_started(when):
     command = [sys.executable, "-W", "ignore", "-c", FORKED, when]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    if when == "started":
-        assert "which was forked" in done.stdout, done
-        assert '"spawn"' in done.stdout
-    else:
-        assert done.stdout == "6.0\n", done
+    lines = done.stdout.splitlines()
+    assert len(lines) == 7, done
+    for line in lines:
+        if when == "started":
+            assert "which was forked" in line, done
+            assert '"spawn"' in line, done
+        else:
+            assert line.endswith(": ran"), done
