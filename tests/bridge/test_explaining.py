@@ -13,6 +13,8 @@ CALLS = {
     "flash_attention": lambda ask: ask(bridge.flash_attention, *QKV, is_causal=True),
     "segments": lambda ask: ask(bridge.flash_attention, *QKV, segment_ids=torch.zeros(1, 16, dtype=torch.int32)),
     "mask": lambda ask: ask(bridge.flash_attention, *QKV, mask=masks.sliding_window(4, 4)),
+    "blocks": lambda ask: ask(bridge.block_sparse_attention, *QKV, torch.ones(2, 2, dtype=torch.bool), block_size=8),
+    "blocks of floats": lambda ask: ask(bridge.block_sparse_attention, *QKV, torch.ones(4, 2, 2), block_size=8),
     "score_mod": lambda ask: ask(bridge.flash_attention, *QKV, score_mod=lambda score, b, h, q, k: score * 2),
     "sdpa": lambda ask: ask(bridge.scaled_dot_product_attention, *QKV),
     "dilated": lambda ask: ask(bridge.dilated_attention, *QKV, segment_lengths=[8], dilation_rates=[2]),
@@ -45,6 +47,8 @@ def test_what_is_wrong_is_an_error():
         bridge.explain(torch.nn.functional.relu, X)
     with pytest.raises(TypeError, match="want an op of this library"):
         bridge.explain(bridge.from_jax(lambda x: x * 2), X)
+    with pytest.raises(ValueError, match="block_sparse: got blocks of shape"):
+        bridge.explain(bridge.block_sparse_attention, *QKV, torch.ones(2, 3, dtype=torch.bool), block_size=8)
     with pytest.raises(NotImplementedError, match="mosaic_gpu"):
         bridge.explain(bridge.flash_attention, *QKV, implementation="mosaic_gpu")
     torch.testing.assert_close(bridge.matmul(X, W), X @ W)  # nothing is asked any more

@@ -48,7 +48,10 @@ def block_sparse_attention(
 def _plan(
     query: Any, key: Any, value: Any, block_mask: Any, *, block_size: Any = None, **arguments: Any
 ) -> dispatch.Plan:
-    mask = _mask(block_mask, block_size, arguments)
+    if isinstance(block_mask, jax.ShapeDtypeStruct):
+        mask = jax.eval_shape(lambda x: _mask(x, block_size, arguments), block_mask)
+    else:
+        mask = _mask(block_mask, block_size, arguments)
     return dispatch.explain(flash_attention, query, key, value, mask=mask, **arguments)
 
 
