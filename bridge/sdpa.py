@@ -51,7 +51,8 @@ def scaled_dot_product_attention(
       [..., H, T, Dv] in query's dtype.
 
     Raises:
-      TypeError: attn_mask is neither bool nor in query's dtype or float32, or dtypes differ.
+      TypeError: attn_mask is neither bool nor in query's dtype or float32, dtypes differ, or scale is a tensor that
+        requires a gradient.
       ValueError: both attn_mask and is_causal are given, shapes do not fit together, or a tensor is nested.
       Otherwise it raises what flash_attention raises: its gradient cannot be differentiated again.
     """
@@ -81,7 +82,7 @@ def scaled_dot_product_attention(
         mask=inputs.mask if is_bool else None,
         is_causal=is_causal,
         q_offset=q_offset,
-        scale=float(scale) if isinstance(scale, torch.Tensor) else scale,
+        scale=scale if scale is None or type(scale) is float else _number(scale),
     )
     return out if query.ndim == 4 == len(inputs.batch) + 2 else out.reshape(*inputs.batch, *out.shape[-2:])
 
@@ -117,6 +118,13 @@ def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
             f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool (True = attend), or query's dtype {query.dtype} "
             "or torch.float32 (added to the scores)"
         )
+
+
+def _number(scale: Any) -> Any:
+    """The argument `scale` as PyTorch's function takes it: a bool, or a tensor of one number, is a number too."""
+    if isinstance(scale, torch.Tensor) and scale.requires_grad:
+        raise TypeError("scale: got a tensor that requires a gradient, want a number; multiply query by it")
+    return float(scale) if isinstance(scale, torch.Tensor | bool) else scale
 
 
 def _check_lengths(bias: CausalBias, query: torch.Tensor, key: torch.Tensor) -> None:

@@ -185,6 +185,23 @@ def test_dense_layouts_are_read_in_place(layout, monkeypatch):
     assert all(x.is_contiguous() for x in seen)
 
 
+@pytest.mark.parametrize("scale", [True, False, torch.tensor(0.3)], ids=str)
+def test_a_scale_that_pytorch_takes_for_a_number(scale):
+    inputs = torch.randn(3, 2, 4, 9, 8)
+    got = bridge.scaled_dot_product_attention(*inputs, scale=scale)
+    want = functional.scaled_dot_product_attention(*inputs, scale=float(scale))
+    torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
+
+
+def test_a_scale_that_is_differentiated_raises():
+    inputs = torch.randn(3, 2, 4, 9, 8)
+    scale = torch.tensor(0.3, requires_grad=True)
+    with pytest.raises(TypeError, match=r"^scale: got a tensor that requires a gradient, want a number"):
+        bridge.scaled_dot_product_attention(*inputs, scale=scale)
+    with pytest.raises(TypeError, match="scale"):  # as PyTorch's own does
+        functional.scaled_dot_product_attention(*inputs, scale=scale)
+
+
 FALLBACKS = {
     "dropout": ({"dropout_p": 0.5}, torch.float32, 8, "dropout_p=0.5 drops attention weights"),
     "wide heads": ({"is_causal": True}, torch.float32, 264, "head_dim is 264, and flash_attention's at most 256"),
