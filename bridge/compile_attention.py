@@ -165,7 +165,7 @@ def _place(device: torch.device | str | None) -> torch.device:
     """The device, with a number if it is a GPU, as tensors have it."""
     found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+        return dlpack.current_gpu("device")
     if found.type not in ("cpu", "cuda"):
         raise ValueError(f"device: got {found}, want a CPU or a CUDA device")
     return found

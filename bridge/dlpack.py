@@ -37,6 +37,7 @@ __all__ = [
     "check_dense",
     "check_dtype",
     "copied",
+    "current_gpu",
     "export_arrays",
     "has_private",
     "has_torch_dtype",
@@ -136,6 +137,13 @@ def jax_device(device: torch.device) -> jax.Device:
         if candidate.local_hardware_id == device.index:
             return candidate
     raise RuntimeError(f"got a tensor on {device}, but JAX sees only {devices}")
+
+
+def current_gpu(argument: str) -> torch.device:
+    """PyTorch's current GPU. Raises ValueError, naming the argument that asks for it, where PyTorch has none."""
+    if not torch.cuda.is_available():
+        raise ValueError(f"{argument}: got none, want a CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def import_tensors(

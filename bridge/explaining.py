@@ -37,13 +37,14 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> dispatch.Plan:
 def device_info(place: torch.device | str | int | None = None) -> device.DeviceInfo:
     """The facts that jax_kernels has of a device of PyTorch's. None is the current GPU, or the CPU where there is none.
 
-    Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and RuntimeError where JAX lacks it.
+    Raises ValueError for a device that is neither a CPU nor a CUDA GPU, and for "cuda" where there is none;
+    RuntimeError where JAX lacks it.
     """
     if place is None:
         place = "cuda" if torch.cuda.is_available() else "cpu"
     found = torch.device("cuda", place) if isinstance(place, int) else torch.device(place)
     if found.type == "cuda" and found.index is None:
-        found = torch.device("cuda", torch.cuda.current_device())
+        found = dlpack.current_gpu("place")
     return dispatch.device_info(dlpack.jax_device(found))
 
 

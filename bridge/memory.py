@@ -75,7 +75,7 @@ class MemoryReport(NamedTuple):
 def memory_report(device: torch.device | str | int | None = None) -> MemoryReport:
     """The memory of a GPU, and who has it. None is PyTorch's current one.
 
-    Raises ValueError for a device that is no CUDA GPU, and RuntimeError where JAX lacks it.
+    Raises ValueError for a device that is no CUDA GPU, and where there is none; RuntimeError where JAX lacks it.
     """
     from jax_kernels.bridge import dlpack  # which imports JAX's GPU backend, that this module must come before
 
@@ -84,7 +84,7 @@ def memory_report(device: torch.device | str | int | None = None) -> MemoryRepor
     if place.type != "cuda":
         raise ValueError(f"device: got {place}, want a CUDA device")
     if place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
+        place = dlpack.current_gpu("device")
     stats = dlpack.jax_device(place).memory_stats() or {}
     free, total = torch.cuda.mem_get_info(place)
     return MemoryReport(

@@ -58,6 +58,9 @@ def test_device_info():
     assert bridge.device_info(torch.device("cpu")) == bridge.device_info("cpu")
     with pytest.raises(ValueError, match="meta"):
         bridge.device_info("meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"^place: got none, want a CUDA device$"):
+            bridge.device_info("cuda")
 
 
 @pytest.mark.parametrize("gradients", [False, True])

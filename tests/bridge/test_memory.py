@@ -106,6 +106,13 @@ def test_a_report_has_both_allocators(gpu):
         bridge.memory_report("cpu")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("given", [None, "cuda"])
+def test_without_a_gpu_there_is_no_report(given):
+    with pytest.raises(ValueError, match=r"^device: got none, want a CUDA device$"):
+        bridge.memory_report(given)
+
+
 def failing(*messages):
     """A call that fails with each of the messages in turn, and then gives 7."""
     left = list(messages)
