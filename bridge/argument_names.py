@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_kernels.bridge.structure import SINGLE, rebuild
 
-__all__ = ["leaf_names", "rename"]
+__all__ = ["constants", "leaf_names", "rename"]
 
 
 def leaf_names(function: Callable[..., Any], structure: Any) -> list[str]:
@@ -15,15 +15,26 @@ def leaf_names(function: Callable[..., Any], structure: Any) -> list[str]:
 
     structure: that of the call's (args, kwargs).
     """
+    return [name for name, part in _named_parts(function, structure) if part == SINGLE]
+
+
+def constants(function: Callable[..., Any], structure: Any) -> Iterator[tuple[str, Any]]:
+    """The name and the value of each constant of a call that is no number, as leaf_names names tensors."""
+    for name, (kind, *others) in _named_parts(function, structure):
+        if kind == "constant":
+            _, value, *_ = others
+            yield name, value
+
+
+def _named_parts(function: Callable[..., Any], structure: Any) -> Iterator[tuple[str, Any]]:
+    """The name and the structure of each leaf, Mask and constant of a call."""
     _, (positional, by_keyword) = structure
     _, given = positional
     _, keys, values = by_keyword
-    found: list[str] = []
     for name, part in zip(_positional(function, len(given)), given, strict=True):
-        found.extend(_leaves(name, part))
+        yield from _parts(name, part)
     for key, part in zip(keys, values, strict=True):
-        found.extend(_leaves(str(rebuild(key, iter(()))), part))
-    return found
+        yield from _parts(str(rebuild(key, iter(()))), part)
 
 
 def _positional(function: Callable[..., Any], count: int) -> list[str]:
@@ -35,30 +46,29 @@ def _positional(function: Callable[..., Any], count: int) -> list[str]:
     names = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
     rest = next((x.name for x in parameters if x.kind is x.VAR_POSITIONAL), None)
     if rest is None:
-        others = [f"tensor argument {index}" for index in range(len(names), count)]
+        others = [f"argument {index}" for index in range(len(names), count)]
     else:
         others = [f"{rest}[{index}]" for index in range(count - len(names))]
     return [*names, *others][:count]
 
 
-def _leaves(name: str, structure: Any) -> Iterator[str]:
-    """The names of the leaves inside of an argument of this name."""
-    if structure == SINGLE:
-        yield name
-        return
+def _parts(name: str, structure: Any) -> Iterator[tuple[str, Any]]:
+    """The names and structures of all but the containers inside of an argument of this name."""
     kind, *parts = structure
     if kind in ("dict", "ordered dict"):
         keys, children = parts
         for key, child in zip(keys, children, strict=True):
-            yield from _leaves(f"{name}[{rebuild(key, iter(()))!r}]", child)
+            yield from _parts(f"{name}[{rebuild(key, iter(()))!r}]", child)
     elif kind in ("list", "tuple"):
         (children,) = parts
         for index, child in enumerate(children):
-            yield from _leaves(f"{name}[{index}]", child)
+            yield from _parts(f"{name}[{index}]", child)
     elif isinstance(kind, type):
         (children,) = parts
         for field, child in zip(kind._fields, children, strict=True):  # type: ignore[attr-defined]
-            yield from _leaves(f"{name}.{field}", child)
+            yield from _parts(f"{name}.{field}", child)
+    else:
+        yield name, structure
 
 
 def rename(error: Exception, **names: str) -> None:

@@ -154,9 +154,11 @@ def segment_pair(segment_ids: Any) -> tuple[torch.Tensor | None, torch.Tensor | 
         return None, None
     if not isinstance(segment_ids, tuple | list):
         return segment_ids, segment_ids
-    if len(segment_ids) != 2 or any(x is None for x in segment_ids):
-        raise ValueError(
-            f"segment_ids: got {len(segment_ids)} items, want an int32 tensor [B, T], or a (query, key) pair of them"
-        )
+    want = "want an int32 tensor [B, T], or a (query, key) pair of them"
+    if len(segment_ids) != 2:
+        raise ValueError(f"segment_ids: got {len(segment_ids)} items, {want}")
+    for part, x in zip(("query", "key"), segment_ids, strict=True):
+        if x is None:
+            raise ValueError(f"segment_ids: got None for {part}, {want}")
     q_ids, kv_ids = segment_ids
     return q_ids, kv_ids

@@ -11,6 +11,9 @@ from jax_kernels.bridge.warned import warn_once
 __all__ = ["MultiheadAttention"]
 
 
+_NARROW = (torch.bfloat16, torch.float16)  # autocast casts them, as it does query
+
+
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """torch.nn.MultiheadAttention by this library's attention.
 
@@ -162,10 +165,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         length, kv_length = query.shape[axis], key.shape[axis]
         given = []
         if attn_mask is not None and not (is_causal and not self._keeps_keys()):
-            _check("attn_mask", attn_mask, ((length, kv_length), (batch * self.num_heads, length, kv_length)))
+            shapes = ((length, kv_length), (batch * self.num_heads, length, kv_length))
+            _check("attn_mask", attn_mask, shapes, query)
             given.append(attn_mask.reshape(-1 if attn_mask.ndim == 3 else 1, length, kv_length))
         if key_padding_mask is not None:
-            _check("key_padding_mask", key_padding_mask, ((batch, kv_length),) if query.ndim == 3 else ((kv_length,),))
+            shape = (batch, kv_length) if query.ndim == 3 else (kv_length,)
+            _check("key_padding_mask", key_padding_mask, (shape,), query)
             rows = key_padding_mask.reshape(batch, 1, 1, kv_length)
             given.append(rows.expand(-1, self.num_heads, -1, -1).reshape(-1, 1, kv_length) if batch > 1 else rows[0])
         mask = bias = None
@@ -183,11 +188,17 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return x[None] if x.shape[0] == 1 or not axis else x.unflatten(0, (batch, self.num_heads))
 
 
-def _check(name: str, mask: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
+def _check(name: str, mask: Any, shapes: tuple[tuple[int, ...], ...], query: torch.Tensor) -> None:
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{name}: got {type(mask).__name__}, want a torch.Tensor")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name}: got dtype {mask.dtype}, want torch.bool (True = masked out) or floats (added)")
+    casts = mask.dtype in _NARROW and torch.is_autocast_enabled(query.device.type)
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype) and not casts:
+        or_float32 = "" if query.dtype == torch.float32 else " or torch.float32"
+        raise TypeError(f"{name}: got dtype {mask.dtype}, want torch.bool, or query's dtype {query.dtype}{or_float32}")
+    if mask.device != query.device:
+        raise ValueError(f"{name}: got a tensor on {mask.device}, want query's device {query.device}")
     if tuple(mask.shape) not in shapes:
         wanted = " or ".join(str(x) for x in shapes)
         raise ValueError(f"{name}: got shape {tuple(mask.shape)}, want {wanted}")

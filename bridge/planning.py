@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from jax_kernels.bridge import dlpack, targets
-from jax_kernels.bridge.argument_names import leaf_names
+from jax_kernels.bridge.argument_checks import kind_of
+from jax_kernels.bridge.argument_names import constants, leaf_names
 from jax_kernels.bridge.once import once
 from jax_kernels.bridge.operands import MaskSignature
 from jax_kernels.bridge.plans import Info, Plan, Request, Residual, find_function, keep, keep_if_traced, new_name
@@ -23,8 +24,18 @@ def plan_for(request: Request, needs: tuple[bool, ...]) -> Plan:
     try:
         hash(request)
     except TypeError as error:
+        _refuse_unhashable(request)
         raise TypeError(f"got an argument that is neither a tensor nor hashable: {error}") from error
     return make_plan(request, needs)
+
+
+def _refuse_unhashable(request: Request) -> None:
+    """Raises TypeError, naming the argument, for a constant of a call that is not hashable."""
+    for name, value in constants(find_function(request.function), request.structure):
+        try:
+            hash(value)
+        except TypeError as error:
+            raise TypeError(f"{name}: got {kind_of(value)}, want a torch.Tensor or a hashable constant") from error
 
 
 def make_plan(request: Request, needs: tuple[bool, ...]) -> Plan:

@@ -166,6 +166,8 @@ def _inputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
 ) -> _Inputs:
     """The call with one batch axis and heads that flash_attention takes."""
+    if attn_mask is not None and attn_mask.device != query.device:
+        raise ValueError(f"attn_mask: got a tensor on {attn_mask.device}, want query's device {query.device}")
     mask = None if attn_mask is None else shared_axes(attn_mask)
     axes = max(query.ndim, key.ndim, value.ndim)
     if enable_gqa and axes < 3:

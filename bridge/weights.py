@@ -14,6 +14,7 @@ import torch
 
 from jax_kernels.bridge import fork
 from jax_kernels.bridge.adaptive_attention import AdaptiveAttention
+from jax_kernels.bridge.argument_checks import kind_of
 from jax_kernels.bridge.multihead_attention import MultiheadAttention
 from jax_kernels.bridge.multihead_dilated_attention import MultiheadDilatedAttention
 from jax_kernels.bridge.ring_dilated_attention import RingDilatedAttention
@@ -91,11 +92,16 @@ def to_flax(source: torch.nn.Module | Mapping[str, torch.Tensor]) -> dict[Any, A
       ValueError: a module has no Flax model of its kind, or a parameter that the model lacks, such as a bias of a
         Llama's projections, or a norm over several axes; a Hugging Face model computes another function; or there are
         weights of few bits.
-      TypeError: a parameter has a dtype that JAX lacks.
+      TypeError: source is neither, or a parameter is no tensor, or has a dtype that JAX lacks.
       RuntimeError: the process was forked from one in which JAX ran.
     """
     fork.refuse()
+    if not isinstance(source, torch.nn.Module | Mapping):
+        raise TypeError(f"source: got {kind_of(source)}, want a torch.nn.Module or its state dict")
     state = source.state_dict() if isinstance(source, torch.nn.Module) else source
+    for name, x in state.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"source: got {kind_of(x)} for {name}, want a torch.Tensor")
     for name in state:
         if name.rpartition(".")[2] == "weight_values":
             raise ValueError(
@@ -138,15 +144,20 @@ def from_flax(parameters: Mapping[Any, Any], names: str = "bridge") -> dict[str,
     Raises:
       ValueError: an array has more axes than a parameter of jax_kernels.models; names is neither; or, with "llama", a
         parameter is not one of models.Transformer's.
+      TypeError: parameters is no dict, or holds something that is no array of numbers.
       RuntimeError: the process was forked from one in which JAX ran.
     """
     fork.refuse()
     if names not in ("bridge", "llama"):
         raise ValueError(f"names: got {names!r}, want 'bridge' or 'llama'")
+    if not isinstance(parameters, Mapping):
+        raise TypeError(f"parameters: got {kind_of(parameters)}, want nested dicts of arrays")
     state = {}
     for path, x in _leaves(parameters):
         name, is_kernel = _torch_name(path)
         array = np.asarray(x)
+        if array.dtype != _BF16 and array.dtype.kind not in "biufc":
+            raise TypeError(f"parameters: got {kind_of(x)} for {'.'.join(path)}, want an array of numbers")
         if array.ndim > (2 if is_kernel or name.endswith("embed.weight") else 1):
             raise ValueError(
                 f"parameters: got {'.'.join(path)} of shape {array.shape}, which no model of jax_kernels.models has"

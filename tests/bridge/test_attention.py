@@ -286,7 +286,7 @@ ERRORS = [
     ((ZEROS,) * 3, {"softcap": "3"}, TypeError, "^softcap: got str, want a number"),
     ((ZEROS,) * 3, {"segment_ids": INT64}, TypeError, r"^segment_ids: got dtype torch\.int64, want torch\.int32; cast"),
     ((ZEROS,) * 3, {"segment_ids": INT32}, ValueError, r"^segment_ids: got shape \(2,\) for query, want \[2, 8\]"),
-    ((ZEROS,) * 3, {"segment_ids": (INT32, None)}, ValueError, "^segment_ids: got 2 items, want an int32 tensor"),
+    ((ZEROS,) * 3, {"segment_ids": (INT32, None)}, ValueError, "^segment_ids: got None for key, want an int32 tensor"),
     ((ZEROS,) * 3, {"segment_ids": 3}, TypeError, r"^segment_ids: got builtins\.int, want a torch\.Tensor"),
     ((ZEROS,) * 3, {"is_causal": 1}, TypeError, "^is_causal: got int, want a bool"),
     ((ZEROS,) * 3, {"deterministic": 1}, TypeError, "^deterministic: got int, want True, False or None"),

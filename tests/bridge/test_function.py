@@ -9,6 +9,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -212,7 +213,14 @@ def test_errors():
     ):
         with pytest.raises(TypeError, match=rf"^{re.escape(name)}: got dtype torch\.float64"):
             nested(given, **options)
-    with pytest.raises(TypeError, match=r"^got an argument that is neither a tensor nor hashable"):
+    for name, given, options in (
+        ("tree['a'][1]", {"a": [x, np.ones(3)]}, {}),
+        ("tree.right", pair(x, np.ones(3)), {}),
+        ("scale", {"a": (x, x)}, {"scale": np.ones(3)}),
+    ):
+        with pytest.raises(TypeError, match=rf"^{re.escape(name)}: got numpy\.ndarray, want a torch\.Tensor or a hash"):
+            nested(given, **options)
+    with pytest.raises(TypeError, match=r"^rest\[0\]: got jaxlib\S+, want a torch\.Tensor or a hashable constant"):
         double(x, jnp.ones(3))
     with pytest.raises(TypeError, match=r"^output: got dtype int4, which PyTorch does not take"):
         bridge.from_jax(lambda x: x.astype("int4"))(x)
@@ -268,4 +276,4 @@ def test_an_error_of_the_function_is_its_own():
 
     with pytest.raises(TypeError) as error:
         bridge.from_jax(fails)(torch.ones(2))
-    assert "neither a tensor nor hashable" not in str(error.value)
+    assert "want a torch.Tensor" not in str(error.value)

@@ -187,6 +187,21 @@ def test_in_pytorchs_layers_compiled_copied_and_pickled():
             r"^attn_mask: got shape \(2, 5\), want \(9, 9\) or \(8, 9",
         ),
         ({"attn_mask": torch.ones(9, 9).int()}, TypeError, r"^attn_mask: got dtype torch\.int32, want torch\.bool"),
+        (
+            {"attn_mask": torch.zeros(9, 9).half()},
+            TypeError,
+            r"^attn_mask: got dtype torch\.float16, want torch\.bool, or query's dtype torch\.float32$",
+        ),
+        (
+            {"key_padding_mask": torch.zeros(2, 9).half()},
+            TypeError,
+            r"^key_padding_mask: got dtype torch\.float16, want",
+        ),
+        (
+            {"key_padding_mask": torch.zeros(2, 9, device="meta")},
+            ValueError,
+            r"^key_padding_mask: got a tensor on meta, want query's device cpu",
+        ),
         ({"key_padding_mask": torch.ones(9).bool()}, ValueError, r"^key_padding_mask: got shape \(9,\), want \(2, 9\)"),
         ({"key_padding_mask": [True]}, TypeError, r"^key_padding_mask: got list, want a torch\.Tensor"),
         ({"key": torch.ones(9, EMBED)}, ValueError, r"^query, key, value: got shapes .*, want 3 axes each"),

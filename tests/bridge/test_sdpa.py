@@ -193,6 +193,12 @@ def test_a_scale_that_pytorch_takes_for_a_number(scale):
     torch.testing.assert_close(got, want, atol=3e-6, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
+def test_a_mask_on_another_device_raises(dtype):
+    with pytest.raises(ValueError, match=r"^attn_mask: got a tensor on meta, want query's device cpu$"):
+        bridge.scaled_dot_product_attention(*torch.randn(3, 2, 4, 9, 8), torch.ones(9, 9, dtype=dtype, device="meta"))
+
+
 def test_a_scale_that_is_differentiated_raises():
     inputs = torch.randn(3, 2, 4, 9, 8)
     scale = torch.tensor(0.3, requires_grad=True)

@@ -150,6 +150,18 @@ def test_errors():
         weights.from_flax({"A": np.zeros(3)}, names="llama")
     with pytest.raises(TypeError, match=r"^weight: got dtype torch\.float64, want torch\.float32"):
         weights.to_flax(torch.nn.Linear(2, 2, bias=False, dtype=torch.float64))
+    for given, got in (
+        (None, "builtins.NoneType, want a torch.nn.Module"),
+        ({"a.weight": 3}, "builtins.int for a.weight"),
+    ):
+        with pytest.raises(TypeError, match=rf"^source: got {got}"):
+            weights.to_flax(given)
+    for given, got in (
+        (None, "builtins.NoneType, want nested"),
+        ({"a": {"kernel": "x"}}, r"builtins.str for a\.kernel"),
+    ):
+        with pytest.raises(TypeError, match=rf"^parameters: got {got}"):
+            weights.from_flax(given)
 
 
 def other_config(kind, **more):

@@ -151,8 +151,11 @@ def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int
         return None
     want = "want an int32 array [B, T], or a (query, key) pair of them, [B, T] and [B, S]"
     if isinstance(segment_ids, tuple | list):
-        if len(segment_ids) != 2 or any(x is None for x in segment_ids):
+        if len(segment_ids) != 2:
             raise ValueError(f"segment_ids: got {len(segment_ids)} items, {want}")
+        for part, x in zip(("query", "key"), segment_ids, strict=True):
+            if x is None:
+                raise ValueError(f"segment_ids: got None for {part}, {want}")
         pair = segment_ids
     else:
         pair = (segment_ids, segment_ids)

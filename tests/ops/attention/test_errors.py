@@ -173,7 +173,7 @@ BAD += [
         "segment_ids: got one array where query and key have lengths 6 and 5, want a (query, key) pair",
     ),
     ("segments_three", {"segment_ids": (IDS,) * 3}, ValueError, "segment_ids: got 3 items, want an int32 array"),
-    ("segments_none", {"segment_ids": (IDS, None)}, ValueError, "segment_ids: got 2 items, want an int32 array"),
+    ("segments_none", {"segment_ids": (IDS, None)}, ValueError, "segment_ids: got None for key, want an int32"),
     ("segments_shape", {"segment_ids": (IDS, IDS + 0)}, ValueError, "segment_ids: got shape (2, 6) for key, want"),
     ("segments_query", {"segment_ids": (IDS[:1], IDS)}, ValueError, "segment_ids: got shape (1, 6) for query, want"),
     ("segments_list", {"segment_ids": [[0] * T] * B}, TypeError, "segment_ids: got list for query, want an int32"),
