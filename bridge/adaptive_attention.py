@@ -7,6 +7,7 @@ import torch
 
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.explaining import explain
+from jax_kernels.bridge.layers import empty_attention
 from jax_kernels.masks import Mask
 
 __all__ = ["AdaptiveAttention"]
@@ -96,9 +97,13 @@ class AdaptiveAttention(torch.nn.Module):
           mask: bool, broadcastable to [B, num_heads, T, S], True where a token may attend, or a masks.Mask.
           is_causal: token i sees tokens up to i alone. None is the module's.
 
-        Raises ValueError where a shape is wrong, and what flash_attention raises.
+        An empty batch gives an empty result. Raises ValueError where a shape is wrong, and what flash_attention raises.
         """
-        return self.out_proj(flash_attention(*self._heads(x, context), **self._options(mask, is_causal)).flatten(2))
+        heads = self._heads(x, context)
+        out = empty_attention(*heads)
+        if out is None:
+            out = flash_attention(*heads, **self._options(mask, is_causal))
+        return self.out_proj(out.flatten(2))
 
     def explain(
         self,

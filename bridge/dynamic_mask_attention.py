@@ -11,7 +11,7 @@ from jax_kernels import masks
 from jax_kernels.bridge import float_masks
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_tensor
 from jax_kernels.bridge.function import from_jax
-from jax_kernels.bridge.layers import PlainLinear, rotary_embedding
+from jax_kernels.bridge.layers import PlainLinear, empty_attention, rotary_embedding
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import dynamic_mask_attention as ops
 
@@ -115,7 +115,7 @@ class DynamicMaskAttention(torch.nn.Module):
         torch.nn.init.normal_(self.A, std=0.02)
 
     def forward(self, x: torch.Tensor, *, mask: torch.Tensor | Mask | None = None) -> torch.Tensor:
-        """Attends within x. Returns [B, T, model_dim], in x's dtype, or autocast's.
+        """Attends within x. Returns [B, T, model_dim], in x's dtype, or autocast's; an empty x gives an empty result.
 
         Args:
           x: [B, T, model_dim].
@@ -140,17 +140,19 @@ class DynamicMaskAttention(torch.nn.Module):
         steps = functional.softplus(self.dt_proj(value.flatten(2)).float())
         bias = torch.exp(self.A.float() * steps).transpose(1, 2)[:, :, None]
         query, key, value, _, deterministic = as_torch_is_set(query, key, value)
-        out = _attend(
-            query,
-            key,
-            value,
-            bias,
-            [given for given in (self.mask, mask) if given is not None],
-            keys_to_keep=self.keys_to_keep,
-            is_causal=self.is_causal,
-            deterministic=deterministic,
-            implementation=self.implementation,
-        )
+        out = empty_attention(query, key, value, bias)
+        if out is None:
+            out = _attend(
+                query,
+                key,
+                value,
+                bias,
+                [given for given in (self.mask, mask) if given is not None],
+                keys_to_keep=self.keys_to_keep,
+                is_causal=self.is_causal,
+                deterministic=deterministic,
+                implementation=self.implementation,
+            )
         return float_masks.or_nan(self.out_proj(out.flatten(2)), is_valid)
 
     def _check_mask(self, mask: Any, x: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ They are PyTorch's own operators: a call through the bridge takes the host longe
 import torch
 from torch.nn import functional
 
-__all__ = ["PlainLayerNorm", "PlainLinear", "PlainRMSNorm", "rotary_embedding"]
+__all__ = ["PlainLayerNorm", "PlainLinear", "PlainRMSNorm", "empty_attention", "rotary_embedding"]
 
 
 class PlainLinear(torch.nn.Linear):
@@ -49,6 +49,16 @@ class PlainLayerNorm(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weight.float(), self.bias.float()
         return functional.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+def empty_attention(query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | None:
+    """The attention of an empty batch, or of no queries, [B, T, H, D] like query; None where there is one to compute.
+
+    Its gradients of query, key and the others are zeros. The ops refuse such tensors.
+    """
+    if 0 not in query.shape[:2] or query.shape[0] != key.shape[0]:
+        return None
+    return query + sum(0 * x.sum() for x in (key, *others))
 
 
 def rotary_embedding(x: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from jax_kernels.bridge import dlpack, targets
 from jax_kernels.bridge.dilated_attention import dilated_attention
+from jax_kernels.bridge.layers import empty_attention
 from jax_kernels.device import DeviceInfo, device_info
 from jax_kernels.dispatch import explain
 from jax_kernels.ops.dilated import dilated_attention as ops
@@ -210,6 +211,8 @@ class MultiheadDilatedAttention(torch.nn.Module):
     ) -> Any:
         """The output [B, T, embed_dim] from query, key and value [B, T, embed_dim]; key and value default to query.
 
+        An empty batch gives an empty output.
+
         is_causal: a token attends to itself and to earlier ones only. segment_ids: int32 [B, T]: packed sequences.
         need_weights: return (the output, None), as modules do whose weights are never stored.
         """
@@ -220,7 +223,10 @@ class MultiheadDilatedAttention(torch.nn.Module):
                 raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, length, {self.embed_dim}]")
         split = lambda x: x.unflatten(-1, (self.num_heads, -1))
         query, key, value = split(self.q_proj(query)), split(self.k_proj(key)), split(self.v_proj(value))
-        out = self._attend(query, key, value, is_causal=is_causal, segment_ids=segment_ids).flatten(-2)
+        out = empty_attention(query, key, value)
+        if out is None:
+            out = self._attend(query, key, value, is_causal=is_causal, segment_ids=segment_ids)
+        out = out.flatten(-2)
         if self.norm is not None:
             out = self.norm(out)
         out = functional.dropout(self.out_proj(out), self.dropout, self.training)

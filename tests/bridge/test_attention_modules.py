@@ -1,4 +1,4 @@
-"""bridge.nn.AdaptiveAttention and FlexAttention."""
+"""bridge.nn.AdaptiveAttention and FlexAttention, and what the modules of attention share."""
 
 import copy
 import pickle
@@ -71,6 +71,34 @@ def test_adaptive_attention_errors(arguments, error, message):
         bridge.nn.AdaptiveAttention(**{"dim": 32, "num_heads": 4} | arguments)
     with pytest.raises(ValueError, match=r"^context: got shape \(2, 5, 8\), want \[batch, length, 32\]"):
         bridge.nn.AdaptiveAttention(32, 4)(torch.zeros(2, 5, 32), torch.zeros(2, 5, 8))
+
+
+MODULES = {
+    "AdaptiveAttention": lambda: bridge.nn.AdaptiveAttention(32, 4, num_kv_heads=2),
+    "DynamicMaskAttention": lambda: bridge.nn.DynamicMaskAttention(32, 4, num_kv_heads=2, keys_to_keep=3),
+    "MultiheadDilatedAttention": lambda: bridge.nn.MultiheadDilatedAttention(32, 4, [4, 8], [1, 2]),
+}
+
+
+@pytest.mark.parametrize("shape", [(0, 9, 32), (2, 0, 32)], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_an_empty_batch_has_an_empty_result(name, shape):
+    """Its gradients are zeros, as those of torch.nn's modules, and not None."""
+    module, x = MODULES[name](), torch.randn(shape, requires_grad=True)
+    out = module(x)
+    assert out.shape == x.shape
+    gradients = torch.autograd.grad(out.sum(), [x, *module.parameters()])
+    assert not any(gradient.any() for gradient in gradients)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x).dtype == module(torch.randn(1, 8, 32)).dtype
+
+
+def test_an_empty_batch_with_a_context():
+    module = bridge.nn.AdaptiveAttention(32, 4, context_dim=20)
+    assert module(torch.zeros(0, 9, 32), torch.zeros(0, 11, 20)).shape == (0, 9, 32)
+    assert module(torch.zeros(2, 0, 32), torch.zeros(2, 11, 20)).shape == (2, 0, 32)
+    with pytest.raises(ValueError, match="batch"):
+        module(torch.zeros(0, 9, 32), torch.zeros(2, 11, 20))
 
 
 PATTERNS = {
