@@ -318,6 +318,10 @@ class LongNet(Transformer):
     Its parameters are those of Transformer, and with config.layer_norm also layers.N.attention.out_norm.scale and
     .bias. It has no cache: init_cache raises, and generate runs the whole sequence anew for each token.
 
+    With order="hilbert", a segment that the end of the sequence cuts has another grid. So generate pads until the
+    segments that it needs are whole: its logits are those of a call on whole segments, whatever max_new_tokens is. It
+    raises ValueError where prompts and max_new_tokens together are shorter than a segment of a rate above 1.
+
     Args:
       config: a LongNetConfig.
       rules, rngs: as in Transformer.
@@ -328,8 +332,8 @@ class LongNet(Transformer):
     block_type = LongNetBlock
 
     def next_logits(self, tokens: jax.Array, lengths: jax.Array, more: int) -> tuple[Any, Any]:
-        """As in Transformer. Attention is causal, so that padding after the last token has no effect."""
-        devices, length = sequence_devices(self.config.sequence_axis), tokens.shape[1] + more
+        """As in Transformer. Attention is causal, so that padding after whole segments has no effect."""
+        devices, length = sequence_devices(self.config.sequence_axis), _in_whole_segments(self.config, tokens, more)
         whole = -(-length // devices) * devices
         tokens = jnp.pad(tokens, ((0, 0), (0, whole - tokens.shape[1])))
 
@@ -344,3 +348,28 @@ class LongNet(Transformer):
             return logits(tokens, place), tokens
 
         return (logits(tokens, lengths - 1), tokens), advance
+
+
+def _in_whole_segments(config: Any, tokens: jax.Array, more: int) -> int:
+    """The length to which prompts and the tokens after them are padded, so that more padding has no effect.
+
+    Without order="hilbert" they need none. With it, no segment that has one of them may be cut: the Hilbert curve over
+    fewer tokens is another one.
+
+    Raises ValueError for a segment that they cannot fill: in no sequence as long as theirs is it whole.
+    """
+    length = tokens.shape[1] + more
+    if config.order is None:
+        return length
+    is_partition = config.layout == "partition"
+    padded, start = length, 0
+    for size, rate in zip(config.segment_lengths, config.dilation_rates, strict=True):
+        if rate > 1 and start < length:  # at rate 1 the order changes nothing
+            if size > length:
+                raise ValueError(
+                    f"order: got {config.order!r} with a segment of {size} tokens, longer than the {length} that "
+                    "prompts and max_new_tokens make together, want them to fill it: a cut segment has another grid"
+                )
+            padded = max(padded, start + size if is_partition else -(-length // size) * size)
+        start += size if is_partition else 0
+    return padded

@@ -1,5 +1,7 @@
 """Transformer.generate against a forward of the whole sequence for each token."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,25 @@ def test_the_likeliest_tokens_of_prompts_of_different_lengths(model):
     other = np.where(np.arange(7) < np.array(LENGTHS)[:, None], prompts(), 1)
     again = model.generate(other, NEW, 0.7, 1, lengths=jnp.array(LENGTHS), key=jax.random.key(3))
     np.testing.assert_array_equal(again, want)
+
+
+@pytest.mark.parametrize("fields", [{"segment_lengths": (4, 9)}, {"segment_lengths": (4, 12), "layout": "partition"}])
+def test_hilbert_order_goes_by_whole_segments_whatever_the_length(fields):
+    fields |= {"dilation_rates": (2, 3), "order": "hilbert"}
+    model = LongNet(dataclasses.replace(DILATED, num_layers=1, **fields), rngs=nnx.Rngs(0))
+    forward = nnx.jit(lambda model, tokens: model(tokens))
+    tokens = np.zeros((3, 36), np.int32)  # a multiple of all segments
+    tokens[:, :7] = prompts()
+    for place in range(7, 7 + NEW):
+        tokens[:, place] = np.asarray(forward(model, tokens))[:, place - 1].argmax(-1)
+    for new in (NEW, NEW + 3):
+        np.testing.assert_array_equal(model.generate(prompts(), new, 0)[:, :NEW], tokens[:, 7 : 7 + NEW])
+    logits = [model.next_logits(prompts(), jnp.full(3, 7), more)[0][0] for more in (5, 6, 20)]
+    for found in logits[1:]:
+        np.testing.assert_allclose(found, logits[0], atol=1e-6)
+    longer = LongNet(dataclasses.replace(model.config, segment_lengths=(4, 64)), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="order: got 'hilbert' with a segment of 64 tokens, longer than the 13"):
+        longer.generate(prompts(), NEW, 0)
 
 
 def test_ends_at_the_end_token(model):
