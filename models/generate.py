@@ -19,8 +19,11 @@ SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 def check_generation(
     tokens: Any, lengths: Any, max_new_tokens: Any, temperature: Any, top_k: Any, eos_id: Any, key: Any, vocabulary: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(tokens, lengths [B]) of a call of generate. Raises ValueError or TypeError, naming the argument."""
-    tokens = jnp.asarray(tokens)
+    """(tokens, lengths [B]) of a call of generate. Raises ValueError or TypeError, naming the argument.
+
+    Tokens that do not count are 0. Traced ids outside the vocabulary are `vocabulary`, whose embedding is NaN.
+    """
+    tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)  # whose ids int32 may not hold
     if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, want integers [batch, length], length 1 or more")
     batch, length = tokens.shape
@@ -33,6 +36,8 @@ def check_generation(
             raise ValueError(f"{name}: got {value}, want 1 {'or more' if most is None else f'to {most}'}")
     if eos_id is not None and (isinstance(eos_id, bool) or not isinstance(eos_id, int | np.integer)):
         raise TypeError(f"eos_id: got {eos_id!r}, want an int or None")
+    if eos_id is not None and not 0 <= eos_id < vocabulary:
+        raise ValueError(f"eos_id: got {eos_id}, want one of the {vocabulary} ids from 0 to {vocabulary - 1}")
     if isinstance(temperature, jax.Array):
         if temperature.shape != () or not _is_number(temperature.dtype):
             raise TypeError(f"temperature: got {temperature.dtype} {temperature.shape}, want one number")
@@ -43,6 +48,8 @@ def check_generation(
         raise ValueError(f"temperature: got {temperature}, want 0 or more")
     if key is None and not (is_known and _is_greedy(temperature)):
         raise ValueError(f"key: got None with temperature={temperature}, want a jax.random.key")
+    if key is not None and not _is_key(key):
+        raise TypeError(f"key: got {key!r}, want a jax.random.key")
     lengths = jnp.full((batch,), length, jnp.int32) if lengths is None else jnp.asarray(lengths)
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"lengths: got {lengths.dtype} {lengths.shape}, want integers [batch] = ({batch},)")
@@ -50,7 +57,32 @@ def check_generation(
         low, high = int(lengths.min()), int(lengths.max())
         if low < 1 or high > length:
             raise ValueError(f"lengths: got {low} to {high}, want 1 to the {length} tokens of a prompt")
-    return tokens.astype(jnp.int32), lengths.astype(jnp.int32)
+    return _checked_ids(tokens, lengths, vocabulary), lengths.astype(jnp.int32)
+
+
+def _checked_ids(tokens: Any, lengths: jax.Array, vocabulary: int) -> jax.Array:
+    """The tokens that check_generation gives, int32."""
+    counts = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    is_known = not isinstance(tokens, jax.core.Tracer) and not isinstance(lengths, jax.core.Tracer)
+    if is_known and tokens.size:
+        numeric = np if isinstance(tokens, np.ndarray) else jnp
+        counted = numeric.where(np.asarray(counts) if numeric is np else counts, tokens, tokens[:, :1])
+        low, high = int(counted.min()), int(counted.max())
+        if low < 0 or high >= vocabulary:
+            raise ValueError(f"tokens: got ids from {low} to {high}, want 0 to {vocabulary - 1}")
+    if tokens.dtype.itemsize < 4:
+        tokens = tokens.astype(np.int32)
+    is_id = (tokens >= 0) & (tokens < vocabulary)
+    return jnp.where(counts, jnp.where(is_id, tokens, vocabulary), 0).astype(jnp.int32)
+
+
+def _is_key(key: Any) -> bool:
+    """Whether this is what jax.random.key gives, or jax.random.PRNGKey."""
+    if not isinstance(key, jax.Array | np.ndarray):
+        return False
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key.shape == ()
+    return key.dtype == np.uint32 and key.ndim == 1
 
 
 def _is_number(dtype: Any) -> bool:
@@ -94,7 +126,7 @@ def _generate(
     model = nnx.merge(graphdef, state)
     batch = tokens.shape[0]
     begin, advance = model.next_logits(tokens, lengths, max_new_tokens)
-    fill = 0 if eos_id is None else eos_id
+    fill = -1 if eos_id is None else eos_id
 
     def draw(logits: jax.Array, index: jax.Array) -> jax.Array:
         if is_greedy:
@@ -113,6 +145,7 @@ def _generate(
 
     def one(carry: Any) -> Any:
         index, logits, memory, is_done, drawn = carry
+        is_done = is_done | jnp.isnan(logits).any(-1)
         token = jnp.where(is_done, fill, draw(logits, index))
         drawn = lax.dynamic_update_index_in_dim(drawn, token, index, axis=1)
         if eos_id is not None:
@@ -122,5 +155,6 @@ def _generate(
 
     logits, memory = begin
     drawn = jnp.full((batch, max_new_tokens), fill, jnp.int32)
-    start = jnp.int32(0), logits, memory, jnp.zeros(batch, bool), drawn
+    is_done = (tokens >= model.config.vocab_size).any(-1)  # dilated attention may not see such a token, nor its NaN
+    start = jnp.int32(0), logits, memory, is_done, drawn
     return lax.while_loop(goes_on, one, start)[-1]

@@ -304,6 +304,7 @@ class Transformer(nnx.Module):
 
         Args:
           tokens: integers [B, P], the prompts. Shorter ones are padded at their end, by any ids, and have `lengths`.
+            Traced ids cannot be checked: under jit, after a prompt with one outside the vocabulary none is drawn.
           max_new_tokens: how many to draw for each prompt.
           temperature: the logits are divided by it; 0 takes the likeliest token each time. A traced one below 0 counts
             as 0.
@@ -313,7 +314,8 @@ class Transformer(nnx.Module):
           key: a jax.random.key; only a known temperature of 0 goes without.
 
         Returns:
-          int32 [B, max_new_tokens], the tokens after each prompt; those after an eos_id are eos_id.
+          int32 [B, max_new_tokens], the tokens after each prompt; those after an eos_id are eos_id. From the first
+          logits with a NaN on, all tokens are eos_id, or -1 without one.
 
         Raises:
           ValueError, TypeError: an argument is out of range, naming it.

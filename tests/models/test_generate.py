@@ -133,6 +133,22 @@ def test_compiles_once_and_runs_under_jit():
     np.testing.assert_array_equal(inside(model, prompts()), results[0])
 
 
+def test_from_logits_that_are_nan_no_token_is_drawn(model):
+    draw = nnx.jit(lambda model, tokens, eos_id=None: model.generate(tokens, 3, 0, eos_id=eos_id), static_argnums=2)
+    want = np.asarray(model.generate(prompts(), 3, 0))
+    tokens = prompts().copy()
+    tokens[1, 2], tokens[2, 0] = 50, -3
+    got = np.asarray(draw(model, tokens))
+    np.testing.assert_array_equal(got[0], want[0])
+    assert (got[1:] == -1).all()
+    assert (np.asarray(draw(model, tokens, 7))[1] == 7).all()
+    # Ids of the padding do not count.
+    lengths = jnp.array(LENGTHS)
+    padded = np.where(np.arange(7) < np.array(LENGTHS)[:, None], prompts(), -100)
+    want = model.generate(prompts(), 3, 0, lengths=lengths)
+    np.testing.assert_array_equal(model.generate(padded, 3, 0, lengths=lengths), want)
+
+
 def test_bad_arguments_are_named():
     model = Transformer(CONFIG, rngs=nnx.Rngs(0))
     for options, error, message in [
@@ -146,6 +162,14 @@ def test_bad_arguments_are_named():
         ({"lengths": [1, 2]}, ValueError, r"lengths: got int32 \(2,\), want integers \[batch\] = \(3,\)"),
         ({"lengths": [0, 2, 8]}, ValueError, "lengths: got 0 to 8, want 1 to the 7 tokens of a prompt"),
         ({"eos_id": "x"}, TypeError, "eos_id: got 'x', want an int or None"),
+        ({"eos_id": 2**40}, ValueError, f"eos_id: got {2**40}, want one of the 50 ids from 0 to 49"),
+        ({"eos_id": 50}, ValueError, "eos_id: got 50, want one of the 50 ids"),
+        ({"eos_id": -1}, ValueError, "eos_id: got -1, want one of the 50 ids"),
+        ({"key": 0}, TypeError, r"key: got 0, want a jax\.random\.key"),
+        ({"key": jax.random.split(jax.random.key(0))}, TypeError, "key: got"),
+        ({"tokens": np.full((3, 7), 1000)}, ValueError, "tokens: got ids from 1000 to 1000, want 0 to 49"),
+        ({"tokens": jnp.full((3, 7), -3)}, ValueError, "tokens: got ids from -3 to -3, want 0 to 49"),
+        ({"tokens": np.full((3, 7), 2**32 + 5)}, ValueError, f"tokens: got ids from {2**32 + 5} to"),
         ({"tokens": prompts()[0]}, ValueError, r"tokens: got int32 \(7,\), want integers \[batch, length\]"),
     ]:
         with pytest.raises(error, match=message):
