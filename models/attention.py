@@ -5,6 +5,7 @@ import functools
 from typing import Any, overload
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -186,7 +187,19 @@ class MultiHeadAttention(nnx.Module):
         self.out_proj = linear(num_heads * head_dim, model_dim)
 
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
-        """An empty cache for `batch` sequences of up to `max_length` tokens. dtype: default the module's."""
+        """An empty cache for `batch` sequences of up to `max_length` tokens.
+
+        dtype: a floating one; default the module's.
+
+        Raises ValueError, TypeError: an argument is out of range, naming it.
+        """
+        for name, size in (("batch", batch), ("max_length", max_length)):
+            if isinstance(size, bool) or not (isinstance(size, int | np.integer) or jax.export.is_symbolic_dim(size)):
+                raise TypeError(f"{name}: got {size!r}, want an int")
+            if size < 0:
+                raise ValueError(f"{name}: got {size}, want 0 or more")
+        if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dtype: got {jnp.dtype(dtype).name}, want a floating dtype")
         shape = (batch, max_length, self.num_kv_heads, self.head_dim)
         dtype = self.dtype if dtype is None else dtype
         return KVCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype), length=jnp.zeros((), jnp.int32))

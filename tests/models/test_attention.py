@@ -329,6 +329,14 @@ def test_bad_arguments_are_named():
     attention = module()
     with pytest.raises(ValueError, match=r"x: got shape \(2, 11, 31\), want \[batch, length, 32\]"):
         attention(inputs()[..., :31])
+    for arguments, error, message in [
+        ((2, 8, jnp.int8), TypeError, "dtype: got int8, want a floating dtype"),
+        ((2, -1), ValueError, "max_length: got -1, want 0 or more"),
+        ((2, 4.0), TypeError, r"max_length: got 4\.0, want an int"),
+        ((True, 4), TypeError, "batch: got True, want an int"),
+    ]:
+        with pytest.raises(error, match=message):
+            attention.init_cache(*arguments)
     cache = attention.init_cache(BATCH + 1, 16)
     with pytest.raises(ValueError, match=r"cache: got key \(3, 16, 4, 8\)"):
         attention(inputs(), cache=cache)
