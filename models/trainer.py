@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.compiling import compile_kernels, compiler_options, paused_collections
+from jax_kernels.models import checkpoints
 from jax_kernels.models.config import TransformerConfig, positive
 from jax_kernels.models.dilated_attention import LongNet, LongNetConfig
 from jax_kernels.models.packing import within_documents
@@ -114,7 +115,7 @@ class Trainer:
             "key": place(jax.random.key_data(jax.random.key(seed)), whole),
         }
         self._kept: tuple[int, dict[str, Any]] | None = None  # the step and the run of the state's own checkpoint
-        self._manager = None if folder is None else _manager(Path(folder), keep)
+        self._manager = None if folder is None else checkpoints.manager(Path(folder), keep)
 
     @property
     def model(self) -> Any:
@@ -267,6 +268,7 @@ class Trainer:
             return  # it is there
         self._check_newest(and_this=True)
         kept = {"config": dataclasses.asdict(self.config), "run": of_run}
+        kept["digests"] = checkpoints.digests(self.state, self.mesh)
         items = ocp.args.Composite(state=ocp.args.StandardSave(self.state), run=ocp.args.JsonSave(kept))
         if not self._checkpoints.save(self.step, args=items):
             raise RuntimeError(f"folder: orbax took no checkpoint of step {self.step}")
@@ -298,44 +300,21 @@ class Trainer:
 
         Raises:
           FileNotFoundError: there is no such checkpoint. ValueError: its model has other parameters, its optimizer
-            another state, or save did not write it.
+            another state or other dtypes, save did not write it, or its files are damaged: it cannot be read, or its
+            arrays are not what was saved. The state then stays as it was.
         """
-        import orbax.checkpoint as ocp
-
         steps = self._checkpoints.all_steps()
         if not steps or (step is not None and step not in steps):
             raise FileNotFoundError(f"folder: got no checkpoint{'' if step is None else f' of step {step}'}")
         step = max(steps) if step is None else step
-        kept = self._restored_run(step)
+        kept = checkpoints.read_run(self._checkpoints, step)
         self._check_config(kept["config"])
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
-        try:
-            self.state = self._checkpoints.restore(step, args=items).state
-        except ValueError as error:
-            if "structures do not match" not in str(error):
-                raise
-            raise ValueError(
-                f"optimizer: got one whose state is not like that of the checkpoint of step {step}, want the optimizer "
-                "that the checkpoint was trained with"
-            ) from error
+        self.state = checkpoints.read_state(self._checkpoints, step, self.state, self.mesh, kept.get("digests"))
         self.step = int(self.state["step"])
         self._kept = self.step, dict(kept["run"])
         for later in [x for x in steps if remove_later and x > self.step]:
             self._checkpoints.delete(later)
         return kept["run"]
-
-    def _restored_run(self, step: int) -> dict[str, Any]:
-        """A checkpoint's part beside the state: {"config": ..., "run": ...}."""
-        import orbax.checkpoint as ocp
-
-        try:
-            kept = self._checkpoints.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
-        except KeyError:
-            kept = None
-        if not isinstance(kept, dict) or not {"config", "run"} <= kept.keys():
-            raise ValueError(f"folder: got a checkpoint of step {step} without its `run`, want one that save wrote")
-        return kept
 
     def _check_config(self, other: dict[str, Any]) -> None:
         """Raises ValueError where a checkpoint's model has other parameters or another forward."""
@@ -373,16 +352,3 @@ class Trainer:
         """Waits for a checkpoint that is still being written."""
         if self._manager is not None:
             self._manager.close()
-
-
-def _manager(folder: Path, keep: int) -> Any:
-    import orbax.checkpoint as ocp  # it takes a second
-
-    return ocp.CheckpointManager(
-        folder.resolve(),
-        options=ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-            # On the CPU an asynchronous save would read buffers that the next step takes over.
-            enable_async_checkpointing=jax.default_backend() != "cpu",
-        ),
-    )

@@ -1,0 +1,131 @@
+"""The checkpoints in a Trainer's folder: whether what is read of them is what was saved."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+__all__ = ["digests", "manager", "read_run", "read_state"]
+
+
+def manager(folder: Path, keep: int) -> Any:
+    """An orbax CheckpointManager of the newest `keep` checkpoints in a folder, of the items `state` and `run`."""
+    import orbax.checkpoint as ocp  # it takes a second
+
+    return ocp.CheckpointManager(
+        folder.resolve(),
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+            # On the CPU an asynchronous save would read buffers that the next step takes over.
+            enable_async_checkpointing=jax.default_backend() != "cpu",
+        ),
+        item_handlers={"state": ocp.StandardCheckpointHandler(), "run": ocp.JsonCheckpointHandler()},
+    )
+
+
+def digests(state: Any, mesh: Mesh) -> dict[str, int]:
+    """A number of each array's bits and their places, by its name in a tree on a mesh. It is the same on every mesh."""
+    with jax.set_mesh(mesh):
+        found = {name: _digest(x) for name, x in _by_name(state).items()}
+    return {name: int(x) for name, x in jax.device_get(found).items()}
+
+
+@jax.jit
+def _digest(x: jax.Array) -> jax.Array:
+    """A sum over the elements, so that it hangs on no order in which devices have them."""
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits >= 8:
+        kind = {8: jnp.uint8, 16: jnp.uint16}.get(jnp.finfo(x.dtype).bits, jnp.uint32)
+        x = lax.bitcast_convert_type(x, kind)  # of 64 bits, two words
+    elif x.dtype.itemsize > 4:
+        x = lax.bitcast_convert_type(x, jnp.uint32)
+    words, place = x.astype(jnp.uint32), jnp.zeros(x.shape, jnp.uint32)
+    for axis in range(x.ndim):
+        place = place * jnp.uint32(x.shape[axis]) + lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    # The multipliers are those of the hashes Fibonacci and MurmurHash3.
+    mixed = (words ^ (place * jnp.uint32(0x9E3779B9))) * jnp.uint32(0x85EBCA6B)
+    return jnp.sum((mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35), dtype=jnp.uint32)
+
+
+def _by_name(tree: Any) -> dict[str, Any]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def read_run(checkpoints: Any, step: int) -> dict[str, Any]:
+    """A checkpoint's part beside the state: {"config": ..., "run": ..., "digests": ...}, early ones without the last.
+
+    Raises ValueError where it cannot be read, or save did not write it.
+    """
+    import orbax.checkpoint as ocp
+
+    try:
+        kept = checkpoints.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+    except KeyError:
+        kept = None
+    except Exception as error:
+        _raise_unreadable(checkpoints, step, error)
+    if not isinstance(kept, dict) or not {"config", "run"} <= kept.keys():
+        raise ValueError(f"folder: got a checkpoint of step {step} without its `run`, want one that save wrote")
+    return kept
+
+
+def read_state(checkpoints: Any, step: int, like: Any, mesh: Mesh, wanted: Mapping[str, int] | None) -> Any:
+    """A checkpoint's state on a mesh, placed as the arrays of `like` are.
+
+    wanted: the digests of what was saved; None for a checkpoint without them.
+
+    Raises ValueError where it cannot be read, is not what was saved, or is the state of another optimizer.
+    """
+    import orbax.checkpoint as ocp
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+    try:
+        saved = _by_name(dict(checkpoints.item_metadata(step).state))
+        _check_alike(step, saved, _by_name(shapes))
+        state = checkpoints.restore(step, args=items).state
+    except (MemoryError, jax.errors.JaxRuntimeError, _OtherOptimizer):
+        raise
+    except Exception as error:  # orbax raises this very class where it cannot read an array
+        if "structures do not match" in str(error):
+            raise _other_optimizer(step) from error
+        _raise_unreadable(checkpoints, step, error)
+    if wanted is not None:
+        found = digests(state, mesh)
+        bad = sorted(name for name in found if found[name] != wanted.get(name))
+        if bad:
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            _raise_unreadable(checkpoints, step, f"{bad[0]}{more} are not what was saved")
+    return state
+
+
+class _OtherOptimizer(ValueError):
+    """The state of a checkpoint is not that of the trainer's optimizer."""
+
+
+def _other_optimizer(step: int, more: str = "") -> _OtherOptimizer:
+    return _OtherOptimizer(
+        f"optimizer: got one whose state is not like that of the checkpoint of step {step}{more}, want the optimizer "
+        "that the checkpoint was trained with"
+    )
+
+
+def _check_alike(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises _OtherOptimizer for moments of another shape or dtype, to which orbax would cast them."""
+    kind = lambda x: f"{jnp.dtype(x.dtype).name} {tuple(x.shape)}"
+    for name, x in wanted.items():
+        if name.startswith("optimizer.") and name in saved and kind(saved[name]) != kind(x):
+            raise _other_optimizer(step, f", where {name} is {kind(saved[name])} and not {kind(x)}")
+
+
+def _raise_unreadable(checkpoints: Any, step: int, why: Exception | str) -> NoReturn:
+    older = [x for x in checkpoints.all_steps() if x < step]
+    way = f"; restore(step={max(older)}) takes an older one" if older else ""
+    if isinstance(why, Exception):
+        lines = (str(why.__cause__ or why) or type(why).__name__).splitlines()
+        why = lines[0] if len(lines[0]) < 200 else f"{lines[0][:200]} ..."
+    raise ValueError(f"folder: the checkpoint of step {step} in {checkpoints.directory} cannot be read ({why}){way}")

@@ -1,0 +1,101 @@
+"""Checkpoints that are damaged, or of another optimizer: restore says so, and leaves the state as it was."""
+
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jax_kernels.models import Trainer, TransformerConfig, checkpoints, make_mesh
+
+CONFIG = TransformerConfig(vocab_size=64, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
+BATCH = (np.arange(32, dtype=np.int32).reshape(2, 16),) * 2
+
+
+def trainer(folder, optimizer=None):
+    return Trainer(CONFIG, optax.adamw(1e-2) if optimizer is None else optimizer, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with the checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    one = trainer(folder)
+    one.fit([BATCH] * 2, 2, save_every=1)
+    one.close()
+    return folder
+
+
+def largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def flipped(folder):
+    path = largest(folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 64] = bytes(255 - x for x in data[len(data) // 2 : len(data) // 2 + 64])
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "flipped": flipped,
+    "cut": lambda folder: largest(folder).write_bytes(largest(folder).read_bytes()[:100]),
+    "missing": lambda folder: largest(folder).unlink(),
+    "no state": lambda folder: shutil.rmtree(folder / "state"),
+    "no metadata": lambda folder: (folder / "state" / "_METADATA").write_bytes(b""),
+    "empty run": lambda folder: (folder / "run" / "metadata").write_bytes(b""),
+}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of orbax's other reads
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_an_older_one_restored(saved, tmp_path, damage):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    DAMAGES[damage](tmp_path / "2")
+    one = trainer(tmp_path)
+    before = one.state
+    why = r"\S+( and \d+ more)? are not what was saved" if damage == "flipped" else ".+"
+    want = (
+        rf"folder: the checkpoint of step 2 in {tmp_path} cannot be read \(({why})\); restore\(step=1\) takes an older"
+    )
+    with pytest.raises(ValueError, match=want):
+        one.restore()
+    assert one.step == 0
+    assert one.state is before
+    one.restore(1)
+    assert one.step == 1
+    one.close()
+
+
+def test_a_checkpoint_of_before_there_were_digests_is_restored(saved, monkeypatch):
+    read = checkpoints.read_run
+    monkeypatch.setattr(
+        checkpoints, "read_run", lambda *given: {k: v for k, v in read(*given).items() if k != "digests"}
+    )
+    one = trainer(saved)
+    one.restore()
+    assert one.step == 2
+
+
+@pytest.mark.parametrize("optimizer", [optax.adamw(1e-2, mu_dtype=jnp.bfloat16), optax.sgd(1e-2)], ids=["dtype", "sgd"])
+def test_the_state_of_another_optimizer_is_not_cast(saved, optimizer):
+    one = trainer(saved, optimizer)
+    with pytest.raises(ValueError, match="optimizer: got one whose state is not like that of the checkpoint of step 2"):
+        one.restore()
+    assert one.step == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int32", "int8", "bool", "uint32"])
+def test_a_digest_tells_bits_and_places(dtype):
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.integers(-9, 9, (5, 6, 7)) if dtype != "bool" else random.random((5, 6, 7)) < 0.5).astype(
+        dtype
+    )
+    mesh = make_mesh({"data": 1})
+    digest = lambda x: checkpoints.digests({"x": x}, mesh)["x"]
+    assert digest(x) == digest(x.copy())
+    first, other = x[0, 0, 0], next(y for y in x.ravel() if y != x[0, 0, 0])
+    changed = [x.at[0, 0, 0].set(other), x[::-1], x.swapaxes(0, 1), jnp.roll(x, 1)]
+    assert len({digest(y) for y in (x, *changed)}) == 1 + len(changed)
+    assert first != other
