@@ -78,7 +78,9 @@ class TokenBatches:
 
     Raises:
       ValueError: a number is below 1, the tokens are no sequence of integers or less than a window, documents do not
-        ascend from 0 within the tokens, or the devices do not divide the batch.
+        ascend from 0 within the tokens, or the devices do not divide the batch. When a batch is taken: it has a token
+        that int32 cannot hold.
+      TypeError: tokens is no array, or a number no int.
     """
 
     def __init__(
@@ -92,9 +94,13 @@ class TokenBatches:
         mesh: Mesh | None = None,
         rules: ShardingRules | None = None,
     ) -> None:
-        for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
-            if value < 1:
-                raise ValueError(f"{name}: got {value}, want 1 or more")
+        for name, value, least in (("seq_len", seq_len, 1), ("batch_size", batch_size, 1), ("seed", seed, 0)):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer):
+                raise TypeError(f"{name}: got {value!r}, want an int")
+            if value < least:
+                raise ValueError(f"{name}: got {value}, want {least} or more")
+        if not isinstance(tokens, np.ndarray | jax.Array):
+            raise TypeError(f"tokens: got {type(tokens).__name__}, want an array of integers [n]")
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise ValueError(f"tokens: got {tokens.dtype} {tokens.shape}, want integers [n]")
         count = (len(tokens) - 1) // seq_len
@@ -142,7 +148,10 @@ class TokenBatches:
         return np.stack([self._window(start) for start in starts])
 
     def _window(self, start: int) -> np.ndarray:
-        tokens = self.tokens[start : start + self.seq_len + 1].astype(np.int32)
+        read = np.asarray(self.tokens[start : start + self.seq_len + 1])
+        tokens = read.astype(np.int32)
+        if (tokens != read).any():
+            raise ValueError(f"tokens: got ids from {read.min()} to {read.max()}, want int32")
         if self.documents is None:
             return np.stack([tokens[:-1], tokens[1:]])
         ids = np.searchsorted(self.documents, np.arange(start, start + self.seq_len + 1), side="right")

@@ -216,3 +216,15 @@ def test_reads_files_and_folders(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             TokenBatches(**({"tokens": np.zeros(500, np.int32), "seq_len": 16, "batch_size": 4} | bad))
+    for bad, message in [
+        ({"tokens": [1, 2, 3] * 9}, r"tokens: got list, want an array of integers \[n\]"),
+        ({"seq_len": 4.0}, r"seq_len: got 4\.0, want an int"),
+        ({"batch_size": True}, "batch_size: got True, want an int"),
+        ({"seed": "a"}, "seed: got 'a', want an int"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            TokenBatches(**({"tokens": np.zeros(500, np.int32), "seq_len": 16, "batch_size": 4} | bad))
+    for tokens in (np.full(100, 2**32 + 5), np.full(100, 3 * 10**9, np.uint32)):
+        with pytest.raises(ValueError, match=f"tokens: got ids from {tokens[0]} to {tokens[0]}, want int32"):
+            TokenBatches(tokens, 4, 2)[0]
+    np.testing.assert_array_equal(TokenBatches(np.full(100, 2**31 - 1, np.uint32), 4, 2)[0][0], 2**31 - 1)
