@@ -61,8 +61,9 @@ class Trainer:
         ones, the attribute `mesh` has the same devices on Auto axes. rules: as in Transformer.
       seed: of the parameters, and of the keys that `loss` gets.
       accumulate: each batch is cut into so many parts, one after the other, whose gradients are added up in float32.
-      loss: loss(model, batch, key) -> (the sum of the losses, how many they are). The step takes the gradient of the
-        sum over the whole batch by the number over the whole batch. key hangs on the seed, the step and the part.
+      loss: loss(model, batch, key) -> (the sum of the losses, how many they are, or the sum of their weights). The step
+        takes the gradient of the sum over the whole batch by the number over the whole batch. key hangs on the seed,
+        the step and the part.
       folder: for checkpoints; None for none. keep: how many of the newest to keep.
 
     step: how many steps the state has had.
@@ -131,7 +132,9 @@ class Trainer:
     def _new_state(self, state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
         total, count, gradients = self._gradients(state["params"], batch, key)
-        count = jnp.maximum(count, 1)  # a batch without a target, such as one of padding alone, teaches nothing
+        count = jnp.where(
+            count > 0, count, 1
+        )  # a batch without a target, such as one of padding alone, teaches nothing
         gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, state["params"])
         updates, moments = self.optimizer.update(gradients, state["optimizer"], state["params"])
         squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
@@ -212,7 +215,8 @@ class Trainer:
         batch = self._on_auto_axes(batch)
         with jax.set_mesh(self.mesh):
             total, count = self._evaluate(self.state["params"], batch)
-        return float(total) / max(float(count), 1.0)
+        count = float(count)
+        return float(total) / (count if count > 0 else 1.0)
 
     def fit(
         self,

@@ -15,7 +15,15 @@ import numpy as np
 import optax
 import pytest
 
-from jax_kernels.models import LongNetConfig, TokenBatches, Trainer, TransformerConfig, make_mesh, read_text
+from jax_kernels.models import (
+    LongNetConfig,
+    TokenBatches,
+    Trainer,
+    TransformerConfig,
+    make_mesh,
+    next_token_loss,
+    read_text,
+)
 
 CONFIG = TransformerConfig(vocab_size=64, model_dim=16, num_layers=1, num_heads=2, mlp_dim=32)
 RUNS = Path(__file__).parent / "trainer_runs.py"
@@ -96,6 +104,20 @@ def test_learns_and_accumulates_what_one_batch_gives():
     assert float(runs[0][-1]["loss"]) < 0.9 * float(runs[0][0]["loss"])
     losses = trainer.model.losses(tokens, targets)
     np.testing.assert_allclose(trainer.evaluate((tokens, targets)), float(losses.sum()) / 52, rtol=1e-5)
+
+
+def test_weights_of_any_size_give_the_same_mean():
+    """A loss whose weights add up to less than one target has the gradient of the weighted mean, too."""
+
+    def weighted(model, batch, key):
+        total, count = next_token_loss(model, batch, key)
+        return 1e-3 * total, 1e-3 * count
+
+    found = []
+    for loss in (next_token_loss, weighted):
+        trainer = Trainer(CONFIG, optax.sgd(0.1), loss=loss)
+        found.append((trainer.evaluate(batches()[0]), *trainer.train(batches()[0]).values()))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 @pytest.mark.slow
