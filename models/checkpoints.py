@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-__all__ = ["digests", "manager", "read_run", "read_state"]
+__all__ = ["check_folder", "digests", "manager", "read_run", "read_state"]
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ValueError where a file stands in the place of a folder, or of one around it."""
+    found = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    if found is not None and not found.is_dir():
+        raise ValueError(f"folder: got {folder}, want a folder: {found} is a file")
 
 
 def manager(folder: Path, keep: int) -> Any:

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jax_kernels.models.config import positive
+
 __all__ = ["pipelined"]
 
 
@@ -43,11 +45,17 @@ def pipelined(
       beside: a tree of arrays [B, T], whose rows belong to those of x: block(params, x, beside). None for none.
 
     Raises:
-      ValueError: the stages do not divide the blocks, or microbatches not a device's rows.
+      ValueError: the mesh has no such axis, the stages do not divide the blocks, or microbatches not a device's rows.
+      TypeError: microbatches is no int.
 
     Source: Huang et al., "GPipe" (2018), arXiv:1811.06965.
     """
-    stages = jax.sharding.get_abstract_mesh().shape[axis]
+    positive("microbatches", microbatches)
+    mesh = jax.sharding.get_abstract_mesh()
+    if axis not in mesh.shape:
+        known = ", ".join(map(repr, mesh.shape)) or "none"
+        raise ValueError(f"axis: got {axis!r}, want one of the axes of jax.set_mesh's mesh, which are {known}")
+    stages = mesh.shape[axis]
     blocks = {p.shape[0] for p in jax.tree.leaves(params)}
     if any(count % stages for count in blocks):
         raise ValueError(f"num_layers: got {max(blocks)} for {stages} stages along {axis!r}, want a multiple")

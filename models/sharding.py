@@ -125,11 +125,17 @@ def _auto_mesh() -> Any:
     return None if mesh.empty or any(kind != AxisType.Auto for kind in mesh.axis_types) else mesh
 
 
-def check_mesh(mesh: Mesh, rules: ShardingRules, sequence_axis: str | None = None) -> None:
+def check_mesh(
+    mesh: Mesh, rules: ShardingRules, sequence_axis: str | None = None, num_layers: int | None = None
+) -> None:
     """Raises ValueError for a mesh on which a model of these rules would not use each process and each axis.
 
-    sequence_axis: of the model's config, which may stand beside the rules.
+    sequence_axis, num_layers: of the model's config. The axis may stand beside the rules; stages divide the layers.
     """
+    for axis in dict(rules.axes).get("stage", ()):
+        stages = mesh.shape.get(axis, 1)
+        if num_layers is not None and num_layers % stages:
+            raise ValueError(f"num_layers: got {num_layers} for {stages} stages along {axis!r}, want a multiple")
     known = {axis for _, axes in rules.axes for axis in axes} | ({sequence_axis} if sequence_axis else set())
     unknown = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in known]
     if unknown:

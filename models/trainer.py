@@ -70,7 +70,8 @@ class Trainer:
 
     Raises:
       ValueError, TypeError: an argument is out of range, naming it; a dtype is float16, whose losses would need scales;
-        no rule uses an axis of the mesh, or it has no device of some process.
+        no rule uses an axis of the mesh, its stages do not divide the layers, or it has no device of some process;
+        folder is a file.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class Trainer:
     ) -> None:
         positive("accumulate", accumulate)
         positive("keep", keep)
+        if folder is not None:
+            checkpoints.check_folder(Path(folder))
         if "float16" in (config.dtype, config.param_dtype):
             raise ValueError("config: got float16, want bfloat16 or float32: its losses would need scales")
         self.config = config
@@ -95,7 +98,7 @@ class Trainer:
         mesh = make_mesh({"data": 1}) if mesh is None else mesh
         self.mesh = Mesh(mesh.devices, mesh.axis_names) if has_explicit_axes(mesh) else mesh
         self.rules = ShardingRules() if rules is None else rules
-        check_mesh(self.mesh, self.rules, config.sequence_axis)
+        check_mesh(self.mesh, self.rules, config.sequence_axis, config.num_layers)
         self.accumulate = accumulate
         self.loss = loss
         self.step = 0
@@ -239,9 +242,12 @@ class Trainer:
         has a handler or ignores it, and in a thread other than the main one, in which Python has no handlers.
 
         Raises:
-          ValueError: before the first step, where save would: `folder` has a later checkpoint than the state.
+          ValueError: before the first step, where save would: `folder` has a later checkpoint than the state; or
+            save_every is below 1.
           SystemExit: after SIGTERM, once the checkpoint is whole.
         """
+        if save_every is not None:
+            positive("save_every", save_every)
         if save_every is not None and self.step < steps:
             self._check_newest()
         with stop_asked() as asked:

@@ -85,7 +85,7 @@ class Trainer:
         # Not under jit, which would compile the initialisation of each layer anew.
         self.graphdef, params = nnx.split(make_model(settings.model, nnx.Rngs(settings.seed)), nnx.Param)
         self.mesh = make_mesh({"data": 1}) if mesh is None else mesh
-        check_mesh(self.mesh, ShardingRules(), settings.model.sequence_axis)
+        check_mesh(self.mesh, ShardingRules(), settings.model.sequence_axis, settings.model.num_layers)
         self._batch = batch_sharding((settings.batch_size, settings.seq_len), self.mesh)
         params = place(params, state_shardings(params, self.mesh))
         moments = state_shardings(jax.eval_shape(self.optimizer.init, params), self.mesh)

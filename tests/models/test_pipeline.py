@@ -11,13 +11,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import cpu_devices
 
-from jax_kernels.models import make_mesh, pipelined
+from jax_kernels.models import Trainer, TransformerConfig, make_mesh, pipelined
 from jax_kernels.testing import rms_error
 
 
@@ -47,12 +48,19 @@ def errors(axes, microbatches, *, beside, **options):
     return max(rms_error(np.asarray(g), np.asarray(w)) for g, w in zip(*map(jax.tree.leaves, (got, want)), strict=True))
 
 
-def told(microbatches, layers, axes):
+def told(microbatches, layers, axes, axis="pipeline"):
     try:
         with jax.set_mesh(make_mesh(axes)):
-            pipelined(
-                lambda w, x: x * w, jnp.ones(layers), jnp.ones((6, 2, 3)), axis="pipeline", microbatches=microbatches
-            )
+            pipelined(lambda w, x: x * w, jnp.ones(layers), jnp.ones((6, 2, 3)), axis=axis, microbatches=microbatches)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def told_of_a_model():
+    config = TransformerConfig(vocab_size=8, model_dim=8, num_layers=2, num_heads=2)
+    try:
+        Trainer(config, optax.sgd(0.1), mesh=make_mesh({"pipeline": 4}))
     except ValueError as error:
         return str(error)
     return ""
@@ -64,7 +72,9 @@ def main():
         "beside": errors({"pipeline": 2, "data": 2}, 2, beside=True, batch=("data",)),
         "tokens": errors({"pipeline": 4, "sequence": 2}, 6, beside=True, tokens="sequence"),
     }
-    return {"errors": found, "told": [told(2, 3, {"pipeline": 2}), told(4, 4, {"pipeline": 2})]}
+    two = {"pipeline": 2}
+    messages = [told(2, 3, two), told(4, 4, two), told(2, 4, two, "z"), *(told(x, 4, two) for x in (0, -2, 2.0))]
+    return {"errors": found, "told": [*messages, told_of_a_model()]}
 
 
 @pytest.mark.timeout(120)
@@ -75,6 +85,11 @@ def test_stages_compute_what_the_blocks_do():
     assert found["told"] == [
         "num_layers: got 3 for 2 stages along 'pipeline', want a multiple",
         "batch: got 6 rows on a device, want a multiple of 4 microbatches",
+        "axis: got 'z', want one of the axes of jax.set_mesh's mesh, which are 'pipeline'",
+        "microbatches=0 must be positive",
+        "microbatches=-2 must be positive",
+        "microbatches=2.0 must be an int",
+        "num_layers: got 2 for 4 stages along 'pipeline', want a multiple",
     ]
 
 

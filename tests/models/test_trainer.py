@@ -195,6 +195,13 @@ def test_bad_arguments_and_checkpoints_are_named(tmp_path):
         x.close()
     with pytest.raises(ValueError, match="folder: got None, want a folder for checkpoints"):
         Trainer(CONFIG, optax.sgd(0.1)).save()
+    for save_every in (0, -1):
+        with pytest.raises(ValueError, match=f"save_every={save_every} must be positive"):
+            trainer.fit(batches(), 1, save_every=save_every)
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "sub"):
+        with pytest.raises(ValueError, match=f"folder: got {folder}, want a folder: {tmp_path / 'file'} is a file"):
+            Trainer(CONFIG, optax.sgd(0.1), folder=folder)
     with pytest.raises(ValueError, match="accumulate=0 must be positive"):
         Trainer(CONFIG, optax.sgd(0.1), accumulate=0)
     with pytest.raises(ValueError, match="config: got float16, want bfloat16 or float32"):
