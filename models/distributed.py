@@ -1,6 +1,7 @@
 """Several processes that train one model: how they find each other, and how long they wait for one another."""
 
 import os
+import re
 from collections.abc import Mapping
 
 import jax
@@ -53,6 +54,8 @@ def initialize_distributed(
         raise ValueError(
             f"num_processes, process_id: got {num_processes} and {process_id}, want both with a coordinator"
         )
+    if coordinator is not None and not re.fullmatch(r".+:\d+", coordinator):
+        raise ValueError(f"coordinator: got {coordinator!r}, want host:port")
     if num_processes is not None and process_id is not None and not 0 <= process_id < num_processes:
         raise ValueError(f"process_id: got {process_id} of {num_processes} processes, want 0 to {num_processes - 1}")
     for name, value in (("timeout", timeout), ("collective_timeout", collective_timeout)):

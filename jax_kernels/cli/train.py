@@ -1,5 +1,7 @@
 """`jax-kernels train`: trains a byte-level Transformer on text, on the devices of a mesh, on one host or several."""
 
+import math
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +17,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")
-        if not equals or not size.lstrip("-").isdecimal() or not name.strip() or name.strip() in axes:
+        if not equals or not re.fullmatch(r"-?\d+", size) or not name.strip() or name.strip() in axes:
             raise typer.BadParameter(f"got {text!r}, want axes such as data=2,sequence=2", param_hint="--mesh")
         axes[name.strip()] = int(size)
     return axes
@@ -61,6 +63,9 @@ def train(
     A run goes on from the newest checkpoint in --out, also on another mesh.
     Processes that Slurm, Open MPI or Kubernetes started find each other;
     others need --coordinator, --num-processes and --process-id.
+
+    Ends with exit code 1, and without another checkpoint, once a loss or a
+    gradient is not finite; 2 for a wrong option.
     """
     from jax_kernels.cli import train_run
 
@@ -96,6 +101,13 @@ def train(
         raise typer.BadParameter(f"got {attention!r}, want dense or dilated", param_hint="--attention")
     if documents not in ("none", "files"):
         raise typer.BadParameter(f"got {documents!r}, want none or files", param_hint="--documents")
+    if attention == "dilated" and seq_len < 4:
+        raise typer.BadParameter(f"got {seq_len} with --attention dilated, want 4 or more", param_hint="--seq-len")
+    if not math.isfinite(learning_rate):
+        raise typer.BadParameter(f"got {learning_rate}, want a finite number", param_hint="--learning-rate")
+    found = next((path for path in (out, *out.parents) if path.exists()), None)
+    if found is not None and not found.is_dir():
+        raise typer.BadParameter(f"{found} is not a folder", param_hint="--out")
     try:
         train_run.run(axes, text, out, attention=attention, settings=settings, model=model, processes=processes)
     except (ValueError, TypeError, FileNotFoundError, NotImplementedError) as error:

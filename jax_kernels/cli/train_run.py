@@ -50,7 +50,7 @@ def run(
 ) -> None:  # fmt: skip
     """Trains. Raises ValueError, TypeError or FileNotFoundError for what the user can mend.
 
-    Ends the process with the status STOPPED where SIGTERM ended the run.
+    Ends the process with the status STOPPED where SIGTERM ended the run, and with 1 where a loss is not finite.
     """
     initialize_distributed(**processes)
     options = {_OPTIONS.get(name, name): value for name, value in (settings | model).items()}
@@ -131,6 +131,7 @@ def train(
     while trainer.step < steps:
         found = trainer.train(batches[trainer.step])
         losses.append(float(found["loss"]))
+        check_finite(trainer, losses[-1], float(found["gradient_norm"]))
         is_last, now = trainer.step == steps, time.monotonic()
         if now - last > MESSAGE_SECONDS or is_last or len(losses) == 1:
             rate = (trainer.step - since) * tokens / (now - last)
@@ -143,6 +144,17 @@ def train(
         if is_stopped:
             return False
     return True
+
+
+def check_finite(trainer: Trainer, loss: float, gradient_norm: float) -> None:
+    """Ends the process with the status 1 where a step had no finite loss or gradient: its parameters are lost."""
+    if math.isfinite(loss) and math.isfinite(gradient_norm):
+        return
+    newest = "no checkpoint" if trainer.latest is None else f"the newest checkpoint is of step {trainer.latest}"
+    sys.exit(
+        f"jax-kernels: step {trainer.step}: got a loss of {loss} and a gradient norm of {gradient_norm}, want finite "
+        f"ones, as of a smaller --learning-rate; {newest}"
+    )
 
 
 def standard_library_files() -> list[Path]:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -159,6 +160,43 @@ def test_what_cannot_run_or_go_on_is_named(tmp_path, text, capsys, monkeypatch):
     assert "nowhere is neither a file nor a folder" in compared[1]["--text"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--learning-rate", "inf"), "--learning-rate: got inf, want a finite number"),
+        (("--attention", "dilated", "--seq-len", "3"), "--seq-len: got 3 with --attention dilated, want 4 or more"),
+        (("--out", "FILE"), "--out: FILE is not a folder"),
+        (("--out", "FILE/sub"), "--out: FILE is not a folder"),
+    ],
+)
+def test_options_that_cannot_be_are_named(words, message, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *(word.replace("FILE", str(text)) for word in words)])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"jax-kernels: Invalid value for {message.replace('FILE', str(text))}\n"
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_unsaved(tmp_path, text):
+    given = small({"steps": 20, "save_every": 1, "learning_rate": 1e38})
+    with pytest.raises(
+        SystemExit, match=r"step \d+: got a loss of \S+ and a gradient norm of nan, want finite"
+    ) as ended:
+        train_run.run({"data": 1}, text, tmp_path / "out", **given)
+    step = int(re.search(r"step (\d+)", ended.value.code)[1])
+    assert f"the newest checkpoint is of step {step - 1}" in ended.value.code
+    assert not (tmp_path / "out" / "train.json").exists()
+
+
+def test_a_damaged_checkpoint_is_a_user_s_error(tmp_path, text, capsys):
+    train_run.run({"data": 1}, text, tmp_path / "out", **small({"steps": 2, "save_every": 1}))
+    shutil.rmtree(tmp_path / "out" / "checkpoint" / "2" / "state")
+    sizes = "--seq-len 16 --batch-size 2 --learning-rate 1e-3 --layers 1 --width 16 --heads 1 --dtype float32 --steps 2"
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--mesh", "data=1", "--text", str(text), "--out", str(tmp_path / "out"), *sizes.split()])
+    assert ended.value.code == 2
+    assert "jax-kernels: folder: the checkpoint of step 2 in" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_of_two_processes_sigterm_to_one_ends_both_at_one_step(tmp_path, text):
@@ -223,7 +261,7 @@ def test_a_process_that_never_comes_is_not_waited_for(tmp_path):
     assert "DEADLINE_EXCEEDED" in out + err, (out + err)[-3000:]
 
 
-@pytest.mark.parametrize("text", ["data", "data=x", "=2", "data=2,data=2", ""])
+@pytest.mark.parametrize("text", ["data", "data=x", "data=--2", "=2", "data=2,data=2", ""])
 def test_bad_meshes_are_named(text):
     with pytest.raises(typer.BadParameter, match="want axes such as data=2,sequence=2"):
         parse_mesh(text)
@@ -245,6 +283,7 @@ def test_half_of_the_processes_arguments_is_an_error():
     for arguments, message in [
         ((None, 2, 0), "coordinator: got None with num_processes=2 and process_id=0"),
         (("host:1", 2, None), "num_processes, process_id: got 2 and None, want both with a coordinator"),
+        (("foo", 2, 0), "coordinator: got 'foo', want host:port"),
         (("host:1", 2, 2), "process_id: got 2 of 2 processes, want 0 to 1"),
     ]:
         with pytest.raises(ValueError, match=message):
