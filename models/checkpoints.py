@@ -1,6 +1,11 @@
 """The checkpoints in a Trainer's folder: whether what is read of them is what was saved."""
 
-from collections.abc import Mapping
+import contextlib
+import gc
+import logging
+import sys
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -74,7 +79,7 @@ def read_run(checkpoints: Any, step: int) -> dict[str, Any]:
     except KeyError:
         kept = None
     except Exception as error:
-        _raise_unreadable(checkpoints, step, error)
+        _raise_unreadable(checkpoints, step, _in_words(error))
     if not isinstance(kept, dict) or not {"config", "run"} <= kept.keys():
         raise ValueError(f"folder: got a checkpoint of step {step} without its `run`, want one that save wrote")
     return kept
@@ -87,20 +92,13 @@ def read_state(checkpoints: Any, step: int, like: Any, mesh: Mesh, wanted: Mappi
 
     Raises ValueError where it cannot be read, is not what was saved, or is the state of another optimizer.
     """
-    import orbax.checkpoint as ocp
-
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
-    items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
-    try:
-        saved = _by_name(dict(checkpoints.item_metadata(step).state))
-        _check_alike(step, saved, _by_name(shapes))
-        state = checkpoints.restore(step, args=items).state
-    except (MemoryError, jax.errors.JaxRuntimeError, _OtherOptimizer):
-        raise
-    except Exception as error:  # orbax raises this very class where it cannot read an array
-        if "structures do not match" in str(error):
-            raise _other_optimizer(step) from error
-        _raise_unreadable(checkpoints, step, error)
+    with _without_tracebacks_of_other_reads():
+        state, why = _read_or_told(checkpoints, step, like)
+        if why:
+            time.sleep(0.5)  # for reads under way in other threads, which find no event loop any more
+            gc.collect()
+    if why:
+        _raise_unreadable(checkpoints, step, why)
     if wanted is not None:
         found = digests(state, mesh)
         bad = sorted(name for name in found if found[name] != wanted.get(name))
@@ -108,6 +106,37 @@ def read_state(checkpoints: Any, step: int, like: Any, mesh: Mesh, wanted: Mappi
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
             _raise_unreadable(checkpoints, step, f"{bad[0]}{more} are not what was saved")
     return state
+
+
+def _read_or_told(checkpoints: Any, step: int, like: Any) -> tuple[Any, str]:
+    """(the state of read_state, "") or (None, why it cannot be read)."""
+    import orbax.checkpoint as ocp
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
+    items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+    try:
+        saved = _by_name(dict(checkpoints.item_metadata(step).state))
+        _check_alike(step, saved, _by_name(shapes))
+        return checkpoints.restore(step, args=items).state, ""
+    except (MemoryError, jax.errors.JaxRuntimeError, _OtherOptimizer):
+        raise
+    except Exception as error:  # orbax raises this very class where it cannot read an array
+        if "structures do not match" in str(error):
+            raise _other_optimizer(step) from error
+        return None, _in_words(error)
+
+
+@contextlib.contextmanager
+def _without_tracebacks_of_other_reads() -> Iterator[None]:
+    """Keeps Python from printing the errors of the reads that orbax began beside one that failed."""
+    hook, logger, nothing = sys.unraisablehook, logging.getLogger("asyncio"), lambda _: False
+    sys.unraisablehook = lambda _: None
+    logger.addFilter(nothing)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        logger.removeFilter(nothing)
 
 
 class _OtherOptimizer(ValueError):
@@ -129,10 +158,13 @@ def _check_alike(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any])
             raise _other_optimizer(step, f", where {name} is {kind(saved[name])} and not {kind(x)}")
 
 
-def _raise_unreadable(checkpoints: Any, step: int, why: Exception | str) -> NoReturn:
+def _in_words(error: Exception) -> str:
+    """The first line of an error, or of its cause: orbax adds pages to it."""
+    lines = (str(error.__cause__ or error) or type(error).__name__).splitlines()
+    return lines[0] if len(lines[0]) < 200 else f"{lines[0][:200]} ..."
+
+
+def _raise_unreadable(checkpoints: Any, step: int, why: str) -> NoReturn:
     older = [x for x in checkpoints.all_steps() if x < step]
     way = f"; restore(step={max(older)}) takes an older one" if older else ""
-    if isinstance(why, Exception):
-        lines = (str(why.__cause__ or why) or type(why).__name__).splitlines()
-        why = lines[0] if len(lines[0]) < 200 else f"{lines[0][:200]} ..."
     raise ValueError(f"folder: the checkpoint of step {step} in {checkpoints.directory} cannot be read ({why}){way}")
