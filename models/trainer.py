@@ -135,9 +135,7 @@ class Trainer:
     def _new_state(self, state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state["key"]), state["step"])
         total, count, gradients = self._gradients(state["params"], batch, key)
-        count = jnp.where(
-            count > 0, count, 1
-        )  # a batch without a target, such as one of padding alone, teaches nothing
+        count = jnp.where(count > 0, count, 1)  # a batch without a target, such as padding alone, teaches nothing
         gradients = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), gradients, state["params"])
         updates, moments = self.optimizer.update(gradients, state["optimizer"], state["params"])
         squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(gradients)]
