@@ -10,7 +10,7 @@ from jax_kernels.masks import checks
 from jax_kernels.masks.arrays import BlockSparse, Dense
 from jax_kernels.masks.largest import key_intervals, largest, largest_between
 from jax_kernels.masks.lists import block_status
-from jax_kernels.masks.mask import Mask
+from jax_kernels.masks.mask import Mask, all_valid
 from jax_kernels.masks.ranked import Ranked
 
 
@@ -48,7 +48,7 @@ def top_k(
     if intervals is not None:
         return Ranked(*largest_between(bias[:, :, 0], k, *intervals))
     keep = among.to_dense(q_length, bias.shape[3], q_offset=q_offset)
-    return Dense(largest(jnp.where(keep, bias, -jnp.inf), k))
+    return Dense(largest(jnp.where(keep, bias, -jnp.inf), k), all_valid(among))
 
 
 def threshold(bias: jax.Array, tau: float | jax.Array) -> Mask:
@@ -104,7 +104,8 @@ def top_k_blocks(
         scores = jnp.where(live(_mask("always", always)), jnp.inf, scores)
     if among is not None:
         scores = jnp.where(live(_mask("among", among)), scores, -jnp.inf)
-    return BlockSparse(largest(scores, k), block_q, block_kv, min(k, columns))
+    is_mask = all_valid(*(mask for mask in (always, among) if mask is not None))
+    return BlockSparse(largest(scores, k), block_q, block_kv, min(k, columns), is_mask)
 
 
 def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int, int]) -> jax.Array:

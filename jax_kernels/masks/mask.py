@@ -235,6 +235,12 @@ def _joined(kind: Any, *masks: Any) -> Any:
     return kind(tuple(parts))
 
 
+def all_valid(*masks: Mask) -> Any:
+    """The is_valid of a mask that is made of others."""
+    found = [x for x in (mask.is_valid for mask in masks) if x is not None]
+    return functools.reduce(operator.and_, found) if found else None
+
+
 class _Composite(Mask):
     @property
     def parts(self) -> tuple[Mask, ...]:
@@ -242,8 +248,7 @@ class _Composite(Mask):
 
     @property
     def is_valid(self) -> Any:
-        of_parts = [x for x in (mask.is_valid for mask in self.parts) if x is not None]
-        return functools.reduce(operator.and_, of_parts) if of_parts else None
+        return all_valid(*self.parts)
 
     @property
     def batch(self) -> int:

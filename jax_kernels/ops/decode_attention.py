@@ -12,6 +12,7 @@ from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.masks import Mask
 from jax_kernels.ops import checks, reasons
 from jax_kernels.ops.attention.checks import checked_bias, checked_mask
+from jax_kernels.ops.attention.mask_validity import mask_or_nan
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.partitioning import Axis, Shares, is_partitioned, partitioned
@@ -154,7 +155,8 @@ def decode_attention(
     query, scale = checks.with_positive_scale(arrays.query, scale)
     left = -1 if request.window is None else request.window[0]
     options = DecodeOptions(scale=scale, softcap=request.softcap, left=left)
-    out, lse = _decode(OP.call(request, options, implementation), arrays._replace(query=query))
+    results = _decode(OP.call(request, options, implementation), arrays._replace(query=query))
+    out, lse = mask_or_nan(results, mask.is_valid if isinstance(mask, Mask) else None)
     return (out, lse) if return_lse else out
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from jax_kernels import dispatch, masks
 from jax_kernels.masks import Mask, checks
-from jax_kernels.masks.arrays import DenseMask
+from jax_kernels.masks.arrays import Dense, DenseMask
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.mask_validity import mask_or_nan, with_validity
 from jax_kernels.ops.checks import check_shapes, checked_array, checked_sinks, reshaped
@@ -96,7 +96,7 @@ def keys_of_largest_bias(
     if among.heads in (1, num_heads):
         return among
     # Only as an array may a mask have the heads of the keys.
-    return masks.dense(among.to_dense(q_length, kv_length, q_offset=q_offset))
+    return Dense(among.to_dense(q_length, kv_length, q_offset=q_offset), among.is_valid)
 
 
 def _plan(query: Any, key: Any, value: Any, mask: Any, bias: Any = None, **arguments: Any) -> dispatch.Plan:

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import tiers
 
-from jax_kernels import block_sparse_attention, dynamic_mask_attention, explain, flash_attention, masks
+from jax_kernels import (
+    block_sparse_attention,
+    decode_attention,
+    dynamic_mask_attention,
+    explain,
+    flash_attention,
+    masks,
+)
+from jax_kernels.ops.attention.dynamic_mask_attention import keys_of_largest_bias
 from jax_kernels.ops.attention.flash_attention import prepare
 
 B, T, H, HKV, D = 2, 8, 4, 2, 16
@@ -18,6 +26,10 @@ CELLS = KEEP[::2, ::2]
 random = np.random.default_rng(0)
 QKV = tuple(jnp.asarray(random.standard_normal((B, T, heads, D), np.float32)) for heads in (H, HKV, HKV))
 xla = functools.partial(flash_attention, implementation="xla", return_lse=True)
+SCORES = jnp.asarray(random.standard_normal((T, T), np.float32))
+CELL_SCORES = SCORES[::2, ::2]
+of_largest = lambda among: keys_of_largest_bias(SCORES[None, None], T, among, num_heads=H, q_length=T)
+chosen = lambda mask: {"among": masks.causal(), "always": masks.dense(mask)}
 
 OPS = {
     "flash_attention": (lambda qkv, mask: xla(*qkv, mask=mask), KEEP),
@@ -32,6 +44,12 @@ OPS = {
     ),
     "dynamic_object": (
         lambda qkv, mask: dynamic_mask_attention(*qkv, masks.dense(mask), return_lse=True),
+        np.broadcast_to(KEEP, (B, HKV, T, T)),
+    ),
+    "top_k": (lambda qkv, mask: xla(*qkv, mask=masks.top_k(SCORES, 3, among=masks.dense(mask))), KEEP),
+    "top_k_blocks": (lambda qkv, mask: xla(*qkv, mask=masks.top_k_blocks(CELL_SCORES, 2, 2, **chosen(mask))), KEEP),
+    "keys_of_all": (
+        lambda qkv, mask: dynamic_mask_attention(*qkv, of_largest(masks.dense(mask)), return_lse=True),
         np.broadcast_to(KEEP, (B, HKV, T, T)),
     ),
     "block_sparse": (lambda qkv, mask: block_sparse_attention(*qkv, mask, block_size=2, return_lse=True), CELLS),
@@ -66,6 +84,15 @@ def test_a_traced_additive_mask_gives_nan(name, low):
         assert np.isnan(x).all()
     with pytest.raises(ValueError, match="got float32 values other than 0 and 1, want a bool mask"):
         results(attend, mask)
+
+
+@pytest.mark.parametrize("mask_of", [masks.dense, lambda mask: masks.block_sparse(mask, 1) & masks.causal()])
+def test_a_traced_additive_mask_of_decode_attention_gives_nan(mask_of):
+    decode = lambda mask: decode_attention(*QKV, mask=mask_of(mask), return_lse=True)
+    for x, y in zip(jax.jit(decode)(jnp.asarray(KEEP, jnp.float32)), decode(jnp.asarray(KEEP)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    for x in jax.jit(decode)(jnp.where(KEEP, 0.0, -1e9)):
+        assert np.isnan(x).all()
 
 
 def test_each_call_of_a_vmap_has_its_own_mask():
