@@ -251,7 +251,7 @@ def _check(
 def _entries_of(x: Any, batch: int) -> int:
     """The entries of a mask or bias along the batch, where each is that of several sequences; else the batch."""
     shape: tuple[int, ...] = () if x is None or isinstance(x, Mask) else getattr(x, "shape", ())
-    return shape[0] if len(shape) == 4 and shape[0] > 1 and batch % shape[0] == 0 else batch
+    return shape[0] if len(shape) == 4 and shape[0] not in (0, 1) and batch % shape[0] == 0 else batch
 
 
 def _keys_of(x: Any, kv_lengths: Any, q_length: int, capacity: int) -> Any:
@@ -380,7 +380,7 @@ def _shared(function: Any) -> Any:
         entries = given.query.shape[0]
         given = given._replace(mask=_repeated(given.mask, entries), bias=_repeated(given.bias, entries))
         of_scores = lambda x: (
-            None if x is None else (batch if x.shape[0] > 1 else None, heads if x.shape[1] > 1 else None, None, None)
+            None if x is None else (batch if x.shape[0] != 1 else None, heads if x.shape[1] != 1 else None, None, None)
         )
         axes = _Arrays(
             query=(batch, None, heads, None),

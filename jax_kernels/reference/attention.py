@@ -176,7 +176,7 @@ def _in_chunks(inputs: AttentionInputs, options: AttentionOptions):
     split = {"rows": _split(jnp.arange(inputs.query.shape[1], dtype=jnp.int32), chunk, axis=0)}
     for name, axis in _QUERY_AXES.items():
         x = getattr(inputs, name)
-        if x is not None and not isinstance(x, Mask) and (name == "query" or x.shape[axis] > 1):
+        if x is not None and not isinstance(x, Mask) and (name == "query" or x.shape[axis] != 1):
             split[name] = _split(x, chunk, axis)
 
     def inputs_of(arrays):
@@ -261,7 +261,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
     k32, v32 = key.astype(jnp.float32), value.astype(jnp.float32)
     dtype_of = lambda x: jnp.float32 if options.float32_gradients else x.dtype
     with_bias = bias is not None and options.bias_gradient
-    bias_chunks = with_bias and bias.shape[2] > 1
+    bias_chunks = with_bias and bias.shape[2] != 1
 
     def one(carry, args):
         arrays, do, l, d, more = args

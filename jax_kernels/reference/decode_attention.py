@@ -19,7 +19,7 @@ def attention_decode(query, key, value, kv_lengths, block_tables, sinks, mask, b
         key, value = (x[pages].reshape(batch, -1, *x.shape[2:]) for x in (key, value))
     kv_lengths = jnp.clip(kv_lengths, 0, key.shape[1])
     first = kv_lengths - query.shape[1]
-    of_sequences = lambda x: x if x is None or len(x) in (1, batch) else jnp.repeat(x, batch // len(x), axis=0)
+    of_sequences = lambda x: x if x is None or x.shape[0] in (1, batch) else jnp.repeat(x, batch // x.shape[0], axis=0)
     inputs = AttentionInputs(
         query,
         key,

@@ -70,6 +70,66 @@ def test_without_a_name_xla_serves_them(name):
             assert rms_error(got, want) < 1e-6
 
 
+def attend_with(*names, **options):
+    """flash_attention with the arrays from the fourth on under these names."""
+    return lambda q, k, v, *arrays: jk.flash_attention(q, k, v, **dict(zip(names, arrays, strict=True)), **options)
+
+
+def decode_with_mask(q, k, v, mask, bias):
+    return jk.decode_attention(q, k, v, mask=mask, bias=bias)
+
+
+QKV = ["float32 b, t, 4, 8", "float32 b, s, 2, 8", "float32 b, s, 2, 8"]
+SELF = ["float32 b, t, 4, 8", "float32 b, t, 2, 8", "float32 b, t, 2, 8"]
+
+# The op, and the dtypes and shapes of its arrays.
+WITH_ARRAYS = {
+    "segments": (attend_with("segment_ids"), [*SELF, "int32 b, t"]),
+    "segment_pair": (
+        lambda q, k, v, *ids: jk.flash_attention(q, k, v, segment_ids=ids),
+        [*QKV, "int32 b, t", "int32 b, s"],
+    ),
+    "mask": (attend_with("mask"), [*QKV, "bool b, 1, t, s"]),
+    "bias": (attend_with("bias"), [*QKV, "float32 1, 4, t, s"]),
+    "all": (
+        attend_with("bias", "mask", "segment_ids", is_causal=True, softcap=5.0),
+        [*SELF, "float32 b, 1, t, t", "bool 1, 4, t, t", "int32 b, t"],
+    ),
+    "dynamic_mask": (jk.dynamic_mask_attention, [*QKV, "bool b, 4, t, s", "float32 b, 4, t, s"]),
+    "dynamic_mask_of_key_heads": (jk.dynamic_mask_attention, [*QKV, "bool b, 2, t, s", "float32 b, 2, t, s"]),
+    "decode": (decode_with_mask, ["float32 b, 2, 4, 8", *QKV[1:], "bool b, 1, 1, s", "float32 1, 4, 1, s"]),
+}
+
+
+def drawn(texts, sizes):
+    """Arrays with the dtypes and shapes that the texts say. sizes: of the symbols."""
+    random, arrays = np.random.default_rng(0), []
+    for dtype, _, text in (text.partition(" ") for text in texts):
+        shape = [sizes.get(x) or int(x) for x in text.split(", ")]
+        x = random.standard_normal(shape) if dtype == "float32" else random.integers(0, 3, shape)
+        arrays.append(jnp.asarray(x, dtype))
+    return arrays
+
+
+@pytest.mark.parametrize("name", tiers.cases(WITH_ARRAYS, ["all", "dynamic_mask_of_key_heads", "decode"]))
+def test_arrays_of_scores_and_segments_have_symbolic_lengths(name):
+    """Forward and gradients, for a batch and lengths of 1 as for longer ones."""
+    op, texts = WITH_ARRAYS[name]
+    floats = tuple(i for i, text in enumerate(texts) if text.startswith("float32"))
+
+    def run(*arrays):
+        gradients = jax.grad(lambda *arrays: (op(*arrays) ** 2).sum(), argnums=floats)
+        return op(*arrays), *(() if name == "decode" else gradients(*arrays))  # decode has none
+
+    dtypes, shapes = zip(*(text.split(" ", 1) for text in texts), strict=True)
+    given = [jax.ShapeDtypeStruct(x.shape, dtype) for x, dtype in zip(structs(shapes), dtypes, strict=True)]
+    program = jax.export.export(jax.jit(run))(*given)
+    for sizes in ({"b": 1, "t": 1, "s": 1}, {"b": B, "t": 7, "s": 9}):
+        arrays = drawn(texts, sizes)
+        for got, want in zip(program.call(*arrays), jax.jit(run)(*arrays), strict=True):
+            assert rms_error(got, want) < 1e-6
+
+
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_named_kernel_says_what_to_do(name, implementation):

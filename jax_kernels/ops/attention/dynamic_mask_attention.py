@@ -155,7 +155,7 @@ def _is_mapped(query: Any, key: Any, mask: Any, bias: Any) -> bool:
     """Whether each head of keys is a call of its own: where a mask or a bias would be large if it were repeated."""
     if key.shape[2] == query.shape[2] or (isinstance(mask, Mask) and mask.heads > 1):
         return False
-    large = lambda x: x.shape[:2] == (query.shape[0], key.shape[2]) and x.shape[1] > 1 and x.shape[2] > 1
+    large = lambda x: x.shape[:2] == (query.shape[0], key.shape[2]) and x.shape[1] != 1 and x.shape[2] != 1
     return any(large(x) for x in (mask, bias) if x is not None and not isinstance(x, Mask))
 
 

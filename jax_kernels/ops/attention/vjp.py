@@ -257,7 +257,7 @@ def _batched(function, call):
 
         bias, with_gradient = inputs.bias, function is _backward and call.options.bias_gradient
         # Each of the mapped calls has a gradient of its own, of a bias that its batch entries may share.
-        sum_bias = with_gradient and bias is not None and length > 1 and bias.shape[int(batched[0].bias)] == 1
+        sum_bias = with_gradient and bias is not None and length != 1 and bias.shape[int(batched[0].bias)] == 1
         if sum_bias:
             inputs = inputs._replace(bias=bias.astype(jnp.float32))
 
@@ -282,7 +282,7 @@ def _has_own_lists(inputs: AttentionInputs, batched: AttentionInputs) -> bool:
     if not isinstance(mask, Mask) and inputs.lists is None:
         return False
     batch = mask.batch if isinstance(mask, Mask) else mask.shape[int(batched.mask)]
-    return batch > 1 or any(jax.tree.leaves((batched.mask, batched.lists)))
+    return batch != 1 or any(jax.tree.leaves((batched.mask, batched.lists)))
 
 
 def _one_by_one(function, batched, arguments):
