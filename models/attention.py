@@ -295,7 +295,12 @@ class MultiHeadAttention(nnx.Module):
     def _decodes(self, query: jax.Array, mask: Any) -> bool:
         """Whether decode_attention takes the place of flash_attention: both give the same."""
         is_free = self.implementation in (None, "xla")
-        return self.is_causal and is_free and 0 < query.shape[1] <= MOST_QUERIES and _is_free_or_array(mask, len(query))
+        return (
+            self.is_causal
+            and is_free
+            and 0 < query.shape[1] <= MOST_QUERIES
+            and _is_free_or_array(mask, query.shape[0])
+        )
 
     def _attend_over_devices(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, segment_ids: jax.Array | None = None

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from flax import nnx
 
@@ -65,6 +66,11 @@ class DynamicMaskAttention(MultiHeadAttention):
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, mask: Any, **arguments: Any) -> jax.Array:
         batch, kv_length = value.shape[:2]
+        for name, length in (("x", query.shape[1]), ("cache", kv_length)):
+            if jax.export.is_symbolic_dim(length):
+                raise ValueError(
+                    f"{name}: got the symbolic length {length}, want an int: keys are ranked for each query"
+                )
         steps = self.dt_proj(value.reshape(batch, kv_length, -1)).astype(jnp.float32)
         bias = jnp.exp(self.A[...].astype(jnp.float32) * jax.nn.softplus(steps)).swapaxes(1, 2)[:, :, None]
         ids = arguments.pop("segment_ids", None)

@@ -27,26 +27,31 @@ def largest(x: jax.Array, k: int) -> jax.Array:
     Of equal numbers the first are marked; -inf and NaN never are.
     """
     x = jnp.where(jnp.isnan(x), -jnp.inf, x)
-    if k >= x.shape[-1]:
+    is_known = isinstance(x.shape[-1], int)  # symbolic sizes of jax.export are not, and stand for large ones too
+    if is_known and k >= x.shape[-1]:
         return x > -jnp.inf
-    if x.size >= SEARCH_FROM:
-        return _by_search(x, k)
+    if not isinstance(x.size, int) or x.size >= SEARCH_FROM:
+        return _by_search(x, k, x.shape[-1].bit_length() if is_known else 31)
     least = lax.top_k(x, k)[0][..., -1:]
     above, equal = x > least, (x == least) & (x > -jnp.inf)
     left = k - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= left))
 
 
-def _by_search(x: jax.Array, k: int) -> jax.Array:
-    """largest, for rows longer than k without NaNs. It searches, and neither sorts nor sums up a row in order."""
+def _by_search(x: jax.Array, k: int, length_bits: int) -> jax.Array:
+    """largest, for rows without NaNs. It searches, and neither sorts nor sums up a row in order.
+
+    length_bits: those that hold a row's length.
+    """
     bits, order = 8 * x.dtype.itemsize, _in_order(x)
     least = _most_with(lambda least: (order >= least).sum(axis=-1, keepdims=True, dtype=jnp.int32) >= k, x, bits)
-    above, equal = order > least, (order == least) & (x > -jnp.inf)
+    some = x > -jnp.inf
+    above, equal = (order > least) & some, (order == least) & some  # in a row of fewer than k, least is 0
     left = k - above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     # Of equals the first `left`: those before the key of which so many come before it.
     place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     before = lambda end: (equal & (place < end)).sum(axis=-1, keepdims=True, dtype=jnp.int32) <= left
-    end = _most_with(lambda end: before(end.astype(jnp.int32)), x, x.shape[-1].bit_length())
+    end = _most_with(lambda end: before(end.astype(jnp.int32)), x, length_bits)
     return above | (equal & (place < end.astype(jnp.int32)))
 
 
@@ -76,8 +81,10 @@ def _in_order(x: jax.Array) -> jax.Array:
 def key_intervals(mask: Mask, q_length: int, kv_length: int, q_offset: Any) -> tuple[jax.Array, jax.Array] | None:
     """The interval [start, end) of keys that each query keeps, each int32 [B or 1, q_length].
 
-    None where the keys may be no interval.
+    None where the keys may be no interval, or their number is a symbol of jax.export.
     """
+    if not isinstance(kv_length, int):
+        return None
     mask = mask.unprepared
     parts = mask.masks if isinstance(mask, And) else (mask,)
     if not all(isinstance(part, Band | Prefix) for part in parts):
@@ -96,8 +103,8 @@ def largest_between(x: jax.Array, k: int, start: jax.Array, end: jax.Array) -> t
     x: [B or 1, H or 1, S]. start, end: int32 [B or 1, T], in range. The keys are sorted once. A query's k-th key is
     found by counts of the keys before its two ends, for each BUCKET of ranks, and then within one bucket.
     """
-    batch = max(len(x), len(start))
-    own = lambda array: None if len(array) == 1 < batch else 0
+    is_one = x.shape[0] == 1 and start.shape[0] == 1
+    own = lambda array: 0 if is_one or array.shape[0] != 1 else None
     given = [array[0] if own(array) is None else array for array in (x, start, end)]
     return jax.vmap(functools.partial(_between, k), [own(array) for array in (x, start, end)])(*given)
 

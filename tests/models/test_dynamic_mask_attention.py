@@ -1,6 +1,9 @@
 """DynamicMaskAttention: against a plain evaluation in float64, its cache, and what learns."""
 
+import functools
+
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -151,3 +154,26 @@ def test_devices_do_not_share_the_tokens():
     heads = jnp.zeros((BATCH, 8, 4, 8))
     with pytest.raises(NotImplementedError, match=r"^sequence_axis: devices share out the tokens along 'sequence'"):
         attention._attend_over_devices(heads, heads, heads, None)
+
+
+def exported(*sizes):
+    """(the module's forward, its export for x of these sizes), each from the parameters and x."""
+    graphdef, state = nnx.split(module())
+    leaves, structure = jax.tree.flatten(state)
+    run = lambda leaves, x: nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))(x)
+    given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    shape = jax.export.symbolic_shape(", ".join(map(str, sizes)))
+    program = jax.export.export(jax.jit(run))(given, jax.ShapeDtypeStruct(shape, jnp.float32))
+    return functools.partial(run, leaves), functools.partial(program.call, leaves)
+
+
+def test_exports_with_a_symbolic_batch():
+    run, call = exported("batch", LENGTH, WIDTH)
+    for rows in (1, BATCH):
+        x = inputs()[:rows]
+        np.testing.assert_allclose(call(x), run(x), atol=1e-6)
+
+
+def test_export_wants_a_known_length():
+    with pytest.raises(ValueError, match="x: got the symbolic length t, want an int"):
+        exported(BATCH, "t", WIDTH)

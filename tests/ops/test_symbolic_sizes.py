@@ -79,6 +79,10 @@ def decode_with_mask(q, k, v, mask, bias):
     return jk.decode_attention(q, k, v, mask=mask, bias=bias)
 
 
+def attend_to_largest(q, k, v, bias, **options):
+    return jk.flash_attention(q, k, v, mask=masks.top_k(bias, 3, **options))
+
+
 QKV = ["float32 b, t, 4, 8", "float32 b, s, 2, 8", "float32 b, s, 2, 8"]
 SELF = ["float32 b, t, 4, 8", "float32 b, t, 2, 8", "float32 b, t, 2, 8"]
 
@@ -100,6 +104,19 @@ WITH_ARRAYS = {
     "decode": (decode_with_mask, ["float32 b, 2, 4, 8", *QKV[1:], "bool b, 1, 1, s", "float32 1, 4, 1, s"]),
 }
 
+FIXED = ["float32 b, 7, 4, 8", "float32 b, 9, 2, 8", "float32 b, 9, 2, 8"]
+AMONG = {"among": masks.causal(), "q_length": 7}
+WITH_ARRAYS |= {
+    "top_k": (attend_to_largest, [*QKV, "float32 b, 4, t, s"]),
+    "top_k_of_rows": (attend_to_largest, [*FIXED, "float32 b, 4, 7, 9"]),
+    "top_k_among": (functools.partial(attend_to_largest, **AMONG), [*FIXED, "float32 b, 4, 1, 9"]),
+    "top_k_among_shared": (functools.partial(attend_to_largest, **AMONG), [*FIXED, "float32 1, 4, 1, 9"]),
+    "top_k_among_lengths": (
+        lambda *arrays: attend_to_largest(*arrays[:4], among=masks.prefix(arrays[4]), q_length=7),
+        [*FIXED, "float32 1, 4, 1, 9", "int32 b"],
+    ),
+}
+
 
 def drawn(texts, sizes):
     """Arrays with the dtypes and shapes that the texts say. sizes: of the symbols."""
@@ -111,8 +128,10 @@ def drawn(texts, sizes):
     return arrays
 
 
-@pytest.mark.parametrize("name", tiers.cases(WITH_ARRAYS, ["all", "dynamic_mask_of_key_heads", "decode"]))
-def test_arrays_of_scores_and_segments_have_symbolic_lengths(name):
+@pytest.mark.parametrize(
+    "name", tiers.cases(WITH_ARRAYS, ["all", "dynamic_mask_of_key_heads", "decode", "top_k", "top_k_among"])
+)
+def test_arrays_of_scores_and_segments_have_symbolic_sizes(name):
     """Forward and gradients, for a batch and lengths of 1 as for longer ones."""
     op, texts = WITH_ARRAYS[name]
     floats = tuple(i for i, text in enumerate(texts) if text.startswith("float32"))
@@ -152,3 +171,18 @@ def test_explain_shows_why():
 def test_the_segments_of_dilated_attention_hang_on_the_length():
     with pytest.raises(ValueError, match="query: got the symbolic length b, want an int, which tells the segments"):
         jax.export.export(jax.jit(dilated))(*structs(["2, b, 2, 8"]))
+
+
+TOP_K = {
+    "queries": ("2, 4, b, 9", None, "q_length"),
+    "keys": ("2, 4, 7, b", None, "kv_length"),
+    "row": ("2, 4, 1, b", 7, "kv_length"),
+}
+
+
+@pytest.mark.parametrize("name", TOP_K)
+def test_top_k_among_wants_known_lengths(name):
+    shape, q_length, argument = TOP_K[name]
+    lower = jax.export.export(jax.jit(lambda x: masks.top_k(x, 3, among=masks.causal(), q_length=q_length).array))
+    with pytest.raises(TypeError, match=f"{argument}: got b, want an int of at least 1 that is known when tracing"):
+        lower(*structs([shape]))
