@@ -12,11 +12,19 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels import masks
-from jax_kernels.models.config import check_heads, check_precision, check_sequence
+from jax_kernels.models.config import (
+    DTYPES,
+    check_heads,
+    check_precision,
+    check_sequence,
+    dtype_name,
+    positive_number,
+)
 from jax_kernels.models.linear import Linear
 from jax_kernels.models.remat import PROJECTION
 from jax_kernels.models.sharding import ShardingRules, sequence_devices, share_sequence, shares_sequence, token_order
 from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.checks import check_flags, check_names
 from jax_kernels.ops.decode_attention import MOST_QUERIES, decode_attention
 from jax_kernels.ops.ring.ring_attention import ring_attention
 
@@ -109,7 +117,8 @@ class MultiHeadAttention(nnx.Module):
       is_causal: a token attends to itself and to earlier tokens only.
       mask: a masks.Mask for all calls, combined with is_causal and with the mask of a call. If prepare_mask made it,
         with this is_causal, calls without a mask and a cache use its lists.
-      dtype: dtype of the computation and of the output; param_dtype: of the parameters.
+      dtype: dtype of the computation and of the output, bfloat16, float16 or float32. param_dtype: of the parameters,
+        one of these, or float64 where jax_enable_x64 is set.
       implementation: of the attention, as in flash_attention. projection_implementation: of the projections, as in
         matmul; None is nnx.Linear's product without "fp8".
       precision: "fp8" for projections by products of 8 bits, as in matmul; None for those of dtype. scaling: with
@@ -153,6 +162,8 @@ class MultiHeadAttention(nnx.Module):
     ) -> None:
         if mask is not None and not isinstance(mask, masks.Mask):
             raise TypeError(f"mask: got {type(mask).__name__}, want a masks.Mask, or None; an array goes to a call")
+        check_flags(use_rotary=use_rotary, is_causal=is_causal)
+        check_names(implementation=implementation, projection_implementation=projection_implementation)
         check_precision("", precision, scaling)
         check_sequence("", sequence_axis, sequence_strategy, sequence_layout)
         num_kv_heads, head_dim = check_heads("", model_dim, num_heads, num_kv_heads, head_dim)
@@ -163,10 +174,11 @@ class MultiHeadAttention(nnx.Module):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.use_rotary = use_rotary
-        self.rope_theta = rope_theta
+        self.rope_theta = positive_number("rope_theta", rope_theta)
         self.is_causal = is_causal
         self.mask = nnx.data(mask)
-        self.dtype = jnp.dtype(dtype)
+        self.dtype = jnp.dtype(dtype_name("dtype", dtype))
+        param_dtype = jnp.dtype(dtype_name("param_dtype", param_dtype, _parameter_dtypes()))
         self.implementation = implementation
         self.sequence_axis = sequence_axis
         self.sequence_strategy = sequence_strategy
@@ -386,6 +398,10 @@ class MultiHeadAttention(nnx.Module):
 
     def _project(self, out: jax.Array) -> jax.Array:
         return checkpoint_name(self.out_proj(out.reshape(*out.shape[:2], self.num_heads * self.head_dim)), PROJECTION)
+
+
+def _parameter_dtypes() -> tuple[str, ...]:
+    return (*DTYPES, "float64") if jax.config.jax_enable_x64 else DTYPES
 
 
 def as_mask(mask: jax.Array | masks.Mask) -> masks.Mask:

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_kernels import quantization
 from jax_kernels.models.remat import REMAT
@@ -82,11 +83,7 @@ class TransformerConfig:
         mlp_dim = math.ceil(self.model_dim * 8 / 3 / 64) * 64 if self.mlp_dim is None else self.mlp_dim
         positive("TransformerConfig.mlp_dim", mlp_dim)
         for name in ("rope_theta", "norm_eps"):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                raise TypeError(f"TransformerConfig.{name}={number!r} must be a number")
-            if not (number > 0 and math.isfinite(number)):
-                raise ValueError(f"TransformerConfig.{name}={number} must be positive and finite")
+            object.__setattr__(self, name, positive_number(f"TransformerConfig.{name}", getattr(self, name)))
         if self.microbatches is not None:
             positive("TransformerConfig.microbatches", self.microbatches)
         for name in ("tie_embeddings", "scan_layers"):
@@ -98,10 +95,7 @@ class TransformerConfig:
                 f"TransformerConfig.remat={self.remat!r} must be a bool or one of {names}"
             )
         for name in ("dtype", "param_dtype"):
-            dtype = _dtype_name(getattr(self, name))
-            if dtype not in DTYPES:
-                raise ValueError(f"TransformerConfig.{name}={getattr(self, name)!r} must be one of {', '.join(DTYPES)}")
-            object.__setattr__(self, name, dtype)
+            object.__setattr__(self, name, dtype_name(f"TransformerConfig.{name}", getattr(self, name)))
         for name in ("implementation", "mlp_implementation", "projection_implementation"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise TypeError(f"TransformerConfig.{name}={getattr(self, name)!r} must be a name or None")
@@ -165,8 +159,21 @@ def positive(name: str, value: object) -> None:
         raise ValueError(f"{name}={value} must be positive")
 
 
-def _dtype_name(dtype: Any) -> str:
+def positive_number(name: str, value: object) -> int | float:
+    """A number as Python's own. Raises TypeError or ValueError, with its name, unless it is positive and finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise TypeError(f"{name}={value!r} must be a number")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name}={value} must be positive and finite")
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def dtype_name(name: str, dtype: Any, wanted: tuple[str, ...] = DTYPES) -> str:
+    """The name of a dtype. Raises ValueError, with the argument's name, unless it is one of `wanted`."""
     try:
-        return jnp.dtype(dtype).name
+        found = str(dtype) if dtype is None else jnp.dtype(dtype).name  # of None, NumPy makes float64
     except TypeError:
-        return str(dtype)
+        found = str(dtype)
+    if found not in wanted:
+        raise ValueError(f"{name}={dtype!r} must be one of {', '.join(wanted)}")
+    return found

@@ -15,6 +15,7 @@ from jax_kernels.models.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.sharding import ShardingRules, sequence_devices, share_sequence
 from jax_kernels.models.transformer import Block, Transformer
+from jax_kernels.ops.checks import check_flags, check_implementation
 from jax_kernels.ops.dilated.dilated_attention import check_pattern, dilated_attention
 from jax_kernels.ops.dilated.sequence_parallel import sequence_parallel_dilated_attention
 
@@ -45,6 +46,8 @@ class DilatedAttention(nnx.Module):
         stop_gradient_weights: bool = False,
         implementation: str | None = None,
     ) -> None:
+        check_flags(is_causal=is_causal)
+        check_implementation(implementation)
         check_pattern(
             segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights
         )

@@ -1,5 +1,8 @@
 """The nnx MultiHeadAttention: against a plain evaluation, its rotary embedding, and its key-value cache."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,13 @@ from flax import nnx
 
 from jax_kernels import decode_attention, masks, prepare_mask
 from jax_kernels.dispatch import on_device
-from jax_kernels.models import KVCache, MultiHeadAttention, rotary_embedding
+from jax_kernels.models import (
+    DynamicMaskAttention,
+    KVCache,
+    MultiHeadAttention,
+    MultiHeadDilatedAttention,
+    rotary_embedding,
+)
 from jax_kernels.models import attention as models_attention
 
 WIDTH, BATCH, LENGTH = 32, 2, 11
@@ -344,3 +353,53 @@ def test_bad_arguments_are_named():
         attention(inputs(), cache=KVCache(cache.key[:BATCH], cache.value[:BATCH, :8], cache.length))
     with pytest.raises(ValueError, match="x: got head_dim 5"):
         rotary_embedding(jnp.zeros((1, 2, 3, 5)), jnp.arange(2))
+
+
+BAD_OPTIONS = {
+    "rope_theta_negative": ({"rope_theta": -1.0}, ValueError, "rope_theta=-1.0 must be positive and finite"),
+    "rope_theta_zero": ({"rope_theta": 0}, ValueError, "rope_theta=0 must be positive and finite"),
+    "rope_theta_nan": ({"rope_theta": np.nan}, ValueError, "rope_theta=nan must be positive and finite"),
+    "rope_theta_text": ({"rope_theta": "x"}, TypeError, "rope_theta='x' must be a number"),
+    "use_rotary": ({"use_rotary": "no"}, TypeError, "use_rotary: got str, want a bool"),
+    "is_causal": ({"is_causal": "yes"}, TypeError, "is_causal: got str, want a bool"),
+    "dtype_float64": ({"dtype": "float64"}, ValueError, "dtype='float64' must be one of float32, bfloat16, float16"),
+    "dtype_int8": ({"dtype": "int8"}, ValueError, "dtype='int8' must be one of float32, bfloat16, float16"),
+    "dtype_none": ({"dtype": None}, ValueError, "dtype=None must be one of float32, bfloat16, float16"),
+    "param_dtype_int32": ({"param_dtype": "int32"}, ValueError, "param_dtype='int32' must be one of float32"),
+    "param_dtype_float64": ({"param_dtype": "float64"}, ValueError, "param_dtype='float64' must be one of float32"),
+    "implementation": ({"implementation": 3}, TypeError, "implementation: got int, want a name or None"),
+    "projection_implementation": (
+        {"projection_implementation": 3},
+        TypeError,
+        "projection_implementation: got int, want a name or None",
+    ),
+}
+MODULES = {
+    "plain": MultiHeadAttention,
+    "dilated": functools.partial(MultiHeadDilatedAttention, segment_lengths=(4,), dilation_rates=(2,)),
+    "dynamic": DynamicMaskAttention,
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+@pytest.mark.parametrize("of", MODULES)
+def test_options_are_checked_where_the_module_is_made(of, name):
+    options, error, message = BAD_OPTIONS[name]
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        MODULES[of](WIDTH, 4, rngs=nnx.Rngs(0), **options)
+
+
+def test_numbers_of_numpy_are_python_s():
+    attention = module(rope_theta=np.float32(100), use_rotary=np.bool_(True))
+    assert type(attention.rope_theta) is float
+    np.testing.assert_array_equal(attention(inputs()), module(rope_theta=100)(inputs()))
+
+
+def test_parameters_of_64_bits():
+    """They are for those who set jax_enable_x64. The ops compute in 32 bits at most, whatever is set."""
+    with jax.enable_x64(True):
+        attention = module(param_dtype="float64")
+        assert attention.q_proj.kernel.dtype == jnp.float64
+        assert attention(inputs()).dtype == jnp.float32
+        with pytest.raises(ValueError, match=r"^dtype='float64' must be one of float32, bfloat16, float16"):
+            module(dtype="float64")

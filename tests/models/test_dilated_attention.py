@@ -164,3 +164,16 @@ def test_errors(fields, error, message):
 def test_module_errors(arguments, error, message):
     with pytest.raises(error, match=message):
         MultiHeadDilatedAttention(32, 4, rngs=nnx.Rngs(0), **PATTERN | arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"is_causal": "yes"}, "is_causal: got str, want a bool"),
+        ({"implementation": 3}, "implementation: got int, want a name or None"),
+    ],
+    ids=["is_causal", "implementation"],
+)
+def test_options_are_checked_where_the_module_is_made(options, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        models.DilatedAttention((4,), (2,), **options)
