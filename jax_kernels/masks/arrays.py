@@ -45,10 +45,15 @@ def block_sparse(blocks: jax.Array, block_size: int | tuple[int, int]) -> Mask:
     `dense` takes them), rows = ceil(T / block_size) and columns = ceil(S / block_size) of the call. block_size: an int,
     or (queries, keys). Row 0 starts at query 0, at whatever position it stands.
     """
-    blocks, is_mask = checks.boolean("blocks", blocks)
-    blocks = checks.four_axes("blocks", blocks, "[batch, heads, rows, columns]")
+    return named_block_sparse("blocks", blocks, block_size)
+
+
+def named_block_sparse(name: str, blocks: Any, block_size: Any) -> "BlockSparse":
+    """As block_sparse, with errors that name the array as its caller does."""
+    blocks, is_mask = checks.boolean(name, blocks)
+    blocks = checks.four_axes(name, blocks, "[batch, heads, rows, columns]")
     if 0 in blocks.shape:
-        raise ValueError(f"blocks: got shape {blocks.shape}, want no axis of length 0")
+        raise ValueError(f"{name}: got shape {blocks.shape}, want no axis of length 0")
     return BlockSparse(blocks, *checks.block_pair("block_size", block_size), is_mask=is_mask)
 
 
@@ -59,10 +64,15 @@ def dense(array: jax.Array) -> Mask:
     position it stands. Zeros and ones in float32, bfloat16 or float16, as Flax makes them, are taken too. Other floats
     raise ValueError; in a traced array, they make attention under the mask NaN.
     """
-    array, is_mask = checks.boolean("array", array)
-    array = checks.four_axes("array", array, "[batch, heads, queries, keys]")
+    return named_dense("array", array)
+
+
+def named_dense(name: str, array: Any) -> "Dense":
+    """As dense, with errors that name the array as its caller does."""
+    array, is_mask = checks.boolean(name, array)
+    array = checks.four_axes(name, array, "[batch, heads, queries, keys]")
     if 0 in array.shape:
-        raise ValueError(f"array: got shape {array.shape}, want no axis of length 0")
+        raise ValueError(f"{name}: got shape {array.shape}, want no axis of length 0")
     return Dense(array, is_mask)
 
 

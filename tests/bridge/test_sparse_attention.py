@@ -131,7 +131,7 @@ ERRORS = [
     (
         lambda: bridge.block_sparse_attention(ZEROS, ZEROS, ZEROS, BLOCKS),
         ValueError,
-        "^block_sparse: got blocks of shape",
+        "^block_mask: got shape",
     ),
     (
         lambda: bridge.block_sparse_attention(ZEROS, ZEROS, ZEROS, BLOCKS.int()),

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from jax_kernels import dispatch, masks
+from jax_kernels.masks.arrays import named_block_sparse
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.planned_op import under_defaults
 
@@ -42,29 +43,51 @@ def block_sparse_attention(
     Source: Child et al., "Generating Long Sequences with Sparse Transformers" (2019), arXiv:1904.10509; Zaheer et
     al., "Big Bird" (2020), arXiv:2007.14062.
     """
-    return flash_attention(query, key, value, mask=_mask(block_mask, block_size, arguments), **arguments)
+    mask = _mask(block_mask, block_size, arguments, query, key)
+    return flash_attention(query, key, value, mask=mask, **arguments)
 
 
 def _plan(
     query: Any, key: Any, value: Any, block_mask: Any, *, block_size: Any = None, **arguments: Any
 ) -> dispatch.Plan:
     if isinstance(block_mask, jax.ShapeDtypeStruct):
-        mask = jax.eval_shape(lambda x: _mask(x, block_size, arguments), block_mask)
+        mask = jax.eval_shape(lambda x: _mask(x, block_size, arguments, query, key), block_mask)
     else:
-        mask = _mask(block_mask, block_size, arguments)
+        mask = _mask(block_mask, block_size, arguments, query, key)
     return dispatch.explain(flash_attention, query, key, value, mask=mask, **arguments)
 
 
 block_sparse_attention.plan = _plan  # type: ignore[attr-defined]
 
 
-def _mask(block_mask: Any, block_size: Any, arguments: dict[str, Any]) -> masks.Mask:
+def _mask(block_mask: Any, block_size: Any, arguments: dict[str, Any], query: Any, key: Any) -> masks.Mask:
     if "mask" in arguments:
         raise TypeError(
             "mask: block_sparse_attention has block_mask in its place; compose masks, and pass a Mask there"
         )
-    if not isinstance(block_mask, masks.Mask):
-        return masks.block_sparse(block_mask, 128 if block_size is None else block_size)
-    if block_size is not None:
+    if isinstance(block_mask, masks.Mask) and block_size is not None:
         raise ValueError(f"block_size: got {block_size} with a Mask, want None: a Mask has its own")
-    return block_mask
+    mask = block_mask
+    if not isinstance(block_mask, masks.Mask):
+        mask = named_block_sparse("block_mask", block_mask, 128 if block_size is None else block_size)
+    if all(len(getattr(x, "shape", ())) == 4 for x in (query, key)):  # else flash_attention says what is wrong
+        _check_sizes(block_mask, mask, query, key)
+    return mask
+
+
+def _check_sizes(block_mask: Any, mask: Any, query: Any, key: Any) -> None:
+    """Raises unless the blocks cover the queries and keys. A Mask's own are left to flash_attention."""
+    batch, q_length, heads, _ = query.shape
+    if mask.batch not in (1, batch) or mask.heads not in (1, heads):
+        raise ValueError(
+            f"block_mask: got {mask.batch} batch entries and {mask.heads} heads, want 1 or {batch} batch entries and "
+            f"1 or {heads} heads"
+        )
+    if block_mask is mask:
+        return
+    want = (-(-q_length // mask.block_q), -(-key.shape[1] // mask.block_kv))
+    if tuple(block_mask.shape[-2:]) != want:
+        raise ValueError(
+            f"block_mask: got shape {tuple(block_mask.shape)} for {q_length} queries and {key.shape[1]} keys, want "
+            f"[batch, heads, {want[0]}, {want[1]}] at block_size {(mask.block_q, mask.block_kv)}"
+        )

@@ -241,7 +241,37 @@ BAD = {
     "blocks": (
         lambda *x: block_sparse_attention(*x, np.ones((1, 1), bool), block_size=32),
         ValueError,
-        "block_sparse: got blocks of shape (1, 1, 1, 1) for 50 queries and 45 keys, want [batch, heads, 2, 2]",
+        "block_mask: got shape (1, 1) for 50 queries and 45 keys, want [batch, heads, 2, 2] at block_size (32, 32)",
+    ),
+    "blocks_none": (
+        lambda *x: block_sparse_attention(*x, None),
+        TypeError,
+        "block_mask: got NoneType, want a bool array",
+    ),
+    "blocks_dtype": (
+        lambda *x: block_sparse_attention(*x, np.ones((1, 1), np.int32)),
+        TypeError,
+        "block_mask: got dtype int32, want bool (True = attend)",
+    ),
+    "blocks_batch": (
+        lambda *x: block_sparse_attention(*x, np.ones((3, 1, 1, 1), bool)),
+        ValueError,
+        "block_mask: got 3 batch entries and 1 heads, want 1 or 2 batch entries and 1 or 3 heads",
+    ),
+    "blocks_of_a_mask": (
+        lambda *x: block_sparse_attention(*x, masks.prefix(np.arange(3))),
+        ValueError,
+        "block_mask: got 3 batch entries and 1 heads, want 1 or 2 batch entries and 1 or 3 heads",
+    ),
+    "blocks_explained": (
+        lambda *x: explain(block_sparse_attention, *x, jax.ShapeDtypeStruct((1, 2), bool)),
+        ValueError,
+        "block_mask: got shape (1, 2) for 50 queries and 45 keys, want [batch, heads, 1, 1] at block_size (128, 128)",
+    ),
+    "blocks_with_a_bad_query": (
+        lambda query, *x: block_sparse_attention(query[0], *x, np.ones((1, 1), bool)),
+        ValueError,
+        "query: got shape (50, 3, 16), want 4 axes",
     ),
     "block_size": (
         lambda *x: block_sparse_attention(*x, masks.causal(), block_size=32),
