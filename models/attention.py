@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels import masks
+from jax_kernels.masks.arrays import named_dense
 from jax_kernels.models.config import (
     DTYPES,
     check_heads,
@@ -22,7 +23,14 @@ from jax_kernels.models.config import (
 )
 from jax_kernels.models.linear import Linear
 from jax_kernels.models.remat import PROJECTION
-from jax_kernels.models.sharding import ShardingRules, sequence_devices, share_sequence, shares_sequence, token_order
+from jax_kernels.models.sharding import (
+    ShardingRules,
+    sequence_devices,
+    share_sequence,
+    shares_sequence,
+    token_order,
+    whole_length,
+)
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.checks import check_flags, check_names
 from jax_kernels.ops.decode_attention import MOST_QUERIES, decode_attention
@@ -281,7 +289,9 @@ class MultiHeadAttention(nnx.Module):
             start = cache.length
         query, key, value = self._heads(x, start, positions)
         if self.mask is not None:
-            mask = self.mask if mask is None else self.mask & as_mask(mask)
+            length = whole_length(self.sequence_axis, x.shape[1]) if cache is None else x.shape[1]
+            lengths = (length, length if cache is None else cache.max_length)
+            mask = self.mask if mask is None else self.mask & as_mask(mask, *lengths)
         if cache is None:
             attend = self._attend if sequence_devices(self.sequence_axis) == 1 else self._attend_over_devices
             arguments = {} if segment_ids is None else {"segment_ids": segment_ids}
@@ -319,7 +329,8 @@ class MultiHeadAttention(nnx.Module):
     ) -> jax.Array:
         """As _attend, where devices share out the tokens."""
         assert self.sequence_axis is not None
-        mask = None if mask is None else as_mask(mask).unprepared
+        length = whole_length(self.sequence_axis, query.shape[1])
+        mask = None if mask is None else as_mask(mask, length, length).unprepared
         options: dict[str, Any] = {"axis": self.sequence_axis, "rules": self.rules, "mask": mask}
         return share_sequence(self._ring, query, key, value, segment_ids, **options)
 
@@ -404,8 +415,15 @@ def _parameter_dtypes() -> tuple[str, ...]:
     return (*DTYPES, "float64") if jax.config.jax_enable_x64 else DTYPES
 
 
-def as_mask(mask: jax.Array | masks.Mask) -> masks.Mask:
-    return mask if isinstance(mask, masks.Mask) else masks.dense(mask)
+def as_mask(mask: jax.Array | masks.Mask, q_length: int, kv_length: int) -> masks.Mask:
+    """A call's mask as a Mask. Raises TypeError or ValueError, naming `mask`, for an array that is none of the call."""
+    if isinstance(mask, masks.Mask):
+        return mask
+    dense = named_dense("mask", mask)
+    if dense.array.shape[2] not in (1, q_length) or dense.array.shape[3] not in (1, kv_length):
+        want = f"a shape broadcastable to [batch, heads, {q_length}, {kv_length}]"
+        raise ValueError(f"mask: got shape {mask.shape}, want {want}")
+    return dense
 
 
 def _check_positions(positions: jax.Array, batch: int, length: int) -> None:

@@ -73,10 +73,11 @@ class DynamicMaskAttention(MultiHeadAttention):
                 )
         steps = self.dt_proj(value.reshape(batch, kv_length, -1)).astype(jnp.float32)
         bias = jnp.exp(self.A[...].astype(jnp.float32) * jax.nn.softplus(steps)).swapaxes(1, 2)[:, :, None]
+        mask = None if mask is None else as_mask(mask, query.shape[1], kv_length)
         ids = arguments.pop("segment_ids", None)
         if ids is not None:  # as a mask, so that a document's keys compete among themselves
             of_documents = masks.segments(ids, ids)
-            mask = of_documents if mask is None else as_mask(mask) & of_documents
+            mask = of_documents if mask is None else mask & of_documents
         among = self._among(mask, arguments.get("kv_lengths"))
         keep = keys_of_largest_bias(
             bias,
@@ -100,14 +101,13 @@ class DynamicMaskAttention(MultiHeadAttention):
             "to keep are found among all tokens"
         )
 
-    def _among(self, mask: Any, kv_lengths: jax.Array | None) -> masks.Mask:
+    def _among(self, mask: masks.Mask | None, kv_lengths: jax.Array | None) -> masks.Mask:
         """The mask of the keys that compete for a query's attention."""
         among = masks.causal() if self.is_causal else masks.sliding_window(None, None)
         if kv_lengths is not None:
             among = among & masks.prefix(kv_lengths)
         if mask is None:
             return among
-        mask = as_mask(mask)
         if mask.heads not in (1, self.num_kv_heads):
             raise ValueError(f"mask: got {mask.heads} heads, want 1 or num_kv_heads={self.num_kv_heads}")
         return among & mask

@@ -282,6 +282,11 @@ def shares_sequence(axis: str | None) -> bool:
     return _kind(axis) == AxisType.Auto
 
 
+def whole_length(axis: str | None, length: int) -> int:
+    """The tokens of the sequence, where an array has `length` of them: inside shard_map it has those of a device."""
+    return length * sequence_devices(axis) if _kind(axis) == AxisType.Manual else length
+
+
 def token_order(axis: str, layout: str, length: int, what: str = "x") -> Any:
     """The tokens by their place in a layout: int32 [length], of the whole array, or inside shard_map of this device.
 
@@ -289,7 +294,7 @@ def token_order(axis: str, layout: str, length: int, what: str = "x") -> Any:
     """
     devices = sequence_devices(axis)
     is_local = _kind(axis) == AxisType.Manual
-    whole = length * devices if is_local else length
+    whole = whole_length(axis, length)
     multiple = devices * (2 if layout == "zigzag" else 1)
     if whole % multiple:
         raise ValueError(

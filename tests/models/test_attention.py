@@ -389,6 +389,22 @@ def test_options_are_checked_where_the_module_is_made(of, name):
         MODULES[of](WIDTH, 4, rngs=nnx.Rngs(0), **options)
 
 
+def test_a_bad_mask_of_a_call_is_named_beside_the_module_s():
+    attention = module(mask=masks.prefix(3))
+    cache = attention.init_cache(BATCH, 16)
+    for mask, arguments, message in [
+        (jnp.ones((1, 1, LENGTH, 9), bool), {}, "mask: got shape (1, 1, 11, 9), want a shape"),
+        (jnp.ones((LENGTH, LENGTH), bool), {"cache": cache}, "mask: got shape (11, 11), want a shape"),
+        (jnp.ones(LENGTH, bool), {}, "mask: got shape (11,), want [batch, heads, queries, keys]"),
+        (jnp.ones((LENGTH, LENGTH), jnp.int32), {}, "mask: got dtype int32, want bool"),
+        ("causal", {}, "mask: got str, want a bool array"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}"):
+            attention(inputs(), mask=mask, **arguments)
+    for length in (1, 16):
+        attention(inputs(), mask=jnp.ones((1, length), bool), cache=cache)
+
+
 def test_numbers_of_numpy_are_python_s():
     attention = module(rope_theta=np.float32(100), use_rotary=np.bool_(True))
     assert type(attention.rope_theta) is float

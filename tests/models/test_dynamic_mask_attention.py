@@ -147,6 +147,11 @@ def test_bad_arguments_are_named():
         module(keys_to_keep=2.0)
     with pytest.raises(ValueError, match="mask: got 4 heads, want 1 or num_kv_heads=2"):
         module()(inputs(), mask=jnp.ones((1, HEADS, LENGTH, LENGTH), bool))
+    short = jnp.ones((1, 1, LENGTH, LENGTH - 1), bool)
+    want = rf"^mask: got shape \(1, 1, {LENGTH}, {LENGTH - 1}\), want a shape broadcastable to "
+    for arguments in ({}, {"segment_ids": jnp.zeros((BATCH, LENGTH), jnp.int32)}):
+        with pytest.raises(ValueError, match=want):
+            module()(inputs(), mask=short, **arguments)
 
 
 def test_devices_do_not_share_the_tokens():

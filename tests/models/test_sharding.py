@@ -289,6 +289,25 @@ def test_a_mask_of_batch_entries_that_are_shared_out_is_refused():
         jax.eval_shape(lambda x: attention(x), x)
 
 
+@pytest.mark.parametrize("own", [None, masks.causal()], ids=["alone", "beside_the_module_s"])
+def test_a_call_s_mask_is_of_the_whole_sequence(own):
+    """Its shape is that of all tokens, also in a shard_map around the call, and an error names it."""
+    attention = MultiHeadAttention(8, 2, sequence_axis="sequence", mask=own, rngs=nnx.Rngs(0))
+    x = jax.ShapeDtypeStruct((2, 8, 8), jnp.float32)
+    mesh = AbstractMesh((2,), ("sequence",), (jax.sharding.AxisType.Auto,))
+    spec = P(None, "sequence")
+    for is_local in (False, True):
+        with jax.sharding.use_abstract_mesh(mesh):
+
+            def shape_of(mask, is_local=is_local):
+                call = lambda x: attention(x, mask=mask)
+                return jax.eval_shape(jax.shard_map(call, in_specs=spec, out_specs=spec) if is_local else call, x)
+
+            assert shape_of(jnp.ones((8, 8), bool)).shape == x.shape
+            with pytest.raises(ValueError, match=r"^mask: got shape \(4, 4\), want a shape broadcastable to .* 8, 8\]"):
+                shape_of(jnp.ones((4, 4), bool))
+
+
 def test_rules_are_data():
     rules = ShardingRules(axes=(("batch", ("data", "tensor")), ("tokens", ("tensor",))), parameters=())
     assert rules.spec(("batch", "tokens", None), (8, 8, 8), MESH) == P(("data", "tensor"), None, None)
