@@ -136,13 +136,13 @@ def _symbolic_size(x: Any) -> Any:
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     """The Plan of `op(*args, **kwargs)`, without running it. Arrays may be `jax.ShapeDtypeStruct`s.
 
-    op may be a functools.partial of an op. Raises what the call itself would raise for these arguments; TypeError where
-    `op` has no plan.
+    op may be a functools.partial of an op, or what compile_attention gives. Raises what the call itself would raise for
+    these arguments; TypeError where `op` has no plan.
     """
     if isinstance(op, functools.partial):
         return explain(op.func, *op.args, *args, **op.keywords | kwargs)
-    plan = getattr(op, "plan", None)
-    if plan is None:
+    plan = getattr(op, "plan_of_call", None) or getattr(op, "plan", None)
+    if not callable(plan):
         raise TypeError(f"op: got {op!r}, want an op of this library (flash_attention, ...)")
     return plan(*args, **kwargs)
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.export
@@ -177,6 +178,9 @@ def test_a_plan_without_blocks_names_none():
 def test_explain_of_something_else():
     with pytest.raises(TypeError, match=r"op: got .*, want an op of this library"):
         explain(jnp.matmul, 1, 2)
+    plan = attention_on("cpu")
+    with pytest.raises(TypeError, match="op: got namespace"):
+        explain(types.SimpleNamespace(plan=plan), 1, 2)
 
 
 def test_on_device_ends_with_its_block():

@@ -17,6 +17,7 @@ from jax_kernels.masks import checks
 from jax_kernels.masks.presets import PRESETS
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.prepare_mask import prepare_mask
+from jax_kernels.ops.checks import checked_array
 
 __all__ = ["CompiledAttention", "Speedup", "compile_attention"]
 
@@ -75,13 +76,24 @@ class CompiledAttention:
         self._attend = jax.jit(lambda mask, query, key, value: attend(query, key, value, mask=mask))
 
     def __call__(self, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        for (name, spec), x in zip(self.specs.items(), (query, key, value), strict=True):
+        return self._attend(self.prepared_mask, *self._checked(query, key, value))
+
+    def plan_of_call(self, query: Any, key: Any, value: Any) -> dispatch.Plan:
+        """The plan, for jax_kernels.explain. Raises what a call would."""
+        self._checked(query, key, value)
+        return self.plan
+
+    def _checked(self, *arrays: Any) -> list[Any]:
+        checked = []
+        for (name, spec), x in zip(self.specs.items(), arrays, strict=True):
+            x = checked_array(name, x, (spec.dtype,))
             if tuple(x.shape[1:]) != spec.shape[1:]:
                 sizes = ", ".join(map(str, spec.shape[1:]))
                 raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, {sizes}]")
             if x.dtype != spec.dtype:
                 raise TypeError(f"{name}: got dtype {x.dtype}, want {spec.dtype}")
-        return self._attend(self.prepared_mask, query, key, value)
+            checked.append(x)
+        return checked
 
     def measured_speedup(self, *, backward: bool = False, rounds: int = 5) -> Speedup:
         """How many times faster it is than flash_attention without a mask, both run now, in turns, on JAX's device.
@@ -178,6 +190,8 @@ def compile_attention(
         head_dim=checks.integer("head_dim", head_dim, 1),
         dtype=_dtype(dtype),
     )
+    if shape.num_heads % shape.num_kv_heads:
+        raise ValueError(f"num_kv_heads: got {shape.num_kv_heads}, want a divisor of num_heads {shape.num_heads}")
     if not isinstance(pattern, str | masks.Mask):
         raise TypeError(f"pattern: got {type(pattern).__name__}, want the name of a preset or a masks.Mask")
     if isinstance(pattern, masks.Mask) and options:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels import compile_attention, device_info, flash_attention, masks
+from jax_kernels import compile_attention, device_info, explain, flash_attention, masks
 from jax_kernels.dispatch import on_device
 from jax_kernels.ops.attention.compile_attention import CompiledAttention
 from jax_kernels.testing import rms_error
@@ -154,6 +154,11 @@ def test_a_reading_of_the_clock_is_of_one_call(monkeypatch):
     assert module._seconds(run, 4) == 0.5
 
 
+def test_explain_gives_the_plan():
+    attention = compile_attention("causal", 40, 16, **SHAPE)
+    assert explain(attention, *arrays()) is explain(attention, **attention.specs) is attention.plan
+
+
 def test_measured_speedup_runs():
     got = compile_attention("causal", 40, 16, **SHAPE).measured_speedup(rounds=2)
     assert got.speedup == got.dense_milliseconds / got.milliseconds > 0
@@ -181,7 +186,7 @@ BAD = {
     "heads": (
         lambda: compile_attention("causal", 40, 16, num_heads=4, num_kv_heads=3),
         ValueError,
-        "key: got 3 heads, want a divisor of query's 4 heads",
+        "num_kv_heads: got 3, want a divisor of num_heads 4",
     ),
     "dtype": (
         lambda: compile_attention("causal", 40, 16, dtype=jnp.int32),
@@ -203,6 +208,21 @@ BAD = {
     ),
     "shape": (
         lambda: compile_attention("causal", 41, 16, **SHAPE)(*arrays()),
+        ValueError,
+        "query: got shape (2, 40, 4, 16), want [batch, 41, 4, 16]",
+    ),
+    "no_array": (
+        lambda: compile_attention("causal", 40, 16, **SHAPE)(*arrays()[:2], None),
+        TypeError,
+        "value: got builtins.NoneType, want a jax.Array",
+    ),
+    "numpy_dtype": (
+        lambda: compile_attention("causal", 40, 16, **SHAPE)(*(np.asarray(x, np.float64) for x in arrays())),
+        TypeError,
+        "query: got dtype float64, want float32",
+    ),
+    "explained": (
+        lambda: explain(compile_attention("causal", 41, 16, **SHAPE), *arrays()),
         ValueError,
         "query: got shape (2, 40, 4, 16), want [batch, 41, 4, 16]",
     ),
