@@ -258,8 +258,11 @@ def _check(
     """Raises what dilated_attention documents for bad input."""
     if isinstance(segment_ids, tuple | list):
         raise TypeError("segment_ids: got a pair, want one int32 array [B, T]: queries and keys are the same tokens")
+    known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name != "cudnn")
+    if implementation == "cudnn":
+        reason = f"it serves no branch, whose log-sum-exp has a gradient; want one of {known}"
+        raise NotImplementedError(f"implementation='cudnn' cannot serve this dilated_attention: {reason}")
     if isinstance(implementation, str) and implementation not in IMPLEMENTATIONS:
-        known = ", ".join(repr(name) for name in IMPLEMENTATIONS if name != "cudnn")
         raise ValueError(f"implementation={implementation!r} is not known for dilated_attention; want one of {known}")
     request, inputs = check(
         query, key, value, is_causal=is_causal, return_lse=return_lse, scale=scale, deterministic=deterministic,

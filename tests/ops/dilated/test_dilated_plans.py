@@ -115,7 +115,11 @@ def test_explain():
         ({"is_causal": 1}, TypeError, "is_causal: got int, want a bool"),
         ({"segment_ids": (np.zeros((2, 20), np.int32),) * 2}, TypeError, "segment_ids: got a pair, want one"),
         ({"segment_ids": np.zeros((2, 9), np.int32)}, ValueError, "segment_ids: got shape (2, 9)"),
-        ({"implementation": "cudnn"}, NotImplementedError, "implementation='cudnn' cannot serve this"),
+        (
+            {"implementation": "cudnn"},
+            NotImplementedError,
+            "implementation='cudnn' cannot serve this dilated_attention: it serves no branch",
+        ),
         (
             {"implementation": "nope"},
             ValueError,
