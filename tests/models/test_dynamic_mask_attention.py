@@ -172,6 +172,7 @@ def exported(*sizes):
     return functools.partial(run, leaves), functools.partial(program.call, leaves)
 
 
+@pytest.mark.slow
 def test_exports_with_a_symbolic_batch():
     run, call = exported("batch", LENGTH, WIDTH)
     for rows in (1, BATCH):

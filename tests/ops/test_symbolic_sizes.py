@@ -129,7 +129,7 @@ def drawn(texts, sizes):
 
 
 @pytest.mark.parametrize(
-    "name", tiers.cases(WITH_ARRAYS, ["all", "dynamic_mask_of_key_heads", "decode", "top_k", "top_k_among"])
+    "name", tiers.cases(WITH_ARRAYS, ["all", "dynamic_mask_of_key_heads", "decode", "top_k_among"])
 )
 def test_arrays_of_scores_and_segments_have_symbolic_sizes(name):
     """Forward and gradients, for a batch and lengths of 1 as for longer ones."""
