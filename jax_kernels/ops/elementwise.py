@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kernels.score_mod.axes import called, constants_of
+
 __all__ = ["check_elementwise"]
 
 _ELEMENTWISE = {
@@ -47,15 +49,7 @@ class _Program:
 
     def called_by(self, equation: Any) -> "list[_Program]":
         """The programs that an equation calls."""
-        leaves = jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns"))
-        return [_Program.of(x) for x in leaves if hasattr(x, "eqns")]
-
-    def all_constants(self) -> Iterator[Any]:
-        """The arrays that it and the programs in it close over."""
-        yield from self.constants
-        for equation in self.code.eqns:
-            for inner in self.called_by(equation):
-                yield from inner.all_constants()
+        return [_Program.of(x) for x in called(equation)]
 
     def literals(self) -> Iterator[Any]:
         """The numbers that stand in it and in the programs in it."""
@@ -72,7 +66,7 @@ def check_elementwise(activation: Callable[[Any], Any]) -> None:
     if len(got) != 1 or got[0][0] != (2, 3) or not got[0][1].startswith(("float", "bfloat")):
         raise ValueError(f"activation: of float32 numbers [2, 3] it gives {got}, want as many floats")
     program = _Program.of(traced)
-    if any(isinstance(x, jax.core.Tracer) for x in program.all_constants()):
+    if any(isinstance(x, jax.core.Tracer) for x in constants_of(traced)):
         raise ValueError("activation: it closes over an array that JAX traces, want numbers or arrays that are known")
     if joins := sorted(_joins(program, [_MOVING])[0]):
         raise ValueError(f"activation: it has {', '.join(joins)}, want a function of each number alone")

@@ -1,11 +1,13 @@
 """Along which indices the numbers of a score_mod's program differ; of a query and a key, whether by q - k alone."""
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-__all__ = ["axes_of", "flat", "has_constants"]
+__all__ = ["axes_of", "called", "constants_of", "flat", "has_constants", "lifted"]
 
 INT32 = jnp.dtype(jnp.int32)
 WRAP = 1 << 32
@@ -54,18 +56,38 @@ class _Sum(NamedTuple):
 def flat(program: Jaxpr) -> Jaxpr:
     """The same program, with the equations of each jit in it in the place of that."""
     found: list[JaxprEqn] = []
-    outs = _inline(program, {x: x for x in program.invars}, found)
+    outs = _inline(program, {x: x for x in program.invars}, found, {})
     return program.replace(eqns=found, outvars=outs)
 
 
-def _inline(program: Jaxpr, known: dict[Any, Any], found: list[JaxprEqn]) -> list[Any]:
-    """The program's results. Its equations, of variables of their own, go into `found`; known: of its invars."""
+def lifted(closed: Any) -> tuple[tuple[Any, ...], Jaxpr]:
+    """(the arrays that a program closes over, the program as one of these arrays and its arguments).
+
+    Where a jitted function in it has arrays of its own, it is flat.
+    """
+    program, found = closed.jaxpr, list[JaxprEqn]()
+    arrays = dict(zip(program.constvars, closed.consts, strict=True))
+    if not any(has_constants(x) for equation in program.eqns for x in called(equation)):
+        return tuple(arrays.values()), program.replace(constvars=[], invars=[*arrays, *program.invars])
+    outs = _inline(program, {x: x for x in (*arrays, *program.invars)}, found, arrays)
+    flattened = program.replace(constvars=[], invars=[*arrays, *program.invars], eqns=found, outvars=outs)
+    return tuple(arrays.values()), flattened
+
+
+def _inline(program: Jaxpr, known: dict[Any, Any], found: list[JaxprEqn], arrays: dict[Any, Any]) -> list[Any]:
+    """The program's results. Its equations, of variables of their own, go into `found`; known: of its invars.
+
+    arrays: where those go that a jitted function closes over, by the variables that stand for them.
+    """
     atom = lambda x: x if isinstance(x, Literal) else known[x]
     equation: Any
     for equation in program.eqns:
         inputs, closed = [atom(x) for x in equation.invars], equation.params.get("jaxpr")
-        if str(equation.primitive) == "jit" and not closed.consts:
-            outs = _inline(closed.jaxpr, dict(zip(closed.jaxpr.invars, inputs, strict=True)), found)
+        if str(equation.primitive) == "jit":
+            own = [Var(x.aval) for x in closed.jaxpr.constvars]
+            arrays |= zip(own, closed.consts, strict=True)
+            inner = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*own, *inputs), strict=True))
+            outs = _inline(closed.jaxpr, inner, found, arrays)
         else:
             outs = [Var(x.aval) for x in equation.outvars]
             found.append(equation.replace(invars=inputs, outvars=outs))
@@ -74,11 +96,22 @@ def _inline(program: Jaxpr, known: dict[Any, Any], found: list[JaxprEqn]) -> lis
 
 
 def has_constants(program: Any) -> bool:
-    """Whether a program, or one that it calls, closes over arrays. JAX lets a jitted function keep its own."""
-    if getattr(program, "consts", ()):
-        return True
-    parameters = (x for equation in program.eqns for x in equation.params.values())
-    return any(has_constants(x) for x in parameters if isinstance(x, Jaxpr | ClosedJaxpr))
+    """Whether a program, or one that it calls, closes over arrays."""
+    return any(True for _ in constants_of(program))
+
+
+def constants_of(program: Any) -> Iterator[Any]:
+    """The arrays that a program closes over, and those that it calls. JAX lets a jitted function keep its own."""
+    yield from getattr(program, "consts", ())
+    for equation in program.eqns:
+        for inner in called(equation):
+            yield from constants_of(inner)
+
+
+def called(equation: Any) -> list[Any]:
+    """The programs that an equation calls."""
+    is_program = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    return [x for x in jax.tree.leaves(list(equation.params.values()), is_leaf=is_program) if is_program(x)]
 
 
 def axes_of(program: Jaxpr, names: dict[Any, str]) -> dict[Any, frozenset[str]]:

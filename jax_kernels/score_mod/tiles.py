@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from jax_kernels.score_mod.axes import axes_of, flat
+from jax_kernels.score_mod.axes import axes_of, called, flat
 from jax_kernels.score_mod.trace import ScoreMod, evaluated
 
 __all__ = ["TRITON_ELEMENTWISE", "TileMod", "primitives", "split", "why_not"]
@@ -145,9 +145,8 @@ def primitives(equations: Any) -> Iterator[str]:
     """The names of the primitives of a program, also of those that it calls."""
     for equation in equations:
         yield str(equation.primitive)
-        for parameter in equation.params.values():
-            if isinstance(parameter, Jaxpr | ClosedJaxpr):
-                yield from primitives(parameter.eqns)
+        for program in called(equation):
+            yield from primitives(program.eqns)
 
 
 def _leading_to(variables: Any, equations: Any, known: set[Any]) -> list[Any]:

@@ -4,11 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from jax_kernels.masks.mask import node, static
-from jax_kernels.score_mod.axes import flat, has_constants
+from jax_kernels.score_mod.axes import flat, lifted
 from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["ScoreMod", "evaluated", "moving", "trace", "with_moving"]
@@ -88,46 +87,15 @@ def evaluated(program: Any, arguments: tuple[Any, ...]) -> Any:
 
     for equation in program.eqns:
         given = [value(x) for x in equation.invars]
-        found = given if str(equation.primitive) in ("pcast", "pvary") else _bound(equation, given)
+        if str(equation.primitive) in ("pcast", "pvary"):
+            found: Any = given
+        else:
+            params = equation.primitive.get_bind_params(equation.params)
+            functions, params = params if isinstance(params, tuple) else ((), params)  # with JAX 0.11, a pair
+            found = equation.primitive.bind(*functions, *given, **params)
+        found = found if equation.primitive.multiple_results or found is given else [found]
         known |= dict(zip(equation.outvars, as_varying(found, axes), strict=True))
     return value(program.outvars[0])
-
-
-def _bound(equation: Any, given: list[Any]) -> list[Any]:
-    """The results of an equation."""
-    params = equation.primitive.get_bind_params(equation.params)
-    functions, params = params if isinstance(params, tuple) else ((), params)  # with JAX 0.11, a pair
-    found = equation.primitive.bind(*functions, *given, **params)
-    return found if equation.primitive.multiple_results else [found]
-
-
-def _lifted(program: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program, whose own constants are also those of the jitted functions in it."""
-    if not any(map(has_constants, _jitted(program.jaxpr))):
-        return program
-    run = lambda *arguments: _inlined(program, arguments)
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in program.in_avals))
-
-
-def _jitted(program: Any) -> list[Any]:
-    return [x.params["jaxpr"] for x in program.eqns if str(x.primitive) == "jit"]
-
-
-def _inlined(closed: Any, arguments: Any) -> list[Any]:
-    """The results of a program, whose jitted functions run as part of it."""
-    program = closed.jaxpr
-    known = dict(zip((*program.constvars, *program.invars), (*closed.consts, *arguments), strict=True))
-
-    def value(x: Any) -> Any:
-        of_literal: Any = x.aval
-        return np.asarray(x.val, of_literal.dtype) if isinstance(x, Literal) else known[x]  # stays a literal
-
-    for equation in program.eqns:
-        given = [value(x) for x in equation.invars]
-        is_jitted = str(equation.primitive) == "jit"
-        found = _inlined(equation.params["jaxpr"], given) if is_jitted else _bound(equation, given)
-        known |= dict(zip(equation.outvars, found, strict=True))
-    return [value(x) for x in program.outvars]
 
 
 def trace(function: Any) -> ScoreMod:
@@ -147,6 +115,4 @@ def trace(function: Any) -> ScoreMod:
         raise ValueError(f"score_mod: got shape {result.shape} from it for scalars, {_WANT}")
     if result.dtype != jnp.float32:
         raise TypeError(f"score_mod: got dtype {result.dtype} from it, {_WANT}")
-    program = _lifted(program)
-    jaxpr = program.jaxpr
-    return ScoreMod(tuple(program.consts), jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]))
+    return ScoreMod(*lifted(program))
