@@ -408,7 +408,7 @@ class GatedMLP(torch.nn.Module):
         """x: [..., in_features]. residual: like x, added last; under autocast as in bridge.matmul."""
         gate, up = self.gate_proj, self.up_proj
         is_few = [isinstance(layer.weight, QuantizedTensor) for layer in (gate, up, self.down_proj)]
-        if not any(is_few) and gate.precision in (None, "fp32", "tf32"):
+        if not any(is_few) and gate.precision in mlp_ops.PRECISIONS:
             return mlp(
                 x,
                 up.weight,

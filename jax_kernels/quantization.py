@@ -159,18 +159,19 @@ def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype:
     if group_size is not None and (type(group_size) is not int or group_size not in sizes):
         want = f"None or one of {', '.join(map(str, sizes))}" if sizes else "None"
         raise ValueError(f"group_size: got {group_size!r} with format {format!r}, want {want}")
-    if scale_dtype is not None and (is_mx or not _is_dtype(scale_dtype, jnp.float32, jnp.bfloat16)):
+    if scale_dtype is not None and (is_mx or _dtype(scale_dtype) not in (jnp.float32, jnp.bfloat16)):
         want = "None" if is_mx else "float32, bfloat16 or None"
         raise ValueError(f"scale_dtype: got {scale_dtype} with format {format!r}, want {want}")
     group = low_bit.MX_BLOCK if is_mx else None if scaling == "row" else group_size or 128
     return LowBit(format=format, group=group)
 
 
-def _is_dtype(dtype: Any, *wanted: Any) -> bool:
+def _dtype(dtype: Any) -> Any:
+    """The dtype; None for what is none."""
     try:
-        return jnp.dtype(dtype) in wanted
+        return jnp.dtype(dtype)
     except TypeError:
-        return False
+        return None
 
 
 def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> QuantizedArray:
@@ -216,11 +217,8 @@ def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:
 
 def _check_float(dtype: Any) -> None:
     """Raises TypeError."""
-    try:
-        is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:
-        is_float = False
-    if not is_float:
+    found = _dtype(dtype)
+    if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"dtype: got {dtype}, want a float dtype")
 
 

@@ -14,13 +14,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-__all__ = ["check_folder", "digests", "manager", "read_run", "read_state"]
+__all__ = ["check_folder", "digests", "file_in_the_way", "manager", "read_run", "read_state"]
+
+
+def file_in_the_way(folder: Path) -> Path | None:
+    """A file that stands in the place of a folder, or of one around it; None where there is none."""
+    found = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    return None if found is None or found.is_dir() else found
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ValueError where a file stands in the place of a folder, or of one around it."""
-    found = next((path for path in (folder, *folder.parents) if path.exists()), None)
-    if found is not None and not found.is_dir():
+    """Raises ValueError for a folder with a file in the way."""
+    if (found := file_in_the_way(folder)) is not None:
         raise ValueError(f"folder: got {folder}, want a folder: {found} is a file")
 
 

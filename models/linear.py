@@ -10,7 +10,7 @@ from jax_kernels.models.config import check_scaling
 from jax_kernels.models.delayed_scaling import check_fp8_scaling, delayed_scale, empty_history
 from jax_kernels.ops.checks import checked_array
 from jax_kernels.ops.matmul import matmul as ops
-from jax_kernels.ops.matmul.mlp import mlp
+from jax_kernels.ops.matmul import mlp as mlp_op
 
 __all__ = ["GatedMLP", "Linear"]
 
@@ -131,9 +131,6 @@ def _promoted(module: nnx.Linear, x: jax.Array, *others: Any) -> Any:
     return x, *others
 
 
-_PRECISIONS = (None, "fp32", "tf32")  # of the op mlp
-
-
 def _check_options(options: dict[str, Any], precision: Any) -> None:
     """Raises ValueError for what a GatedMLP would not heed."""
     if options.get("use_bias"):
@@ -193,11 +190,11 @@ class GatedMLP(nnx.Module):
         of = self.gate_proj
         weights = self.gate_proj.kernel[...], self.up_proj.kernel[...]
         x, gate, up = _promoted(of, x, *weights)
-        if of.precision in _PRECISIONS:
+        if of.precision in mlp_op.PRECISIONS:
             down = self.down_proj.kernel[...].astype(x.dtype)
             residual = _residual(of, residual, x.dtype)
             wide = residual if residual is not None and residual.dtype != x.dtype else None  # mlp has no out_dtype
-            out = mlp(
+            out = mlp_op.mlp(
                 x,
                 up,
                 down,

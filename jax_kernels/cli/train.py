@@ -68,6 +68,7 @@ def train(
     gradient is not finite; 2 for a wrong option.
     """
     from jax_kernels.cli import train_run
+    from jax_kernels.models.checkpoints import file_in_the_way
 
     settings: dict[str, Any] = {
         "documents": documents,
@@ -105,8 +106,7 @@ def train(
         raise typer.BadParameter(f"got {seq_len} with --attention dilated, want 4 or more", param_hint="--seq-len")
     if not math.isfinite(learning_rate):
         raise typer.BadParameter(f"got {learning_rate}, want a finite number", param_hint="--learning-rate")
-    found = next((path for path in (out, *out.parents) if path.exists()), None)
-    if found is not None and not found.is_dir():
+    if (found := file_in_the_way(out)) is not None:
         raise typer.BadParameter(f"{found} is not a folder", param_hint="--out")
     try:
         train_run.run(axes, text, out, attention=attention, settings=settings, model=model, processes=processes)

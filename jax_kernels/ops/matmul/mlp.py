@@ -20,9 +20,11 @@ from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, under_defaults
 from jax_kernels.quantization import QuantizedArray
 from jax_kernels.varying import as_varying, varying_axes
 
-__all__ = ["MLP", "RESIDUALS", "check", "mlp"]
+__all__ = ["MLP", "PRECISIONS", "RESIDUALS", "check", "mlp"]
 
 RESIDUALS = "mlp_gate", "mlp_up"  # names for policies of jax.checkpoint: the first products, before the activation
+
+PRECISIONS = (None, "fp32", "tf32")  # those of gated_matmul and matmul that mlp has, too
 
 MLP = PlannedOp("mlp", GATED.implementations, GATED.order)
 
