@@ -178,6 +178,7 @@ def dilate(*tensors, **options):
     return bridge.dilated_attention(*tensors, segment_lengths=(8,), dilation_rates=(1,), **options)
 
 
+EIGHT_BITS = torch.ones(16, 16).to(torch.float8_e4m3fn)
 # (a call of tensors, an argument that is taken, one that equals it and is not).
 EQUAL = [
     *[(bridge.flash_attention, {name: True}, {name: 1}) for name in ("is_causal", "return_lse", "deterministic")],
@@ -186,6 +187,7 @@ EQUAL = [
     (lambda *x, **options: bridge.flash_attention(*x, mask=MASK, **options), {"is_causal": True}, {"is_causal": 1}),
     *[(dilate, {name: True}, {name: 1}) for name in ("is_causal", "return_lse", "stop_gradient_weights")],
     (dilate, {"scale": 1}, {"scale": True}),
+    (lambda *x, **options: bridge.matmul(EIGHT_BITS, EIGHT_BITS, **options), {"x_scale": 1}, {"x_scale": True}),
     (lambda q, *x, **options: bridge.layer_norm(q, **options), {"eps": 1.0}, {"eps": True}),
     (lambda q, *x, **options: bridge.decode_attention(q[:, :1].contiguous(), *x, **options), {"scale": 1},
      {"scale": True}),
