@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import torch
 from jax._src import core
 
-from jax_kernels.bridge import fork, private
+from jax_kernels.bridge import private
 from jax_kernels.bridge.held import Held
 from jax_kernels.bridge.lent import Lender
 
@@ -232,10 +232,8 @@ def copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[jax.Ar
 def read_by(function: Callable[..., Any], tensors: Sequence[torch.Tensor], device: torch.device) -> Any:
     """The results of a JAX function of the tensors: a pytree of arrays, none of which shares the tensors' memory.
 
-    Work that PyTorch's current stream does on the tensors later waits until JAX has read them. Raises RuntimeError in a
-    forked process.
+    Work that PyTorch's current stream does on the tensors later waits until JAX has read them.
     """
-    fork.refuse()
     refuse_capture(device)
     with torch._C._DisableFuncTorch():  # a transform that is active would wrap what is made of the tensors here
         arrays, owners = import_tensors(tensors, device)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import torch
 
-from jax_kernels.bridge import dlpack, library
+from jax_kernels.bridge import dlpack, fork, library
 from jax_kernels.bridge.once import fresh_name
 from jax_kernels.masks import Mask, checks
 
@@ -243,7 +243,8 @@ def found(name: str) -> Operands | KeptOperands:
 def on_device(mask: Mask, device: torch.device) -> Mask:
     """The mask with its arrays on the device: the mask itself if they are there, else a copy.
 
-    jax.Arrays are copied once. NumPy arrays and tensors may change, and are copied each time.
+    jax.Arrays are copied once. NumPy arrays and tensors may change, and are copied each time. A forked process raises
+    RuntimeError where it would have to copy.
     """
     if device.type == "meta":
         return mask
@@ -253,10 +254,12 @@ def on_device(mask: Mask, device: torch.device) -> Mask:
         raise TypeError(
             "mask: got a Mask whose arrays JAX traces, want known ones; in jax.jit, call jax_kernels itself"
         )
-    if not all(isinstance(x, jax.Array) for x in leaves):
-        return jax.tree.map(functools.partial(_leaf, device), mask)
-    if all(x.devices() == {target} for x in leaves):
+    is_whole = all(isinstance(x, jax.Array) for x in leaves)
+    if is_whole and all(x.devices() == {target} for x in leaves):
         return mask
+    fork.refuse()  # a forked process waits for ever for a copy
+    if not is_whole:
+        return jax.tree.map(functools.partial(_leaf, device), mask)
     with _LOCK:
         copies = _MOVED.setdefault(mask, {})
         if target not in copies:

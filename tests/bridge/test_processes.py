@@ -101,9 +101,12 @@ import numpy as np
 import torch
 from jax_kernels import bridge
 from jax_kernels.bridge import masks
+from jax_kernels.masks.arrays import Segments
 
 double = bridge.from_jax(lambda x: x * 2)
 ids, keep = torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, 8, 8, dtype=torch.bool)
+heads = torch.ones(1, 8, 2, 16)
+of_tensors, of_numpy = Segments(ids, ids), Segments(ids.numpy(), ids.numpy())
 linear, flax = bridge.nn.Linear(4, 4), {"kernel": np.ones((4, 4), np.float32)}
 CALLS = {
     "from_jax": lambda: double(torch.ones(3)),
@@ -111,6 +114,8 @@ CALLS = {
     "dense": lambda: masks.dense(keep),
     "top_k_blocks": lambda: masks.top_k_blocks(torch.rand(1, 1, 2, 2), 1, block_size=4),
     "dense of NumPy": lambda: masks.dense(keep.numpy()),
+    "a Mask of NumPy": lambda: bridge.flash_attention(heads, heads, heads, mask=of_numpy),
+    "a Mask of tensors": lambda: bridge.flash_attention(heads, heads, heads, mask=of_tensors),
     "to_flax": lambda: bridge.weights.to_flax(linear),
     "from_flax": lambda: bridge.weights.from_flax(flax),
 }
@@ -135,7 +140,7 @@ def test_a_forked_process_raises_where_jax_had_started(when):
     command = [sys.executable, "-W", "ignore", "-c", FORKED, when]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     lines = done.stdout.splitlines()
-    assert len(lines) == 7, done
+    assert len(lines) == 9, done
     for line in lines:
         if when == "started":
             assert "which was forked" in line, done
