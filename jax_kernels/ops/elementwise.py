@@ -13,19 +13,18 @@ from jax_kernels.score_mod.axes import called, constants_of
 
 __all__ = ["check_elementwise"]
 
+# Those that give numbers another shape join none, and nothing here takes a number back out of a larger array.
 _ELEMENTWISE = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e",
-    "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "clz", "complex", "conj", "convert_element_type",
-    "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
-    "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to",
-    "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg",
-    "nextafter", "not", "one_minus_square", "optimization_barrier", "or", "polygamma", "population_count", "pow",
-    "pvary", "random_gamma_grad", "real", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt",
-    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
-    "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
+    "bessel_i1e", "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex", "conj",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc",
+    "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow",
+    "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mul",
+    "mulhi", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "optimization_barrier", "or", "polygamma",
+    "population_count", "pow", "pvary", "random_gamma_grad", "real", "reduce_precision", "regularized_incomplete_beta",
+    "rem", "reshape", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+    "sign", "sin", "sinh", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "xor", "zeta",
 }  # fmt: skip
-# These may add or drop axes of length 1.
-_SHAPING = {"broadcast_in_dim", "reshape", "squeeze"}
 # The caller's own code, into which JAX does not look.
 _OPAQUE = {"debug_callback", "debug_print", "ffi_call", "io_callback", "pallas_call", "pure_callback"}
 
@@ -101,7 +100,7 @@ def _joins_of(program: _Program, equation: Any, given: list[str]) -> tuple[set[s
     name, sizes = equation.primitive.name, [x.aval.size for x in equation.outvars]
     moving = [_MOVING] * len(sizes)
     if _MOVING not in given:
-        is_one = name in _ELEMENTWISE | _SHAPING and _PLACED not in given
+        is_one = name in _ELEMENTWISE and _PLACED not in given
         return set(), [_ONE if is_one or size == 1 else _PLACED for size in sizes]
     if name in _OPAQUE:
         return set(), moving
@@ -109,8 +108,6 @@ def _joins_of(program: _Program, equation: Any, given: list[str]) -> tuple[set[s
         return set().union(*(_joins(x, _arguments(equation, x.code, given))[0] for x in called)), moving
     if name == "gather":  # by numbers, of a table
         return (set() if given[0] != _MOVING else {name}), moving
-    if name in _SHAPING:
-        return (set() if sizes == [equation.invars[0].aval.size] else {name}), moving
     if name in _ELEMENTWISE:
         return ({f"{name} with an array"} if _PLACED in given else set()), moving
     return {name}, moving

@@ -310,3 +310,10 @@ def test_top_k_by_search(dtype, keys, k, monkeypatch):
     want = masks.top_k(x, k).to_dense(6, keys)
     monkeypatch.setattr(masks_largest, "SEARCH_FROM", 0)
     np.testing.assert_array_equal(masks.top_k(x, k).to_dense(6, keys), want)
+
+
+def test_the_search_takes_rows_of_fewer_than_k():
+    """A row's length may be a symbol, which tells nothing of k."""
+    bias = jnp.asarray([[1.0, -jnp.inf, 2.0], [-jnp.inf] * 3, [3.0, 3.0, 0.0]])
+    got = masks_largest._by_search(bias, 5, 31)
+    np.testing.assert_array_equal(got, [[True, False, True], [False] * 3, [True] * 3])

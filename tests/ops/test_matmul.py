@@ -14,8 +14,10 @@ import pytest
 from jax_kernels import explain, gated_matmul, matmul, mlp
 from jax_kernels import testing_matmul as matmul_cases
 from jax_kernels.dispatch import on_device
-from jax_kernels.ops.activations import ACTIVATIONS
-from jax_kernels.ops.matmul import table
+from jax_kernels.ops import planned_op
+from jax_kernels.ops.activations import ACTIVATIONS, derivative_of
+from jax_kernels.ops.attention import vjp
+from jax_kernels.ops.matmul import gradients, table
 
 
 @pytest.mark.parametrize("name", matmul_cases.CASES)
@@ -84,6 +86,8 @@ def test_functions_are_not_kept():
     jax.clear_caches()
     gc.collect()
     assert [of_one() for of_one in kept] == [None] * 3
+    for of_calls in (gradients._batched, planned_op.batched, vjp._batched, vjp._batched_together, derivative_of):
+        assert of_calls.cache_info().maxsize is not None, "kernels' calls are kept, so many and no more"
 
 
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
