@@ -16,8 +16,8 @@ SPEC is field=value for the fields of `Spec`; quote nothing, 1 and 0 are the boo
      "error": null}                           # or the last lines of the traceback, with what ptxas said
 
 spill_stores, spill_loads, stack and shared_memory are bytes (shared memory: the dynamic part, per block); notes are
-ptxas' C75xx lines (C7510, C7514, C7519: products in flight that it serialised). Of kernels of one name, the figures
-are the worst of them.
+ptxas' C75xx lines (C7510, C7514, C7519: products in flight that it serialised). A Mosaic kernel has "unseen_zeros",
+too: see _unseen_zeros. Of kernels of one name, the figures are the worst of them.
 
 From Python, `compile_spec(gpu, Spec(...))` gives the same dictionary, and `compile_script` what another script compiles
 by `lower_and_compile`; every compile is a process of its own, since an instruction that the architecture lacks can
@@ -329,6 +329,26 @@ def _read_log(log: str) -> dict[str, dict[str, Any]]:
     return kernels
 
 
+def _unseen_zeros(ptx: str) -> int:
+    """How many products start from accumulators of zeros that are set in front of a branch, of a wait for example.
+
+    ptxas looks for such zeros in the product's own basic block. There it tells the tensor cores to start anew; else it
+    writes a zero to each register.
+    """
+    copy = re.compile(r"\s*mov\.b32\s+%\w+, (%\w+);")
+    found, run, source, is_behind = 0, 0, "", False
+    for line in ptx.splitlines():
+        if copied := copy.match(line):
+            run = run + 1 if copied[1] == source else 1
+            source, is_behind = copied[1], False
+        elif "wgmma.mma_async" in line:
+            found += run >= 32 and is_behind
+            run = 0
+        elif re.search(r"\bbra\b|^\$L\w+:", line):
+            is_behind = True
+    return found
+
+
 def _read_dump(folder: Path) -> dict[str, dict[str, Any]]:
     """Every Mosaic kernel: Mosaic calls ptxas itself, and keeps what it said next to the resources it planned."""
     kernels: dict[str, dict[str, Any]] = {}
@@ -336,7 +356,9 @@ def _read_dump(folder: Path) -> dict[str, dict[str, Any]]:
         log = path.read_text()
         resources = path.with_suffix(".resources.txt")
         found = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources.exists() else None
-        _merge(kernels, _figures(log, int(found[1]) if found else 0, _notes(log)))
+        figures = _figures(log, int(found[1]) if found else 0, _notes(log))
+        zeros = _unseen_zeros(path.with_suffix(".ptx").read_text())
+        _merge(kernels, {name: of_kernel | {"unseen_zeros": zeros} for name, of_kernel in figures.items()})
     return kernels
 
 

@@ -45,10 +45,12 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
     def slot_of(i):
         return lax.rem(nth * traits.fills + i, jnp.int32(traits.stages))
 
+    def wait(i):
+        plgpu.barrier_wait(smem.ready.at[kernel.barrier_of(slot_of(i), nth)])
+
     def multiply(accs, i):
         """acc += x w of a step, for each 64 rows and each w."""
         slot, halves = slot_of(i), [pl.ds(traits.first_row(wg, half), ROWS) for half in range(traits.halves)]
-        plgpu.barrier_wait(smem.ready.at[kernel.barrier_of(slot, nth)])
         for half, mine in enumerate(halves):
             x = smem.x.at[slot, :, mine].T if traits.options.transpose_x else smem.x.at[slot, mine]
             for acc, w in zip(accs[half * len(operands) :], operands, strict=False):
@@ -56,6 +58,7 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
 
     def sums(*accs):
         def step(i, _):
+            wait(i)
             multiply(accs, i)
             plgpu.wgmma_wait(len(accs))
             plgpu.barrier_arrive(smem.free.at[slot_of(i - 1)])  # its products have ended
@@ -67,6 +70,7 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
         plgpu.barrier_arrive(smem.free.at[slot_of(traits.steps - 1)])
         return results, bias
 
+    wait(0)
     found, bias = pl.run_scoped(sums, *[plgpu.ACC((ROWS, columns))] * (traits.halves * len(operands)))
     if traits.is_joined:
         both = [[x[:, : traits.block_n], x[:, traits.block_n :]] for x in found]
@@ -130,18 +134,26 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sum
         return lax.rem(nth * traits.k_steps + i, jnp.int32(traits.stages))
 
     def product(first, count, part):
-        """x w of `count` steps from the step `first` on."""
+        """x w of `count` steps from the step `first` on.
+
+        The first wait is in front of the accumulators. Behind it ptxas sees that they are zeros, and writes none.
+        """
+
+        def multiply(acc, slot):
+            w = part.smem.at[slot, pl.ds(part.first, traits.promoted)]
+            plgpu.wgmma(acc, smem.x.at[slot, pl.ds(wg * ROWS, ROWS)], w.T)
 
         def run(acc):
-            for i in range(count):
+            multiply(acc, slot_of(first))
+            for i in range(1, count):
                 slot = slot_of(first + i)
                 plgpu.barrier_wait(part.ready.at[slot])
-                w = part.smem.at[slot, pl.ds(part.first, traits.promoted)]
-                plgpu.wgmma(acc, smem.x.at[slot, pl.ds(wg * ROWS, ROWS)], w.T)
+                multiply(acc, slot)
             sums = acc[...]
             zeros_stay()
             return sums
 
+        plgpu.barrier_wait(part.ready.at[slot_of(first)])
         return pl.run_scoped(run, plgpu.ACC((ROWS, traits.promoted)))
 
     def factor(i, part):
