@@ -6,7 +6,8 @@ Kinds: "plain"; "epilogue", which has a bias and gelu by tanh; "gated", silu(x W
 product back to the width of x, not among the defaults. Peers: XLA, torch (cuBLAS,
 with the epilogue in operators of its own) and torch.compile; of 16 bits QuACK, where it is installed, and of plain
 products the example that comes with JAX; of fp8, torch._scaled_mm with and without fast sums. QuACK compiles its
-epilogues only where its wheels and those of the CuTe DSL lie in a folder named site-packages.
+epilogues only where its wheels and those of the CuTe DSL lie in a folder named site-packages. Beside scales of blocks
+the Hopper kernel is timed with scales of tensors, too.
 --with-gradients times the forward and the gradients of all arrays. --sweep times other blocks of the Hopper kernel
 instead, as "block_n,stages,rows_together,promoted_steps,cluster,compute_wgs", and --sweep-triton those of the Triton
 kernel, as "block_m,block_n,block_k,num_warps,num_stages,rows_together,split_steps"; or those that differ from the block
@@ -312,12 +313,12 @@ def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list
     with gpu_among_others():
         wanted = jax.block_until_ready(ours(case, sets, "xla")(0))
 
-    def add(name: str, framework: str, build: Callable[[], Callable[[int], Any]], plan: str = "") -> None:
+    def add(name: str, framework: str, build: Callable[[], Callable[[int], Any]], is_judged: bool = True) -> None:
         contender = Contender(name, framework)
         found.append(contender)
         with contender.attempt():
-            output = contender.begin(build, plan)
-            if framework == "jax":
+            output = contender.begin(build)
+            if framework == "jax" and is_judged:
                 with gpu_alone():
                     contender.judge(_error(output, wanted), "xla")
 
@@ -329,6 +330,9 @@ def contenders_of(case: Case, sets: list[Any], args: argparse.Namespace) -> list
                 add(part, "jax", lambda name=implementation, blocks=blocks: ours(case, sets, name, blocks))
     for name in () if args.sweep or args.sweep_triton else args.implementations:
         add(name, "jax", lambda name=name: ours(case, sets, name))
+    if case.scaling == "block" and "mosaic_gpu" in args.implementations:
+        of_tensors = dataclasses.replace(case, scaling="tensor")  # whose operands are rounded to other numbers
+        add("scales of tensors", "jax", lambda: ours(of_tensors, of_tensors.arrays(), "mosaic_gpu"), is_judged=False)
     for name in ("torch", "torch.compile"):
         if name in args.peers:
             told = {"torch": "_scaled_mm", "torch.compile": "_scaled_mm fast"}[name] if case.dtype == "fp8" else name

@@ -62,6 +62,23 @@ def test_runs(tmp_path, monkeypatch, without_gpu, has_gradients):
         assert row["speed_ratios"]["torch"] > 0
 
 
+def test_scales_of_blocks_stand_beside_those_of_tensors(tmp_path, monkeypatch, without_gpu):
+    monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
+    built, ours = [], benchmark.ours
+
+    def recorded(case, sets, name):
+        built.append((name, case.scaling, sets[0][0].scale.shape))
+        return ours(case, sets, name)
+
+    monkeypatch.setattr(benchmark, "ours", recorded)
+    output = tmp_path / "matmul.json"
+    words = "--shapes 128,256,128 --timer host --kinds plain --dtype fp8 --scaling block --implementations mosaic_gpu"
+    assert benchmark.main([*words.split(), "--peers", "", "--output", str(output)]) == 0
+    (row,) = json.loads(output.read_text())["rows"]
+    assert [c["name"] for c in row["contenders"]] == ["mosaic_gpu", "scales of tensors"]
+    assert built == [("xla", "block", (1, 1)), ("mosaic_gpu", "block", (1, 1)), ("mosaic_gpu", "tensor", ())]
+
+
 def test_a_sweep_without_a_gpu(tmp_path, monkeypatch, without_gpu):
     monkeypatch.setattr(benchmark, "prepare_process", lambda: None)
     output = tmp_path / "matmul.json"
