@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.matmul.work_tiles import banded
-from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, row_mask
+from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, iota
 
 
 class Sums(NamedTuple):
@@ -110,11 +110,15 @@ class Traits:
 
 
 class Span(NamedTuple):
-    """A part of an axis: `size` numbers from `start`, a traced number, on. length: of the axis."""
+    """A part of an axis: `size` numbers from `start`, a traced number, on.
+
+    length: of the axis. block: the blocks that the axis is cut into, of which this is a part; None: of `size`.
+    """
 
     start: Any
     size: int
     length: int
+    block: int | None = None
 
     @property
     def slice(self) -> Any:
@@ -122,8 +126,9 @@ class Span(NamedTuple):
 
     @property
     def exists(self) -> jax.Array | None:
-        """Which of them the axis has, [size] bool; None where all do."""
-        return row_mask(self.start, self.size, self.length)
+        """Which of them the axis has, [size] bool; None where all blocks lie within it."""
+        is_whole = self.length % (self.block or self.size) == 0
+        return None if is_whole else self.start + iota(self.size) < self.length
 
 
 class Part(NamedTuple):
@@ -142,9 +147,10 @@ class Part(NamedTuple):
 
     def parts(self, columns: int) -> list["Part"]:
         """The same in parts of so many columns, at most."""
-        size = min(columns, self.columns.size)
-        starts = [self.columns.start + start for start in range(0, self.columns.size, size)]
-        return [self._replace(columns=self.columns._replace(start=start, size=size)) for start in starts]
+        whole = self.columns
+        size = min(columns, whole.size)
+        part = whole._replace(size=size, block=whole.block or whole.size)
+        return [self._replace(columns=part._replace(start=whole.start + start)) for start in range(0, whole.size, size)]
 
     def load(self, ref: Any, *leading: Any) -> jax.Array:
         """[rows, columns] in the array's dtype, 0 where nothing exists. leading: where in the axes before them."""

@@ -1,0 +1,69 @@
+"""Triton kernels in the interpreter, held to their arrays: what passes an array's end gives NaN.
+
+The interpreter moves such a load or store to where the array has room, or leaves it out. A GPU reads and writes the
+memory behind the array, which is the next row, or another array.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Within it, kernels that are traced anew have checked loads and stores. Those of whole refs are not looked at.
+
+    A store that passes an end makes all of its array NaN, as the interpreter may leave out what it stores.
+    """
+    load, store = plgpu.load, plgpu.store
+
+    def checked_load(view: Any, *, mask: Any = None, **rest: Any) -> jax.Array:
+        return _nan_where(_passes(view, mask), load(view, mask=mask, **rest))
+
+    def checked_store(view: Any, x: jax.Array, *, mask: Any = None, **rest: Any) -> None:
+        store(view, x, mask=mask, **rest)
+        if hasattr(view, "transforms"):
+            view.ref[...] = _nan_where(jnp.any(_passes(view, mask)), view.ref[...])
+
+    jax.clear_caches()
+    with mock.patch.object(plgpu, "load", checked_load), mock.patch.object(plgpu, "store", checked_store):
+        yield
+    jax.clear_caches()
+
+
+def _nan_where(where: jax.Array, x: jax.Array) -> jax.Array:
+    """Of integers the least one."""
+    wrong = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    return jnp.where(where, jnp.asarray(wrong, x.dtype), x)
+
+
+def _passes(view: Any, mask: Any) -> jax.Array:
+    """Which numbers of a view the mask keeps, though they lie outside of the array."""
+    if not hasattr(view, "transforms"):  # a whole ref
+        return jnp.zeros((), bool)
+    *outer, last = view.transforms
+    passes = jnp.zeros(view.shape, bool)
+    for indexer in outer:
+        for place, size in zip(indexer.indices, indexer.shape, strict=True):
+            passes = passes | jnp.any(_outside(place, size))
+    axis = 0
+    for place, size in zip(last.indices, last.shape, strict=True):
+        outside = _outside(place, size)
+        if outside.ndim:
+            outside = outside.reshape([-1 if i == axis else 1 for i in range(len(view.shape))])
+            axis += 1
+        passes = passes | outside
+    return passes if mask is None else passes & mask
+
+
+def _outside(place: Any, size: int) -> jax.Array:
+    """Which of the places along an axis of so many do not exist: a scalar of one place, [count] of a slice."""
+    if hasattr(place, "start"):
+        place = place.start + jnp.arange(place.size) * place.stride
+    place = jnp.asarray(place)
+    return (place < 0) | (place >= size)
