@@ -27,9 +27,12 @@ def attention_decode(
     capacity = key.shape[1] * (1 if block_tables is None else block_tables.shape[1])
     tiles = pl.cdiv(group * q_length, decode_kernel.TILE)
     rows = tiles * decode_kernel.TILE
+    packed = group * q_length
+    if packed > decode_kernel.COPIED_ROWS:
+        packed = -(-packed // decode_kernel.COPIED_ROWS) * decode_kernel.COPIED_ROWS
     blocks = decode.most_blocks(capacity, q_length, left, config.block_kv)
     arrays = decode_kernel.Arrays(
-        query=decode.pack(query, kv_heads, group * q_length),
+        query=decode.pack(query, kv_heads, packed),
         key=key,
         value=value,
         lengths=kv_lengths,

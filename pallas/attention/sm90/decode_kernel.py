@@ -23,6 +23,7 @@ from jax_kernels.pallas.mosaic.launch import launch
 from jax_kernels.pallas.mosaic.layouts import ROW, SWIZZLED, SWIZZLED_F32, WGMMA
 
 TILE = 64  # rows of a tile, as wgmma has them
+COPIED_ROWS = 8  # a copy takes fewer rows, or whole groups of so many: the atoms of its swizzle
 # Columns of the output that are staged at a time: all of them, in float32, would take a block's shared memory.
 OUT_COLUMNS = 64
 # Registers per thread where there are three warpgroups: two have enough as it is.
@@ -95,7 +96,7 @@ class Plan:
     @property
     def stored_rows(self) -> int:
         """Rows of a tile that are stored: whole swizzle atoms; the others are no queries."""
-        return TILE if self.tiles > 1 else -(-self.group * self.q_length // 8) * 8
+        return TILE if self.tiles > 1 else -(-self.group * self.q_length // COPIED_ROWS) * COPIED_ROWS
 
     @property
     def out_dtype(self) -> Any:
