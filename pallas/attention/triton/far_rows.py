@@ -8,6 +8,7 @@ which owns several tiles of keys, then several of queries. It visits every tile 
 made for it alone would pay.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -112,6 +113,8 @@ def _added(
         ins["kv_ids"] = kv_ids, pl.BlockSpec((None, kv_rows), lambda i, h, b: (b, 0))
     batch, kv_heads = far.shape
     splits = max(1, min(programs // (batch * kv_heads), call.q_blocks, call.kv_blocks))
+    # With more stages Triton takes too much shared memory where there is one block of keys.
+    config = dataclasses.replace(config, num_stages=1)
     dquery, dkey, dvalue = run(
         _kernel,
         call,

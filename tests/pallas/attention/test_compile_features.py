@@ -116,6 +116,16 @@ def test_features_in_mosaic(case):
         assert figures["spill_stores"] + figures["spill_loads"] <= allowed, (name, figures)
 
 
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+def test_one_block_of_keys_beside_a_bias():
+    """Triton, which takes the rows far from 0, unrolls a loop over one block: it has to fit in shared memory, too."""
+    spec = aot.Spec(implementation="mosaic_gpu", bias="bhts", q_length=320, kv_length=40)
+    report = aot.compile_spec("h200", spec)
+    assert report["error"] is None
+    assert report["kernels"]["attention_far_rows_triton"]["shared_memory"] <= 232448
+
+
 # Persistent CTAs of the backward, and the bytes they may spill: with segments an address that a step reads again.
 FORWARD = "AttentionForwardSm90(2, 128, 2, share_q_out=True)"
 NARROW = "AttentionBackwardSm90(128, heads_together=4, persistent=True, v_stages=2)"
