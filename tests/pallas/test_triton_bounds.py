@@ -95,7 +95,7 @@ def test_products_by_few_bits_end_where_their_arrays_do(format, monkeypatch):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", ["load", "store"])
 def test_the_check_sees_what_passes_an_end(kind, masked, size):
-    """Of 96 numbers in blocks of 64 the last block passes the end, in blocks of 48 none."""
+    """The last block of 64 passes the end of 96 numbers; no block of 48 does."""
 
     def kernel(x, out):
         places = pl.ds(pl.program_id(0) * size, size)

@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """Within it, kernels that are traced anew have checked loads and stores. Those of whole refs are not looked at.
+    """A context in which kernels that are traced anew have checked loads and stores, but for those of whole refs.
 
     A store that passes an end makes all of its array NaN, as the interpreter may leave out what it stores.
     """
@@ -37,13 +37,13 @@ def strict() -> Iterator[None]:
 
 
 def _nan_where(where: jax.Array, x: jax.Array) -> jax.Array:
-    """Of integers the least one."""
+    """x with NaN in these places, or with the least integer."""
     wrong = jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
     return jnp.where(where, jnp.asarray(wrong, x.dtype), x)
 
 
 def _passes(view: Any, mask: Any) -> jax.Array:
-    """Which numbers of a view the mask keeps, though they lie outside of the array."""
+    """The numbers of a view that its mask keeps though they lie outside of the array, as bools."""
     if not hasattr(view, "transforms"):  # a whole ref
         return jnp.zeros((), bool)
     *outer, last = view.transforms
@@ -62,7 +62,7 @@ def _passes(view: Any, mask: Any) -> jax.Array:
 
 
 def _outside(place: Any, size: int) -> jax.Array:
-    """Which of the places along an axis of so many do not exist: a scalar of one place, [count] of a slice."""
+    """Whether places along an axis of `size` numbers do not exist: a bool, or [count] of them for a slice."""
     if hasattr(place, "start"):
         place = place.start + jnp.arange(place.size) * place.stride
     place = jnp.asarray(place)
