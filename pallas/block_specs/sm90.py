@@ -70,8 +70,8 @@ WIDE = MatmulSm90(block_n=192, stages=4, rows_together=8, pingpong=True, wg_rows
 # 1.527 for 1.563 at 8192 x 8192 x 8192 with an epilogue, 0.785 for 0.770 at 16384 x 4096 x 4096.
 MATMUL = (
     # 8192 x 8192 x 8192 on an H100: 0.823 ms with promoted_steps 2, 0.911 with 1. Before products started without
-    # zeros, on an H200: 0.831, 1.009, 0.922 with block_n 128, 0.874 with rows_together 16; 0.997 with three warpgroups of
-    # 128 columns, promoted_steps 1 and a cluster of 2.
+    # zeros, on an H200: 0.831, 1.009, 0.922 with block_n 128, 0.874 with rows_together 16; 0.997 with three
+    # warpgroups of 128 columns, promoted_steps 1 and a cluster of 2.
     MatmulRow(
         implementation="mosaic_gpu",
         columns=None,
