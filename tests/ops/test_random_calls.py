@@ -1,0 +1,78 @@
+"""Random calls: a GPU's kernels give what XLA gives in float32, and every GPU's compile.
+
+JAX_KERNELS_EXAMPLES=200 draws that many calls of each kind. A call is drawn again by its number::
+
+    JAX_KERNELS_EXAMPLES=200 python -m pytest -m gpu tests/ops/test_random_calls.py -n 12
+"""
+
+import os
+
+import aot
+import forked
+import jax
+import pytest
+import random_calls
+
+EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", range(EXAMPLES or 6))
+@pytest.mark.parametrize("kind", random_calls.KINDS)
+def test_a_gpu_agrees_with_xla_in_float32(kind, number):
+    random_calls.check(random_calls.drawn(kind, number))
+    jax.clear_caches()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", random_calls.KINDS)
+def test_the_calls_themselves_are_right(kind):
+    """By XLA, in their own dtype."""
+    random_calls.check(random_calls.drawn(kind, 1))
+
+
+def test_an_error_is_found():
+    call = random_calls.drawn("norms", 1)
+    wrong = random_calls.dataclasses.replace(
+        call, run=lambda arrays, **how: {name: x if how else 1.1 * x for name, x in call.run(arrays, **how).items()}
+    )
+    with pytest.raises(AssertionError, match="d_scale"):
+        random_calls.check(wrong)
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+@pytest.mark.parametrize(
+    ("kind", "gpu"),
+    [
+        (kind, gpu)
+        for kind in random_calls.KINDS
+        for gpu in ("h200", "a100", "rtx4090")
+        if (kind, gpu) != ("eight_bits", "a100")  # which has no such products
+    ],
+)
+def test_they_compile(kind, gpu):
+    """In a process of its own, as an instruction that the architecture lacks can end it."""
+    numbers = range(EXAMPLES or 6)
+    done = forked.run(__file__, kind, gpu, *map(str, numbers), env={}, timeout=aot.TIMEOUT + 20 * EXAMPLES)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == [str(number) for number in numbers]
+
+
+def main(kind: str, gpu: str, *numbers: str) -> None:
+    for number in numbers:
+        call = random_calls.drawn(kind, int(number))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call.given(call.dtype))
+        try:
+            aot.lower_and_compile(gpu, call.run, shapes)
+        except Exception as error:
+            raise RuntimeError(f"{kind} {number}: {call.options}") from error
+        print(number, flush=True)
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(*sys.argv[1:])
