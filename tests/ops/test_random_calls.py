@@ -28,7 +28,7 @@ def test_a_gpu_agrees_with_xla_in_float32(kind, number):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", random_calls.KINDS)
 def test_the_calls_themselves_are_right(kind):
-    """By XLA, in their own dtype."""
+    """XLA gives the same in their own dtype."""
     random_calls.check(random_calls.drawn(kind, 1))
 
 
@@ -54,7 +54,7 @@ def test_an_error_is_found():
     ],
 )
 def test_they_compile(kind, gpu):
-    """In a process of its own, as an instruction that the architecture lacks can end it."""
+    """Each kind has a process of its own, as an instruction that the architecture lacks can end it."""
     numbers = range(EXAMPLES or 6)
     done = forked.run(__file__, kind, gpu, *map(str, numbers), env={}, timeout=aot.TIMEOUT + 20 * EXAMPLES)
     assert done.returncode == 0, done.stderr[-3000:]
