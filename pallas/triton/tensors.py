@@ -33,9 +33,12 @@ def iota(size: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, (size,), 0)
 
 
-def row_mask(start: Any, rows: int, length: Any) -> jax.Array | None:
-    """Which rows from `start` exist; None where all do: length is None, or whole blocks of them."""
-    if length is None or (isinstance(length, int) and length % rows == 0):
+def row_mask(start: Any, rows: int, length: Any, block: int | None = None) -> jax.Array | None:
+    """Which rows from `start` exist; None where all do: length is None, or whole blocks of rows.
+
+    block: the rows of a block, of which these are a part; None: `rows`.
+    """
+    if length is None or (isinstance(length, int) and length % (block or rows) == 0):
         return None
     return start + iota(rows) < length
 

@@ -25,11 +25,11 @@ def attention_decode(
     kv_heads, group = key.shape[2], heads // key.shape[2]
     page_size = None if block_tables is None else key.shape[1]
     capacity = key.shape[1] * (1 if block_tables is None else block_tables.shape[1])
-    tiles = pl.cdiv(group * q_length, decode_kernel.TILE)
+    queries = group * q_length
+    tiles = pl.cdiv(queries, decode_kernel.TILE)
     rows = tiles * decode_kernel.TILE
-    packed = group * q_length
-    if packed > decode_kernel.COPIED_ROWS:
-        packed = -(-packed // decode_kernel.COPIED_ROWS) * decode_kernel.COPIED_ROWS
+    # Fewer than a copy's rows need no pass that pads them.
+    packed = queries if queries <= decode_kernel.COPIED_ROWS else decode_kernel.copied_rows(queries)
     blocks = decode.most_blocks(capacity, q_length, left, config.block_kv)
     arrays = decode_kernel.Arrays(
         query=decode.pack(query, kv_heads, packed),

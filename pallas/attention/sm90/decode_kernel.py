@@ -30,6 +30,11 @@ OUT_COLUMNS = 64
 COMPUTE_REGISTERS, MEMORY_REGISTERS = 208, 80
 
 
+def copied_rows(count: int) -> int:
+    """So many rows, and what is missing to whole groups of COPIED_ROWS."""
+    return pl.cdiv(count, COPIED_ROWS) * COPIED_ROWS
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arrays:
@@ -96,7 +101,7 @@ class Plan:
     @property
     def stored_rows(self) -> int:
         """Rows of a tile that are stored: whole swizzle atoms; the others are no queries."""
-        return TILE if self.tiles > 1 else -(-self.group * self.q_length // COPIED_ROWS) * COPIED_ROWS
+        return TILE if self.tiles > 1 else copied_rows(self.group * self.q_length)
 
     @property
     def out_dtype(self) -> Any:

@@ -70,7 +70,7 @@ def plain_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sums]:
         plgpu.barrier_arrive(smem.free.at[slot_of(traits.steps - 1)])
         return results, bias
 
-    wait(0)
+    wait(0)  # in front of the accumulators, as in promoted_sums
     found, bias = pl.run_scoped(sums, *[plgpu.ACC((ROWS, columns))] * (traits.halves * len(operands)))
     if traits.is_joined:
         both = [[x[:, : traits.block_n], x[:, traits.block_n :]] for x in found]

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.pallas.block_specs.matmul_specs import MatmulTriton
 from jax_kernels.pallas.matmul.work_tiles import banded
-from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, iota
+from jax_kernels.pallas.triton.tensors import SMALLEST, both, fit, row_mask
 
 
 class Sums(NamedTuple):
@@ -127,8 +127,7 @@ class Span(NamedTuple):
     @property
     def exists(self) -> jax.Array | None:
         """Which of them the axis has, [size] bool; None where all blocks lie within it."""
-        is_whole = self.length % (self.block or self.size) == 0
-        return None if is_whole else self.start + iota(self.size) < self.length
+        return row_mask(self.start, self.size, self.length, self.block)
 
 
 class Part(NamedTuple):
