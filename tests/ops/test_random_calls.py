@@ -5,6 +5,7 @@ JAX_KERNELS_EXAMPLES=200 draws that many calls of each kind. A call is drawn aga
     JAX_KERNELS_EXAMPLES=200 python -m pytest -m gpu tests/ops/test_random_calls.py -n 12
 """
 
+import dataclasses
 import os
 
 import aot
@@ -34,7 +35,7 @@ def test_the_calls_themselves_are_right(kind):
 
 def test_an_error_is_found():
     call = random_calls.drawn("norms", 1)
-    wrong = random_calls.dataclasses.replace(
+    wrong = dataclasses.replace(
         call, run=lambda arrays, **how: {name: x if how else 1.1 * x for name, x in call.run(arrays, **how).items()}
     )
     with pytest.raises(AssertionError, match="d_scale"):

@@ -67,7 +67,7 @@ CALLS = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", tiers.cases(CALLS, ["tiles", "few_rows", "gated", "mlp", "layer_norm"]))
 def test_no_kernel_passes_the_end_of_an_array(name, monkeypatch):
-    """Also of the gradients."""
+    """The kernels of the gradients are held to it, too."""
     op, arrays, options = CALLS[name]
     if op is not layer_norm and op is not rms_norm:
         arrays = jax.tree.map(lambda x: x.astype(jnp.float16), arrays)
