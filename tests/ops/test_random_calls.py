@@ -13,6 +13,7 @@ import forked
 import jax
 import pytest
 import random_calls
+import random_draws
 
 EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
 
@@ -22,7 +23,7 @@ EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
 @pytest.mark.parametrize("number", range(EXAMPLES or 6))
 @pytest.mark.parametrize("kind", random_calls.KINDS)
 def test_a_gpu_agrees_with_xla_in_float32(kind, number):
-    random_calls.check(random_calls.drawn(kind, number))
+    random_draws.check(random_calls.drawn(kind, number))
     jax.clear_caches()
 
 
@@ -30,7 +31,7 @@ def test_a_gpu_agrees_with_xla_in_float32(kind, number):
 @pytest.mark.parametrize("kind", random_calls.KINDS)
 def test_the_calls_themselves_are_right(kind):
     """XLA gives the same in their own dtype."""
-    random_calls.check(random_calls.drawn(kind, 1))
+    random_draws.check(random_calls.drawn(kind, 1))
 
 
 def test_an_error_is_found():
@@ -39,7 +40,7 @@ def test_an_error_is_found():
         call, run=lambda arrays, **how: {name: x if how else 1.1 * x for name, x in call.run(arrays, **how).items()}
     )
     with pytest.raises(AssertionError, match="d_scale"):
-        random_calls.check(wrong)
+        random_draws.check(wrong)
 
 
 @pytest.mark.compile

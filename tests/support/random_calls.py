@@ -1,124 +1,29 @@
-"""Calls of the ops with sizes and options drawn at random, each with the same call by XLA in float32.
+"""Calls of the ops with sizes and options drawn at random."""
 
-The sizes are those that kernels get wrong: one past a block, a multiple of a part of a block, a single row.
-"""
-
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from random_draws import TOLERANCE, Arrays, Call, Draw, differentiated
 
 from jax_kernels import (
     decode_attention,
     dequantize,
+    dilated_attention,
+    dynamic_mask_attention,
     flash_attention,
+    flash_attention_fp8,
     gated_matmul,
     layer_norm,
     masks,
     matmul,
     mlp,
     quantize,
+    quantize_fp8,
     rms_norm,
 )
-
-Arrays = Mapping[str, Any]
-# Root mean square of an error, of that of the right numbers; gradients have twice as much.
-TOLERANCE = {"bfloat16": 0.015, "float16": 0.004, "float32": 1e-4}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
-    """A call of an op.
-
-    run(arrays, **how) gives results by name; how: implementation, and precision where the op has one. arrays: float32
-    numbers that `dtype` holds exactly, and integers and bools. keeps: the names of float arrays that are float32 in any
-    call. options: what the call was drawn as, for messages.
-    """
-
-    run: Callable[..., Mapping[str, jax.Array]]
-    arrays: Arrays
-    dtype: str
-    options: Arrays
-    keeps: frozenset[str] = frozenset()
-    has_precision: bool = True
-    tolerance: float | None = None
-
-    def given(self, dtype: str) -> dict[str, jax.Array]:
-        """The arrays in a dtype."""
-        is_cast = lambda name, x: x.dtype == np.float32 and name not in self.keeps
-        return {name: jnp.asarray(x, dtype if is_cast(name, x) else x.dtype) for name, x in self.arrays.items()}
-
-    def results(self) -> Mapping[str, jax.Array]:
-        """Those of the implementation that dispatch takes."""
-        return jax.jit(self.run)(self.given(self.dtype))
-
-    def wanted(self) -> Mapping[str, jax.Array]:
-        """Those of XLA in float32."""
-        how = {"implementation": "xla"} | ({"precision": "fp32"} if self.has_precision else {})
-        with jax.default_matmul_precision("highest"):
-            return jax.jit(lambda arrays: self.run(arrays, **how))(self.given("float32"))
-
-
-def check(call: Call) -> None:
-    """Asserts that the call's results are those of XLA in float32, to the roundings of its dtype."""
-    got, want = call.results(), call.wanted()
-    for name, right in want.items():
-        x, right = (np.asarray(y).astype(np.float64) for y in (got[name], right))
-        assert x.shape == right.shape, (name, call.options)
-        assert (np.isfinite(x) == np.isfinite(right)).all(), (name, call.options)
-        where = np.isfinite(right)
-        if not where.any():
-            continue
-        size = np.sqrt(np.square(right[where]).mean())
-        error = np.sqrt(np.square(x[where] - right[where]).mean()) / max(size, 1.0 if name == "lse" else 1e-3)
-        allowed = (call.tolerance or TOLERANCE[call.dtype]) * (2 if name.startswith("d_") else 1)
-        assert error <= allowed, (name, error, allowed, call.options)
-
-
-class Draw:
-    """Random choices. The same seed draws the same call."""
-
-    def __init__(self, *seed: int):
-        self.random = np.random.default_rng(seed)
-
-    def one(self, *choices: Any) -> Any:
-        return choices[self.random.integers(len(choices))]
-
-    def chance(self, probability: float) -> bool:
-        return bool(self.random.random() < probability)
-
-    def integer(self, low: int, high: int) -> int:
-        return int(self.random.integers(low, high))
-
-    def size(self) -> int:
-        """The length of an axis, 1 to 1279."""
-        blocks = 64 * self.integer(1, 20)
-        return self.one(
-            self.integer(1, 40), self.integer(40, 300), 8 * self.integer(1, 130), blocks, blocks + 1, 128, 256
-        )
-
-    def normal(self, *shape: int, dtype: str = "float32") -> np.ndarray:
-        """Normal numbers that a dtype holds, in float32."""
-        x = self.random.standard_normal(shape, np.float32)
-        return np.asarray(jnp.asarray(x, dtype), np.float32)
-
-
-def differentiated(function: Callable[..., Any], names: list[str]) -> Callable[..., Mapping[str, jax.Array]]:
-    """run for Call: the results of function(arrays, **how), and as d_name gradients of the arrays of these names."""
-
-    def run(arrays: Arrays, **how: Any) -> Mapping[str, jax.Array]:
-        rest = {name: x for name, x in arrays.items() if name not in names}
-        results, vjp = jax.vjp(lambda moved: function(rest | moved, **how), {name: arrays[name] for name in names})
-        # -0.75 to 1.25, which every dtype holds. They do not cancel in a sum over rows.
-        cotangent = lambda x: ((jnp.arange(x.size) * 7 % 17 - 6) / 8).reshape(x.shape).astype(x.dtype)
-        cotangents = jax.tree.map(cotangent, results)
-        return results | {f"d_{name}": x for name, x in vjp(cotangents)[0].items()}
-
-    return run
-
 
 SCORE_MODS: dict[str, Callable[..., Any]] = {
     "distance": lambda s, b, h, q, k: s - 0.05 * (h + 1) * jnp.abs(q - k),
@@ -290,6 +195,15 @@ def decoding(draw: Draw) -> Call:
     if draw.chance(0.2):
         arrays["mask"] = draw.random.random((batch, 1, 1, keys)) < 0.8
     options = {"window": draw.one(None, None, draw.integer(1, 300)), "softcap": draw.one(None, None, 20.0)}
+    if draw.chance(0.3):
+        size = draw.one(16, 64, 128)
+        pages = -(-keys // size)
+        # The last pages belong to no sequence.
+        arrays |= {name: normal(batch * pages + 3, size, kv_heads, head_dim) for name in ("key", "value")}
+        arrays["block_tables"] = draw.random.permutation(batch * pages).reshape(batch, pages).astype(np.int32)
+        arrays.setdefault("kv_lengths", np.full(batch, keys, np.int32))
+        if "mask" in arrays:
+            arrays["mask"] = draw.random.random((batch, 1, 1, pages * size)) < 0.8
 
     def run(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
         out, lse = decode_attention(**given, **options, return_lse=True, **how)
@@ -306,12 +220,145 @@ def decoding(draw: Draw) -> Call:
     )
 
 
+def dilated(draw: Draw) -> Call:
+    """A forward and the gradients of dilated_attention."""
+    batch, kv_heads, length = draw.integer(1, 3), draw.integer(1, 4), draw.size()
+    heads, head_dim = kv_heads * draw.one(1, 1, 2, 4), draw.one(64, 128, 32, 96, 256, 40)
+    dtype, groups = draw.one("bfloat16", "bfloat16", "float16", "float32"), draw.chance(0.3)
+    normal = lambda *shape: draw.normal(*shape, dtype=dtype)
+    count = draw.integer(1, (min(4, heads + 1) if groups else 4))
+    lengths = [draw.one(draw.integer(1, 2 * length + 1), 64, 128, 256, length) for _ in range(count)]
+    options = {
+        "segment_lengths": lengths,
+        "dilation_rates": [min(draw.one(1, 1, 2, 3, 4, 8), size) for size in lengths],
+        "is_causal": draw.chance(0.5),
+        "order": draw.one(None, None, None, "hilbert"),
+        "scale": draw.one(None, None, 0.05),
+        "deterministic": draw.one(None, None, True),
+    }
+    if draw.chance(0.2):
+        options["layout"] = "partition"
+        options["segment_lengths"] = [max(size // count, 8) for size in lengths]
+    else:
+        options |= {"heads": "groups" if groups else "all", "combine": draw.one("lse", "lse", "mean")}
+        options["stop_gradient_weights"] = options["combine"] == "lse" and draw.chance(0.3)
+    arrays = {
+        "query": normal(batch, length, heads, head_dim),
+        "key": normal(batch, length, kv_heads, head_dim),
+        "value": normal(batch, length, kv_heads, draw.one(head_dim, head_dim, 64)),
+    }
+    moved = list(arrays)
+    if draw.chance(0.2):
+        arrays["segment_ids"] = np.sort(draw.random.integers(-1, 4, (batch, length))).astype(np.int32)
+
+    def forward(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
+        out, lse = dilated_attention(**given, **options, return_lse=True, **how)
+        return {"out": out, "lse": lse}
+
+    sizes = {name: x.shape for name, x in arrays.items()}
+    run = differentiated(forward, moved)
+    return Call(run=run, arrays=arrays, dtype=dtype, options=sizes | options | {"dtype": dtype})
+
+
+def dynamic(draw: Draw) -> Call:
+    """A forward and the gradients of dynamic_mask_attention: the keys of the largest bias, or a mask of any heads."""
+    batch, kv_heads, length, keys = draw.integer(1, 4), draw.integer(1, 4), draw.size(), draw.size()
+    heads, head_dim = kv_heads * draw.one(1, 2, 4), draw.one(64, 128, 32, 96, 256)
+    dtype = draw.one("bfloat16", "bfloat16", "float16", "float32")
+    normal = lambda *shape: draw.normal(*shape, dtype=dtype)
+    arrays = {
+        "query": normal(batch, length, heads, head_dim),
+        "key": normal(batch, keys, kv_heads, head_dim),
+        "value": normal(batch, keys, kv_heads, head_dim),
+        "bias": normal(batch, draw.one(1, kv_heads, heads), draw.one(1, length), keys),
+    }
+    moved, kept = list(arrays), draw.one(None, draw.integer(1, keys + 1))
+    if kept is None:
+        arrays["mask"] = draw.random.random((batch, draw.one(1, kv_heads, heads), length, keys)) < draw.one(0.05, 0.5)
+    options = {"is_causal": draw.chance(0.4), "q_offset": draw.one(0, keys - length), "softcap": draw.one(None, 20.0)}
+
+    def forward(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
+        # The bias has the same numbers in every dtype, so the same keys are kept.
+        mask = given.get("mask", masks.top_k(given["bias"], kept, q_length=length) if kept else None)
+        out, lse = dynamic_mask_attention(**given | {"mask": mask}, **options, return_lse=True, **how)
+        return {"out": out, "lse": lse}
+
+    sizes = {name: x.shape for name, x in arrays.items()}
+    run = differentiated(forward, moved)
+    return Call(run=run, arrays=arrays, dtype=dtype, options=sizes | options | {"dtype": dtype, "kept": kept})
+
+
+def attention_of_eight_bits(draw: Draw) -> Call:
+    """A forward of flash_attention_fp8."""
+    batch, kv_heads, length, keys = draw.integer(1, 4), draw.integer(1, 4), draw.size(), draw.size()
+    heads, head_dim = kv_heads * draw.one(1, 2, 4), draw.one(64, 128, 32, 96, 256, 16, 192)
+    arrays = {
+        "query": draw.normal(batch, length, heads, head_dim),
+        "key": draw.normal(batch, keys, kv_heads, head_dim),
+        "value": draw.normal(batch, keys, kv_heads, draw.one(head_dim, 64)),
+    }
+    if draw.chance(0.3):
+        arrays["kv_lengths"] = draw.random.integers(0, keys + 1, batch).astype(np.int32)
+    options = {"is_causal": draw.chance(0.5), "q_offset": draw.one(0, keys - length), "scale": draw.one(None, 0.05)}
+
+    def run(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
+        rest, scales = dict(given), {}
+        for name in ("query", "key", "value"):
+            rest[name], scales[f"{name[0]}_scale"] = quantize_fp8(given[name], axis=(1, 3))
+        out, lse = flash_attention_fp8(**rest, **scales, **options, return_lse=True, **how)
+        return {"out": out, "lse": lse}
+
+    return Call(
+        run=run,
+        arrays=arrays,
+        dtype="bfloat16",
+        keeps=frozenset(arrays),
+        has_precision=False,
+        tolerance=0.05,
+        options={name: x.shape for name, x in arrays.items()} | options,
+    )
+
+
+def few_bits(draw: Draw) -> Call:
+    """A product with weights of 4 or 8 bits, and its gradients of x; by XLA of what they stand for."""
+    format, transpose_w, is_gated = draw.one("int8", "int4", "mxfp8", "mxfp4"), draw.chance(0.5), draw.chance(0.3)
+    m, n, k = draw.one(1, 16, draw.size()), draw.size(), 128 * draw.integer(1, 12)
+    dtype, activation = draw.one("bfloat16", "float16"), draw.one(*ACTIVATIONS)
+    layout: dict[str, Any] = {"axis": -1 if transpose_w else -2}
+    if format in ("int8", "int4"):
+        layout |= draw.one({}, {"group_size": 32}, {"group_size": 64}, {"scaling": "row"})
+    shape = (n, k) if transpose_w else (k, n)
+    arrays = {"x": draw.normal(m, k, dtype=dtype)}
+    weights = ["w_gate", "w_up"] if is_gated else ["w"]
+    arrays |= {name: draw.normal(*shape) / np.float32(k**0.5) for name in weights}
+
+    def forward(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
+        rounded = [quantize(given[name], format, **layout) for name in weights]
+        operands = [dequantize(w) for w in rounded] if how else rounded
+        options = {"transpose_w": transpose_w, "activation": activation}
+        return {"out": (gated_matmul if is_gated else matmul)(given["x"], *operands, **options, **how)}
+
+    return Call(
+        run=differentiated(forward, ["x"]),
+        arrays=arrays,
+        dtype=dtype,
+        keeps=frozenset(weights),
+        options={"m": m, "n": n, "k": k, "format": format, "is_gated": is_gated, "dtype": dtype, "f": activation}
+        | layout
+        | {"transpose_w": transpose_w},
+    )
+
+
 KINDS: dict[str, Callable[[Draw], Call]] = {
     "attention": attention,
     "products": products,
     "eight_bits": eight_bits,
     "norms": norms,
     "decoding": decoding,
+    "dilated": dilated,
+    "dynamic": dynamic,
+    "attention_of_eight_bits": attention_of_eight_bits,
+    "few_bits": few_bits,
 }
 
 

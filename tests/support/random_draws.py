@@ -1,0 +1,107 @@
+"""A call of an op beside the same call by XLA in float32, and random choices of what it is given."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Arrays = Mapping[str, Any]
+# Root mean square of an error, of that of the right numbers; gradients have twice as much.
+TOLERANCE = {"bfloat16": 0.015, "float16": 0.004, "float32": 1e-4}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call of an op.
+
+    run(arrays, **how) gives results by name; how: implementation, and precision where the op has one. arrays: float32
+    numbers that `dtype` holds exactly, and integers and bools. keeps: the names of float arrays that are float32 in any
+    call. options: what the call was drawn as, for messages.
+    """
+
+    run: Callable[..., Mapping[str, jax.Array]]
+    arrays: Arrays
+    dtype: str
+    options: Arrays
+    keeps: frozenset[str] = frozenset()
+    has_precision: bool = True
+    tolerance: float | None = None
+
+    def given(self, dtype: str) -> dict[str, jax.Array]:
+        """The arrays in a dtype."""
+        is_cast = lambda name, x: x.dtype == np.float32 and name not in self.keeps
+        return {name: jnp.asarray(x, dtype if is_cast(name, x) else x.dtype) for name, x in self.arrays.items()}
+
+    def results(self) -> Mapping[str, jax.Array]:
+        """Those of the implementation that dispatch takes."""
+        return jax.jit(self.run)(self.given(self.dtype))
+
+    def wanted(self) -> Mapping[str, jax.Array]:
+        """Those of XLA in float32."""
+        how = {"implementation": "xla"} | ({"precision": "fp32"} if self.has_precision else {})
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(lambda arrays: self.run(arrays, **how))(self.given("float32"))
+
+
+def check(call: Call) -> None:
+    """Asserts that the call's results are those of XLA in float32, to the roundings of its dtype."""
+    got, want = call.results(), call.wanted()
+    for name, right in want.items():
+        x, right = (np.asarray(y).astype(np.float64) for y in (got[name], right))
+        assert x.shape == right.shape, (name, call.options)
+        assert (np.isfinite(x) == np.isfinite(right)).all(), (name, call.options)
+        where = np.isfinite(right)
+        if not where.any():
+            continue
+        size = np.sqrt(np.square(right[where]).mean())
+        error = np.sqrt(np.square(x[where] - right[where]).mean()) / max(size, 1.0 if name == "lse" else 1e-3)
+        allowed = (call.tolerance or TOLERANCE[call.dtype]) * (2 if name.startswith("d_") else 1)
+        assert error <= allowed, (name, error, allowed, call.options)
+
+
+class Draw:
+    """Random choices. The same seed draws the same call.
+
+    The sizes are those that kernels get wrong: one past a block, a multiple of a part of a block, a single row.
+    """
+
+    def __init__(self, *seed: int):
+        self.random = np.random.default_rng(seed)
+
+    def one(self, *choices: Any) -> Any:
+        return choices[self.random.integers(len(choices))]
+
+    def chance(self, probability: float) -> bool:
+        return bool(self.random.random() < probability)
+
+    def integer(self, low: int, high: int) -> int:
+        return int(self.random.integers(low, high))
+
+    def size(self) -> int:
+        """The length of an axis, 1 to 1279."""
+        blocks = 64 * self.integer(1, 20)
+        return self.one(
+            self.integer(1, 40), self.integer(40, 300), 8 * self.integer(1, 130), blocks, blocks + 1, 128, 256
+        )
+
+    def normal(self, *shape: int, dtype: str = "float32") -> np.ndarray:
+        """Normal numbers that a dtype holds, in float32."""
+        x = self.random.standard_normal(shape, np.float32)
+        return np.asarray(jnp.asarray(x, dtype), np.float32)
+
+
+def differentiated(function: Callable[..., Any], names: list[str]) -> Callable[..., Mapping[str, jax.Array]]:
+    """run for Call: the results of function(arrays, **how), and as d_name gradients of the arrays of these names."""
+
+    def run(arrays: Arrays, **how: Any) -> Mapping[str, jax.Array]:
+        rest = {name: x for name, x in arrays.items() if name not in names}
+        results, vjp = jax.vjp(lambda moved: function(rest | moved, **how), {name: arrays[name] for name in names})
+        # -0.75 to 1.25, which every dtype holds. They do not cancel in a sum over rows.
+        cotangent = lambda x: ((jnp.arange(x.size) * 7 % 17 - 6) / 8).reshape(x.shape).astype(x.dtype)
+        cotangents = jax.tree.map(cotangent, results)
+        return results | {f"d_{name}": x for name, x in vjp(cotangents)[0].items()}
+
+    return run
