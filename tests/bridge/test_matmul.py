@@ -147,8 +147,8 @@ def test_bad_input():
             bridge.linear(*arguments)
     with pytest.raises(TypeError, match=r"^weight: got dtype float16, want x's dtype float32"):
         bridge.linear(x, w.T.half())
-    with pytest.raises(TypeError, match=re.escape("activation: got function, want a name or None")):
-        bridge.matmul(x, w, activation=lambda x: x)
+    with pytest.raises(ValueError, match=re.escape("activation: got 'mish', want a function or one of 'relu'")):
+        bridge.matmul(x, w, activation="mish")
     with pytest.raises(TypeError, match=re.escape("out_dtype: got torch.int8, want torch.bfloat16")):
         bridge.matmul(x, w, out_dtype=torch.int8)
     with pytest.raises(TypeError, match=re.escape("transpose_w: linear's weight is [N, K]")):

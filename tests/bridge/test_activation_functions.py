@@ -1,0 +1,141 @@
+"""Activations of the bridge's products that are functions: in torch operations, or in jnp code."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from jax_kernels import bridge
+from jax_kernels.bridge import activation_functions
+from jax_kernels.bridge.function import JaxOp
+
+functional, nn = torch.nn.functional, torch.nn
+# By name, an activation of the bridge, and PyTorch's own, None where it is the same.
+FUNCTIONS = {
+    "silu": (functional.silu, None),
+    "tanh": (torch.tanh, None),
+    "mish": (functional.mish, None),
+    "relu6": (functional.relu6, None),
+    "hardtanh": (functional.hardtanh, None),
+    "hardsigmoid": (functional.hardsigmoid, None),
+    "hardswish": (functional.hardswish, None),
+    "elu": (functional.elu, None),
+    "celu": (functools.partial(functional.celu, alpha=0.7), None),
+    "selu": (functional.selu, None),
+    "softsign": (functional.softsign, None),
+    "tanhshrink": (functional.tanhshrink, None),
+    "logsigmoid": (functional.logsigmoid, None),
+    "leaky_relu": (nn.LeakyReLU(0.2), None),
+    "threshold": (nn.Threshold(0.1, 0.3), None),
+    "gelu": (nn.GELU(approximate="tanh"), None),
+    "squared": (lambda x: functional.relu(x) ** 2, None),
+    "where": (lambda x: torch.where(x > 0, x, 0.1 * x), None),
+    "jax": (jax.nn.mish, functional.mish),
+    "jnp": (lambda x: x * jnp.sin(x), lambda x: x * torch.sin(x)),
+}
+# Of those with kinks: numbers at the kinks and about them, where PyTorch's gradients are one-sided.
+KINKS = torch.tensor([-6.0, -3.0, -1.0, -0.5, 0.0, 0.1, 0.5, 1.0, 3.0, 6.0, 8.0])
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    return [(0.5 * torch.randn(shape, generator=generator)).requires_grad_() for shape in ((6, 16), (16, 8), (8,))]
+
+
+def with_gradients(function, *given):
+    out = function(*given)
+    return out, *torch.autograd.grad(out.sin().sum(), given)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    activation, own = FUNCTIONS[name]
+    own = activation if own is None else own
+    got = with_gradients(lambda x, w, b: bridge.matmul(x, w, bias=b, activation=activation), *tensors())
+    want = with_gradients(lambda x, w, b: own(x @ w + b), *tensors())
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_at_kinks(name):
+    activation, own = FUNCTIONS[name]
+    x, one = KINKS[:, None].clone().requires_grad_(), torch.ones(1, 1)
+    got = with_gradients(lambda x: bridge.matmul(x, one, activation=activation), x)
+    want = with_gradients(activation if own is None else own, x)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mish", "leaky_relu", "squared", "jax", "jnp"])
+def test_under_torch_compile(name):
+    activation, _ = FUNCTIONS[name]
+    call = lambda x, w, b: bridge.matmul(x, w, bias=b, activation=activation)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(with_gradients(compiled, *tensors()), with_gradients(call, *tensors()), rtol=0, atol=0)
+
+
+def test_other_ops_and_modules():
+    x, w, _ = tensors()
+    gated = bridge.gated_matmul(x, w, w, functional.mish)
+    torch.testing.assert_close(gated, functional.mish(x @ w) * (x @ w), rtol=1e-5, atol=1e-5)
+    hidden = bridge.mlp(x, w, w.T, activation=functional.mish)
+    torch.testing.assert_close(hidden, functional.mish(x @ w) @ w.T, rtol=1e-5, atol=1e-5)
+    layer = bridge.nn.Linear(16, 8, activation=functional.mish)
+    torch.testing.assert_close(layer(x), functional.mish(nn.Linear.forward(layer, x)), rtol=1e-5, atol=1e-5)
+    block = bridge.nn.GatedMLP(16, 8, activation=nn.ReLU6())
+    hidden = functional.relu6(block.gate_proj(x)) * block.up_proj(x)
+    torch.testing.assert_close(block(x), block.down_proj(hidden), rtol=1e-5, atol=1e-5)
+    few = bridge.nn.QuantizedLinear.from_linear(layer, format="int8")
+    torch.testing.assert_close(few(x), layer(x), rtol=0.05, atol=0.05)
+
+
+def test_functions_with_names_here_have_these():
+    assert activation_functions.name_of(functional.gelu) == "gelu"
+    assert activation_functions.name_of(torch.sigmoid) == "sigmoid"
+    assert activation_functions.name_of(None) is None
+
+
+def test_functions_that_are_made_anew_share_a_program():
+    x, w, _ = tensors()
+    bridge.clear_cache()
+    for factor in (2.0, 3.0, 2.0, 3.0):
+        got = bridge.matmul(x, w, activation=lambda y, factor=factor: y * factor)
+        torch.testing.assert_close(got, x @ w * factor, rtol=1e-5, atol=1e-5)
+    assert bridge.cache_info().plans == 2
+
+
+def test_a_function_that_is_kept_is_known(monkeypatch):
+    x, w, _ = tensors()
+    call = lambda: bridge.matmul(x, w, activation=functional.mish)
+    want = call()
+    monkeypatch.setattr(JaxOp, "serve", None)
+    torch.testing.assert_close(call(), want, rtol=0, atol=0)
+
+
+def test_explain_knows_a_function():
+    x, w, _ = tensors()
+    assert "xla" in str(bridge.explain(bridge.matmul, x, w, activation=functional.mish))
+
+
+def reads(tensor):
+    return lambda x: x * tensor
+
+
+BAD = {
+    "no function": (3, "activation: got int, want a name, or an elementwise function of one tensor"),
+    "a tensor": (reads(torch.ones(1)), "activation: got reads.<locals>.<lambda>, which reads a torch.Tensor"),
+    "parameters": (nn.PReLU(), "activation: PReLU(num_parameters=1) uses torch's prelu, which has no form in jnp"),
+    "a sum": (lambda x: x.cumsum(0), "uses Tensor.cumsum, which has no form in jnp"),
+    "two arguments": (lambda x, y: x, "raised TypeError when traced"),
+    "no elements": (lambda x: x[0], "raised IndexError when traced"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_functions(name):
+    x, w, _ = tensors()
+    activation, message = BAD[name]
+    with pytest.raises(TypeError, match=re.escape(message)):
+        bridge.matmul(x, w, activation=activation)
