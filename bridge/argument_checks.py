@@ -33,10 +33,13 @@ def check_scales(**scales: Any) -> None:
 
 
 def check_activation(activation: Any, *, is_optional: bool = True) -> None:
-    """Raises TypeError or ValueError unless it is the name of an activation, or None."""
-    if not (isinstance(activation, str) or (activation is None and is_optional)):
-        raise TypeError(f"activation: got {type(activation).__name__}, want a name{' or None' * is_optional}")
-    if activation is not None and activation not in ACTIVATIONS:
+    """Raises TypeError or ValueError unless it is the name of an activation, a function, or None."""
+    if callable(activation) or (activation is None and is_optional):
+        return
+    if not isinstance(activation, str):
+        want = f"want a name, a function{' or None' * is_optional}"
+        raise TypeError(f"activation: got {type(activation).__name__}, {want}")
+    if activation not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"activation: got {activation!r}, want {'None or ' * is_optional}one of {known}")
 

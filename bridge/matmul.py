@@ -1,9 +1,11 @@
 """matmul and linear on PyTorch tensors, and the module made of them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from jax_kernels.bridge.activation_functions import is_kept, name_of, with_functions
 from jax_kernels.bridge.argument_checks import (
     check_activation,
     check_optional_tensors,
@@ -21,9 +23,9 @@ from jax_kernels.quantization import check_scaling
 
 __all__ = ["GatedMLP", "Linear", "gated_matmul", "linear", "matmul", "mlp"]
 
-_matmul = JaxOp(on_stored(ops.matmul), is_whole=True)
-_gated_matmul = JaxOp(on_stored(ops.gated_matmul), is_whole=True)
-_mlp = JaxOp(mlp_ops.mlp, is_whole=True)
+_matmul = JaxOp(with_functions(on_stored(ops.matmul)), is_whole=True)
+_gated_matmul = JaxOp(with_functions(on_stored(ops.gated_matmul)), is_whole=True)
+_mlp = JaxOp(with_functions(mlp_ops.mlp), is_whole=True)
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
@@ -33,7 +35,7 @@ def matmul(
     w: torch.Tensor | QuantizedTensor,
     *,
     bias: torch.Tensor | None = None,
-    activation: str | None = None,
+    activation: str | Callable[..., Any] | None = None,
     residual: torch.Tensor | None = None,
     x_scale: torch.Tensor | float | None = None,
     w_scale: torch.Tensor | float | None = None,
@@ -55,7 +57,9 @@ def matmul(
         weights of few bits, a bridge.QuantizedTensor that is quantized along K: axis=-2, and with transpose_w -1. They
         have no gradients, and no w_scale.
       bias: [N], in x's dtype or float32. Where x has 8 bits, in any dtype of more.
-      activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh".
+      activation: None, "relu", "gelu" (exact), "gelu_tanh", "silu", "sigmoid" or "tanh". Or an elementwise function of
+        one number, in torch's elementwise operations (torch.nn.functional.mish, torch.nn.ReLU6()) or in jnp code, that
+        reads no tensors; functions that are made anew for each call share a program where they are alike.
       residual: [..., N] in out_dtype, added last. Under autocast, without an out_dtype, any float dtype: the result has
         that of the sum in PyTorch, which is float32 for a float32 residual.
       x_scale, w_scale: of 8-bit products, as in jax_kernels.matmul; float32 tensors, or numbers, each of which compiles
@@ -85,11 +89,11 @@ def matmul(
     x, w, bias = _under_autocast(x, w, bias)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _matmul.serve(
-        call,
+        call if is_kept(activation) else None,
         x,
         _argument("w", w),
         bias=bias,
-        activation=_checked_activation(activation),
+        activation=name_of(activation),
         residual=residual,
         x_scale=_without_gradient(x_scale),
         w_scale=_without_gradient(w_scale),
@@ -105,7 +109,7 @@ def gated_matmul(
     x: torch.Tensor,
     w_gate: torch.Tensor | QuantizedTensor,
     w_up: torch.Tensor | QuantizedTensor,
-    activation: str = "silu",
+    activation: str | Callable[..., Any] = "silu",
     *,
     residual: torch.Tensor | None = None,
     x_scale: torch.Tensor | float | None = None,
@@ -137,11 +141,11 @@ def gated_matmul(
     x, w_gate, w_up = _under_autocast(x, w_gate, w_up)
     residual, out_dtype = _with_wide_residual(x, residual, out_dtype)
     return _gated_matmul.serve(
-        call,
+        call if is_kept(activation) else None,
         x,
         _argument("w_gate", w_gate),
         _argument("w_up", w_up),
-        _checked_activation(activation),
+        activation=name_of(activation),
         residual=residual,
         x_scale=_without_gradient(x_scale),
         w_gate_scale=_without_gradient(w_gate_scale),
@@ -162,7 +166,7 @@ def mlp(
     w_gate: torch.Tensor | None = None,
     bias_up: torch.Tensor | None = None,
     bias_down: torch.Tensor | None = None,
-    activation: str = "silu",
+    activation: str | Callable[..., Any] = "silu",
     residual: torch.Tensor | None = None,
     transpose_w: bool = False,
     precision: str | None = None,
@@ -192,14 +196,14 @@ def mlp(
     residual, out_dtype = _with_wide_residual(x, residual, None)
     wide = residual if out_dtype not in (None, x.dtype) else None  # the op has no out_dtype: added after it
     out = _mlp.serve(
-        None if wide is not None else call,
+        call if wide is None and is_kept(activation) else None,
         x,
         w_up,
         w_down,
         w_gate=w_gate,
         bias_up=bias_up,
         bias_down=bias_down,
-        activation=_checked_activation(activation),
+        activation=name_of(activation),
         residual=residual if wide is None else None,
         transpose_w=transpose_w,
         precision=_precision(precision, x),
@@ -232,12 +236,6 @@ def _argument(name: str, w: Any) -> Any:
 
 def _without_gradient(scale: Any) -> Any:
     return scale.detach() if isinstance(scale, torch.Tensor) else scale
-
-
-def _checked_activation(activation: Any) -> str | None:
-    if activation is not None and not isinstance(activation, str):
-        raise TypeError(f"activation: got {type(activation).__name__}, want a name or None")
-    return activation
 
 
 def _dtype_name(out_dtype: torch.dtype | None) -> str | None:
@@ -325,7 +323,7 @@ class Linear(torch.nn.Linear):
         device: Any = None,
         dtype: Any = None,
         *,
-        activation: str | None = None,
+        activation: str | Callable[..., Any] | None = None,
         precision: str | None = None,
         scaling: str | None = None,
         implementation: str | None = None,
@@ -386,7 +384,7 @@ class GatedMLP(torch.nn.Module):
         in_features: int,
         hidden_features: int,
         *,
-        activation: str = "silu",
+        activation: str | Callable[..., Any] = "silu",
         precision: str | None = None,
         scaling: str | None = None,
         implementation: str | None = None,

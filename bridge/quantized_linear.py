@@ -34,7 +34,7 @@ class QuantizedLinear(torch.nn.Module):
       activation, precision, implementation: as in bridge.matmul.
 
     Raises:
-      TypeError: activation is no name.
+      TypeError: activation is neither a name nor a function.
       ValueError: format, scaling, group_size, scale_dtype, activation or precision is wrong.
     """
 
@@ -54,7 +54,7 @@ class QuantizedLinear(torch.nn.Module):
         scaling: str | None = None,
         group_size: int | None = None,
         scale_dtype: torch.dtype | None = None,
-        activation: str | None = None,
+        activation: str | Callable[..., Any] | None = None,
         precision: str | None = None,
         implementation: str | None = None,
     ) -> None:

@@ -75,6 +75,51 @@ def _gelu(x: Any, approximate: str = "none") -> Any:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
 
 
+def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
+    return _clamp(x, min_val, max_val)
+
+
+def _relu6(x: Any, inplace: bool = False) -> Any:
+    return _clamp(x, 0.0, 6.0)
+
+
+def _hardsigmoid(x: Any, inplace: bool = False) -> Any:
+    return _relu6(x + 3.0) / 6.0
+
+
+def _hardswish(x: Any, inplace: bool = False) -> Any:
+    return x * _hardsigmoid(x)
+
+
+def _leaky_relu(x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    return jnp.where(x > 0, x, x * negative_slope)
+
+
+def _threshold(x: Any, threshold: float, value: float, inplace: bool = False) -> Any:
+    return jnp.where(x > threshold, x, value)
+
+
+def _below(x: Any) -> Any:
+    """x up to 0, and 0 above, where the gradient is 0 for what overflows. At 0 its gradient is 1."""
+    return jnp.where(x > 0, 0.0, x)
+
+
+def _elu(x: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    return jnp.where(x > 0, x, alpha * jnp.expm1(_below(x)))
+
+
+def _celu(x: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    return jnp.where(x > 0, x, alpha * jnp.expm1(_below(x) / alpha))
+
+
+def _selu(x: Any, inplace: bool = False) -> Any:
+    return 1.0507009873554805 * _elu(x, 1.6732632423543772)
+
+
+def _mish(x: Any, inplace: bool = False) -> Any:
+    return x * jnp.tanh(jax.nn.softplus(x))
+
+
 def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
     return jnp.where(mask, jnp.asarray(value, x.dtype), x)
 
@@ -132,11 +177,23 @@ _FORMS: dict[str, Callable[..., Any]] = {
     "rsqrt": jax.lax.rsqrt,
     **dict.fromkeys(("sigmoid", "special_expit"), jax.nn.sigmoid),
     **dict.fromkeys(("erf", "special_erf"), special.erf),
-    "logsigmoid": jax.nn.log_sigmoid,
+    **dict.fromkeys(("logsigmoid", "log_sigmoid"), jax.nn.log_sigmoid),
     "softplus": _softplus,
     "relu": _relu,
     "silu": _silu,
     "gelu": _gelu,
+    "hardtanh": _hardtanh,
+    "relu6": _relu6,
+    "hardsigmoid": _hardsigmoid,
+    "hardswish": _hardswish,
+    "leaky_relu": _leaky_relu,
+    **dict.fromkeys(("threshold", "_threshold"), _threshold),
+    "elu": _elu,
+    "celu": _celu,
+    "selu": _selu,
+    "mish": _mish,
+    "softsign": lambda x: x / (1 + _abs(x)),
+    "tanhshrink": lambda x: x - jnp.tanh(x),
     "zeros_like": lambda x: _full_like(x, 0),
     "ones_like": lambda x: _full_like(x, 1),
     "full_like": lambda x, fill_value: _full_like(x, fill_value),

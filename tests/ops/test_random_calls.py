@@ -37,7 +37,7 @@ def test_the_calls_themselves_are_right(kind):
 def test_an_error_is_found():
     call = random_calls.drawn("norms", 1)
     wrong = dataclasses.replace(
-        call, run=lambda arrays, **how: {name: x if how else 1.1 * x for name, x in call.run(arrays, **how).items()}
+        call, forward=lambda *given, **how: {k: x if how else 1.1 * x for k, x in call.forward(*given, **how).items()}
     )
     with pytest.raises(AssertionError, match="d_scale"):
         random_draws.check(wrong)

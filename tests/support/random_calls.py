@@ -6,24 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from random_draws import TOLERANCE, Arrays, Call, Draw, differentiated
-
-from jax_kernels import (
-    decode_attention,
-    dequantize,
-    dilated_attention,
-    dynamic_mask_attention,
-    flash_attention,
-    flash_attention_fp8,
-    gated_matmul,
-    layer_norm,
-    masks,
-    matmul,
-    mlp,
-    quantize,
-    quantize_fp8,
-    rms_norm,
-)
+from random_draws import TOLERANCE, Arrays, Call, Draw
 
 SCORE_MODS: dict[str, Callable[..., Any]] = {
     "distance": lambda s, b, h, q, k: s - 0.05 * (h + 1) * jnp.abs(q - k),
@@ -75,21 +58,22 @@ def attention(draw: Draw) -> Call:
         "deterministic": draw.one(None, None, True),
     }
 
-    def forward(arrays: Arrays, **how: Any) -> Mapping[str, jax.Array]:
+    def forward(ops: Any, arrays: Arrays, **how: Any) -> Mapping[str, Any]:
         given = dict(arrays)
         if mask == "blocks":
-            given["mask"] = masks.block_sparse(given.pop("cells"), 64)
+            given["mask"] = ops.masks.block_sparse(given.pop("cells"), 64)
         if mask == "function":
-            given["mask"] = masks.from_function(lambda b, h, q, k: ((q + k + h) % 3 != 0) | (q == k), heads=heads)
+            given["mask"] = ops.masks.from_function(lambda b, h, q, k: ((q + k + h) % 3 != 0) | (q == k), heads=heads)
         if mask == "window":
-            given["mask"] = masks.sliding_window(50, 3) | masks.global_tokens(8)
-        out, lse = flash_attention(**given, **options, score_mod=SCORE_MODS.get(mod), return_lse=True, **how)
+            given["mask"] = ops.masks.sliding_window(50, 3) | ops.masks.global_tokens(8)
+        out, lse = ops.flash_attention(**given, **options, score_mod=SCORE_MODS.get(mod), return_lse=True, **how)
         return {"out": out, "lse": lse}
 
     drawn = sizes | {"kv_heads": kv_heads, "head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype}
     return Call(
-        run=differentiated(forward, moved),
+        forward=forward,
         arrays=arrays,
+        moved=moved,
         dtype=dtype,
         keeps=frozenset({"sinks"}),
         options=drawn | options | {"mask": mask, "score_mod": mod, "arrays": sorted(arrays), "moved": moved},
@@ -115,21 +99,22 @@ def products(draw: Draw) -> Call:
 
     arrays = {"x": normal(*draw.one((), (), (2,)), m, k)}
     if op == "matmul":
-        function, columns = matmul, n
+        name, columns = "matmul", n
         arrays |= {"w": weight(k, n)} | ({"bias": normal(n)} if draw.chance(0.5) else {})
     elif op == "gated":
-        function, columns = gated_matmul, n
+        name, columns = "gated_matmul", n
         arrays |= {"w_gate": weight(k, n), "w_up": weight(k, n)}
     else:
-        function, columns = mlp, k
+        name, columns = "mlp", k
         arrays |= {"w_up": weight(k, n), "w_down": weight(n, k)}
         arrays |= draw.one({}, {"w_gate": weight(k, n)}, {"bias_up": normal(n), "bias_down": normal(k)})
     if draw.chance(0.4):
         arrays["residual"] = normal(*arrays["x"].shape[:-1], columns)
     options = {"transpose_w": transpose_w, "activation": activation}
     return Call(
-        run=differentiated(lambda given, **how: {"out": function(**given, **options, **how)}, list(arrays)),
+        forward=lambda ops, given, **how: {"out": getattr(ops, name)(**given, **options, **how)},
         arrays=arrays,
+        moved=list(arrays),
         dtype=dtype,
         options=options | {"op": op, "m": m, "n": n, "k": k, "dtype": dtype, "arrays": sorted(arrays)},
     )
@@ -144,14 +129,14 @@ def eight_bits(draw: Draw) -> Call:
     if is_gated:
         arrays["w_up"] = draw.normal(n, k) / np.float32(k**0.5)
 
-    def run(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
-        rounded = [quantize(given[name], scaling=scaling) for name in ("x", "w", "w_up") if name in given]
-        operands = [dequantize(x) for x in rounded] if how else rounded
+    def forward(ops: Any, given: Arrays, **how: Any) -> Mapping[str, Any]:
+        rounded = [ops.quantize(given[name], scaling=scaling) for name in ("x", "w", "w_up") if name in given]
+        operands = [ops.dequantize(x) for x in rounded] if how else rounded
         how = how | {"transpose_w": True, "out_dtype": "float32" if how else dtype, "activation": activation}
-        return {"out": (gated_matmul if is_gated else matmul)(*operands, **how)}
+        return {"out": (ops.gated_matmul if is_gated else ops.matmul)(*operands, **how)}
 
     return Call(
-        run=run,
+        forward=forward,
         arrays=arrays,
         keeps=frozenset(arrays),
         dtype=dtype,
@@ -171,13 +156,19 @@ def norms(draw: Draw) -> Call:
     arrays |= {"residual": normal(rows, columns)} if draw.chance(0.4) else {}
     options = {"eps": draw.one(1e-6, 1e-5), "scale_offset": draw.one(0.0, 1.0) if "scale" in arrays else 0.0}
 
-    def forward(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
-        found = (layer_norm if is_centred else rms_norm)(**given, **options, **how)
+    def forward(ops: Any, given: Arrays, **how: Any) -> Mapping[str, Any]:
+        found = (ops.layer_norm if is_centred else ops.rms_norm)(**given, **options, **how)
         return {"out": found[0], "total": found[1]} if "residual" in given else {"out": found}
 
     drawn = {"rows": rows, "columns": columns, "dtype": dtype, "is_centred": is_centred, "arrays": sorted(arrays)}
-    run = differentiated(forward, list(arrays))
-    return Call(run=run, arrays=arrays, dtype=dtype, has_precision=False, options=drawn | options)
+    return Call(
+        forward=forward,
+        arrays=arrays,
+        moved=list(arrays),
+        dtype=dtype,
+        has_precision=False,
+        options=drawn | options,
+    )
 
 
 def decoding(draw: Draw) -> Call:
@@ -205,13 +196,13 @@ def decoding(draw: Draw) -> Call:
         if "mask" in arrays:
             arrays["mask"] = draw.random.random((batch, 1, 1, pages * size)) < 0.8
 
-    def run(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
-        out, lse = decode_attention(**given, **options, return_lse=True, **how)
+    def forward(ops: Any, given: Arrays, **how: Any) -> Mapping[str, Any]:
+        out, lse = ops.decode_attention(**given, **options, return_lse=True, **how)
         return {"out": out, "lse": lse}
 
     drawn = {"shape": arrays["query"].shape, "keys": keys, "kv_heads": kv_heads, "arrays": sorted(arrays)}
     return Call(
-        run=run,
+        forward=forward,
         arrays=arrays,
         dtype=dtype,
         keeps=frozenset({"sinks"}),
@@ -251,13 +242,12 @@ def dilated(draw: Draw) -> Call:
     if draw.chance(0.2):
         arrays["segment_ids"] = np.sort(draw.random.integers(-1, 4, (batch, length))).astype(np.int32)
 
-    def forward(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
-        out, lse = dilated_attention(**given, **options, return_lse=True, **how)
+    def forward(ops: Any, given: Arrays, **how: Any) -> Mapping[str, Any]:
+        out, lse = ops.dilated_attention(**given, **options, return_lse=True, **how)
         return {"out": out, "lse": lse}
 
     sizes = {name: x.shape for name, x in arrays.items()}
-    run = differentiated(forward, moved)
-    return Call(run=run, arrays=arrays, dtype=dtype, options=sizes | options | {"dtype": dtype})
+    return Call(forward=forward, arrays=arrays, moved=moved, dtype=dtype, options=sizes | options | {"dtype": dtype})
 
 
 def dynamic(draw: Draw) -> Call:
@@ -277,15 +267,20 @@ def dynamic(draw: Draw) -> Call:
         arrays["mask"] = draw.random.random((batch, draw.one(1, kv_heads, heads), length, keys)) < draw.one(0.05, 0.5)
     options = {"is_causal": draw.chance(0.4), "q_offset": draw.one(0, keys - length), "softcap": draw.one(None, 20.0)}
 
-    def forward(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
+    def forward(ops: Any, given: Arrays, **how: Any) -> Mapping[str, Any]:
         # The bias has the same numbers in every dtype, so the same keys are kept.
-        mask = given.get("mask", masks.top_k(given["bias"], kept, q_length=length) if kept else None)
-        out, lse = dynamic_mask_attention(**given | {"mask": mask}, **options, return_lse=True, **how)
+        mask = given.get("mask", ops.masks.top_k(given["bias"], kept, q_length=length) if kept else None)
+        out, lse = ops.dynamic_mask_attention(**given | {"mask": mask}, **options, return_lse=True, **how)
         return {"out": out, "lse": lse}
 
     sizes = {name: x.shape for name, x in arrays.items()}
-    run = differentiated(forward, moved)
-    return Call(run=run, arrays=arrays, dtype=dtype, options=sizes | options | {"dtype": dtype, "kept": kept})
+    return Call(
+        forward=forward,
+        arrays=arrays,
+        moved=moved,
+        dtype=dtype,
+        options=sizes | options | {"dtype": dtype, "kept": kept},
+    )
 
 
 def attention_of_eight_bits(draw: Draw) -> Call:
@@ -301,15 +296,15 @@ def attention_of_eight_bits(draw: Draw) -> Call:
         arrays["kv_lengths"] = draw.random.integers(0, keys + 1, batch).astype(np.int32)
     options = {"is_causal": draw.chance(0.5), "q_offset": draw.one(0, keys - length), "scale": draw.one(None, 0.05)}
 
-    def run(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
+    def forward(ops: Any, given: Arrays, **how: Any) -> Mapping[str, Any]:
         rest, scales = dict(given), {}
         for name in ("query", "key", "value"):
-            rest[name], scales[f"{name[0]}_scale"] = quantize_fp8(given[name], axis=(1, 3))
-        out, lse = flash_attention_fp8(**rest, **scales, **options, return_lse=True, **how)
+            rest[name], scales[f"{name[0]}_scale"] = ops.quantize_fp8(given[name], axis=(1, 3))
+        out, lse = ops.flash_attention_fp8(**rest, **scales, **options, return_lse=True, **how)
         return {"out": out, "lse": lse}
 
     return Call(
-        run=run,
+        forward=forward,
         arrays=arrays,
         dtype="bfloat16",
         keeps=frozenset(arrays),
@@ -332,15 +327,16 @@ def few_bits(draw: Draw) -> Call:
     weights = ["w_gate", "w_up"] if is_gated else ["w"]
     arrays |= {name: draw.normal(*shape) / np.float32(k**0.5) for name in weights}
 
-    def forward(given: Arrays, **how: Any) -> Mapping[str, jax.Array]:
-        rounded = [quantize(given[name], format, **layout) for name in weights]
-        operands = [dequantize(w) for w in rounded] if how else rounded
+    def forward(ops: Any, given: Arrays, **how: Any) -> Mapping[str, Any]:
+        rounded = [ops.quantize(given[name], format, **layout) for name in weights]
+        operands = [ops.dequantize(w) for w in rounded] if how else rounded
         options = {"transpose_w": transpose_w, "activation": activation}
-        return {"out": (gated_matmul if is_gated else matmul)(given["x"], *operands, **options, **how)}
+        return {"out": (ops.gated_matmul if is_gated else ops.matmul)(given["x"], *operands, **options, **how)}
 
     return Call(
-        run=differentiated(forward, ["x"]),
+        forward=forward,
         arrays=arrays,
+        moved=["x"],
         dtype=dtype,
         keeps=frozenset(weights),
         options={"m": m, "n": n, "k": k, "format": format, "is_gated": is_gated, "dtype": dtype, "f": activation}

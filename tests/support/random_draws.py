@@ -1,12 +1,15 @@
 """A call of an op beside the same call by XLA in float32, and random choices of what it is given."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import jax_kernels
 
 Arrays = Mapping[str, Any]
 # Root mean square of an error, of that of the right numbers; gradients have twice as much.
@@ -17,13 +20,15 @@ TOLERANCE = {"bfloat16": 0.015, "float16": 0.004, "float32": 1e-4}
 class Call:
     """A call of an op.
 
-    run(arrays, **how) gives results by name; how: implementation, and precision where the op has one. arrays: float32
-    numbers that `dtype` holds exactly, and integers and bools. keeps: the names of float arrays that are float32 in any
-    call. options: what the call was drawn as, for messages.
+    forward(ops, arrays, **how) gives results by name; ops: jax_kernels, or what has the same names for other arrays;
+    how: implementation, and precision where the op has one. arrays: float32 numbers that `dtype` holds exactly, and
+    integers and bools. moved: the names of those that gradients are taken of. keeps: the names of float arrays that are
+    float32 in any call. options: what the call was drawn as, for messages.
     """
 
-    run: Callable[..., Mapping[str, jax.Array]]
+    forward: Callable[..., Mapping[str, Any]]
     arrays: Arrays
+    moved: Sequence[str] = ()
     dtype: str
     options: Arrays
     keeps: frozenset[str] = frozenset()
@@ -34,6 +39,14 @@ class Call:
         """The arrays in a dtype."""
         is_cast = lambda name, x: x.dtype == np.float32 and name not in self.keeps
         return {name: jnp.asarray(x, dtype if is_cast(name, x) else x.dtype) for name, x in self.arrays.items()}
+
+    def run(self, arrays: Arrays, **how: Any) -> Mapping[str, jax.Array]:
+        """The results, and as d_name the gradients of the arrays that are moved."""
+        rest = {name: x for name, x in arrays.items() if name not in self.moved}
+        moved = {name: arrays[name] for name in self.moved}
+        results, vjp = jax.vjp(lambda moved: self.forward(jax_kernels, rest | moved, **how), moved)
+        cotangents = {name: jnp.asarray(cotangent(x.shape), x.dtype) for name, x in results.items()}
+        return results | {f"d_{name}": x for name, x in vjp(cotangents)[0].items()}
 
     def results(self) -> Mapping[str, jax.Array]:
         """Those of the implementation that dispatch takes."""
@@ -46,10 +59,15 @@ class Call:
             return jax.jit(lambda arrays: self.run(arrays, **how))(self.given("float32"))
 
 
-def check(call: Call) -> None:
-    """Asserts that the call's results are those of XLA in float32, to the roundings of its dtype."""
-    got, want = call.results(), call.wanted()
-    for name, right in want.items():
+def cotangent(shape: Sequence[int]) -> np.ndarray:
+    """That of a result: -0.75 to 1.25, which every dtype holds. They do not cancel in a sum over rows."""
+    return ((np.arange(math.prod(shape)) * 7 % 17 - 6) / 8).reshape(shape).astype(np.float32)
+
+
+def check(call: Call, got: Mapping[str, Any] | None = None) -> None:
+    """Asserts that the call's results, or those given, are those of XLA in float32, to the roundings of its dtype."""
+    got = call.results() if got is None else got
+    for name, right in call.wanted().items():
         x, right = (np.asarray(y).astype(np.float64) for y in (got[name], right))
         assert x.shape == right.shape, (name, call.options)
         assert (np.isfinite(x) == np.isfinite(right)).all(), (name, call.options)
@@ -91,17 +109,3 @@ class Draw:
         """Normal numbers that a dtype holds, in float32."""
         x = self.random.standard_normal(shape, np.float32)
         return np.asarray(jnp.asarray(x, dtype), np.float32)
-
-
-def differentiated(function: Callable[..., Any], names: list[str]) -> Callable[..., Mapping[str, jax.Array]]:
-    """run for Call: the results of function(arrays, **how), and as d_name gradients of the arrays of these names."""
-
-    def run(arrays: Arrays, **how: Any) -> Mapping[str, jax.Array]:
-        rest = {name: x for name, x in arrays.items() if name not in names}
-        results, vjp = jax.vjp(lambda moved: function(rest | moved, **how), {name: arrays[name] for name in names})
-        # -0.75 to 1.25, which every dtype holds. They do not cancel in a sum over rows.
-        cotangent = lambda x: ((jnp.arange(x.size) * 7 % 17 - 6) / 8).reshape(x.shape).astype(x.dtype)
-        cotangents = jax.tree.map(cotangent, results)
-        return results | {f"d_{name}": x for name, x in vjp(cotangents)[0].items()}
-
-    return run

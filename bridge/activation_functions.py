@@ -1,0 +1,109 @@
+"""Activations of products that are functions, in jnp code or in torch's elementwise operations, by names.
+
+A name is what torch.compile can make a constant of, and what a program is kept under.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from jax_kernels.bridge import score_functions, torch_forms, twins
+from jax_kernels.bridge.bounded import drop_oldest
+from jax_kernels.bridge.once import fresh_name
+
+__all__ = ["is_kept", "name_of", "with_functions"]
+
+_OWN: dict[Any, str] = {
+    **dict.fromkeys((torch.relu, torch.nn.functional.relu), "relu"),
+    **dict.fromkeys((torch.tanh, torch.nn.functional.tanh), "tanh"),
+    **dict.fromkeys((torch.sigmoid, torch.nn.functional.sigmoid), "sigmoid"),
+    torch.nn.functional.gelu: "gelu",
+    torch.nn.functional.silu: "silu",
+}
+_MOST = 4096
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+_NAMES: dict[Any, str] = {}  # by function
+_WANT = "want a name, or an elementwise function of one tensor, or of one jax.Array"
+
+
+@torch.compiler.assume_constant_result
+def name_of(activation: Any) -> str | None:
+    """The name of an activation, which `with_functions` knows. Names and None stay as they are.
+
+    PyTorch's functions that have a name here get that. Functions that `twins` takes for one have one name.
+
+    Raises TypeError where it is no function, or one that reads a tensor.
+    """
+    if activation is None or isinstance(activation, str):
+        return activation
+    if not callable(activation):
+        raise TypeError(f"activation: got {type(activation).__name__}, {_WANT}, or None")
+    try:
+        own = _OWN.get(activation)
+    except TypeError:
+        raise TypeError(f"activation: got {type(activation).__name__}, which has no hash, {_WANT}") from None
+    if own is not None:
+        return own
+    if score_functions.apart(activation, "activation") is not None:
+        raise TypeError(f"activation: got {_text(activation)}, which reads a torch.Tensor, {_WANT}")
+    first = twins.first_of(activation) if isinstance(activation, types.FunctionType) else activation
+    if _NAMES.get(first) not in _FUNCTIONS:
+        name = fresh_name("activation")
+        _FUNCTIONS[name], _NAMES[first] = first, name
+        drop_oldest(_FUNCTIONS, _MOST)
+        drop_oldest(_NAMES, _MOST)
+    return _NAMES[first]
+
+
+def is_kept(activation: Any) -> bool:
+    """Whether a call with it may be known: it is no function that is made anew for each call."""
+    return not isinstance(activation, types.FunctionType) or torch.compiler.is_compiling() or _is_first(activation)
+
+
+def _is_first(function: Any) -> bool:
+    return _FUNCTIONS.get(_NAMES.get(twins.first_of(function), "")) is function
+
+
+def with_functions(op: Callable[..., Any]) -> Callable[..., Any]:
+    """An op of JAX arrays as one that takes the names of functions, too. It has the op's plan."""
+
+    @functools.wraps(op)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **_in_jnp(**kwargs))
+
+    call.plan = lambda *args, **kwargs: op.plan(*args, **_in_jnp(**kwargs))  # type: ignore[attr-defined]
+    return call
+
+
+def _in_jnp(activation: Any = None, **others: Any) -> dict[str, Any]:
+    """The arguments of an op with their activation as the op takes it."""
+    named = name_of(activation)
+    function = named if named not in _FUNCTIONS else _traceable(_FUNCTIONS[named])
+    return others | {"activation": function}
+
+
+def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in jnp. Raises TypeError, naming it, where it is in torch operations and has no form in jnp."""
+    x = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        jax.eval_shape(function, x)
+        return function
+    except Exception as error:
+        of_arrays, reason = torch_forms.in_jnp(function), error
+    try:
+        jax.eval_shape(of_arrays, x)
+    except torch_forms.NoFormError as error:
+        raise TypeError(f"activation: {_text(function)} {error}; {_WANT}") from error
+    except Exception:
+        kind = type(reason).__name__
+        raise TypeError(f"activation: {_text(function)} raised {kind} when traced ({reason}); {_WANT}") from reason
+    return of_arrays
+
+
+def _text(function: Any) -> str:
+    return getattr(function, "__qualname__", repr(function))
