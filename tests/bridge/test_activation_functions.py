@@ -76,6 +76,22 @@ def test_under_torch_compile(name):
     torch.testing.assert_close(with_gradients(compiled, *tensors()), with_gradients(call, *tensors()), rtol=0, atol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("rows", [16, 256])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_on_a_gpu(name, rows):
+    activation, own = FUNCTIONS[name]
+    own = activation if own is None else own
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(shape, generator=generator) for shape in ((rows, 512), (512, 384)))
+    given = [(x / 8).cuda().bfloat16().requires_grad_(), (w / 8).cuda().bfloat16().requires_grad_()]
+    got = with_gradients(lambda x, w: bridge.matmul(x, w, activation=activation).float(), *given)
+    want = with_gradients(lambda x, w: own(x @ w), *[x.detach().double().requires_grad_() for x in given])
+    for g, x in zip(got, want, strict=True):
+        assert (g - x).norm() <= 0.02 * x.norm()
+
+
 def test_other_ops_and_modules():
     x, w, _ = tensors()
     gated = bridge.gated_matmul(x, w, w, functional.mish)

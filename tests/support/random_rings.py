@@ -1,6 +1,10 @@
 """Calls of ring_attention drawn at random, beside flash_attention of the whole sequence on one device.
 
-As a script it checks, on CPU devices, those of the numbers that it is given, and prints each that is right.
+As a script it checks those of the numbers that it is given, on four CPU devices, or compiles them for GPUs that are not
+there, and prints each that is right::
+
+    python tests/support/random_rings.py cpu 0 1 2
+    python tests/support/random_rings.py h200 0 1 2
 """
 
 import dataclasses
@@ -9,14 +13,17 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import topologies
 from random_draws import Arrays, Call, Draw, check, cotangent
 
 from jax_kernels import masks, ring_attention, shard_sequence, unshard_sequence
+from jax_kernels.dispatch import on_device
 
-AXIS = "sequence"
+AXIS, MOST = "sequence", 4
 TOKENS, ROWS = jax.P(None, AXIS), jax.P(None, None, AXIS)
 
 
@@ -31,19 +38,46 @@ class RingCall(Call):
     def results(self) -> Mapping[str, jax.Array]:
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((self.devices,), (AXIS,), auto, devices=jax.devices()[: self.devices])
+        specs, program = self._program(mesh)
+        given = self._given()
+        move = functools.partial(_moved, mesh=mesh, layout=self.ring["layout"] or "zigzag")
+        found = jax.jit(program)({name: move(shard_sequence, x, specs[name]) for name, x in given.items()})
+        return {name: move(unshard_sequence, x, self._out_spec(name, x)) for name, x in found.items()}
+
+    def compile(self, gpu: str) -> None:
+        """Compiles the program for so many GPUs of one machine, without them."""
+        with on_device(gpu) as info:
+            topology = topologies.get_topology_desc(
+                platform="cuda", target_config=aot.target_config(info), topology=f"1x1x{self.devices}"
+            )
+            mesh = jax.sharding.Mesh(np.array(topology.devices), (AXIS,))
+            specs, program = self._program(mesh)
+            shape = lambda name, x: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh, specs[name])
+            )
+            shapes = {name: shape(name, x) for name, x in self._given().items()}
+            device = aot.abstract_device(info)
+            with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+                lowered = jax.jit(program).lower(shapes)
+            lowered.compile()
+
+    def _given(self) -> dict[str, jax.Array]:
         given = self.given(self.dtype)
         query, value = given["query"], given["value"]
         shape = (*query.shape[:3], value.shape[3])
         given["out_cotangent"] = jnp.asarray(cotangent(shape), query.dtype)
         given["lse_cotangent"] = jnp.asarray(cotangent((shape[0], shape[2], shape[1])))
-        specs = {name: _spec(name, x) for name, x in given.items()}
+        return given
+
+    def _program(self, mesh: Any) -> tuple[dict[str, jax.P], Any]:
+        """(the specs of what is given by name, the function of all devices)."""
+        specs = {name: _spec(name, x) for name, x in self._given().items()}
         out_specs = {"out": TOKENS, "lse": ROWS} | {f"d_{name}": specs[name] for name in self.moved}
-        program = jax.shard_map(
-            self._of_device, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=self.check_vma
-        )
-        move = functools.partial(_moved, mesh=mesh, layout=self.ring["layout"] or "zigzag")
-        found = jax.jit(program)({name: move(shard_sequence, x, specs[name]) for name, x in given.items()})
-        return {name: move(unshard_sequence, x, out_specs[name]) for name, x in found.items()}
+        named = {"in_specs": (specs,), "out_specs": out_specs, "check_vma": self.check_vma}
+        return specs, jax.shard_map(self._of_device, mesh=mesh, **named)
+
+    def _out_spec(self, name: str, x: Any) -> jax.P:
+        return {"out": TOKENS, "lse": ROWS}.get(name) or _spec(name.removeprefix("d_"), x)
 
     def _of_device(self, local: Arrays) -> Mapping[str, jax.Array]:
         """The results and the gradients of a device's tokens."""
@@ -100,7 +134,7 @@ def _mask(draw: Draw, length: int, heads: int) -> tuple[str, Any]:
     return kind, masks.segments(jnp.asarray(np.sort(draw.random.integers(0, 4, (1, length))), jnp.int32))
 
 
-def drawn(seed: int, most: int, least: int = 8) -> RingCall:
+def drawn(seed: int, most: int = MOST, least: int = 8) -> RingCall:
     """Call number `seed` of at most so many devices. A run of a device's tokens has `least` or more."""
     draw = Draw(seed, most)
     devices, batch, kv_heads = draw.integer(2, most + 1), draw.integer(1, 3), draw.one(1, 2, 4)
@@ -162,9 +196,13 @@ def drawn(seed: int, most: int, least: int = 8) -> RingCall:
     )
 
 
-def main(*numbers: str) -> None:
+def main(gpu: str, *numbers: str) -> None:
     for number in numbers:
-        check(drawn(int(number), jax.device_count()))
+        call = drawn(int(number))
+        try:
+            check(call) if gpu == "cpu" else call.compile(gpu)
+        except Exception as error:
+            raise RuntimeError(f"{number}: {call.options}") from error
         print(number, flush=True)
         jax.clear_caches()
 

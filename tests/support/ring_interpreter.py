@@ -2,7 +2,7 @@
 
 A script, as a kernel that deadlocks hangs its process. Each argument is the JSON of a case: head_dim, heads, kv_heads,
 number (of the step), index (of the device), layout, is_causal, joins (whether there is a result of earlier steps),
-and perhaps mask (one of MASKS).
+and perhaps v_head_dim, tokens (of a device) and mask (one of MASKS).
 It prints a line of JSON for each: the errors, and whether there were races.
 """
 
@@ -31,15 +31,16 @@ def run(case: dict) -> dict:
     parameters = functools.partial(mosaic_interpreter._PARAMS, detect_races=True)
     plgpu.InterpretGPUParams = parameters
     heads, kv_heads, head_dim = case["heads"], case["kv_heads"], case["head_dim"]
+    tokens, v_head_dim = case.get("tokens", TOKENS), case.get("v_head_dim", head_dim)
     random = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
-    query, dout = (draw(1, TOKENS, heads, head_dim).astype(jnp.bfloat16) for _ in range(2))
-    key, value = (draw(1, TOKENS, kv_heads, head_dim).astype(jnp.bfloat16) for _ in range(2))
-    total = (draw(1, TOKENS, heads, head_dim), draw(1, heads, TOKENS)) if case["joins"] else None
+    query, dout = (draw(1, tokens, heads, dim).astype(jnp.bfloat16) for dim in (head_dim, v_head_dim))
+    key, value = (draw(1, tokens, kv_heads, dim).astype(jnp.bfloat16) for dim in (head_dim, v_head_dim))
+    total = (draw(1, tokens, heads, v_head_dim), draw(1, heads, tokens)) if case["joins"] else None
     if total is not None:  # a query that has met no key
         total = total[0].at[:, 0].set(0), total[1].at[:, :, 0].set(-jnp.inf)
-    lse_of_all, delta, so_far = draw(1, heads, TOKENS) + 6, draw(1, heads, TOKENS), draw(1, TOKENS, heads, head_dim)
-    layout = Layout(name=case["layout"], devices=2, length=TOKENS, left=None, right=0 if case["is_causal"] else None)
+    lse_of_all, delta, so_far = draw(1, heads, tokens) + 6, draw(1, heads, tokens), draw(1, tokens, heads, head_dim)
+    layout = Layout(name=case["layout"], devices=2, length=tokens, left=None, right=0 if case["is_causal"] else None)
     scale = head_dim**-0.5
 
     def step(query, index):
@@ -72,7 +73,7 @@ def run(case: dict) -> dict:
     wide = lambda x: np.asarray(x, np.float64)
     q, k, v, do = wide(query), *(np.repeat(wide(x), heads // kv_heads, axis=2) for x in (key, value)), wide(dout)
     source = (case["index"] - case["number"]) % 2
-    keep = np.ones((TOKENS, TOKENS), bool)
+    keep = np.ones((tokens, tokens), bool)
     q_places, k_places = layout.tokens(case["index"])[:, None], layout.tokens(source)
     if "mask" in case:
         keep = np.asarray(MASKS[case["mask"]].elements(0, 0, jnp.asarray(q_places), jnp.asarray(k_places)))
@@ -89,7 +90,7 @@ def run(case: dict) -> dict:
             want, want_lse = want * share(want_lse) + wide(total[0]) * share(wide(total[1])), both
     p = np.where(keep, np.exp(scores - wide(lse_of_all)[..., None]), 0)
     ds = p * (np.einsum("bthd,bshd->bhts", do, v) - wide(delta)[..., None])
-    by_group = lambda x: x.reshape(1, TOKENS, kv_heads, -1, head_dim).sum(3)
+    by_group = lambda x: x.reshape(1, tokens, kv_heads, -1, x.shape[-1]).sum(3)
     wants = {
         "out": (out, want),
         "lse": (lse, want_lse),

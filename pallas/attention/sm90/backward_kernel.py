@@ -87,7 +87,9 @@ def key_gradients(
     shape = jax.ShapeDtypeStruct((batch, keys, schedule.kv_heads, head_dim), traits.dtype)
     shapes = [shape, shape]
     if options.float32_gradients:
-        shapes = [jax.ShapeDtypeStruct((2 * batch, *shape.shape[1:]), jnp.float32)]
+        # They are stored by way of a tile of dquery, whose rows are whole swizzle atoms.
+        rows = pl.cdiv(keys, 8) * 8
+        shapes = [jax.ShapeDtypeStruct((2 * batch, rows, *shape.shape[2:]), jnp.float32)]
     rows = pl.cdiv(kv_length, traits.block_kv) * traits.block_kv
     dbias = [jax.ShapeDtypeStruct((batch, schedule.kv_heads, rows), jnp.float32)] if bias_gradient else []
     results = launch(

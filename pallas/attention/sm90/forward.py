@@ -65,7 +65,7 @@ def attention_forward(inputs: AttentionInputs, options: AttentionOptions, *, out
         bounds=block_ranges.bounds_array(inputs, options),
         segments=segments,
         bias=bias,
-        earlier=_earlier(inputs, config.block_q),
+        earlier=_earlier(inputs, config.block_q, value.shape[-1]),
         lists=lists,
         mod=mod,
         sinks=None if sinks is None else jnp.broadcast_to(sinks.astype(jnp.float32), (len(query), sinks.shape[1])),
@@ -143,12 +143,12 @@ def _launch(
     ]
 
 
-def _earlier(inputs: AttentionInputs, block_q: int) -> Earlier | None:
-    """The results that this call's are merged with, of whole blocks of queries."""
+def _earlier(inputs: AttentionInputs, block_q: int, columns: int) -> Earlier | None:
+    """The results that this call's are merged with, of whole blocks of queries, and with so many columns."""
     if inputs.earlier_out is None:
         return None
     short = -inputs.query.shape[1] % block_q
-    out = jnp.pad(inputs.earlier_out, [(0, 0), (0, short), (0, 0), (0, 0)])
+    out = jnp.pad(inputs.earlier_out, [(0, 0), (0, short), (0, 0), (0, columns - inputs.earlier_out.shape[-1])])
     return Earlier(out, jnp.pad(inputs.earlier_lse, [(0, 0), (0, 0), (0, short)]))
 
 

@@ -7,7 +7,9 @@ JAX_KERNELS_EXAMPLES=200 draws that many. A call is drawn again by its number an
 
 import os
 
+import aot
 import cpu_devices
+import forked
 import jax
 import pytest
 import random_draws
@@ -28,6 +30,29 @@ def test_on_gpus(number):
 
 @pytest.mark.timeout(120 + 10 * EXAMPLES)
 def test_on_cpus():
-    numbers = [str(number) for number in range(EXAMPLES or 8)]
+    numbers = [str(number) for number in range(EXAMPLES or 4)]
     limit = 100 + 10 * EXAMPLES
-    assert cpu_devices.lines_of(random_rings.__file__, *numbers, devices=4, limit=limit) == numbers
+    assert cpu_devices.lines_of(random_rings.__file__, "cpu", *numbers, devices=4, limit=limit) == numbers
+
+
+@pytest.mark.compile
+@pytest.mark.timeout(aot.TIMEOUT + 30)
+def test_padded_sizes_compile():
+    """One has a head_dim that is no multiple of 64, the other a number of tokens on a device that is none of 8."""
+    padded, odd = random_rings.drawn(5), random_rings.drawn(33)
+    assert padded.arrays["query"].shape[3] % 64 != 0
+    assert odd.arrays["query"].shape[1] // odd.devices % 8 != 0
+    assert all(call.options["strategy"] in ("ring", "auto") for call in (padded, odd))
+    done = forked.run(random_rings.__file__, "h200", "5", "33", env={}, timeout=aot.TIMEOUT)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.timeout(aot.TIMEOUT + 20 * EXAMPLES + 30)
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_they_compile(gpu):
+    numbers = [str(number) for number in range(EXAMPLES or 6)]
+    done = forked.run(random_rings.__file__, gpu, *numbers, env={}, timeout=aot.TIMEOUT + 20 * EXAMPLES)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == numbers

@@ -38,8 +38,14 @@ CASES = {
         "in_parts": True,
     },
     "wide": STEP | {"head_dim": 256, "index": 0, "joins": True, "is_last": True},
+    "padded_40": STEP | {"head_dim": 40, "joins": True},
+    "padded_96": STEP | {"head_dim": 96, "index": 0, "joins": True, "is_last": True},
+    "two_widths": STEP | {"head_dim": 64, "v_head_dim": 32, "heads": 4, "joins": True},
+    "odd_length": STEP | {"tokens": 18, "is_causal": False, "layout": "contiguous", "joins": True},
+    "odd_first": STEP | {"tokens": 150, "number": 0, "joins": False},
+    "odd_and_padded": STEP | {"tokens": 85, "head_dim": 80, "layout": "striped", "joins": True, "is_last": True},
 }
-QUICK = ["earlier", "grouped_128"]
+QUICK = ["earlier", "odd_and_padded"]
 
 
 @pytest.mark.timeout(240)
