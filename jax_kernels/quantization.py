@@ -2,14 +2,16 @@
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 
 from jax_kernels import low_bit
 from jax_kernels.derivatives import without_derivative
+from jax_kernels.explicit import explicit_mesh, on_auto_axes, with_auto_axes
 from jax_kernels.low_bit import LowBit
 
 __all__ = ["QuantizedArray", "dequantize", "quantize", "quantize_fp8"]
@@ -124,7 +126,10 @@ def quantize(
         raise ValueError(f"axis: got {axis!r}, want -1 or -2")
     if format in low_bit.FORMATS:
         layout = _layout(format, scaling, group_size, scale, scale_dtype)
-        return _weights(x, layout, -2 if axis is None else axis, scale_dtype)
+        summed = -2 if axis is None else axis
+        if x.ndim < 2:
+            raise ValueError(f"x: got shape {x.shape}, want two axes or more, for {layout.format!r}")
+        return _on_auto_axes(lambda given: _weights(given[0], layout, summed, scale_dtype), [x], _specs_of_rounded)
     if (group_size, scale_dtype) != (None, None):
         raise ValueError(f"group_size, scale_dtype: got one with format {format!r}, want None")
     axis = -1 if axis is None else axis
@@ -132,6 +137,14 @@ def quantize(
     check_scaling(scaling)
     if x.ndim < {"tensor": 0, "row": -axis, "block": 2}[scaling]:
         raise ValueError(f"x: got shape {x.shape}, want more axes for scaling={scaling!r}, axis={axis}")
+    if scale is not None:
+        scale = checked_scale("scale", scale, scale_shape(x.shape, scaling, axis))
+    rounded = lambda given: _rounded(*given, format=format, scaling=scaling, axis=axis)
+    return _on_auto_axes(rounded, [x, scale], _specs_of_rounded)
+
+
+def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: int) -> QuantizedArray:
+    """x in 8 bits, with the scale that is given, or those that x's largest numbers give."""
     dtype, x = jnp.dtype(FORMATS[format]), x.astype(jnp.float32)
     if scale is None:
         scale = quantization_scale(x, dtype, scaling, axis)
@@ -139,7 +152,6 @@ def quantize(
         # Times the reciprocal: a compiled division by one number is that, and rounds otherwise than an exact one.
         values = jnp.where(jnp.isfinite(spread), x * (1 / spread), jnp.nan).astype(dtype)
     else:
-        scale = checked_scale("scale", scale, scale_shape(x.shape, scaling, axis))
         values = _saturated(x * (1 / _spread(scale, scaling, axis, x.shape)), dtype)
     return QuantizedArray(values=_kept(values), scale=scale, scaling=scaling, axis=axis)
 
@@ -176,8 +188,6 @@ def _dtype(dtype: Any) -> Any:
 
 def _weights(x: jax.Array, layout: LowBit, axis: int, scale_dtype: Any) -> QuantizedArray:
     """Weights of few bits. axis: that of K."""
-    if x.ndim < 2:
-        raise ValueError(f"x: got shape {x.shape}, want two axes or more, for {layout.format!r}")
     x = x.astype(jnp.float32) if axis == -1 else jnp.swapaxes(x, -1, -2).astype(jnp.float32)
     *outer, columns, depth = x.shape
     group = layout.padded(depth) if layout.group is None else layout.group
@@ -209,6 +219,49 @@ def dequantize(x: QuantizedArray, dtype: Any = jnp.float32) -> jax.Array:
         raise TypeError(f"x: got {type(x).__name__}, want a QuantizedArray")
     _check_float(dtype)
     x = dataclasses.replace(x, values=without_derivative(x.values, _NO_DERIVATIVE_OF_VALUES))
+    return _on_auto_axes(lambda x: _wide(x, dtype), x, lambda spec, _: _in_order(x, spec))
+
+
+def _on_auto_axes(function: Callable[..., Any], given: Any, specs_of: Callable[..., Any]) -> Any:
+    """function(given), on Auto axes where the first array has Explicit ones. specs_of(the array's spec, results)."""
+    first, *_ = jax.tree.leaves(given)
+    mesh = explicit_mesh(first)
+    if mesh is None:
+        return function(given)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+    spec = [*jax.typeof(first).sharding.spec, *[None] * first.ndim][: first.ndim]
+    specs = specs_of(spec, jax.eval_shape(function, shapes))
+    if AxisType.Manual in mesh.axis_types:
+        return on_auto_axes(function, given, lambda _: specs)
+    return with_auto_axes(function, given, mesh, specs)
+
+
+def _specs_of_rounded(spec: list[Any], x: QuantizedArray) -> Any:
+    """How what stands for an array is shared out that is shared out by `spec`: scales as what they scale.
+
+    The axis that a product sums over, and blocks, whose scales the devices need not divide, are whole on each.
+    """
+    if x.layout is not None:
+        *outer, first, last = spec
+        columns = first if x.axis == -1 else last
+        values, scale = [*outer, columns, None], [*outer, *([] if x.scaling == "row" else [None]), columns]
+    else:
+        at = len(spec) + x.axis
+        values = spec
+        scale = {"tensor": [], "row": [*spec[:at], *spec[at + 1 :]], "block": spec[:-2]}[x.scaling]
+    return jax.tree.unflatten(jax.tree.structure(x), [PartitionSpec(*values), PartitionSpec(*scale)])
+
+
+def _in_order(x: QuantizedArray, spec: list[Any]) -> PartitionSpec:
+    """How the array is shared out whose values are shared out by `spec`."""
+    if x.layout is None:
+        return PartitionSpec(*spec)
+    *outer, columns, _ = spec
+    return PartitionSpec(*outer, columns, None) if x.axis == -1 else PartitionSpec(*outer, None, columns)
+
+
+def _wide(x: QuantizedArray, dtype: Any) -> jax.Array:
+    """values * scale."""
     if x.layout is not None:
         found = low_bit.dequantized(x.values, x.scale, x.layout, x.length or 0).astype(dtype)
         return found if x.axis == -1 else jnp.swapaxes(found, -1, -2)

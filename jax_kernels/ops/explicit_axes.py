@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from jax_kernels.derivatives import NO_SECOND, without_derivative
+from jax_kernels.explicit import explicit_mesh, on_auto_axes, with_auto_axes
 from jax_kernels.ops.planned_op import named_arguments
 from jax_kernels.varying import as_varying
 
@@ -37,7 +38,7 @@ def with_explicit_axes[Function: Callable[..., Any]](
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, tree = jax.tree.flatten((args, kwargs))
-            meshes = [mesh for x in leaves if isinstance(x, jax.Array) and (mesh := _explicit_mesh(x)) is not None]
+            meshes = [mesh for x in leaves if isinstance(x, jax.Array) and (mesh := explicit_mesh(x)) is not None]
             if not meshes:
                 return function(*args, **kwargs)
             places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
@@ -47,18 +48,10 @@ def with_explicit_axes[Function: Callable[..., Any]](
                 args, kwargs = jax.tree.unflatten(tree, _replaced(leaves, places, arrays))
                 return function(*args, **kwargs)
 
-            explicit = tuple(
-                name
-                for name, kind in zip(meshes[0].axis_names, meshes[0].axis_types, strict=True)
-                if kind == AxisType.Explicit
-            )
             arrays = [leaves[i] for i in places]
             if AxisType.Manual in meshes[0].axis_types:
                 return _beside_manual_axes(call, arrays, lambda _: specs)
-            if not jax.sharding.get_abstract_mesh().empty:
-                return jax.sharding.auto_axes(call, axes=explicit, out_sharding=specs)(arrays)
-            with jax.sharding.use_abstract_mesh(meshes[0]):
-                return jax.sharding.auto_axes(call, axes=explicit, out_sharding=specs)(arrays)
+            return with_auto_axes(call, arrays, meshes[0], specs)
 
         return cast(Function, run)
 
@@ -91,7 +84,7 @@ def _beside_manual_axes(function: Callable[[list[Any]], Any], arrays: list[Any],
 
     @jax.custom_vjp
     def run(arrays: list[Any]) -> Any:
-        return _on_auto_axes(function, arrays, specs)
+        return on_auto_axes(function, arrays, specs)
 
     def forward(primals: list[Any]) -> tuple[Any, _Kept]:
         arrays = without_derivative(jax.custom_derivatives.custom_vjp_primal_tree_values(primals), _NO_SECOND)
@@ -114,7 +107,7 @@ def _beside_manual_axes(function: Callable[[list[Any]], Any], arrays: list[Any],
             known = list(zip([*arrays, *jax.tree.leaves(out)], [*own, *of_out], strict=True))
             return specs(out), [_nearest(x, known) for x in leaves]
 
-        out, leaves = _on_auto_axes(both, arrays, of_both)
+        out, leaves = on_auto_axes(both, arrays, of_both)
         of_moving = tuple(own[i] for i in moving)
         return out, _Kept(leaves=leaves, structure=structures[-1], moving=tuple(moving), specs=of_moving)
 
@@ -129,21 +122,11 @@ def _beside_manual_axes(function: Callable[[list[Any]], Any], arrays: list[Any],
             return jax.tree.unflatten(kept.structure, arrays[:count])(of_results)[0]
 
         arrays_and_cotangents = without_derivative([*kept.leaves, *(given[i] for i in places)], _NO_SECOND)
-        found = _on_auto_axes(gradients, arrays_and_cotangents, lambda _: list(kept.specs))
+        found = on_auto_axes(gradients, arrays_and_cotangents, lambda _: list(kept.specs))
         return (_replaced([None] * len(arrays), kept.moving, found),)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(arrays)
-
-
-def _on_auto_axes(function: Callable[[list[Any]], Any], arrays: list[Any], specs: Callable[[Any], Any]) -> Any:
-    """jax.sharding.auto_axes, whose specs may depend on the results."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = {name: AxisType.Auto for name, kind in kinds if kind == AxisType.Explicit}
-    with jax.sharding.use_abstract_mesh(mesh.update_axis_types(explicit)):
-        results = function(jax.reshard(arrays, PartitionSpec()))
-    return jax.reshard(results, specs(results))
 
 
 def _nearest(x: Any, known: list[tuple[Any, PartitionSpec]]) -> PartitionSpec:
@@ -183,14 +166,9 @@ def _zeros(aval: Any) -> Any:
     return as_varying(jnp.zeros(aval.shape, aval.dtype), aval.manual_axis_type.varying)
 
 
-def _explicit_mesh(x: Any) -> Any:
-    mesh = jax.typeof(x).sharding.mesh
-    return mesh if AxisType.Explicit in mesh.axis_types else None
-
-
 def _spec(x: Any) -> tuple[Any, ...]:
     """How an array's axes are shared out; nothing where it has no explicit axes."""
-    if not isinstance(x, jax.Array) or _explicit_mesh(x) is None:
+    if not isinstance(x, jax.Array) or explicit_mesh(x) is None:
         return (None,) * getattr(x, "ndim", 0)
     spec = jax.typeof(x).sharding.spec
     return (*spec, *[None] * (x.ndim - len(spec)))

@@ -45,7 +45,7 @@ class Call:
         rest = {name: x for name, x in arrays.items() if name not in self.moved}
         moved = {name: arrays[name] for name in self.moved}
         results, vjp = jax.vjp(lambda moved: self.forward(jax_kernels, rest | moved, **how), moved)
-        cotangents = {name: jnp.asarray(cotangent(x.shape), x.dtype) for name, x in results.items()}
+        cotangents = {name: _placed_as(x, jnp.asarray(cotangent(x.shape), x.dtype)) for name, x in results.items()}
         return results | {f"d_{name}": x for name, x in vjp(cotangents)[0].items()}
 
     def results(self) -> Mapping[str, jax.Array]:
@@ -62,6 +62,14 @@ class Call:
 def cotangent(shape: Sequence[int]) -> np.ndarray:
     """That of a result: -0.75 to 1.25, which every dtype holds. They do not cancel in a sum over rows."""
     return ((np.arange(math.prod(shape)) * 7 % 17 - 6) / 8).reshape(shape).astype(np.float32)
+
+
+def _placed_as(x: jax.Array, other: jax.Array) -> jax.Array:
+    """The other array, shared out as x is where that is part of x's type."""
+    sharding = jax.typeof(x).sharding
+    return (
+        jax.sharding.reshard(other, sharding) if jax.sharding.AxisType.Explicit in sharding.mesh.axis_types else other
+    )
 
 
 def check(call: Call, got: Mapping[str, Any] | None = None) -> None:

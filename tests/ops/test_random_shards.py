@@ -1,0 +1,60 @@
+"""Random calls of arrays that four devices share out, under jit: on meshes with Auto axes and with Explicit ones.
+
+JAX_KERNELS_EXAMPLES=200 draws that many of each kind. A call is drawn again by its kind and number::
+
+    JAX_KERNELS_EXAMPLES=200 python -m pytest -m gpu tests/ops/test_random_shards.py
+"""
+
+import os
+
+import aot
+import cpu_devices
+import forked
+import jax
+import pytest
+import random_calls
+import random_draws
+import random_shards
+
+EXAMPLES = int(os.environ.get("JAX_KERNELS_EXAMPLES", "0"))
+GPUS = jax.device_count() if jax.default_backend() == "gpu" else 0
+# On CPUs some take plain JAX code, which has to say how its results are shared out on Explicit axes.
+QUICK = ["attention-1", "attention-7", "products-0", "eight_bits-0", "eight_bits-3", "eight_bits-5", "norms-7"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 4, reason=f"needs four NVIDIA GPUs, found {GPUS}")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", range(EXAMPLES or 3))
+@pytest.mark.parametrize("kind", random_calls.KINDS)
+def test_on_gpus(kind, number):
+    call, draw = random_shards.drawn(f"{kind}-{number}")
+    random_draws.check(call, random_shards.results(call, draw, jax.devices()))
+    jax.clear_caches()
+
+
+@pytest.mark.timeout(220)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(QUICK, id="quick"),
+        *(
+            pytest.param([f"{kind}-{number}" for number in range(EXAMPLES or 4)], id=kind, marks=pytest.mark.slow)
+            for kind in random_calls.KINDS
+        ),
+    ],
+)
+def test_on_cpus(names):
+    limit = 200 + 10 * EXAMPLES
+    assert cpu_devices.lines_of(random_shards.__file__, "cpu", *names, devices=4, limit=limit) == names
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.timeout(aot.TIMEOUT + 20 * EXAMPLES + 30)
+@pytest.mark.parametrize("kind", random_calls.KINDS)
+def test_they_compile(kind):
+    names = [f"{kind}-{number}" for number in range(EXAMPLES or 4)]
+    done = forked.run(random_shards.__file__, "h200", *names, env={}, timeout=aot.TIMEOUT + 20 * EXAMPLES)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == names

@@ -1,0 +1,103 @@
+"""The random calls of random_calls with arrays that four devices share out at random, under jit.
+
+As a script it checks calls on four CPU devices, or compiles them for GPUs that are not there, and prints each that is
+right::
+
+    python tests/support/random_shards.py cpu attention-0 attention-1 norms-0
+    python tests/support/random_shards.py h200 products-0
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aot
+import jax
+import numpy as np
+import random_calls
+from jax.experimental import topologies
+from random_draws import Call, Draw, check
+
+from jax_kernels.dispatch import on_device
+
+NAMES, SIZES = ("rows", "columns"), (2, 2)
+
+
+def specs_of(call: Call, draw: Draw, mesh: jax.sharding.Mesh) -> dict[str, jax.P]:
+    """For each array, which axes the two axes of the mesh share out. A mesh axis shares out one at most.
+
+    Where a mesh has Explicit axes, attention refuses tokens that these share out.
+    """
+    found = {}
+    is_whole = jax.sharding.AxisType.Explicit in mesh.axis_types and "query" in call.arrays
+    for name, x in call.arrays.items():
+        axes: list[Any] = [None] * x.ndim
+        may_be_shared = [0, 2] if name in ("query", "key", "value") else [0]
+        for mesh_axis, size in zip(NAMES, SIZES, strict=True):
+            fits = [i for i in range(x.ndim) if axes[i] is None and x.shape[i] and x.shape[i] % size == 0]
+            free = [i for i in fits if i in may_be_shared] if is_whole else fits
+            if free and draw.chance(0.7):
+                axes[draw.one(*free)] = mesh_axis
+        found[name] = jax.P(*axes)
+    return found
+
+
+def mesh_of(draw: Draw, devices: Sequence[Any]) -> jax.sharding.Mesh:
+    """Both axes are Auto, or both Explicit."""
+    kind = draw.one(jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    return jax.sharding.Mesh(np.array(devices[:4]).reshape(SIZES), NAMES, axis_types=(kind, kind))
+
+
+def results(call: Call, draw: Draw, devices: Sequence[Any]) -> Mapping[str, jax.Array]:
+    """The call's results, of arrays that lie on the devices as drawn."""
+    mesh = mesh_of(draw, devices)
+    specs = specs_of(call, draw, mesh)
+    given = {
+        name: jax.device_put(x, jax.sharding.NamedSharding(mesh, specs[name]))
+        for name, x in call.given(call.dtype).items()
+    }
+    with jax.set_mesh(mesh):
+        return jax.jit(call.run)(given)
+
+
+def compile_for(gpu: str, call: Call, draw: Draw) -> None:
+    """Compiles the call for four GPUs of one machine, without them."""
+    with on_device(gpu) as info:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=aot.target_config(info), topology="1x1x4"
+        )
+        mesh = mesh_of(draw, topology.devices)
+        specs = specs_of(call, draw, mesh)
+        place = lambda name: jax.sharding.NamedSharding(mesh, specs[name])
+        shapes = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(name))
+            for name, x in call.given(call.dtype).items()
+        }
+        device = aot.abstract_device(info)
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+            lowered = jax.jit(call.run).lower(shapes)
+        lowered.compile()
+
+
+def drawn(name: str) -> tuple[Call, Draw]:
+    """The call of a name such as norms-3, and what draws how its arrays are shared out."""
+    kind, number = name.split("-")
+    return random_calls.drawn(kind, int(number)), Draw(int(number), 2)
+
+
+def main(gpu: str, *names: str) -> None:
+    for name in names:
+        call, draw = drawn(name)
+        try:
+            if gpu == "cpu":
+                check(call, results(call, draw, jax.devices()))
+            else:
+                compile_for(gpu, call, draw)
+        except Exception as error:
+            raise RuntimeError(f"{name}: {call.options}") from error
+        print(name, flush=True)
+        jax.clear_caches()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
