@@ -211,15 +211,12 @@ def decoding(draw: Draw) -> Call:
     )
 
 
-def dilated(draw: Draw) -> Call:
-    """A forward and the gradients of dilated_attention."""
-    batch, kv_heads, length = draw.integer(1, 3), draw.integer(1, 4), draw.size()
-    heads, head_dim = kv_heads * draw.one(1, 1, 2, 4), draw.one(64, 128, 32, 96, 256, 40)
-    dtype, groups = draw.one("bfloat16", "bfloat16", "float16", "float32"), draw.chance(0.3)
-    normal = lambda *shape: draw.normal(*shape, dtype=dtype)
+def dilated_pattern(draw: Draw, length: int, heads: int) -> dict[str, Any]:
+    """The arguments of dilated_attention but its arrays."""
+    groups = draw.chance(0.3)
     count = draw.integer(1, (min(4, heads + 1) if groups else 4))
     lengths = [draw.one(draw.integer(1, 2 * length + 1), 64, 128, 256, length) for _ in range(count)]
-    options = {
+    options: dict[str, Any] = {
         "segment_lengths": lengths,
         "dilation_rates": [min(draw.one(1, 1, 2, 3, 4, 8), size) for size in lengths],
         "is_causal": draw.chance(0.5),
@@ -228,11 +225,18 @@ def dilated(draw: Draw) -> Call:
         "deterministic": draw.one(None, None, True),
     }
     if draw.chance(0.2):
-        options["layout"] = "partition"
-        options["segment_lengths"] = [max(size // count, 8) for size in lengths]
-    else:
-        options |= {"heads": "groups" if groups else "all", "combine": draw.one("lse", "lse", "mean")}
-        options["stop_gradient_weights"] = options["combine"] == "lse" and draw.chance(0.3)
+        return options | {"layout": "partition", "segment_lengths": [max(size // count, 8) for size in lengths]}
+    options |= {"heads": "groups" if groups else "all", "combine": draw.one("lse", "lse", "mean")}
+    options["stop_gradient_weights"] = options["combine"] == "lse" and draw.chance(0.3)
+    return options
+
+
+def dilated(draw: Draw) -> Call:
+    """A forward and the gradients of dilated_attention."""
+    batch, kv_heads, length = draw.integer(1, 3), draw.integer(1, 4), draw.size()
+    heads, head_dim = kv_heads * draw.one(1, 1, 2, 4), draw.one(64, 128, 32, 96, 256, 40)
+    dtype, options = draw.one("bfloat16", "bfloat16", "float16", "float32"), dilated_pattern(draw, length, heads)
+    normal = lambda *shape: draw.normal(*shape, dtype=dtype)
     arrays = {
         "query": normal(batch, length, heads, head_dim),
         "key": normal(batch, length, kv_heads, head_dim),

@@ -1,10 +1,10 @@
-"""Calls of ring_attention drawn at random, beside flash_attention of the whole sequence on one device.
+"""Calls of ring_attention and sequence_parallel_dilated_attention drawn at random, beside those of one device.
 
 As a script it checks those of the numbers that it is given, on four CPU devices, or compiles them for GPUs that are not
 there, and prints each that is right::
 
-    python tests/support/random_rings.py cpu 0 1 2
-    python tests/support/random_rings.py h200 0 1 2
+    python tests/support/random_rings.py cpu ring-0 ring-1 dilated-0
+    python tests/support/random_rings.py h200 ring-0
 """
 
 import dataclasses
@@ -17,10 +17,17 @@ import aot
 import jax
 import jax.numpy as jnp
 import numpy as np
+import random_calls
 from jax.experimental import topologies
 from random_draws import Arrays, Call, Draw, check, cotangent
 
-from jax_kernels import masks, ring_attention, shard_sequence, unshard_sequence
+from jax_kernels import (
+    masks,
+    ring_attention,
+    sequence_parallel_dilated_attention,
+    shard_sequence,
+    unshard_sequence,
+)
 from jax_kernels.dispatch import on_device
 
 AXIS, MOST = "sequence", 4
@@ -102,6 +109,9 @@ class _Ring:
     def flash_attention(self, *arrays: Any, **named: Any) -> Any:
         return ring_attention(*arrays, axis_name=AXIS, **self._arguments, **named)
 
+    def dilated_attention(self, **named: Any) -> Any:
+        return sequence_parallel_dilated_attention(axis_name=AXIS, **named)
+
 
 def _spec(name: str, x: Any) -> jax.P:
     if name in ("query", "key", "value", "segment_ids", "out_cotangent"):
@@ -134,8 +144,42 @@ def _mask(draw: Draw, length: int, heads: int) -> tuple[str, Any]:
     return kind, masks.segments(jnp.asarray(np.sort(draw.random.integers(0, 4, (1, length))), jnp.int32))
 
 
+def drawn_dilated(seed: int, most: int = MOST) -> RingCall:
+    """Call number `seed` of sequence_parallel_dilated_attention, on at most so many devices."""
+    draw = Draw(seed, most, 1)
+    devices, batch, kv_heads = draw.integer(2, most + 1), draw.integer(1, 3), draw.integer(1, 4)
+    heads, head_dim = kv_heads * draw.one(1, 2), draw.one(64, 128, 32, 96)
+    length, dtype = devices * draw.one(draw.integer(1, 100), 64, 128, 192), draw.one("bfloat16", "float16", "float32")
+    options = random_calls.dilated_pattern(draw, length, heads)
+    normal = lambda *shape: draw.normal(*shape, dtype=dtype)
+    arrays = {
+        "query": normal(batch, length, heads, head_dim),
+        "key": normal(batch, length, kv_heads, head_dim),
+        "value": normal(batch, length, kv_heads, draw.one(head_dim, 64)),
+    }
+    moved, check_vma = list(arrays), draw.chance(0.3)
+    if draw.chance(0.3):
+        arrays["segment_ids"] = np.sort(draw.random.integers(-1, 4, (batch, length))).astype(np.int32)
+
+    def forward(ops: Any, arrays: Arrays, **how: Any) -> Mapping[str, Any]:
+        out, lse = ops.dilated_attention(**arrays, **options, return_lse=True, **how)
+        return {"out": out, "lse": lse}
+
+    shapes = {name: x.shape for name, x in arrays.items()} | {"devices": devices, "check_vma": check_vma}
+    return RingCall(
+        forward=forward,
+        arrays=arrays,
+        moved=moved,
+        dtype=dtype,
+        options=shapes | options | {"dtype": dtype},
+        devices=devices,
+        ring={"layout": "contiguous"},
+        check_vma=check_vma,
+    )
+
+
 def drawn(seed: int, most: int = MOST, least: int = 8) -> RingCall:
-    """Call number `seed` of at most so many devices. A run of a device's tokens has `least` or more."""
+    """Call number `seed` of ring_attention, on at most so many devices. A run of tokens has `least` or more."""
     draw = Draw(seed, most)
     devices, batch, kv_heads = draw.integer(2, most + 1), draw.integer(1, 3), draw.one(1, 2, 4)
     heads, head_dim = kv_heads * draw.one(1, 2), draw.one(64, 128, 32, 96, 40)
@@ -196,14 +240,18 @@ def drawn(seed: int, most: int = MOST, least: int = 8) -> RingCall:
     )
 
 
-def main(gpu: str, *numbers: str) -> None:
-    for number in numbers:
-        call = drawn(int(number))
+KINDS = {"ring": drawn, "dilated": drawn_dilated}
+
+
+def main(gpu: str, *names: str) -> None:
+    for name in names:
+        kind, number = name.split("-")
+        call = KINDS[kind](int(number))
         try:
             check(call) if gpu == "cpu" else call.compile(gpu)
         except Exception as error:
-            raise RuntimeError(f"{number}: {call.options}") from error
-        print(number, flush=True)
+            raise RuntimeError(f"{name}: {call.options}") from error
+        print(name, flush=True)
         jax.clear_caches()
 
 

@@ -1,6 +1,7 @@
-"""Random calls of ring_attention are right: in every layout and strategy, under masks, biases and functions of scores.
+"""Random calls of attention whose sequence devices share are right.
 
-JAX_KERNELS_EXAMPLES=200 draws that many. A call is drawn again by its number and the number of devices::
+Those of ring_attention have every layout and strategy, masks, biases and functions of scores.
+JAX_KERNELS_EXAMPLES=200 draws that many of each kind. One is drawn again by its number and the number of devices::
 
     JAX_KERNELS_EXAMPLES=200 python -m pytest -m gpu tests/ops/ring/test_random_rings.py
 """
@@ -23,16 +24,17 @@ GPUS = jax.device_count() if jax.default_backend() == "gpu" else 0
 @pytest.mark.skipif(GPUS < 2, reason=f"needs two NVIDIA GPUs for a ring, found {GPUS}")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", range(EXAMPLES or 10))
-def test_on_gpus(number):
-    random_draws.check(random_rings.drawn(number, min(GPUS, 4)))
+@pytest.mark.parametrize("kind", random_rings.KINDS)
+def test_on_gpus(kind, number):
+    random_draws.check(random_rings.KINDS[kind](number, min(GPUS, 4)))
     jax.clear_caches()
 
 
-@pytest.mark.timeout(120 + 10 * EXAMPLES)
+@pytest.mark.timeout(120 + 20 * EXAMPLES)
 def test_on_cpus():
-    numbers = [str(number) for number in range(EXAMPLES or 4)]
-    limit = 100 + 10 * EXAMPLES
-    assert cpu_devices.lines_of(random_rings.__file__, "cpu", *numbers, devices=4, limit=limit) == numbers
+    names = [f"{kind}-{number}" for kind in random_rings.KINDS for number in range(EXAMPLES or 3)]
+    limit = 100 + 20 * EXAMPLES
+    assert cpu_devices.lines_of(random_rings.__file__, "cpu", *names, devices=4, limit=limit) == names
 
 
 @pytest.mark.compile
@@ -43,7 +45,7 @@ def test_padded_sizes_compile():
     assert padded.arrays["query"].shape[3] % 64 != 0
     assert odd.arrays["query"].shape[1] // odd.devices % 8 != 0
     assert all(call.options["strategy"] in ("ring", "auto") for call in (padded, odd))
-    done = forked.run(random_rings.__file__, "h200", "5", "33", env={}, timeout=aot.TIMEOUT)
+    done = forked.run(random_rings.__file__, "h200", "ring-5", "ring-33", env={}, timeout=aot.TIMEOUT)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -51,8 +53,9 @@ def test_padded_sizes_compile():
 @pytest.mark.slow
 @pytest.mark.timeout(aot.TIMEOUT + 20 * EXAMPLES + 30)
 @pytest.mark.parametrize("gpu", ["h200", "a100"])
-def test_they_compile(gpu):
-    numbers = [str(number) for number in range(EXAMPLES or 6)]
-    done = forked.run(random_rings.__file__, gpu, *numbers, env={}, timeout=aot.TIMEOUT + 20 * EXAMPLES)
+@pytest.mark.parametrize("kind", random_rings.KINDS)
+def test_they_compile(kind, gpu):
+    names = [f"{kind}-{number}" for number in range(EXAMPLES or 6)]
+    done = forked.run(random_rings.__file__, gpu, *names, env={}, timeout=aot.TIMEOUT + 20 * EXAMPLES)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == numbers
+    assert done.stdout.split() == names
