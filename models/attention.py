@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels import masks
+from jax_kernels.defaults import under_defaults
 from jax_kernels.masks.arrays import named_dense
 from jax_kernels.models.config import (
     DTYPES,
@@ -79,6 +80,7 @@ class KVCache:
         return dataclasses.replace(cache, length=cache.length.astype(jnp.int32))
 
 
+@under_defaults
 def rotary_embedding(x: jax.Array, positions: jax.Array, theta: float = 10000.0) -> jax.Array:
     """Rotary position embedding, in the rotate_half convention (that of GPT-NeoX and Llama in Hugging Face).
 
@@ -246,6 +248,7 @@ class MultiHeadAttention(nnx.Module):
         cache: KVCache,
     ) -> tuple[jax.Array, KVCache]: ...
 
+    @under_defaults
     def __call__(
         self,
         x: jax.Array,

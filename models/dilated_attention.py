@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_kernels.defaults import under_defaults
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.sharding import ShardingRules, sequence_devices, share_sequence
@@ -182,6 +183,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
     def init_cache(self, batch: int, max_length: int, dtype: Any = None) -> KVCache:
         raise NotImplementedError("init_cache: dilated attention has no cache; run the whole sequence")
 
+    @under_defaults
     def __call__(  # type: ignore[override]
         self, x: jax.Array, *, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_kernels.defaults import under_defaults
 from jax_kernels.models.sharding import ShardingRules
-from jax_kernels.ops.planned_op import under_defaults
 from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["linear_cross_entropy"]

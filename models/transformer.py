@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jax_kernels import dispatch
+from jax_kernels.defaults import under_defaults
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
 from jax_kernels.models.config import TransformerConfig
 from jax_kernels.models.delayed_scaling import AmaxHistory
@@ -71,6 +72,7 @@ class Block(nnx.Module):
             rngs=rngs,
         )
 
+    @under_defaults
     def __call__(
         self, x: jax.Array, cache: KVCache | None = None, documents: Packed | None = None
     ) -> tuple[jax.Array, KVCache | None]:
@@ -207,6 +209,7 @@ class Transformer(nnx.Module):
             return under_auto_axes(embed, self, (tokens,), self._spec("batch", "tokens", None, of=tokens))
         return jnp.take(self.embed[...], tokens, axis=0)
 
+    @under_defaults
     def __call__(
         self,
         tokens: jax.Array | None = None,

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_kernels.defaults import under_defaults
 from jax_kernels.masks import checks
 from jax_kernels.masks.arrays import BlockSparse, Dense
 from jax_kernels.masks.largest import key_intervals, largest, largest_between
@@ -14,6 +15,7 @@ from jax_kernels.masks.mask import Mask, all_valid
 from jax_kernels.masks.ranked import Ranked
 
 
+@under_defaults
 def top_k(
     bias: jax.Array, k: int, *, among: Mask | None = None, q_length: int | None = None, q_offset: Any = 0
 ) -> Mask:
@@ -51,6 +53,7 @@ def top_k(
     return Dense(largest(jnp.where(keep, bias, -jnp.inf), k), all_valid(among))
 
 
+@under_defaults
 def threshold(bias: jax.Array, tau: float | jax.Array) -> Mask:
     """Keeps the keys with bias > tau, compared in float32, as a dense mask.
 
@@ -66,6 +69,7 @@ def threshold(bias: jax.Array, tau: float | jax.Array) -> Mask:
     return Dense(bias.astype(jnp.float32) > tau)  # in 16 bits, JAX would round a Python number to these first
 
 
+@under_defaults
 def top_k_blocks(
     scores: jax.Array,
     k: int,
@@ -108,6 +112,7 @@ def top_k_blocks(
     return BlockSparse(largest(scores, k), block_q, block_kv, min(k, columns), is_mask)
 
 
+@under_defaults
 def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int, int]) -> jax.Array:
     """Scores of blocks of queries and keys: the products of their means, float32 [B, H, rows, columns].
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kernels.defaults import under_defaults
 from jax_kernels.masks import checks
 from jax_kernels.masks.lists import BlockLists, PackedBlocks, block_lists, block_status, counts, packed_partial
 from jax_kernels.masks.literals import Grid, Terms, product
@@ -87,6 +88,7 @@ class Mask:
         """
         raise NotImplementedError
 
+    @under_defaults
     def rows(self, q_index: jax.Array | np.ndarray, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
         """The mask of some queries and all keys: bool [B or 1, H or 1, len(q_index), kv_length].
 
@@ -101,6 +103,7 @@ class Mask:
         shape = (batch, self.heads, q.shape[0], kv_length)
         return jnp.broadcast_to(keep, shape)
 
+    @under_defaults
     def to_dense(self, q_length: int, kv_length: int, *, q_offset: Any = 0) -> jax.Array:
         """The mask as an array: bool [B or 1, H or 1, q_length, kv_length], True where a query may attend."""
         q_length, kv_length = checks.lengths(q_length, kv_length)
@@ -108,6 +111,7 @@ class Mask:
         # Indices that are known to be all queries need no lookup in an array.
         return self.rows(np.arange(q_length, dtype=np.int32), kv_length, q_offset=q_offset)
 
+    @under_defaults
     def block_lists(
         self, q_length: int, kv_length: int, block_q: int, block_kv: int, by: str = "query", *, q_offset: Any = 0
     ) -> BlockLists:
@@ -136,6 +140,7 @@ class Mask:
             raise ValueError(f"by: got {by!r}, want 'query' or 'key'")
         return block_lists(self, **self._call(q_length, kv_length, (block_q, block_kv), q_offset), by=by)
 
+    @under_defaults
     def packed_partial(
         self, q_length: int, kv_length: int, block_q: int, block_kv: int, by: str = "query", *, q_offset: Any = 0
     ) -> PackedBlocks:
@@ -150,6 +155,7 @@ class Mask:
             raise ValueError(f"by: got {by!r}, want 'query' or 'key'")
         return packed_partial(self, **self._call(q_length, kv_length, (block_q, block_kv), q_offset), by=by)
 
+    @under_defaults
     def density(self, q_length: int, kv_length: int, block: int | tuple[int, int], *, q_offset: Any = 0) -> jax.Array:
         """The share of blocks that are live, float32, over batch and heads. block: an int, or (queries, keys)."""
         alive, _ = self._status(q_length, kv_length, block, q_offset)

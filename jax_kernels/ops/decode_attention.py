@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels import dispatch
+from jax_kernels.defaults import under_defaults
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.masks import Mask
 from jax_kernels.ops import checks, reasons
@@ -16,7 +17,7 @@ from jax_kernels.ops.attention.mask_validity import mask_or_nan
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.partitioning import Axis, Shares, is_partitioned, partitioned
-from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, join_batch, kernel, under_defaults
+from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, join_batch, kernel
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import decode as decode_sm90
 from jax_kernels.pallas.attention.triton import decode as decode_triton

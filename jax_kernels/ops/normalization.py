@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kernels import dispatch
+from jax_kernels.defaults import under_defaults
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.ops import checks, reasons
 from jax_kernels.ops.explicit_axes import as_rows, with_explicit_axes
 from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
-from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, join_batch, kernel, split_batch, under_defaults
+from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, join_batch, kernel, split_batch
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import NormBackwardTriton
 from jax_kernels.pallas.normalization.sm90 import backward as backward_sm90

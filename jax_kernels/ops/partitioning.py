@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels import dispatch
-from jax_kernels.ops.planned_op import under_defaults
+from jax_kernels.defaults import under_defaults
 
 __all__ = ["ArrayAxes", "Axis", "ByIndex", "Shares", "is_partitioned", "partitioned"]
 

@@ -35,7 +35,6 @@ __all__ = [
     "kernel",
     "named_arguments",
     "split_batch",
-    "under_defaults",
 ]
 
 # Calls whose functions are kept, the last used: a call holds its caller's functions, and the arrays of their closures.
@@ -103,21 +102,6 @@ class PlannedOp:
             return function
 
         return decorate
-
-
-def under_defaults[Function: Callable[..., Any]](function: Function) -> Function:
-    """A decorator: the function is traced under JAX's default promotion, whatever its caller has set.
-
-    jax_numpy_rank_promotion="raise" is for the caller's code. Both halves of a custom_vjp need the decorator, as JAX
-    traces them at another time.
-    """
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return function(*args, **kwargs)
-
-    return cast(Function, run)
 
 
 def jitted_in_eager_shard_map[Function: Callable[..., Any]](function: Function) -> Function:

@@ -86,3 +86,24 @@ def test_under_vmap_and_jit():
 def test_a_prepared_mask():
     prepared = prepare_mask(masks.sliding_window(4, 0) | masks.global_tokens(2), QUERY, KEY)
     assert flash_attention(QUERY, KEY, KEY, mask=prepared).shape == QUERY.shape
+
+
+SCORES = jnp.asarray(RANDOM.standard_normal((B, H, T, T)), jnp.float32)
+MASKS = {
+    "structure": lambda: masks.causal() & masks.sliding_window(4, 0) | masks.prefix(jnp.asarray(LENGTHS)),
+    "dilated": lambda: ~masks.dilated(2) | masks.segments(jnp.asarray(IDS)),
+    "top_k": lambda: masks.top_k(SCORES, 3, among=masks.causal()),
+    "top_k of a row": lambda: masks.top_k(SCORES[:, :, :1], 3, among=masks.causal(), q_length=T),
+    "threshold": lambda: masks.threshold(SCORES, 0.5),
+    "top_k_blocks": lambda: masks.top_k_blocks(masks.pooled_scores(QUERY, KEY, 8), 2, 8, among=masks.causal()),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name):
+    mask = MASKS[name]()
+    keep = mask.to_dense(T, T)
+    assert keep.shape[2:] == (T, T)
+    lists = mask.block_lists(T, T, block_q=8, block_kv=8)
+    assert int(lists.full_count.sum() + lists.partial_count.sum()) > 0
+    assert 0 < float(mask.density(T, T, 8).max()) <= 1

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 
 from jax_kernels import dispatch, masks
+from jax_kernels.defaults import under_defaults
 from jax_kernels.masks.arrays import named_block_sparse
 from jax_kernels.ops.attention.flash_attention import flash_attention
-from jax_kernels.ops.planned_op import under_defaults
 
 __all__ = ["block_sparse_attention"]
 

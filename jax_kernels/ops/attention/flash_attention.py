@@ -6,6 +6,7 @@ import jax
 
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.defaults import under_defaults
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import table
 from jax_kernels.ops.attention.checks import check
@@ -13,7 +14,7 @@ from jax_kernels.ops.attention.mask_validity import mask_or_nan, with_validity
 from jax_kernels.ops.attention.vjp import AttentionCall, run, vary_alike, with_options
 from jax_kernels.ops.checks import with_positive_scale
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
-from jax_kernels.ops.planned_op import PlannedOp, under_defaults
+from jax_kernels.ops.planned_op import PlannedOp
 
 __all__ = ["OP", "flash_attention", "prepare"]
 

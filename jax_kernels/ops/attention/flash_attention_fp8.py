@@ -11,12 +11,13 @@ import numpy as np
 
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
+from jax_kernels.defaults import under_defaults
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.ops import checks, reasons
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.partitioning import Axis, Shares, is_partitioned, partitioned
-from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, kernel, under_defaults
+from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, kernel
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import forward_fp8
 from jax_kernels.reference import attention_fp8 as reference

@@ -11,17 +11,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionResult
+from jax_kernels.defaults import under_defaults
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import table
 from jax_kernels.ops.attention.partitioning import shared_attention
-from jax_kernels.ops.planned_op import (
-    MOST_CALLS,
-    PlannedCall,
-    jitted_in_eager_shard_map,
-    join_batch,
-    split_batch,
-    under_defaults,
-)
+from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, jitted_in_eager_shard_map, join_batch, split_batch
 from jax_kernels.reference.attention import row_terms
 from jax_kernels.varying import as_varying, varying_axes
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.defaults import under_defaults
 from jax_kernels.ops.attention.checks import check
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.flash_attention import prepare as prepare_attention
@@ -24,7 +25,7 @@ from jax_kernels.ops.dilated.shards import Shards
 from jax_kernels.ops.dilated.views import BranchCall, Piece
 from jax_kernels.ops.dilated.vjp import DilatedCall
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
-from jax_kernels.ops.planned_op import named_arguments, under_defaults
+from jax_kernels.ops.planned_op import named_arguments
 
 __all__ = ["DilatedPlan", "check_pattern", "dilated_attention", "prepare"]
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 
+from jax_kernels.defaults import under_defaults
 from jax_kernels.ops.dilated import vjp as dilated_vjp
 from jax_kernels.ops.dilated.dilated_attention import prepare
 from jax_kernels.ops.dilated.shards import Shards
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
-from jax_kernels.ops.planned_op import under_defaults
 from jax_kernels.ops.ring.layouts import axis_size
 
 __all__ = ["sequence_parallel_dilated_attention"]

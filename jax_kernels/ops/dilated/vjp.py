@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 from jax_kernels.attention_inputs import AttentionInputs
+from jax_kernels.defaults import under_defaults
 from jax_kernels.derivatives import NO_SECOND, without_derivative
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
@@ -19,7 +20,7 @@ from jax_kernels.ops.dilated import ring
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated.views import BranchCall, Piece
 from jax_kernels.ops.partitioning import ArrayAxes, Axis, ByIndex, Shares, is_partitioned, partitioned
-from jax_kernels.ops.planned_op import join_batch, split_batch, under_defaults
+from jax_kernels.ops.planned_op import join_batch, split_batch
 from jax_kernels.ops.ring.steps import Rows
 from jax_kernels.pallas.attention.passes import dilated_rows
 from jax_kernels.reference.attention import row_terms

@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels import dispatch
+from jax_kernels.defaults import under_defaults
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
 from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients
 from jax_kernels.ops.matmul.partitioning import shared_both_ways
 from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
-from jax_kernels.ops.planned_op import PlannedCall, under_defaults
+from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.pallas.matmul.passes import both_ways as passes
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.quantization import (

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels import dispatch
+from jax_kernels.defaults import under_defaults
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult, in_range
 from jax_kernels.ops.matmul.partitioning import shared_matmul
 from jax_kernels.ops.matmul.table import BY_ROWS, IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.partitioning import is_partitioned
-from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, join_batch, split_batch, under_defaults
+from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, join_batch, split_batch
 
 __all__ = ["batched", "epilogue_gradients", "further", "planned", "product", "weight_gradient"]
 

@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_kernels.defaults import under_defaults
 from jax_kernels.low_bit import FORMATS, LowBit, dequantized
 from jax_kernels.matmul_inputs import MatmulInputs
 from jax_kernels.ops.matmul import gradients
-from jax_kernels.ops.planned_op import PlannedCall, jitted_in_eager_shard_map, under_defaults
+from jax_kernels.ops.planned_op import PlannedCall, jitted_in_eager_shard_map
 from jax_kernels.quantization import QuantizedArray
 
 __all__ = ["checked_stored", "layout_of", "planned"]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels import dispatch
+from jax_kernels.defaults import under_defaults
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
 from jax_kernels.ops import checks
 from jax_kernels.ops.activations import ACTIVATIONS
@@ -18,7 +19,7 @@ from jax_kernels.ops.elementwise import check_elementwise
 from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import fp8, gradients, low_bit
 from jax_kernels.ops.matmul.table import GATED, OP, MatmulRequest, request_of
-from jax_kernels.ops.planned_op import PlannedCall, under_defaults
+from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.quantization import QuantizedArray
 from jax_kernels.varying import as_varying, varying_axes
 

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_kernels.defaults import under_defaults
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
 from jax_kernels.ops.activations import derivative_of
 from jax_kernels.ops.explicit_axes import as_product, with_explicit_axes
 from jax_kernels.ops.matmul import gradients, matmul
 from jax_kernels.ops.matmul.table import GATED, MatmulRequest
-from jax_kernels.ops.planned_op import PlannedCall, PlannedOp, under_defaults
+from jax_kernels.ops.planned_op import PlannedCall, PlannedOp
 from jax_kernels.quantization import QuantizedArray
 from jax_kernels.varying import as_varying, varying_axes
 

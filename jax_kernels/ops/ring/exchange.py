@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels.ops.planned_op import under_defaults
+from jax_kernels.defaults import under_defaults
 from jax_kernels.ops.ring.layouts import Layout
 
 __all__ = ["Exchange"]

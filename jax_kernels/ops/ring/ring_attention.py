@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_kernels.defaults import under_defaults
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import Segments
 from jax_kernels.masks.limits import joined_band, without_band
@@ -18,7 +19,7 @@ from jax_kernels.ops import checks
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.mask_validity import mask_or_nan
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
-from jax_kernels.ops.planned_op import jitted_in_eager_shard_map, under_defaults
+from jax_kernels.ops.planned_op import jitted_in_eager_shard_map
 from jax_kernels.ops.ring import halo, vjp
 from jax_kernels.ops.ring.all_gather import all_gather_attention
 from jax_kernels.ops.ring.all_to_all import OF_HEADS, all_to_all_attention

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_kernels.ops.planned_op import under_defaults
+from jax_kernels.defaults import under_defaults
 from jax_kernels.ops.ring import halo
 from jax_kernels.ops.ring.call import RingArrays, RingCall
 from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, merged_exactly, weight

@@ -1,0 +1,24 @@
+"""JAX's defaults of promotion, whatever the caller has set."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+
+__all__ = ["under_defaults"]
+
+
+def under_defaults[Function: Callable[..., Any]](function: Function) -> Function:
+    """A decorator: the function is traced under JAX's default promotion, whatever its caller has set.
+
+    jax_numpy_rank_promotion="raise" is for the caller's code. Both halves of a custom_vjp need the decorator, as JAX
+    traces them at another time.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return cast(Function, run)

@@ -1,0 +1,29 @@
+"""Flax modules under a caller's strict settings: rank promotion and dtype promotion are errors in the caller's code."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_kernels import models
+
+CONFIG = models.TransformerConfig(vocab_size=16, model_dim=32, num_layers=1, num_heads=2)
+X = jnp.linspace(-1, 1, 2 * 8 * 32).reshape(2, 8, 32)
+TOKENS = jnp.zeros((2, 8), jnp.int32)
+MODULES = {
+    "attention": (lambda rngs: models.MultiHeadAttention(32, num_heads=2, rngs=rngs), X),
+    "dynamic": (lambda rngs: models.DynamicMaskAttention(32, num_heads=2, keys_to_keep=4, rngs=rngs), X),
+    "gated": (lambda rngs: models.GatedMLP(32, 48, rngs=rngs), X),
+    "norm": (lambda rngs: models.RMSNorm(32, rngs=rngs), X),
+    "transformer": (lambda rngs: models.Transformer(CONFIG, rngs=rngs), TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients(name):
+    make, x = MODULES[name]
+    module = make(nnx.Rngs(0))
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        found = nnx.grad(lambda module: module(x).astype(jnp.float32).sum())(module)
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(found))
