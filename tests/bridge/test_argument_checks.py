@@ -68,11 +68,11 @@ def test_an_argument_that_is_no_tensor(name, kind):
 def test_constructors_check_their_options(cls):
     with pytest.raises(ValueError, match=r"activation: got 'swish', want (None or )?one of 'relu', 'gelu'"):
         cls(3, 2, activation="swish")
-    with pytest.raises(TypeError, match="activation: got function, want a name"):
-        cls(3, 2, activation=lambda x: x)
+    with pytest.raises(TypeError, match="activation: got int, want a name, a function"):
+        cls(3, 2, activation=3)
     with pytest.raises(ValueError, match="precision: got 'fp9', want 'fp32', 'tf32', 'bf16', 'fp16'"):
         cls(3, 2, precision="fp9")
-    for activation in ("relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh"):
+    for activation in ("relu", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh", torch.nn.functional.mish):
         assert cls(3, 2, activation=activation).activation == activation
 
 

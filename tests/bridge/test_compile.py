@@ -27,7 +27,7 @@ def compare(function, inputs, *, compiled, atol=1e-5):
         torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph(backend, make_qkv):
     counter = CompileCounterWithBackend(backend)
     compare(model, make_qkv(), compiled=torch.compile(model, backend=counter, fullgraph=True))

@@ -340,8 +340,9 @@ def test_packed_documents():
         huggingface.attention(layer, *torch.randn(3, 2, 4, 12, 16), None, cu_seq_lens_q=starts)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_compiles_for_sequences_of_many_lengths(name):
     """The layers' scale, softcap and window are floats and ints of modules, which torch.compile makes symbols of."""
     theirs, ours = both(name)

@@ -34,7 +34,9 @@ def test_on_a_gpu(kind, number):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", range(EXAMPLES or 2))
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, EXAMPLES or 4))]
+)
 @pytest.mark.parametrize("kind", random_calls.KINDS)
 def test_on_a_cpu(kind, number):
     call = random_calls.drawn(kind, number)

@@ -309,6 +309,7 @@ def test_check_takes_interpreted_kernels_when_asked(monkeypatch):
         assert set(names) == {*here[op], *triton}, op
 
 
+@pytest.mark.slow
 def test_check_of_every_op(run, monkeypatch, tmp_path):
     """An implementation that one of them lacks is checked for the others."""
     assert set(check.QUICK) == set(check.SUITES)

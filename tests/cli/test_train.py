@@ -94,6 +94,7 @@ def test_two_processes_train_as_one_does(tmp_path, folder, capsys):
         train_run.run({"data": 1}, folder, tmp_path / "pair", **given)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_processes_that_differ_end_with_an_error_that_says_in_what(tmp_path, text):
     words = ("--text", text, "--out", tmp_path / "out")

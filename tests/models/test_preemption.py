@@ -83,6 +83,7 @@ def test_another_thread_has_no_handler():
     assert asks == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_two_processes_end_after_the_same_step(tmp_path):
     with socket.socket() as free:

@@ -41,6 +41,7 @@ def losses_on(axes: dict[str, int]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_mesh_trains_on_real_text_as_one_device_does():
     one, four = json.loads(cpu_devices.lines_of(__file__, devices=4, limit=120)[-1])

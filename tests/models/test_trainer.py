@@ -45,6 +45,7 @@ def end(process, code=0):
     return json.loads(out.splitlines()[-1]) if out else None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_that_is_killed_in_a_checkpoint_s_write_goes_on_as_if_it_had_not_been(tmp_path):
     mesh = "data=2,sequence=2"

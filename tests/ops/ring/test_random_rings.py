@@ -32,12 +32,13 @@ def test_on_gpus(kind, number):
 
 @pytest.mark.timeout(120 + 20 * EXAMPLES)
 def test_on_cpus():
-    names = [f"{kind}-{number}" for kind in random_rings.KINDS for number in range(EXAMPLES or 3)]
+    names = [f"{kind}-{number}" for kind in random_rings.KINDS for number in range(EXAMPLES or 2)]
     limit = 100 + 20 * EXAMPLES
     assert cpu_devices.lines_of(random_rings.__file__, "cpu", *names, devices=4, limit=limit) == names
 
 
 @pytest.mark.compile
+@pytest.mark.slow
 @pytest.mark.timeout(aot.TIMEOUT + 30)
 def test_padded_sizes_compile():
     """One has a head_dim that is no multiple of 64, the other a number of tokens on a device that is none of 8."""
