@@ -35,7 +35,8 @@ _WANT = "want a name, or an elementwise function of one tensor, or of one jax.Ar
 def name_of(activation: Any) -> str | None:
     """The name of an activation, which `with_functions` knows. Names and None stay as they are.
 
-    PyTorch's functions that have a name here get that. Functions that `twins` takes for one have one name.
+    PyTorch's functions that have a name here get that. Functions that `twins` takes for one have one name, and so have
+    partials of one function with the same numbers, and PyTorch's modules of the same settings.
 
     Raises TypeError where it is no function, or one that reads a tensor.
     """
@@ -52,12 +53,25 @@ def name_of(activation: Any) -> str | None:
     if score_functions.apart(activation, "activation") is not None:
         raise TypeError(f"activation: got {_text(activation)}, which reads a torch.Tensor, {_WANT}")
     first = twins.first_of(activation) if isinstance(activation, types.FunctionType) else activation
-    if _NAMES.get(first) not in _FUNCTIONS:
+    key = _key(first)
+    name = _NAMES.get(key)
+    if name is None or name not in _FUNCTIONS:
         name = fresh_name("activation")
-        _FUNCTIONS[name], _NAMES[first] = first, name
+        _FUNCTIONS[name], _NAMES[key] = first, name
         drop_oldest(_FUNCTIONS, _MOST)
         drop_oldest(_NAMES, _MOST)
-    return _NAMES[first]
+    return name
+
+
+def _key(function: Any) -> Any:
+    """A value that functions share which are made anew for each call and compute the same; else the function."""
+    if isinstance(function, functools.partial):
+        given = *function.args, *function.keywords.values()
+        if all(isinstance(x, bool | int | float | str | None) for x in given):
+            return function.func, repr((function.args, sorted(function.keywords.items())))
+    if type(function).__module__ == torch.nn.modules.activation.__name__ and not list(function.parameters()):
+        return type(function), repr(function)
+    return function
 
 
 def is_kept(activation: Any) -> bool:
@@ -66,7 +80,7 @@ def is_kept(activation: Any) -> bool:
 
 
 def _is_first(function: Any) -> bool:
-    return _FUNCTIONS.get(_NAMES.get(twins.first_of(function), "")) is function
+    return _FUNCTIONS.get(_NAMES.get(_key(twins.first_of(function)), "")) is function
 
 
 def with_functions(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -122,6 +122,23 @@ def test_functions_that_are_made_anew_share_a_program():
     assert bridge.cache_info().plans == 2
 
 
+def test_partials_and_modules_that_are_made_anew_share_a_program():
+    x, w, _ = tensors()
+    for make, count in (
+        (lambda slope: nn.LeakyReLU(slope), 2),
+        (lambda slope: functools.partial(functional.leaky_relu, negative_slope=slope), 2),
+        # Arrays may differ where their texts do not.
+        (lambda slope: functools.partial(jnp.multiply, jnp.float32(slope)), 4),
+    ):
+        bridge.clear_cache()
+        for slope in (0.1, 0.3, 0.1, 0.3):
+            got = bridge.matmul(x, w, activation=make(slope))
+            y = x @ w
+            want = functional.leaky_relu(y, slope) if count == 2 else y * slope
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert bridge.cache_info().plans == count
+
+
 def test_a_function_that_is_kept_is_known(monkeypatch):
     x, w, _ = tensors()
     call = lambda: bridge.matmul(x, w, activation=functional.mish)
