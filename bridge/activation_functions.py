@@ -94,11 +94,10 @@ def with_functions(op: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _in_jnp(activation: Any = None, **others: Any) -> dict[str, Any]:
-    """The arguments of an op with their activation as the op takes it."""
-    named = name_of(activation)
-    function = named if named not in _FUNCTIONS else _traceable(_FUNCTIONS[named])
-    return others | {"activation": function}
+def _in_jnp(activation: str | None, **others: Any) -> dict[str, Any]:
+    """The arguments of an op with their activation, a name that name_of gave, as the op takes it."""
+    function = _FUNCTIONS.get(activation or "")
+    return others | {"activation": activation if function is None else _traceable(function)}
 
 
 def _traceable(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ def with_auto_axes(function: Callable[..., Any], arrays: Any, mesh: Any, specs: 
 
 
 def on_auto_axes(function: Callable[..., Any], arrays: Any, specs: Callable[[Any], Any]) -> Any:
-    """function(arrays) on Auto axes, in a jax.shard_map, where JAX cannot differentiate it.
+    """function(arrays) on Auto axes, in a jax.shard_map, where JAX cannot transpose auto_axes.
 
     specs(results): their PartitionSpecs, as a tree's prefix.
     """

@@ -64,14 +64,11 @@ def test_they_compile(kind, gpu):
 
 
 def main(kind: str, gpu: str, *numbers: str) -> None:
-    for number in numbers:
-        call = random_calls.drawn(kind, int(number))
+    def compile_for_gpu(call: random_draws.Call) -> None:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call.given(call.dtype))
-        try:
-            aot.lower_and_compile(gpu, call.run, shapes)
-        except Exception as error:
-            raise RuntimeError(f"{kind} {number}: {call.options}") from error
-        print(number, flush=True)
+        aot.lower_and_compile(gpu, call.run, shapes)
+
+    random_draws.check_all(numbers, lambda number: random_calls.drawn(kind, int(number)), compile_for_gpu)
 
 
 if __name__ == "__main__":

@@ -236,12 +236,7 @@ def dilated(draw: Draw) -> Call:
     batch, kv_heads, length = draw.integer(1, 3), draw.integer(1, 4), draw.size()
     heads, head_dim = kv_heads * draw.one(1, 1, 2, 4), draw.one(64, 128, 32, 96, 256, 40)
     dtype, options = draw.one("bfloat16", "bfloat16", "float16", "float32"), dilated_pattern(draw, length, heads)
-    normal = lambda *shape: draw.normal(*shape, dtype=dtype)
-    arrays = {
-        "query": normal(batch, length, heads, head_dim),
-        "key": normal(batch, length, kv_heads, head_dim),
-        "value": normal(batch, length, kv_heads, draw.one(head_dim, head_dim, 64)),
-    }
+    arrays = draw.attention_arrays(batch, length, heads, kv_heads, head_dim, head_dim, head_dim, 64, dtype=dtype)
     moved = list(arrays)
     if draw.chance(0.2):
         arrays["segment_ids"] = np.sort(draw.random.integers(-1, 4, (batch, length))).astype(np.int32)

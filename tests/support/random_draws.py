@@ -117,3 +117,24 @@ class Draw:
         """Normal numbers that a dtype holds, in float32."""
         x = self.random.standard_normal(shape, np.float32)
         return np.asarray(jnp.asarray(x, dtype), np.float32)
+
+    def attention_arrays(
+        self, batch: int, length: int, heads: int, kv_heads: int, head_dim: int, *v_head_dims: int, dtype: str
+    ) -> dict[str, np.ndarray]:
+        """query, key and value of one length. v_head_dims: choices."""
+        return {
+            "query": self.normal(batch, length, heads, head_dim, dtype=dtype),
+            "key": self.normal(batch, length, kv_heads, head_dim, dtype=dtype),
+            "value": self.normal(batch, length, kv_heads, self.one(*v_head_dims), dtype=dtype),
+        }
+
+
+def check_all(names: Sequence[str], drawn: Callable[[str], Any], check_one: Callable[[Any], None]) -> None:
+    """Checks what is drawn by each name, and prints the names that are right. An error tells the name."""
+    for name in names:
+        try:
+            check_one(drawn(name))
+        except Exception as error:
+            raise RuntimeError(name) from error
+        print(name, flush=True)
+        jax.clear_caches()

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import random_calls
 from jax.experimental import topologies
-from random_draws import Arrays, Call, Draw, check, cotangent
+from random_draws import Arrays, Call, Draw, check, check_all, cotangent
 
 from jax_kernels import (
     masks,
@@ -151,12 +151,7 @@ def drawn_dilated(seed: int, most: int = MOST) -> RingCall:
     heads, head_dim = kv_heads * draw.one(1, 2), draw.one(64, 128, 32, 96)
     length, dtype = devices * draw.one(draw.integer(1, 100), 64, 128, 192), draw.one("bfloat16", "float16", "float32")
     options = random_calls.dilated_pattern(draw, length, heads)
-    normal = lambda *shape: draw.normal(*shape, dtype=dtype)
-    arrays = {
-        "query": normal(batch, length, heads, head_dim),
-        "key": normal(batch, length, kv_heads, head_dim),
-        "value": normal(batch, length, kv_heads, draw.one(head_dim, 64)),
-    }
+    arrays = draw.attention_arrays(batch, length, heads, kv_heads, head_dim, head_dim, 64, dtype=dtype)
     moved, check_vma = list(arrays), draw.chance(0.3)
     if draw.chance(0.3):
         arrays["segment_ids"] = np.sort(draw.random.integers(-1, 4, (batch, length))).astype(np.int32)
@@ -186,11 +181,7 @@ def drawn(seed: int, most: int = MOST, least: int = 8) -> RingCall:
     run = draw.one(least * draw.integer(1, 20), 64, 128, 1 + least)
     length, dtype = 2 * devices * run, draw.one("bfloat16", "float16", "float32")
     normal = lambda *shape: draw.normal(*shape, dtype=dtype)
-    arrays = {
-        "query": normal(batch, length, heads, head_dim),
-        "key": normal(batch, length, kv_heads, head_dim),
-        "value": normal(batch, length, kv_heads, draw.one(head_dim, head_dim, 64)),
-    }
+    arrays = draw.attention_arrays(batch, length, heads, kv_heads, head_dim, head_dim, head_dim, 64, dtype=dtype)
     moved = list(arrays)
     layout = draw.one("zigzag", "striped", "contiguous", None)
     options: dict[str, Any] = {"is_causal": draw.chance(0.5)}
@@ -244,15 +235,11 @@ KINDS = {"ring": drawn, "dilated": drawn_dilated}
 
 
 def main(gpu: str, *names: str) -> None:
-    for name in names:
+    def of_name(name: str) -> RingCall:
         kind, number = name.split("-")
-        call = KINDS[kind](int(number))
-        try:
-            check(call) if gpu == "cpu" else call.compile(gpu)
-        except Exception as error:
-            raise RuntimeError(f"{name}: {call.options}") from error
-        print(name, flush=True)
-        jax.clear_caches()
+        return KINDS[kind](int(number))
+
+    check_all(names, of_name, check if gpu == "cpu" else lambda call: call.compile(gpu))
 
 
 if __name__ == "__main__":

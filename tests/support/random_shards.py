@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import random_calls
 from jax.experimental import topologies
-from random_draws import Call, Draw, check
+from random_draws import Call, Draw, check, check_all
 
 from jax_kernels.dispatch import on_device
 
@@ -86,17 +86,13 @@ def drawn(name: str) -> tuple[Call, Draw]:
 
 
 def main(gpu: str, *names: str) -> None:
-    for name in names:
-        call, draw = drawn(name)
-        try:
-            if gpu == "cpu":
-                check(call, results(call, draw, jax.devices()))
-            else:
-                compile_for(gpu, call, draw)
-        except Exception as error:
-            raise RuntimeError(f"{name}: {call.options}") from error
-        print(name, flush=True)
-        jax.clear_caches()
+    def check_one(pair: tuple[Call, Draw]) -> None:
+        if gpu == "cpu":
+            check(pair[0], results(*pair, jax.devices()))
+        else:
+            compile_for(gpu, *pair)
+
+    check_all(names, drawn, check_one)
 
 
 if __name__ == "__main__":
