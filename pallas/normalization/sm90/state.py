@@ -28,8 +28,8 @@ class Smem:
 
     memory: the rings, and what takes their place at the end. ready: [warpgroups * stages]. sums: [groups, 2, values,
     parts], sums of parts, in turns. scale: by parts of a row, or None. claimed: [groups, 2], the number of a block that
-    a group is to load, in turns, or None. row_ready: [groups] and all_ready, cluster_ready: [1], for the interpreter
-    alone.
+    a group is to load, in turns, or None. all_ready: [1], of a backward that adds up weights' gradients or keeps the
+    scale, else None. row_ready: [groups] and cluster_ready: [1], for the interpreter alone.
     """
 
     memory: Any
@@ -56,7 +56,7 @@ class Smem:
             scale=plgpu.SMEM((traits.row_warps, traits.lines, LINE), scale_dtype) if traits.keeps_scale else None,
             claimed=plgpu.SMEM((traits.groups, 2), jnp.int32) if traits.claims else None,
             row_ready=plgpu.Barrier(num_arrivals=traits.members, num_barriers=traits.groups) if interpreted else None,
-            all_ready=plgpu.Barrier(num_arrivals=traits.warpgroups) if interpreted else None,
+            all_ready=plgpu.Barrier(num_arrivals=traits.warpgroups) if weights or traits.keeps_scale else None,
             cluster_ready=of_cluster if interpreted and traits.cluster > 1 else None,
         )
 
@@ -278,12 +278,13 @@ class Warpgroup:
             plgpu.barrier_wait(self.smem.row_ready.at[self.group])
 
     def wait_for_all(self) -> None:
-        """Waits for all warpgroups of the CTA."""
-        if not interpreter.INTERPRETED:
-            group_barrier(self.traits.warpgroups, FIRST_BARRIER + self.traits.groups)
-        else:
-            plgpu.barrier_arrive(self.smem.all_ready)
-            plgpu.barrier_wait(self.smem.all_ready)
+        """Waits for all warpgroups of the CTA.
+
+        By an mbarrier. racecheck does not see that a hardware barrier orders the stores of a warpgroup before the loads
+        of a warpgroup that had no block.
+        """
+        plgpu.barrier_arrive(self.smem.all_ready)
+        plgpu.barrier_wait(self.smem.all_ready)
 
 
 def sum_of_parts(x: jax.Array) -> jax.Array:
