@@ -37,7 +37,6 @@ class Implementation:
     supports(request) gives None, or the reason why the request cannot be served, forward and backward alike.
     config(request) gives the blocks and where they came from: "block spec", "tuned cache" or "heuristic".
     forward and backward are the op's own; a None backward means that JAX differentiates forward itself.
-    note(request) gives what a plan says beside its blocks, or None.
     """
 
     name: str
@@ -45,7 +44,6 @@ class Implementation:
     config: Callable[[Any], tuple[Any, str]]
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None
-    note: Callable[[Any], str | None] = lambda request: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +51,7 @@ class Plan:
     """The implementation that will run, and why.
 
     implementation: its name. config: its blocks (None where it has none). source: where they came from.
-    why: one line. passed_over: the implementations tried before it, each with the reason. note: what else is to be
-    said, None for nothing.
+    why: one line. passed_over: the implementations tried before it, each with the reason.
     """
 
     op: str
@@ -63,12 +60,10 @@ class Plan:
     source: str
     why: str
     passed_over: tuple[tuple[str, str], ...] = ()
-    note: str | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.implementation} ({self.why})"]
         lines += [] if self.config is None else [f"  blocks: {self.config} from {self.source}"]
-        lines += [] if self.note is None else [f"  {self.note}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.passed_over]
         return "\n".join(lines)
 
@@ -94,8 +89,7 @@ def choose(
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot serve this {request.op}: {reason}")
         config, source = table[implementation].config(request)
-        note = table[implementation].note(request)
-        return Plan(request.op, implementation, config, source, "asked for by name", note=note)
+        return Plan(request.op, implementation, config, source, "asked for by name")
 
     passed_over: list[tuple[str, str]] = []
     names = order(request) if symbolic is None else table  # an order goes by sizes, too
@@ -104,7 +98,7 @@ def choose(
         if reason is None:
             config, source = table[name].config(request)
             why = f"the fastest that serves this on {request.device.name}"
-            return Plan(request.op, name, config, source, why, tuple(passed_over), table[name].note(request))
+            return Plan(request.op, name, config, source, why, tuple(passed_over))
         passed_over.append((name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
     raise NotImplementedError(f"no implementation serves this {request.op} on {request.device.name}: {reasons}")

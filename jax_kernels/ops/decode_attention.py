@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, batched, 
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.attention.sm90 import decode as decode_sm90
 from jax_kernels.pallas.attention.triton import decode as decode_triton
+from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.reference import decode_attention as reference
 
 __all__ = ["IMPLEMENTATIONS", "DecodeRequest", "decode_attention"]
@@ -34,7 +36,7 @@ class DecodeRequest(Request):
     """A decode_attention call without its arrays. kv_length: the keys that a sequence has room for.
 
     window: (left, 0), or None. page_size: None where the keys of a sequence are contiguous. has_mask: a bool array, or
-    a Mask, which becomes one.
+    a Mask, which becomes one. mask_size: its elements; 0 without one.
     """
 
     batch: int
@@ -50,6 +52,7 @@ class DecodeRequest(Request):
     softcap: float | None
     has_sinks: bool
     has_mask: bool
+    mask_size: int
     has_bias: bool
 
 
@@ -234,6 +237,7 @@ def _check(
         softcap=None if softcap is None else float(softcap),
         has_sinks=sinks is not None,
         has_mask=mask is not None,
+        mask_size=0 if mask is None else math.prod(mask.shape),
         has_bias=bias is not None,
     )
     arrays = _Arrays(
@@ -327,6 +331,8 @@ def _supports_triton(request: DecodeRequest) -> str | None:
         return reason
     if request.dtype == "float32":
         return "it takes bfloat16 and float16, not float32"
+    if not reaches(request.mask_size, itemsize=1):
+        return reasons.OUT_OF_REACH
     return reasons.no_gpu(request)
 
 

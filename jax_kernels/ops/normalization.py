@@ -248,8 +248,8 @@ def _supports_triton(request: NormRequest) -> str | None:
         return f"to round to {request.quantize} {reason}"
     if request.rows == 0:
         return "there are no rows"
-    if not reaches(request.rows * request.columns * jnp.dtype(request.dtype).itemsize):
-        return "Pallas' Triton does not reach all of an array of 2 to 4 GiB"
+    if request.quantize is not None and not reaches(request.rows * request.columns, itemsize=1):
+        return reasons.OUT_OF_REACH
     return reasons.no_gpu(request)
 
 

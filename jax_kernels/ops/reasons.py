@@ -3,6 +3,8 @@
 from jax_kernels.dispatch import Request, interpreting
 from jax_kernels.pallas.mosaic import interpreter
 
+OUT_OF_REACH = "Pallas' Triton does not reach all of an array of 2 to 4 GiB whose elements have one byte"
+
 
 def no_gpu(request: Request) -> str | None:
     """For a kernel, which a GPU runs, or Pallas' interpreter."""

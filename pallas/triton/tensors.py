@@ -11,12 +11,13 @@ SMALLEST = 16  # the least size of a tensor core operand
 MOST_PROGRAMS = 65535  # along the second and the third axis of CUDA's grid
 
 
-def reaches(size: int) -> bool:
-    """Whether a kernel reaches all of an array of so many bytes.
+def reaches(elements: int, itemsize: int) -> bool:
+    """Whether a kernel reaches all elements of an array: not where it has 2 to 4 GiB of elements of one byte.
 
-    Pallas gives Triton offsets of 32 bits up to 2^32 bytes, which it takes for signed ones.
+    Up to 2^32 bytes Pallas gives Triton the offset of an element in 32 bits, which Triton reads as a signed number.
+    Elements of 2 or more bytes are then at most 2^31.
     """
-    return not (1 << 31) <= size <= (1 << 32)
+    return elements <= 1 << 31 or elements * itemsize > 1 << 32
 
 
 def padded(columns: int) -> int:

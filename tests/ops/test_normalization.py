@@ -10,6 +10,7 @@ import tiers
 
 from jax_kernels import explain, layer_norm, rms_norm
 from jax_kernels.dispatch import on_device
+from jax_kernels.ops import reasons
 from jax_kernels.pallas.block_specs import sm80
 from jax_kernels.testing_normalization import CASES, HOPPER, LONG, Case, errors_by
 
@@ -115,10 +116,12 @@ def test_plans():
         assert explain(rms_norm, x, implementation="triton").config.forward.chunk == 4096
         short, odd = (jax.ShapeDtypeStruct((100, columns), jnp.bfloat16) for columns in (768, 4100))
         assert [explain(rms_norm, x).implementation for x in (short, odd)] == ["triton", "triton"]
-        huge = jax.ShapeDtypeStruct((1 << 18, 4096), jnp.float32)
-        plan = explain(rms_norm, huge)
+        for dtype in (jnp.bfloat16, jnp.float32):  # 3 and 6 GiB
+            huge = jax.ShapeDtypeStruct((3 << 17, 4100), dtype)
+            assert explain(rms_norm, huge).implementation == "triton"
+        plan = explain(rms_norm, jax.ShapeDtypeStruct((3 << 18, 4100), jnp.bfloat16), quantize="e4m3")
         assert plan.implementation == "xla"
-        assert ("triton", "Pallas' Triton does not reach all of an array of 2 to 4 GiB") in plan.passed_over
+        assert ("triton", reasons.OUT_OF_REACH) in plan.passed_over
 
 
 X = jnp.zeros((2, 8), jnp.bfloat16)

@@ -228,7 +228,7 @@ def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
     """Whether one kernel rounds x both ways: from Hopper on, whose conversions round float32 to 8 bits at once."""
     if call.implementation == "xla" or 0 in x.shape or (call.options.scaling == "block" and scale is not None):
         return False
-    return reaches(x.size * x.dtype.itemsize)
+    return reaches(x.size, itemsize=1)  # of the values that the kernel stores
 
 
 planned.defvjp(_forward, _backward)

@@ -5,9 +5,7 @@ import functools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.low_bit import LowBit
@@ -27,8 +25,6 @@ from jax_kernels.reference import matmul as reference
 __all__ = ["BY_ROWS", "GATED", "IMPLEMENTATIONS", "OP", "MatmulRequest", "request_of"]
 
 BY_ROWS = "x", "x_up", "residual", "preactivation", "up"  # the arrays [M, ...]
-MOST_BYTES = 1 << 31  # of an array that Triton's kernel is given a part of
-ROW_BLOCK = 128  # rows of which such parts have a multiple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,31 +126,10 @@ def _supports_triton(request: MatmulRequest) -> str | None:
         return "its products of float32 are tf32 ones, which precision='tf32' asks for"
     if 0 in (request.m, request.n, request.k):
         return "a size is 0"
-    (of_x, of_w, of_out), (x_size, w_size, out_size) = request.shapes, _sizes(request)
-    if not reaches(math.prod(of_w) * w_size):
-        return "Pallas' Triton does not reach all of an array of 2 to 4 GiB"
-    if request.transpose_x and not (reaches(math.prod(of_x) * x_size) and reaches(math.prod(of_out) * out_size)):
-        return (
-            "Pallas' Triton does not reach all of an array of 2 to 4 GiB, and parts of a transposed x would be copies"
-        )
+    sizes = zip(request.shapes, _sizes(request), strict=True)
+    if not all(reaches(math.prod(shape), itemsize) for shape, itemsize in sizes):
+        return reasons.OUT_OF_REACH
     return not_for_triton(request.activation) or not_for_triton(request.derivative) or reasons.no_gpu(request)
-
-
-def _rows_together(request: MatmulRequest) -> int:
-    """How many rows Triton's kernel is given at once: fewer than all where it does not reach all of x or out."""
-    bytes_of_row = [shape[-1] * size for shape, size in zip(request.shapes, _sizes(request), strict=True)]
-    if all(reaches(request.m * of_row) for of_row in (bytes_of_row[0], bytes_of_row[2])):
-        return request.m
-    return max(ROW_BLOCK, (MOST_BYTES - 1) // max(bytes_of_row[0], bytes_of_row[2]) // ROW_BLOCK * ROW_BLOCK)
-
-
-def _note_of_parts(request: MatmulRequest) -> str | None:
-    if (rows := _rows_together(request)) >= request.m:
-        return None
-    return (
-        f"in {-(-request.m // rows)} parts of up to {rows} rows, as Pallas' Triton does not reach all of an array of 2 "
-        "to 4 GiB"
-    )
 
 
 def _config(request: MatmulRequest, implementation: str) -> tuple[Blocks, str]:
@@ -193,19 +168,8 @@ def _mosaic(inputs, options, **launch):
 
 
 def _triton(inputs, options, **launch):
-    """The Triton kernel, in parts of the rows where it does not reach all of them."""
-    kernel_of = matmul_triton.matmul if options.low_bit is None else low_bit_triton.matmul
-    run = functools.partial(kernel_of, options=options, **launch)
-    request = request_of(options, inputs.x.dtype, options.sizes(inputs), None)
-    if options.transpose_x or (rows := _rows_together(request)) >= request.m:
-        return run(inputs)
-    part_of = lambda x, start: lax.slice_in_dim(x, start, min(start + rows, request.m))
-    by_rows = {name: x for name in BY_ROWS if (x := getattr(inputs, name)) is not None}
-    results = [
-        run(inputs._replace(**{name: part_of(x, start) for name, x in by_rows.items()}))
-        for start in range(0, request.m, rows)
-    ]
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *results)
+    run = matmul_triton.matmul if options.low_bit is None else low_bit_triton.matmul
+    return run(inputs, options, **launch)
 
 
 def _xla(inputs, options, *, config, interpret):
@@ -226,7 +190,6 @@ IMPLEMENTATIONS = {
         functools.partial(_config, implementation="triton"),
         kernel(_triton, once=True),
         None,
-        _note_of_parts,
     ),
     "xla": Implementation("xla", lambda request: None, lambda request: (None, "heuristic"), _xla, None),
 }

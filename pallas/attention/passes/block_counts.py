@@ -25,7 +25,7 @@ def takes(shape: tuple[int, ...], block_q: int, block_kv: int) -> bool:
         and block_kv <= kv_length
         and rows * columns <= ELEMENTS
         and max(batch * heads, pl.cdiv(q_length, rows)) <= MOST_PROGRAMS
-        and reaches(batch * heads * q_length * kv_length)
+        and reaches(batch * heads * q_length * kv_length, itemsize=1)
     )
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jax_kernels.pallas.triton.tensors import iota
+from jax_kernels.pallas.triton.tensors import iota, reaches
 from jax_kernels.pallas.varying import result_types
 
 # Of 16 keys, which one stands where. A thread of wgmma holds the scores of keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 of
@@ -25,6 +25,8 @@ def transposed(value: jax.Array, kv_lengths: jax.Array | None, *, interpret: boo
     """
     batch, kv_length, kv_heads, head_dim = value.shape
     columns, rows = pl.cdiv(kv_length, BLOCK) * BLOCK, pl.cdiv(head_dim, 64) * 64
+    if not (reaches(value.size, itemsize=1) and reaches(batch * kv_heads * rows * columns, itemsize=1)):
+        return _by_xla(value, kv_lengths, rows, columns)
     width = max(64, pl.next_power_of_2(head_dim))
     lengths = jnp.full((batch,), kv_length) if kv_lengths is None else jnp.clip(kv_lengths, 0, kv_length)
 
@@ -54,3 +56,14 @@ def transposed(value: jax.Array, kv_lengths: jax.Array | None, *, interpret: boo
         name="attention_fp8_values_triton",
     )(lax.bitcast_convert_type(value, jnp.int8), lengths.astype(jnp.int32))
     return lax.bitcast_convert_type(out, value.dtype)
+
+
+def _by_xla(value: jax.Array, kv_lengths: jax.Array | None, rows: int, columns: int) -> jax.Array:
+    """`transposed`, for arrays that Triton does not reach."""
+    batch, kv_length, kv_heads, head_dim = value.shape
+    if kv_lengths is not None:
+        exists = jnp.arange(kv_length) < kv_lengths[:, None]
+        value = jnp.where(exists[:, :, None, None], value, jnp.zeros((), value.dtype))
+    value = jnp.pad(value, ((0, 0), (0, columns - kv_length), (0, 0), (0, rows - head_dim)))
+    by_16 = value.reshape(batch, columns // 16, 16, kv_heads, rows)[:, :, jnp.array(KEY_ORDER)]
+    return by_16.reshape(value.shape).transpose(0, 2, 3, 1)

@@ -20,7 +20,7 @@ WARPS = 4
 
 def takes(pairs: int, columns: int) -> bool:
     """Whether blocks of so many columns are a tensor of Triton's, and it reaches so many bools."""
-    return columns & (columns - 1) == 0 and columns % PART == 0 and reaches(pairs)
+    return columns & (columns - 1) == 0 and columns % PART == 0 and reaches(pairs, itemsize=1)
 
 
 def packed(keep: jax.Array, rows: int, columns: int, *, transposed: bool, interpret: bool) -> jax.Array:

@@ -34,7 +34,7 @@ from jax_kernels.pallas.attention.triton.common import (
     whole_array,
 )
 from jax_kernels.pallas.attention.triton.score_mod import tile_scores
-from jax_kernels.pallas.triton.tensors import both, iota, padded, row_mask
+from jax_kernels.pallas.triton.tensors import both, iota, padded, reaches, row_mask
 
 DEAD, WHOLE = -2, -1  # of Pairs.entries
 WORD = 32  # bits
@@ -46,7 +46,7 @@ class Pairs(NamedTuple):
     entries: int32 [B or 1, H or 1, blocks of queries, of keys]: DEAD, WHOLE, or which of `words` a block's are. None
     where an array tells of its pairs alone.
     words: int32 [entries, ceil(block_kv / WORD), block_q]: bit j % WORD of word j // WORD is key j of the block. None
-    of an array: `mask`, bool, has its pairs.
+    of an array that a kernel reaches: `mask`, bool, has its pairs.
     """
 
     entries: Any
@@ -62,12 +62,14 @@ class Pairs(NamedTuple):
             return None
         static_offset, offset = offset_of(first_position(inputs, options))
         sizes = {"lengths": (call.q_length, call.kv_length), "blocks": (call.block_q, call.block_kv)}
-        if not isinstance(inputs.mask, Mask):
+        mask = inputs.mask if isinstance(inputs.mask, Mask) else dense(inputs.mask)
+        array = None if isinstance(inputs.mask, Mask) else aligned(inputs.mask)
+        if array is not None and reaches(array.size, itemsize=1):
             if not with_blocks:
-                return cls(None, mask=aligned(inputs.mask))
-            alive, _ = block_status(dense(inputs.mask), offset, **sizes, static_offset=static_offset)
-            return cls(jnp.where(alive, WHOLE, DEAD), mask=aligned(inputs.mask))
-        alive, full, entries, words = packed_status(inputs.mask, offset, **sizes, static_offset=static_offset)
+                return cls(None, mask=array)
+            alive, _ = block_status(mask, offset, **sizes, static_offset=static_offset)
+            return cls(jnp.where(alive, WHOLE, DEAD), mask=array)
+        alive, full, entries, words = packed_status(mask, offset, **sizes, static_offset=static_offset)
         entries = jnp.where(full, WHOLE, jnp.where(alive, entries, DEAD))
         return cls(entries, lax.bitcast_convert_type(words, jnp.int32))
 

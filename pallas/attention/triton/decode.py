@@ -53,6 +53,7 @@ class TracedCall:
     page_size: None where the keys of a sequence are contiguous.
     """
 
+    batch: int
     scale: float
     softcap: float | None
     left: int
@@ -85,6 +86,7 @@ def attention_decode(
     blocks = decode.most_blocks(capacity, q_length, left, block_kv)
     splits = decode.split_count(batch * kv_heads * tiles, blocks, core_count * PROGRAMS_PER_CORE)
     call = TracedCall(
+        batch=batch,
         scale=scale,
         softcap=softcap,
         left=left,
@@ -245,10 +247,10 @@ def _load_block(call: TracedCall, ref: Any, page: Any, start: Any, length: Any, 
 
 
 class _Rows(NamedTuple):
-    """The place of rows in a mask or bias. entry: the sequence, of `count`. head, query: [tile]."""
+    """The rows of a mask or bias. entry: the sequence, one of `entries`. head, query: [tile]."""
 
     entry: Any
-    count: Any
+    entries: int
     head: jax.Array
     query: jax.Array
 
@@ -256,7 +258,7 @@ class _Rows(NamedTuple):
 def _load_scores(call: TracedCall, ref: Any, rows: _Rows, start: Any, length: Any) -> jax.Array:
     """A mask's or bias's part for keys start ... start + block_kv - 1: [1 or tile, block_kv], zeros past the length."""
     entries, heads, queries, _ = ref.shape
-    entry = lax.div(rows.entry, lax.div(rows.count, entries))
+    entry = lax.div(rows.entry, jnp.int32(rows.entries // entries))
     keys = start + iota(call.block_kv)
     if heads == queries == 1:
         row = ref.at[entry, jnp.int32(0), jnp.int32(0), pl.ds(start, call.block_kv)]
@@ -279,7 +281,7 @@ def _kernel(refs: Refs, call: TracedCall) -> None:
     rows: Any = None
     if refs.mask is not None or refs.bias is not None:
         head = lax.rem(head_tile, call.kv_heads) * call.group + lax.rem(row_start + iota(tile), call.group)
-        rows = _Rows(entry=batch_index, count=pl.num_programs(2), head=head, query=query)
+        rows = _Rows(entry=batch_index, entries=call.batch, head=head, query=query)
     factor = LOG2E * (call.scale if call.softcap is None else call.softcap)
     q = load(refs.query, 0, None, call.head_dim)
 
