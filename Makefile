@@ -17,7 +17,7 @@ else
 CUDA := ,cuda
 endif
 
-.PHONY: demo test test-all test-gpu lint newest clean
+.PHONY: demo test test-all test-gpu test-sanitizer lint newest clean
 
 demo: .venv/.demo
 	$(BIN)/jax-kernels demo $(ARGS)
@@ -43,6 +43,10 @@ test-all: .venv/.dev lint
 test-gpu: .venv/.dev
 	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" $(BIN)/python -m pytest -m "gpu and not alone" -n 12 --dist=loadgroup $(ARGS)
 	XLA_FLAGS="$$XLA_FLAGS --xla_gpu_autotune_level=0" $(BIN)/python -m pytest -m "gpu and alone" $(ARGS)
+
+# compute-sanitizer's tools over one small call of every kernel, on a Hopper GPU.
+test-sanitizer: .venv/.dev
+	PYTHONPATH=. $(BIN)/python tests/tools/sanitizer.py $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

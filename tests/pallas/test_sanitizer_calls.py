@@ -1,0 +1,49 @@
+"""`make test-sanitizer` runs every kernel: its calls lower to all that the library has, for a Hopper GPU."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+
+import aot
+import sanitizer
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROOT = Path(__file__).parents[2]
+
+
+def launching_files() -> set[str]:
+    """The files that launch kernels."""
+    files = (ROOT / "pallas").rglob("*.py")
+    return {
+        x.name + "/" + x.parent.name for x in files if re.search(r"pl\.pallas_call\(|[ =]launch\(\n", x.read_text())
+    }
+
+
+@pytest.mark.slow
+def test_calls_reach_every_kernel(monkeypatch):
+    """Each file that launches kernels does so in some call."""
+    reached: set[str] = set()
+
+    def noting(launch):
+        def noted(*args, **kwargs):
+            frame = sys._getframe(1)
+            while frame is not None:
+                path = Path(frame.f_code.co_filename)
+                reached.add(path.name + "/" + path.parent.name)
+                frame = frame.f_back
+            return launch(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(pl, "pallas_call", noting(pl.pallas_call))
+    monkeypatch.setattr(plgpu, "kernel", noting(plgpu.kernel))
+    for make in sanitizer.CALLS.values():
+        call = make()
+        aot.lower("h200", call.run, *call.shapes)
+    assert launching_files() - {"launch.py/mosaic"} <= reached

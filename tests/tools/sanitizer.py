@@ -1,0 +1,312 @@
+"""compute-sanitizer over a small call of every Hopper and Triton kernel.
+
+    python tests/tools/sanitizer.py [WORD...]                 # calls whose name has one of the words; without, all
+    python tests/tools/sanitizer.py --tools racecheck [WORD...]
+    python tests/tools/sanitizer.py --run NAME...             # runs calls as they are, in this process
+
+memcheck finds accesses outside of arrays, racecheck shared memory that threads use without an order, synccheck wrong
+barriers, initcheck reads of device memory that nothing wrote. Needs a Hopper GPU and compute-sanitizer. Several
+processes run at once; a row is printed as each ends. The exit status is 1 after an error.
+"""
+
+import dataclasses
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_kernels as jk
+from jax_kernels import masks
+from jax_kernels.pallas.attention.passes import ranked_bits, row_norms
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+PROCESSES = 12  # at once
+CALLS_OF_PROCESS = 3
+SECONDS = 400  # of a process
+FOUND = 9  # the exit status of a process with errors
+# Each buffer is an allocation, so that a tool sees where it ends. XLA's autotuning would run its candidates.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cuda",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+    "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """function(*arrays) of arrays with these shapes. differentiated: with the gradients of all floating arrays."""
+
+    function: Callable[..., Any]
+    shapes: tuple[Any, ...]
+    differentiated: bool = True
+
+    def run(self, *arrays: Any) -> Any:
+        if not self.differentiated:
+            return self.function(*arrays)
+        out, pull_back = jax.vjp(self.function, *arrays)
+        return out, pull_back(out)
+
+    def arrays(self) -> list[jax.Array]:
+        random = np.random.default_rng(0)
+        return [jnp.asarray(random.standard_normal(x.shape, np.float32), x.dtype) for x in self.shapes]
+
+
+def _shape(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _attention(
+    implementation: str,
+    head_dim: int = 64,
+    *,
+    lengths: tuple[int, int] = (200, 333),
+    heads: tuple[int, int] = (4, 2),
+    v_head_dim: int | None = None,
+    bias: tuple[int, ...] | None = None,
+    dtype: Any = jnp.bfloat16,
+    **options: Any,
+) -> Call:
+    q_length, kv_length = lengths
+    q, k = _shape(2, q_length, heads[0], head_dim, dtype=dtype), _shape(2, kv_length, heads[1], head_dim, dtype=dtype)
+    v = _shape(2, kv_length, heads[1], v_head_dim or head_dim, dtype=dtype)
+
+    def attend(query: Any, key: Any, value: Any, *bias: Any) -> Any:
+        of_bias = {"bias": bias[0]} if bias else {}
+        given = {name: make() if callable(make) and name != "score_mod" else make for name, make in options.items()}
+        return jk.flash_attention(query, key, value, implementation=implementation, **of_bias, **given)
+
+    return Call(function=attend, shapes=(q, k, v, *([] if bias is None else [_shape(*bias, dtype=dtype)])))
+
+
+def _decode(implementation: str, *, paged: bool = False, masked: bool = False) -> Call:
+    pages = _shape(40, 64, 2, 64) if paged else _shape(3, 1024, 2, 64)
+    tables = np.random.default_rng(0).permutation(39)[:36].reshape(3, 12).astype(np.int32) + 1
+    keep = np.random.default_rng(1).random((3, 1, 1, 1024)) < 0.5
+
+    def decode(query: Any, cache: Any) -> Any:
+        options = {"block_tables": jnp.asarray(tables)} if paged else {}
+        options |= {"mask": jnp.asarray(keep)} if masked else {}
+        lengths = jnp.asarray([700, 0, 5], jnp.int32)
+        return jk.decode_attention(query, cache, cache, kv_lengths=lengths, implementation=implementation, **options)
+
+    return Call(function=decode, shapes=(_shape(3, 2, 8, 64), pages), differentiated=False)
+
+
+def _fp8_attention() -> Call:
+    x = _shape(2, 300, 2, 128, dtype=jnp.float8_e4m3fn)
+    attend = functools.partial(jk.flash_attention_fp8, is_causal=True, implementation="mosaic_gpu")
+    return Call(function=attend, shapes=(x, x, x), differentiated=False)
+
+
+def _dilated(implementation: str, **options: Any) -> Call:
+    x = _shape(1, 640, 4, 64)
+    branches = {"segment_lengths": (128, 256), "dilation_rates": (1, 2)}
+    function = functools.partial(jk.dilated_attention, implementation=implementation, **branches, **options)
+    return Call(function=function, shapes=(x, x, x))
+
+
+def _matmul(implementation: str, *sizes: int, dtype: Any = jnp.bfloat16, **options: Any) -> Call:
+    m, k, n = sizes
+    function = functools.partial(jk.matmul, implementation=implementation, **options)
+    return Call(function=function, shapes=(_shape(m, k, dtype=dtype), _shape(k, n, dtype=dtype)))
+
+
+def _gated(implementation: str, **options: Any) -> Call:
+    function = functools.partial(jk.gated_matmul, activation="silu", implementation=implementation, **options)
+    return Call(function=function, shapes=(_shape(200, 256), _shape(256, 384), _shape(256, 384)))
+
+
+def _low_bit(implementation: str, format: str, rows: int, inner: int = 2048) -> Call:
+    def multiply(x: Any, w: Any) -> Any:
+        stored = jk.quantize(w, format, axis=-1, group_size=32 if format.startswith("mx") else 128)
+        return jk.matmul(x, stored, transpose_w=True, implementation=implementation)
+
+    return Call(function=multiply, shapes=(_shape(rows, inner), _shape(256, inner)), differentiated=False)
+
+
+def _norm(name: str, implementation: str, *shape: int, dtype: Any = jnp.bfloat16, **options: Any) -> Call:
+    function = functools.partial(getattr(jk, name), implementation=implementation, **options)
+    weights = [_shape(shape[-1], dtype=dtype)] * (2 if name == "layer_norm" else 1)
+    return Call(
+        function=function, shapes=(_shape(*shape, dtype=dtype), *weights), differentiated="quantize" not in options
+    )
+
+
+def _ranked_bits() -> Call:
+    def pack(bias: Any) -> Any:
+        mask = masks.top_k(bias, 20, among=masks.causal(), q_length=200)
+        return ranked_bits.packed(mask, 96, 64, transposed=False, interpret=False)
+
+    return Call(function=pack, shapes=(_shape(2, 3, 1, 300, dtype=jnp.float32),), differentiated=False)
+
+
+def _row_norms() -> Call:
+    longest = functools.partial(row_norms.longest, interpret=False)
+    return Call(function=longest, shapes=(_shape(2, 300, 3, 80),), differentiated=False)
+
+
+def _relative(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score - 0.1 * jnp.abs(q - k)
+
+
+def _segments() -> jax.Array:
+    return jnp.asarray(np.arange(333) // 100, jnp.int32)[None].repeat(2, 0)
+
+
+def _dense() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(2).random((2, 4, 200, 333)) < 0.3)
+
+
+def _global_and_window() -> Any:
+    return masks.sliding_window(40, 40) | masks.global_tokens(8)
+
+
+def _top_k() -> Any:
+    scores = np.random.default_rng(3).standard_normal((2, 4, 1, 333)).astype(np.float32)
+    return masks.top_k(jnp.asarray(scores), 64, among=masks.causal(), q_length=200)
+
+
+HOPPER, TRITON = "mosaic_gpu", "triton"
+CALLS: dict[str, Callable[[], Call]] = {
+    "hopper causal 64": lambda: _attention(HOPPER, 64, is_causal=True, lengths=(333, 333)),
+    "hopper plain 128": lambda: _attention(HOPPER, 128),
+    "hopper unbounded 128": lambda: _attention(HOPPER, 128, softcap=5.0, window=(60, 20)),
+    "hopper 256": lambda: _attention(HOPPER, 256, is_causal=True),
+    "hopper 192 and 128": lambda: _attention(HOPPER, 192, v_head_dim=128),
+    "hopper deterministic": lambda: _attention(HOPPER, 128, deterministic=True, is_causal=True),
+    "hopper segments": lambda: _attention(HOPPER, 64, lengths=(333, 333), segment_ids=_segments, is_causal=True),
+    "hopper sinks": lambda: _attention(HOPPER, 64, sinks=lambda: jnp.zeros(4, jnp.float32), return_lse=True),
+    "hopper bias": lambda: _attention(HOPPER, 64, bias=(2, 4, 200, 333)),
+    "hopper dense mask": lambda: _attention(HOPPER, 64, mask=_dense),
+    "hopper dense mask and bias": lambda: _attention(HOPPER, 64, mask=_dense, bias=(1, 4, 200, 333)),
+    "hopper block lists": lambda: _attention(HOPPER, 128, mask=_global_and_window),
+    "hopper large dense mask": lambda: _attention(
+        HOPPER,
+        64,
+        lengths=(512, 512),
+        mask=lambda: jnp.asarray(np.random.default_rng(4).random((2, 1, 512, 512)) < 0.3),
+    ),
+    "hopper top_k": lambda: _attention(HOPPER, 64, mask=_top_k),
+    "hopper ranked bits": _ranked_bits,
+    "hopper row norms": _row_norms,
+    "hopper score_mod": lambda: _attention(HOPPER, 64, score_mod=_relative, is_causal=True),
+    "hopper decode": lambda: _decode(HOPPER),
+    "hopper decode pages": lambda: _decode(HOPPER, paged=True),
+    "hopper fp8 attention": _fp8_attention,
+    "hopper dilated": lambda: _dilated(HOPPER, is_causal=True),
+    "hopper dilated hilbert": lambda: _dilated(HOPPER, order="hilbert"),
+    "hopper matmul": lambda: _matmul(HOPPER, 304, 512, 384, activation="gelu"),
+    "hopper matmul fp8": lambda: _matmul(HOPPER, 256, 512, 384, precision="fp8"),
+    "hopper matmul fp8 block": lambda: _matmul(HOPPER, 256, 512, 384, precision="fp8", scaling="block"),
+    "hopper gated": lambda: _gated(HOPPER),
+    "hopper int4": lambda: _low_bit(HOPPER, "int4", 4),
+    "hopper mxfp8": lambda: _low_bit(HOPPER, "mxfp8", 16),
+    "hopper rms_norm 37 x 4096": lambda: _norm("rms_norm", HOPPER, 37, 4096),
+    "hopper rms_norm 300 x 8192": lambda: _norm("rms_norm", HOPPER, 300, 8192),
+    "hopper layer_norm 5 x 1024": lambda: _norm("layer_norm", HOPPER, 5, 1024),
+    "hopper layer_norm 700 x 2048": lambda: _norm("layer_norm", HOPPER, 700, 2048),
+    "hopper layer_norm 9 x 16384": lambda: _norm("layer_norm", HOPPER, 9, 16384),
+    "triton causal 64": lambda: _attention(TRITON, 64, is_causal=True, lengths=(333, 333)),
+    "triton 128": lambda: _attention(TRITON, 128, window=(60, 20), softcap=5.0),
+    "triton 80": lambda: _attention(TRITON, 80),
+    "triton float32": lambda: _attention(TRITON, 64, dtype=jnp.float32, segment_ids=None),
+    "triton segments": lambda: _attention(TRITON, 64, lengths=(333, 333), segment_ids=_segments),
+    "triton bias": lambda: _attention(TRITON, 64, bias=(1, 4, 200, 333)),
+    "triton score_mod": lambda: _attention(TRITON, 64, score_mod=_relative),
+    "triton decode": lambda: _decode(TRITON),
+    "triton decode pages": lambda: _decode(TRITON, paged=True),
+    "triton decode mask": lambda: _decode(TRITON, masked=True),
+    "triton dilated": lambda: _dilated(TRITON, is_causal=True),
+    "triton matmul": lambda: _matmul(TRITON, 100, 200, 300, activation="gelu"),
+    "triton matmul few rows": lambda: _matmul(TRITON, 3, 4096, 64),
+    "triton gated": lambda: _gated(TRITON),
+    "triton int4": lambda: _low_bit(TRITON, "int4", 4),
+    "triton mxfp4": lambda: _low_bit(TRITON, "mxfp4", 3, inner=4096),
+    "triton rms_norm 37 x 1000": lambda: _norm("rms_norm", TRITON, 37, 1000),
+    "triton layer_norm 9 x 20000": lambda: _norm("layer_norm", TRITON, 9, 20000),
+    "triton norm to 8 bits": lambda: _norm("rms_norm", TRITON, 37, 1000, quantize="e4m3"),
+}
+
+
+def run(names: list[str]) -> None:
+    """Runs calls in this process."""
+    for name in names:
+        call = CALLS[name]()
+        jax.block_until_ready(jax.jit(call.run)(*call.arrays()))
+        print("ran", name, flush=True)
+
+
+_TELLING = re.compile(r"Error|Invalid|hazard|SUMMARY| at |Uninit")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """A tool over the calls of a process. lines: the tool's own, without the backtraces of the host."""
+
+    tool: str
+    names: list[str]
+    status: int
+    seconds: float
+    lines: list[str]
+
+    @property
+    def is_clean(self) -> bool:
+        return self.status == 0
+
+    def __str__(self) -> str:
+        row = f"{self.tool:10} {'clean' if self.is_clean else 'FOUND':6} {self.seconds:4.0f} s  {'; '.join(self.names)}"
+        return "\n".join([row, *(f"    {line[:200]}" for line in ([] if self.is_clean else self.lines[:12]))])
+
+
+def check(sanitizer: str, tool: str, names: list[str]) -> Report:
+    """Runs calls under a tool, in a process of their own."""
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "4", "--show-backtrace", "no"]
+    command = [sanitizer, *options, sys.executable, __file__, "--run", *names]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    start = time.monotonic()
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=SECONDS)
+        status, lines = done.returncode, [line for line in done.stdout.splitlines() if _TELLING.search(line)]
+        lines += done.stderr.splitlines()[-4:] if status not in (0, FOUND) else []
+    except subprocess.TimeoutExpired:
+        status, lines = 124, [f"no end after {SECONDS} s"]
+    return Report(tool=tool, names=names, status=status, seconds=time.monotonic() - start, lines=lines)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--run"]:
+        run(arguments[1:])
+        return 0
+    tools = TOOLS
+    if arguments[:1] == ["--tools"]:
+        tools, arguments = tuple(arguments[1].split(",")), arguments[2:]
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        print("compute-sanitizer: not found in PATH or /usr/local/cuda/bin, want CUDA's tools")
+        return 1
+    names = [name for name in CALLS if not arguments or any(word in name for word in arguments)]
+    groups = [names[start : start + CALLS_OF_PROCESS] for start in range(0, len(names), CALLS_OF_PROCESS)]
+    reports = []
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        for job in as_completed([pool.submit(check, sanitizer, tool, group) for tool in tools for group in groups]):
+            reports.append(job.result())
+            print(reports[-1], flush=True)
+    found = sum(not report.is_clean for report in reports)
+    print(f"{len(names)} calls, {len(tools)} tools: {found} of {len(reports)} processes with errors")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
