@@ -12,6 +12,7 @@ from jax import lax
 
 from jax_kernels.defaults import under_defaults
 from jax_kernels.models.sharding import ShardingRules
+from jax_kernels.ops.checks import checked_integers
 from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["linear_cross_entropy"]
@@ -60,6 +61,7 @@ def linear_cross_entropy(
             raise TypeError(f"{name}: got dtype {array.dtype}, want floats")
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(f"targets: got dtype {targets.dtype}, want integers")
+    targets = checked_integers("targets", targets, "integers")  # beyond int32 stays beyond the vocabulary
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1 if transpose_w else 0]:
         want = "[V, D] with transpose_w" if transpose_w else "[D, V]"
         raise ValueError(f"w: got shape {w.shape}, want {want} beside x's {x.shape}")
@@ -72,7 +74,7 @@ def linear_cross_entropy(
     count = -(-vocabulary // chunk)
     # Inside shard_map the transpose of this adds up the gradients of an array that the devices have in common.
     x, rows, targets = as_varying((x, rows, targets), varying_axes(x, rows, targets))
-    losses = _losses(count, ShardingRules() if rules is None else rules, x, rows, targets.astype(jnp.int32))
+    losses = _losses(count, ShardingRules() if rules is None else rules, x, rows, targets)
     return jnp.where(targets < vocabulary, losses, jnp.nan)
 
 

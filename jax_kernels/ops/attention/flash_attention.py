@@ -141,7 +141,8 @@ def flash_attention(
         j <= q_offset + i + right. -1 or None is no limit on that side. At most 2**29. With is_causal, right is 0.
       segment_ids: int32 [B, T] where T == S, or a (query, key) pair [B, T], [B, S]: packed sequences. A query attends
         to the keys that have its id. An id below 0 attends to nothing and is not attended to; all arrays must be
-        finite there. Other integer dtypes are taken where int32 holds them, or the values are known and fit.
+        finite there. Other integers are taken too: known ones that int32 holds, and traced ones of any value,
+        which are compared exactly.
       kv_lengths: [B] integers: how many keys of each batch entry count, kept to 0 ... S. What key and value hold past
         them is without effect, be it NaN. (What a mask, a window or is_causal leaves out must be finite.)
       q_offset: position of query 0: an int within 2**30 of 0, or integers, a scalar array or [B], kept to that. 0

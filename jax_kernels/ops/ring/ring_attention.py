@@ -110,7 +110,8 @@ def ring_attention(
       bias: as in flash_attention, [B or 1, H or 1, T or 1, S or 1]: rows for the device's queries, in the layout's
         order, and columns for all S keys in their own order, as shard_sequence(bias, ..., axis=2) gives it. "auto"
         takes the ring.
-      segment_ids: int32 [B, T], of a device's tokens: packed sequences. An id below 0 marks padding.
+      segment_ids: int32 [B, T], of a device's tokens: packed sequences. An id below 0 marks padding. Other
+        integers are taken as in flash_attention; traced ones that int32 may not hold cost an all-gather of the ids.
       return_lse, deterministic, precision, implementation: as in flash_attention.
 
     Returns:
@@ -180,6 +181,8 @@ def prepare(
     }
     if isinstance(arguments.get("segment_ids"), tuple | list):
         raise TypeError("segment_ids: got a pair, want one array: queries and keys are of the same tokens")
+    if "segment_ids" in arguments:
+        arguments["segment_ids"] = checks.ranked_over(axis_name, arguments["segment_ids"])
     request, inputs = check(query=query, key=key, value=value, scale=scale, **options, **arguments)
     query, key, value = inputs.query, inputs.key, inputs.value
     if request.q_length != request.kv_length:
