@@ -157,7 +157,8 @@ def flash_attention(
       deterministic: True for the same bits on every run; False lets the backward add in arrival order, which
         is faster on some GPUs; None follows XLA's --xla_gpu_deterministic_ops. The forward always is.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
-      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the fastest that can serve.
+      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the fastest that can serve. "xla" alone has
+        derivatives in forward mode (jax.jvp) and second derivatives.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
@@ -166,7 +167,7 @@ def flash_attention(
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why.
+      NotImplementedError: a named implementation cannot serve this call, and why; or kernels have no such derivative.
 
     Source: Dao (2023), arXiv:2307.08691; Shah et al. (2024), arXiv:2407.08608; score_mod: Dong et al. (2024),
     arXiv:2412.05496; sinks: Xiao et al. (2023), arXiv:2309.17453.

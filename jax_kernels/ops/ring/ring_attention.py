@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.defaults import under_defaults
+from jax_kernels.derivatives import in_both_modes, in_reverse_mode
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import Segments
 from jax_kernels.masks.limits import joined_band, without_band
 from jax_kernels.masks.mask import And
 from jax_kernels.masks.placed import of_heads
 from jax_kernels.ops import checks
+from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.mask_validity import mask_or_nan
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
@@ -223,6 +225,8 @@ def prepare(
         sends_ahead=row.sends_ahead if sends_ahead is None else sends_ahead,
         permutes_up_to=row.permutes_up_to,
         dead=() if mask is None else arrangement.dead_steps(joined_band(mask, *limits)),
+        by_xla=implementation == "xla"
+        or (implementation is None and flash_attention.OP.plan(request).implementation == "xla"),
         options=tuple(options.items()),
     )
     return call, arrays
@@ -258,6 +262,8 @@ def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Arr
 
 @jitted_in_eager_shard_map
 def _attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
+    if not call.by_xla:
+        arrays = in_reverse_mode(arrays, vjp.REVERSE_MODE)
     by_strategy = _of_strategy if call.strategy == call.differentiated else _of_either
     return by_strategy(call, arrays)
 
@@ -281,10 +287,9 @@ def _of_strategy(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Arr
     return strategies[call.strategy](call, arrays)
 
 
-@jax.custom_vjp
 def _of_either(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
     """The results of call.strategy, or where they are differentiated those of call.differentiated."""
-    return _of_strategy(call, arrays)
+    return _plain_of_either(call, arrays) if call.by_xla else _by_kernels_of_either(call, arrays)
 
 
 @under_defaults
@@ -294,11 +299,18 @@ def _of_either_forward(call: RingCall, arrays: RingArrays) -> Any:
 
 
 @under_defaults
-def _of_either_backward(backward: Any, cotangents: Any) -> Any:
-    return None, *backward(cotangents)
+def _of_either_backward(call: RingCall, backward: Any, cotangents: Any) -> Any:
+    return backward(cotangents)
 
 
-_of_either.defvjp(_of_either_forward, _of_either_backward)
+_by_kernels_of_either = jax.custom_vjp(_of_strategy, nondiff_argnums=(0,))
+_by_kernels_of_either.defvjp(_of_either_forward, _of_either_backward)
+_plain_of_either = in_both_modes(
+    _of_strategy,
+    _of_either_forward,
+    _of_either_backward,
+    plain=lambda call, arrays: _of_strategy(dataclasses.replace(call, strategy=call.differentiated), arrays),
+)
 
 
 def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:
