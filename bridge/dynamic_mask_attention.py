@@ -4,6 +4,7 @@ import numbers
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from torch.nn import functional
 
@@ -204,5 +205,6 @@ def _attend(
     among = masks.causal() if is_causal else masks.sliding_window(None, None)
     for mask in given:
         among = among & (mask if isinstance(mask, Mask) else masks.dense(mask))
+    bias = jnp.where(jnp.isnan(bias), -jnp.inf, bias)  # a NaN is never chosen, as in masks.top_k
     keep = ops.keys_of_largest_bias(bias, keys_to_keep, among, num_heads=heads, q_length=length)
     return ops.dynamic_mask_attention(query, key, value, keep, bias, is_causal=is_causal, **arguments)

@@ -1,7 +1,7 @@
 """The plans of forward-mode derivatives of from_jax's functions: calls of a function that jax.jvp makes.
 
 As such a plan is one like any other, torch.func.vmap maps it, and so jacfwd works. A function that is built on an op
-with a gradient for reverse mode alone (jax.custom_vjp) has no such plan.
+with a gradient for reverse mode alone (jax.custom_vjp) has no such plan, nor has one of this library's ops.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,13 @@ from jax_kernels.bridge.once import once
 from jax_kernels.bridge.planning import make_plan, outputs_of
 from jax_kernels.bridge.plans import Map, Plan, Request, register_tangents, stem_of
 from jax_kernels.bridge.structure import MASK, SINGLE
+from jax_kernels.derivatives import linear_p
 
 __all__ = ["pushed"]
 
-_REVERSE_ALONE = "custom_lin"  # the primitive that stands for the tangents of a jax.custom_vjp, and has no rule
+# The primitives of the tangents of a jax.custom_vjp, which has no rule, and of this library's ops: with "xla" JAX
+# computes these, but a call must not depend on which implementation serves it.
+_REVERSE_ALONE = "custom_lin", linear_p.name
 
 
 def pushed(request: Request, moving: tuple[bool, ...]) -> Plan:
@@ -79,7 +82,7 @@ def _function(function: str, structure: Any, maps: tuple[Map, ...], moving: tupl
 
 def _is_reverse_alone(jaxpr: Any) -> bool:
     for equation in jaxpr.eqns:
-        if str(equation.primitive) == _REVERSE_ALONE:
+        if str(equation.primitive) in _REVERSE_ALONE:
             return True
         if any(_is_reverse_alone(inner) for inner in core.jaxprs_in_params(equation.params)):
             return True

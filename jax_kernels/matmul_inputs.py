@@ -8,6 +8,9 @@ import jax.numpy as jnp
 
 from jax_kernels.low_bit import LowBit
 
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+_SHARE = 2.0**60  # of a scale of rows that multiplies first
+
 
 class MatmulInputs(NamedTuple):
     """The arrays of a call. Those that a call lacks are None.
@@ -116,3 +119,23 @@ def in_range(z: Any, dtype: Any) -> Any:
         return z
     top = float(jnp.finfo(jnp.float16).max)
     return jnp.minimum(jnp.maximum(z, -top), top)
+
+
+def scale_factors(x_scale: Any, w_scale: Any) -> tuple[Any, Any]:
+    """(first, second): sums * first * second is sums * x_scale * w_scale wherever the result is in float32's range.
+
+    The product of two scales may leave that range where the result does not. Then the scales multiply in turn: sums of
+    8-bit products have magnitudes from 2**-18 to 2**40, with which no step leaves the range before the result does.
+    """
+    both = x_scale * w_scale
+    is_normal = (both >= _TINY) & (both < float("inf"))
+    return jnp.where(is_normal, both, x_scale), jnp.where(is_normal, 1.0, w_scale)
+
+
+def scale_shares(scale: Any) -> tuple[Any, Any]:
+    """(first, last), whose product is the scale: sums * first * other_scale * last, for scales of rows.
+
+    first is between 2**-60 and 2**60, so that no step leaves float32's range before the result does.
+    """
+    first = jnp.minimum(jnp.maximum(scale, 1 / _SHARE), _SHARE)
+    return first, jnp.where(scale > _SHARE, scale / _SHARE, jnp.where(scale < 1 / _SHARE, scale * _SHARE, 1.0))

@@ -19,7 +19,10 @@ __all__ = ["CASES", "GPU", "HOPPER", "Case", "errors_by", "gated_errors", "why_n
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call with precision="fp8". shape: x's rows in one or more axes, then K; columns: N. Without an activation."""
+    """A call with precision="fp8", without an activation.
+
+    shape: x's rows in one or more axes, then K. columns: N. magnitudes: of x and w.
+    """
 
     shape: tuple[int, ...]
     columns: int
@@ -29,6 +32,7 @@ class Case:
     has_bias: bool = False
     has_residual: bool = False
     transpose_w: bool = False
+    magnitudes: tuple[float, float] = (1, 1)
 
     @property
     def statics(self) -> dict[str, Any]:
@@ -41,8 +45,9 @@ class Case:
         random = np.random.default_rng(0)
         normal = lambda *shape, dtype=self.dtype: jnp.asarray(random.standard_normal(shape), dtype)
         depth, shape = self.shape[-1], (*self.shape[:-1], self.columns)
-        found = {"x": normal(*self.shape)}
-        found["w"] = normal(*((self.columns, depth) if self.transpose_w else (depth, self.columns)))
+        of_x, of_w = self.magnitudes
+        found = {"x": normal(*self.shape) * of_x}
+        found["w"] = normal(*((self.columns, depth) if self.transpose_w else (depth, self.columns))) * of_w
         if self.has_bias:
             found["bias"] = normal(self.columns, dtype="float32")
         if self.has_residual:
@@ -99,8 +104,9 @@ def _wide(x) -> np.ndarray:
 def _rounded(x, format: str, scaling: str) -> np.ndarray:
     """x as numbers of 8 bits have it, whose last axis is summed over."""
     # Compiled, as the op is: a compiled division may round otherwise, and a number end at the other side of a tie.
-    rounds = jax.jit(lambda x: dequantize(quantize(x, format, scaling=scaling)))
-    return _wide(rounds(x))
+    quantized = jax.jit(lambda x: quantize(x, format, scaling=scaling))(x)
+    largest = quantized.scale.max(initial=0)  # apart: float32 lacks the smallest products of small scales
+    return _wide(dequantize(dataclasses.replace(quantized, scale=quantized.scale / largest))) * _wide(largest)
 
 
 def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, float]]:
@@ -113,8 +119,9 @@ def errors_by(case: Case, implementation: str | None) -> dict[str, tuple[float, 
         error = np.abs(_wide(got[name]) - right).max(initial=0)
         # The tensor cores truncate sums to 14 bits, four times in a step of 128: 2**-11.6 of the largest sum was found,
         # as in torch._scaled_mm without fast sums.
-        sums = 2**-11 * np.abs(right).max(initial=0) if implementation == "mosaic_gpu" else 2**-16
-        bound = float((0.51 * float(jnp.finfo(got[name].dtype).eps) + 1e-5) * np.abs(right).max() + sums)
+        largest = np.abs(right).max(initial=0)
+        sums = 2**-11 * largest if implementation == "mosaic_gpu" else 2**-16 * min(1, largest)
+        bound = float((0.51 * float(jnp.finfo(got[name].dtype).eps) + 1e-5) * largest + sums)
         # XLA's products of 8 bits on a GPU are cuBLAS's or tf32 ones.
         is_loose = implementation != "mosaic_gpu" and jax.default_backend() == "gpu"
         found[name] = float(error), 50 * bound if is_loose else bound
@@ -130,6 +137,9 @@ CASES = {
         "one": Case((1, 1), 1),
         "transposed": Case((2, 70, 136), 40, transpose_w=True, has_bias=True, has_residual=True),
         "bfloat16_out": Case((9, 32), 40, out_dtype="bfloat16", dtype="float16", has_bias=True),
+        # The scales' product, or the sums times one of them, is outside of float32's range.
+        "small": Case((4, 128), 64, dtype="float32", magnitudes=(1e-31, 1e-3)),
+        "large": Case((4, 128), 64, dtype="float32", magnitudes=(1e35, 1e-20)),
     }.items()
 }
 # What the Hopper kernel serves, in all three products.
@@ -139,6 +149,8 @@ HOPPER = {
     "block": Case((384, 128), 128, "block", has_residual=True, transpose_w=True),
     "edges": Case((200, 256), 192, "row"),
     "block_edges": Case((136, 384), 320, "block"),
+    "small": Case((128, 128), 128, magnitudes=(1e-31, 1e-3)),
+    "large_rows": Case((128, 128), 128, "row", magnitudes=(1e35, 1e-20)),
 }
 # For a GPU.
 GPU = {f"many_{scaling}": Case((1024, 1024), 1536, scaling) for scaling in ("tensor", "row", "block")}

@@ -73,6 +73,7 @@ class DynamicMaskAttention(MultiHeadAttention):
                 )
         steps = self.dt_proj(value.reshape(batch, kv_length, -1)).astype(jnp.float32)
         bias = jnp.exp(self.A[...].astype(jnp.float32) * jax.nn.softplus(steps)).swapaxes(1, 2)[:, :, None]
+        bias = jnp.where(jnp.isnan(bias), -jnp.inf, bias)  # a NaN is never chosen, as in masks.top_k
         mask = None if mask is None else as_mask(mask, query.shape[1], kv_length)
         ids = arguments.pop("segment_ids", None)
         if ids is not None:  # as a mask, so that a document's keys compete among themselves

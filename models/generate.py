@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 
 from jax_kernels import dispatch
+from jax_kernels.ops.checks import checked_integers
 
 __all__ = ["check_generation", "generate"]
 
@@ -57,7 +58,7 @@ def check_generation(
         low, high = int(lengths.min()), int(lengths.max())
         if low < 1 or high > length:
             raise ValueError(f"lengths: got {low} to {high}, want 1 to the {length} tokens of a prompt")
-    return _checked_ids(tokens, lengths, vocabulary), lengths.astype(jnp.int32)
+    return _checked_ids(tokens, lengths, vocabulary), checked_integers("lengths", lengths, "integers")
 
 
 def _checked_ids(tokens: Any, lengths: jax.Array, vocabulary: int) -> jax.Array:

@@ -1,7 +1,6 @@
 """The cross-entropy of a language model's head, a chunk of the vocabulary at a time."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from typing import Any
@@ -11,7 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.defaults import under_defaults
+from jax_kernels.derivatives import in_both_modes
 from jax_kernels.models.sharding import ShardingRules
+from jax_kernels.ops.checks import checked_integers
 from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["linear_cross_entropy"]
@@ -60,6 +61,7 @@ def linear_cross_entropy(
             raise TypeError(f"{name}: got dtype {array.dtype}, want floats")
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(f"targets: got dtype {targets.dtype}, want integers")
+    targets = checked_integers("targets", targets, "integers")  # beyond int32 stays beyond the vocabulary
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1 if transpose_w else 0]:
         want = "[V, D] with transpose_w" if transpose_w else "[D, V]"
         raise ValueError(f"w: got shape {w.shape}, want {want} beside x's {x.shape}")
@@ -72,7 +74,7 @@ def linear_cross_entropy(
     count = -(-vocabulary // chunk)
     # Inside shard_map the transpose of this adds up the gradients of an array that the devices have in common.
     x, rows, targets = as_varying((x, rows, targets), varying_axes(x, rows, targets))
-    losses = _losses(count, ShardingRules() if rules is None else rules, x, rows, targets.astype(jnp.int32))
+    losses = _losses((count, ShardingRules() if rules is None else rules), x, rows, targets)
     return jnp.where(targets < vocabulary, losses, jnp.nan)
 
 
@@ -131,13 +133,11 @@ class _Devices:
         return x.reshape(of_batch, batch // of_batch, of_tokens, tokens // of_tokens, x.shape[-1])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _losses(count: int, rules: ShardingRules, x: jax.Array, rows: jax.Array, targets: jax.Array) -> jax.Array:
-    return _forward(count, rules, x, rows, targets)[0]
-
-
 @under_defaults
-def _forward(count: int, rules: ShardingRules, x: jax.Array, rows: jax.Array, targets: jax.Array) -> Any:
+def _forward(how: tuple[int, ShardingRules], x: jax.Array, rows: jax.Array, targets: jax.Array) -> Any:
+    """how: the number of chunks, and the rules."""
+    count, rules = how
+
     def one(carry: Any, of_chunk: Any) -> Any:
         largest, total, chosen = carry
         logits = _logits(x, of_chunk[0], of_chunk[1], rows.shape[0], rules)
@@ -155,7 +155,8 @@ def _forward(count: int, rules: ShardingRules, x: jax.Array, rows: jax.Array, ta
 
 
 @under_defaults
-def _backward(count: int, rules: ShardingRules, residuals: Any, cotangent: jax.Array) -> Any:
+def _backward(how: tuple[int, ShardingRules], residuals: Any, cotangent: jax.Array) -> Any:
+    count, rules = how
     x, rows, targets, lse = residuals
     cotangent = jnp.where(targets >= 0, cotangent, 0)
     devices = _Devices.of(x, rules)
@@ -179,4 +180,4 @@ def _backward(count: int, rules: ShardingRules, residuals: Any, cotangent: jax.A
     return dx.astype(x.dtype), drows, None
 
 
-_losses.defvjp(_forward, _backward)
+_losses = in_both_modes(lambda how, *arrays: _forward(how, *arrays)[0], _forward, _backward)

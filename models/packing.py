@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_kernels.ops.checks import checked_integers
+from jax_kernels.masks import checks
 
 __all__ = ["Packed", "document_positions", "document_starts", "packed", "within_documents"]
 
@@ -25,10 +25,10 @@ class Packed(NamedTuple):
 def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:
     """Checks the ids of the documents of tokens [B, T], and adds the positions that restart.
 
-    is_whole: whether the ids are those of whole rows; positions cannot be told from a device's part of them.
+    is_whole: whether the ids are of whole rows. A shard's ids have no positions here, and keep their dtype: shards
+    compare their ids in the op.
 
-    Raises ValueError for another shape or values beyond int32, TypeError for another dtype, or traced integers that
-    int32 may not hold.
+    Raises ValueError for another shape or known values beyond int32, TypeError for another dtype.
     """
     if not hasattr(segment_ids, "dtype"):
         segment_ids = np.asarray(segment_ids)
@@ -36,7 +36,8 @@ def packed(segment_ids: Any, tokens: Any, *, is_whole: bool = True) -> Packed:
         raise ValueError(f"segment_ids: got shape {segment_ids.shape}, want [batch, length] = {tokens.shape[:2]}")
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"segment_ids: got dtype {segment_ids.dtype}, want integers")
-    segment_ids = checked_integers("segment_ids", segment_ids, "int32")
+    if is_whole or not isinstance(segment_ids, jax.core.Tracer):
+        segment_ids = checks.ids(("segment_ids",), (segment_ids,), "integers [batch, length]")[0]
     return Packed(segment_ids, document_positions(segment_ids) if is_whole else None)
 
 

@@ -20,22 +20,25 @@ from jax_kernels.masks.sums import running_sums
 def segments(q_ids: jax.Array, kv_ids: jax.Array | None = None) -> Mask:
     """Packed sequences: a query attends to the keys that have its id; an id below 0 attends to nothing.
 
-    q_ids: int32 [T] or [B or 1, T]. kv_ids: int32 [S] or [B or 1, S]; None is q_ids. Row i of q_ids is query i, at
+    q_ids: int32 [T] or [B or 1, T]. kv_ids: int32 [S] or [B or 1, S]; None is q_ids. Other integers are taken too:
+    known ones that int32 holds, and traced ones of any value, which are compared exactly. Row i of q_ids is query i, at
     whatever position it stands. Ids may come in any order. Where the keys of each id stand in one run, the dead,
     partial and full blocks are exact.
     """
-    q_ids = _ids("q_ids", q_ids)
-    kv_ids = q_ids if kv_ids is None else _ids("kv_ids", kv_ids)
-    checks.joint("q_ids, kv_ids", [q_ids.shape[0], kv_ids.shape[0]], "batch entries")
+    q_ids, kv_ids = _ids(q_ids, kv_ids)
     return Segments(q_ids, kv_ids)
 
 
-def _ids(name: str, x: Any) -> jax.Array:
+def _ids(q_ids: Any, kv_ids: Any) -> tuple[jax.Array, jax.Array]:
     want = "an int32 array [length] or [batch, length]"
-    x = checks.int32(name, x, want)
-    if x.ndim not in (1, 2) or 0 in x.shape:
-        raise ValueError(f"{name}: got shape {x.shape}, want {want}")
-    return jnp.atleast_2d(x)
+    given = {"q_ids": q_ids} | ({} if kv_ids is None else {"kv_ids": kv_ids})
+    for name, x in given.items():
+        checks.is_array(name, x, want)
+        if x.ndim not in (1, 2) or 0 in x.shape:
+            raise ValueError(f"{name}: got shape {x.shape}, want {want}")
+    checks.joint("q_ids, kv_ids", [1 if x.ndim == 1 else x.shape[0] for x in given.values()], "batch entries")
+    found = [jnp.atleast_2d(x) for x in checks.ids(tuple(given), tuple(given.values()), want)]
+    return found[0], found[-1]
 
 
 def block_sparse(blocks: jax.Array, block_size: int | tuple[int, int]) -> Mask:

@@ -1,5 +1,6 @@
 """The checks that masks share. Each error names the argument, what it got and what it wants."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -58,29 +59,58 @@ FARTHEST = 1 << 30
 INT32 = (-(1 << 31), (1 << 31) - 1)
 
 
-def int32(name: str, x: Any, want: str, *, within: tuple[int, int] | None = None) -> jax.Array:
+def int32(name: str, x: Any, want: str, *, within: tuple[int, int] = INT32) -> jax.Array:
     """An integer array as int32. Raises ValueError for known values that int32 does not hold.
 
-    within: (least, most), to which arrays are clamped, where numbers further away have the same effect. Without it,
-    traced integers of a dtype that int32 does not hold raise TypeError.
+    within: (least, most), to which arrays are clamped: numbers further away have the same effect.
     """
     is_array(name, x, want)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: got dtype {x.dtype}, want {want}")
-    held = jnp.iinfo(x.dtype)
-    is_wide = held.min < INT32[0] or held.max > INT32[1]
+    held, is_wide = jnp.iinfo(x.dtype), _is_wide(x.dtype)
     if is_wide and not isinstance(x, jax.core.Tracer):
         known = np.asarray(x)
         if (known != known.astype(np.int32)).any():
             raise ValueError(f"{name}: got values up to {max(abs(int(known.min())), int(known.max()))}, want int32")
         x = known.astype(np.int32)
-    elif is_wide and within is None:
-        hint = f"cast it, with {name}.astype(jnp.int32)" if name.isidentifier() else "cast it to int32"
-        raise TypeError(f"{name}: got {x.dtype} values that are traced, want int32: {hint}")
-    if within is not None and (held.min < within[0] or held.max > within[1]):
+    if held.min < within[0] or held.max > within[1]:
         clip = jnp.clip if isinstance(x, jax.Array) else np.clip
         x = clip(x, max(within[0], held.min), min(within[1], held.max))
     return jnp.asarray(x, jnp.int32)
+
+
+def _is_wide(dtype: Any) -> bool:
+    """Whether int32 does not hold all integers of this dtype."""
+    held = jnp.iinfo(dtype)
+    return held.min < INT32[0] or held.max > INT32[1]
+
+
+def ids(names: Sequence[str], arrays: Sequence[Any], want: str, *, axis_name: Any = None) -> list[jax.Array]:
+    """Integer arrays [length] or [B or 1, length] as int32, in which equal ids stay equal and different ones differ.
+
+    Traced integers of a dtype that int32 does not hold become ranks among the ids of all arrays; ids below 0 become -1.
+    Known ones are converted. axis_name: a mesh axis of shard_map over which rows are sharded.
+
+    Raises TypeError or ValueError that names the array, of another dtype or with known values that int32 does not hold.
+    """
+    for name, x in zip(names, arrays, strict=True):
+        is_array(name, x, want)
+    if not any(isinstance(x, jax.core.Tracer) and _is_wide(x.dtype) for x in arrays):
+        return [int32(name, x, want) for name, x in zip(names, arrays, strict=True)]
+    for name, x in zip(names, arrays, strict=True):
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name}: got dtype {x.dtype}, want {want}")
+    bits = max(32, *(8 * x.dtype.itemsize for x in arrays))
+    rows = [jnp.atleast_2d(jnp.where(x < 0, 0, x).astype(f"uint{bits}")) for x in arrays]
+    batch = max(x.shape[0] for x in rows)
+    ordered = jnp.concatenate([jnp.broadcast_to(x, (batch, x.shape[1])) for x in rows], axis=1)
+    if axis_name is not None:
+        ordered = jax.lax.all_gather(ordered, axis_name, axis=1, tiled=True)
+    ordered = jnp.sort(ordered, axis=1)
+    rank = lambda x: jax.vmap(jnp.searchsorted)(ordered, jnp.broadcast_to(x, (batch, x.shape[1])))
+    ranks = [rank(x) for x in rows]
+    found = [jnp.where(x < 0, -1, of_rows).astype(jnp.int32) for of_rows, x in zip(ranks, arrays, strict=True)]
+    return [of_rows[0] if batch == 1 and x.ndim == 1 else of_rows for of_rows, x in zip(found, arrays, strict=True)]
 
 
 # The floats that a mask of zeros and ones may have: Flax makes masks in the dtype that it computes in.

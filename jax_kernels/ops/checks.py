@@ -156,7 +156,7 @@ def checked_sinks(sinks: Any, heads: int) -> Any:
     return reshaped(sinks, (1, heads), jnp.float32)
 
 
-def checked_integers(name: str, x: Any, want: str, within: tuple[int, int] | None = None) -> Any:
+def checked_integers(name: str, x: Any, want: str, within: tuple[int, int] = mask_checks.INT32) -> Any:
     """An int32 array, or its spec. within: as in masks.checks.int32, which converts other dtypes."""
     if not isinstance(x, jax.Array | np.ndarray | np.integer | list | tuple | jax.ShapeDtypeStruct):
         raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
@@ -169,10 +169,23 @@ def checked_integers(name: str, x: Any, want: str, within: tuple[int, int] | Non
     return mask_checks.int32(name, x, want, within=within)
 
 
+def ranked_over(axis_name: Any, segment_ids: Any) -> Any:
+    """The ids of a shard [B, T] as int32 in which ids of all shards compare as they do here; see masks.checks.ids.
+
+    Other arguments stay as they are, for the op's own checks.
+    """
+    if not isinstance(segment_ids, jax.core.Tracer) or segment_ids.ndim != 2:
+        return segment_ids
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        return segment_ids
+    want = "an int32 array [B, T]"
+    return mask_checks.ids(("segment_ids",), (segment_ids,), want, axis_name=axis_name)[0]
+
+
 def checked_lengths(kv_lengths: Any, batch: int) -> Any:
     if kv_lengths is None:
         return None
-    kv_lengths = checked_integers("kv_lengths", kv_lengths, "an int32 array", mask_checks.INT32)
+    kv_lengths = checked_integers("kv_lengths", kv_lengths, "an int32 array")
     if kv_lengths.shape != (batch,):
         raise ValueError(f"kv_lengths: got shape {kv_lengths.shape}, want [batch] = ({batch},)")
     return kv_lengths

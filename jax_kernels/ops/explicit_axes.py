@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_kernels.derivatives import NO_SECOND, without_derivative
+from jax_kernels.derivatives import NO_SECOND, in_reverse_mode, without_derivative
 from jax_kernels.explicit import explicit_mesh, on_auto_axes, with_auto_axes
 from jax_kernels.ops.planned_op import named_arguments
 from jax_kernels.varying import as_varying
@@ -24,6 +24,10 @@ from jax_kernels.varying import as_varying
 __all__ = ["as_attention", "as_product", "as_rows", "with_explicit_axes"]
 
 _NO_SECOND = f"{NO_SECOND}. In a jax.shard_map with Explicit axes beside Manual ones no op has them: make those Auto"
+_NO_FORWARD_MODE = (
+    "no forward mode (jax.jvp, jax.linearize, jax.jacfwd) in a jax.shard_map with Explicit axes beside Manual ones: "
+    "make those Auto, with implementation='xla'"
+)
 
 
 def with_explicit_axes[Function: Callable[..., Any]](
@@ -50,6 +54,7 @@ def with_explicit_axes[Function: Callable[..., Any]](
 
             arrays = [leaves[i] for i in places]
             if AxisType.Manual in meshes[0].axis_types:
+                arrays = in_reverse_mode(arrays, f"{function.__name__}: {_NO_FORWARD_MODE}")
                 return _beside_manual_axes(call, arrays, lambda _: specs)
             return with_auto_axes(call, arrays, meshes[0], specs)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_kernels import dispatch
 from jax_kernels.defaults import under_defaults
+from jax_kernels.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.dispatch import Implementation, Request
 from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOptions, NormResult
 from jax_kernels.ops import checks, reasons
@@ -422,9 +423,15 @@ def run(call: PlannedCall, inputs: NormInputs, shape: tuple[int, ...]) -> Any:
     return out if total is None else (out, total.reshape(shape))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm(call: PlannedCall, inputs: NormInputs):
-    """(out, total), both [rows, columns]; total is None without a residual."""
+    """(out, total), both [rows, columns], differentiable; total is None without a residual."""
+    if call.implementation == "xla":
+        return _plain(call, inputs)
+    op = "layer_norm" if call.options.is_centred else "rms_norm"
+    return _by_kernels(call, in_reverse_mode(inputs, no_forward_mode(op)))
+
+
+def _results(call, inputs):
     result = _forward(call, inputs)
     return result.out, result.total
 
@@ -454,7 +461,9 @@ def _norm_bwd(call, residuals, cotangents):
     return (NormInputs(x=gradients.x, residual=dresidual, scale=gradients.scale, bias=gradients.bias),)
 
 
-_norm.defvjp(_norm_fwd, _norm_bwd)
+_by_kernels = jax.custom_vjp(_results, nondiff_argnums=(0,))
+_by_kernels.defvjp(_norm_fwd, _norm_bwd)
+_plain = in_both_modes(_results, _norm_fwd, _norm_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

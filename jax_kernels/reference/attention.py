@@ -225,9 +225,10 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
         p = p / jnp.where(total == 0, 1, total)[..., None]
         p = p.reshape(p.shape[0], kv_heads, -1, *p.shape[2:])
         out = jnp.einsum("bkgqs,bskd->bqkgd", p, part.value.astype(jnp.float32), precision=_precision(options))
-        log, highest = jnp.log(total), highest[..., 0]
-        lse = log + highest
-        excess = jnp.where(total == 0, 0, log + (highest - lse))
+        dead, highest = total == 0, highest[..., 0]
+        log = jnp.log(jnp.where(dead, 1, total))  # of 0 the derivative is infinite
+        lse = jnp.where(dead, -jnp.inf, log + highest)
+        excess = jnp.where(dead, 0, log + (highest - lse))
         may_be_far = part.bias is not None or part.score_mod is not None
         return out.reshape(*part.query.shape[:3], -1).astype(out_dtype), lse, *([excess] if may_be_far else [])
 

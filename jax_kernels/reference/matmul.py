@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels import low_bit
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult, scale_factors, scale_shares
 from jax_kernels.quantization import QuantizedArray, dequantize
 
 __all__ = ["matmul"]
@@ -49,18 +49,46 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
         precision = "tf32" if x.dtype == jnp.float16 else options.precision
         return _sums(x.astype(jnp.float32), w, dataclasses.replace(options, precision=precision))
     if options.scaling == "block":
+        *scales, units = _raised(x_scale, w_scale)
         x, w = (
             dequantize(QuantizedArray(values=y, scale=scale, scaling="block"))
-            for y, scale in ((x, x_scale), (w, w_scale))
+            for y, scale in zip((x, w), scales, strict=True)
         )
-        return _sums(x, w, dataclasses.replace(options, precision="tf32"))
+        return _in_turn(_sums(x, w, dataclasses.replace(options, precision="tf32")), *scale_factors(*units))
     if options.scaling is None:
         return _sums(x, w, options)
     wide = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32  # both exact; there XLA finds the 8 bits
     product = _sums(x.astype(wide), w.astype(wide), options)
     if options.scaling == "tensor":
-        return product * (x_scale * w_scale)
-    return product * x_scale[:, None] * w_scale
+        return _in_turn(product, *scale_factors(x_scale, w_scale))
+    first, last = scale_shares(x_scale[:, None])
+    return _in_turn(product, first, w_scale, last)
+
+
+def _raised(x_scale: Any, w_scale: Any) -> tuple[Any, Any, list[Any]]:
+    """Scales of blocks over powers of two, and these powers.
+
+    They bring the product of the largest scales up to about 1 where it is less: else the terms of a sum would leave
+    float32's range before the sum does.
+    """
+    exponents = []
+    for scale in (x_scale, w_scale):
+        largest = jnp.max(scale, initial=0)
+        exponents.append(jnp.frexp(jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1))[1])
+    of_x, of_w = exponents
+    needed = jnp.maximum(-(of_x + of_w), 0)
+    raised = jnp.clip(-of_x, 0, needed)
+    powers = [jnp.minimum(power, 125) for power in (raised, needed - raised)]
+    power_of_two = lambda exponent: lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+    x_scale, w_scale = (y * power_of_two(power) for y, power in zip((x_scale, w_scale), powers, strict=True))
+    return x_scale, w_scale, [power_of_two(-power) for power in powers]
+
+
+def _in_turn(product: Any, *factors: Any) -> Any:
+    """The product times each factor, in this order, which XLA would change."""
+    for factor in factors:
+        product = lax.optimization_barrier(product) * factor
+    return product
 
 
 def _sums(x: Any, w: Any, options: MatmulOptions) -> Any:

@@ -51,6 +51,17 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("keys_to_keep", [5, 99])
+def test_a_bias_that_is_nan_keeps_no_key(keys_to_keep):
+    flax, ours = both(keys_to_keep=keys_to_keep)
+    flax.A[...] = flax.A[...].at[0].set(jnp.nan)
+    ours.load_state_dict(state(flax))
+    x = inputs()
+    out = ours(x).detach()
+    assert out.isfinite().all()
+    np.testing.assert_allclose(out, flax(x.numpy()), atol=1e-5)
+
+
 @pytest.mark.parametrize("case", tiers.cases(CASES, set(list(CASES)[:1])))
 def test_equals_flax_with_all_gradients(case):
     options, mask = CASES[case]

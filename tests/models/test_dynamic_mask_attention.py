@@ -57,6 +57,18 @@ def test_equals_a_plain_evaluation(options):
     np.testing.assert_allclose(forward(attention, x), plain(attention, x), atol=2e-6)
 
 
+@pytest.mark.parametrize("keys_to_keep", [5, LENGTH])
+def test_a_bias_that_is_nan_keeps_no_key(keys_to_keep):
+    """Whether the keys are ranked or all of them are kept: the heads of such keys give 0."""
+    attention, x = module(keys_to_keep=keys_to_keep), inputs()
+    kernel = attention.out_proj.kernel[...]
+    attention.out_proj.kernel[...] = kernel.at[: WIDTH // KV_HEADS].set(0)  # as if these heads gave 0
+    want = plain(attention, x)
+    attention.out_proj.kernel[...] = kernel
+    attention.A[...] = attention.A[...].at[0].set(jnp.nan)
+    np.testing.assert_allclose(forward(attention, x), want, atol=2e-6)
+
+
 def test_keys_compete_within_the_masks():
     """A key that a mask of the module or of the call rules out takes no other key's place."""
     some = jax.random.bernoulli(jax.random.key(2), 0.6, (BATCH, KV_HEADS, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)

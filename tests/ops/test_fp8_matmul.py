@@ -15,7 +15,12 @@ from jax_kernels.quantization import QuantizedArray, dequantize, quantize
 
 
 @pytest.mark.parametrize(
-    "name", tiers.cases(cases.CASES, {"odd_tensor", "one_row", "bfloat16_out_row", "transposed_block"})
+    "name",
+    tiers.cases(
+        cases.CASES,
+        {"odd_tensor", "one_row", "bfloat16_out_row", "transposed_block"}
+        | {f"{size}_{scaling}" for size in ("small", "large") for scaling in ("tensor", "row", "block")},
+    ),
 )
 def test_against_float64(name):
     for result, (error, bound) in cases.errors_by(cases.CASES[name], "xla").items():
@@ -77,6 +82,28 @@ def test_quantized_arrays(scaling, transpose_w):
     np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-3)
     gated = gated_matmul(quantized[0], quantized[1], quantized[1], **options)
     np.testing.assert_allclose(gated, jax.nn.silu(right) * right, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+@pytest.mark.parametrize("scales", [(1e-36, 1e-2), (1e35, 1e-20), (2e-38, 1e30), (1e-20, 1e30)])
+def test_scales_far_apart(scales, scaling):
+    """Whether the product of the scales, or the sums times one of them, is in float32's range does not matter."""
+    values = [(64 * y).astype(jnp.float8_e4m3fn) for y in (_normal(4, 128), _normal(128, 8, seed=1))]
+    shapes = [{"tensor": (), "row": (size,), "block": (1, 1)}[scaling] for size in (4, 8)]
+    x_scale, w_scale = (jnp.full(shape, scale) for shape, scale in zip(shapes, scales, strict=True))
+    of_array = lambda y, scale, axis: QuantizedArray(values=y, scale=scale, scaling=scaling, axis=axis)
+    x, w = of_array(values[0], x_scale, -1), of_array(values[1], w_scale, -2)
+    right = np.asarray(values[0]).astype(np.float64) @ np.asarray(values[1]).astype(np.float64)
+    right = right * np.float64(jnp.float32(scales[0])) * np.float64(jnp.float32(scales[1]))
+    for call in (matmul, jax.jit(matmul, static_argnames="out_dtype")):
+        got = call(x, w, out_dtype="float32")
+        np.testing.assert_allclose(np.float64(got), right, rtol=1e-5, atol=1e-5 * np.abs(right).max())
+    got = gated_matmul(
+        x, w, of_array(values[1], w_scale * 2, -2), activation="relu", residual=None, out_dtype="float32"
+    )
+    with np.errstate(over="ignore"):
+        want = np.float32(np.maximum(right, 0)) * np.float32(2 * right)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
 
 
 def test_formats_mix_and_bfloat16_is_the_default():

@@ -1,6 +1,7 @@
 """The machinery that ops share, by an op of two lines."""
 
 import dataclasses
+import functools
 import inspect
 
 import jax
@@ -111,7 +112,7 @@ def test_under_defaults():
 
 @pytest.mark.parametrize("name", ["matmul", "gated_matmul", "mlp", "rms_norm", "flash_attention", "dilated_attention"])
 def test_second_derivatives(name, monkeypatch):
-    """By kernels, and of attention, a clear error; by XLA those of products and norms are right."""
+    """By kernels there is a clear error, as for forward mode; test_forward_mode.py has the values of those by XLA."""
     monkeypatch.setenv("JAX_KERNELS_INTERPRET", "1")
     x = jax.random.normal(jax.random.key(0), (16, 16), jnp.bfloat16)
     heads = x.reshape(1, 8, 2, 16)
@@ -129,8 +130,17 @@ def test_second_derivatives(name, monkeypatch):
     second = lambda how: jax.grad(lambda x: (first(x, how).astype(jnp.float32) ** 2).sum())(given)
     with pytest.raises(NotImplementedError, match="gradients of gradients"):
         second("triton")
-    if "attention" in name:
-        with pytest.raises(NotImplementedError, match="gradients of gradients"):
-            second("xla")
-    else:
-        assert jnp.abs(second("xla").astype(jnp.float32)).max() > 0
+    assert jnp.abs(second("xla").astype(jnp.float32)).max() > 0
+    by_kernel = functools.partial(calls[name], implementation="triton")
+    message = rf"^{name}: its kernels have a derivative in reverse mode alone; implementation='xla' has forward mode"
+    forward_modes = (
+        lambda: jax.jvp(by_kernel, (given,), (given,)),
+        lambda: jax.jit(lambda x: jax.jvp(by_kernel, (x,), (x,)))(given),
+        lambda: jax.jacfwd(by_kernel)(given),
+        lambda: jax.linearize(jax.jit(by_kernel), given)[1](given),
+    )
+    for push in forward_modes:
+        with pytest.raises(NotImplementedError, match=message):
+            push()
+    with pytest.raises(NotImplementedError, match=r"in reverse mode alone|gradients of gradients"):
+        jax.jvp(lambda x: first(x, "triton"), (given,), (given,))

@@ -169,8 +169,12 @@ def _segment_ids(segment_ids: Any, q_shape: tuple[int, int], kv_shape: tuple[int
             )
         if tuple(x.shape) != shape:
             raise ValueError(f"segment_ids: got shape {x.shape} for {part}, want {list(shape)}")
-    q_ids, kv_ids = (checks.checked_integers("segment_ids", x, want) for x in pair)
-    return q_ids, kv_ids
+    arrays = pair[:1] if pair[0] is pair[1] else pair
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        found = [checks.checked_integers("segment_ids", x, want) for x in arrays]
+    else:
+        found = mask_checks.ids(("segment_ids",) * len(arrays), arrays, want.removeprefix("want "))
+    return found[0], found[-1]
 
 
 def _deterministic() -> bool:

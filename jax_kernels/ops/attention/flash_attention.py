@@ -141,7 +141,8 @@ def flash_attention(
         j <= q_offset + i + right. -1 or None is no limit on that side. At most 2**29. With is_causal, right is 0.
       segment_ids: int32 [B, T] where T == S, or a (query, key) pair [B, T], [B, S]: packed sequences. A query attends
         to the keys that have its id. An id below 0 attends to nothing and is not attended to; all arrays must be
-        finite there. Other integer dtypes are taken where int32 holds them, or the values are known and fit.
+        finite there. Other integers are taken too: known ones that int32 holds, and traced ones of any value,
+        which are compared exactly.
       kv_lengths: [B] integers: how many keys of each batch entry count, kept to 0 ... S. What key and value hold past
         them is without effect, be it NaN. (What a mask, a window or is_causal leaves out must be finite.)
       q_offset: position of query 0: an int within 2**30 of 0, or integers, a scalar array or [B], kept to that. 0
@@ -156,7 +157,8 @@ def flash_attention(
       deterministic: True for the same bits on every run; False lets the backward add in arrival order, which
         is faster on some GPUs; None follows XLA's --xla_gpu_deterministic_ops. The forward always is.
       precision: for float32 inputs, "fp32" (exact products, the default) or "tf32". None for other dtypes.
-      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the fastest that can serve.
+      implementation: "mosaic_gpu", "triton", "cudnn" or "xla"; None picks the fastest that can serve. "xla" alone has
+        derivatives in forward mode (jax.jvp) and second derivatives.
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. A query
@@ -165,7 +167,7 @@ def flash_attention(
     Raises:
       TypeError: a dtype, or the type of an argument, is wrong.
       ValueError: shapes do not fit together, or a value is out of range.
-      NotImplementedError: a named implementation cannot serve this call, and why.
+      NotImplementedError: a named implementation cannot serve this call, and why; or kernels have no such derivative.
 
     Source: Dao (2023), arXiv:2307.08691; Shah et al. (2024), arXiv:2407.08608; score_mod: Dong et al. (2024),
     arXiv:2412.05496; sinks: Xiao et al. (2023), arXiv:2309.17453.

@@ -206,9 +206,16 @@ def _factors(request: Fp8Request, q_scale, k_scale, v_scale, scale: float) -> ja
     wide = lambda x: jnp.repeat(x, group, axis=1) if jnp.ndim(x) == 2 else x
     q_scale, k_scale, v_scale = q_scale, wide(k_scale), wide(v_scale)
     positive = jnp.logical_and(jnp.logical_and(q_scale > 0, k_scale > 0), v_scale > 0)
-    factors = jnp.broadcast_to(q_scale * k_scale * scale, shape), jnp.broadcast_to(v_scale, shape)
+    factors = jnp.broadcast_to(_of_scores(q_scale, k_scale, scale), shape), jnp.broadcast_to(v_scale, shape)
     positive = jnp.broadcast_to(positive, shape)[..., None]
     return jnp.where(positive, jnp.stack(factors, axis=-1), jnp.nan).astype(jnp.float32)
+
+
+def _of_scores(q_scale: Any, k_scale: Any, scale: float) -> Any:
+    """q_scale * k_scale * scale: the smallest times the largest first, which leaves float32's range only if all do."""
+    low, high = jnp.minimum(q_scale, k_scale), jnp.maximum(q_scale, k_scale)
+    between = jnp.clip(jnp.float32(scale), low, high)
+    return (jnp.minimum(low, scale) * jnp.maximum(high, scale)) * between
 
 
 def _config(request: Fp8Request) -> tuple[Blocks, str]:

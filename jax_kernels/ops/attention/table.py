@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
-from jax_kernels.derivatives import NO_SECOND, without_derivative
 from jax_kernels.dispatch import Implementation, Plan, Request, interpreting
 from jax_kernels.masks.lists import count_arrays_by
 from jax_kernels.ops import reasons
@@ -282,7 +281,7 @@ def _cudnn(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype, con
 
 
 def _xla_forward(inputs, options, *, out_dtype, config, interpret):
-    return reference.forward(without_derivative(inputs, NO_SECOND), options, out_dtype=out_dtype)
+    return reference.forward(inputs, options, out_dtype=out_dtype)
 
 
 def _xla_backward(inputs, options, lse, delta, dout, *, config, interpret, excess=None):

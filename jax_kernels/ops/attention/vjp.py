@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.attention_inputs import AttentionGradients, AttentionInputs, AttentionResult
 from jax_kernels.defaults import under_defaults
+from jax_kernels.derivatives import in_both_modes, in_reverse_mode, no_forward_mode, with_plain_derivative
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import table
 from jax_kernels.ops.attention.partitioning import shared_attention
@@ -32,6 +33,7 @@ __all__ = [
     "with_results",
 ]
 
+REVERSE_MODE = no_forward_mode("flash_attention")
 RESIDUALS = "flash_attention_out", "flash_attention_lse"  # names for policies of jax.checkpoint
 
 
@@ -58,9 +60,12 @@ def vary_alike(inputs):
 
 def run(call: AttentionCall, inputs: AttentionInputs):
     """(out, lse) of a prepared call, differentiable. lse is None without has_lse of its options."""
+    if call.implementation == "xla":
+        return _plain(call, inputs)
+    inputs = in_reverse_mode(inputs, REVERSE_MODE)
     if table.IMPLEMENTATIONS[call.implementation].backward is None:
         return _asked_for(call, attention_forward(call, inputs))
-    return _differentiable(call, inputs)
+    return _by_kernels(call, inputs)
 
 
 def _asked_for(call: AttentionCall, result: AttentionResult) -> tuple[Any, Any]:
@@ -74,10 +79,11 @@ def _attention(call, inputs):
 
 @under_defaults
 def _attention_fwd(call, primals):
+    """(result, the arrays that _attention_bwd needs)."""
     inputs = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
     perturbed = lambda tree: any(x.perturbed for x in jax.tree.leaves(tree, is_leaf=_is_primal))
     wanted = {f"{name}_gradient": perturbed(getattr(primals, name)) for name in ("bias", "score_mod")}
-    asked, call = call, with_options(call, has_lse=True, **wanted)
+    call = with_options(call, has_lse=True, **wanted)
     named = lambda x, name: None if x is None else checkpoint_name(x, name)
     found = attention_forward(call, inputs)
     result = AttentionResult(
@@ -85,7 +91,7 @@ def _attention_fwd(call, primals):
         lse=named(found.lse, RESIDUALS[1]),
         excess=named(found.excess, RESIDUALS[1]),
     )
-    return _asked_for(asked, result), (call, inputs, result)
+    return result, (call, inputs, result)
 
 
 def _is_primal(x):
@@ -96,13 +102,23 @@ def _is_primal(x):
 def _attention_bwd(_, residuals, cotangents):
     call, inputs, result = residuals
     is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)
-    dout, dlse = cotangents
+    dout, dlse, *_ = cotangents
     dout = jnp.zeros_like(result.out) if is_zero(dout) else dout
     return (_input_gradients(call, inputs, result, dout, None if is_zero(dlse) else dlse),)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
-_differentiable = jitted_in_eager_shard_map(_attention)
+def _asked_for_fwd(call, primals):
+    result, kept = _attention_fwd(call, primals)
+    return _asked_for(call, result), kept
+
+
+_attention.defvjp(_asked_for_fwd, _attention_bwd, symbolic_zeros=True)
+_by_kernels = jitted_in_eager_shard_map(_attention)
+
+
+@jitted_in_eager_shard_map
+def _plain(call, inputs):
+    return _asked_for(call, attention_forward(call, inputs))
 
 
 def _input_gradients(call, inputs, result, dout, dlse) -> AttentionInputs:
@@ -111,9 +127,15 @@ def _input_gradients(call, inputs, result, dout, dlse) -> AttentionInputs:
     return AttentionInputs(**dict.fromkeys(AttentionInputs._fields) | gradients._asdict())
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def with_results(call: AttentionCall, inputs: AttentionInputs, out: jax.Array, lse: jax.Array):
     """The results of a prepared call without a bias or a score_mod, known already: for their gradients."""
+    if call.implementation == "xla":
+        return _plain_with_results(call, inputs, out, lse)
+    return _with_results(call, in_reverse_mode(inputs, REVERSE_MODE), out, lse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_results(call, inputs, out, lse):
     return out, lse
 
 
@@ -128,12 +150,21 @@ def _with_results_bwd(call, residuals, cotangents):
     return _input_gradients(call, inputs, result, *cotangents), None, None
 
 
-with_results.defvjp(_with_results_fwd, _with_results_bwd)
+_with_results.defvjp(_with_results_fwd, _with_results_bwd)
+_plain_with_results = in_both_modes(
+    lambda call, inputs, out, lse: (out, lse),
+    _with_results_fwd,
+    _with_results_bwd,
+    plain=lambda call, inputs, out, lse: attention_forward(call, inputs)[:2],
+)
 
 
 def attention_forward(call: AttentionCall, inputs: AttentionInputs) -> AttentionResult:
-    """The result of the call's implementation, as its kernels give it. vmap adds to the batch."""
-    return _batched(_forward, call)(inputs)
+    """The result of the call's implementation, as its kernels give it. vmap adds to the batch.
+
+    With "xla" it is differentiable.
+    """
+    return _plain_forward(call, inputs) if call.implementation == "xla" else _batched(_forward, call)(inputs)
 
 
 def attention_forward_together(
@@ -198,7 +229,8 @@ def attention_gradients(call: AttentionCall, inputs: AttentionInputs, lse, delta
 
     dquery: to add to, for "mosaic_gpu" alone.
     """
-    return _batched(_backward, call)(inputs, lse, delta, dout, dquery, excess)
+    run = functools.partial(_plain_backward, call) if call.implementation == "xla" else _batched(_backward, call)
+    return run(inputs, lse, delta, dout, dquery, excess)
 
 
 def _forward(call, inputs):
@@ -294,3 +326,13 @@ def _one_by_one(function, batched, arguments):
 
     outs = lax.map(one, [x for x, has in zip(leaves, has_axis, strict=True) if has])
     return outs, jax.tree.map(lambda _: True, outs)
+
+
+_plain_forward = in_both_modes(
+    lambda call, inputs: _batched(_forward, call)(inputs),
+    _attention_fwd,
+    _attention_bwd,
+    plain=_forward,
+    symbolic_zeros=True,
+)
+_plain_backward = with_plain_derivative(lambda call, *arrays: _batched(_backward, call)(*arrays), _backward)

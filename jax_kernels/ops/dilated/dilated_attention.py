@@ -17,7 +17,7 @@ from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.attention.flash_attention import prepare as prepare_attention
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS, AttentionRequest
 from jax_kernels.ops.attention.vjp import AttentionCall, vary_alike
-from jax_kernels.ops.checks import with_positive_scale
+from jax_kernels.ops.checks import ranked_over, with_positive_scale
 from jax_kernels.ops.dilated import launches as dilated_launches
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated import vjp as dilated_vjp
@@ -114,7 +114,7 @@ def dilated_attention(
       stop_gradient_weights: pass no gradient through the weights of "lse".
       return_lse: also return the log-sum-exp over all branches. Gradients through it are exact.
       segment_ids: int32 [B, T]: packed sequences. A token attends to those with its id; one below 0 to nothing; what
-        the arrays hold there must be finite.
+        the arrays hold there must be finite. Other integers are taken as in flash_attention.
       scale, deterministic, precision, implementation: as in flash_attention; "cudnn" serves no branch.
 
     Returns:
@@ -274,6 +274,8 @@ def _check(
     if request.kv_length != request.q_length:
         raise ValueError(f"key: got length {request.kv_length}, want query's length {request.q_length}")
     if segment_ids is not None:
+        if shards is not None and shards.devices > 1:
+            segment_ids = ranked_over(shards.axis_name, segment_ids)
         inputs = check(query, key, value, segment_ids=segment_ids)[1]
     branches = check_pattern(
         segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights

@@ -74,6 +74,7 @@ def sequence_parallel_dilated_attention(
       axis_name: of the mesh axis over which the sequence is sharded, in the order of its tokens.
       segment_lengths, dilation_rates: of each branch, as in dilated_attention of the whole sequence.
       segment_ids: int32 [B, T], of a device's tokens: packed sequences, whose ids are those of the whole sequence.
+        Traced integers that int32 may not hold cost an all-gather of the ids.
       is_causal, heads, combine, layout, order, stop_gradient_weights, return_lse, scale, deterministic, precision,
         implementation: as in dilated_attention.
 

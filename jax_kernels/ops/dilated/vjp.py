@@ -12,7 +12,7 @@ from jax.custom_batching import sequential_vmap
 
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.defaults import under_defaults
-from jax_kernels.derivatives import NO_SECOND, without_derivative
+from jax_kernels.derivatives import NO_SECOND, in_both_modes, in_reverse_mode, no_forward_mode, without_derivative
 from jax_kernels.ops.attention import vjp as attention
 from jax_kernels.ops.attention.partitioning import BATCH, HEADS, by_heads
 from jax_kernels.ops.attention.vjp import AttentionCall
@@ -27,6 +27,7 @@ from jax_kernels.reference.attention import row_terms
 
 __all__ = ["DilatedCall", "run", "with_results"]
 
+REVERSE_MODE = no_forward_mode("dilated_attention")
 Parts = list[tuple[Piece, jax.Array]]
 
 WARNING = (
@@ -74,6 +75,11 @@ class DilatedCall:
     def by_kernels(self) -> bool:
         """Whether dilated_rows gathers rows, and puts together what the attentions give."""
         return all(planned.implementation in ("mosaic_gpu", "triton") for _, planned in self.attentions)
+
+    @property
+    def by_xla(self) -> bool:
+        """Whether JAX differentiates the call."""
+        return all(planned.implementation == "xla" for _, planned in self.attentions)
 
     @property
     def has_spans(self) -> bool:
@@ -195,8 +201,10 @@ def _merge(call: DilatedCall, out_parts: Parts, lse_parts: Parts, like):
     lses = dilated_views.merge_rows(lse_parts, like.shape[1], fill=-jnp.inf)
     lse = functools.reduce(jnp.maximum, lses)
     if not call.is_alone:
-        highest = jnp.where(jnp.isneginf(lse), 0, lse)
-        lse = jnp.log(_sum([jnp.exp(x - highest) for x in lses])) + highest
+        dead = jnp.isneginf(lse)
+        highest = jax.lax.stop_gradient(jnp.where(dead, 0, lse))
+        total = jnp.where(dead, 1, _sum([jnp.exp(x - highest) for x in lses]))  # of 0 log's derivative is infinite
+        lse = jnp.where(dead, -jnp.inf, jnp.log(total) + highest)
         if not call.is_mean:
             finite = jnp.where(jnp.isneginf(lse), 0, lse)
             outs = [jnp.exp(x - finite)[..., None] * out for x, out in zip(lses, outs, strict=True)]
@@ -207,14 +215,17 @@ def _sum(arrays: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.add, arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dilated(call, arrays):
+def _dilated(call: DilatedCall, arrays: Any):
+    return _plain(call, arrays) if call.by_xla else _by_kernels(call, in_reverse_mode(arrays, REVERSE_MODE))
+
+
+def _results(call, arrays):
     return _shared(_forward, call, False)(arrays)[: 1 + call.return_lse]
 
 
 @under_defaults
 def _dilated_fwd(call, arrays):
-    out, lse = _shared(_forward, call, True)(without_derivative(arrays, NO_SECOND))
+    out, lse = _shared(_forward, call, True)(arrays if call.by_xla else without_derivative(arrays, NO_SECOND))
     return (out, lse)[: 1 + call.return_lse], (*arrays, out, lse)
 
 
@@ -317,19 +328,28 @@ def _branch_terms(
     return jnp.where(jnp.isposinf(branch_lse), jnp.inf, lse_of_rows), delta
 
 
-_dilated.defvjp(_dilated_fwd, _dilated_bwd)
+_by_kernels = jax.custom_vjp(_results, nondiff_argnums=(0,))
+_by_kernels.defvjp(_dilated_fwd, _dilated_bwd)
+_plain = in_both_modes(
+    _results, _dilated_fwd, _dilated_bwd, plain=lambda call, arrays: _forward(call, True, arrays)[: 1 + call.return_lse]
+)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def with_results(call: DilatedCall, arrays: Any, out: jax.Array, lse: jax.Array):
     """The results of run with return_lse, known already: for their gradient with respect to the arrays."""
-    return out, lse
+    if call.by_xla:
+        return _plain_with_results(call, arrays, out, lse)
+    return _with_results(call, in_reverse_mode(arrays, REVERSE_MODE), out, lse)
 
 
-with_results.defvjp(
+_of_results: Any = (
+    lambda call, arrays, out, lse: (out, lse),
     lambda call, arrays, out, lse: ((out, lse), (*arrays, out, lse)),
     lambda call, residuals, cotangents: (*_dilated_bwd(call, residuals, cotangents), None, None),
 )
+_with_results = jax.custom_vjp(_of_results[0], nondiff_argnums=(0,))
+_with_results.defvjp(*_of_results[1:])
+_plain_with_results = in_both_modes(*_of_results, plain=lambda call, arrays, out, lse: _forward(call, True, arrays))
 
 # One compilation where the caller has none: the views and the merge are many small operations.
 run = jax.jit(_dilated, static_argnums=0)

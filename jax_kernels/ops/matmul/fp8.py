@@ -16,9 +16,10 @@ from jax import lax
 
 from jax_kernels import dispatch
 from jax_kernels.defaults import under_defaults
+from jax_kernels.derivatives import in_both_modes, with_plain_derivative
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
-from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients
+from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients, reverse_mode
 from jax_kernels.ops.matmul.partitioning import shared_both_ways
 from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.planned_op import PlannedCall
@@ -29,6 +30,7 @@ from jax_kernels.quantization import (
     QuantizedArray,
     check_scaling,
     checked_scale,
+    dequantize,
     quantization_scale,
     quantize,
     scale_shape,
@@ -107,9 +109,12 @@ def _scaling_of(x: Any, x_scale: Any, w_scale: Any) -> str:
     return "block" if of_x == blocks or (of_x != rows and len(of_x) == 2) else "row"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     """The planned call on x [M, K], differentiable unless x and w have 8 bits: out [M, N]."""
+    return _plain(call, inputs) if call.implementation == "xla" else _by_kernels(call, reverse_mode(inputs))
+
+
+def _out(call, inputs):
     return _run(call, inputs, saves=False).out
 
 
@@ -231,7 +236,56 @@ def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
     return reaches(x.size, itemsize=1)  # of the values that the kernel stores
 
 
-planned.defvjp(_forward, _backward)
+def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+    """The call in float32, of the numbers that 8 bits have; its derivatives are as if rounding changed nothing."""
+
+    def rounded(x: Any, of: QuantizedArray) -> Any:
+        x = x.astype(jnp.float32)
+        return dequantize(of) + (x - lax.stop_gradient(x))
+
+    fixed = jax.tree.map(lax.stop_gradient, inputs)
+    x = rounded(inputs.x, _operand(fixed.x, fixed.x_scale, call.options.scaling))
+    weights = (inputs.w, fixed.w, fixed.w_scale), (inputs.w_up, fixed.w_up, fixed.w_up_scale)
+    w, w_up = (
+        None
+        if given is None
+        else rounded(given if call.options.transpose_w else given.T, _summed_last(known, scale, call.options))
+        for given, known, scale in weights
+    )
+    options = dataclasses.replace(call.options, transpose_w=True, scaling=None, precision="fp32")
+    given = MatmulInputs(x=x, w=w, w_up=w_up, bias=inputs.bias, residual=inputs.residual)
+    return IMPLEMENTATIONS["xla"].forward(given, options, config=None, interpret=call.interpret).out
+
+
+_by_kernels = jax.custom_vjp(_out, nondiff_argnums=(0,))
+_by_kernels.defvjp(_forward, _backward)
+_rounded_forward = with_plain_derivative(
+    _forward,
+    lambda call, inputs: (_straight_through(call, inputs), _forward(call, jax.tree.map(lax.stop_gradient, inputs))[1]),
+)
+_rounded_backward = with_plain_derivative(
+    lambda call, inputs, kept, dout: _backward(call, kept, dout),
+    lambda call, inputs, kept, dout: _straight_gradients(call, inputs, dout),
+)
+
+
+def _straight_gradients(call: PlannedCall, inputs: MatmulInputs, dout: jax.Array) -> tuple[MatmulInputs]:
+    """The gradients of _straight_through; the scales have none."""
+    (found,) = jax.vjp(functools.partial(_straight_through, call), inputs)[1](dout)
+    return (found._replace(x_scale=None, w_scale=None, w_up_scale=None),)
+
+
+def _plain_forward(call: PlannedCall, inputs: MatmulInputs) -> tuple[jax.Array, Any]:
+    out, kept = _rounded_forward(call, inputs)
+    return out, (inputs, kept)
+
+
+_plain = in_both_modes(
+    _out,
+    _plain_forward,
+    lambda call, kept, dout: _rounded_backward(call, *kept, dout),
+    plain=_straight_through,
+)
 
 
 def _product(call: PlannedCall, x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> jax.Array:

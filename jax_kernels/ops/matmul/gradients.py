@@ -11,18 +11,27 @@ from jax import lax
 
 from jax_kernels import dispatch
 from jax_kernels.defaults import under_defaults
+from jax_kernels.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult, in_range
 from jax_kernels.ops.matmul.partitioning import shared_matmul
 from jax_kernels.ops.matmul.table import BY_ROWS, IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.partitioning import is_partitioned
 from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, join_batch, split_batch
 
-__all__ = ["batched", "epilogue_gradients", "further", "planned", "product", "weight_gradient"]
+__all__ = ["batched", "epilogue_gradients", "further", "planned", "product", "reverse_mode", "weight_gradient"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     """The planned call on x [M, K], differentiable: out [M, N]."""
+    return _plain(call, inputs) if call.implementation == "xla" else _by_kernels(call, reverse_mode(inputs))
+
+
+def reverse_mode(inputs: MatmulInputs) -> MatmulInputs:
+    """The inputs of kernels, which have no derivative in forward mode."""
+    return in_reverse_mode(inputs, no_forward_mode("gated_matmul" if inputs.is_gated else "matmul"))
+
+
+def _out(call, inputs):
     return batched(call)(inputs).out
 
 
@@ -108,7 +117,9 @@ def weight_gradient(call: PlannedCall, x: Any, dz: Any, out_dtype: str | None = 
     return product(call, *((dz, x) if call.options.transpose_w else (x, dz)), transpose_x=True, out_dtype=out_dtype)
 
 
-planned.defvjp(_forward, _backward)
+_by_kernels = jax.custom_vjp(_out, nondiff_argnums=(0,))
+_by_kernels.defvjp(_forward, _backward)
+_plain = in_both_modes(_out, _forward, _backward)
 
 
 def product(

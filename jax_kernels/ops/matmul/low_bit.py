@@ -1,13 +1,13 @@
 """Products with weights of few bits: their arguments, and the gradients of what goes beside the weights."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_kernels.defaults import under_defaults
+from jax_kernels.derivatives import in_both_modes
 from jax_kernels.low_bit import FORMATS, LowBit, dequantized
 from jax_kernels.matmul_inputs import MatmulInputs
 from jax_kernels.ops.matmul import gradients
@@ -46,9 +46,13 @@ def checked_stored(name: str, w: QuantizedArray, transpose_w: bool, depth: int) 
     return w.values, w.scale
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+@jitted_in_eager_shard_map
+def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     """The planned call on x [M, K], differentiable in all but the weights and their scales: out [M, N]."""
+    return _plain(call, inputs) if call.implementation == "xla" else _by_kernels(call, gradients.reverse_mode(inputs))
+
+
+def _out(call, inputs):
     return gradients.batched(call)(inputs).out
 
 
@@ -96,5 +100,6 @@ def _dx(call: PlannedCall, inputs: MatmulInputs, w: Any, scale: Any, dz: Any, *,
     return gradients.product(call, dz.astype(wide), w, out_dtype=out_dtype)
 
 
-_planned.defvjp(_forward, _backward, symbolic_zeros=True)
-planned = jitted_in_eager_shard_map(_planned)
+_by_kernels = jax.custom_vjp(_out, nondiff_argnums=(0,))
+_by_kernels.defvjp(_forward, _backward, symbolic_zeros=True)
+_plain = in_both_modes(_out, _forward, _backward, symbolic_zeros=True)

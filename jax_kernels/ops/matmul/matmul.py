@@ -85,7 +85,8 @@ def matmul(
         columns of w, x_scale [...] and w_scale [N]. "block": 128 x 128 numbers, x_scale [ceil(M / 128), ceil(K / 128)]
         with M the product of x's axes but the last, and w_scale [ceil(K / 128), ceil(N / 128)], transposed with
         transpose_w. None: what the given scales' shapes tell, or "tensor".
-      implementation: "mosaic_gpu", "triton" or "xla" (cuBLAS on a GPU); None picks the fastest that can serve.
+      implementation: "mosaic_gpu", "triton" or "xla" (cuBLAS on a GPU); None picks the fastest that can serve. "xla"
+        alone has derivatives in forward mode (jax.jvp) and second derivatives.
 
     Returns:
       out [..., N] in out_dtype.

@@ -1,7 +1,6 @@
 """The op mlp: a feed-forward block. Its backward has the activation's derivative in the epilogue of a product."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.defaults import under_defaults
+from jax_kernels.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
 from jax_kernels.ops.activations import derivative_of
@@ -162,9 +162,14 @@ def _sizes(x: Any, weights: dict[str, Any], transpose_w: bool) -> tuple[int, int
     return hidden, found["w_down"][1]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _planned(call: PlannedCall, inputs: MlpInputs) -> jax.Array:
-    """The planned call on x [M, K]: out [M, N]."""
+    """The planned call on x [M, K], differentiable: out [M, N]."""
+    if call.implementation == "xla":
+        return _plain(call, inputs)
+    return _by_kernels(call, in_reverse_mode(inputs, no_forward_mode("mlp")))
+
+
+def _out(call, inputs):
     return _down(call, inputs, gradients.batched(call)(inputs.first).out)
 
 
@@ -218,5 +223,7 @@ def _cotangents(call: PlannedCall, inputs: MlpInputs, saved: MatmulResult, dout:
     return gradients.further(call, given, options)
 
 
-_planned.defvjp(_forward, _backward)
+_by_kernels = jax.custom_vjp(_out, nondiff_argnums=(0,))
+_by_kernels.defvjp(_forward, _backward)
+_plain = in_both_modes(_out, _forward, _backward)
 MLP.explained_by(check)(mlp)

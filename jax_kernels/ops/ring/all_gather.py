@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_kernels.derivatives import in_both_modes
 from jax_kernels.ops.attention.flash_attention import flash_attention
 from jax_kernels.ops.ring.call import RingArrays, RingCall
 from jax_kernels.ops.ring.layouts import Layout
@@ -28,7 +29,7 @@ def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array,
     layout, axis_name = call.layout, call.axis_name
     if layout.name == "striped":
         raise ValueError("layout: got 'striped' with strategy='all_gather', want 'zigzag' or 'contiguous'")
-    keys, values = (_gathered(axis_name, layout, x) for x in (arrays.key, arrays.value))
+    keys, values = (_gathered((axis_name, layout), x) for x in (arrays.key, arrays.value))
     of_chunks: Any = lambda x: [None] * layout.chunks if x is None else jnp.split(x, layout.chunks, 1)
     ids = arrays.segment_ids
     all_ids = None if ids is None else layout.in_order(lax.all_gather(ids, axis_name, axis=1, tiled=True))
@@ -59,21 +60,22 @@ def all_gather_attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array,
     return jnp.concatenate([out for out, _ in found], 1), jnp.concatenate([lse for _, lse in found], 2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(axis_name: str, layout: Layout, x: jax.Array) -> tuple[jax.Array, ...]:
+def _in_order(to: tuple[str, Layout], x: jax.Array) -> tuple[jax.Array, ...]:
     """An array's tokens of all devices, in their order, once for each chunk of queries."""
+    axis_name, layout = to
     return (layout.in_order(lax.all_gather(x, axis_name, axis=1, tiled=True)),) * layout.chunks
 
 
-def _gathered_forward(axis_name: str, layout: Layout, x: jax.Array) -> tuple[Any, Any]:
-    return _gathered(axis_name, layout, x), None
+def _gathered_forward(to: tuple[str, Layout], x: jax.Array) -> tuple[Any, Any]:
+    return _gathered(to, x), None
 
 
-def _gathered_backward(axis_name: str, layout: Layout, _: None, cotangents: Any) -> tuple[jax.Array]:
+def _gathered_backward(to: tuple[str, Layout], _: None, cotangents: Any) -> tuple[jax.Array]:
+    axis_name, layout = to
     dtype = cotangents[0].dtype
     total = functools.reduce(jnp.add, [x.astype(jnp.float32) for x in cotangents])
     total = layout.in_order(total, back=True)
     return (lax.psum_scatter(total, axis_name, scatter_dimension=1, tiled=True).astype(dtype),)
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gathered = in_both_modes(_in_order, _gathered_forward, _gathered_backward)

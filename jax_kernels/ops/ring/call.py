@@ -36,7 +36,8 @@ class RingCall:
 
     strategy: "ring", "halo", "all_to_all" or "all_gather". differentiated: the same, of a call that is differentiated.
     sends_ahead: as in ring_attention. permutes_up_to: so many devices exchange heads by permutes, more by all-to-alls.
-    dead: the steps that the mask makes empty on all devices. options: of flash_attention, by name.
+    dead: the steps that the mask makes empty on all devices. by_xla: whether JAX can differentiate the steps. options:
+    of flash_attention, by name.
     """
 
     layout: Layout
@@ -46,6 +47,7 @@ class RingCall:
     sends_ahead: int
     permutes_up_to: int
     dead: tuple[int, ...] = ()
+    by_xla: bool = False
     options: tuple[tuple[str, Any], ...]
 
     def shifted(self, tree: Any, by: int) -> Any:

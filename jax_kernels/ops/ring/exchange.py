@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.defaults import under_defaults
+from jax_kernels.derivatives import in_both_modes
 from jax_kernels.ops.ring.layouts import Layout
 
 __all__ = ["Exchange"]
@@ -64,8 +65,7 @@ class Exchange:
 
 
 # JAX's own derivative of a slice would add arrays of zeros.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _to_heads(exchange: Exchange, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _sent_to_heads(exchange: Exchange, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     devices, axis = exchange.layout.devices, exchange.heads
     sizes = [x.shape[axis] // devices for x in arrays]
 
@@ -79,8 +79,7 @@ def _to_heads(exchange: Exchange, arrays: tuple[jax.Array, ...]) -> tuple[jax.Ar
     return tuple(_sorted_tokens(exchange, [mine, *rest]) for mine, *rest in zip(own, *others, strict=True))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _to_tokens(exchange: Exchange, x: jax.Array) -> jax.Array:
+def _sent_to_tokens(exchange: Exchange, x: jax.Array) -> jax.Array:
     layout, axis = exchange.layout, exchange.tokens
     if layout.name != "zigzag":
         x = layout.in_order(x, axis, back=True)
@@ -141,5 +140,5 @@ def _to_tokens_backward(exchange: Exchange, _: None, cotangent: jax.Array) -> tu
     return _to_heads(exchange, (cotangent,))
 
 
-_to_heads.defvjp(_to_heads_forward, _to_heads_backward)
-_to_tokens.defvjp(_to_tokens_forward, _to_tokens_backward)
+_to_heads = in_both_modes(_sent_to_heads, _to_heads_forward, _to_heads_backward)
+_to_tokens = in_both_modes(_sent_to_tokens, _to_tokens_forward, _to_tokens_backward)

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_kernels.defaults import under_defaults
+from jax_kernels.derivatives import in_both_modes, in_reverse_mode
 from jax_kernels.masks import Mask
 from jax_kernels.masks.arrays import Segments
 from jax_kernels.masks.limits import joined_band, without_band
 from jax_kernels.masks.mask import And
 from jax_kernels.masks.placed import of_heads
 from jax_kernels.ops import checks
+from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
 from jax_kernels.ops.attention.mask_validity import mask_or_nan
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
@@ -110,7 +112,8 @@ def ring_attention(
       bias: as in flash_attention, [B or 1, H or 1, T or 1, S or 1]: rows for the device's queries, in the layout's
         order, and columns for all S keys in their own order, as shard_sequence(bias, ..., axis=2) gives it. "auto"
         takes the ring.
-      segment_ids: int32 [B, T], of a device's tokens: packed sequences. An id below 0 marks padding.
+      segment_ids: int32 [B, T], of a device's tokens: packed sequences. An id below 0 marks padding. Other
+        integers are taken as in flash_attention; traced ones that int32 may not hold cost an all-gather of the ids.
       return_lse, deterministic, precision, implementation: as in flash_attention.
 
     Returns:
@@ -180,6 +183,8 @@ def prepare(
     }
     if isinstance(arguments.get("segment_ids"), tuple | list):
         raise TypeError("segment_ids: got a pair, want one array: queries and keys are of the same tokens")
+    if "segment_ids" in arguments:
+        arguments["segment_ids"] = checks.ranked_over(axis_name, arguments["segment_ids"])
     request, inputs = check(query=query, key=key, value=value, scale=scale, **options, **arguments)
     query, key, value = inputs.query, inputs.key, inputs.value
     if request.q_length != request.kv_length:
@@ -220,6 +225,8 @@ def prepare(
         sends_ahead=row.sends_ahead if sends_ahead is None else sends_ahead,
         permutes_up_to=row.permutes_up_to,
         dead=() if mask is None else arrangement.dead_steps(joined_band(mask, *limits)),
+        by_xla=implementation == "xla"
+        or (implementation is None and flash_attention.OP.plan(request).implementation == "xla"),
         options=tuple(options.items()),
     )
     return call, arrays
@@ -255,6 +262,8 @@ def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Arr
 
 @jitted_in_eager_shard_map
 def _attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
+    if not call.by_xla:
+        arrays = in_reverse_mode(arrays, vjp.REVERSE_MODE)
     by_strategy = _of_strategy if call.strategy == call.differentiated else _of_either
     return by_strategy(call, arrays)
 
@@ -278,10 +287,9 @@ def _of_strategy(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Arr
     return strategies[call.strategy](call, arrays)
 
 
-@jax.custom_vjp
 def _of_either(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
     """The results of call.strategy, or where they are differentiated those of call.differentiated."""
-    return _of_strategy(call, arrays)
+    return _plain_of_either(call, arrays) if call.by_xla else _by_kernels_of_either(call, arrays)
 
 
 @under_defaults
@@ -291,11 +299,18 @@ def _of_either_forward(call: RingCall, arrays: RingArrays) -> Any:
 
 
 @under_defaults
-def _of_either_backward(backward: Any, cotangents: Any) -> Any:
-    return None, *backward(cotangents)
+def _of_either_backward(call: RingCall, backward: Any, cotangents: Any) -> Any:
+    return backward(cotangents)
 
 
-_of_either.defvjp(_of_either_forward, _of_either_backward)
+_by_kernels_of_either = jax.custom_vjp(_of_strategy, nondiff_argnums=(0,))
+_by_kernels_of_either.defvjp(_of_either_forward, _of_either_backward)
+_plain_of_either = in_both_modes(
+    _of_strategy,
+    _of_either_forward,
+    _of_either_backward,
+    plain=lambda call, arrays: _of_strategy(dataclasses.replace(call, strategy=call.differentiated), arrays),
+)
 
 
 def _checked_mask(mask: Any, devices: int, request: Any) -> Mask:

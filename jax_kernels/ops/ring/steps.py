@@ -92,9 +92,15 @@ def weight(lse: jax.Array, total: jax.Array) -> jax.Array:
     return found.swapaxes(1, 2)[..., None]
 
 
+def log_sum(one: jax.Array, other: jax.Array) -> jax.Array:
+    """jnp.logaddexp, whose derivative is 0 where both are -inf."""
+    is_dead = jnp.isneginf(jnp.maximum(one, other))
+    return jnp.where(is_dead, -jnp.inf, jnp.logaddexp(*(jnp.where(is_dead, 0, x) for x in (one, other))))
+
+
 def merged(one: Any, other: Any) -> tuple[jax.Array, jax.Array]:
     """The (out, lse) of the keys of both."""
-    lse = jnp.logaddexp(one[1], other[1])
+    lse = log_sum(one[1], other[1])
     return one[0] * weight(one[1], lse) + other[0] * weight(other[1], lse), lse
 
 

@@ -8,19 +8,24 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.defaults import under_defaults
+from jax_kernels.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.ops.ring import halo
 from jax_kernels.ops.ring.call import RingArrays, RingCall
-from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, merged_exactly, weight
+from jax_kernels.ops.ring.steps import Pair, Rows, Visitors, log_sum, merged_exactly, weight
 from jax_kernels.reference.attention import row_terms
 
 __all__ = ["RESIDUALS", "gradients", "run", "with_results"]
 
+REVERSE_MODE = no_forward_mode("ring_attention")
 RESIDUALS = "ring_attention_out", "ring_attention_lse"  # names for policies of jax.checkpoint
 
 
-@jax.custom_vjp
 def run(call: RingCall, arrays: RingArrays):
-    """(out, lse)."""
+    """(out, lse), differentiable."""
+    return _plain(call, arrays) if call.by_xla else _by_kernels(call, arrays)
+
+
+def _results(call, arrays):
     return _forward(call, arrays)[:2]
 
 
@@ -56,7 +61,7 @@ def _of_steps(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, ...]:
         sinks = jnp.broadcast_to(arrays.sinks[..., None], lse.shape)
         out, lse, *more = merged_exactly(total, (jnp.zeros_like(out), sinks, jnp.zeros_like(lse)))
     elif arrays.sinks is not None:
-        with_sink = jnp.logaddexp(lse, arrays.sinks[..., None])
+        with_sink = log_sum(lse, arrays.sinks[..., None])
         out, lse = out * weight(lse, with_sink), with_sink
     return out, lse, *more
 
@@ -64,33 +69,45 @@ def _of_steps(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, ...]:
 @under_defaults
 def _vjp_forward(call: RingCall, arrays: RingArrays):
     out, lse, excess, halos = _forward(call, arrays)
-    return (out, lse), (call, arrays, out, lse, excess, halos)
+    return (out, lse), (arrays, out, lse, excess, halos)
 
 
 @under_defaults
-def _vjp_backward(residuals: Any, cotangents: Any):
-    call, arrays, out, lse, excess, halos = residuals
+def _vjp_backward(call: RingCall, residuals: Any, cotangents: Any):
+    arrays, out, lse, excess, halos = residuals
     dout, dlse = cotangents
-    return None, gradients(call, arrays, out, lse, dout, dlse, excess, halos)
+    return (gradients(call, arrays, out, lse, dout, dlse, excess, halos),)
 
 
-@jax.custom_vjp
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array):
     """The results of run, known already: for their gradients. There is neither a bias nor a score_mod."""
+    if call.by_xla:
+        return _plain_with_results(call, arrays, out, lse)
+    return _with_results(call, in_reverse_mode(arrays, REVERSE_MODE), out, lse)
+
+
+def _given_results(call, arrays, out, lse):
     return out, lse
 
 
 @under_defaults
 def _with_results_forward(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array):
-    return (out, lse), (call, arrays, out, lse, None, None)
+    return (out, lse), (arrays, out, lse, None, None)
 
 
 @under_defaults
-def _with_results_backward(residuals: Any, cotangents: Any):
-    return *_vjp_backward(residuals, cotangents), None, None
+def _with_results_backward(call: RingCall, residuals: Any, cotangents: Any):
+    return *_vjp_backward(call, residuals, cotangents), None, None
 
 
-with_results.defvjp(_with_results_forward, _with_results_backward)
+_with_results = jax.custom_vjp(_given_results, nondiff_argnums=(0,))
+_with_results.defvjp(_with_results_forward, _with_results_backward)
+_plain_with_results = in_both_modes(
+    _given_results,
+    _with_results_forward,
+    _with_results_backward,
+    plain=lambda call, arrays, out, lse: _results(call, arrays),
+)
 
 
 def gradients(
@@ -131,7 +148,9 @@ def gradients(
     )
 
 
-run.defvjp(_vjp_forward, _vjp_backward)
+_by_kernels = jax.custom_vjp(_results, nondiff_argnums=(0,))
+_by_kernels.defvjp(_vjp_forward, _vjp_backward)
+_plain = in_both_modes(_results, _vjp_forward, _vjp_backward)
 
 
 def _gradients(call: RingCall, arrays: RingArrays, rows: Rows) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions
+from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, scale_factors, scale_shares
 from jax_kernels.pallas.matmul.sm90.state import ROWS, SCALE_BLOCK, Kernel, WorkTile
 from jax_kernels.pallas.mosaic.layouts import COLUMN, ROW, WGMMA
 from jax_kernels.pallas.mosaic.registers import zeros_stay
@@ -188,11 +188,13 @@ def promoted_sums(kernel: Kernel, wg: Any, tile: WorkTile, nth: Any) -> list[Sum
 def scaled(kernel: Kernel, x: Any, w_scale: Any, rows: Any, columns: Any) -> Any:
     """Sums of 64 x 64 with the scales of 8-bit operands, where those are not of blocks."""
     if kernel.traits.options.scaling == "tensor":
-        return x * (kernel.inputs.x_scale[0] * w_scale[0])
+        first, second = scale_factors(kernel.inputs.x_scale[0], w_scale[0])
+        return x * first * second
     if kernel.traits.options.scaling == "row":
         of_rows = plgpu.load(kernel.inputs.x_scale.at[rows], layout=ROW, optimized=False)
         of_columns = plgpu.load(w_scale.at[columns], layout=COLUMN, optimized=False)
-        return x * lax.broadcast_in_dim(of_rows, x.shape, [0]) * lax.broadcast_in_dim(of_columns, x.shape, [1])
+        first, last = (lax.broadcast_in_dim(share, x.shape, [0]) for share in scale_shares(of_rows))
+        return x * first * lax.broadcast_in_dim(of_columns, x.shape, [1]) * last
     return x
 
 

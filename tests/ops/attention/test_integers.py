@@ -1,7 +1,6 @@
 """Integers that int32 does not hold, and positions near its ends: nothing wraps in silence, traced or known."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +42,8 @@ def test_wide_segment_ids(name, dtype):
                 ValueError, match=f"{argument}: got values up to 429496729|{argument}: got values up to 2147"
             ):
                 attend(array(wrap))
-        message = f"{argument}: got {np.dtype(dtype)} values that are traced, want int32: cast it, with {argument}.ast"
-        with pytest.raises(TypeError, match=re.escape(message)):
-            jax.jit(attend)(jnp.asarray(ids.astype(dtype)))
+        for traced in (ids.astype(dtype), wrap):  # ids are compared, whatever their size
+            np.testing.assert_allclose(jax.jit(attend)(jnp.asarray(traced)), want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.int16])
@@ -134,8 +132,7 @@ def test_wide_page_tables():
         np.testing.assert_array_equal(attend(jnp.asarray(TABLES)), attend(TABLES.astype(np.int32)))
         with pytest.raises(ValueError, match="block_tables: got values up to 4294967296"):
             attend(jnp.asarray(TABLES + 2**32 - 3))
-        with pytest.raises(TypeError, match="block_tables: got int64 values that are traced, want int32"):
-            jax.jit(attend)(jnp.asarray(TABLES))
+        np.testing.assert_allclose(jax.jit(attend)(jnp.asarray(TABLES)), attend(TABLES), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

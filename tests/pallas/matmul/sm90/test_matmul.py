@@ -56,7 +56,11 @@ def test_mlp_interpreted(cores, names):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("cores", "names"),
-    [(1, ["row", "block_edges"]), (3, ["tensor"]), pytest.param(3, ["edges", "block"], marks=pytest.mark.slow)],
+    [
+        (1, ["row", "block_edges"]),
+        (3, ["tensor", "small", "large_rows"]),
+        pytest.param(3, ["edges", "block"], marks=pytest.mark.slow),
+    ],
 )
 def test_8_bits_interpreted(cores, names):
     cases_interpreter.check("jax_kernels.testing_fp8_matmul", cores, cores == 1, names)
