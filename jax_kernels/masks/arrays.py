@@ -33,7 +33,7 @@ def segments(q_ids: jax.Array, kv_ids: jax.Array | None = None) -> Mask:
 def _ids(name: str, x: Any) -> jax.Array:
     want = "an int32 array [length] or [batch, length]"
     x = checks.int32(name, x, want)
-    if x.ndim not in (1, 2) or 0 in x.shape:
+    if x.ndim not in (1, 2):
         raise ValueError(f"{name}: got shape {x.shape}, want {want}")
     return jnp.atleast_2d(x)
 
@@ -52,8 +52,6 @@ def named_block_sparse(name: str, blocks: Any, block_size: Any) -> "BlockSparse"
     """As block_sparse, with errors that name the array as its caller does."""
     blocks, is_mask = checks.boolean(name, blocks)
     blocks = checks.four_axes(name, blocks, "[batch, heads, rows, columns]")
-    if 0 in blocks.shape:
-        raise ValueError(f"{name}: got shape {blocks.shape}, want no axis of length 0")
     return BlockSparse(blocks, *checks.block_pair("block_size", block_size), is_mask=is_mask)
 
 
@@ -71,8 +69,6 @@ def named_dense(name: str, array: Any) -> "Dense":
     """As dense, with errors that name the array as its caller does."""
     array, is_mask = checks.boolean(name, array)
     array = checks.four_axes(name, array, "[batch, heads, queries, keys]")
-    if 0 in array.shape:
-        raise ValueError(f"{name}: got shape {array.shape}, want no axis of length 0")
     return Dense(array, is_mask)
 
 
@@ -95,10 +91,10 @@ def from_function(
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function (b, h, q, k) -> bool")
-    sizes = [None if x is None else checks.integer(name, x, 1) for name, x in (("batch", batch), ("heads", heads))]
+    sizes = [None if x is None else checks.integer(name, x, 0) for name, x in (("batch", batch), ("heads", heads))]
     leaves = tuple(checks.array("arrays", x, "arrays") for x in arrays)
     _check_elementwise(function, leaves, *sizes)
-    return Function(leaves, function, *(size or 1 for size in sizes))
+    return Function(leaves, function, *(1 if size is None else size for size in sizes))
 
 
 _WANT = "want an elementwise predicate of b, h, q and k in jnp code: bool, in their joint shape"
@@ -106,7 +102,7 @@ _WANT = "want an elementwise predicate of b, h, q and k in jnp code: bool, in th
 
 def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | None, heads: int | None) -> None:
     """Raises unless the function of arrays of a few indices gives what it gives for each of their numbers."""
-    sizes = (min(batch or 1, 2), min(heads or 1, 2), 3, 4)
+    sizes = (*(1 if size is None else min(size, 2) for size in (batch, heads)), 3, 4)
     axes = np.ix_(*(np.arange(size, dtype=np.int32) for size in sizes))
     known = not any(isinstance(x, jax.core.Tracer) for x in arrays)
     shape = jax.ShapeDtypeStruct((), jnp.int32)
@@ -114,6 +110,8 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
         program, whole = jax.make_jaxpr(function, return_shape=True)(*axes, *arrays)
         one = jax.eval_shape(function, *[shape] * 4, *arrays)
     except Exception as error:
+        if isinstance(error, IndexError | TypeError) and _looks_up_nothing(function, arrays):
+            return  # JAX looks up no index in an axis of length 0; a call with such arrays has no pair
         raise TypeError(f"function: raised {type(error).__name__} when traced, {_WANT}") from error
     for result, want in ((whole, sizes), (one, ())):
         if not isinstance(result, jax.ShapeDtypeStruct):
@@ -137,6 +135,15 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
             return
         if not np.array_equal(np.broadcast_to(together, sizes).ravel(), each):
             raise ValueError(f"function: got other values from it for arrays than for each of their numbers, {_WANT}")
+
+
+def _looks_up_nothing(function: Any, arrays: Any) -> bool:
+    """Whether an array that a function is given, or has captured, has no entry."""
+    try:
+        captured = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    except ValueError:  # a variable that has no value yet
+        captured = []
+    return any(0 in x.shape for x in jax.tree.leaves([arrays, captured]) if hasattr(x, "shape"))
 
 
 def _reads(program: Any, index: int) -> bool:
@@ -168,7 +175,7 @@ class Segments(Mask):
 
     @property
     def batch(self) -> int:
-        return max(self.q_ids.shape[0], self.kv_ids.shape[0])
+        return self.kv_ids.shape[0] if self.q_ids.shape[0] == 1 else self.q_ids.shape[0]
 
     def check_lengths(self, q_length, kv_length):
         for name, x, length in (("q_ids", self.q_ids, q_length), ("kv_ids", self.kv_ids, kv_length)):

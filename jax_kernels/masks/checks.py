@@ -22,7 +22,7 @@ def integer(name: str, x: Any, least: int, want: str | None = None) -> int:
 
 
 def lengths(q_length: Any, kv_length: Any) -> tuple[int, int]:
-    return integer("q_length", q_length, 1), integer("kv_length", kv_length, 1)
+    return integer("q_length", q_length, 0), integer("kv_length", kv_length, 0)
 
 
 def block_pair(name: str, block: Any) -> tuple[int, int]:

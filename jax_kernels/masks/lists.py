@@ -90,6 +90,8 @@ def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
 
     A block that reaches past the last key is not full.
     """
+    if 0 in (shape := _shape_of(mask, grid)):  # an array of the mask may have no entry to look up
+        return jnp.zeros(shape, bool), jnp.zeros(shape, bool)
     if mask.is_evaluated:
         count = mask.block_counts(grid)
         alive, full = count > 0, count == grid.area()
@@ -98,6 +100,12 @@ def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
     inside = (jnp.arange(grid.columns) + 1) * grid.block_kv <= grid.kv_length
     full = alive & full & inside
     return jnp.broadcast_to(alive, full.shape), full
+
+
+def _shape_of(mask: Any, grid: Grid) -> tuple[int, int, int, int]:
+    """[B or 1, H or 1, rows, columns]."""
+    offsets = grid.offset.shape[0]
+    return (mask.batch if offsets == 1 else offsets), mask.heads, grid.rows, grid.columns
 
 
 def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
@@ -153,7 +161,7 @@ def packed_lists(
         most = math.prod(partial.shape[:2]) * most_partial(terms, grid)
     lists = compress(sided(alive, by, joined), sided(full, by, joined), joined * width(terms, grid, by))
     numbers, words = _packed(mask, grid, partial, by, most)
-    if most == 0:
+    if most == 0 or partial.size == 0:
         return lists, PackedBlocks(words, jnp.full_like(lists.indices, -1))
     entries = jnp.take_along_axis(sided(numbers, by, joined), lists.indices, axis=-1)
     slots = jnp.arange(lists.indices.shape[-1], dtype=jnp.int32)
@@ -180,9 +188,9 @@ def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tu
     """(numbers, words): the index of each partial block among the partial ones, in order, and their bits."""
     numbers = running_sums(partial.reshape(-1)).reshape(partial.shape) - 1
     words = functools.partial(_words, mask, grid, partial.shape, by)
-    if most == 0:
-        shape = jax.eval_shape(words, jnp.int32(0))
-        return numbers, jnp.zeros((1, *shape.shape), shape.dtype)
+    if most == 0 or partial.size == 0:
+        rows, others = (grid.block_q, grid.block_kv) if by == "query" else (grid.block_kv, grid.block_q)
+        return numbers, jnp.zeros((1, -(-others // 32), rows), jnp.uint32)
     # The index of each entry's block among all blocks; the last entry has none.
     places = jnp.full((most + 1,), partial.size, jnp.int32)
     every = jnp.arange(partial.size, dtype=jnp.int32).reshape(partial.shape)

@@ -34,6 +34,7 @@ __all__ = [
     "join_batch",
     "kernel",
     "named_arguments",
+    "no_calls",
     "split_batch",
 ]
 
@@ -172,8 +173,19 @@ def join_batch(size: int, x: jax.Array, has_axis: bool, length: int | None = Non
 
 
 def split_batch(size: int, x: jax.Array) -> jax.Array:
-    """The inverse of join_batch: [size * batch, ...] to [size, batch, ...]."""
-    return x.reshape(size, -1, *x.shape[1:])
+    """The inverse of join_batch for a size above 0: [size * batch, ...] to [size, batch, ...]."""
+    length = x.shape[0] // size if isinstance(x.shape[0], int) else -1
+    return x.reshape(size, length, *x.shape[1:])
+
+
+def no_calls(function: Callable[..., Any], mapped: Any, arrays: Any) -> tuple[Any, Any]:
+    """What the vmap rule of function(*arrays) gives for an axis of length 0: (empty results, which are mapped).
+
+    mapped: for each leaf of the arrays, whether it has the axis.
+    """
+    of_one = lambda x, has_axis: jax.ShapeDtypeStruct(x.shape[1:] if has_axis else x.shape, x.dtype)
+    results = jax.eval_shape(function, *jax.tree.map(of_one, tuple(arrays), tuple(mapped)))
+    return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), results), jax.tree.map(lambda _: True, results)
 
 
 def _join_all(size: int, batched: Any, arrays: Any) -> Any:
@@ -202,6 +214,8 @@ def batched(
 
     @wrapped.def_vmap
     def _(size: int, mapped: Any, *arrays: Any) -> Any:
+        if size == 0:
+            return no_calls(wrapped, mapped, arrays)
         results = wrapped(*join(size, tuple(mapped), arrays))
         return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)
 

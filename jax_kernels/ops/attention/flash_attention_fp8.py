@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ DTYPES = (jnp.dtype(jnp.float8_e4m3fn),)
 @dataclasses.dataclass(frozen=True)
 class Fp8Request(Request):
     """A flash_attention_fp8 call without its arrays. q_offset: None where it is an array."""
+
+    SIZES: ClassVar[tuple[str, ...]] = checks.SIZES
 
     batch: int
     q_length: int
@@ -202,7 +204,7 @@ def _scale(name: str, x: Any, shape: tuple[int, int]) -> Any:
 def _factors(request: Fp8Request, q_scale, k_scale, v_scale, scale: float) -> jax.Array:
     """[B, H, 2] float32: what to multiply scores by, and the output; NaN where a scale is not positive."""
     shape = request.batch, request.heads
-    group = request.heads // request.kv_heads
+    group = request.heads // max(request.kv_heads, 1)
     wide = lambda x: jnp.repeat(x, group, axis=1) if jnp.ndim(x) == 2 else x
     q_scale, k_scale, v_scale = q_scale, wide(k_scale), wide(v_scale)
     positive = jnp.logical_and(jnp.logical_and(q_scale > 0, k_scale > 0), v_scale > 0)
