@@ -114,7 +114,7 @@ def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
     kind = jnp.where(full, 0, jnp.where(alive, 1, 2)).astype(jnp.int32)
     order = lax.sort(kind * count + jnp.arange(count, dtype=jnp.int32), dimension=alive.ndim - 1)[..., :most]
     total, full_count = (x.sum(axis=-1, dtype=jnp.int32) for x in (alive, full))
-    return BlockLists(jnp.where(order < 2 * count, lax.rem(order, jnp.int32(count)), 0), full_count, total - full_count)
+    return BlockLists(jnp.where(order < 2 * count, lax.rem(order, jnp.int32(max(count, 1))), 0), full_count, total - full_count)
 
 
 def sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
@@ -122,7 +122,8 @@ def sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
     if by == "query":
         return x
     batch, heads, rows, columns = x.shape
-    x = x.reshape(batch, -1, min(joined, heads), rows, columns)
+    together = min(joined, max(heads, 1))
+    x = x.reshape(batch, heads // together, together, rows, columns)
     x = jnp.broadcast_to(x, (*x.shape[:2], joined, rows, columns))
     return x.reshape(*x.shape[:2], joined * rows, columns).swapaxes(2, 3)
 

@@ -180,11 +180,11 @@ def compile_attention(
     Raises:
       ValueError, TypeError, NotImplementedError: an argument, an option or a shape that is not taken, naming it.
     """
-    seq_len = checks.integer("seq_len", seq_len, 1)
+    seq_len = checks.integer("seq_len", seq_len, 0)
     shape = _Shape(
-        batch=checks.integer("batch", batch, 1),
+        batch=checks.integer("batch", batch, 0),
         seq_len=seq_len,
-        kv_len=seq_len if kv_len is None else checks.integer("kv_len", kv_len, 1),
+        kv_len=seq_len if kv_len is None else checks.integer("kv_len", kv_len, 0),
         num_heads=checks.integer("num_heads", num_heads, 1),
         num_kv_heads=checks.integer("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 1),
         head_dim=checks.integer("head_dim", head_dim, 1),
