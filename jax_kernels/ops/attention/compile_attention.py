@@ -182,15 +182,15 @@ def compile_attention(
     """
     seq_len = checks.integer("seq_len", seq_len, 0)
     shape = _Shape(
-        batch=checks.integer("batch", batch, 0),
+        batch=max(checks.integer("batch", batch, 0), 1),  # an empty batch is served whatever the plan is
         seq_len=seq_len,
         kv_len=seq_len if kv_len is None else checks.integer("kv_len", kv_len, 0),
-        num_heads=checks.integer("num_heads", num_heads, 1),
-        num_kv_heads=checks.integer("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 1),
+        num_heads=checks.integer("num_heads", num_heads, 0),
+        num_kv_heads=checks.integer("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 0),
         head_dim=checks.integer("head_dim", head_dim, 1),
         dtype=_dtype(dtype),
     )
-    if shape.num_heads % shape.num_kv_heads:
+    if shape.num_heads % shape.num_kv_heads if shape.num_kv_heads else shape.num_heads:
         raise ValueError(f"num_kv_heads: got {shape.num_kv_heads}, want a divisor of num_heads {shape.num_heads}")
     if not isinstance(pattern, str | masks.Mask):
         raise TypeError(f"pattern: got {type(pattern).__name__}, want the name of a preset or a masks.Mask")
