@@ -114,7 +114,8 @@ def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
     kind = jnp.where(full, 0, jnp.where(alive, 1, 2)).astype(jnp.int32)
     order = lax.sort(kind * count + jnp.arange(count, dtype=jnp.int32), dimension=alive.ndim - 1)[..., :most]
     total, full_count = (x.sum(axis=-1, dtype=jnp.int32) for x in (alive, full))
-    return BlockLists(jnp.where(order < 2 * count, lax.rem(order, jnp.int32(max(count, 1))), 0), full_count, total - full_count)
+    indices = jnp.where(order < 2 * count, lax.rem(order, jnp.int32(max(count, 1))), 0)
+    return BlockLists(indices, full_count, total - full_count)
 
 
 def sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:

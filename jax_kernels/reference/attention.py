@@ -243,7 +243,8 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
         lse = log + highest
         excess = jnp.where(total == 0, 0, log + (highest - lse))
         may_be_far = part.bias is not None or part.score_mod is not None
-        return out.reshape(*part.query.shape[:3], out.shape[-1]).astype(out_dtype), lse, *([excess] if may_be_far else [])
+        out = out.reshape(*part.query.shape[:3], out.shape[-1]).astype(out_dtype)
+        return out, lse, *([excess] if may_be_far else [])
 
     out, *rows = lax.map(one, split)
     length = inputs.query.shape[1]

@@ -15,7 +15,14 @@ from jax_kernels.defaults import under_defaults
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import table
 from jax_kernels.ops.attention.partitioning import shared_attention
-from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, jitted_in_eager_shard_map, join_batch, no_calls, split_batch
+from jax_kernels.ops.planned_op import (
+    MOST_CALLS,
+    PlannedCall,
+    jitted_in_eager_shard_map,
+    join_batch,
+    no_calls,
+    split_batch,
+)
 from jax_kernels.reference.attention import row_terms
 from jax_kernels.varying import as_varying, varying_axes
 

@@ -41,11 +41,11 @@ WARNING = (
 class DilatedCall:
     """A planned call without its arrays: its attentions, and how what they give becomes one.
 
-    All attentions have one implementation; without a token or a head there are none. differentiated: what the same is where there are gradients, for which views
-    share a launch by copies alone, which the forward then has as well. is_alone: no token of a head is in two branches.
-    merged_backward: the gradient of every branch follows from out and lse of the whole. sums_dquery: each attention
-    adds query's gradient to float32 numbers, without the scale. of_heads(index, count): the call of part `index` of the
-    heads, which `count` devices share out.
+    All attentions have one implementation; without a token or a head there are none. differentiated: the attentions of
+    a call with gradients, in which views share a launch by copies alone, forward too. is_alone: no token of a head is
+    in two branches. merged_backward: the gradient of every branch follows from out and lse of the whole. sums_dquery:
+    each attention adds query's gradient to float32 numbers, without the scale. of_heads(index, count): the call of part
+    `index` of the heads, which `count` devices share out.
     """
 
     attentions: tuple[tuple[BranchCall, AttentionCall], ...]

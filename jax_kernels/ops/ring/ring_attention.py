@@ -282,7 +282,9 @@ def _attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array
 
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """attention_of, whose results are known already: for their gradients with respect to the arrays."""
-    if _is_empty(arrays) or call.differentiated == "all_gather" or arrays.bias is not None or arrays.score_mod is not None:
+    if _is_empty(arrays):
+        return _empty_results(arrays)
+    if call.differentiated == "all_gather" or arrays.bias is not None or arrays.score_mod is not None:
         return attention_of(call, arrays)
     if call.differentiated == "all_to_all":
         return all_to_all_attention(call, arrays, (out, lse))
