@@ -82,6 +82,7 @@ def from_function(
     compares, selects and looks up (`ids[b, q] == ids[b, k]`), but does not reduce, sort or reshape.
     arrays: the arrays that it looks up; they are leaves of the mask. Arrays that it captures must not be traced.
     batch, heads: how many batch entries and heads the function tells apart; None if it does not look at b, or at h.
+    Where an array that it looks up has no entry, the function is not called: the mask keeps no pair.
 
     To jit, a mask of another function object is another mask: define the function once, not anew for each call.
 

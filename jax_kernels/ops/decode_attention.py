@@ -102,8 +102,10 @@ def decode_attention(
     than multiprocessors, the keys of a sequence are cut into splits, whose results are merged by their log-sum-exp.
     What the cache holds past a length is without effect, be it NaN. Only "xla" makes a copy of the cache.
 
+    The batch, the queries, the heads, the keys, the pages and the pages of a sequence may be 0, as in flash_attention.
+
     Args:
-      query: [B, T, H, D], bfloat16, float16 or float32 ("xla" alone); T from 1 to 16, D up to 256.
+      query: [B, T, H, D], bfloat16, float16 or float32 ("xla" alone); T up to 16, D up to 256.
       key: [B, S, Hkv, D] in query's dtype, Hkv dividing H; the T new tokens' keys stand in it already. With
         block_tables: [pages, page_size, Hkv, D], page_size a power of two from 16 on.
       value: [B, S, Hkv, Dv] in query's dtype, Dv up to 256; with block_tables [pages, page_size, Hkv, Dv].

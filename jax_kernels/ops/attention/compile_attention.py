@@ -165,10 +165,10 @@ def compile_attention(
     Args:
       pattern: the name of a preset ("causal", "sliding_window", "longformer", "bigbird", ...: see masks.preset), or a
         masks.Mask. One that is made of an array is given as a Mask: "block_sparse" as masks.block_sparse(...).
-      seq_len, kv_len: how many queries, and keys (None: as many).
+      seq_len, kv_len: how many queries, and keys (None: as many), from 0 on.
       head_dim: of query, key and value, up to 256.
       batch: what plan, lists of blocks and measured_speedup are for; a call may have another, whose lists are made in
-        the call where it is no multiple, or the mask tells batch entries apart.
+        the call where it is no multiple, or the mask tells batch entries apart. 0 counts as 1.
       num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
       dtype: bfloat16, float16 or float32.
       implementation: as in flash_attention.

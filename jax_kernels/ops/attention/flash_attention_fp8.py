@@ -76,7 +76,8 @@ def flash_attention_fp8(
 
     `quantize_fp8(x, axis=(1, 3))` gives 8-bit arrays and such scales. "xla" computes in float32. "mosaic_gpu" rounds
     the softmax's numerators to e4m3 too, a relative error of 2**-4 at most in each, about 2.5 % of out where many keys
-    count; and the tensor cores add up products of 8 bits with some 14 bits.
+    count; and the tensor cores add up products of 8 bits with some 14 bits. B, T, S and H may be 0, as in
+    flash_attention.
 
     Args:
       query: [B, T, H, D], float8_e4m3fn. D up to 256.

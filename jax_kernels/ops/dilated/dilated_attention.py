@@ -70,6 +70,8 @@ def dilated_attention(
         out = (weights.swapaxes(2, 3)[..., None] * outs).sum(0)
         lse = logsumexp(lses, axis=0)
 
+    B, T and H may be 0: the results and the gradients are empty, or 0.
+
     Under jit on a mesh with Auto axes, kernels share out the batch and the heads. The program then has kernels for each
     part of the heads whose tokens are not like another's; a device runs those of its part. "xla" gathers heads.
 

@@ -116,7 +116,7 @@ def ring_attention(
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. Both are
-      differentiable.
+      differentiable. B, T and H may be 0: then both are empty, and nothing is sent.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as flash_attention; ValueError where axis_name is not an axis of a
