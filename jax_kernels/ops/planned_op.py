@@ -2,7 +2,8 @@
 
 An op is a public function and a `PlannedOp`. To write one:
 
-1. a frozen dataclass derived from dispatch.Request: the call without its arrays;
+1. a frozen dataclass derived from dispatch.Request: the call without its arrays. Its SIZES name the lengths of axes:
+   where one is 0, dispatch takes "xla", whose code has to serve empty arrays;
 2. `check(...)`, which takes the function's arguments by name, raises for bad input, and returns (request, arrays);
 3. a table of `Implementation`s, whose kernels are wrapped by `kernel`;
 4. `OP = PlannedOp(name, table, order)`, `@OP.explained_by(check)` above the function, and in it
