@@ -111,8 +111,8 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
         program, whole = jax.make_jaxpr(function, return_shape=True)(*axes, *arrays)
         one = jax.eval_shape(function, *[shape] * 4, *arrays)
     except Exception as error:
-        if isinstance(error, IndexError | TypeError) and _looks_up_nothing(function, arrays):
-            return  # JAX looks up no index in an axis of length 0; a call with such arrays has no pair
+        if checks.is_empty_lookup(error):
+            return  # a call with such an array has no pair
         raise TypeError(f"function: raised {type(error).__name__} when traced, {_WANT}") from error
     for result, want in ((whole, sizes), (one, ())):
         if not isinstance(result, jax.ShapeDtypeStruct):
@@ -136,15 +136,6 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
             return
         if not np.array_equal(np.broadcast_to(together, sizes).ravel(), each):
             raise ValueError(f"function: got other values from it for arrays than for each of their numbers, {_WANT}")
-
-
-def _looks_up_nothing(function: Any, arrays: Any) -> bool:
-    """Whether an array that a function is given, or has captured, has no entry."""
-    try:
-        captured = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    except ValueError:  # a variable that has no value yet
-        captured = []
-    return any(0 in x.shape for x in jax.tree.leaves([arrays, captured]) if hasattr(x, "shape"))
 
 
 def _reads(program: Any, index: int) -> bool:

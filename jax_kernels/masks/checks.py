@@ -149,6 +149,12 @@ def joint(name: str, sizes: list[int], what: str) -> int:
     return different[0] if different else 1
 
 
+def is_empty_lookup(error: BaseException | None) -> bool:
+    """Whether JAX raised this for a lookup in an array without an entry. It has no type of error for that."""
+    words = "size 0" if isinstance(error, IndexError) else "gather op is out of range, must be within [0, 0 + 1)"
+    return isinstance(error, IndexError | TypeError) and words in str(error)
+
+
 def array_text(x: Any) -> str:
     """The dtype and shape of an array, for a repr. A leaf that JAX has replaced, which is no array, keeps its repr."""
     if not hasattr(x, "dtype"):

@@ -180,7 +180,7 @@ def split_batch(size: int, x: jax.Array) -> jax.Array:
 
 
 def no_calls(function: Callable[..., Any], mapped: Any, arrays: Any) -> tuple[Any, Any]:
-    """What the vmap rule of function(*arrays) gives for an axis of length 0: (empty results, which are mapped).
+    """The results of the vmap rule of function(*arrays) for an axis of length 0: (empty arrays, True for each).
 
     mapped: for each leaf of the arrays, whether it has the axis.
     """

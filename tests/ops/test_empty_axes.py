@@ -22,7 +22,6 @@ from jax_kernels import (
     matmul,
     prepare_mask,
     ring_attention,
-    rms_norm,
     sequence_parallel_dilated_attention,
 )
 
@@ -99,7 +98,7 @@ def test_flash_attention(sizes, option):
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_sinks(sizes):
-    """Without keys the sink is all of the softmax: lse is its logit, whose gradient is that of lse."""
+    """Without keys the sink is all of the softmax: lse is its logit, and passes its cotangent on to the sink."""
     batch, queries, keys, heads, _ = sizes
     sinks, given = jnp.arange(heads, dtype=jnp.float32), arrays(sizes)
     call = lambda *given, sinks=sinks: flash_attention(*given, sinks=sinks, return_lse=True)
@@ -162,7 +161,13 @@ def test_no_mapped_calls(monkeypatch):
         assert jax.vmap(call)(x, x, x).shape == x.shape
     rows, w = jnp.ones((0, 16, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
     assert jax.vmap(functools.partial(matmul, implementation="triton"), (0, None))(rows, w).shape == rows.shape
-    assert jax.vmap(functools.partial(rms_norm, implementation="triton"), (0, None))(rows, w[0]).shape == rows.shape
+
+
+def test_a_wrong_score_mod_is_still_refused():
+    with pytest.raises(TypeError, match="score_mod: raised NameError when traced"):
+        flash_attention(*arrays(SIZES["keys"]), score_mod=lambda score, b, h, q, k: score + unknown)  # noqa: F821
+    with pytest.raises(ValueError, match="score_mod: got shape"):
+        flash_attention(*arrays(SIZES["batch"]), score_mod=lambda score, b, h, q, k: score[None])
 
 
 def test_mapped_gradients():

@@ -116,7 +116,7 @@ def _traced(score_mod: Any, *, has_pairs: bool) -> ScoreMod | None:
     try:
         return trace(score_mod)
     except TypeError as error:
-        if has_pairs or not isinstance(error.__cause__, IndexError | TypeError):
+        if has_pairs or not mask_checks.is_empty_lookup(error.__cause__):
             raise
         return None
 
