@@ -66,7 +66,7 @@ def test_pooled_scores():
 
 def test_errors():
     for function in (lambda b, h, q, k, x: unknown, lambda b, h, q, k: q >= k):  # noqa: F821
-        with pytest.raises(TypeError, match="function: raised (NameError|TypeError) when traced"):
+        with pytest.raises(TypeError, match=r"function: raised (NameError|TypeError) when traced"):
             masks.from_function(function, jnp.zeros((0,)))
     with pytest.raises(ValueError, match="q_length, kv_length: got 0 and 3, want at least 1 for a picture"):
         masks.causal().plot("unused.png", 0, 3, 2)
