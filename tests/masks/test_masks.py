@@ -267,7 +267,7 @@ BAD = {
     "or_none": (lambda: causal | None, TypeError, "|: got NoneType beside a Mask, want another Mask"),
     "truth": (lambda: causal and dense, TypeError, "a Mask has no truth value: compose masks with &, | and ~"),
     "not_callable": (lambda: masks.from_function(3), TypeError, "function: got int, want a function (b, h, q, k)"),
-    "function_batch": (lambda: masks.from_function(lambda *x: x, batch=0), ValueError, "batch: got 0, want an int"),
+    "function_batch": (lambda: masks.from_function(lambda *x: x, batch=-1), ValueError, "batch: got -1, want an int"),
     "function_of_heads": (
         lambda: masks.from_function(lambda b, h, q, k: q >= k + h, batch=2),
         ValueError,
