@@ -100,7 +100,8 @@ def flash_attn_varlen_func(
         flash-attn: with a smaller number the results are wrong.
       alibi_slopes: [H] or, with sequences copied to a batch, [B, H].
       return_attn_probs: return (out, lse float32 [H, total_q], None).
-      The others are those of flash_attn_func. Tokens after the last sequence get 0.
+      The others are those of flash_attn_func. Tokens after the last sequence, and of a sequence
+      without keys, get 0 and an lse of -inf. There may be no token, and no sequence.
 
     Raises NotImplementedError for dropout_p above 0 and for block_table (see bridge.decode_attention), ValueError for a
     max_seqlen below the longest sequence on a CPU, and what bridge.flash_attention raises.
@@ -114,10 +115,12 @@ def flash_attn_varlen_func(
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [tokens, heads, head_dim]")
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         check_tensor(name, x, q)
-        if x.dtype != torch.int32 or x.ndim != 1 or x.shape != cu_seqlens_q.shape or not len(x) > 1:
+        if x.dtype != torch.int32 or x.ndim != 1 or x.shape != cu_seqlens_q.shape or not len(x):
             raise ValueError(f"{name}: got {x.dtype} {tuple(x.shape)}, want torch.int32 [sequences + 1]")
     _check_longest("q", cu_seqlens_q, max_seqlen_q)
     _check_longest("k", cu_seqlens_k, max_seqlen_k)
+    if len(cu_seqlens_q) == 1:  # no sequence, whose slopes might matter
+        cu_seqlens_k, alibi_slopes = cu_seqlens_q, None
     is_aligned = cu_seqlens_q is cu_seqlens_k or not (causal or alibi_slopes is not None or options["window"])
     if is_aligned and (alibi_slopes is None or alibi_slopes.ndim == 1):
         ids = _numbers(cu_seqlens_q, q.shape[0]), _numbers(cu_seqlens_k, k.shape[0])
@@ -203,7 +206,7 @@ def _check_packed(name: str, x: Any, parts: int) -> None:
 
 def _check_longest(name: str, starts: torch.Tensor, given: Any) -> None:
     """Raises where a sequence is known to be longer than was said. The host does not wait for a GPU."""
-    if starts.device.type != "cpu" or torch.compiler.is_compiling() or not library.is_plain_call():
+    if len(starts) == 1 or starts.device.type != "cpu" or torch.compiler.is_compiling() or not library.is_plain_call():
         return
     longest = int(starts.diff().max())
     if given < longest:
@@ -265,10 +268,12 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(cls, starts: torch.Tensor, longest: int) -> "_Places":
-        return cls(lengths=starts.diff(), starts=starts, longest=int(longest))
+        return cls(lengths=starts.diff(), starts=starts, longest=max(int(longest), 1))
 
     def apart(self, x: torch.Tensor) -> torch.Tensor:
         """[B, longest, ...] of [tokens, ...]. What stands behind a sequence is any token."""
+        if len(x) == 0:  # an index needs a token
+            x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
         index = self.starts[:-1, None] + torch.arange(self.longest, device=x.device, dtype=torch.int32)
         return x[index.clamp(max=x.shape[0] - 1)]
 

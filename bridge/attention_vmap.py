@@ -99,8 +99,8 @@ def _join_offset(x: Any, is_mapped: bool, size: int, batch: int) -> Any:
     """Joins a tensor that is a scalar or [B]."""
     if x is None or (not is_mapped and x.ndim == 0):
         return x
-    x = x.reshape(size if is_mapped else 1, -1)
-    return x.expand(size, batch).flatten()
+    rows = size if is_mapped else 1
+    return x.reshape(rows, x.numel() // rows).expand(size, batch).flatten()
 
 
 def define_rules() -> None:

@@ -54,7 +54,7 @@ class PlainLayerNorm(torch.nn.LayerNorm):
 def empty_attention(query: torch.Tensor, key: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | None:
     """The attention of an empty batch, or of no queries, [B, T, H, D] like query; None where there is one to compute.
 
-    Its gradients of query, key and the others are zeros. The ops refuse such tensors.
+    Its gradients of query, key and the others are zeros. The ops give the same, after JAX has compiled a program.
     """
     if 0 not in query.shape[:2] or query.shape[0] != key.shape[0]:
         return None

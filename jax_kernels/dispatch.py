@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax import export
@@ -24,7 +24,12 @@ _TARGET: contextvars.ContextVar[DeviceInfo | None] = contextvars.ContextVar("jax
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A call of an op without its arrays. Ops derive their own from it."""
+    """A call of an op without its arrays. Ops derive their own from it.
+
+    SIZES: the fields that are lengths of axes. A call in which one of them is 0 has nothing for a kernel to compute.
+    """
+
+    SIZES: ClassVar[tuple[str, ...]] = ()
 
     op: str
     device: DeviceInfo
@@ -76,11 +81,12 @@ def choose(
 ) -> Plan:
     """The plan for a request: the named implementation, or the first of order(request) in the table that can serve it.
 
-    Of a request with a symbolic size, under jax.export, that is "xla".
+    A request with a symbolic size, under jax.export, is served by "xla", and so is one with an axis of length 0, also
+    where another implementation that takes such calls is named: a kernel cannot be launched without a block.
 
     Raises ValueError for an unknown name, and NotImplementedError, with every reason, where none can serve.
     """
-    symbolic = _symbolic(request)
+    symbolic, empty = _symbolic(request), _empty(request)
     if implementation is not None:
         if implementation not in table:
             known = ", ".join(repr(name) for name in table)
@@ -88,13 +94,18 @@ def choose(
         reason = _reason(table[implementation], request, symbolic)
         if reason is not None:
             raise NotImplementedError(f"implementation={implementation!r} cannot serve this {request.op}: {reason}")
+        why = "asked for by name"
+        if empty is not None and implementation != "xla":
+            implementation, why = "xla", f"{empty}, which leaves {implementation!r} nothing to compute"
         config, source = table[implementation].config(request)
-        return Plan(request.op, implementation, config, source, "asked for by name")
+        return Plan(request.op, implementation, config, source, why)
 
     passed_over: list[tuple[str, str]] = []
     names = order(request) if symbolic is None else table  # an order goes by sizes, too
     for name in (name for name in names if name in table):
         reason = _reason(table[name], request, symbolic)
+        if reason is None and empty is not None and name != "xla":
+            reason = f"{empty}, which leaves a kernel nothing to compute"
         if reason is None:
             config, source = table[name].config(request)
             why = f"the fastest that serves this on {request.device.name}"
@@ -118,6 +129,15 @@ def _symbolic(request: Request) -> str | None:
         size = _symbolic_size(x)
         if size is not None:
             return f"{name}: got the symbolic size {size}"
+    return None
+
+
+def _empty(request: Request) -> str | None:
+    """The words "field is 0" on the first size that is; None where all axes have entries."""
+    for name in request.SIZES:
+        size = getattr(request, name)
+        if isinstance(size, int) and size == 0:  # a symbolic size is no int, and at least 1
+            return f"{name} is 0"
     return None
 
 

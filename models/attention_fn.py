@@ -92,7 +92,7 @@ def attention_fn(
 
     batch = query.shape[:-3]
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-    query, key, value = (x.astype(dtype).reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    query, key, value = (x.astype(dtype).reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
     if mask is not None:
         mask = _joined_mask(mask, batch, (query.shape[2], query.shape[1], key.shape[1]))
     out = flash_attention(query, key, value, mask=mask, is_causal=is_causal, implementation=implementation)
@@ -113,4 +113,4 @@ def _joined_mask(mask: Any, batch: tuple[int, ...], scores: tuple[int, int, int]
     mask = xp.asarray(mask).reshape(shape)
     if math.prod(shape[:-3]) > 1:
         mask = xp.broadcast_to(mask, (*batch, *shape[-3:]))
-    return mask.reshape(-1, *shape[-3:])
+    return mask.reshape(math.prod(mask.shape[:-3]), *shape[-3:])

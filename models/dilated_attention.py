@@ -235,7 +235,7 @@ class MultiHeadDilatedAttention(MultiHeadAttention):
 
     def _project(self, out: jax.Array) -> jax.Array:
         if self.out_norm is not None:
-            out = self.out_norm(out.reshape(*out.shape[:2], -1))
+            out = self.out_norm(out.reshape(*out.shape[:2], self.num_heads * self.head_dim))
         return super()._project(out)
 
 

@@ -71,7 +71,7 @@ class DynamicMaskAttention(MultiHeadAttention):
                 raise ValueError(
                     f"{name}: got the symbolic length {length}, want an int: keys are ranked for each query"
                 )
-        steps = self.dt_proj(value.reshape(batch, kv_length, -1)).astype(jnp.float32)
+        steps = self.dt_proj(value.reshape(batch, kv_length, self.num_kv_heads * self.head_dim)).astype(jnp.float32)
         bias = jnp.exp(self.A[...].astype(jnp.float32) * jax.nn.softplus(steps)).swapaxes(1, 2)[:, :, None]
         bias = jnp.where(jnp.isnan(bias), -jnp.inf, bias)  # a NaN is never chosen, as in masks.top_k
         mask = None if mask is None else as_mask(mask, query.shape[1], kv_length)

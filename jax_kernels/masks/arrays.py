@@ -34,7 +34,7 @@ def _ids(q_ids: Any, kv_ids: Any) -> tuple[jax.Array, jax.Array]:
     given = {"q_ids": q_ids} | ({} if kv_ids is None else {"kv_ids": kv_ids})
     for name, x in given.items():
         checks.is_array(name, x, want)
-        if x.ndim not in (1, 2) or 0 in x.shape:
+        if x.ndim not in (1, 2):
             raise ValueError(f"{name}: got shape {x.shape}, want {want}")
     checks.joint("q_ids, kv_ids", [1 if x.ndim == 1 else x.shape[0] for x in given.values()], "batch entries")
     found = [jnp.atleast_2d(x) for x in checks.ids(tuple(given), tuple(given.values()), want)]
@@ -55,8 +55,6 @@ def named_block_sparse(name: str, blocks: Any, block_size: Any) -> "BlockSparse"
     """As block_sparse, with errors that name the array as its caller does."""
     blocks, is_mask = checks.boolean(name, blocks)
     blocks = checks.four_axes(name, blocks, "[batch, heads, rows, columns]")
-    if 0 in blocks.shape:
-        raise ValueError(f"{name}: got shape {blocks.shape}, want no axis of length 0")
     return BlockSparse(blocks, *checks.block_pair("block_size", block_size), is_mask=is_mask)
 
 
@@ -74,8 +72,6 @@ def named_dense(name: str, array: Any) -> "Dense":
     """As dense, with errors that name the array as its caller does."""
     array, is_mask = checks.boolean(name, array)
     array = checks.four_axes(name, array, "[batch, heads, queries, keys]")
-    if 0 in array.shape:
-        raise ValueError(f"{name}: got shape {array.shape}, want no axis of length 0")
     return Dense(array, is_mask)
 
 
@@ -89,6 +85,7 @@ def from_function(
     compares, selects and looks up (`ids[b, q] == ids[b, k]`), but does not reduce, sort or reshape.
     arrays: the arrays that it looks up; they are leaves of the mask. Arrays that it captures must not be traced.
     batch, heads: how many batch entries and heads the function tells apart; None if it does not look at b, or at h.
+    Where an array that it looks up has no entry, the function is not called: the mask keeps no pair.
 
     To jit, a mask of another function object is another mask: define the function once, not anew for each call.
 
@@ -98,10 +95,10 @@ def from_function(
     """
     if not callable(function):
         raise TypeError(f"function: got {type(function).__name__}, want a function (b, h, q, k) -> bool")
-    sizes = [None if x is None else checks.integer(name, x, 1) for name, x in (("batch", batch), ("heads", heads))]
+    sizes = [None if x is None else checks.integer(name, x, 0) for name, x in (("batch", batch), ("heads", heads))]
     leaves = tuple(checks.array("arrays", x, "arrays") for x in arrays)
     _check_elementwise(function, leaves, *sizes)
-    return Function(leaves, function, *(size or 1 for size in sizes))
+    return Function(leaves, function, *(1 if size is None else size for size in sizes))
 
 
 _WANT = "want an elementwise predicate of b, h, q and k in jnp code: bool, in their joint shape"
@@ -109,7 +106,7 @@ _WANT = "want an elementwise predicate of b, h, q and k in jnp code: bool, in th
 
 def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | None, heads: int | None) -> None:
     """Raises unless the function of arrays of a few indices gives what it gives for each of their numbers."""
-    sizes = (min(batch or 1, 2), min(heads or 1, 2), 3, 4)
+    sizes = (*(1 if size is None else min(size, 2) for size in (batch, heads)), 3, 4)
     axes = np.ix_(*(np.arange(size, dtype=np.int32) for size in sizes))
     known = not any(isinstance(x, jax.core.Tracer) for x in arrays)
     shape = jax.ShapeDtypeStruct((), jnp.int32)
@@ -117,6 +114,8 @@ def _check_elementwise(function: Callable[..., Any], arrays: Any, batch: int | N
         program, whole = jax.make_jaxpr(function, return_shape=True)(*axes, *arrays)
         one = jax.eval_shape(function, *[shape] * 4, *arrays)
     except Exception as error:
+        if checks.is_empty_lookup(error):
+            return  # a call with such an array has no pair
         raise TypeError(f"function: raised {type(error).__name__} when traced, {_WANT}") from error
     for result, want in ((whole, sizes), (one, ())):
         if not isinstance(result, jax.ShapeDtypeStruct):
@@ -171,7 +170,7 @@ class Segments(Mask):
 
     @property
     def batch(self) -> int:
-        return max(self.q_ids.shape[0], self.kv_ids.shape[0])
+        return self.kv_ids.shape[0] if self.q_ids.shape[0] == 1 else self.q_ids.shape[0]
 
     def check_lengths(self, q_length, kv_length):
         for name, x, length in (("q_ids", self.q_ids, q_length), ("kv_ids", self.kv_ids, kv_length)):

@@ -43,10 +43,11 @@ def top_k(
     rows = bias.shape[2]
     if q_length is None and rows == 1:
         raise ValueError("q_length: got None with `among` and a bias of one row, want the number of queries")
-    q_length = rows if q_length is None else checks.integer("q_length", q_length, 1)
+    q_length = rows if q_length is None else checks.integer("q_length", q_length, 0)
     if rows not in (1, q_length):
         raise ValueError(f"q_length: got {q_length}, want the {rows} rows of bias, or None")
-    intervals = key_intervals(among, q_length, bias.shape[3], q_offset) if rows == 1 else None
+    is_ranked = rows == 1 and 0 not in (q_length, *bias.shape)
+    intervals = key_intervals(among, q_length, bias.shape[3], q_offset) if is_ranked else None
     if intervals is not None:
         return Ranked(*largest_between(bias[:, :, 0], k, *intervals))
     keep = among.to_dense(q_length, bias.shape[3], q_offset=q_offset)
@@ -129,7 +130,7 @@ def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int,
             raise ValueError(f"{name}: got shape {x.shape}, want [batch, length, heads, head_dim]")
 
     heads, kv_heads = query.shape[2], key.shape[2]
-    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or kv_heads == 0 or heads % kv_heads:
+    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3] or (heads % kv_heads if kv_heads else heads):
         raise ValueError(
             f"key: got shape {key.shape}, want query's batch and head_dim and a divisor of its heads: {query.shape}"
         )
@@ -140,18 +141,15 @@ def pooled_scores(query: jax.Array, key: jax.Array, block_size: int | tuple[int,
         count = jnp.minimum(jnp.arange(-(-length // block), dtype=jnp.int32) * block + block, length)
         sizes = jnp.diff(count, prepend=0).astype(jnp.float32)
         x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
-        return x.reshape(x.shape[0], -1, block, *x.shape[2:]).sum(axis=2) / sizes[:, None, None]
+        return x.reshape(x.shape[0], len(sizes), block, *x.shape[2:]).sum(axis=2) / sizes[:, None, None]
 
-    keys = jnp.repeat(means(key, block_kv), heads // kv_heads, axis=2)
+    keys = jnp.repeat(means(key, block_kv), heads // max(kv_heads, 1), axis=2)
     scores = jnp.einsum("bqhd,bkhd->bhqk", means(query, block_q), keys, precision=lax.Precision.HIGHEST)
     return scores / query.shape[3] ** 0.5
 
 
 def _scores(name: str, x: Any) -> jax.Array:
-
     x = checks.four_axes(name, checks.floats(name, x, "an array"), "[batch, heads, rows, columns]")
-    if 0 in x.shape:
-        raise ValueError(f"{name}: got shape {x.shape}, want no axis of length 0")
     return lax.stop_gradient(x)
 
 

@@ -23,7 +23,7 @@ def integer(name: str, x: Any, least: int, want: str | None = None) -> int:
 
 
 def lengths(q_length: Any, kv_length: Any) -> tuple[int, int]:
-    return integer("q_length", q_length, 1), integer("kv_length", kv_length, 1)
+    return integer("q_length", q_length, 0), integer("kv_length", kv_length, 0)
 
 
 def block_pair(name: str, block: Any) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def ids(names: Sequence[str], arrays: Sequence[Any], want: str, *, axis_name: An
             raise TypeError(f"{name}: got dtype {x.dtype}, want {want}")
     bits = max(32, *(8 * x.dtype.itemsize for x in arrays))
     rows = [jnp.atleast_2d(jnp.where(x < 0, 0, x).astype(f"uint{bits}")) for x in arrays]
-    batch = max(x.shape[0] for x in rows)
+    batch = joint(", ".join(names), [x.shape[0] for x in rows], "batch entries")
     ordered = jnp.concatenate([jnp.broadcast_to(x, (batch, x.shape[1])) for x in rows], axis=1)
     if axis_name is not None:
         ordered = jax.lax.all_gather(ordered, axis_name, axis=1, tiled=True)
@@ -177,6 +177,12 @@ def joint(name: str, sizes: list[int], what: str) -> int:
     if len(different) > 1:
         raise ValueError(f"{name}: got {different[0]} and {different[1]} {what}, want one number of them, or 1")
     return different[0] if different else 1
+
+
+def is_empty_lookup(error: BaseException | None) -> bool:
+    """Whether JAX raised this for a lookup in an array without an entry. It has no type of error for that."""
+    words = "size 0" if isinstance(error, IndexError) else "gather op is out of range, must be within [0, 0 + 1)"
+    return isinstance(error, IndexError | TypeError) and words in str(error)
 
 
 def array_text(x: Any) -> str:

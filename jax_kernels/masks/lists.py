@@ -90,6 +90,8 @@ def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
 
     A block that reaches past the last key is not full.
     """
+    if 0 in (shape := _shape_of(mask, grid)):  # an array of the mask may have no entry to look up
+        return jnp.zeros(shape, bool), jnp.zeros(shape, bool)
     if mask.is_evaluated:
         count = mask.block_counts(grid)
         alive, full = count > 0, count == grid.area()
@@ -100,13 +102,20 @@ def status(mask: Any, grid: Grid) -> tuple[jax.Array, jax.Array]:
     return jnp.broadcast_to(alive, full.shape), full
 
 
+def _shape_of(mask: Any, grid: Grid) -> tuple[int, int, int, int]:
+    """[B or 1, H or 1, rows, columns]."""
+    offsets = grid.offset.shape[0]
+    return (mask.batch if offsets == 1 else offsets), mask.heads, grid.rows, grid.columns
+
+
 def compress(alive: jax.Array, full: jax.Array, most: int) -> BlockLists:
     """Makes lists of at most `most` entries along the last axis."""
     count = alive.shape[-1]
     kind = jnp.where(full, 0, jnp.where(alive, 1, 2)).astype(jnp.int32)
     order = lax.sort(kind * count + jnp.arange(count, dtype=jnp.int32), dimension=alive.ndim - 1)[..., :most]
     total, full_count = (x.sum(axis=-1, dtype=jnp.int32) for x in (alive, full))
-    return BlockLists(jnp.where(order < 2 * count, lax.rem(order, jnp.int32(count)), 0), full_count, total - full_count)
+    indices = jnp.where(order < 2 * count, lax.rem(order, jnp.int32(max(count, 1))), 0)
+    return BlockLists(indices, full_count, total - full_count)
 
 
 def sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
@@ -114,7 +123,8 @@ def sided(x: jax.Array, by: str, joined: int = 1) -> jax.Array:
     if by == "query":
         return x
     batch, heads, rows, columns = x.shape
-    x = x.reshape(batch, -1, min(joined, heads), rows, columns)
+    together = min(joined, max(heads, 1))
+    x = x.reshape(batch, heads // together, together, rows, columns)
     x = jnp.broadcast_to(x, (*x.shape[:2], joined, rows, columns))
     return x.reshape(*x.shape[:2], joined * rows, columns).swapaxes(2, 3)
 
@@ -153,7 +163,7 @@ def packed_lists(
         most = math.prod(partial.shape[:2]) * most_partial(terms, grid)
     lists = compress(sided(alive, by, joined), sided(full, by, joined), joined * width(terms, grid, by))
     numbers, words = _packed(mask, grid, partial, by, most)
-    if most == 0:
+    if most == 0 or partial.size == 0:
         return lists, PackedBlocks(words, jnp.full_like(lists.indices, -1))
     entries = jnp.take_along_axis(sided(numbers, by, joined), lists.indices, axis=-1)
     slots = jnp.arange(lists.indices.shape[-1], dtype=jnp.int32)
@@ -180,9 +190,9 @@ def _packed(mask: Any, grid: Grid, partial: jax.Array, by: str, most: int) -> tu
     """(numbers, words): the index of each partial block among the partial ones, in order, and their bits."""
     numbers = running_sums(partial.reshape(-1)).reshape(partial.shape) - 1
     words = functools.partial(_words, mask, grid, partial.shape, by)
-    if most == 0:
-        shape = jax.eval_shape(words, jnp.int32(0))
-        return numbers, jnp.zeros((1, *shape.shape), shape.dtype)
+    if most == 0 or partial.size == 0:
+        rows, others = (grid.block_q, grid.block_kv) if by == "query" else (grid.block_kv, grid.block_q)
+        return numbers, jnp.zeros((1, -(-others // 32), rows), jnp.uint32)
     # The index of each entry's block among all blocks; the last entry has none.
     places = jnp.full((most + 1,), partial.size, jnp.int32)
     every = jnp.arange(partial.size, dtype=jnp.int32).reshape(partial.shape)

@@ -108,6 +108,10 @@ class Mask:
         """The mask as an array: bool [B or 1, H or 1, q_length, kv_length], True where a query may attend."""
         q_length, kv_length = checks.lengths(q_length, kv_length)
         self.check_lengths(q_length, kv_length)
+        offsets = checks.offset(q_offset)[1].shape[0]
+        batch = checks.joint("q_offset", [self.batch, offsets], "batch entries")
+        if 0 in (batch, self.heads, q_length, kv_length):  # an array of the mask may have no entry to look up
+            return jnp.zeros((batch, self.heads, q_length, kv_length), bool)
         # Indices that are known to be all queries need no lookup in an array.
         return self.rows(np.arange(q_length, dtype=np.int32), kv_length, q_offset=q_offset)
 
@@ -157,9 +161,12 @@ class Mask:
 
     @under_defaults
     def density(self, q_length: int, kv_length: int, block: int | tuple[int, int], *, q_offset: Any = 0) -> jax.Array:
-        """The share of blocks that are live, float32, over batch and heads. block: an int, or (queries, keys)."""
+        """The share of blocks that are live, float32, over batch and heads; 0 where there is no block.
+
+        block: an int, or (queries, keys).
+        """
         alive, _ = self._status(q_length, kv_length, block, q_offset)
-        return jnp.mean(alive, dtype=jnp.float32)
+        return jnp.mean(alive, dtype=jnp.float32) if alive.size else jnp.zeros((), jnp.float32)
 
     def plot(
         self,
@@ -175,6 +182,8 @@ class Mask:
         """Writes a picture of the dead, partial and full blocks of one batch entry and head. Needs matplotlib."""
         from jax_kernels.masks.plots import plot_blocks
 
+        if 0 in checks.lengths(q_length, kv_length):
+            raise ValueError(f"q_length, kv_length: got {q_length} and {kv_length}, want at least 1 for a picture")
         alive, full = self._status(q_length, kv_length, block, q_offset)
         for name, index, size in (("b", b, alive.shape[0]), ("h", h, alive.shape[1])):
             if not checks.is_int(index) or not (0 <= index < size or size == 1):

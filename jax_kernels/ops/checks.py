@@ -11,6 +11,8 @@ from jax_kernels.masks import checks as mask_checks
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 MAX_HEAD_DIM = 256
+# The sizes of a request of attention without which there is no pair of a query and a key.
+SIZES = ("batch", "q_length", "kv_length", "heads")
 HEADS = "[batch, length, heads, head_dim]"
 # A position, and the limit of a window, stay below these: their sums fit an int32.
 FARTHEST = mask_checks.FARTHEST
@@ -27,16 +29,19 @@ def check_shapes(query: Any, key: Any, value: Any, dtypes: tuple[Any, ...] = DTY
         check_heads(name, x, query.dtype, dtypes=dtypes)
         if x.shape[0] != query.shape[0]:
             raise ValueError(f"{name}: got batch {x.shape[0]}, want query's batch {query.shape[0]}")
-    batch, q_length, heads, head_dim = query.shape
+    heads, head_dim = query.shape[2:]
     kv_length, kv_heads = key.shape[1:3]
     if key.shape[-1] != head_dim:
         raise ValueError(f"key: got head_dim {key.shape[-1]}, want query's head_dim {head_dim}")
     if value.shape[1:3] != (kv_length, kv_heads):
         raise ValueError(f"value: got (length, heads) {value.shape[1:3]}, want key's {(kv_length, kv_heads)}")
-    if kv_heads == 0 or heads % kv_heads:
+    check_groups(heads, kv_heads)
+
+
+def check_groups(heads: int, kv_heads: int) -> None:
+    """That each head of keys serves equally many heads of queries. A query without heads has a key with any number."""
+    if heads if kv_heads == 0 else heads % kv_heads:
         raise ValueError(f"key: got {kv_heads} heads, want a divisor of query's {heads} heads")
-    if 0 in (batch, q_length, heads, kv_length):
-        raise ValueError(f"query, key: got shapes {query.shape} and {key.shape}, want no axis of length 0")
 
 
 def check_heads(name: str, x: Any, dtype: Any, axes: str = HEADS, dtypes: tuple[Any, ...] = DTYPES) -> None:

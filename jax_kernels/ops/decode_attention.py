@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,11 @@ class DecodeRequest(Request):
     """A decode_attention call without its arrays. kv_length: the keys that a sequence has room for.
 
     window: (left, 0), or None. page_size: None where the keys of a sequence are contiguous. has_mask: a bool array, or
-    a Mask, which becomes one. mask_size: its elements; 0 without one.
+    a Mask, which becomes one. mask_size: its elements; 0 without one. pages: of the whole cache, None where it has
+    none.
     """
+
+    SIZES: ClassVar[tuple[str, ...]] = (*checks.SIZES, "pages")
 
     batch: int
     q_length: int
@@ -48,6 +51,7 @@ class DecodeRequest(Request):
     v_head_dim: int
     dtype: str
     page_size: int | None
+    pages: int | None
     window: tuple[int, int] | None
     softcap: float | None
     has_sinks: bool
@@ -102,8 +106,10 @@ def decode_attention(
     than multiprocessors, the keys of a sequence are cut into splits, whose results are merged by their log-sum-exp.
     What the cache holds past a length is without effect, be it NaN. Only "xla" makes a copy of the cache.
 
+    The batch, the queries, the heads, the keys, the pages and the pages of a sequence may be 0, as in flash_attention.
+
     Args:
-      query: [B, T, H, D], bfloat16, float16 or float32 ("xla" alone); T from 1 to 16, D up to 256.
+      query: [B, T, H, D], bfloat16, float16 or float32 ("xla" alone); T up to 16, D up to 256.
       key: [B, S, Hkv, D] in query's dtype, Hkv dividing H; the T new tokens' keys stand in it already. With
         block_tables: [pages, page_size, Hkv, D], page_size a power of two from 16 on.
       value: [B, S, Hkv, Dv] in query's dtype, Dv up to 256; with block_tables [pages, page_size, Hkv, Dv].
@@ -233,6 +239,7 @@ def _check(
         v_head_dim=value.shape[3],
         dtype=str(query.dtype),
         page_size=page_size,
+        pages=None if page_size is None else key.shape[0],
         window=window,
         softcap=None if softcap is None else float(softcap),
         has_sinks=sinks is not None,
@@ -256,7 +263,7 @@ def _check(
 def _entries_of(x: Any, batch: int) -> int:
     """The entries of a mask or bias along the batch, where each is that of several sequences; else the batch."""
     shape: tuple[int, ...] = () if x is None or isinstance(x, Mask) else getattr(x, "shape", ())
-    return shape[0] if len(shape) == 4 and shape[0] not in (0, 1) and batch % shape[0] == 0 else batch
+    return shape[0] if batch and len(shape) == 4 and shape[0] not in (0, 1) and batch % shape[0] == 0 else batch
 
 
 def _keys_of(x: Any, kv_lengths: Any, q_length: int, capacity: int) -> Any:
@@ -276,17 +283,14 @@ def _check_shapes(query: Any, key: Any, value: Any, *, is_paged: bool) -> None:
     axes = "[pages, page_size, heads, head_dim]" if is_paged else checks.HEADS
     for name, x in (("query", query), ("key", key), ("value", value)):
         checks.check_heads(name, x, query.dtype, checks.HEADS if name == "query" else axes)
-        if 0 in x.shape:
-            raise ValueError(f"{name}: got shape {x.shape}, want no axis of length 0")
     batch, q_length, heads, head_dim = query.shape
     if q_length > MOST_QUERIES:
         raise ValueError(
-            f"query: got {q_length} queries per sequence, want 1 to {MOST_QUERIES}: flash_attention takes more"
+            f"query: got {q_length} queries per sequence, want up to {MOST_QUERIES}: flash_attention takes more"
         )
     if key.shape[3] != head_dim:
         raise ValueError(f"key: got head_dim {key.shape[3]}, want query's head_dim {head_dim}")
-    if heads % key.shape[2]:
-        raise ValueError(f"key: got {key.shape[2]} heads, want a divisor of query's {heads} heads")
+    checks.check_groups(heads, key.shape[2])
     if value.shape[:3] != key.shape[:3]:
         raise ValueError(f"value: got shape {value.shape}, want key's {key.shape[:3]} in the first three axes")
     if not is_paged and key.shape[0] != batch:
@@ -298,7 +302,7 @@ def _check_shapes(query: Any, key: Any, value: Any, *, is_paged: bool) -> None:
 
 def _tables(block_tables: Any, batch: int) -> Any:
     tables = checks.checked_integers("block_tables", block_tables, "an int32 array [batch, pages]")
-    if len(tables.shape) != 2 or tables.shape[0] != batch or tables.shape[1] == 0:
+    if len(tables.shape) != 2 or tables.shape[0] != batch:
         raise ValueError(f"block_tables: got shape {tables.shape}, want [batch, pages] with batch {batch}")
     return tables
 

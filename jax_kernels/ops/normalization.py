@@ -18,7 +18,7 @@ from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOpti
 from jax_kernels.ops import checks, reasons
 from jax_kernels.ops.explicit_axes import as_rows, with_explicit_axes
 from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
-from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, join_batch, kernel, split_batch
+from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, join_batch, kernel, no_calls, split_batch
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import NormBackwardTriton
 from jax_kernels.pallas.normalization.sm90 import backward as backward_sm90
@@ -307,6 +307,8 @@ def _by_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
         @call.def_vmap
         def _(size: int, moves: Any, inputs: NormInputs):
+            if size == 0:
+                return no_calls(call, moves, (inputs,))
             mapped = moves[0]
             if mapped.scale or mapped.bias:
                 mapped_axes = jax.tree.map(lambda moves: 0 if moves else None, mapped)

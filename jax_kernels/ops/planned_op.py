@@ -2,7 +2,8 @@
 
 An op is a public function and a `PlannedOp`. To write one:
 
-1. a frozen dataclass derived from dispatch.Request: the call without its arrays;
+1. a frozen dataclass derived from dispatch.Request: the call without its arrays. Its SIZES name the lengths of axes:
+   where one is 0, dispatch takes "xla", whose code has to serve empty arrays;
 2. `check(...)`, which takes the function's arguments by name, raises for bad input, and returns (request, arrays);
 3. a table of `Implementation`s, whose kernels are wrapped by `kernel`;
 4. `OP = PlannedOp(name, table, order)`, `@OP.explained_by(check)` above the function, and in it
@@ -34,6 +35,7 @@ __all__ = [
     "join_batch",
     "kernel",
     "named_arguments",
+    "no_calls",
     "split_batch",
 ]
 
@@ -172,8 +174,19 @@ def join_batch(size: int, x: jax.Array, has_axis: bool, length: int | None = Non
 
 
 def split_batch(size: int, x: jax.Array) -> jax.Array:
-    """The inverse of join_batch: [size * batch, ...] to [size, batch, ...]."""
-    return x.reshape(size, -1, *x.shape[1:])
+    """The inverse of join_batch for a size above 0: [size * batch, ...] to [size, batch, ...]."""
+    length = x.shape[0] // size if isinstance(x.shape[0], int) else -1
+    return x.reshape(size, length, *x.shape[1:])
+
+
+def no_calls(function: Callable[..., Any], mapped: Any, arrays: Any) -> tuple[Any, Any]:
+    """The results of the vmap rule of function(*arrays) for an axis of length 0: (empty arrays, True for each).
+
+    mapped: for each leaf of the arrays, whether it has the axis.
+    """
+    of_one = lambda x, has_axis: jax.ShapeDtypeStruct(x.shape[1:] if has_axis else x.shape, x.dtype)
+    results = jax.eval_shape(function, *jax.tree.map(of_one, tuple(arrays), tuple(mapped)))
+    return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), results), jax.tree.map(lambda _: True, results)
 
 
 def _join_all(size: int, batched: Any, arrays: Any) -> Any:
@@ -202,6 +215,8 @@ def batched(
 
     @wrapped.def_vmap
     def _(size: int, mapped: Any, *arrays: Any) -> Any:
+        if size == 0:
+            return no_calls(wrapped, mapped, arrays)
         results = wrapped(*join(size, tuple(mapped), arrays))
         return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)
 

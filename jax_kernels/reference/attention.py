@@ -110,8 +110,7 @@ def attention(inputs: AttentionInputs, options: AttentionOptions):
     """The textbook form. Returns (out [B, T, H, Dv], lse [B, H, T]) in the inputs' precision, float32 at least."""
     dtype = jnp.promote_types(inputs.query.dtype, jnp.float32)
     query, key, value = (x.astype(dtype) for x in without_ignored(inputs)[:3])
-    group = query.shape[2] // key.shape[2]
-    key, value = (jnp.repeat(x, group, axis=2) for x in (key, value))
+    key, value = (jnp.repeat(x, group_of(query, key), axis=2) for x in (key, value))
     products = jnp.einsum("bthd,bshd->bhts", query, key, precision="highest")
     rows = jnp.arange(query.shape[1], dtype=jnp.int32)
     scores, highest = below_highest(products, live(inputs, options), inputs, options, rows)
@@ -150,19 +149,24 @@ def _chunk_length(query, key):
     return min(rows, max(query.shape[1], 1))
 
 
+def _parts(length, part):
+    """The number of parts of a length, for reshape: of symbolic sizes reshape knows it better."""
+    return length // max(part, 1) if isinstance(length, int) and isinstance(part, int) else -1
+
+
 def _split(x, chunk, axis=1, fill=0):
     """[..., T, ...] -> [chunks, ..., chunk, ...], padded at the end."""
     pad = [(0, 0)] * x.ndim
     pad[axis] = (0, -x.shape[axis] % chunk)
     x = jnp.pad(x, pad, constant_values=fill)
-    x = x.reshape(*x.shape[:axis], -1, chunk, *x.shape[axis + 1 :])
+    x = x.reshape(*x.shape[:axis], _parts(x.shape[axis], chunk), chunk, *x.shape[axis + 1 :])
     return jnp.moveaxis(x, axis, 0)
 
 
 def _join(x, length, axis=1):
     """The inverse of _split."""
     x = jnp.moveaxis(x, 0, axis)
-    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    x = x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     return lax.slice_in_dim(x, 0, length, axis=axis)
 
 
@@ -185,9 +189,19 @@ def _in_chunks(inputs: AttentionInputs, options: AttentionOptions):
     return chunk, split, inputs_of
 
 
+def group_of(query, key) -> int:
+    """How many heads of queries share a head of keys. An array without heads has groups of any size."""
+    return query.shape[2] // max(key.shape[2], 1)
+
+
 def _grouped(x, kv_heads):
     """[B, T, H, D] -> [B, T, kv heads, queries per kv head, D]."""
-    return x.reshape(*x.shape[:2], kv_heads, -1, x.shape[-1])
+    return x.reshape(*x.shape[:2], kv_heads, _parts(x.shape[2], kv_heads), x.shape[-1])
+
+
+def _grouped_scores(x, kv_heads):
+    """[B, H, T, S] -> [B, kv heads, queries per kv head, T, S]."""
+    return x.reshape(x.shape[0], kv_heads, _parts(x.shape[1], kv_heads), *x.shape[2:])
 
 
 def _precision(options):
@@ -200,7 +214,7 @@ def query_key_products(inputs, options):
     s = jnp.einsum(
         "bqkgd,bskd->bkgqs", q, inputs.key, precision=_precision(options), preferred_element_type=jnp.float32
     )
-    return s.reshape(s.shape[0], -1, *s.shape[3:])
+    return s.reshape(s.shape[0], s.shape[1] * s.shape[2], *s.shape[3:])
 
 
 def _masked_scores(inputs, options, rows):
@@ -223,14 +237,15 @@ def forward(inputs: AttentionInputs, options: AttentionOptions, *, out_dtype):
         p, highest, sink = _weights(s, highest, part.sinks)
         total = (p.sum(axis=-1, keepdims=True) + sink)[..., 0]
         p = p / jnp.where(total == 0, 1, total)[..., None]
-        p = p.reshape(p.shape[0], kv_heads, -1, *p.shape[2:])
+        p = _grouped_scores(p, kv_heads)
         out = jnp.einsum("bkgqs,bskd->bqkgd", p, part.value.astype(jnp.float32), precision=_precision(options))
         dead, highest = total == 0, highest[..., 0]
         log = jnp.log(jnp.where(dead, 1, total))  # of 0 the derivative is infinite
         lse = jnp.where(dead, -jnp.inf, log + highest)
         excess = jnp.where(dead, 0, log + (highest - lse))
         may_be_far = part.bias is not None or part.score_mod is not None
-        return out.reshape(*part.query.shape[:3], -1).astype(out_dtype), lse, *([excess] if may_be_far else [])
+        out = out.reshape(*part.query.shape[:3], out.shape[-1]).astype(out_dtype)
+        return out, lse, *([excess] if may_be_far else [])
 
     out, *rows = lax.map(one, split)
     length = inputs.query.shape[1]
@@ -269,7 +284,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
         part, rows = inputs_of(arrays)
         s, highest, products = _masked_scores(part, options, rows)
         p = jnp.exp(s + ((highest - l[..., None]) - more[..., None]))
-        grouped = lambda x: x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
+        grouped = lambda x: _grouped_scores(x, kv_heads)
         q, do = (_grouped(x.astype(jnp.float32), kv_heads) for x in (part.query, do))
         dv = jnp.einsum("bkgqs,bqkgd->bskd", grouped(p), do, precision=precision)
         dp = jnp.einsum("bqkgd,bskd->bkgqs", do, v32, precision=precision)
@@ -288,7 +303,7 @@ def backward(inputs: AttentionInputs, options: AttentionOptions, lse, delta, dou
         ds = grouped(ds) * options.scale
         dq = jnp.einsum("bkgqs,bskd->bqkgd", ds, k32, precision=precision)
         dk = jnp.einsum("bkgqs,bqkgd->bskd", ds, q, precision=precision)
-        dq = dq.reshape(*dq.shape[:2], -1, dq.shape[-1]).astype(dtype_of(query))
+        dq = dq.reshape(*dq.shape[:2], dq.shape[2] * dq.shape[3], dq.shape[-1]).astype(dtype_of(query))
         sums = (dk, dv, dbias if with_bias and not bias_chunks else None, darrays)
         return jax.tree.map(jnp.add, carry, sums), (dq, dbias if bias_chunks else None)
 

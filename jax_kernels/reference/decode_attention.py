@@ -14,9 +14,12 @@ def attention_decode(query, key, value, kv_lengths, block_tables, sinks, mask, b
     batch = query.shape[0]
     if block_tables is not None:
         page_size = key.shape[1]
+        if key.shape[0] == 0:  # no sequence has a page then, and a lookup needs one
+            key, value = (jnp.zeros((1, *x.shape[1:]), x.dtype) for x in (key, value))
         counts = jnp.arange(block_tables.shape[1]) * page_size < kv_lengths[:, None]
         pages = jnp.where(counts, block_tables, 0)
-        key, value = (x[pages].reshape(batch, -1, *x.shape[2:]) for x in (key, value))
+        capacity = pages.shape[1] * page_size
+        key, value = (x[pages].reshape(batch, capacity, *x.shape[2:]) for x in (key, value))
     kv_lengths = jnp.clip(kv_lengths, 0, key.shape[1])
     first = kv_lengths - query.shape[1]
     of_sequences = lambda x: x if x is None or x.shape[0] in (1, batch) else jnp.repeat(x, batch // x.shape[0], axis=0)

@@ -213,7 +213,6 @@ BAD = {
         "array: got float32 values other than 0 and 1, want a bool mask",
     ),
     "dense_rank": (lambda: masks.dense(np.ones(4, bool)), ValueError, "array: got shape (4,), want [batch, heads"),
-    "dense_empty": (lambda: masks.dense(np.ones((0, 4), bool)), ValueError, "want no axis of length 0"),
     "dense_list": (lambda: masks.dense([[True]]), TypeError, "array: got list, want a bool array"),
     "dense_foreign": (lambda: masks.dense(Foreign("bool")), TypeError, "array: got Foreign, want a bool array, of JAX"),
     "prefix_foreign": (
@@ -255,8 +254,8 @@ BAD = {
     ),
     "offset": (lambda: causal.to_dense(4, 5, q_offset=1.5), TypeError, "q_offset: got float, want an int, or an int32"),
     "offset_huge": (lambda: causal.to_dense(4, 5, q_offset=1 << 30), ValueError, "q_offset: got 1073741824, want a"),
-    "q_length": (lambda: causal.to_dense(0, 5), ValueError, "q_length: got 0, want an int of at least 1"),
-    "kv_length": (lambda: causal.to_dense(4, True), TypeError, "kv_length: got True, want an int of at least 1"),
+    "q_length": (lambda: causal.to_dense(-1, 5), ValueError, "q_length: got -1, want an int of at least 0"),
+    "kv_length": (lambda: causal.to_dense(4, True), TypeError, "kv_length: got True, want an int of at least 0"),
     "block_q": (lambda: causal.block_lists(4, 5, 0, 2), ValueError, "block_q: got 0, want an int of at least 1"),
     "block_kv": (lambda: causal.packed_partial(4, 5, 1, 2.0), TypeError, "block_kv: got 2.0, want an int of at least"),
     "density_block": (lambda: causal.density(4, 5, -1), ValueError, "block: got -1, want an int of at least 1"),
@@ -268,7 +267,7 @@ BAD = {
     "or_none": (lambda: causal | None, TypeError, "|: got NoneType beside a Mask, want another Mask"),
     "truth": (lambda: causal and dense, TypeError, "a Mask has no truth value: compose masks with &, | and ~"),
     "not_callable": (lambda: masks.from_function(3), TypeError, "function: got int, want a function (b, h, q, k)"),
-    "function_batch": (lambda: masks.from_function(lambda *x: x, batch=0), ValueError, "batch: got 0, want an int"),
+    "function_batch": (lambda: masks.from_function(lambda *x: x, batch=-1), ValueError, "batch: got -1, want an int"),
     "function_of_heads": (
         lambda: masks.from_function(lambda b, h, q, k: q >= k + h, batch=2),
         ValueError,

@@ -44,8 +44,9 @@ def check(
     if score_mod is not None and softcap is not None:
         raise ValueError(f"softcap: got {softcap} with a score_mod, want None: score_mod(score, ...) can begin with it")
     checks.check_implementation(implementation)
+    has_score_mod = score_mod is not None
     if score_mod is not None and not isinstance(score_mod, ScoreMod):
-        score_mod = trace(score_mod)
+        score_mod = _traced(score_mod, has_pairs=0 not in scores)
     if precision not in (None, "fp32", "tf32"):
         raise ValueError(f"precision: got {precision!r}, want 'fp32', 'tf32' or None")
     if precision is not None and query.dtype != jnp.float32:
@@ -99,7 +100,7 @@ def check(
         has_sinks=sinks is not None,
         has_segment_ids=limits.segment_ids is not None,
         has_kv_lengths=limits.kv_lengths is not None,
-        has_score_mod=score_mod is not None,
+        has_score_mod=has_score_mod,
         not_in_tiles=None if score_mod is None else why_not(score_mod),
         not_in_mosaic_tiles=None if score_mod is None else why_not(score_mod, mosaic=True),
         q_offset=static_offset,
@@ -107,7 +108,22 @@ def check(
         deterministic=_deterministic() if deterministic is None else bool(deterministic),
         precision=(precision or "fp32") if query.dtype == jnp.float32 else None,
     )
-    return request, inputs
+    return request, inputs if 0 not in scores else _without_pairs(inputs)
+
+
+def _traced(score_mod: Any, *, has_pairs: bool) -> ScoreMod | None:
+    """The score_mod of a call. Without a pair it may be None, where an array that it looks up has no entry."""
+    try:
+        return trace(score_mod)
+    except TypeError as error:
+        if has_pairs or not mask_checks.is_empty_lookup(error.__cause__):
+            raise
+        return None
+
+
+def _without_pairs(inputs: AttentionInputs) -> AttentionInputs:
+    """The arrays that have an effect in a call without a pair of a query and a key; the others have gradients of 0."""
+    return AttentionInputs(*inputs[:3], sinks=inputs.sinks, q_offset=inputs.q_offset)
 
 
 def checked_mask(mask: Any, shape: tuple[int, int, int, int]) -> Any:

@@ -165,10 +165,10 @@ def compile_attention(
     Args:
       pattern: the name of a preset ("causal", "sliding_window", "longformer", "bigbird", ...: see masks.preset), or a
         masks.Mask. One that is made of an array is given as a Mask: "block_sparse" as masks.block_sparse(...).
-      seq_len, kv_len: how many queries, and keys (None: as many).
+      seq_len, kv_len: how many queries, and keys (None: as many), from 0 on.
       head_dim: of query, key and value, up to 256.
       batch: what plan, lists of blocks and measured_speedup are for; a call may have another, whose lists are made in
-        the call where it is no multiple, or the mask tells batch entries apart.
+        the call where it is no multiple, or the mask tells batch entries apart. 0 counts as 1.
       num_heads, num_kv_heads: query heads, and key and value heads, which divide them (None: as many).
       dtype: bfloat16, float16 or float32.
       implementation: as in flash_attention.
@@ -180,17 +180,17 @@ def compile_attention(
     Raises:
       ValueError, TypeError, NotImplementedError: an argument, an option or a shape that is not taken, naming it.
     """
-    seq_len = checks.integer("seq_len", seq_len, 1)
+    seq_len = checks.integer("seq_len", seq_len, 0)
     shape = _Shape(
-        batch=checks.integer("batch", batch, 1),
+        batch=max(checks.integer("batch", batch, 0), 1),  # an empty batch is served whatever the plan is
         seq_len=seq_len,
-        kv_len=seq_len if kv_len is None else checks.integer("kv_len", kv_len, 1),
-        num_heads=checks.integer("num_heads", num_heads, 1),
-        num_kv_heads=checks.integer("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 1),
+        kv_len=seq_len if kv_len is None else checks.integer("kv_len", kv_len, 0),
+        num_heads=checks.integer("num_heads", num_heads, 0),
+        num_kv_heads=checks.integer("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads, 0),
         head_dim=checks.integer("head_dim", head_dim, 1),
         dtype=_dtype(dtype),
     )
-    if shape.num_heads % shape.num_kv_heads:
+    if shape.num_heads % shape.num_kv_heads if shape.num_kv_heads else shape.num_heads:
         raise ValueError(f"num_kv_heads: got {shape.num_kv_heads}, want a divisor of num_heads {shape.num_heads}")
     if not isinstance(pattern, str | masks.Mask):
         raise TypeError(f"pattern: got {type(pattern).__name__}, want the name of a preset or a masks.Mask")

@@ -75,12 +75,13 @@ def _attention(query: Any, key: Any, value: Any, mask: Any, bias: Any, **argumen
         return flash_attention(query, key, value, mask=mask, bias=bias, sinks=sinks, **named)
 
     arrays = [_by_kv_head(x, kv_heads, axis) for x, axis in ((query, 2), (key, 2), (value, 2), (mask, 1), (bias, 1))]
-    arrays.append((None, None) if sinks is None else (sinks.reshape(kv_heads, -1), 0))
+    arrays.append((None, None) if sinks is None else (sinks.reshape(kv_heads, heads // kv_heads), 0))
     given, axes = zip((jnp.arange(kv_heads, dtype=jnp.int32), 0), *arrays, strict=True)
+    joined = lambda out: out.reshape(*query.shape[:3], out.shape[-1])
     if not arguments.get("return_lse"):
-        return jax.vmap(of_kv_head, axes, 2)(*given).reshape(*query.shape[:3], -1)
+        return joined(jax.vmap(of_kv_head, axes, 2)(*given))
     out, lse = jax.vmap(of_kv_head, axes, (2, 1))(*given)
-    return out.reshape(*query.shape[:3], -1), lse.reshape(lse.shape[0], heads, -1)
+    return joined(out), lse.reshape(lse.shape[0], heads, lse.shape[-1])
 
 
 def keys_of_largest_bias(
@@ -153,7 +154,7 @@ def _with_four_axes(name: str, x: Any, shape: tuple[int, int, int, int], kv_head
 
 def _is_mapped(query: Any, key: Any, mask: Any, bias: Any) -> bool:
     """Whether each head of keys is a call of its own: where a mask or a bias would be large if it were repeated."""
-    if key.shape[2] == query.shape[2] or (isinstance(mask, Mask) and mask.heads > 1):
+    if key.shape[2] == query.shape[2] or 0 in query.shape or (isinstance(mask, Mask) and mask.heads > 1):
         return False
     large = lambda x: x.shape[:2] == (query.shape[0], key.shape[2]) and x.shape[1] != 1 and x.shape[2] != 1
     return any(large(x) for x in (mask, bias) if x is not None and not isinstance(x, Mask))

@@ -128,6 +128,9 @@ def flash_attention(
     The gradients are those of query, key, value, bias, sinks and the arrays that score_mod closes over.
     docs/implementations.md says what each implementation takes, skips and computes.
 
+    Each of B, T, S and H may be 0. Then plain JAX gives the result, also where a kernel is named: out is empty, or 0
+    without keys, where lse is -inf or the sink. Gradients are empty or 0.
+
     Args:
       query: [B, T, H, D], bfloat16, float16 or float32; D up to 256, any T. float32 must hold its products with key.
       key: [B, S, Hkv, D] in query's dtype; Hkv divides H (grouped-query and multi-query attention).

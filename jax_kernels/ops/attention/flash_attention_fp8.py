@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ DTYPES = (jnp.dtype(jnp.float8_e4m3fn),)
 @dataclasses.dataclass(frozen=True)
 class Fp8Request(Request):
     """A flash_attention_fp8 call without its arrays. q_offset: None where it is an array."""
+
+    SIZES: ClassVar[tuple[str, ...]] = checks.SIZES
 
     batch: int
     q_length: int
@@ -74,7 +76,8 @@ def flash_attention_fp8(
 
     `quantize_fp8(x, axis=(1, 3))` gives 8-bit arrays and such scales. "xla" computes in float32. "mosaic_gpu" rounds
     the softmax's numerators to e4m3 too, a relative error of 2**-4 at most in each, about 2.5 % of out where many keys
-    count; and the tensor cores add up products of 8 bits with some 14 bits.
+    count; and the tensor cores add up products of 8 bits with some 14 bits. B, T, S and H may be 0, as in
+    flash_attention.
 
     Args:
       query: [B, T, H, D], float8_e4m3fn. D up to 256.
@@ -202,7 +205,7 @@ def _scale(name: str, x: Any, shape: tuple[int, int]) -> Any:
 def _factors(request: Fp8Request, q_scale, k_scale, v_scale, scale: float) -> jax.Array:
     """[B, H, 2] float32: what to multiply scores by, and the output; NaN where a scale is not positive."""
     shape = request.batch, request.heads
-    group = request.heads // request.kv_heads
+    group = request.heads // max(request.kv_heads, 1)
     wide = lambda x: jnp.repeat(x, group, axis=1) if jnp.ndim(x) == 2 else x
     q_scale, k_scale, v_scale = q_scale, wide(k_scale), wide(v_scale)
     positive = jnp.logical_and(jnp.logical_and(q_scale > 0, k_scale > 0), v_scale > 0)

@@ -1,7 +1,7 @@
 """The implementations of flash_attention, and which requests each of them serves."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax_kernels.attention_inputs import AttentionInputs, AttentionOptions
 from jax_kernels.dispatch import Implementation, Plan, Request, interpreting
 from jax_kernels.masks.lists import count_arrays_by
-from jax_kernels.ops import reasons
+from jax_kernels.ops import checks, reasons
 from jax_kernels.ops.attention import block_counts
 from jax_kernels.ops.planned_op import Blocks, kernel
 from jax_kernels.pallas import block_specs
@@ -33,6 +33,8 @@ class AttentionRequest(Request):
 
     has_lists: whether lists of blocks say which keys a query has: those of a prepared mask, or of a Mask object.
     """
+
+    SIZES: ClassVar[tuple[str, ...]] = checks.SIZES
 
     batch: int
     q_length: int

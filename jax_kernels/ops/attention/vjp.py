@@ -16,7 +16,14 @@ from jax_kernels.derivatives import in_both_modes, in_reverse_mode, no_forward_m
 from jax_kernels.masks import Mask
 from jax_kernels.ops.attention import table
 from jax_kernels.ops.attention.partitioning import shared_attention
-from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, jitted_in_eager_shard_map, join_batch, split_batch
+from jax_kernels.ops.planned_op import (
+    MOST_CALLS,
+    PlannedCall,
+    jitted_in_eager_shard_map,
+    join_batch,
+    no_calls,
+    split_batch,
+)
 from jax_kernels.reference.attention import row_terms
 from jax_kernels.varying import as_varying, varying_axes
 
@@ -201,6 +208,8 @@ def _batched_together(calls: tuple[AttentionCall, ...]):
 
     @forward.def_vmap
     def _(size, batched, inputs):
+        if size == 0:
+            return no_calls(forward, batched, (inputs,))
         outs = forward(jax.tree.map(functools.partial(join_batch, size), inputs, batched[0]))
         return jax.tree.map(functools.partial(split_batch, size), outs), jax.tree.map(lambda _: True, outs)
 
@@ -274,6 +283,8 @@ def _batched(function, call):
 
     @wrapped.def_vmap
     def _(size, batched, inputs, *results):
+        if size == 0:
+            return no_calls(wrapped, batched, (inputs, *results))
         length = inputs.query.shape[1 if batched[0].query else 0]
         if _has_own_lists(inputs, batched[0]) or inputs.score_mod is not None:
             return _one_by_one(wrapped, batched, (inputs, *results))

@@ -13,7 +13,7 @@ from jax_kernels import dispatch
 from jax_kernels.attention_inputs import AttentionInputs
 from jax_kernels.defaults import under_defaults
 from jax_kernels.ops.attention.checks import check
-from jax_kernels.ops.attention.flash_attention import flash_attention
+from jax_kernels.ops.attention.flash_attention import OP, flash_attention
 from jax_kernels.ops.attention.flash_attention import prepare as prepare_attention
 from jax_kernels.ops.attention.table import IMPLEMENTATIONS, AttentionRequest
 from jax_kernels.ops.attention.vjp import AttentionCall, vary_alike
@@ -69,6 +69,8 @@ def dilated_attention(
         weights = softmax(lses, axis=0) if combine == "lse" else full_like(lses, 1 / branches)
         out = (weights.swapaxes(2, 3)[..., None] * outs).sum(0)
         lse = logsumexp(lses, axis=0)
+
+    B, T and H may be 0: the results and the gradients are empty, or 0.
 
     Under jit on a mesh with Auto axes, kernels share out the batch and the heads. The program then has kernels for each
     part of the heads whose tokens are not like another's; a device runs those of its part. "xla" gathers heads.
@@ -185,7 +187,10 @@ def _plan(*args: Any, **kwargs: Any) -> DilatedPlan:
         for found, parts in zip(in_place, _parts(views, plan, request), strict=True):
             found |= {piece for part in parts if part.is_strided for piece in part.pieces}
     pieces = sorted(plans, key=lambda piece: (piece.branch, piece.start))
-    most = plans[max(pieces, key=lambda piece: piece.segments * piece.rows**2)]
+    if pieces:
+        most = plans[max(pieces, key=lambda piece: piece.segments * piece.rows**2)]
+    else:
+        most = flash_attention.plan(*checked.inputs[:3], **arguments)  # type: ignore[attr-defined]
     fields = {field.name: getattr(most, field.name) for field in dataclasses.fields(most)}
     branches = tuple((piece.length, piece.rate, plans[piece]) for piece in pieces)
     of_pieces = [tuple(piece in found for piece in pieces) for found in in_place]
@@ -213,8 +218,10 @@ class _Pattern:
     shards: Shards | None
 
     def calls(self, index: int = 0, count: int = 1) -> tuple[BranchCall, ...]:
-        """The attention calls of part `index` of the heads, which `count` devices share out."""
+        """The attention calls of part `index` of the heads, which `count` devices share out. None without a pair."""
         request = self.request
+        if 0 in (request.batch, request.q_length, request.heads):
+            return ()
         pieces = dilated_views.pieces_of(
             request.q_length,
             request.heads,
@@ -280,7 +287,7 @@ def _check(
     branches = check_pattern(
         segment_lengths, dilation_rates, heads, combine, layout, order, stop_gradient_weights=stop_gradient_weights
     )
-    if heads == "groups" and len(branches) > request.heads:
+    if heads == "groups" and 0 < request.heads < len(branches):
         raise ValueError(
             f"heads: got 'groups' with {len(branches)} segment_lengths for {request.heads} heads, want a head at least "
             "for each of them"
@@ -387,6 +394,9 @@ def prepare(**keywords: Any) -> tuple[DilatedCall, tuple[Any, ...]]:
     )
     call = recipe.call()
     arrays = vary_alike((query, checked.inputs.key, checked.inputs.value, checked.inputs.q_segment_ids))
+    if not call.attentions:
+        OP.plan(checked.request, checked.arguments["implementation"])  # raises for a name that cannot be served
+        return call, arrays
     parts = dataclasses.replace(recipe, implementation=call.attentions[0][1].implementation)
     return dataclasses.replace(call, of_heads=parts.call), arrays
 
@@ -420,7 +430,7 @@ class _Recipe:
                 planned = dataclasses.replace(planned, out_dtype="float32")
             for found, parts in zip((attentions, differentiated), _parts(views, planned, request), strict=True):
                 found += [(part, _of_views(planned, part, request)) for part in parts]
-        sums_dquery = _reads_views(attentions[0][1], request)
+        sums_dquery = bool(attentions) and _reads_views(attentions[0][1], request)
         return DilatedCall(tuple(attentions), tuple(differentiated), **merge, sums_dquery=sums_dquery)
 
 

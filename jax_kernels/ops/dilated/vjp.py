@@ -20,10 +20,11 @@ from jax_kernels.ops.dilated import ring
 from jax_kernels.ops.dilated import views as dilated_views
 from jax_kernels.ops.dilated.views import BranchCall, Piece
 from jax_kernels.ops.partitioning import ArrayAxes, Axis, ByIndex, Shares, is_partitioned, partitioned
-from jax_kernels.ops.planned_op import join_batch, split_batch
+from jax_kernels.ops.planned_op import join_batch, no_calls, split_batch
 from jax_kernels.ops.ring.steps import Rows
 from jax_kernels.pallas.attention.passes import dilated_rows
 from jax_kernels.reference.attention import row_terms
+from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["DilatedCall", "run", "with_results"]
 
@@ -41,11 +42,11 @@ WARNING = (
 class DilatedCall:
     """A planned call without its arrays: its attentions, and how what they give becomes one.
 
-    All attentions have one implementation. differentiated: what the same is where there are gradients, for which views
-    share a launch by copies alone, which the forward then has as well. is_alone: no token of a head is in two branches.
-    merged_backward: the gradient of every branch follows from out and lse of the whole. sums_dquery: each attention
-    adds query's gradient to float32 numbers, without the scale. of_heads(index, count): the call of part `index` of the
-    heads, which `count` devices share out.
+    All attentions have one implementation; without a token or a head there are none. differentiated: the attentions of
+    a call with gradients, in which views share a launch by copies alone, forward too. is_alone: no token of a head is
+    in two branches. merged_backward: the gradient of every branch follows from out and lse of the whole. sums_dquery:
+    each attention adds query's gradient to float32 numbers, without the scale. of_heads(index, count): the call of part
+    `index` of the heads, which `count` devices share out.
     """
 
     attentions: tuple[tuple[BranchCall, AttentionCall], ...]
@@ -94,7 +95,7 @@ def _shared(function: Any, call: DilatedCall, *statics: Any) -> Any:
     runs that of its own part, unless all are alike.
     """
     plain = functools.partial(function, call, *statics)
-    if not is_partitioned() or not call.by_kernels or call.has_spans or call.of_heads is None:
+    if not is_partitioned() or not call.attentions or not call.by_kernels or call.has_spans or call.of_heads is None:
         return plain
     of_heads = call.of_heads
 
@@ -115,6 +116,8 @@ def _shared(function: Any, call: DilatedCall, *statics: Any) -> Any:
 
     @wrapped.def_vmap
     def _(size: int, mapped: Any, arrays: Any) -> Any:
+        if size == 0:
+            return no_calls(wrapped, mapped, (arrays,))
         results = wrapped(jax.tree.map(functools.partial(join_batch, size), arrays, mapped[0]))
         return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)
 
@@ -166,7 +169,10 @@ def _forward(call: DilatedCall, is_differentiated: bool, arrays):
     """(out, lse), by the call's attentions, or those of it differentiated."""
     attentions = call.differentiated if is_differentiated else call.attentions
     query = arrays[0]
-    batch, _, heads, _ = query.shape
+    batch, length, heads, _ = query.shape
+    if not attentions:
+        out = jnp.zeros((batch, length, heads, arrays[2].shape[-1]), query.dtype)
+        return as_varying((out, jnp.zeros((batch, heads, length), jnp.float32)), varying_axes(arrays))
     planned = [planned for _, planned in attentions]
     inputs = [_inputs(call, views, *arrays) for views, _ in attentions]
     results: list[Any] = [None] * len(attentions)
@@ -238,6 +244,8 @@ def _dilated_bwd(call: DilatedCall, residuals, cotangents):
 def _backward(call: DilatedCall, arrays):
     """The gradients of query, key and value."""
     query, key, value, ids, out, lse, dout, dlse = arrays
+    if not call.differentiated:
+        return jnp.zeros_like(query), jnp.zeros_like(key), jnp.zeros_like(value)
     heads = out.shape[2]
     terms = _row_terms(call, out, lse, dout, dlse) if call.merged_backward else None
     # What calls that read views add to, one after the other.

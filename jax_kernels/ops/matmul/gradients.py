@@ -16,7 +16,7 @@ from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult,
 from jax_kernels.ops.matmul.partitioning import shared_matmul
 from jax_kernels.ops.matmul.table import BY_ROWS, IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.partitioning import is_partitioned
-from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, join_batch, split_batch
+from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, join_batch, no_calls, split_batch
 
 __all__ = ["batched", "epilogue_gradients", "further", "planned", "product", "reverse_mode", "weight_gradient"]
 
@@ -169,6 +169,8 @@ def _batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
 
     @wrapped.def_vmap
     def _(size: int, moves: Any, inputs: MatmulInputs):
+        if size == 0:
+            return no_calls(wrapped, moves, (inputs,))
         mapped = moves[0]
         others = any(mapped._replace(**dict.fromkeys(BY_ROWS)))
         if others or call.options.scaling in ("row", "block") or call.options.transpose_x:

@@ -19,6 +19,7 @@ from jax_kernels.masks.placed import of_heads
 from jax_kernels.ops import checks
 from jax_kernels.ops.attention import flash_attention
 from jax_kernels.ops.attention.checks import check, checked_bias, checked_mask
+from jax_kernels.ops.attention.flash_attention import OP
 from jax_kernels.ops.attention.mask_validity import mask_or_nan
 from jax_kernels.ops.explicit_axes import as_attention, with_explicit_axes
 from jax_kernels.ops.planned_op import jitted_in_eager_shard_map
@@ -118,7 +119,7 @@ def ring_attention(
 
     Returns:
       out [B, T, H, Dv] in query's dtype; with return_lse, (out, lse), lse float32 [B, H, T] in natural log. Both are
-      differentiable.
+      differentiable. B, T and H may be 0: then both are empty, and nothing is sent.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as flash_attention; ValueError where axis_name is not an axis of a
@@ -186,6 +187,7 @@ def prepare(
     if "segment_ids" in arguments:
         arguments["segment_ids"] = checks.ranked_over(axis_name, arguments["segment_ids"])
     request, inputs = check(query=query, key=key, value=value, scale=scale, **options, **arguments)
+    is_empty = 0 in (request.batch, request.q_length, request.heads)
     query, key, value = inputs.query, inputs.key, inputs.value
     if request.q_length != request.kv_length:
         raise ValueError(f"key: got {request.kv_length} tokens, want query's {request.q_length}")
@@ -200,7 +202,8 @@ def prepare(
     left, right = request.window or (-1, -1)
     limits: Any = None if left < 0 else left, 0 if request.is_causal else None if right < 0 else right
     if mask is not None:
-        mask, *limits = without_band(_checked_mask(mask, devices, request), *limits)
+        mask = _checked_mask(mask, devices, request)
+        mask, *limits = (None, *limits) if is_empty else without_band(mask, *limits)
     is_free = mask is None and tuple(limits) == (None, None) and bias is None and inputs.score_mod is None
     arrangement = layout_of(layout, devices, request.q_length, *limits, is_free=is_free)
     ids = inputs.q_segment_ids
@@ -208,6 +211,9 @@ def prepare(
         mask, ids = _without_segments(mask, arrangement, lax.axis_index(axis_name), query.shape[0])
     query, scale = checks.with_positive_scale(query, scale)
     bias = checked_bias(bias, (*inputs.query.shape[::2], request.q_length, devices * request.q_length), query.dtype)
+    if is_empty:  # no device computes anything
+        OP.plan(request, implementation)  # raises for a name that cannot be served
+        ids = bias = None
     arrays = RingArrays(query, key, value, ids, inputs.sinks, mask, inputs.score_mod, bias)
     arrays = as_varying(arrays, varying_axes(arrays) | {axis_name})
     options = options | {"scale": scale}
@@ -216,12 +222,14 @@ def prepare(
         tokens=request.q_length,
         is_windowed=arrangement.limits["window"] is not None,
     )
-    strategy, differentiated = _strategies(strategy, row, arrangement, arrays, is_free=sends_ahead is None)
+    strategies = "ring", "ring"
+    if not is_empty:
+        strategies = _strategies(strategy, row, arrangement, arrays, is_free=sends_ahead is None)
     call = RingCall(
         layout=arrangement,
         axis_name=axis_name,
-        strategy=strategy,
-        differentiated=differentiated,
+        strategy=strategies[0],
+        differentiated=strategies[1],
         sends_ahead=row.sends_ahead if sends_ahead is None else sends_ahead,
         permutes_up_to=row.permutes_up_to,
         dead=() if mask is None else arrangement.dead_steps(joined_band(mask, *limits)),
@@ -257,7 +265,20 @@ def _strategies(strategy: str, row: RingRow, layout: Layout, arrays: RingArrays,
 
 def attention_of(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of a prepared call, differentiable."""
+    if _is_empty(arrays):
+        return _empty_results(arrays)
     return mask_or_nan(_attention(call, arrays), None if arrays.mask is None else arrays.mask.is_valid)
+
+
+def _is_empty(arrays: RingArrays) -> bool:
+    return 0 in arrays.query.shape[:3]
+
+
+def _empty_results(arrays: RingArrays) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of a call without a token or a head. They are empty, and so nothing has a gradient."""
+    batch, length, heads, _ = arrays.query.shape
+    out = jnp.zeros((batch, length, heads, arrays.value.shape[-1]), arrays.query.dtype)
+    return as_varying((out, jnp.zeros((batch, heads, length), jnp.float32)), varying_axes(arrays))
 
 
 @jitted_in_eager_shard_map
@@ -270,6 +291,8 @@ def _attention(call: RingCall, arrays: RingArrays) -> tuple[jax.Array, jax.Array
 
 def with_results(call: RingCall, arrays: RingArrays, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """attention_of, whose results are known already: for their gradients with respect to the arrays."""
+    if _is_empty(arrays):
+        return _empty_results(arrays)
     if call.differentiated == "all_gather" or arrays.bias is not None or arrays.score_mod is not None:
         return attention_of(call, arrays)
     if call.differentiated == "all_to_all":

@@ -182,7 +182,7 @@ BAD = {
         TypeError,
         "blocks: got ndarray, want a constant; of an array, pass a masks.Mask",
     ),
-    "seq_len": (lambda: compile_attention("causal", 0, 16), ValueError, "seq_len: got 0, want an int of at least 1"),
+    "seq_len": (lambda: compile_attention("causal", -1, 16), ValueError, "seq_len: got -1, want an int of at least 0"),
     "heads": (
         lambda: compile_attention("causal", 40, 16, num_heads=4, num_kv_heads=3),
         ValueError,
