@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from jax_kernels.bridge import decoding, fallback, heads_first, library
 from jax_kernels.bridge.attention import flash_attention
+from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.sdpa import shared_axes
 
 __all__ = ["NAME", "attention", "attention_mask", "growing_cache", "register", "replace_attention"]
@@ -121,13 +122,15 @@ def attention(
       has an output of 0 and weights of 0.
 
     Raises:
-      NotImplementedError: an argument is given that it does not serve.
+      NotImplementedError: an argument is given that it does not serve. ValueError: a tensor is nested.
     """
     for name in _REFUSED:
         if others.get(name) is not None:
             raise NotImplementedError(
                 f'{name}: got one, want None: this model needs attn_implementation="eager" or "sdpa"'
             )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_dense(name, x)
     length, kv_length = query.shape[2], key.shape[2]
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
     asks_for_weights = bool(others.get("output_attentions")) or _are_weights_collected()

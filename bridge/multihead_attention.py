@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from jax_kernels.bridge import fallback, symbolic
 from jax_kernels.bridge.attention import flash_attention
+from jax_kernels.bridge.dlpack import check_dense
 
 __all__ = ["MultiheadAttention"]
 
@@ -253,6 +254,7 @@ def _by_pytorch(
 def _check(name: str, mask: Any, shapes: tuple[tuple[int, ...], ...], query: torch.Tensor) -> None:
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{name}: got {type(mask).__name__}, want a torch.Tensor")
+    check_dense(name, mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name}: got dtype {mask.dtype}, want torch.bool (True = masked out) or floats (added)")
     casts = mask.dtype in _NARROW and torch.is_autocast_enabled(query.device.type)

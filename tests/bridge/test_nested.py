@@ -117,11 +117,20 @@ EVERY_ARGUMENT = {
         *(bridge.nn.MultiheadDilatedAttention(16, 4, (12,), (1,)), TOKENS * 3, ("query", "key", "value")),
     ),
     "nn.RingDilatedAttention": (bridge.nn.RingDilatedAttention(16, 4, (12,), (1,)), TOKENS, ("query",)),
+    "nn.MultiheadAttention's masks": (
+        lambda x, padding, mask: MULTIHEAD(x, x, x, key_padding_mask=padding, attn_mask=mask),
+        *([*TOKENS, (2, 24, bool), (8, 24, 24)], ("query", "key_padding_mask", "attn_mask")),
+    ),
+    "huggingface.attention": (
+        lambda *x: bridge.huggingface.attention(torch.nn.Module(), *x, None),
+        *([(2, 4, 24, 16)] * 3, ("query", "key", "value")),
+    ),
     "nn.Attention": (lambda x: bridge.nn.Transformer(CONFIG).layers[0].attention(x), TOKENS, ("x",)),
     "nn.Block": (lambda x: bridge.nn.Transformer(CONFIG).layers[0](x), TOKENS, ("x",)),
     "nn.Transformer": (lambda x: bridge.nn.Transformer(CONFIG)(embeddings=x), TOKENS, ("embeddings",)),
 }  # fmt: skip
 ADAPTIVE, DYNAMIC = bridge.nn.AdaptiveAttention(16, 4), bridge.nn.DynamicMaskAttention(16, 4)
+MULTIHEAD = bridge.nn.MultiheadAttention(16, 4, batch_first=True)
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=["strided", "jagged"])
