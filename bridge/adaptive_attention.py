@@ -5,7 +5,10 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge import symbolic
+from jax_kernels.bridge.argument_checks import check_tensors
 from jax_kernels.bridge.attention import flash_attention
+from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.explaining import explain
 from jax_kernels.bridge.layers import empty_attention
 from jax_kernels.masks import Mask
@@ -97,13 +100,18 @@ class AdaptiveAttention(torch.nn.Module):
           mask: bool, broadcastable to [B, num_heads, T, S], True where a token may attend, or a masks.Mask.
           is_causal: token i sees tokens up to i alone. None is the module's.
 
-        An empty batch gives an empty result. Raises ValueError where a shape is wrong, and what flash_attention raises.
+        An empty batch gives an empty result. Raises ValueError where a shape is wrong or a tensor is nested, and the
+        errors of flash_attention.
         """
+        if symbolic.is_traced(x, context):
+            return symbolic.leaf(self, x, context=context, mask=mask, is_causal=is_causal)
         heads = self._heads(x, context)
         out = empty_attention(*heads)
         if out is None:
             out = flash_attention(*heads, **self._options(mask, is_causal))
         return self.out_proj(out.flatten(2))
+
+    __prepare_scriptable__ = symbolic.no_script
 
     def explain(
         self,
@@ -121,6 +129,8 @@ class AdaptiveAttention(torch.nn.Module):
         source = x if context is None else context
         name_of_source = "x" if context is None else "context"
         for name, given, width in (("x", x, self.dim), (name_of_source, source, self.context_dim)):
+            check_tensors(**{name: given})
+            check_dense(name, given)
             if given.ndim != 3 or given.shape[-1] != width:
                 raise ValueError(f"{name}: got shape {tuple(given.shape)}, want [batch, length, {width}]")
         projected = (self.q_proj(x), self.k_proj(source), self.v_proj(source))

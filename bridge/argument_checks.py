@@ -8,28 +8,36 @@ import torch
 from jax_kernels.ops.activations import ACTIVATIONS
 from jax_kernels.ops.matmul.matmul import PRECISIONS
 
-__all__ = ["check_activation", "check_optional_tensors", "check_precision", "check_scales", "check_tensors", "kind_of"]
+__all__ = [
+    "check_activation",
+    "check_optional_tensors",
+    "check_precision",
+    "check_scales",
+    "check_tensors",
+    "kind_of",
+    "way_out",
+]
 
 
 def check_tensors(**tensors: Any) -> None:
     """Raises TypeError for one that is no torch.Tensor, such as an array of NumPy's or JAX's."""
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor")
+            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor{way_out(x)}")
 
 
 def check_optional_tensors(**tensors: Any) -> None:
     """As check_tensors, but that they may be None."""
     for name, x in tensors.items():
         if not (x is None or isinstance(x, torch.Tensor)):
-            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor or None")
+            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor or None{way_out(x)}")
 
 
 def check_scales(**scales: Any) -> None:
     """Raises TypeError for one that is neither a torch.Tensor nor a number nor None."""
     for name, x in scales.items():
         if not (x is None or isinstance(x, torch.Tensor | int | float | np.generic)):
-            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor, a number or None")
+            raise TypeError(f"{name}: got {kind_of(x)}, want a torch.Tensor, a number or None{way_out(x)}")
 
 
 def check_activation(activation: Any, *, is_optional: bool = True) -> None:
@@ -53,3 +61,13 @@ def check_precision(precision: Any, wanted: tuple[str, ...] = PRECISIONS) -> Non
 def kind_of(x: Any) -> str:
     """The type of an argument, for an error."""
     return f"{type(x).__module__}.{type(x).__qualname__}"
+
+
+def way_out(x: Any) -> str:
+    """The end of an error about an argument that is no tensor: empty, or for torch.fx's Proxy the way out."""
+    if not isinstance(x, torch.fx.Proxy):
+        return ""
+    return (
+        "; torch.fx.symbolic_trace cannot look into this function: take a module of bridge.nn, or mark a function of "
+        "your own that calls it with torch.fx.wrap"
+    )

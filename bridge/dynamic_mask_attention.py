@@ -9,8 +9,10 @@ import torch
 from torch.nn import functional
 
 from jax_kernels import masks
-from jax_kernels.bridge import float_masks
+from jax_kernels.bridge import float_masks, symbolic
+from jax_kernels.bridge.argument_checks import check_tensors
 from jax_kernels.bridge.attention_checks import as_torch_is_set, check_tensor
+from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.function import from_jax
 from jax_kernels.bridge.layers import PlainLinear, empty_attention, rotary_embedding
 from jax_kernels.masks import Mask
@@ -124,8 +126,12 @@ class DynamicMaskAttention(torch.nn.Module):
             of num_kv_heads heads or one, combined with is_causal.
 
         Raises:
-          ValueError, TypeError: x or mask has the wrong shape, dtype or device, naming it.
+          ValueError, TypeError: x or mask is nested, or has the wrong shape, dtype or device, naming it.
         """
+        if symbolic.is_traced(x, mask):
+            return symbolic.leaf(self, x, mask=mask)
+        check_tensors(x=x)
+        check_dense("x", x)
         if x.ndim != 3 or x.shape[-1] != self.model_dim:
             raise ValueError(f"x: got shape {tuple(x.shape)}, want [batch, length, {self.model_dim}]")
         is_valid = None
@@ -155,6 +161,8 @@ class DynamicMaskAttention(torch.nn.Module):
                 implementation=self.implementation,
             )
         return float_masks.or_nan(self.out_proj(out.flatten(2)), is_valid)
+
+    __prepare_scriptable__ = symbolic.no_script
 
     def _check_mask(self, mask: Any, x: torch.Tensor) -> None:
         if isinstance(mask, Mask):

@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from jax_kernels.bridge import symbolic
+from jax_kernels.bridge.argument_checks import check_tensors
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.compile_attention import CompiledAttention, compile_attention
+from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.sparse_attention import attend_in_graph
 from jax_kernels.bridge.structure import MaskOfId
 from jax_kernels.masks import Mask
@@ -61,8 +64,10 @@ class FlexAttention(torch.nn.Module):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query: [B, T, H, D]; key: [B, S, Hkv, D]; value: [B, S, Hkv, D]. Returns [B, T, H, D].
 
-        torch.compile makes a graph for each shape.
+        torch.compile makes a graph for each shape. Raises ValueError, naming the tensor, where one is nested.
         """
+        if symbolic.is_traced(query, key, value):
+            return symbolic.leaf(self, query, key, value)
         if query.device.type == "meta":
             return flash_attention(query, key, value)  # of the same shape
         if torch.compiler.is_compiling():
@@ -70,6 +75,8 @@ class FlexAttention(torch.nn.Module):
             # torch.compile looks at a text that it made itself, and cannot look at one that it was given.
             return attend_in_graph(query, key, value, MaskOfId(mask + 0), f"{implementation}")
         return self.compiled(query, key)(query, key, value)
+
+    __prepare_scriptable__ = symbolic.no_script
 
     def compiled(self, query: torch.Tensor, key: torch.Tensor) -> CompiledAttention:
         """The attention of calls with tensors like these: its mask, its plan and its density."""
@@ -142,6 +149,8 @@ class _Shape(NamedTuple):
 def _sizes_of(query: torch.Tensor, key: torch.Tensor) -> tuple[Any, ...]:
     """The fields of a call's _Shape. Raises ValueError, naming the tensor, where it has not 4 axes."""
     for name, x in (("query", query), ("key", key)):
+        check_tensors(**{name: x})
+        check_dense(name, x)
         if x.ndim != 4:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want 4 axes [batch, length, heads, head_dim]")
     kind = query.device.type

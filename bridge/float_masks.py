@@ -15,8 +15,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_float(mask: Any) -> bool:
-    """Whether it is a mask of floats."""
-    return isinstance(mask, torch.Tensor) and mask.dtype in _FLOATS and mask.layout == torch.strided
+    """Whether it is a dense mask of floats."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype not in _FLOATS:
+        return False
+    return mask.layout == torch.strided and not mask.is_nested
 
 
 def as_bool(name: str, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -254,7 +254,11 @@ def _known_call(request: Request, tensors: Sequence[torch.Tensor], operands: Ope
 
 
 def _run(
-    name: str, structure: Any, tensors: list[torch.Tensor], operands: Operands, masks: MaskSignature | None
+    name: str,
+    structure: Any,
+    tensors: list[torch.Tensor],
+    operands: Operands | KeptOperands,
+    masks: MaskSignature | None,
 ) -> Any:
     """The results of the function. masks: the signature of the operands."""
     if torch.compiler.is_compiling():
@@ -280,7 +284,8 @@ def _with_masks(name: str, structure: Any, tensors: list[torch.Tensor], masks: l
     if not tensors:
         return _run(name, structure, tensors, NONE, NONE.signature)
     first, *_ = tensors
-    operands = operands_of(masks, first.device)
+    is_recorded = torch._C._get_tracing_state() is not None  # by torch.jit.trace, whose program outlives the call
+    operands = (kept_operands if is_recorded else operands_of)(masks, first.device)
     return _run(name, structure, tensors, operands, operands.signature)
 
 

@@ -4,27 +4,23 @@ transformers is imported when something here is called, never before.
 """
 
 import inspect
+import sys
 from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
-from jax_kernels.bridge import decoding, heads_first, library
+from jax_kernels.bridge import decoding, fallback, heads_first, library
 from jax_kernels.bridge.attention import flash_attention
+from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.sdpa import shared_axes
 
 __all__ = ["NAME", "attention", "attention_mask", "growing_cache", "register", "replace_attention"]
 
 NAME = "jax_kernels"
 _NOT_GIVEN: Any = object()
-# Arguments that would change the attention and that it does not serve.
-_REFUSED = ("indices", "block_indices", "head_mask")
-
-# The dropout of attention weights, as configs have it. Those that follow a longer name are all dropouts of a model.
-_DROPOUTS = (
-    *("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attention_dropout_prob", "attn_dropout"),
-    *("attention_dropout_rate", "attn_drop_rate", "dropout_rate", "dropout"),
-)
+# Arguments that would change the attention and that neither it nor PyTorch's attention serves.
+_REFUSED = ("indices", "block_indices")
 
 
 def register(name: str = NAME) -> str:
@@ -101,32 +97,45 @@ def attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The attention of a layer, as transformers' AttentionInterface calls it.
+
+    Plain PyTorch computes it instead, with one warning for each reason, for dropout, output_attentions, a head_mask,
+    float64, a head_dim above 256, and devices that are neither a CPU nor a CUDA one.
 
     Args:
       module: the layer. Its is_causal counts where the argument is None.
-      query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv]; bfloat16, float16 or float32.
+      query: [B, H, T, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, Dv].
       attention_mask: broadcastable to [B, H, T, S], bool (True = attend) or added to the scores. None is causal,
         aligned top-left, for several queries of a causal layer, and else no mask.
       scaling: multiplies the scores. softcap: as in flash_attention.
-      dropout: 0.
+      dropout: the probability with which attention weights are dropped.
       sliding_window: how many keys up to its own a token attends to, where attention_mask is None.
       s_aux: the sinks, [H].
       position_bias: added to the scores, broadcastable to [B, H, T, S].
-      others: cu_seq_lens_q, int32 [documents + 1], where each document of a packed sequence begins. Others are without
-        effect on attention, or refused.
+      others: cu_seq_lens_q, int32 [documents + 1], where each document of a packed sequence begins; output_attentions,
+        whether weights are returned; head_mask, [H] or broadcastable to [B, H, T, S], which multiplies the weights.
+        indices and block_indices are refused. Others are without effect on attention.
 
     Returns:
-      (out [B, T, H, Dv], None).
+      (out [B, T, H, Dv], None, or with output_attentions the weights [B, H, T, S]). A query that may attend to nothing
+      has an output of 0 and weights of 0.
 
     Raises:
-      NotImplementedError: dropout is not 0, or an argument that it does not serve is given.
+      NotImplementedError: an argument is given that it does not serve. ValueError: a tensor is nested.
     """
-    _refuse(dropout, others, module)
+    for name in _REFUSED:
+        if others.get(name) is not None:
+            raise NotImplementedError(
+                f'{name}: got one, want None: this model needs attn_implementation="eager" or "sdpa"'
+            )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_dense(name, x)
     length, kv_length = query.shape[2], key.shape[2]
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap}
-    if length == 1 and _is_decoding(query, key, value, attention_mask, position_bias, s_aux):
+    asks_for_weights = bool(others.get("output_attentions")) or _are_weights_collected()
+    reason = _reason(query, value, dropout, asks_for_weights, others.get("head_mask"))
+    if reason is None and length == 1 and _is_decoding(query, key, value, attention_mask, position_bias, s_aux):
         mask, bias = _mask_and_bias(attention_mask, position_bias, is_shrunk=False)
         attend = decoding.attend_in_graph if torch.compiler.is_compiling() else decoding.attend
         return attend(query, key, value, mask=mask, bias=bias, sinks=s_aux, **options), None
@@ -139,6 +148,13 @@ def attention(
         if (ids := _documents(others.get("cu_seq_lens_q"), query)) is not None:
             options["segment_ids"] = ids
     mask, bias = _mask_and_bias(attention_mask, position_bias)
+    if reason is not None:
+        fallback.warn("bridge.huggingface.attention", reason)
+        options |= {"sinks": s_aux, "dropout_p": dropout, "head_mask": others.get("head_mask")}
+        out, weights = _by_pytorch(query, key, value, mask, bias, needs_weights=asks_for_weights, **options)
+        if weights is not None and key.shape[2] < kv_length:
+            weights = torch.nn.functional.pad(weights, (0, kv_length - key.shape[2]))
+        return out.transpose(1, 2).contiguous(), weights
     if s_aux is None and "segment_ids" not in options:
         out = heads_first.attend(query, key, value, mask=mask, bias=bias, **options)
         return out.transpose(1, 2).contiguous(), None
@@ -146,25 +162,71 @@ def attention(
     return flash_attention(*tensors, mask=mask, bias=bias, sinks=s_aux, **options), None
 
 
-def _refuse(dropout: float, others: dict[str, Any], module: torch.nn.Module) -> None:
-    if dropout:
-        config = getattr(module, "config", None)
-        name = next((name for name in _DROPOUTS if name in getattr(config, "__dict__", {})), None)
-        setting = "dropout of attention" if config is None or name is None else f"{type(config).__name__}'s {name}"
-        raise NotImplementedError(
-            f"dropout: got {dropout} in training, want 0: attention weights are never stored. Set the {setting} to 0, "
-            'or take attn_implementation="sdpa"'
-        )
-    if others.get("output_attentions"):
-        raise NotImplementedError(
-            "output_attentions: got True, want False: attention weights are never stored. Take "
-            'attn_implementation="eager" to see them'
-        )
-    for name in _REFUSED:
-        if others.get(name) is not None:
-            raise NotImplementedError(
-                f'{name}: got one, want None: this model needs attn_implementation="eager" or "sdpa"'
-            )
+def _are_weights_collected() -> bool:
+    """Whether the model was called with output_attentions: not all models pass it on to their layers.
+
+    torch.compile cannot trace the look at transformers' collector of outputs.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is None or torch.compiler.is_compiling():
+        return False
+    return any(key.endswith("attentions") for key in collector.get() or ())
+
+
+def _reason(
+    query: torch.Tensor, value: torch.Tensor, dropout: float, asks_for_weights: bool, head_mask: Any
+) -> str | None:
+    """The reason why PyTorch has to compute the attention, None where the library serves it."""
+    if asks_for_weights:
+        return "output_attentions asks for attention weights, which flash_attention never stores"
+    if head_mask is not None:
+        return "head_mask multiplies attention weights, which flash_attention never stores"
+    return fallback.reason_of(query, max(query.shape[-1], value.shape[-1]), dropout, "dropout")
+
+
+def _by_pytorch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    needs_weights: bool,
+    is_causal: bool = False,
+    window: tuple[int, int] | None = None,
+    segment_ids: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(the attention [B, H, T, Dv], None or its weights). options: passed to fallback.attention_with_weights."""
+    is_plain = not needs_weights and all(options[name] is None for name in ("sinks", "softcap", "head_mask"))
+    if is_causal and (not is_plain or window is not None or segment_ids is not None or bias is not None):
+        mask, is_causal = _causal_mask(query, key, window, segment_ids), False
+    if not is_plain:
+        out, weights = fallback.attention_with_weights(query, key, value, mask=mask, bias=bias, **options)
+        return out, weights if needs_weights else None
+    if bias is not None:
+        bias = bias.to(query.dtype)
+        mask = bias if mask is None else torch.where(mask, bias, -torch.inf)
+    is_grouped = query.shape[1] != key.shape[1]
+    out = fallback.attention(
+        query, key, value, mask, options["dropout_p"], is_causal, scale=options["scale"], enable_gqa=is_grouped
+    )
+    return out, None
+
+
+def _causal_mask(
+    query: torch.Tensor, key: torch.Tensor, window: tuple[int, int] | None, segment_ids: torch.Tensor | None
+) -> torch.Tensor:
+    """The bool mask [B or 1, 1, T, S] of the causal limits that flash_attention has as options."""
+    rows = torch.arange(query.shape[2], device=query.device)[:, None]
+    columns = torch.arange(key.shape[2], device=query.device)
+    mask = (rows >= columns)[None, None]
+    if window is not None:
+        mask = mask & (rows - columns <= window[0])
+    if segment_ids is not None:
+        mask = mask & (segment_ids[:, None, :, None] == segment_ids[:, None, None])
+    return mask
 
 
 def _mask_and_bias(mask: torch.Tensor | None, bias: torch.Tensor | None, *, is_shrunk: bool = True) -> tuple[Any, Any]:

@@ -245,9 +245,12 @@ def one_by_one(operator: Callable[[], Any]) -> Callable[..., Any]:
 
 
 def is_plain_call() -> bool:
-    """Tells whether the call is free of compilers, transforms of torch.func and forward-mode differentiation."""
+    """Tells whether the call is free of compilers, torch.jit.trace, torch.func and forward-mode differentiation."""
     return not (
-        torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or private.is_forward_mode()
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or private.is_forward_mode()
+        or torch._C._get_tracing_state() is not None
     )
 
 

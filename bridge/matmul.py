@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from jax_kernels.bridge import symbolic
 from jax_kernels.bridge.activation_functions import is_kept, name_of, with_functions
 from jax_kernels.bridge.argument_checks import (
     check_activation,
@@ -349,6 +350,8 @@ class Linear(torch.nn.Linear):
 
         x_scale, w_scale: as in bridge.matmul.
         """
+        if isinstance(input, symbolic.Proxy):
+            return symbolic.leaf(self, input, residual=residual, x_scale=x_scale, w_scale=w_scale)
         return linear(
             input,
             self.weight,
@@ -361,6 +364,8 @@ class Linear(torch.nn.Linear):
             scaling=self.scaling,
             implementation=self.implementation,
         )
+
+    __prepare_scriptable__ = symbolic.no_script
 
 
 class GatedMLP(torch.nn.Module):
@@ -404,6 +409,8 @@ class GatedMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: [..., in_features]. residual: like x, added last; under autocast as in bridge.matmul."""
+        if isinstance(x, symbolic.Proxy):
+            return symbolic.leaf(self, x, residual=residual)
         gate, up = self.gate_proj, self.up_proj
         is_few = [isinstance(layer.weight, QuantizedTensor) for layer in (gate, up, self.down_proj)]
         if not any(is_few) and gate.precision in mlp_ops.PRECISIONS:
@@ -423,6 +430,8 @@ class GatedMLP(torch.nn.Module):
             return self.down_proj(hidden, residual=residual)
         hidden = gated_matmul(x, gate.weight, up.weight, self.activation, transpose_w=True, **_options(gate))
         return self.down_proj(hidden, residual=residual)
+
+    __prepare_scriptable__ = symbolic.no_script
 
 
 def _options(layer: Any) -> dict[str, Any]:

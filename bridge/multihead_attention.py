@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from jax_kernels.bridge import fallback, symbolic
 from jax_kernels.bridge.attention import flash_attention
-from jax_kernels.bridge.warned import warn_once
+from jax_kernels.bridge.dlpack import check_dense
 
 __all__ = ["MultiheadAttention"]
 
@@ -20,8 +21,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     It has PyTorch's arguments, parameters, initialisation and state dict, and takes its place in PyTorch's own layers.
     One default is another: need_weights is False, as attention by kernels never stores its weights.
 
-    PyTorch's own computation runs instead for need_weights=True, which is slow, and, with a warning the first time, for
-    dropout in training, a head_dim above 256 and float64. It also runs for empty tensors.
+    Plain PyTorch computes it instead for need_weights=True, which is slow, and, with one warning for each reason, for
+    dropout in training, a head_dim above 256, float64, and devices that are neither a CPU nor a CUDA one. It also
+    computes empty tensors and, in eval() without gradients, nested ones of the strided layout.
+
+    torch.fx.symbolic_trace keeps the module as one node. torch.jit.script of it raises RuntimeError.
 
     Args:
       implementation: of the attention, as in flash_attention. The others are torch.nn.MultiheadAttention's.
@@ -80,17 +84,27 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
           need_weights: also return the attention weights, [N, L, S]; average_attn_weights=False keeps the heads apart.
           is_causal: token i sees tokens up to i alone. An attn_mask beside it is taken to say the same.
 
-        A query that may attend to nothing has an attention of 0, as in torch.nn.MultiheadAttention without weights.
+        A query that may attend to nothing has an attention of 0, weights of 0 and gradients of 0. With need_weights,
+        torch.nn.MultiheadAttention gives NaN there.
 
         Raises:
-          ValueError, TypeError: a mask or a tensor has a wrong shape or dtype.
+          ValueError, TypeError: a mask or a tensor has a wrong shape or dtype, or a tensor is nested and PyTorch's fast
+            path does not serve the call: it takes no jagged tensors, gradients, training, masks or is_causal.
         """
-        if is_causal and attn_mask is None and (need_weights or self._keeps_keys()):
-            attn_mask = self._causal_mask(query, key)
-        reason = self._reason(query)
-        if need_weights or reason is not None or 0 in (*query.shape, *key.shape):
-            if reason is not None and not need_weights:
-                warn_once(f"MultiheadAttention: {reason}; PyTorch's own computation runs instead")
+        if symbolic.is_traced(query, key, value):
+            return symbolic.leaf(
+                *(self, query, key, value),
+                key_padding_mask=key_padding_mask,
+                need_weights=need_weights,
+                attn_mask=attn_mask,
+                average_attn_weights=average_attn_weights,
+                is_causal=is_causal,
+            )
+        if query.is_nested or key.is_nested or value.is_nested:
+            return self._of_nested(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        if 0 in (*query.shape, *key.shape):
             if is_causal and attn_mask is None:
                 attn_mask = self._causal_mask(query, key)
             return super().forward(
@@ -104,29 +118,59 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if key.shape[:-1] != value.shape[:-1] or (query.ndim == 3 and key.shape[at] != batch):
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
             raise ValueError(f"query, key, value: got shapes {shapes}, want one batch, and as many keys as values")
+        dropout_p = self.dropout if self.training else 0.0
+        reason = fallback.reason_of(query, self.head_dim, dropout_p, "dropout")
+        by_pytorch = need_weights or reason is not None
+        if is_causal and (by_pytorch or self._keeps_keys()):
+            attn_mask, is_causal = self._causal_mask(query, key), False
         mask, bias = self._mask_and_bias(query, key, attn_mask, key_padding_mask, batch, is_causal)
-        out = flash_attention(
-            *self._projected(query, key, value, batch),
-            mask=mask,
-            bias=bias,
-            is_causal=is_causal and not self._keeps_keys(),
-            implementation=self.implementation,
-        )
-        return self.out_proj(out.reshape(*query.shape[:-1], self.embed_dim)), None
+        projected = self._projected(query, key, value, batch)
+        weights = None
+        if by_pytorch:
+            if reason is not None and not need_weights:
+                fallback.warn("MultiheadAttention", reason)
+            out, weights = _by_pytorch(projected, mask, bias, dropout_p, need_weights=need_weights)
+        else:
+            out = flash_attention(
+                *projected, mask=mask, bias=bias, is_causal=is_causal, implementation=self.implementation
+            )
+        if weights is not None:
+            weights = weights.reshape(batch, self.num_heads, *weights.shape[-2:])
+            weights = weights.mean(1) if average_attn_weights else weights
+            weights = weights if query.ndim == 3 else weights[0]
+        return self.out_proj(out.reshape(*query.shape[:-1], self.embed_dim)), weights
+
+    __prepare_scriptable__ = symbolic.no_script
+
+    def _of_nested(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None,
+        need_weights: bool,
+        attn_mask: torch.Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """forward of nested tensors, by PyTorch's fast path, the one computation that PyTorch has for them."""
+        named = {"query": query, "key": key, "value": value}
+        name = next(name for name, x in named.items() if x.is_nested)
+        want = f"{name}: got a nested tensor, want a dense one: pad it, with key_padding_mask for the padding"
+        if is_causal:  # the fast path would leave it out
+            raise ValueError(f"{want}; or is_causal=False, for PyTorch's fast path")
+        try:
+            return super().forward(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
+        except AssertionError as error:
+            _, _, why = " ".join(str(error).split()).partition("not hit because ")
+            why = why or "the projections have no bias"
+            raise ValueError(
+                f"{want}; PyTorch's fast path, which takes nested ones, was not hit because {why}"
+            ) from None
 
     def _keeps_keys(self) -> bool:
         """Tells whether keys that all queries see are appended."""
         return self.bias_k is not None or self.add_zero_attn
-
-    def _reason(self, query: torch.Tensor) -> str | None:
-        """Why PyTorch's own computation has to run, or None."""
-        if self.dropout and self.training:
-            return f"dropout={self.dropout} drops attention weights in training, which flash_attention never stores"
-        if self.head_dim > 256:
-            return f"head_dim is {self.head_dim}, and flash_attention's at most 256"
-        if query.dtype == torch.float64:
-            return "query is float64, and flash_attention computes in float32"
-        return None
 
     def _projected(self, query: Any, key: Any, value: Any, batch: int) -> list[torch.Tensor]:
         """The projections, [B, T, H, D]. Sequence first, the entries of the batch count as heads: nothing is copied."""
@@ -164,7 +208,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         axis = 1 if self.batch_first and query.ndim == 3 else 0
         length, kv_length = query.shape[axis], key.shape[axis]
         given = []
-        if attn_mask is not None and not (is_causal and not self._keeps_keys()):
+        if attn_mask is not None and not is_causal:
             shapes = ((length, kv_length), (batch * self.num_heads, length, kv_length))
             _check("attn_mask", attn_mask, shapes, query)
             given.append(attn_mask.reshape(-1 if attn_mask.ndim == 3 else 1, length, kv_length))
@@ -188,9 +232,29 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return x[None] if x.shape[0] == 1 or not axis else x.unflatten(0, (batch, self.num_heads))
 
 
+def _by_pytorch(
+    projected: list[torch.Tensor],
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    *,
+    need_weights: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(the attention [B, T, H, D] of query, key and value [B, T, H, D], None or its weights [B, H, T, S])."""
+    query, key, value = (x.transpose(1, 2) for x in projected)
+    if need_weights:
+        out, weights = fallback.attention_with_weights(query, key, value, mask=mask, bias=bias, dropout_p=dropout_p)
+        return out.transpose(1, 2), weights
+    if bias is not None:
+        bias = bias.to(query.dtype)
+        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    return fallback.attention(query, key, value, mask, dropout_p).transpose(1, 2), None
+
+
 def _check(name: str, mask: Any, shapes: tuple[tuple[int, ...], ...], query: torch.Tensor) -> None:
     if not isinstance(mask, torch.Tensor):
         raise TypeError(f"{name}: got {type(mask).__name__}, want a torch.Tensor")
+    check_dense(name, mask)
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name}: got dtype {mask.dtype}, want torch.bool (True = masked out) or floats (added)")
     casts = mask.dtype in _NARROW and torch.is_autocast_enabled(query.device.type)

@@ -10,7 +10,8 @@ import jax
 import torch
 from torch.nn import functional
 
-from jax_kernels.bridge import dlpack, targets
+from jax_kernels.bridge import dlpack, symbolic, targets
+from jax_kernels.bridge.argument_checks import check_tensors
 from jax_kernels.bridge.dilated_attention import dilated_attention
 from jax_kernels.bridge.layers import empty_attention
 from jax_kernels.device import DeviceInfo, device_info
@@ -215,10 +216,16 @@ class MultiheadDilatedAttention(torch.nn.Module):
 
         is_causal: a token attends to itself and to earlier ones only. segment_ids: int32 [B, T]: packed sequences.
         need_weights: return (the output, None), as modules do whose weights are never stored.
+
+        Raises ValueError, naming the tensor, where one is nested or has a wrong shape.
         """
+        if symbolic.is_traced(query, key, value):
+            return symbolic.leaf(self, query, key, value, is_causal, segment_ids=segment_ids, need_weights=need_weights)
         key = query if key is None else key
         value = key if value is None else value
         for name, x in (("query", query), ("key", key), ("value", value)):
+            check_tensors(**{name: x})
+            dlpack.check_dense(name, x)
             if x.ndim != 3 or x.shape[-1] != self.embed_dim:
                 raise ValueError(f"{name}: got shape {tuple(x.shape)}, want [batch, length, {self.embed_dim}]")
         split = lambda x: x.unflatten(-1, (self.num_heads, -1))
@@ -231,6 +238,8 @@ class MultiheadDilatedAttention(torch.nn.Module):
             out = self.norm(out)
         out = functional.dropout(self.out_proj(out), self.dropout, self.training)
         return (out, None) if need_weights else out
+
+    __prepare_scriptable__ = symbolic.no_script
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **limits: Any) -> torch.Tensor:
         """The attention of projected query, key and value. limits: is_causal and segment_ids."""

@@ -10,9 +10,11 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from jax_kernels.bridge import symbolic
 from jax_kernels.bridge.adaptive_attention import AdaptiveAttention
 from jax_kernels.bridge.attention import flash_attention
 from jax_kernels.bridge.dilated_attention import dilated_attention
+from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.dynamic_mask_attention import DynamicMaskAttention
 from jax_kernels.bridge.flex_attention import FlexAttention
 from jax_kernels.bridge.layers import PlainLayerNorm, PlainLinear, PlainRMSNorm, rotary_embedding
@@ -111,7 +113,12 @@ class Attention(torch.nn.Module):
             for projection, gain in (("q", 1.0), ("k", 1.0), ("v", shape.gamma), ("out", shape.gamma)):
                 torch.nn.init.xavier_normal_(getattr(self, f"{projection}_proj").weight, gain=gain)
 
+    __prepare_scriptable__ = symbolic.no_script
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if symbolic.is_traced(x):
+            return symbolic.leaf(self, x)
+        check_dense("x", x)
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))
         query, key, value = split(self.q_proj(x)), split(self.k_proj(x)), split(self.v_proj(x))
         positions = torch.arange(x.shape[1], device=x.device)
@@ -138,7 +145,12 @@ class MLP(torch.nn.Module):
         self.up_proj = _linear(shape.model_dim, shape.mlp_dim, shape)
         self.down_proj = _linear(shape.mlp_dim, shape.model_dim, shape)
 
+    __prepare_scriptable__ = symbolic.no_script
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if symbolic.is_traced(x):
+            return symbolic.leaf(self, x)
+        check_dense("x", x)
         if self.precision == "fp8":
             gate, up = (projection.weight.to(x.dtype) for projection in (self.gate_proj, self.up_proj))
             return self.down_proj(gated_matmul(x, gate, up, transpose_w=True, precision="fp8", scaling=self.scaling))
@@ -155,7 +167,12 @@ class Block(torch.nn.Module):
         self.mlp_norm = PlainRMSNorm(shape.model_dim, shape.norm_eps, shape.param_dtype)
         self.mlp = MLP(shape)
 
+    __prepare_scriptable__ = symbolic.no_script
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if symbolic.is_traced(x):
+            return symbolic.leaf(self, x)
+        check_dense("x", x)
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -194,10 +211,15 @@ class Transformer(torch.nn.Module):
           float32 [B, T, vocab_size].
 
         Raises:
-          ValueError: not exactly one of tokens and embeddings is given.
+          ValueError: not exactly one of tokens and embeddings is given, or it is nested.
         """
+        if symbolic.is_traced(tokens, embeddings):
+            return symbolic.leaf(self, tokens=tokens, embeddings=embeddings)
         if (tokens is None) == (embeddings is None):
             raise ValueError("tokens, embeddings: want exactly one of them")
+        for name, given in (("tokens", tokens), ("embeddings", embeddings)):
+            if given is not None:
+                check_dense(name, given)
         x = (self.embed(tokens) if embeddings is None else embeddings).to(self.dtype)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.remat and torch.is_grad_enabled() else layer(x)
@@ -205,6 +227,8 @@ class Transformer(torch.nn.Module):
         if self.head is not None:
             return self.head(x).float()
         return functional.linear(x, self.embed.weight.to(x.dtype)).float()
+
+    __prepare_scriptable__ = symbolic.no_script
 
     @torch.no_grad()
     def load_flax_state(self, state: Mapping[str, np.ndarray]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from jax_kernels.bridge import private
+from jax_kernels.bridge import private, symbolic
 from jax_kernels.bridge.argument_checks import check_optional_tensors, check_tensors
 from jax_kernels.bridge.dlpack import check_dense
 from jax_kernels.bridge.function import JaxOp, from_jax, seen
@@ -188,6 +188,8 @@ class _Options(torch.nn.Module):
         if self.weight is not None and self.scale_offset:
             torch.nn.init.constant_(self.weight, 1.0 - self.scale_offset)
 
+    __prepare_scriptable__ = symbolic.no_script
+
     @property
     def _options(self) -> dict[str, Any]:
         names = ("scale_offset", "quantize", "implementation")
@@ -233,6 +235,8 @@ class LayerNorm(_Options, torch.nn.LayerNorm):
         It returns the result like input; with a residual, (the result, input + residual).
         With quantize it returns (values, scale), or (values, scale, x + residual): scale [...], float32.
         """
+        if isinstance(input, symbolic.Proxy):
+            return symbolic.leaf(self, input, residual=residual)
         given = _flat(input, residual, self.normalized_shape, self.weight, self.bias)
         return _like(input, layer_norm(*given[:3], residual=given[3], **self._options), self.quantize)
 
@@ -270,6 +274,8 @@ class RMSNorm(_Options, torch.nn.RMSNorm):
 
         With quantize it returns (values, scale), or (values, scale, x + residual): scale [...], float32.
         """
+        if isinstance(x, symbolic.Proxy):
+            return symbolic.leaf(self, x, residual=residual)
         x_, scale, _, residual = _flat(x, residual, self.normalized_shape, self.weight, None)
         return _like(x, rms_norm(x_, scale, residual=residual, **self._options), self.quantize)
 
@@ -280,6 +286,8 @@ def _flat(x: Any, residual: Any, shape: tuple[int, ...], weight: Any, bias: Any)
     check_tensors(x=x)
     check_optional_tensors(residual=residual)
     check_dense("x", x)
+    if residual is not None:
+        check_dense("residual", residual)
     if tuple(x.shape[-axes:]) != tuple(shape):
         raise ValueError(f"x: got shape {tuple(x.shape)}, want [..., {', '.join(map(str, shape))}]")
     if residual is not None and residual.shape != x.shape:

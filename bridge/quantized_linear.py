@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from jax_kernels import low_bit
+from jax_kernels.bridge import symbolic
 from jax_kernels.bridge.argument_checks import check_activation, check_precision
 from jax_kernels.bridge.matmul import Linear, linear
 from jax_kernels.bridge.quantized import QuantizedTensor, quantize
@@ -132,6 +133,8 @@ class QuantizedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x: [..., in_features]. residual: [..., out_features], added last, as in bridge.matmul."""
+        if isinstance(x, symbolic.Proxy):
+            return symbolic.leaf(self, x, residual=residual)
         return linear(
             x,
             self.weight,
@@ -141,6 +144,8 @@ class QuantizedLinear(torch.nn.Module):
             precision=self.precision,
             implementation=self.implementation,
         )
+
+    __prepare_scriptable__ = symbolic.no_script
 
     def extra_repr(self) -> str:
         group = "" if self.group_size is None else f", group_size={self.group_size}"

@@ -5,18 +5,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from jax_kernels.bridge import heads_first
+from jax_kernels.bridge import fallback, heads_first, symbolic
 from jax_kernels.bridge.argument_checks import check_tensors
-from jax_kernels.bridge.warned import warn_once
 
 __all__ = ["scaled_dot_product_attention", "shared_axes"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_MOST_HEAD_DIM = 256
-_torchs = functional.scaled_dot_product_attention  # as it was before anybody assigned this one to it
 
 
 def scaled_dot_product_attention(
@@ -31,9 +27,10 @@ def scaled_dot_product_attention(
 ) -> torch.Tensor:
     """torch.nn.functional.scaled_dot_product_attention by flash_attention; it may be assigned to that name.
 
-    PyTorch's own function runs instead, with a warning the first time, for what flash_attention lacks: dropout_p above
-    0, a head_dim above 256, float64, and devices that are neither a CPU nor a CUDA one. It also runs, without a
-    warning, for empty tensors and for those of the meta device.
+    PyTorch's own function runs instead, with one warning for each reason, for dropout_p above 0, a head_dim above 256,
+    float64, nested tensors, and devices that are neither a CPU nor a CUDA one. It also runs, without a warning, for
+    empty tensors and on the meta device. torch.fx.symbolic_trace keeps a call as one node; in torch.jit.script,
+    PyTorch's own function runs.
 
     Args:
       query: [..., H, T, D]; key: [..., Hkv, S, D]; value: [..., Hkv, S, Dv]; bfloat16, float16 or float32. Any number
@@ -53,10 +50,12 @@ def scaled_dot_product_attention(
     Raises:
       TypeError: attn_mask is neither bool nor in query's dtype or float32, dtypes differ, or scale is a tensor that
         requires a gradient.
-      ValueError: both attn_mask and is_causal are given, shapes do not fit together, or a tensor is nested.
+      ValueError: both attn_mask and is_causal are given, shapes do not fit together, or a tensor is nested while query,
+        key or value is dense or there is an attn_mask.
       Otherwise it raises what flash_attention raises: its gradient cannot be differentiated again.
     """
-    _check_tensors(query, key, value, attn_mask)
+    if not _check_tensors(query, key, value, attn_mask):
+        return _without_shapes(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask, is_causal: got both, want one of them")
     q_offset = 0
@@ -65,13 +64,15 @@ def scaled_dot_product_attention(
             q_offset = attn_mask.seq_len_kv - attn_mask.seq_len_q
         _check_lengths(attn_mask, query, key)
         attn_mask, is_causal = None, True
-    if dropout_p or _is_torchs(query, key, value):
-        _warn(query, value, dropout_p)
+    reason = fallback.reason_of(query, max(query.shape[-1], value.shape[-1]), dropout_p)
+    if reason is not None or query.device.type == "meta" or 0 in (*query.shape, *key.shape, *value.shape):
+        if reason is not None:
+            fallback.warn("scaled_dot_product_attention", reason)
         if q_offset:
             attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril(q_offset)
             is_causal = False
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return _torchs(query, key, value, attn_mask, dropout_p, **options)
+        return fallback.attention(query, key, value, attn_mask, dropout_p, **options)
     inputs = _inputs(query, key, value, attn_mask, enable_gqa)
     is_bool = attn_mask is not None and attn_mask.dtype == torch.bool
     out = heads_first.attend(
@@ -97,27 +98,59 @@ class _Inputs(NamedTuple):
     batch: tuple[int, ...]
 
 
-def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any) -> None:
-    """Raises unless all are dense tensors, query, key and value of one dtype."""
+scaled_dot_product_attention.__prepare_scriptable__ = symbolic.sdpa_of_script  # type: ignore[attr-defined]
+
+
+def _without_shapes(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any) -> Any:
+    """A call of nested tensors, by PyTorch's own function; or of torch.fx's Proxies, as a node of its graph.
+
+    options: dropout_p, is_causal, scale and enable_gqa.
+    """
+    given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    names = ("dropout_p", "is_causal", "scale", "enable_gqa")
+    if any(isinstance(x, symbolic.Proxy) for x in given.values()):
+        return symbolic.call(scaled_dot_product_attention, *given.values(), **dict(zip(names, options, strict=True)))
+    nested = [name for name, x in given.items() if x is not None and x.is_nested]
+    want = f"{nested[0]}: got a nested tensor, want a dense one: pad it, with attn_mask for the padding"
+    if nested != ["query", "key", "value"]:
+        raise ValueError(f"{want}; PyTorch's own function takes query, key and value nested together")
+    if attn_mask is not None:
+        raise ValueError(f"{want}; PyTorch's own function takes nested ones without an attn_mask")
+    fallback.warn("scaled_dot_product_attention", "nested tensors have no shape, and flash_attention takes dense ones")
+    dropout_p, is_causal, scale, enable_gqa = options
+    return fallback.attention(
+        query, key, value, None, dropout_p, is_causal, scale=_number(scale), enable_gqa=enable_gqa
+    )
+
+
+def _check_tensors(query: Any, key: Any, value: Any, attn_mask: Any) -> bool:
+    """Raises unless all are tensors, query, key and value of one dtype.
+
+    False, before anything else is checked, where one is nested or a torch.fx.Proxy.
+    """
     for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if name == "attn_mask" and x is None:
             continue
-        check_tensors(**{name: x})
+        if not isinstance(x, torch.Tensor):
+            if isinstance(x, symbolic.Proxy):
+                return False
+            check_tensors(**{name: x})
         if x.is_nested:
-            raise ValueError(f"{name}: got a nested tensor, want a dense one: pad it, with attn_mask for the padding")
+            return False
         if x.ndim < 2:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, want 2 axes or more")
     for name, x in (("key", key), ("value", value)):
         if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
             raise TypeError(f"{name}: got dtype {x.dtype}, want query's dtype {query.dtype}")
     if attn_mask is None or attn_mask.dtype == torch.bool or isinstance(attn_mask, CausalBias):
-        return
+        return True
     casts = torch.is_autocast_enabled(query.device.type) and attn_mask.dtype in _DTYPES
     if attn_mask.dtype not in (query.dtype, torch.float32) and not casts:
         raise TypeError(
             f"attn_mask: got dtype {attn_mask.dtype}, want torch.bool (True = attend), or query's dtype {query.dtype} "
             "or torch.float32 (added to the scores)"
         )
+    return True
 
 
 def _number(scale: Any) -> Any:
@@ -133,33 +166,6 @@ def _check_lengths(bias: CausalBias, query: torch.Tensor, key: torch.Tensor) -> 
             f"attn_mask: got a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys, want "
             f"{query.shape[-2]} and {key.shape[-2]}"
         )
-
-
-def _is_torchs(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Tells whether PyTorch's own function serves these."""
-    return (
-        query.dtype == torch.float64
-        or query.device.type not in ("cpu", "cuda")
-        or max(query.shape[-1], value.shape[-1]) > _MOST_HEAD_DIM
-        or 0 in query.shape
-        or 0 in key.shape
-        or 0 in value.shape
-    )
-
-
-def _warn(query: torch.Tensor, value: torch.Tensor, dropout_p: float) -> None:
-    """Warns once that PyTorch's own function runs, unless it has next to nothing to do."""
-    if dropout_p:
-        reason = f"dropout_p={dropout_p} drops attention weights, which flash_attention never stores"
-    elif query.dtype == torch.float64:
-        reason = "query is float64, and flash_attention computes in float32"
-    elif query.device.type not in ("cpu", "cuda", "meta"):
-        reason = f"query is on {query.device}, and flash_attention runs on CPUs and CUDA devices"
-    elif max(query.shape[-1], value.shape[-1]) > _MOST_HEAD_DIM:
-        reason = f"head_dim is {max(query.shape[-1], value.shape[-1])}, and flash_attention's at most {_MOST_HEAD_DIM}"
-    else:
-        return
-    warn_once(f"scaled_dot_product_attention: {reason}; PyTorch's own function runs instead")
 
 
 def _inputs(

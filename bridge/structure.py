@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from jax_kernels.bridge import twins
+from jax_kernels.bridge.argument_checks import kind_of, way_out
 from jax_kernels.masks import Mask
 
 __all__ = ["MASK", "SINGLE", "Leaf", "MaskOfId", "flatten", "rebuild"]
@@ -77,6 +78,8 @@ def _constant(value: Any) -> tuple[Any, ...]:
         return ("numpy", value.dtype, value.tobytes())
     if kind is types.FunctionType and not torch.compiler.is_compiling():
         value = twins.first_of(value)
+    if hint := way_out(value):
+        raise TypeError(f"got {kind_of(value)} among the arguments, want a torch.Tensor{hint}")
     return ("constant", kind, value, _parts(value))
 
 

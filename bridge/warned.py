@@ -1,5 +1,6 @@
 """Warnings that a process gives once."""
 
+import re
 import warnings
 
 import torch
@@ -7,11 +8,18 @@ import torch
 __all__ = ["warn_once"]
 
 _GIVEN: set[str] = set()
+_NUMBER = re.compile(r"\d[\d.e+-]*")
 
 
 @torch.compiler.assume_constant_result
 def warn_once(message: str) -> None:
-    """Warns, unless this message was given before. A compiled function warns when it is traced."""
-    if message not in _GIVEN:
+    """Warns, unless this message was given before, with these or other numbers.
+
+    A compiled function warns when it is traced.
+    """
+    if message in _GIVEN:
+        return
+    text = _NUMBER.sub("", message)
+    if all(_NUMBER.sub("", given) != text for given in _GIVEN):
         _GIVEN.add(message)
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=4)  # the caller of who calls fallback.warn

@@ -4,6 +4,7 @@ import copy
 import inspect
 import itertools
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -142,6 +143,15 @@ def test_what_falls_back_is_pytorchs(monkeypatch):
         results.append(module(x, x, x, **options)[0])
     torch.testing.assert_close(*results)
     assert any("dropout=0.5 drops attention weights" in x for x in warned._GIVEN)
+    with_weights = []
+    for module in (theirs, ours):  # the weights that are dropped are the same, too
+        torch.manual_seed(2)
+        with_weights.append(module(x, x, x, need_weights=True, average_attn_weights=False))
+    torch.testing.assert_close(*with_weights)
+    with warnings.catch_warnings():  # the same reason with another number is no other reason
+        warnings.simplefilter("error")
+        ours.dropout = 0.25
+        ours(x, x, x)
     torch.testing.assert_close(ours.eval()(x, x, x)[0], theirs.eval()(x, x, x)[0], atol=3e-6, rtol=0)
     with pytest.warns(UserWarning, match="query is float64"):
         assert ours.double()(x.double(), x.double(), x.double())[0].dtype == torch.float64
@@ -154,6 +164,120 @@ def test_rows_that_see_nothing_are_the_bias_of_the_output():
     out, _ = ours(x, x, x, key_padding_mask=torch.tensor([[True] * LENGTH, [False] * LENGTH]))
     torch.testing.assert_close(out[0], ours.out_proj.bias.expand(LENGTH, -1))
     assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
+
+
+DEAD = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+DEAD[0], DEAD[1, -2:] = True, True
+ROWS = torch.rand(LENGTH, LENGTH, generator=torch.Generator().manual_seed(5)) > 0.6
+ROWS[2] = True
+OF_HEADS = torch.rand(BATCH * HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(6)) > 0.6
+OF_HEADS[HEADS + 1, 3], OF_HEADS[HEADS + 2, 4], OF_HEADS[0] = True, True, True
+
+
+def added(mask):
+    """The mask as floats: -inf where it is True, else 0.5."""
+    return torch.full(mask.shape, 0.5).masked_fill(mask, -torch.inf)
+
+
+# The module's options, the call's, and whether the call without weights is compared too (JAX compiles a program).
+DEAD_ROWS = {
+    "padding": ({"batch_first": True}, {"key_padding_mask": DEAD}, True),
+    "padding, added": ({"batch_first": True}, {"key_padding_mask": added(DEAD)}, False),
+    "padding, sequence first": ({}, {"key_padding_mask": DEAD}, False),
+    "mask": ({"batch_first": True}, {"attn_mask": ROWS}, False),
+    "mask, added": ({}, {"attn_mask": added(ROWS)}, False),
+    "mask of heads": ({"batch_first": True}, {"attn_mask": OF_HEADS}, True),
+    "mask of heads, added, and padding": (
+        *({}, {"attn_mask": added(OF_HEADS), "key_padding_mask": added(DEAD)}, True),
+    ),
+    "causal behind padding": (
+        *({"batch_first": True}, {"is_causal": True, "key_padding_mask": torch.arange(LENGTH).expand(3, -1) < 2}, True),
+    ),
+    "bool and added": ({"batch_first": True}, {"attn_mask": added(ROWS), "key_padding_mask": DEAD}, False),
+    "no batch": ({}, {"attn_mask": OF_HEADS[HEADS : 2 * HEADS]}, False),
+    "appended": ({"add_zero_attn": True, "add_bias_kv": True}, {"attn_mask": OF_HEADS, "key_padding_mask": DEAD}, True),
+}  # fmt: skip
+
+
+def exact_attention(module, x, *, attn_mask=None, key_padding_mask=None, is_causal=False):
+    """(output, weights of the heads [N, H, L, S]) of self-attention in float64, from the definition.
+
+    x: [N, L, E]. Rows of weights that may attend to nothing are 0.
+    """
+    batch, length, _ = x.shape
+    query, key, value = torch.nn.functional.linear(x, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1)
+    scores_mask = torch.zeros(batch, HEADS, length, length, dtype=torch.float64)
+    floats = lambda m: m.double() if m.is_floating_point() else torch.zeros(m.shape).double().masked_fill(m, -torch.inf)
+    if attn_mask is not None:
+        scores_mask = scores_mask + floats(attn_mask).reshape(-1, HEADS if attn_mask.ndim == 3 else 1, length, length)
+    if key_padding_mask is not None:
+        scores_mask = scores_mask + floats(key_padding_mask)[:, None, None]
+    if is_causal:
+        scores_mask = scores_mask + floats(torch.ones(length, length, dtype=torch.bool).triu(1))
+    if module.bias_k is not None:
+        key, value = (
+            torch.cat([y, row.expand(batch, 1, -1)], 1) for y, row in ((key, module.bias_k), (value, module.bias_v))
+        )
+    if module.add_zero_attn:
+        key, value = (torch.cat([y, torch.zeros_like(y[:, :1])], 1) for y in (key, value))
+    scores_mask = torch.nn.functional.pad(scores_mask, (0, key.shape[1] - length))
+    query, key, value = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (query, key, value))
+    scores = query @ key.transpose(-2, -1) / (EMBED // HEADS) ** 0.5 + scores_mask
+    powers = torch.exp(scores - scores.amax(-1, keepdim=True).clamp(min=-1e30).detach())
+    totals = powers.sum(-1, keepdim=True)
+    weights = powers / torch.where(totals == 0, 1.0, totals)
+    out = (weights @ value).transpose(1, 2).flatten(2)
+    return torch.nn.functional.linear(out, module.out_proj.weight, module.out_proj.bias), weights
+
+
+@pytest.mark.parametrize("average", [True, False], ids=["averaged", "heads"])
+@pytest.mark.parametrize("case", DEAD_ROWS)
+def test_rows_that_see_nothing_have_weights_of_zero(case, average):
+    """Output, weights and all gradients agree with the definition, in calls with weights and without them."""
+    arguments, options, without_too = DEAD_ROWS[case]
+    _, ours = both(**arguments)
+    is_batched = case != "no batch"
+    exact = copy.deepcopy(ours).double()
+    x = torch.randn(BATCH if is_batched else 1, LENGTH, EMBED, generator=torch.Generator().manual_seed(2))
+    exact_x = x.double().requires_grad_()
+    want, want_weights = exact_attention(exact, exact_x, **options)
+    assert not want_weights.any(-1).all() or case == "appended"
+    want_weights = want_weights.mean(1) if average else want_weights
+    draw = torch.Generator().manual_seed(3)
+    cotangents = [torch.randn(y.shape, generator=draw, dtype=torch.float64) for y in (want, want_weights)]
+    for need_weights in (True, False) if without_too and average else (True,):
+        x = x.detach().requires_grad_()
+        given = (x if is_batched else x[0]) if ours.batch_first or not is_batched else x.transpose(0, 1)
+        out, weights = ours(given, given, given, need_weights=need_weights, average_attn_weights=average, **options)
+        out = out if ours.batch_first or not is_batched else out.transpose(0, 1)
+        results, wanted = [out if is_batched else out[None]], [want]
+        if need_weights:
+            results, wanted = [*results, weights if is_batched else weights[None]], [want, want_weights]
+        for got, right in zip(results, wanted, strict=True):
+            assert got.shape == right.shape
+            torch.testing.assert_close(got.double(), right, atol=3e-6, rtol=0)
+        total = lambda results: sum((y.double() * c).sum() for y, c in zip(results, cotangents, strict=False))
+        gradients = torch.autograd.grad(total(results), [x, *ours.parameters()])
+        right = torch.autograd.grad(total(wanted), [exact_x, *exact.parameters()], retain_graph=True)
+        for got, value in zip(gradients, right, strict=True):
+            torch.testing.assert_close(got.double(), value, atol=3e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_rows_that_see_nothing_in_calls_that_fall_back(need_weights):
+    """Dropout, and heads too wide for the kernels in eval without gradients, where PyTorch has a path of its own."""
+    x = torch.randn(BATCH, LENGTH, EMBED)
+    _, ours = both(batch_first=True, dropout=0.5)
+    out, weights = ours(x, x, x, key_padding_mask=DEAD, need_weights=need_weights)
+    assert all(y.isfinite().all() for y in torch.autograd.grad(out.square().sum(), list(ours.parameters())))
+    wide = bridge.nn.MultiheadAttention(2 * 264, 2, batch_first=True).eval()
+    torch.nn.init.normal_(wide.out_proj.bias)
+    x = torch.randn(BATCH, LENGTH, 2 * 264)
+    with torch.no_grad():
+        out, weights = wide(x, x, x, key_padding_mask=DEAD, need_weights=need_weights)
+    torch.testing.assert_close(out[0], wide.out_proj.bias.expand(LENGTH, -1))
+    assert out.isfinite().all()
+    assert weights is None or (weights[0] == 0).all()
 
 
 @pytest.mark.timeout(300)

@@ -232,6 +232,23 @@ def test_what_falls_back_is_pytorchs_and_says_so_once(case, monkeypatch):
         bridge.scaled_dot_product_attention(*inputs, **options)
 
 
+@pytest.mark.filterwarnings("ignore:scaled_dot_product_attention")
+@pytest.mark.parametrize("is_added", [False, True], ids=["bool", "added"])
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_rows_that_see_nothing_in_calls_that_fall_back(case, is_added):
+    options, dtype, head_dim, _ = FALLBACKS[case]
+    inputs = torch.randn(3, 1, 2, 5, head_dim, dtype=dtype).requires_grad_()
+    mask = torch.rand(2, 5, 5) > 0.5
+    mask[0, 2] = mask[1] = False
+    given = torch.zeros(2, 5, 5, dtype=dtype).masked_fill(~mask, -torch.inf) if is_added else mask
+    out = bridge.scaled_dot_product_attention(*inputs, given, **{**options, "is_causal": False})
+    assert (out[0, 0, 2] == 0).all()
+    assert (out[0, 1] == 0).all()
+    (gradients,) = torch.autograd.grad(out.square().sum(), inputs)
+    assert gradients.isfinite().all()
+    assert (gradients[:, 0, 1] == 0).all()
+
+
 def test_by_assignment(monkeypatch):
     """torch.nn's modules call it, and its own fall back does not call itself."""
     monkeypatch.setattr(warned, "_GIVEN", set())
