@@ -143,7 +143,17 @@ def quantize(
     return _on_auto_axes(rounded, [x, scale], _specs_of_rounded)
 
 
-def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: int) -> QuantizedArray:
+def quantize_columns(x: jax.Array, format: str) -> QuantizedArray:
+    """The transpose [N, ...] of x [..., N] with one scale for each column of x, [N].
+
+    x [M, N] gives quantize(x.T, format, scaling="row").
+    """
+    axes = tuple(range(1, x.ndim))
+    found = _rounded(jnp.moveaxis(_checked(x), -1, 0), None, format=format, scaling="row", axis=axes)
+    return dataclasses.replace(found, axis=-1)
+
+
+def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: Any) -> QuantizedArray:
     """x in 8 bits, with the scale that is given, or those that x's largest numbers give."""
     dtype, x = jnp.dtype(FORMATS[format]), x.astype(jnp.float32)
     if scale is None:
@@ -304,12 +314,15 @@ def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
     return scale
 
 
-def quantization_scale(x: jax.Array, dtype: Any, scaling: str, axis: int) -> jax.Array:
-    """The scales with which x's largest numbers become the largest of `dtype`."""
+def quantization_scale(x: jax.Array, dtype: Any, scaling: str, axis: Any) -> jax.Array:
+    """The scales with which x's largest values become the largest of `dtype`.
+
+    axis: with scaling="row" the axis, or a tuple of axes, of the values that have one scale.
+    """
     return _scale_of(_largest(x.astype(jnp.float32), scaling, axis), dtype)
 
 
-def _largest(x: jax.Array, scaling: str, axis: int) -> jax.Array:
+def _largest(x: jax.Array, scaling: str, axis: Any) -> jax.Array:
     """The largest magnitudes of the numbers that share a scale."""
     if scaling == "tensor":
         return _largest_along(x, None)
@@ -331,7 +344,7 @@ def _largest_along(x: jax.Array, axis: Any, keepdims: bool = False) -> jax.Array
     return jax.lax.platform_dependent(x, cpu=on_cpu, default=largest)
 
 
-def _spread(scale: jax.Array, scaling: str, axis: int, shape: tuple[int, ...]) -> jax.Array:
+def _spread(scale: jax.Array, scaling: str, axis: Any, shape: tuple[int, ...]) -> jax.Array:
     """The scales, in a shape that broadcasts to the array's."""
     if scaling == "tensor":
         return scale

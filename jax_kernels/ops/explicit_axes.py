@@ -140,6 +140,8 @@ def _nearest(x: Any, known: list[tuple[Any, PartitionSpec]]) -> PartitionSpec:
     first, spec = known[0]
     pairs = zip(x.shape, first.shape, strict=False)
     alike = len(list(itertools.takewhile(lambda sizes: sizes[0] == sizes[1], pairs)))
+    if alike == 0 and x.shape[1:] == first.shape[:-1]:  # the transpose that a matmul of 8 bits keeps
+        return PartitionSpec(None, *spec[:-1])
     if alike == 0 and min(x.ndim, first.ndim) > 1:
         # Rows, or a batch that other axes were joined to.
         joins_batch = x.ndim == first.ndim and x.shape[0] % max(first.shape[0], 1) == 0

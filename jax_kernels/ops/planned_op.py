@@ -35,6 +35,7 @@ __all__ = [
     "kernel",
     "named_arguments",
     "split_batch",
+    "with_batch",
 ]
 
 # Calls whose functions are kept, the last used: a call holds its caller's functions, and the arrays of their closures.
@@ -174,6 +175,11 @@ def join_batch(size: int, x: jax.Array, has_axis: bool, length: int | None = Non
 def split_batch(size: int, x: jax.Array) -> jax.Array:
     """The inverse of join_batch: [size * batch, ...] to [size, batch, ...]."""
     return x.reshape(size, -1, *x.shape[1:])
+
+
+def with_batch(size: int, x: jax.Array, has_axis: bool) -> jax.Array:
+    """An array of `size` calls under a vmap, [size, ...] or [...], as [size, ...]."""
+    return x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
 
 
 def _join_all(size: int, batched: Any, arrays: Any) -> Any:

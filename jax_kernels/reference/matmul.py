@@ -9,7 +9,7 @@ from jax import lax
 
 from jax_kernels import low_bit
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
-from jax_kernels.quantization import QuantizedArray, dequantize
+from jax_kernels.quantization import BLOCK
 
 __all__ = ["matmul"]
 
@@ -49,10 +49,8 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
         precision = "tf32" if x.dtype == jnp.float16 else options.precision
         return _sums(x.astype(jnp.float32), w, dataclasses.replace(options, precision=precision))
     if options.scaling == "block":
-        x, w = (
-            dequantize(QuantizedArray(values=y, scale=scale, scaling="block"))
-            for y, scale in ((x, x_scale), (w, w_scale))
-        )
+        rows = x.ndim - w.ndim + 1
+        x, w = _of_blocks(x, x_scale, rows - 1), _of_blocks(w, w_scale, 0)
         return _sums(x, w, dataclasses.replace(options, precision="tf32"))
     if options.scaling is None:
         return _sums(x, w, options)
@@ -60,12 +58,20 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
     product = _sums(x.astype(wide), w.astype(wide), options)
     if options.scaling == "tensor":
         return product * (x_scale * w_scale)
-    return product * x_scale[:, None] * w_scale
+    return product * x_scale[..., None] * w_scale
+
+
+def _of_blocks(values: Any, scale: Any, axis: int) -> Any:
+    """values * scale in float32, with a scale for 128 x 128 values along this axis and the last."""
+    wide = jnp.repeat(jnp.repeat(scale, BLOCK, axis=axis), BLOCK, axis=-1)
+    return values.astype(jnp.float32) * wide[tuple(map(slice, values.shape))]
 
 
 def _sums(x: Any, w: Any, options: MatmulOptions) -> Any:
-    axes = ((0 if options.transpose_x else 1,), (1 if options.transpose_w else 0,))
+    count = w.ndim - 1  # the axes that are summed over
+    of_x = range(count) if options.transpose_x else range(x.ndim - count, x.ndim)
+    of_w = range(1, w.ndim) if options.transpose_w else range(count)
     precision: Any = PRECISIONS[options.precision]
     if options.precision == "tf32" and jax.default_backend() != "gpu":
         precision = lax.Precision.HIGHEST  # XLA knows tf32 on GPUs alone
-    return lax.dot_general(x, w, (axes, ((), ())), precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(x, w, ((tuple(of_x), tuple(of_w)), ((), ())), precision, preferred_element_type=jnp.float32)

@@ -18,23 +18,25 @@ from jax_kernels import dispatch
 from jax_kernels.defaults import under_defaults
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
-from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients
-from jax_kernels.ops.matmul.partitioning import shared_both_ways
+from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients, sum_of_rows
+from jax_kernels.ops.matmul.partitioning import both_ways_of_outer
 from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.pallas.matmul.passes import both_ways as passes
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.quantization import (
+    BLOCK,
     FORMATS,
     QuantizedArray,
     check_scaling,
     checked_scale,
     quantization_scale,
     quantize,
+    quantize_columns,
     scale_shape,
 )
 
-__all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "planned"]
+__all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "run"]
 
 DTYPES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 NEEDS = (8, 9)  # the first compute capability with products of 8 bits
@@ -91,7 +93,7 @@ def checked_scales(
             scale = checks.spread(checked_scale(name, scale, ()), shape)
         found[name] = None if scale is None else checked_scale(name, scale, shape)
     if found["x_scale"] is not None and scaling == "row":
-        found["x_scale"] = checks.reshaped(found["x_scale"], (rows,), jnp.float32)
+        found["x_scale"] = checks.reshaped(found["x_scale"], x.shape[:-1], jnp.float32)
     return found | {"scaling": scaling}
 
 
@@ -107,9 +109,33 @@ def _scaling_of(x: Any, x_scale: Any, w_scale: Any) -> str:
     return "block" if of_x == blocks or (of_x != rows and len(of_x) == 2) else "row"
 
 
+def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+    """The planned call on x [..., K], differentiable unless x and w have 8 bits: out [..., N].
+
+    Blocks are of 128 rows of all outer axes together: the last outer axes are merged until they have whole blocks.
+    """
+    if call.options.scaling != "block":
+        return _planned(call, inputs)
+    *outer, _ = inputs.x.shape
+    axes = _in_blocks(outer)
+    of_axes = lambda y: None if y is None else y.reshape(*axes, y.shape[-1])
+    scale = inputs.x_scale
+    if scale is not None:
+        scale = scale.reshape(*scale_shape((*axes, inputs.x.shape[-1]), "block"))
+    out = _planned(call, inputs._replace(x=of_axes(inputs.x), residual=of_axes(inputs.residual), x_scale=scale))
+    return out.reshape(*outer, out.shape[-1])
+
+
+def _in_blocks(outer: list[int]) -> list[int]:
+    """The outer axes, the last of them merged into one with whole blocks of rows, or all into one."""
+    for start in reversed(range(len(outer))):
+        if start == 0 or math.prod(outer[start:]) % BLOCK == 0:
+            return [*outer[:start], math.prod(outer[start:])]
+    return [1]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The planned call on x [M, K], differentiable unless x and w have 8 bits: out [M, N]."""
+def _planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     return _run(call, inputs, saves=False).out
 
 
@@ -161,7 +187,7 @@ def _backward(call, residuals, dout):
     dbias = None
     if inputs.bias is not None:
         dz = lax.optimization_barrier(dz)  # else XLA writes dz in float32, for the sum, and reads it again
-        dbias = dz.sum(axis=0, dtype=jnp.float32).astype(inputs.bias.dtype)
+        dbias = sum_of_rows(dz).astype(inputs.bias.dtype)
     gradients = functools.partial(_product_gradients, call, x_of_columns)
     dx, dw = gradients(inputs.w, inputs.w_scale, dz, inputs.x.dtype if dup is None else jnp.float32)
     dw_up = None
@@ -194,34 +220,40 @@ def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
 def both_ways(
     call: PlannedCall, x: jax.Array, scale: Any = None, format: str = "e4m3"
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """x [M, N] and its transpose, quantised along their last axes; one kernel on a GPU whose kernels the call has.
+    """x [..., N] and its transpose [N, ...], quantised for matmuls that sum over N and over the others.
 
-    scale: None, or x's. Scales of rows serve x alone.
+    One kernel on a GPU whose kernels the call has. scale: None, or x's. Scales of rows serve x alone.
     """
     scaling, of_transpose = call.options.scaling, scale
-    if scaling == "row":
-        of_transpose = None
-    elif scaling == "block" and scale is not None:
-        of_transpose = scale.T
     if not _has_kernel(call, x, scale):
-        return quantize(x, format, scaling=scaling, scale=scale), quantize(
-            x.T, format, scaling=scaling, scale=of_transpose
-        )
+        return quantize(x, format, scaling=scaling, scale=scale), _of_columns(x, scale, scaling, format)
     dtype = jnp.dtype(FORMATS[format])
-    kernel = shared_both_ways(functools.partial(passes.both_ways, dtype=dtype, interpret=call.interpret), scaling)
+    kernel = both_ways_of_outer(functools.partial(passes.both_ways, dtype=dtype, interpret=call.interpret), scaling)
     if scaling == "block":
         found = kernel(x, None)
         assert found.scale is not None
-        scale, of_transpose = found.scale, found.scale.T
+        scale, of_transpose = found.scale, jnp.moveaxis(found.scale, -1, 0)
     else:
         scale = quantization_scale(x, dtype, scaling, -1) if scale is None else scale
-        of_transpose = quantization_scale(x, dtype, scaling, -2) if scaling == "row" else scale
-        factors = passes.reciprocal(scale).reshape(-1), passes.reciprocal(of_transpose).reshape(-1)
-        found = kernel(x, factors)
+        outer = tuple(range(x.ndim - 1))
+        of_transpose = quantization_scale(x, dtype, scaling, outer) if scaling == "row" else scale
+        found = kernel(x, (passes.reciprocal(scale), passes.reciprocal(of_transpose)))
     return (
         QuantizedArray(values=found.values, scale=scale, scaling=scaling),
         QuantizedArray(values=found.transposed, scale=of_transpose, scaling=scaling),
     )
+
+
+def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> QuantizedArray:
+    """The transpose [N, ...] of x [..., N]. Rows of it have scales of their own."""
+    if scaling == "row":
+        return quantize_columns(x, format)
+    if scaling != "block":
+        return quantize(jnp.moveaxis(x, -1, 0), format, scaling=scaling, scale=scale)
+    swapped = lambda y: None if y is None else jnp.swapaxes(y, -1, -2)
+    found = quantize(swapped(x), format, scaling=scaling, scale=swapped(scale))
+    first = lambda y: jnp.moveaxis(y, -2, 0)
+    return dataclasses.replace(found, values=first(found.values), scale=first(found.scale))
 
 
 def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
@@ -231,7 +263,7 @@ def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
     return reaches(x.size * x.dtype.itemsize)
 
 
-planned.defvjp(_forward, _backward)
+_planned.defvjp(_forward, _backward)
 
 
 def _product(call: PlannedCall, x: QuantizedArray, w: QuantizedArray, out_dtype: Any) -> jax.Array:
