@@ -19,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax_kernels.derivatives import NO_SECOND, without_derivative
 from jax_kernels.explicit import explicit_mesh, on_auto_axes, with_auto_axes
 from jax_kernels.ops.planned_op import named_arguments
+from jax_kernels.quantization import QuantizedArray
 from jax_kernels.varying import as_varying
 
 __all__ = ["as_attention", "as_product", "as_rows", "with_explicit_axes"]
@@ -169,7 +170,9 @@ def _zeros(aval: Any) -> Any:
 
 
 def _spec(x: Any) -> tuple[Any, ...]:
-    """How an array's axes are shared out; nothing where it has no explicit axes."""
+    """The mesh axes that shard each axis of an array; None where it has no Explicit axes."""
+    if isinstance(x, QuantizedArray) and x.layout is None:
+        return _spec(x.values)
     if not isinstance(x, jax.Array) or explicit_mesh(x) is None:
         return (None,) * getattr(x, "ndim", 0)
     spec = jax.typeof(x).sharding.spec

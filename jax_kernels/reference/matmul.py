@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels import low_bit
+from jax_kernels import low_bit, scale_blocks
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
-from jax_kernels.quantization import BLOCK
 
 __all__ = ["matmul"]
 
@@ -49,8 +48,8 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
         precision = "tf32" if x.dtype == jnp.float16 else options.precision
         return _sums(x.astype(jnp.float32), w, dataclasses.replace(options, precision=precision))
     if options.scaling == "block":
-        rows = x.ndim - w.ndim + 1
-        x, w = _of_blocks(x, x_scale, rows - 1), _of_blocks(w, w_scale, 0)
+        count = x.ndim - w.ndim + 1  # rows' axes
+        x, w = _of_blocks(x, x_scale, count), _of_blocks(w, w_scale, 1)
         return _sums(x, w, dataclasses.replace(options, precision="tf32"))
     if options.scaling is None:
         return _sums(x, w, options)
@@ -61,10 +60,10 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
     return product * x_scale[..., None] * w_scale
 
 
-def _of_blocks(values: Any, scale: Any, axis: int) -> Any:
-    """values * scale in float32, with a scale for 128 x 128 values along this axis and the last."""
-    wide = jnp.repeat(jnp.repeat(scale, BLOCK, axis=axis), BLOCK, axis=-1)
-    return values.astype(jnp.float32) * wide[tuple(map(slice, values.shape))]
+def _of_blocks(values: Any, scale: Any, count: int) -> Any:
+    """values * scale in float32, with a scale for 128 rows, along the first `count` axes, x 128 of the others."""
+    sizes = scale_blocks.sizes_of(values.shape[:count]) + scale_blocks.sizes_of(values.shape[count:])
+    return values.astype(jnp.float32) * scale_blocks.spread(scale, sizes, values.shape)
 
 
 def _sums(x: Any, w: Any, options: MatmulOptions) -> Any:

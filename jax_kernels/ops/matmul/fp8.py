@@ -25,16 +25,17 @@ from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.pallas.matmul.passes import both_ways as passes
 from jax_kernels.pallas.triton.tensors import reaches
 from jax_kernels.quantization import (
-    BLOCK,
     FORMATS,
     QuantizedArray,
     check_scaling,
     checked_scale,
     quantization_scale,
     quantize,
+    quantize_blocks,
     quantize_columns,
     scale_shape,
 )
+from jax_kernels.scale_blocks import BLOCK, boxes, counts, sizes_of
 
 __all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "run"]
 
@@ -112,26 +113,18 @@ def _scaling_of(x: Any, x_scale: Any, w_scale: Any) -> str:
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     """The planned call on x [..., K], differentiable unless x and w have 8 bits: out [..., N].
 
-    Blocks are of 128 rows of all outer axes together: the last outer axes are merged until they have whole blocks.
+    Rows of blocks are counted through all outer axes, and some of these are merged, see scale_blocks.
     """
     if call.options.scaling != "block":
         return _planned(call, inputs)
     *outer, _ = inputs.x.shape
-    axes = _in_blocks(outer)
+    axes = boxes(outer)
     of_axes = lambda y: None if y is None else y.reshape(*axes, y.shape[-1])
     scale = inputs.x_scale
     if scale is not None:
-        scale = scale.reshape(*scale_shape((*axes, inputs.x.shape[-1]), "block"))
+        scale = scale.reshape(counts((*axes, inputs.x.shape[-1]), (*sizes_of(axes), BLOCK)))
     out = _planned(call, inputs._replace(x=of_axes(inputs.x), residual=of_axes(inputs.residual), x_scale=scale))
     return out.reshape(*outer, out.shape[-1])
-
-
-def _in_blocks(outer: list[int]) -> list[int]:
-    """The outer axes, the last of them merged into one with whole blocks of rows, or all into one."""
-    for start in reversed(range(len(outer))):
-        if start == 0 or math.prod(outer[start:]) % BLOCK == 0:
-            return [*outer[:start], math.prod(outer[start:])]
-    return [1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -151,11 +144,11 @@ def _run(call: PlannedCall, inputs: MatmulInputs, *, saves: bool) -> MatmulResul
     return batched(dataclasses.replace(call, options=options))(quantized)
 
 
-def _operand(x: Any, scale: Any, scaling: Any, format: str = "e4m3") -> QuantizedArray:
+def _operand(x: Any, scale: Any, scaling: Any) -> QuantizedArray:
     """An operand whose last axis is summed over. Arrays of 8 bits are taken as they are."""
     if x.dtype in DTYPES:
         return QuantizedArray(values=x, scale=scale, scaling=scaling)
-    return quantize(x, format, scaling=scaling, scale=scale)
+    return _of_rows(x, scale, scaling, "e4m3")
 
 
 def _summed_last(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
@@ -226,7 +219,7 @@ def both_ways(
     """
     scaling, of_transpose = call.options.scaling, scale
     if not _has_kernel(call, x, scale):
-        return quantize(x, format, scaling=scaling, scale=scale), _of_columns(x, scale, scaling, format)
+        return _of_rows(x, scale, scaling, format), _of_columns(x, scale, scaling, format)
     dtype = jnp.dtype(FORMATS[format])
     kernel = both_ways_of_outer(functools.partial(passes.both_ways, dtype=dtype, interpret=call.interpret), scaling)
     if scaling == "block":
@@ -244,16 +237,21 @@ def both_ways(
     )
 
 
+def _of_rows(x: jax.Array, scale: Any, scaling: Any, format: str) -> QuantizedArray:
+    """x [..., N]. Blocks are of rows through all outer axes, which have them as boxes."""
+    if scaling != "block":
+        return quantize(x, format, scaling=scaling, scale=scale)
+    return quantize_blocks(x, format, (*sizes_of(x.shape[:-1]), BLOCK), scale)
+
+
 def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> QuantizedArray:
     """The transpose [N, ...] of x [..., N]. Rows of it have scales of their own."""
     if scaling == "row":
         return quantize_columns(x, format)
     if scaling != "block":
         return quantize(jnp.moveaxis(x, -1, 0), format, scaling=scaling, scale=scale)
-    swapped = lambda y: None if y is None else jnp.swapaxes(y, -1, -2)
-    found = quantize(swapped(x), format, scaling=scaling, scale=swapped(scale))
-    first = lambda y: jnp.moveaxis(y, -2, 0)
-    return dataclasses.replace(found, values=first(found.values), scale=first(found.scale))
+    first = lambda y: None if y is None else jnp.moveaxis(y, -1, 0)
+    return quantize_blocks(first(x), format, (BLOCK, *sizes_of(x.shape[:-1])), first(scale))
 
 
 def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:

@@ -9,7 +9,7 @@ import jax
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
 from jax_kernels.pallas.matmul.passes.both_ways import BothWays
-from jax_kernels.quantization import BLOCK
+from jax_kernels.scale_blocks import BLOCK, counts, sizes_of
 
 __all__ = ["both_ways_of_outer", "by_rows", "shared_matmul"]
 
@@ -30,7 +30,7 @@ def by_rows(
         if options.scaling == "row":
             shapes["x_scale"] = (m,)
         elif options.scaling == "block":
-            of_blocks = lambda shape: tuple(-(-size // BLOCK) for size in shape)
+            of_blocks = lambda shape: counts(shape, (BLOCK, BLOCK))
             shapes |= {"x_scale": of_blocks(x), "w_scale": of_blocks(w), "w_up_scale": of_blocks(w)}
         if options.low_bit is not None:  # stored values
             del shapes["w"], shapes["w_up"]
@@ -67,7 +67,6 @@ def both_ways_of_outer(function: Callable[..., Any], scaling: str) -> Callable[.
 
     The transpose is [N, ...]. Under jit the devices of a mesh run it on their shards.
     """
-    blocks = lambda size: -(-size // BLOCK)
 
     def of_rows(x: jax.Array, factors: Any) -> BothWays:
         *outer, columns = x.shape
@@ -76,63 +75,56 @@ def both_ways_of_outer(function: Callable[..., Any], scaling: str) -> Callable[.
         found = function(x.reshape(rows, columns), factors)
         scale = found.scale
         if scale is not None:
-            scale = scale.reshape(*outer[:-1], blocks(outer[-1]), blocks(columns))
+            scale = scale.reshape(counts(x.shape, (*sizes_of(outer), BLOCK)))
         return BothWays(found.values.reshape(x.shape), found.transposed.reshape(columns, *outer), scale)
 
     def run(x: jax.Array, factors: Any) -> BothWays:
         if x.size <= jax.device_count():  # the kernel takes one row's and one column's factors for those of a tensor
             return of_rows(x, factors)
-        group = _block(scaling)
-        rows, columns = _several(ROWS, x.ndim - 1, group), Axis(COLUMNS, group)
+        rows, (columns,) = _axes(ROWS, x.shape[:-1], scaling), _axes(COLUMNS, x.shape[-1:], scaling)
         of_factors: list[ArrayAxes] = [rows, (columns,)] if scaling == "row" else [(), ()]
         of_scale: ArrayAxes = tuple(Axis(axis.name) for axis in (*rows, columns))
         shares = Shares(
             arguments=[(*rows, columns), *([] if factors is None else of_factors)],
             results=lambda result: [(*rows, columns), (columns, *rows), of_scale][: len(jax.tree.leaves(result))],
-            lengths=_whole(ROWS, x.shape[:-1], group) | _whole(COLUMNS, x.shape[-1:], group),
+            lengths=_whole(rows, x.shape[:-1]) | _whole((columns,), x.shape[-1:]),
         )
         return partitioned(of_rows, shares)(x, factors)
 
     return jax.custom_batching.sequential_vmap(run) if is_partitioned() else of_rows
 
 
-def _block(scaling: str | None) -> int:
-    return BLOCK if scaling == "block" else 1
+def _axes(name: str, lengths: tuple[int, ...], scaling: str | None) -> tuple[Axis, ...]:
+    """M's, N's or K's axes. Where blocks have scales the devices hold whole ones."""
+    sizes = sizes_of(lengths) if scaling == "block" else (1,) * len(lengths)
+    return tuple(Axis(f"{name}{i}", size) for i, size in enumerate(sizes))
 
 
-def _several(name: str, count: int, block: int) -> tuple[Axis, ...]:
-    """The axes of one name, of which the last has blocks."""
-    return tuple(Axis(_numbered(name, i), block if i == count - 1 else 1) for i in range(count))
+def _whole(axes: tuple[Axis, ...], lengths: tuple[int, ...]) -> dict[str, int]:
+    """The lengths of the axes, in blocks, without those that have a part of one."""
+    every = zip(axes, lengths, strict=True)
+    return {axis.name: length // axis.group for axis, length in every if length % axis.group == 0}
 
 
-def _numbered(name: str, number: int) -> str:
-    return name if name == COLUMNS else f"{name}{number}"
-
-
-def _whole(name: str, lengths: tuple[int, ...], block: int) -> dict[str, int]:
-    """The lengths of the axes of one name, that of the last in blocks. One without whole blocks is not sharded."""
-    found = {_numbered(name, i): length for i, length in enumerate(lengths)}
-    if found:
-        last, length = found.popitem()
-        found |= {last: length // block} if length % block == 0 else {}
-    return found
+def _axes_of(inputs: MatmulInputs, options: MatmulOptions) -> tuple[tuple[Axis, ...], ...]:
+    """M's axes, N's one, and K's."""
+    (m, k), (_, n, _) = options.axes(inputs), options.sizes(inputs)
+    return tuple(_axes(name, of, options.scaling) for name, of in ((ROWS, m), (COLUMNS, (n,)), (DEPTH, k)))
 
 
 def _fields(inputs: MatmulInputs, options: MatmulOptions) -> dict[str, ArrayAxes]:
-    block, lengths = _block(options.scaling), options.axes(inputs)
-    rows, depth = (_several(name, len(of), block) for name, of in zip((ROWS, DEPTH), lengths, strict=True))
-    columns = Axis(COLUMNS, block)
+    rows, columns, depth = _axes_of(inputs, options)
     of_x: ArrayAxes = (*depth, *rows) if options.transpose_x else (*rows, *depth)
-    of_w: ArrayAxes = (columns, *depth) if options.transpose_w else (*depth, columns)
+    of_w: ArrayAxes = (*columns, *depth) if options.transpose_w else (*depth, *columns)
     of_x_scale: ArrayAxes = rows
-    of_w_scale: ArrayAxes = (columns,)
+    of_w_scale: ArrayAxes = columns
     if options.scaling == "block":
         of_x_scale, of_w_scale = (tuple(Axis(axis.name) for axis in axes if axis) for axes in (of_x, of_w))
     if options.low_bit is not None:  # stored values, whose scales lie as their layout has them
         of_w, of_w_scale = (None, None), (None, None)
-    found = {"x": of_x, "x_up": of_x, "w": of_w, "w_up": of_w, "bias": (columns,), "x_scale": of_x_scale}
+    found = {"x": of_x, "x_up": of_x, "w": of_w, "w_up": of_w, "bias": columns, "x_scale": of_x_scale}
     found |= {"w_scale": of_w_scale, "w_up_scale": of_w_scale}
-    return found | dict.fromkeys(("residual", "preactivation", "up"), (*rows, columns))
+    return found | dict.fromkeys(("residual", "preactivation", "up"), (*rows, *columns))
 
 
 def _of(axes: ArrayAxes | None, x: Any) -> ArrayAxes:
@@ -140,11 +132,10 @@ def _of(axes: ArrayAxes | None, x: Any) -> ArrayAxes:
 
 
 def _lengths(inputs: MatmulInputs, options: MatmulOptions) -> dict[str, int]:
-    (rows, depth), (_, columns, _) = options.axes(inputs), options.sizes(inputs)
-    block = _block(options.scaling)
+    (m, k), (_, n, _) = options.axes(inputs), options.sizes(inputs)
+    rows, columns, depth = _axes_of(inputs, options)
     if options.low_bit is not None:
-        return _whole(ROWS, rows, block)
+        return _whole(rows, m)
     epilogue = inputs.bias, inputs.residual, inputs.preactivation, options.activation
     is_product = all(x is None for x in epilogue) and not inputs.is_gated
-    found = _whole(ROWS, rows, block) | _whole(COLUMNS, (columns,), block)
-    return found | (_whole(DEPTH, depth, block) if is_product else {})
+    return _whole(rows, m) | _whole(columns, (n,)) | (_whole(depth, k) if is_product else {})
