@@ -250,8 +250,8 @@ def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> Q
         return quantize_columns(x, format)
     if scaling != "block":
         return quantize(jnp.moveaxis(x, -1, 0), format, scaling=scaling, scale=scale)
-    first = lambda y: None if y is None else jnp.moveaxis(y, -1, 0)
-    return quantize_blocks(first(x), format, (BLOCK, *sizes_of(x.shape[:-1])), first(scale))
+    scale = None if scale is None else jnp.moveaxis(scale, -1, 0)
+    return quantize_blocks(jnp.moveaxis(x, -1, 0), format, (BLOCK, *sizes_of(x.shape[:-1])), scale)
 
 
 def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:

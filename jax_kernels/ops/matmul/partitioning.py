@@ -26,7 +26,8 @@ def by_rows(
             return function(inputs)
         (rows, _), (m, n, k) = options.axes(inputs), options.sizes(inputs)
         x, w = (k, m) if options.transpose_x else (m, k), (n, k) if options.transpose_w else (k, n)
-        shapes = {"x": x, "x_up": x, "w": w, "w_up": w, "residual": (m, n), "preactivation": (m, n), "up": (m, n)}
+        shapes: dict[str, tuple[int, ...]] = {"x": x, "x_up": x, "w": w, "w_up": w}
+        shapes |= dict.fromkeys(("residual", "preactivation", "up"), (m, n))
         if options.scaling == "row":
             shapes["x_scale"] = (m,)
         elif options.scaling == "block":
