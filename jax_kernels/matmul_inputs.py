@@ -1,6 +1,7 @@
 """The arrays, options and results of a matmul, from the public op down to a kernel."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +29,10 @@ class MatmulInputs(NamedTuple):
 
     With MatmulOptions.low_bit: w and w_up are stored values, [N, bytes], and w_scale and w_up_scale theirs; x is not
     quantised, and x_scale is None.
+
+    A kernel takes the shapes above. In all other code M and K may each be several axes, with one N: M is x's outer
+    axes, as the caller gave them, and K is all axes of w but N, such as the outer axes in the gradient of the weights.
+    The devices of a mesh shard each of these axes. With scales of blocks the last axis of several has whole blocks.
     """
 
     x: Any
@@ -48,7 +53,7 @@ class MatmulInputs(NamedTuple):
 
 
 class MatmulResult(NamedTuple):
-    """The result of a kernel, [M, N].
+    """The result of a kernel, [M, N]; M is several axes where x has several.
 
     out: in the call's out_dtype. preactivation: x @ w + bias in the same dtype, None where it is not asked for. up:
     x @ w_up, likewise, of a gated unit.
@@ -89,10 +94,17 @@ class MatmulOptions:
     scaling: str | None = None
     low_bit: LowBit | None = None
 
+    def axes(self, inputs: MatmulInputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The lengths of M's axes and of K's, as x has them."""
+        shape, count = inputs.x.shape, inputs.w.ndim - 1
+        if self.transpose_x:
+            return shape[count:], shape[:count]
+        return shape[: len(shape) - count], shape[len(shape) - count :]
+
     def sizes(self, inputs: MatmulInputs) -> tuple[int, int, int]:
         """(M, N, K)."""
-        rows, depth = reversed(inputs.x.shape) if self.transpose_x else inputs.x.shape
-        return rows, inputs.w.shape[0 if self.transpose_w else 1], depth
+        rows, depth = self.axes(inputs)
+        return math.prod(rows), inputs.w.shape[0 if self.transpose_w else -1], math.prod(depth)
 
     def gradients(self, g: Any, z: Any, load_up: Callable[[], Any] | None) -> Iterator[tuple[str, Any]]:
         """The fields of a derivative's MatmulResult, from the cotangent g of activation(z) * up: all in float32.

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 class NormInputs(NamedTuple):
     """The arrays of a call. Those that a call lacks are None.
 
-    x: [rows, columns], bfloat16, float16 or float32. residual: like x, added to it first. scale, bias: [columns], in
-    x's dtype or float32.
+    x: [..., columns], bfloat16, float16 or float32; [rows, columns] for a kernel. residual: like x, added to it first.
+    scale, bias: [columns], in x's dtype or float32.
     """
 
     x: Any
@@ -20,11 +20,12 @@ class NormInputs(NamedTuple):
 class NormResult(NamedTuple):
     """The result of a forward.
 
-    out: like x. total: x + residual in x's dtype, None without a residual. mean, inverse: [rows] float32, the mean of
-    each row, None for rms_norm, and the inverse of its standard deviation, or root mean square.
+    out: like x. total: x + residual in x's dtype, None without a residual. mean, inverse: float32 in x's shape without
+    the last axis, the mean of each row, None for rms_norm, and the inverse of its standard deviation, or root mean
+    square.
 
-    With options.quantize out has 8 bits, out_scale, [rows] float32, is what its rows are to be multiplied by, and mean
-    and inverse may be None.
+    With options.quantize out has 8 bits, out_scale, float32 of mean's shape, multiplies its rows, and mean and inverse
+    may be None.
     """
 
     out: Any
@@ -49,7 +50,7 @@ class NormOptions:
     out = (x - mean) * inverse * (scale + scale_offset) + bias, with inverse = 1 / sqrt(mean((x - mean)²) + eps). The
     mean is taken off where is_centred (layer_norm), and counts as 0 otherwise (rms_norm). quantize: None, or the format
     that out is rounded to, "e4m3" or "e5m2", with a scale for each row. quantizes_by_half: whether the GPU rounds to 8
-    bits by way of float16, as Ada does. outer: the axes of x that rows joins, by which devices share rows out.
+    bits by way of float16, as Ada does.
     """
 
     is_centred: bool
@@ -57,4 +58,3 @@ class NormOptions:
     scale_offset: float = 0.0
     quantize: str | None = None
     quantizes_by_half: bool = False
-    outer: tuple[int, ...] = ()

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jax_kernels import low_bit
+from jax_kernels import low_bit, scale_blocks
 from jax_kernels.derivatives import without_derivative
 from jax_kernels.explicit import explicit_mesh, on_auto_axes, with_auto_axes
 from jax_kernels.low_bit import LowBit
+from jax_kernels.scale_blocks import BLOCK
 
 __all__ = ["QuantizedArray", "dequantize", "quantize", "quantize_fp8"]
 
@@ -25,7 +26,6 @@ _NO_DERIVATIVE = (
 _NO_DERIVATIVE_OF_VALUES = (
     "dequantize: numbers of 8 bits have no gradients. Differentiate with respect to the scale, or to what was rounded"
 )
-BLOCK = 128  # rows and columns that share a scale
 
 
 @jax.tree_util.register_dataclass
@@ -143,17 +143,43 @@ def quantize(
     return _on_auto_axes(rounded, [x, scale], _specs_of_rounded)
 
 
-def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: int) -> QuantizedArray:
+def quantize_columns(x: jax.Array, format: str) -> QuantizedArray:
+    """The transpose [N, ...] of x [..., N] with one scale for each column of x, [N].
+
+    x [M, N] gives quantize(x.T, format, scaling="row").
+    """
+    axes = tuple(range(1, x.ndim))
+    found = _rounded(jnp.moveaxis(_checked(x), -1, 0), None, format=format, scaling="row", axis=axes)
+    return dataclasses.replace(found, axis=-1)
+
+
+def quantize_blocks(x: jax.Array, format: str, sizes: Sequence[int], scale: Any = None) -> QuantizedArray:
+    """x with one scale for each block of `sizes` values along its axes; scale as in quantize."""
+    dtype, x, is_given = jnp.dtype(FORMATS[format]), _checked(x).astype(jnp.float32), scale is not None
+    if not is_given:
+        scale = _scale_of(scale_blocks.largest(x, sizes, _largest_along), dtype)
+    values = _values(x, scale_blocks.spread(scale, sizes, x.shape), dtype, is_given)
+    return QuantizedArray(values=values, scale=scale, scaling="block")
+
+
+def _rounded(x: jax.Array, scale: Any, *, format: str, scaling: str, axis: Any) -> QuantizedArray:
     """x in 8 bits, with the scale that is given, or those that x's largest numbers give."""
-    dtype, x = jnp.dtype(FORMATS[format]), x.astype(jnp.float32)
-    if scale is None:
+    dtype, x, is_given = jnp.dtype(FORMATS[format]), x.astype(jnp.float32), scale is not None
+    if not is_given:
         scale = quantization_scale(x, dtype, scaling, axis)
-        spread = _spread(scale, scaling, axis, x.shape)
-        # Times the reciprocal: a compiled division by one number is that, and rounds otherwise than an exact one.
-        values = jnp.where(jnp.isfinite(spread), x * (1 / spread), jnp.nan).astype(dtype)
-    else:
-        values = _saturated(x * (1 / _spread(scale, scaling, axis, x.shape)), dtype)
-    return QuantizedArray(values=_kept(values), scale=scale, scaling=scaling, axis=axis)
+    values = _values(x, _spread(scale, scaling, axis, x.shape), dtype, is_given)
+    return QuantizedArray(values=values, scale=scale, scaling=scaling, axis=axis)
+
+
+def _values(x: jax.Array, spread: jax.Array, dtype: Any, is_given: bool) -> jax.Array:
+    """x in 8 bits over the scales, which are the caller's, or those of x's largest values.
+
+    x times the reciprocal: a compiled division by one value is that, and rounds otherwise than an exact one.
+    """
+    scaled = x * (1 / spread)
+    if is_given:
+        return _kept(_saturated(scaled, dtype))
+    return _kept(jnp.where(jnp.isfinite(spread), scaled, jnp.nan).astype(dtype))
 
 
 def _layout(format: str, scaling: Any, group_size: Any, scale: Any, scale_dtype: Any) -> LowBit:
@@ -288,7 +314,7 @@ def scale_shape(shape: tuple[int, ...], scaling: str, axis: int = -1) -> tuple[i
     if scaling == "row":
         at = len(shape) + axis
         return (*shape[:at], *shape[at + 1 :])
-    return (*shape[:-2], *(-(-size // BLOCK) for size in shape[-2:]))
+    return scale_blocks.counts(shape, _block_sizes(shape))
 
 
 def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -304,21 +330,21 @@ def checked_scale(name: str, scale: Any, shape: tuple[int, ...]) -> jax.Array:
     return scale
 
 
-def quantization_scale(x: jax.Array, dtype: Any, scaling: str, axis: int) -> jax.Array:
-    """The scales with which x's largest numbers become the largest of `dtype`."""
+def quantization_scale(x: jax.Array, dtype: Any, scaling: str, axis: Any) -> jax.Array:
+    """The scales with which x's largest values become the largest of `dtype`.
+
+    axis: with scaling="row" the axis, or a tuple of axes, of the values that have one scale.
+    """
     return _scale_of(_largest(x.astype(jnp.float32), scaling, axis), dtype)
 
 
-def _largest(x: jax.Array, scaling: str, axis: int) -> jax.Array:
+def _largest(x: jax.Array, scaling: str, axis: Any) -> jax.Array:
     """The largest magnitudes of the numbers that share a scale."""
     if scaling == "tensor":
         return _largest_along(x, None)
     if scaling == "row":
         return _largest_along(x, axis)
-    *outer, rows, columns = scale_shape(x.shape, "block")
-    ends = [n * BLOCK - size for n, size in zip((rows, columns), x.shape[-2:], strict=True)]
-    padded = jnp.pad(x, [(0, 0)] * len(outer) + [(0, end) for end in ends])
-    return _largest_along(padded.reshape(*outer, rows, BLOCK, columns, BLOCK), (-3, -1))
+    return scale_blocks.largest(x, _block_sizes(x.shape), _largest_along)
 
 
 def _largest_along(x: jax.Array, axis: Any, keepdims: bool = False) -> jax.Array:
@@ -331,14 +357,18 @@ def _largest_along(x: jax.Array, axis: Any, keepdims: bool = False) -> jax.Array
     return jax.lax.platform_dependent(x, cpu=on_cpu, default=largest)
 
 
-def _spread(scale: jax.Array, scaling: str, axis: int, shape: tuple[int, ...]) -> jax.Array:
+def _spread(scale: jax.Array, scaling: str, axis: Any, shape: tuple[int, ...]) -> jax.Array:
     """The scales, in a shape that broadcasts to the array's."""
     if scaling == "tensor":
         return scale
     if scaling == "row":
         return jnp.expand_dims(scale, axis)
-    wide = jnp.repeat(jnp.repeat(scale, BLOCK, axis=-2), BLOCK, axis=-1)
-    return wide[..., : shape[-2], : shape[-1]]
+    return scale_blocks.spread(scale, _block_sizes(shape), shape)
+
+
+def _block_sizes(shape: Sequence[int]) -> list[int]:
+    """The sizes of the blocks of the last two axes."""
+    return [*[1] * (len(shape) - 2), BLOCK, BLOCK]
 
 
 def _scale_of(largest: jax.Array, dtype: Any) -> jax.Array:

@@ -11,7 +11,7 @@ from jax import lax
 
 from jax_kernels.defaults import under_defaults
 from jax_kernels.derivatives import in_both_modes
-from jax_kernels.models.sharding import ShardingRules
+from jax_kernels.models.sharding import UNCONSTRAINED, ShardingRules
 from jax_kernels.ops.checks import checked_integers
 from jax_kernels.varying import as_varying, varying_axes
 
@@ -95,7 +95,10 @@ def _logits(x: jax.Array, rows: jax.Array, ids: jax.Array, vocabulary: int, rule
     """[..., V / count] in float32; those of padding are -inf."""
     logits = jnp.einsum("...d,vd->...v", x, rows, preferred_element_type=jnp.float32)
     names = ("batch", "tokens") if x.ndim == 3 else (None,) * (x.ndim - 1)
-    logits = rules.constrain(logits, *names, "vocab")
+    # An axis of x that the rules do not shard may be sharded by the caller: it stays as it is.
+    is_known = lambda name, length: name is not None and rules.devices(name, length)
+    outer = [name if is_known(name, n) else UNCONSTRAINED for name, n in zip(names, x.shape[:-1], strict=True)]
+    logits = rules.constrain(logits, *outer, "vocab")
     return jnp.where(ids < vocabulary, logits, -jnp.inf)
 
 
@@ -104,8 +107,7 @@ class _Devices:
     """The devices whose parts of the gradient of w are added up last: mesh axes, and how many devices these are.
 
     They share out the batch or the tokens of x [B, T, D]. Of those that share out the width of w each has a part of the
-    sum, so that each chunk's is sent by itself, beside the products of the next. Other arrays have all tokens in one
-    batch entry, on one device.
+    sum, so that each chunk's is sent by itself, beside the matmuls of the next. For an x of other axes there are none.
     """
 
     batch: tuple[str, ...] = ()
@@ -126,10 +128,16 @@ class _Devices:
     def count(self) -> int:
         return self.sizes[0] * self.sizes[1]
 
-    def parts(self, x: jax.Array) -> jax.Array:
-        """x, its batch and its tokens cut into the parts of the devices: [devices, B, devices, T, ...]."""
-        shape = x.shape[:2] if x.ndim == 3 else (1, math.prod(x.shape[:-1]))
-        (of_batch, of_tokens), (batch, tokens) = self.sizes, shape
+    def sums(self, dlogits: jax.Array, x: jax.Array) -> jax.Array:
+        """The sums over the tokens of each device, in float32: [devices of batch, devices of tokens, V, D]."""
+        if self.count == 1:
+            outer = tuple(range(x.ndim - 1))
+            return jnp.tensordot(dlogits, x, (outer, outer), preferred_element_type=jnp.float32)[None, None]
+        return jnp.einsum("abcdv,abcdz->acvz", self._parts(dlogits), self._parts(x), preferred_element_type=jnp.float32)
+
+    def _parts(self, x: jax.Array) -> jax.Array:
+        """x [B, T, ...], its batch and its tokens cut into the parts of the devices: [devices, B, devices, T, ...]."""
+        (of_batch, of_tokens), (batch, tokens, _) = self.sizes, x.shape
         return x.reshape(of_batch, batch // of_batch, of_tokens, tokens // of_tokens, x.shape[-1])
 
 
@@ -160,7 +168,6 @@ def _backward(how: tuple[int, ShardingRules], residuals: Any, cotangent: jax.Arr
     x, rows, targets, lse = residuals
     cotangent = jnp.where(targets >= 0, cotangent, 0)
     devices = _Devices.of(x, rules)
-    parts = devices.parts(x)
 
     def one(dx: Any, of_chunk: Any) -> Any:
         of_rows, ids = of_chunk
@@ -168,7 +175,7 @@ def _backward(how: tuple[int, ShardingRules], residuals: Any, cotangent: jax.Arr
         share = jnp.exp(logits - lse[..., None]) - (ids == targets[..., None])
         dlogits = (share * cotangent[..., None]).astype(x.dtype)
         dx = dx + jnp.einsum("...v,vd->...d", dlogits, of_rows, preferred_element_type=jnp.float32)
-        drows = jnp.einsum("abcdv,abcdz->acvz", devices.parts(dlogits), parts, preferred_element_type=jnp.float32)
+        drows = devices.sums(dlogits, x)
         drows = rules.constrain(drows, devices.batch, devices.tokens, "vocab", "embed")
         return dx, drows if devices.count > 1 else drows.astype(rows.dtype)
 

@@ -17,6 +17,7 @@ from jax_kernels.ops.ring.layouts import Layout
 
 __all__ = [
     "MESH_AXES",
+    "UNCONSTRAINED",
     "ShardingRules",
     "batch_sharding",
     "check_mesh",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 # The mesh axes that the default rules know, the one whose devices talk least first.
+UNCONSTRAINED = PartitionSpec.UNCONSTRAINED  # an axis that stays as XLA shards it
 MESH_AXES = ("pipeline", "data", "fsdp", "sequence", "tensor")
 
 
@@ -84,16 +86,18 @@ class ShardingRules:
                 found.append(axis)
         return tuple(found)
 
-    def spec(self, names: Sequence[str | tuple[str, ...] | None], shape: Sequence[int], mesh: Any) -> PartitionSpec:
-        """How a mesh shares out an array whose axes have these names; the last axes may be without.
+    def spec(self, names: Sequence[Any], shape: Sequence[int], mesh: Any) -> PartitionSpec:
+        """The PartitionSpec on a mesh of an array whose axes have these names; the last axes may be without.
 
-        In place of a name may stand the mesh axes themselves, as a tuple.
+        A name may also be a tuple of mesh axes, or UNCONSTRAINED.
         """
-        found: list[tuple[str, ...]] = []
+        found: list[Any] = []
         for name, length in zip(names, shape, strict=False):
-            taken = [x for axes in found for x in axes]
-            found.append(name if isinstance(name, tuple) else self.mesh_axes(name, length, mesh, taken))
-        return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in found))
+            taken = [x for axes in found if axes is not UNCONSTRAINED for x in axes]
+            is_spec = isinstance(name, tuple) or name is UNCONSTRAINED
+            found.append(name if is_spec else self.mesh_axes(name, length, mesh, taken))
+        of = lambda axes: axes if axes is UNCONSTRAINED else axes[0] if len(axes) == 1 else axes or None
+        return PartitionSpec(*map(of, found))
 
     def parameter_spec(self, name: str, shape: Sequence[int], mesh: Any) -> PartitionSpec:
         """How a mesh shares out the parameter of a dotted name."""
@@ -102,7 +106,7 @@ class ShardingRules:
                 return self.spec(names, shape, mesh)
         return PartitionSpec()
 
-    def constrain(self, x: jax.Array, *names: str | tuple[str, ...] | None) -> jax.Array:
+    def constrain(self, x: jax.Array, *names: Any) -> jax.Array:
         """x, shared out by its axes' names on the mesh of jax.set_mesh; as it is without one, and inside shard_map.
 
         names: as in spec.

@@ -90,7 +90,8 @@ class Block(nnx.Module):
     def _mlp_over_devices(self, normed: jax.Array, x: jax.Array) -> jax.Array:
         """x + mlp(normed), each device on its own tokens.
 
-        The op takes rows, and rows of sequences that devices share would have to be gathered.
+        A kernel with a residual does not shard the axis that it sums over, here mlp_dim, which "mlp" of the rules may
+        shard: the devices add up their parts in float32, and then x.
         """
         mesh, rules, axis = jax.sharding.get_abstract_mesh(), self.attention.rules, self.attention.sequence_axis
         assert axis is not None
@@ -207,7 +208,10 @@ class Transformer(nnx.Module):
         if has_explicit_axes():
             embed = lambda model, tokens: model.embed_tokens(tokens)
             return under_auto_axes(embed, self, (tokens,), self._spec("batch", "tokens", None, of=tokens))
-        return jnp.take(self.embed[...], tokens, axis=0)
+        # Each device has whole rows of the table. Embeddings from rows that a mesh axis shards would be sharded along
+        # that axis, too. It shards the batch as well, and XLA would gather the embeddings, and their gradient.
+        table = self.rules.constrain(self.embed[...], "vocab", None)
+        return jnp.take(table, tokens, axis=0)
 
     @under_defaults
     def __call__(

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax_kernels.derivatives import NO_SECOND, in_reverse_mode, without_derivative
 from jax_kernels.explicit import explicit_mesh, on_auto_axes, with_auto_axes
 from jax_kernels.ops.planned_op import named_arguments
+from jax_kernels.quantization import QuantizedArray
 from jax_kernels.varying import as_varying
 
 __all__ = ["as_attention", "as_product", "as_rows", "with_explicit_axes"]
@@ -145,6 +146,8 @@ def _nearest(x: Any, known: list[tuple[Any, PartitionSpec]]) -> PartitionSpec:
     first, spec = known[0]
     pairs = zip(x.shape, first.shape, strict=False)
     alike = len(list(itertools.takewhile(lambda sizes: sizes[0] == sizes[1], pairs)))
+    if alike == 0 and x.shape[1:] == first.shape[:-1]:  # the transpose that a matmul of 8 bits keeps
+        return PartitionSpec(None, *spec[:-1])
     if alike == 0 and min(x.ndim, first.ndim) > 1:
         # Rows, or a batch that other axes were joined to.
         joins_batch = x.ndim == first.ndim and x.shape[0] % max(first.shape[0], 1) == 0
@@ -172,7 +175,9 @@ def _zeros(aval: Any) -> Any:
 
 
 def _spec(x: Any) -> tuple[Any, ...]:
-    """How an array's axes are shared out; nothing where it has no explicit axes."""
+    """The mesh axes that shard each axis of an array; None where it has no Explicit axes."""
+    if isinstance(x, QuantizedArray) and x.layout is None:
+        return _spec(x.values)
     if not isinstance(x, jax.Array) or explicit_mesh(x) is None:
         return (None,) * getattr(x, "ndim", 0)
     spec = jax.typeof(x).sharding.spec

@@ -18,7 +18,7 @@ from jax_kernels.normalization_inputs import NormGradients, NormInputs, NormOpti
 from jax_kernels.ops import checks, reasons
 from jax_kernels.ops.explicit_axes import as_rows, with_explicit_axes
 from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
-from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, join_batch, kernel, no_calls, split_batch
+from jax_kernels.ops.planned_op import Blocks, PlannedCall, PlannedOp, kernel, no_calls, with_batch
 from jax_kernels.pallas import block_specs
 from jax_kernels.pallas.block_specs.specs import NormBackwardTriton
 from jax_kernels.pallas.normalization.sm90 import backward as backward_sm90
@@ -97,7 +97,7 @@ def layer_norm(
 
     Source: Ba et al., "Layer Normalization" (2016), arXiv:1607.06450.
     """
-    call, inputs, shape = prepare(
+    call, inputs = prepare(
         x=x,
         scale=scale,
         bias=bias,
@@ -108,7 +108,7 @@ def layer_norm(
         implementation=implementation,
         op="layer_norm",
     )
-    return run(call, inputs, shape)
+    return run(call, inputs)
 
 
 @with_explicit_axes(as_rows)
@@ -152,7 +152,7 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019), arXiv:1910.07467.
     """
-    call, inputs, shape = prepare(
+    call, inputs = prepare(
         x=x,
         scale=scale,
         bias=None,
@@ -163,7 +163,7 @@ def rms_norm(
         implementation=implementation,
         op="rms_norm",
     )
-    return run(call, inputs, shape)
+    return run(call, inputs)
 
 
 def prepare(
@@ -174,8 +174,8 @@ def prepare(
     implementation: str | None,
     quantize: str | None = None,
     **arrays: Any,
-) -> tuple[PlannedCall, NormInputs, tuple[int, ...]]:
-    """The planned call, its arrays as rows and columns, and x's shape. arrays: x, scale, bias and residual."""
+) -> tuple[PlannedCall, NormInputs]:
+    """The planned call and its arrays. arrays: x, scale, bias and residual."""
     request, inputs = _check(
         op=op, eps=eps, scale_offset=scale_offset, quantize=quantize, implementation=implementation, **arrays
     )
@@ -186,12 +186,8 @@ def prepare(
         scale_offset=float(scale_offset),
         quantize=quantize,
         quantizes_by_half=quantize is not None and capability is not None and capability < (9, 0),
-        outer=inputs.x.shape[:-1],
     )
-    shape, by_rows = inputs.x.shape, lambda x: None if x is None else x.reshape(request.rows, request.columns)
-    inputs = inputs._replace(x=by_rows(inputs.x), residual=by_rows(inputs.residual))
-    inputs = as_varying(inputs, varying_axes(inputs))
-    return OPS[op].call(request, options, implementation), inputs, shape
+    return OPS[op].call(request, options, implementation), as_varying(inputs, varying_axes(inputs))
 
 
 def _check(
@@ -300,7 +296,7 @@ def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _by_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward with a vmap that joins its axis to the rows where all calls share scale and bias, else a loop."""
+    """A forward with a vmap that adds an outer axis to x if all calls share scale and bias, and else loops."""
 
     def run(inputs: NormInputs, options: NormOptions, **statics: Any) -> NormResult:
         call = jax.custom_batching.custom_vmap(lambda inputs: function(inputs, options, **statics))
@@ -316,12 +312,9 @@ def _by_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
                     inputs
                 )
             else:
-                rows = {
-                    name: join_batch(size, getattr(inputs, name), getattr(mapped, name))
-                    for name in ("x", "residual")
-                    if getattr(inputs, name) is not None
-                }
-                results = jax.tree.map(functools.partial(split_batch, size), call(inputs._replace(**rows)))
+                arrays = {name: x for name in ("x", "residual") if (x := getattr(inputs, name)) is not None}
+                joined = {name: with_batch(size, x, getattr(mapped, name)) for name, x in arrays.items()}
+                results = call(inputs._replace(**joined))
             return results, jax.tree.map(lambda _: True, results)
 
         return call(inputs)
@@ -329,48 +322,58 @@ def _by_joined_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _of_rows(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """The tree with change(x) for each array that has x's outer axes: for all but scale and bias."""
+    if not isinstance(tree, NormInputs | NormGradients):
+        return jax.tree.map(change, tree)
+    changed = jax.tree.map(change, tree._replace(scale=None, bias=None))
+    return changed._replace(scale=tree.scale, bias=tree.bias)
+
+
+def _by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel's function, which takes rows, for arrays of any outer axes."""
+
+    def run(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
+        outer = inputs.x.shape[:-1]
+        in_rows = lambda x: x.reshape(math.prod(outer), *x.shape[len(outer) :])
+        given = [_of_rows(tree, in_rows) for tree in (inputs, *arrays)]
+        result = function(given[0], options, *given[1:], **statics)
+        return _of_rows(result, lambda x: x.reshape(*outer, *x.shape[1:]))
+
+    return run
+
+
 def _shared(
     function: Callable[..., Any], with_vmap: Callable[[Any], Any], *, has_vmap: bool = False
 ) -> Callable[..., Any]:
-    """A kernel's function, with its vmap, whose rows devices share out under jit.
+    """A kernel's function with its vmap, for arrays of any outer axes, which the devices of a mesh shard under jit.
 
+    Merged outer axes would be gathered: rows of several sharded axes have no sharding of their own.
     has_vmap: whether the function has a vmap of its own, for where no devices share it out.
     """
-    alone = function if has_vmap else with_vmap(function)
+    by_rows = _by_rows(function)
+    alone = by_rows if has_vmap else with_vmap(by_rows)
 
-    def of_rows(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
-        rows = inputs.x.shape[0]
-        outer = options.outer if math.prod(options.outer) == rows else (rows,)
-        of_weights = lambda tree: {id(x) for x in (getattr(tree, name, None) for name in ("scale", "bias"))}
-
-        def reshaped(tree: Any, shape: tuple[int, ...], axes: int) -> Any:
-            """The arrays of rows with this shape in place of so many axes."""
-            weights = of_weights(tree)
-            return jax.tree.map(lambda x: x if id(x) in weights else x.reshape(*shape, *x.shape[axes:]), tree)
-
-        def local(inputs: NormInputs, *arrays: Any) -> Any:
-            own = inputs.x.shape[: len(outer)]
-            inputs, *rest = (reshaped(tree, (math.prod(own),), len(outer)) for tree in (inputs, *arrays))
-            return reshaped(function(inputs, options, *rest, **statics), own, 1)
+    def of_outer(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
+        lengths = {f"rows{i}": length for i, length in enumerate(inputs.x.shape[:-1])}
+        outer = tuple(map(Axis, lengths))
 
         def axes(tree: Any) -> list[ArrayAxes]:
-            weights, of_rows = of_weights(tree), tuple(Axis(f"rows{i}") for i in range(len(outer)))
-            of = lambda x: (None,) * x.ndim if id(x) in weights else (*of_rows, *[None] * (x.ndim - len(outer)))
-            return [of(x) for x in jax.tree.leaves(tree)]
+            has_outer = _of_rows(jax.tree.map(lambda _: False, tree), lambda _: True)
+            own = lambda x, has: (*outer, *[None] * (x.ndim - len(outer))) if has else (None,) * x.ndim
+            return list(map(own, jax.tree.leaves(tree), jax.tree.leaves(has_outer)))
 
-        given = [reshaped(tree, outer, 1) for tree in (inputs, *arrays)]
         shares = Shares(
-            arguments=[of for tree in given for of in axes(tree)],
-            results=axes,
-            lengths={f"rows{i}": length for i, length in enumerate(outer)},
+            arguments=[of for tree in (inputs, *arrays) for of in axes(tree)], results=axes, lengths=lengths
         )
+        local = lambda inputs, *arrays: by_rows(inputs, options, *arrays, **statics)
         key = function, options, len(outer), tuple(statics.items())
-        return reshaped(partitioned(local, shares, key)(*given), (rows,), len(outer))
+        return partitioned(local, shares, key)(inputs, *arrays)
 
     def run(inputs: NormInputs, options: NormOptions, *arrays: Any, **statics: Any) -> Any:
         if not is_partitioned():
             return alone(inputs, options, *arrays, **statics)
-        return with_vmap(of_rows)(inputs, options, *arrays, **statics)
+        return with_vmap(of_outer)(inputs, options, *arrays, **statics)
 
     return run
 
@@ -413,20 +416,19 @@ OPS["layer_norm"].explained_by(functools.partial(_check, op="layer_norm"))(layer
 OPS["rms_norm"].explained_by(functools.partial(_check, op="rms_norm"))(rms_norm)
 
 
-def run(call: PlannedCall, inputs: NormInputs, shape: tuple[int, ...]) -> Any:
-    """out, or (out, total), of a prepared call, in x's shape; differentiable, but for a quantized out."""
+def run(call: PlannedCall, inputs: NormInputs) -> Any:
+    """out, or (out, total), of a prepared call; differentiable, but for a quantized out."""
     out: Any
     if call.options.quantize is None:
         out, total = _norm(call, inputs)
-        out = out.reshape(shape)
     else:
         values, scale, total = _quantized_norm(call, inputs)
-        out = QuantizedArray(values=values.reshape(shape), scale=scale.reshape(shape[:-1]), scaling="row", axis=-1)
-    return out if total is None else (out, total.reshape(shape))
+        out = QuantizedArray(values=values, scale=scale, scaling="row", axis=-1)
+    return out if total is None else (out, total)
 
 
 def _norm(call: PlannedCall, inputs: NormInputs):
-    """(out, total), both [rows, columns], differentiable; total is None without a residual."""
+    """(out, total), both like x, differentiable; total is None without a residual."""
     if call.implementation == "xla":
         return _plain(call, inputs)
     op = "layer_norm" if call.options.is_centred else "rms_norm"
@@ -470,7 +472,7 @@ _plain = in_both_modes(_results, _norm_fwd, _norm_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _quantized_norm(call: PlannedCall, inputs: NormInputs):
-    """(values, their scales [rows], total)."""
+    """(values, the scales of their rows, total)."""
     result = _forward(call, inputs)
     return result.out, result.out_scale, result.total
 

@@ -37,6 +37,7 @@ __all__ = [
     "named_arguments",
     "no_calls",
     "split_batch",
+    "with_batch",
 ]
 
 # Calls whose functions are kept, the last used: a call holds its caller's functions, and the arrays of their closures.
@@ -187,6 +188,11 @@ def no_calls(function: Callable[..., Any], mapped: Any, arrays: Any) -> tuple[An
     of_one = lambda x, has_axis: jax.ShapeDtypeStruct(x.shape[1:] if has_axis else x.shape, x.dtype)
     results = jax.eval_shape(function, *jax.tree.map(of_one, tuple(arrays), tuple(mapped)))
     return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), results), jax.tree.map(lambda _: True, results)
+
+
+def with_batch(size: int, x: jax.Array, has_axis: bool) -> jax.Array:
+    """An array of `size` calls under a vmap, [size, ...] or [...], as [size, ...]."""
+    return x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
 
 
 def _join_all(size: int, batched: Any, arrays: Any) -> Any:

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_kernels import low_bit
+from jax_kernels import low_bit, scale_blocks
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult, scale_factors, scale_shares
-from jax_kernels.quantization import QuantizedArray, dequantize
 
-__all__ = ["matmul"]
+__all__ = ["matmul", "of_blocks"]
 
 PRECISIONS = {None: None, "fp32": lax.Precision.HIGHEST, "tf32": lax.DotAlgorithmPreset.TF32_TF32_F32}
 
@@ -50,10 +49,8 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
         return _sums(x.astype(jnp.float32), w, dataclasses.replace(options, precision=precision))
     if options.scaling == "block":
         *scales, units = _raised(x_scale, w_scale)
-        x, w = (
-            dequantize(QuantizedArray(values=y, scale=scale, scaling="block"))
-            for y, scale in zip((x, w), scales, strict=True)
-        )
+        count = x.ndim - w.ndim + 1  # rows' axes
+        x, w = of_blocks(x, scales[0], count), of_blocks(w, scales[1], 1)
         return _in_turn(_sums(x, w, dataclasses.replace(options, precision="tf32")), *scale_factors(*units))
     if options.scaling is None:
         return _sums(x, w, options)
@@ -61,7 +58,7 @@ def _product(x: Any, w: Any, x_scale: Any, w_scale: Any, options: MatmulOptions)
     product = _sums(x.astype(wide), w.astype(wide), options)
     if options.scaling == "tensor":
         return _in_turn(product, *scale_factors(x_scale, w_scale))
-    first, last = scale_shares(x_scale[:, None])
+    first, last = scale_shares(x_scale[..., None])
     return _in_turn(product, first, w_scale, last)
 
 
@@ -91,9 +88,17 @@ def _in_turn(product: Any, *factors: Any) -> Any:
     return product
 
 
+def of_blocks(values: Any, scale: Any, count: int) -> Any:
+    """values * scale in float32, with a scale for 128 rows, along the first `count` axes, x 128 of the others."""
+    sizes = scale_blocks.sizes_of(values.shape[:count]) + scale_blocks.sizes_of(values.shape[count:])
+    return values.astype(jnp.float32) * scale_blocks.spread(scale, sizes, values.shape)
+
+
 def _sums(x: Any, w: Any, options: MatmulOptions) -> Any:
-    axes = ((0 if options.transpose_x else 1,), (1 if options.transpose_w else 0,))
+    count = w.ndim - 1  # the axes that are summed over
+    of_x = range(count) if options.transpose_x else range(x.ndim - count, x.ndim)
+    of_w = range(1, w.ndim) if options.transpose_w else range(count)
     precision: Any = PRECISIONS[options.precision]
     if options.precision == "tf32" and jax.default_backend() != "gpu":
         precision = lax.Precision.HIGHEST  # XLA knows tf32 on GPUs alone
-    return lax.dot_general(x, w, (axes, ((), ())), precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(x, w, ((tuple(of_x), tuple(of_w)), ((), ())), precision, preferred_element_type=jnp.float32)

@@ -15,10 +15,10 @@ def norm_forward(inputs: NormInputs, options: NormOptions) -> NormResult:
     """See NormOptions for the equations. Everything is computed in float32."""
     total = None if inputs.residual is None else _rounded_sum(inputs.x, inputs.residual)
     x = (inputs.x if total is None else total).astype(jnp.float32)
-    mean = x.mean(axis=1) if options.is_centred else None
-    centred = x if mean is None else x - mean[:, None]
-    inverse = jax.lax.rsqrt(jnp.square(centred).mean(axis=1) + options.eps)
-    out = centred * inverse[:, None]
+    mean = x.mean(axis=-1) if options.is_centred else None
+    centred = x if mean is None else x - mean[..., None]
+    inverse = jax.lax.rsqrt(jnp.square(centred).mean(axis=-1) + options.eps)
+    out = centred * inverse[..., None]
     if (weight := _weight(inputs, options)) is not None:
         out = out * weight
     if inputs.bias is not None:
@@ -35,18 +35,19 @@ def norm_backward(
     """The gradients, from the result of the forward and the cotangents of out and total (dtotal may be None)."""
     x = (inputs.x if result.total is None else result.total).astype(jnp.float32)
     dout = dout.astype(jnp.float32)
-    normed = (x if result.mean is None else x - result.mean[:, None]) * result.inverse[:, None]
+    normed = (x if result.mean is None else x - result.mean[..., None]) * result.inverse[..., None]
     weight = _weight(inputs, options)
     # With g = dout * weight: dx = (g - mean(g) - normed * mean(g * normed)) * inverse
     g = dout if weight is None else dout * weight
-    dx = g - normed * (g * normed).mean(axis=1, keepdims=True)
+    dx = g - normed * (g * normed).mean(axis=-1, keepdims=True)
     if options.is_centred:
-        dx = dx - g.mean(axis=1, keepdims=True)
-    dx = dx * result.inverse[:, None]
+        dx = dx - g.mean(axis=-1, keepdims=True)
+    dx = dx * result.inverse[..., None]
     if dtotal is not None:
         dx = dx + dtotal.astype(jnp.float32)
-    dscale = None if inputs.scale is None else (dout * normed).sum(axis=0).astype(inputs.scale.dtype)
-    dbias = None if inputs.bias is None else dout.sum(axis=0).astype(inputs.bias.dtype)
+    outer = tuple(range(x.ndim - 1))
+    dscale = None if inputs.scale is None else (dout * normed).sum(axis=outer).astype(inputs.scale.dtype)
+    dbias = None if inputs.bias is None else dout.sum(axis=outer).astype(inputs.bias.dtype)
     return NormGradients(x=dx.astype(inputs.x.dtype), scale=dscale, bias=dbias)
 
 

@@ -156,6 +156,15 @@ def cases(length, dim, implementation):
         "fp8": (both(lambda x, w: multiply_8_bits(x, w), 2), eight, (ROWS, columns), sums),
         "fp8 rows": (both(lambda x, w: multiply_8_bits(x, w, scaling="row"), 2), eight, (ROWS, ONE), sums),
         "fp8 blocks": (both(lambda x, w: multiply_8_bits(x, w, scaling="block"), 2), eight, (ROWS, ONE), sums),
+        "tokens": (
+            both(lambda *a: of_tokens(*a, implementation), 5), (x, (128,), up, up, down),
+            (by_rows, ONE, ONE, ONE, ONE), sums,
+        ),
+        "fp8 tokens": (both(lambda x, w: multiply_8_bits(x, w, scaling="row"), 2), eight, (by_rows, ONE), sums),
+        "fp8 token blocks": (
+            both(lambda x, w: multiply_8_bits(x, w, scaling="block"), 2), ((2, 256, 128), (128, 256)), (by_rows, ONE),
+            sums,
+        ),
         "mlp": (
             both(lambda x, a, b, g: mlp(x, a, b, w_gate=g, implementation=implementation), 4), (x, up, down, up),
             (ROWS, columns, P("tensor"), columns), sums,
@@ -183,6 +192,14 @@ def blocks(x, scale, w, implementation):
     norm = lambda x: rms_norm(x, scale, implementation=implementation)
     block = jax.jit(lambda x: matmul(norm(x), w, residual=x, implementation=implementation))
     return norm(block(block(block(x))))
+
+
+def of_tokens(x, scale, up, gate, down, implementation):
+    """A block whose batch and tokens are sharded at once: a norm, an mlp with a residual, a gated unit, a product."""
+    how = {"implementation": implementation}
+    normed = rms_norm(x, scale, **how)
+    x = mlp(normed, up, down, w_gate=gate, residual=x, **how)
+    return matmul(gated_matmul(x, gate, up, **how), down, residual=x, **how)
 
 
 def partly_manual(function, *specs, manual="tensor"):
@@ -325,7 +342,7 @@ def test_devices_share_the_work(kind, names):
 @pytest.mark.parametrize(
     ("gpu", "names"),
     [
-        ("h200", ["causal", "dilated heads", "rms_norm", "columns", "fp8 rows"]),
+        ("h200", ["causal", "dilated heads", "rms_norm", "columns", "fp8 rows", "tokens"]),
         pytest.param("h200", DILATED, marks=pytest.mark.slow),
         pytest.param("h200", OTHERS, marks=pytest.mark.slow),
         pytest.param("a100", DILATED, marks=pytest.mark.slow),

@@ -19,8 +19,8 @@ from jax_kernels.defaults import under_defaults
 from jax_kernels.derivatives import in_both_modes, with_plain_derivative
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops import checks
-from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients, reverse_mode
-from jax_kernels.ops.matmul.partitioning import shared_both_ways
+from jax_kernels.ops.matmul.gradients import batched, epilogue_gradients, reverse_mode, sum_of_rows
+from jax_kernels.ops.matmul.partitioning import both_ways_of_outer
 from jax_kernels.ops.matmul.table import IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.planned_op import PlannedCall
 from jax_kernels.pallas.matmul.passes import both_ways as passes
@@ -33,10 +33,14 @@ from jax_kernels.quantization import (
     dequantize,
     quantization_scale,
     quantize,
+    quantize_blocks,
+    quantize_columns,
     scale_shape,
 )
+from jax_kernels.reference import matmul as reference
+from jax_kernels.scale_blocks import BLOCK, boxes, counts, sizes_of
 
-__all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "planned"]
+__all__ = ["DTYPES", "as_arrays", "check_device", "checked_scales", "run"]
 
 DTYPES = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 NEEDS = (8, 9)  # the first compute capability with products of 8 bits
@@ -93,7 +97,7 @@ def checked_scales(
             scale = checks.spread(checked_scale(name, scale, ()), shape)
         found[name] = None if scale is None else checked_scale(name, scale, shape)
     if found["x_scale"] is not None and scaling == "row":
-        found["x_scale"] = checks.reshaped(found["x_scale"], (rows,), jnp.float32)
+        found["x_scale"] = checks.reshaped(found["x_scale"], x.shape[:-1], jnp.float32)
     return found | {"scaling": scaling}
 
 
@@ -109,8 +113,24 @@ def _scaling_of(x: Any, x_scale: Any, w_scale: Any) -> str:
     return "block" if of_x == blocks or (of_x != rows and len(of_x) == 2) else "row"
 
 
-def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The planned call on x [M, K], differentiable unless x and w have 8 bits: out [M, N]."""
+def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
+    """The planned call on x [..., K], differentiable unless x and w have 8 bits: out [..., N].
+
+    Rows of blocks are counted through all outer axes, and some of these are merged, see scale_blocks.
+    """
+    if call.options.scaling != "block":
+        return _planned(call, inputs)
+    *outer, _ = inputs.x.shape
+    axes = boxes(outer)
+    of_axes = lambda y: None if y is None else y.reshape(*axes, y.shape[-1])
+    scale = inputs.x_scale
+    if scale is not None:
+        scale = scale.reshape(counts((*axes, inputs.x.shape[-1]), (*sizes_of(axes), BLOCK)))
+    out = _planned(call, inputs._replace(x=of_axes(inputs.x), residual=of_axes(inputs.residual), x_scale=scale))
+    return out.reshape(*outer, out.shape[-1])
+
+
+def _planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     return _plain(call, inputs) if call.implementation == "xla" else _by_kernels(call, reverse_mode(inputs))
 
 
@@ -130,11 +150,11 @@ def _run(call: PlannedCall, inputs: MatmulInputs, *, saves: bool) -> MatmulResul
     return batched(dataclasses.replace(call, options=options))(quantized)
 
 
-def _operand(x: Any, scale: Any, scaling: Any, format: str = "e4m3") -> QuantizedArray:
+def _operand(x: Any, scale: Any, scaling: Any) -> QuantizedArray:
     """An operand whose last axis is summed over. Arrays of 8 bits are taken as they are."""
     if x.dtype in DTYPES:
         return QuantizedArray(values=x, scale=scale, scaling=scaling)
-    return quantize(x, format, scaling=scaling, scale=scale)
+    return _of_rows(x, scale, scaling, "e4m3")
 
 
 def _summed_last(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
@@ -166,7 +186,7 @@ def _backward(call, residuals, dout):
     dbias = None
     if inputs.bias is not None:
         dz = lax.optimization_barrier(dz)  # else XLA writes dz in float32, for the sum, and reads it again
-        dbias = dz.sum(axis=0, dtype=jnp.float32).astype(inputs.bias.dtype)
+        dbias = sum_of_rows(dz).astype(inputs.bias.dtype)
     gradients = functools.partial(_product_gradients, call, x_of_columns)
     dx, dw = gradients(inputs.w, inputs.w_scale, dz, inputs.x.dtype if dup is None else jnp.float32)
     dw_up = None
@@ -199,34 +219,45 @@ def _of_dx(w: Any, scale: Any, options: MatmulOptions) -> QuantizedArray:
 def both_ways(
     call: PlannedCall, x: jax.Array, scale: Any = None, format: str = "e4m3"
 ) -> tuple[QuantizedArray, QuantizedArray]:
-    """x [M, N] and its transpose, quantised along their last axes; one kernel on a GPU whose kernels the call has.
+    """x [..., N] and its transpose [N, ...], quantised for matmuls that sum over N and over the others.
 
-    scale: None, or x's. Scales of rows serve x alone.
+    One kernel on a GPU whose kernels the call has. scale: None, or x's. Scales of rows serve x alone.
     """
     scaling, of_transpose = call.options.scaling, scale
-    if scaling == "row":
-        of_transpose = None
-    elif scaling == "block" and scale is not None:
-        of_transpose = scale.T
     if not _has_kernel(call, x, scale):
-        return quantize(x, format, scaling=scaling, scale=scale), quantize(
-            x.T, format, scaling=scaling, scale=of_transpose
-        )
+        return _of_rows(x, scale, scaling, format), _of_columns(x, scale, scaling, format)
     dtype = jnp.dtype(FORMATS[format])
-    kernel = shared_both_ways(functools.partial(passes.both_ways, dtype=dtype, interpret=call.interpret), scaling)
+    kernel = both_ways_of_outer(functools.partial(passes.both_ways, dtype=dtype, interpret=call.interpret), scaling)
     if scaling == "block":
         found = kernel(x, None)
         assert found.scale is not None
-        scale, of_transpose = found.scale, found.scale.T
+        scale, of_transpose = found.scale, jnp.moveaxis(found.scale, -1, 0)
     else:
         scale = quantization_scale(x, dtype, scaling, -1) if scale is None else scale
-        of_transpose = quantization_scale(x, dtype, scaling, -2) if scaling == "row" else scale
-        factors = passes.reciprocal(scale).reshape(-1), passes.reciprocal(of_transpose).reshape(-1)
-        found = kernel(x, factors)
+        outer = tuple(range(x.ndim - 1))
+        of_transpose = quantization_scale(x, dtype, scaling, outer) if scaling == "row" else scale
+        found = kernel(x, (passes.reciprocal(scale), passes.reciprocal(of_transpose)))
     return (
         QuantizedArray(values=found.values, scale=scale, scaling=scaling),
         QuantizedArray(values=found.transposed, scale=of_transpose, scaling=scaling),
     )
+
+
+def _of_rows(x: jax.Array, scale: Any, scaling: Any, format: str) -> QuantizedArray:
+    """x [..., N]. Blocks are of rows through all outer axes, which have them as boxes."""
+    if scaling != "block":
+        return quantize(x, format, scaling=scaling, scale=scale)
+    return quantize_blocks(x, format, (*sizes_of(x.shape[:-1]), BLOCK), scale)
+
+
+def _of_columns(x: jax.Array, scale: Any, scaling: str | None, format: str) -> QuantizedArray:
+    """The transpose [N, ...] of x [..., N]. Rows of it have scales of their own."""
+    if scaling == "row":
+        return quantize_columns(x, format)
+    if scaling != "block":
+        return quantize(jnp.moveaxis(x, -1, 0), format, scaling=scaling, scale=scale)
+    scale = None if scale is None else jnp.moveaxis(scale, -1, 0)
+    return quantize_blocks(jnp.moveaxis(x, -1, 0), format, (BLOCK, *sizes_of(x.shape[:-1])), scale)
 
 
 def _has_kernel(call: PlannedCall, x: jax.Array, scale: Any) -> bool:
@@ -241,7 +272,9 @@ def _straight_through(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
 
     def rounded(x: Any, of: QuantizedArray) -> Any:
         x = x.astype(jnp.float32)
-        return dequantize(of) + (x - lax.stop_gradient(x))
+        is_blocks = of.scaling == "block"
+        known = reference.of_blocks(of.values, of.scale, of.values.ndim - 1) if is_blocks else dequantize(of)
+        return known + (x - lax.stop_gradient(x))
 
     fixed = jax.tree.map(lax.stop_gradient, inputs)
     x = rounded(inputs.x, _operand(fixed.x, fixed.x_scale, call.options.scaling))

@@ -13,16 +13,25 @@ from jax_kernels import dispatch
 from jax_kernels.defaults import under_defaults
 from jax_kernels.derivatives import in_both_modes, in_reverse_mode, no_forward_mode
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult, in_range
-from jax_kernels.ops.matmul.partitioning import shared_matmul
+from jax_kernels.ops.matmul.partitioning import by_rows, shared_matmul
 from jax_kernels.ops.matmul.table import BY_ROWS, IMPLEMENTATIONS, OP, request_of
 from jax_kernels.ops.partitioning import is_partitioned
-from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, join_batch, no_calls, split_batch
+from jax_kernels.ops.planned_op import MOST_CALLS, PlannedCall, no_calls, with_batch
 
-__all__ = ["batched", "epilogue_gradients", "further", "planned", "product", "reverse_mode", "weight_gradient"]
+__all__ = [
+    "batched",
+    "epilogue_gradients",
+    "further",
+    "planned",
+    "product",
+    "reverse_mode",
+    "sum_of_rows",
+    "weight_gradient",
+]
 
 
 def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The planned call on x [M, K], differentiable: out [M, N]."""
+    """The planned call on x [..., K], differentiable: out [..., N]."""
     return _plain(call, inputs) if call.implementation == "xla" else _by_kernels(call, reverse_mode(inputs))
 
 
@@ -51,12 +60,12 @@ def _backward(call, residuals, dout):
     dz, dup = epilogue_gradients(call.options, saved, dout.astype(jnp.float32))
     dbias = None
     if inputs.bias is not None and dout.dtype != inputs.x.dtype:
-        dbias = dz.sum(axis=0).astype(inputs.bias.dtype)
+        dbias = sum_of_rows(dz).astype(inputs.bias.dtype)
     scaled = _Scaled.of(dz, dup, dout.dtype, inputs.x.dtype)
     dz, dup = scaled.dz, scaled.dup
     if inputs.bias is not None and dbias is None:
         dz = lax.optimization_barrier(dz)  # else XLA writes dz in float32, for the sum, and reads it again
-        dbias = dz.sum(axis=0, dtype=jnp.float32).astype(inputs.bias.dtype)
+        dbias = sum_of_rows(dz).astype(inputs.bias.dtype)
     dx = scaled.back(
         functools.partial(product, call, dz, inputs.w, x_up=dup, w_up=inputs.w_up),
         transpose_w=not call.options.transpose_w,
@@ -112,6 +121,11 @@ def epilogue_gradients(options: MatmulOptions, saved: MatmulResult, dout: Any) -
     return vjp(dout * up)[0], dout * activated
 
 
+def sum_of_rows(dz: jax.Array) -> jax.Array:
+    """The sum over all axes but the last, in float32."""
+    return dz.sum(axis=tuple(range(dz.ndim - 1)), dtype=jnp.float32)
+
+
 def weight_gradient(call: PlannedCall, x: Any, dz: Any, out_dtype: str | None = None) -> jax.Array:
     """dw = xᵀ dz."""
     return product(call, *((dz, x) if call.options.transpose_w else (x, dz)), transpose_x=True, out_dtype=out_dtype)
@@ -152,7 +166,7 @@ def further(call: PlannedCall, inputs: MatmulInputs, options: MatmulOptions) -> 
 
 
 def batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
-    """The call's implementation, with a vmap that joins its axis to the rows where all calls share w and bias."""
+    """The call's implementation, with a vmap that adds an axis to M where all calls share w and bias."""
     return functools.partial(_run, call) if call.implementation == "xla" else _batched(call)
 
 
@@ -165,7 +179,9 @@ def _run(call: PlannedCall, inputs: MatmulInputs) -> MatmulResult:
 def _batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
     """batched, of kernels."""
     run = functools.partial(_run, call)
-    wrapped = jax.custom_batching.custom_vmap(shared_matmul(_of_any_sizes(call, run), call.options))
+    wrapped = jax.custom_batching.custom_vmap(
+        shared_matmul(_of_any_sizes(call, by_rows(run, call.options)), call.options)
+    )
 
     @wrapped.def_vmap
     def _(size: int, moves: Any, inputs: MatmulInputs):
@@ -176,17 +192,17 @@ def _batched(call: PlannedCall) -> Callable[[MatmulInputs], MatmulResult]:
         if others or call.options.scaling in ("row", "block") or call.options.transpose_x:
             results = _one_by_one(wrapped, inputs, mapped)
             return results, jax.tree.map(lambda _: True, results)
-        join = functools.partial(join_batch, size)
-        rows = {name: join(getattr(inputs, name), getattr(mapped, name)) for name in BY_ROWS
-                if getattr(inputs, name) is not None}  # fmt: skip
-        results = wrapped(inputs._replace(**rows))
-        return jax.tree.map(functools.partial(split_batch, size), results), jax.tree.map(lambda _: True, results)
+        rows = {name: x for name in BY_ROWS if (x := getattr(inputs, name)) is not None}
+        results = wrapped(
+            inputs._replace(**{name: with_batch(size, x, getattr(mapped, name)) for name, x in rows.items()})
+        )
+        return results, jax.tree.map(lambda _: True, results)
 
     return wrapped
 
 
 def _of_any_sizes(call: PlannedCall, function: Any) -> Any:
-    """The function, by XLA for a device's part of its arrays whose sizes the implementation does not serve."""
+    """The function, by XLA for a shard whose sizes the implementation does not serve."""
 
     def run(inputs: MatmulInputs) -> MatmulResult:
         if not is_partitioned():

@@ -48,7 +48,7 @@ def checked_stored(name: str, w: QuantizedArray, transpose_w: bool, depth: int) 
 
 @jitted_in_eager_shard_map
 def planned(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
-    """The planned call on x [M, K], differentiable in all but the weights and their scales: out [M, N]."""
+    """The planned call on x [..., K], differentiable in all but the weights and their scales: out [..., N]."""
     return _plain(call, inputs) if call.implementation == "xla" else _by_kernels(call, gradients.reverse_mode(inputs))
 
 
@@ -83,7 +83,7 @@ def _backward(call, residuals, dout):
         dx = (dx + _dx(call, inputs, inputs.w_up, inputs.w_up_scale, dup, summed=True)).astype(inputs.x.dtype)
     found: dict[str, Any] = {"x": dx}
     if inputs.bias is not None:
-        found["bias"] = dz.sum(axis=0).astype(inputs.bias.dtype)
+        found["bias"] = gradients.sum_of_rows(dz).astype(inputs.bias.dtype)
     if inputs.residual is not None:
         found["residual"] = dout
     return (MatmulInputs(**{name: found.get(name) for name in MatmulInputs._fields}),)

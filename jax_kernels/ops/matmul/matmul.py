@@ -233,14 +233,10 @@ def _told_as(name: str) -> Iterator[None]:
 
 def run(call: PlannedCall, inputs: MatmulInputs) -> jax.Array:
     """The planned call, differentiable. x and residual may have any axes before the last."""
-    outer, columns = inputs.x.shape[:-1], inputs.w.shape[0 if call.options.transpose_w else 1]
-    rows = lambda y: None if y is None else y.reshape(math.prod(outer), y.shape[-1])
-    inputs = inputs._replace(x=rows(inputs.x), residual=rows(inputs.residual))
     inputs = as_varying(inputs, varying_axes(inputs))
-    planned = gradients.planned if call.options.scaling is None else fp8.planned
     if call.options.low_bit is not None:
-        planned = low_bit.planned
-    return planned(call, inputs).reshape(*outer, columns)
+        return low_bit.planned(call, inputs)
+    return gradients.planned(call, inputs) if call.options.scaling is None else fp8.run(call, inputs)
 
 
 def check(

@@ -1,12 +1,10 @@
 """The op mlp: a feed-forward block. Its backward has the activation's derivative in the epilogue of a product."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kernels.defaults import under_defaults
@@ -99,11 +97,7 @@ def mlp(
         precision=precision,
         implementation=implementation,
     )
-    rows = lambda y: None if y is None else y.reshape(math.prod(y.shape[:-1]), y.shape[-1])
-    shape, first = inputs.first.x.shape, inputs.first
-    inputs = inputs._replace(first=first._replace(x=rows(first.x)), residual=rows(inputs.residual))
-    out = _planned(MLP.call(request, options, implementation), as_varying(inputs, varying_axes(inputs)))
-    return out.reshape(*shape[:-1], out.shape[-1])
+    return _planned(MLP.call(request, options, implementation), as_varying(inputs, varying_axes(inputs)))
 
 
 def check(
@@ -163,7 +157,7 @@ def _sizes(x: Any, weights: dict[str, Any], transpose_w: bool) -> tuple[int, int
 
 
 def _planned(call: PlannedCall, inputs: MlpInputs) -> jax.Array:
-    """The planned call on x [M, K], differentiable: out [M, N]."""
+    """The planned call on x [..., K], differentiable: out [..., N]."""
     if call.implementation == "xla":
         return _plain(call, inputs)
     return _by_kernels(call, in_reverse_mode(inputs, no_forward_mode("mlp")))
@@ -197,7 +191,7 @@ def _forward(call, inputs):
 def _backward(call, residuals, dout):
     inputs, saved = residuals
     first, found = inputs.first, _cotangents(call, inputs, saved, dout)
-    of_sum = lambda bias, cotangent: None if bias is None else cotangent.sum(0, dtype=jnp.float32).astype(bias.dtype)
+    of_sum = lambda bias, cotangent: None if bias is None else gradients.sum_of_rows(cotangent).astype(bias.dtype)
     dfirst = MatmulInputs(
         x=gradients.product(
             call, found.out, first.w, x_up=found.up, w_up=first.w_up, transpose_w=not call.options.transpose_w

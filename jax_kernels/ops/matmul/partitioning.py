@@ -1,5 +1,6 @@
-"""The axes of a matmul's arrays that the devices of a mesh may share out: rows, columns, and the depth of a product."""
+"""The axes of a matmul's arrays that the devices of a mesh may shard: M's, N and K's, as MatmulInputs names them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,28 +8,54 @@ import jax
 
 from jax_kernels.matmul_inputs import MatmulInputs, MatmulOptions, MatmulResult
 from jax_kernels.ops.partitioning import ArrayAxes, Axis, Shares, is_partitioned, partitioned
-from jax_kernels.quantization import BLOCK
+from jax_kernels.pallas.matmul.passes.both_ways import BothWays
+from jax_kernels.scale_blocks import BLOCK, counts, sizes_of
 
-__all__ = ["shared_both_ways", "shared_matmul"]
+__all__ = ["both_ways_of_outer", "by_rows", "shared_matmul"]
 
 ROWS, COLUMNS, DEPTH = "rows", "columns", "depth"
 
 
-def shared_matmul(function: Callable[[MatmulInputs], MatmulResult], options: MatmulOptions) -> Callable[..., Any]:
-    """A kernel's function, whose work devices share out under jit.
+def by_rows(
+    function: Callable[[MatmulInputs], MatmulResult], options: MatmulOptions
+) -> Callable[[MatmulInputs], MatmulResult]:
+    """The function of a kernel, which takes matrices, for arrays whose M and K are several axes."""
 
-    Devices that share the depth add up their products, each in the call's out_dtype. A product with an epilogue, which
-    belongs behind the sum, does not share it. Where 128 x 128 numbers have a scale, devices share whole blocks.
+    def run(inputs: MatmulInputs) -> MatmulResult:
+        if inputs.x.ndim == inputs.w.ndim == 2:
+            return function(inputs)
+        (rows, _), (m, n, k) = options.axes(inputs), options.sizes(inputs)
+        x, w = (k, m) if options.transpose_x else (m, k), (n, k) if options.transpose_w else (k, n)
+        shapes: dict[str, tuple[int, ...]] = {"x": x, "x_up": x, "w": w, "w_up": w}
+        shapes |= dict.fromkeys(("residual", "preactivation", "up"), (m, n))
+        if options.scaling == "row":
+            shapes["x_scale"] = (m,)
+        elif options.scaling == "block":
+            of_blocks = lambda shape: counts(shape, (BLOCK, BLOCK))
+            shapes |= {"x_scale": of_blocks(x), "w_scale": of_blocks(w), "w_up_scale": of_blocks(w)}
+        if options.low_bit is not None:  # stored values
+            del shapes["w"], shapes["w_up"]
+        arrays = {name: y for name in shapes if (y := getattr(inputs, name)) is not None}
+        result = function(inputs._replace(**{name: y.reshape(shapes[name]) for name, y in arrays.items()}))
+        return jax.tree.map(lambda y: y.reshape(*rows, n), result)
+
+    return run
+
+
+def shared_matmul(function: Callable[[MatmulInputs], MatmulResult], options: MatmulOptions) -> Callable[..., Any]:
+    """A kernel's function, which the devices of a mesh run on their shards under jit.
+
+    Devices that shard K sum their matmuls, each in the call's out_dtype. A matmul with an epilogue, which belongs
+    behind the sum, does not shard K. Where 128 x 128 values have a scale, devices hold whole blocks.
     """
 
     def run(inputs: MatmulInputs) -> MatmulResult:
         if not is_partitioned():
             return function(inputs)
-        fields, block = _fields(options), _block(options.scaling)
-        out = Axis(ROWS, block), Axis(COLUMNS, block)
+        fields = _fields(inputs, options)
         shares = Shares(
             arguments=[_of(fields.get(name), x) for name, x in inputs._asdict().items() if x is not None],
-            results=lambda result: [out] * len(jax.tree.leaves(result)),
+            results=lambda result: [fields["residual"]] * len(jax.tree.leaves(result)),
             lengths=_lengths(inputs, options),
         )
         return partitioned(function, shares)(inputs)
@@ -36,50 +63,69 @@ def shared_matmul(function: Callable[[MatmulInputs], MatmulResult], options: Mat
     return run
 
 
-def shared_both_ways(function: Callable[..., Any], scaling: str) -> Callable[..., Any]:
-    """The kernel of x [M, N] and its factors, or None, that rounds x and its transpose, as shared_matmul."""
+def both_ways_of_outer(function: Callable[..., Any], scaling: str) -> Callable[..., Any]:
+    """The kernel of x [M, N] and its factors, or None, that rounds x and its transpose, for an x [..., N].
 
-    def run(x: jax.Array, factors: Any) -> Any:
+    The transpose is [N, ...]. Under jit the devices of a mesh run it on their shards.
+    """
+
+    def of_rows(x: jax.Array, factors: Any) -> BothWays:
+        *outer, columns = x.shape
+        rows = math.prod(outer)
+        factors = None if factors is None else tuple(y.reshape(-1) for y in factors)
+        found = function(x.reshape(rows, columns), factors)
+        scale = found.scale
+        if scale is not None:
+            scale = scale.reshape(counts(x.shape, (*sizes_of(outer), BLOCK)))
+        return BothWays(found.values.reshape(x.shape), found.transposed.reshape(columns, *outer), scale)
+
+    def run(x: jax.Array, factors: Any) -> BothWays:
         if x.size <= jax.device_count():  # the kernel takes one row's and one column's factors for those of a tensor
-            return function(x, factors)
-        group = _block(scaling)
-        rows, columns = Axis(ROWS, group), Axis(COLUMNS, group)
-        of_scale = Axis(ROWS), Axis(COLUMNS)
-        of_factors = [(axis if scaling == "row" else None,) for axis in (rows, columns)]
+            return of_rows(x, factors)
+        rows, (columns,) = _axes(ROWS, x.shape[:-1], scaling), _axes(COLUMNS, x.shape[-1:], scaling)
+        of_factors: list[ArrayAxes] = [rows, (columns,)] if scaling == "row" else [(), ()]
+        of_scale: ArrayAxes = tuple(Axis(axis.name) for axis in (*rows, columns))
         shares = Shares(
-            arguments=[(rows, columns), *([] if factors is None else of_factors)],
-            results=lambda result: [(rows, columns), (columns, rows), of_scale][: len(jax.tree.leaves(result))],
-            lengths=_whole({ROWS: x.shape[0], COLUMNS: x.shape[1]}, group),
+            arguments=[(*rows, columns), *([] if factors is None else of_factors)],
+            results=lambda result: [(*rows, columns), (columns, *rows), of_scale][: len(jax.tree.leaves(result))],
+            lengths=_whole(rows, x.shape[:-1]) | _whole((columns,), x.shape[-1:]),
         )
-        return partitioned(function, shares)(x, factors)
+        return partitioned(of_rows, shares)(x, factors)
 
-    return jax.custom_batching.sequential_vmap(run) if is_partitioned() else function
-
-
-def _block(scaling: str | None) -> int:
-    return BLOCK if scaling == "block" else 1
+    return jax.custom_batching.sequential_vmap(run) if is_partitioned() else of_rows
 
 
-def _whole(lengths: dict[str, int], block: int) -> dict[str, int]:
-    """The numbers of blocks of the axes that consist of whole ones."""
-    return {name: length // block for name, length in lengths.items() if length % block == 0}
+def _axes(name: str, lengths: tuple[int, ...], scaling: str | None) -> tuple[Axis, ...]:
+    """M's, N's or K's axes. Where blocks have scales the devices hold whole ones."""
+    sizes = sizes_of(lengths) if scaling == "block" else (1,) * len(lengths)
+    return tuple(Axis(f"{name}{i}", size) for i, size in enumerate(sizes))
 
 
-def _fields(options: MatmulOptions) -> dict[str, ArrayAxes]:
-    block = _block(options.scaling)
-    rows, columns, depth = (Axis(name, block) for name in (ROWS, COLUMNS, DEPTH))
-    of_x = (depth, rows) if options.transpose_x else (rows, depth)
-    of_w: ArrayAxes = (columns, depth) if options.transpose_w else (depth, columns)
-    of_x_scale: ArrayAxes = (rows,)
-    of_w_scale: ArrayAxes = (columns,)
+def _whole(axes: tuple[Axis, ...], lengths: tuple[int, ...]) -> dict[str, int]:
+    """The lengths of the axes, in blocks, without those that have a part of one."""
+    every = zip(axes, lengths, strict=True)
+    return {axis.name: length // axis.group for axis, length in every if length % axis.group == 0}
+
+
+def _axes_of(inputs: MatmulInputs, options: MatmulOptions) -> tuple[tuple[Axis, ...], ...]:
+    """M's axes, N's one, and K's."""
+    (m, k), (_, n, _) = options.axes(inputs), options.sizes(inputs)
+    return tuple(_axes(name, of, options.scaling) for name, of in ((ROWS, m), (COLUMNS, (n,)), (DEPTH, k)))
+
+
+def _fields(inputs: MatmulInputs, options: MatmulOptions) -> dict[str, ArrayAxes]:
+    rows, columns, depth = _axes_of(inputs, options)
+    of_x: ArrayAxes = (*depth, *rows) if options.transpose_x else (*rows, *depth)
+    of_w: ArrayAxes = (*columns, *depth) if options.transpose_w else (*depth, *columns)
+    of_x_scale: ArrayAxes = rows
+    of_w_scale: ArrayAxes = columns
     if options.scaling == "block":
         of_x_scale, of_w_scale = (tuple(Axis(axis.name) for axis in axes if axis) for axes in (of_x, of_w))
     if options.low_bit is not None:  # stored values, whose scales lie as their layout has them
         of_w, of_w_scale = (None, None), (None, None)
-    of_out = (rows, columns)
-    found = {"x": of_x, "x_up": of_x, "w": of_w, "w_up": of_w, "bias": (columns,), "x_scale": of_x_scale}
+    found = {"x": of_x, "x_up": of_x, "w": of_w, "w_up": of_w, "bias": columns, "x_scale": of_x_scale}
     found |= {"w_scale": of_w_scale, "w_up_scale": of_w_scale}
-    return found | dict.fromkeys(("residual", "preactivation", "up"), of_out)
+    return found | dict.fromkeys(("residual", "preactivation", "up"), (*rows, *columns))
 
 
 def _of(axes: ArrayAxes | None, x: Any) -> ArrayAxes:
@@ -87,10 +133,10 @@ def _of(axes: ArrayAxes | None, x: Any) -> ArrayAxes:
 
 
 def _lengths(inputs: MatmulInputs, options: MatmulOptions) -> dict[str, int]:
-    rows, columns, depth = options.sizes(inputs)
+    (m, k), (_, n, _) = options.axes(inputs), options.sizes(inputs)
+    rows, columns, depth = _axes_of(inputs, options)
     if options.low_bit is not None:
-        return {ROWS: rows}
+        return _whole(rows, m)
     epilogue = inputs.bias, inputs.residual, inputs.preactivation, options.activation
     is_product = all(x is None for x in epilogue) and not inputs.is_gated
-    found = {ROWS: rows, COLUMNS: columns} | ({DEPTH: depth} if is_product else {})
-    return _whole(found, _block(options.scaling))
+    return _whole(rows, m) | _whole(columns, (n,)) | (_whole(depth, k) if is_product else {})
