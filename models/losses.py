@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_kernels.defaults import under_defaults
 from jax_kernels.models.sharding import ShardingRules
+from jax_kernels.models.token_ids import check_targets, usable_targets
 from jax_kernels.varying import as_varying, varying_axes
 
 __all__ = ["linear_cross_entropy"]
@@ -44,7 +46,8 @@ def linear_cross_entropy(
     Args:
       x: [..., D], bfloat16, float16 or float32.
       w: [D, V], or [V, D] with transpose_w, of any dtype of floats; it is rounded to x's for the products.
-      targets: integers [...]: the token ids. A token whose target is below 0 has a loss of 0 and no gradient.
+      targets: integers [...]: the token ids, below V. A token whose target is below 0, such as -1 or -100, has a loss
+        of 0 and no gradient.
       chunk: the most vocabulary entries whose logits stand at once.
       rules: how the devices of a mesh share out the logits; None for the default ones.
 
@@ -53,11 +56,15 @@ def linear_cross_entropy(
 
     Raises:
       TypeError: a dtype is wrong.
-      ValueError: shapes do not fit together, or chunk is below 1. A target of V or more gives NaN.
+      ValueError: shapes do not fit together, chunk is below 1, or a target is V or more. A traced target of V or more
+        gives NaN.
     """
     for name, array in (("x", x), ("w", w)):
+        if not hasattr(array, "dtype"):
+            raise TypeError(f"{name}: got {type(array).__name__}, want an array of floats")
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name}: got dtype {array.dtype}, want floats")
+    targets = targets if hasattr(targets, "dtype") else np.asarray(targets)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(f"targets: got dtype {targets.dtype}, want integers")
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[1 if transpose_w else 0]:
@@ -69,10 +76,12 @@ def linear_cross_entropy(
         raise ValueError(f"chunk: got {chunk!r}, want a positive int")
     rows = w if transpose_w else w.T
     vocabulary = rows.shape[0]
+    check_targets(targets, vocabulary)
+    targets = usable_targets(targets, vocabulary)
     count = -(-vocabulary // chunk)
     # Inside shard_map the transpose of this adds up the gradients of an array that the devices have in common.
     x, rows, targets = as_varying((x, rows, targets), varying_axes(x, rows, targets))
-    losses = _losses(count, ShardingRules() if rules is None else rules, x, rows, targets.astype(jnp.int32))
+    losses = _losses(count, ShardingRules() if rules is None else rules, x, rows, targets)
     return jnp.where(targets < vocabulary, losses, jnp.nan)
 
 
