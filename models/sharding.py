@@ -187,10 +187,15 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
       devices: to take, in order; None for jax.devices(), the first of them.
 
     Raises:
-      ValueError: a number is out of range, or there are too few devices.
+      ValueError: a number is out of range, or there are too few devices. TypeError: axes are no dict of ints by name.
     """
+    if not isinstance(axes, Mapping):
+        raise TypeError(f"axes: got {axes!r}, want the devices along each axis by name, such as {{'data': 2}}")
     devices = list(jax.devices() if devices is None else devices)
-    sizes = dict(axes)
+    for name, size in axes.items():
+        if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise TypeError(f"axes: got {name!r}: {size!r}, want a name and a number of devices")
+    sizes = {name: int(size) for name, size in axes.items()}
     rest = [name for name, size in sizes.items() if size == -1]
     bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
     if bad or len(rest) > 1 or not sizes:
@@ -200,7 +205,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
         sizes[rest[0]] = len(devices) // count
     total = math.prod(sizes.values())
     if total > len(devices) or total == 0 or (rest and total != len(devices)):
-        raise ValueError(f"axes: got {dict(axes)} for {len(devices)} devices")
+        want = f"want a divisor of {len(devices)} beside the -1" if rest else f"want at most {len(devices)} in all"
+        raise ValueError(f"axes: got {dict(axes)} for {len(devices)} device{'s' * (len(devices) != 1)}, {want}")
     kinds = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices[:total])
 

@@ -288,8 +288,8 @@ class Transformer(nnx.Module):
 
         Args:
           tokens, targets: integers [B, T], from 0 to vocab_size - 1. A target below 0 has a loss of 0 and no gradient.
-            A token below 0 whose target is below 0 is padding, and so is any token whose segment_ids are below 0. Tokens
-            after the first kind attend to it, as to token 0: it belongs to the end of a row.
+            A token below 0 whose target is below 0 is padding, and so is any token whose segment_ids are below 0.
+            Without segment_ids later tokens attend to padding, as to token 0: it belongs to the end of a row.
           segment_ids: as in a call. All targets count: next_token_loss leaves out those in another document.
 
         Raises:

@@ -147,7 +147,7 @@ def test_token_ids_are_checked():
     ]:
         with pytest.raises(ValueError, match=message):
             model(tokens)
-    with pytest.raises(TypeError, match="tokens: got numpy.ndarray, want a torch.Tensor"):
+    with pytest.raises(TypeError, match=r"tokens: got numpy\.ndarray, want a torch\.Tensor"):
         model(np.zeros((1, 4), np.int64))
     narrow = torch.tensor([[1, 8, 3]], dtype=torch.uint8)
     torch.testing.assert_close(model(narrow), model(narrow.long()))

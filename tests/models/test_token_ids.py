@@ -1,4 +1,4 @@
-"""Token ids of Transformer and LongNet: errors where values are known, NaN where they are not, padding that is legal."""
+"""Token ids of Transformer and LongNet: errors for known values, NaN for traced ones, and padding."""
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,9 @@ def test_padding_of_minus_one_changes_nothing(model, is_packed):
     np.testing.assert_allclose(losses.sum(), want[0], rtol=1e-5)
     if is_packed:
         np.testing.assert_allclose(model(tokens, segment_ids=ids)[:, :4], model(GOOD), atol=1e-5)
-    with pytest.raises(ValueError, match="tokens: got ids from -1 to 49, want 0 to 49; padding has segment_ids below 0"):
+    with pytest.raises(
+        ValueError, match="tokens: got ids from -1 to 49, want 0 to 49; padding has segment_ids below 0"
+    ):
         model.losses(tokens, np.abs(targets))
 
 
