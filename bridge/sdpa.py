@@ -67,6 +67,8 @@ def scaled_dot_product_attention(
         attn_mask, is_causal = None, True
     if dropout_p or _is_torchs(query, key, value):
         _warn(query, value, dropout_p)
+        if attn_mask is not None and not torch.compiler.is_compiling():
+            _check_mask(attn_mask, (query.shape[-2], key.shape[-2]))
         if q_offset:
             attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril(q_offset)
             is_causal = False
