@@ -47,15 +47,15 @@ def test_good_masks_are_taken_as_they_were():
 
 
 def test_a_misspelt_pattern_has_a_hint():
-    message = "pattern: got 'sliding_windw', want one of 'attention_sinks', .+; did you mean 'sliding_window'?"
+    message = r"pattern: got 'sliding_windw', want one of 'attention_sinks', .+; did you mean 'sliding_window'\?"
     for window in (16, None):
         with pytest.raises(ValueError, match=message):
             bridge.nn.FlexAttention("sliding_windw", window)
-    with pytest.raises(ValueError, match="name: got 'Causual', want one of .+; did you mean 'causal'?"):
+    with pytest.raises(ValueError, match=r"name: got 'Causual', want one of .+; did you mean 'causal'\?"):
         bridge.masks.preset("Causual")
     with pytest.raises(ValueError, match=r"want one of 'attention_sinks', .+'strided'$"):
         bridge.nn.FlexAttention("moon")
-    with pytest.raises(TypeError, match="pattern: got int, want a name or a masks.Mask"):
+    with pytest.raises(TypeError, match=r"pattern: got int, want a name or a masks\.Mask"):
         bridge.nn.FlexAttention(3, 16)
     with pytest.raises(TypeError, match="implementation: got int, want a name or None"):
         bridge.nn.FlexAttention("causal", implementation=3)
