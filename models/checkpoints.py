@@ -115,7 +115,10 @@ def reason(error: BaseException) -> str:
 
 
 def nonfinite(params: Any, mesh: Mesh) -> list[str]:
-    """The names of the arrays of a tree on a mesh that have a number which is not finite."""
+    """The names of the arrays of a tree on a mesh that have a value which is not finite, or too large to be squared.
+
+    A norm squares its input: past such parameters a loss may be finite, and its gradient is not.
+    """
     with jax.set_mesh(mesh):
         found = {name: _is_finite(x) for name, x in _by_name(params).items()}
     return [name.removesuffix(".value") for name, is_finite in jax.device_get(found).items() if not is_finite]
@@ -123,7 +126,7 @@ def nonfinite(params: Any, mesh: Mesh) -> list[str]:
 
 @jax.jit
 def _is_finite(x: jax.Array) -> jax.Array:
-    return jnp.isfinite(x).all()
+    return jnp.isfinite(jnp.square(x.astype(jnp.float32)).sum())
 
 
 def digests(state: Any, mesh: Mesh) -> dict[str, int]:

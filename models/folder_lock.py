@@ -46,14 +46,17 @@ class FolderLock:
 
         Raises FolderInUse, with the process that has it, or NotWritten where the folder cannot be written.
         """
-        if self.is_held:
-            return
-        told = self._taken() if jax.process_index() == 0 else {}
-        if jax.process_count() > 1:
-            told = json.loads(gathered(json.dumps(told))[0])
-        if told:
-            raise (FolderInUse if told["in_use"] else NotWritten)(told["text"])
-        self.is_held = True
+        if not self.is_held:
+            _raise_for_all(self._taken() if jax.process_index() == 0 else {})
+            self.is_held = True
+
+    def check_free(self) -> None:
+        """Raises what take would, but does not keep the lock, nor make the folder. All processes call it."""
+        told: dict[str, Any] = {}
+        if jax.process_index() == 0 and self.folder.is_dir():
+            told = self._taken()
+            self.release()
+        _raise_for_all(told)
 
     def release(self) -> None:
         """Gives the lock back; nothing where this object has none."""
@@ -108,6 +111,14 @@ class FolderLock:
                 f"which another Trainer of this process writes since {since}, want another folder, or close() that one"
             )
         return f"which process {pid} on {host} writes since {since}, want another folder, or that run's end"
+
+
+def _raise_for_all(told: dict[str, Any]) -> None:
+    """Raises the error of process 0 on each process. told: as FolderLock._taken gives it, on process 0."""
+    if jax.process_count() > 1:
+        told = json.loads(gathered(json.dumps(told))[0])
+    if told:
+        raise (FolderInUse if told["in_use"] else NotWritten)(told["text"])
 
 
 def _this_process() -> dict[str, Any]:

@@ -65,7 +65,14 @@ def document_starts(tokens: np.ndarray, separator: int) -> np.ndarray:
     Args:
       tokens: integers [n]; a np.memmap is read in parts. separator: its token id, which counts with the document that
         it ends.
+
+    Raises TypeError for another kind of either.
     """
+    if getattr(tokens, "ndim", None) != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        got = f"{tokens.dtype} {tokens.shape}" if hasattr(tokens, "dtype") else type(tokens).__name__
+        raise TypeError(f"tokens: got {got}, want an array of integers [n]")
+    if isinstance(separator, bool) or not isinstance(separator, int | np.integer):
+        raise TypeError(f"separator: got {separator!r}, want a token id, an int")
     found = [np.zeros(1, np.int64)]
     for begin in range(0, len(tokens), PART):
         found.append(np.flatnonzero(tokens[begin : begin + PART] == separator) + begin + 1)

@@ -151,6 +151,14 @@ def check_mesh(
         )
 
 
+def check_kinds(mesh: Any, rules: Any) -> None:
+    """Raises TypeError unless these are a mesh, and ShardingRules or None."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh: got {mesh!r}, want a jax.sharding.Mesh, as make_mesh gives it")
+    if not isinstance(rules, ShardingRules | None):
+        raise TypeError(f"rules: got {rules!r}, want ShardingRules or None")
+
+
 def has_explicit_axes(mesh: Any = None) -> bool:
     """Whether a mesh has Explicit axes, as jax.make_mesh makes them by default. None for the mesh of jax.set_mesh."""
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
@@ -219,6 +227,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) 
         do, such as the state of an optax optimizer.
       mesh: to share them out on. rules: None for the default ones.
     """
+    check_kinds(mesh, rules)
     rules = ShardingRules() if rules is None else rules
     state = nnx.state(state) if isinstance(state, nnx.Module) else state
 
@@ -242,7 +251,8 @@ def shard_batch(batch: Any, mesh: Mesh, rules: ShardingRules | None = None) -> A
 
     Raises ValueError where the devices do not divide the batch.
     """
-    return place(batch, jax.tree.map(lambda x: batch_sharding(x.shape, mesh, rules), batch))
+    check_kinds(mesh, rules)
+    return place(batch, jax.tree.map(lambda x: batch_sharding(np.shape(x), mesh, rules), batch))
 
 
 def place(tree: Any, shardings: Any) -> Any:
@@ -262,6 +272,9 @@ def batch_sharding(shape: Sequence[int], mesh: Mesh, rules: ShardingRules | None
 
     Raises ValueError where the devices do not divide the batch.
     """
+    check_kinds(mesh, rules)
+    if not shape:
+        raise ValueError("batch: got an array without axes, want [batch, tokens, ...]")
     rules = ShardingRules() if rules is None else rules
     wanted = [axis for axis in dict(rules.axes)["batch"] if mesh.shape.get(axis, 1) > 1]
     if list(rules.mesh_axes("batch", shape[0], mesh)) != wanted:

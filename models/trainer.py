@@ -298,14 +298,14 @@ class Trainer:
             self.check_finite()
 
     def check_finite(self) -> None:
-        """Raises FloatingPointError, naming the newest checkpoint, unless all parameters are finite."""
+        """Raises FloatingPointError, which names the newest checkpoint, unless parameters and their squares are finite."""
         names = checkpoints.nonfinite(self.state["params"], self.mesh)
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             newest = "" if self._manager is None else f"; {checkpoints.newest(self._manager)}"
             raise FloatingPointError(
-                f"step {self.step}: got parameters that are not finite ({names[0]}{more}), want finite ones, as of a "
-                f"smaller learning rate{newest}"
+                f"step {self.step}: got parameters that are not finite, or too large to be squared ({names[0]}{more}), "
+                f"want finite ones, as of a smaller learning rate{newest}"
             )
 
     def lock_folder(self) -> None:

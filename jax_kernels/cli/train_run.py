@@ -37,10 +37,11 @@ def in_options(text: str) -> str:
     """An error's text with the options that a user gave in place of the arguments which they became."""
     text = re.sub(r"\b(TransformerConfig|LongNetConfig)\.", "", text)
     name = re.match(r"\w+(?=: )", text)
-    option = _ARGUMENTS.get(name[0]) if name else None
-    if option is not None:
-        text = f"{option}{text[name.end() :]}" if name else text
-    return re.sub(r"\baccumulate=", "--accumulate ", re.sub(r"\bseq_len=", "--seq-len ", text))
+    if name is not None and name[0] in _ARGUMENTS:
+        text = f"{_ARGUMENTS[name[0]]}{text[name.end() :]}"
+    fields = "|".join((*_OPTIONS, "accumulate", "seq_len"))
+    option = lambda found: f"--{_OPTIONS.get(found[1], found[1]).replace('_', '-')} "
+    return re.sub(rf"\b({fields})=", option, text)
 
 
 def optimizer_of(settings: dict[str, Any]) -> optax.GradientTransformation:
@@ -72,7 +73,7 @@ def run(
     options |= {"mesh": axes, "attention": attention, "out": str(out)}
     check_agreement({f"--{name.replace('_', '-')}": value for name, value in options.items()})
     folder = out / "checkpoint"
-    check_free(folder)  # at once: the text and the model may take minutes
+    FolderLock(folder).check_free()  # at once: the text and the model may take minutes
     is_first = jax.process_index() == 0
     say = print if is_first else lambda *words, **options: None
     mesh = make_mesh(axes)
@@ -113,14 +114,6 @@ def run(
             say(f"{out / 'train.json'} has its losses, {folder} the checkpoint of step {trainer.step}", flush=True)
     finally:
         trainer.close()
-
-
-def check_free(folder: Path) -> None:
-    """Raises ValueError where another run writes the folder, NotWritten where it is there and cannot be written."""
-    if folder.is_dir():
-        lock = FolderLock(folder)
-        lock.take()
-        lock.release()
 
 
 def losses_before(trainer: Trainer, kept: dict[str, Any]) -> list[float]:
@@ -180,6 +173,8 @@ def batches_of(text: Path | None, settings: dict[str, Any], mesh: Mesh) -> tuple
 _ARGUMENTS = {
     "axes": "--mesh",
     "mesh": "--mesh",
+    "config": "--out",  # a model that differs from the checkpoint's there
+    "optimizer": "--out",
     "batch": "--batch-size",
     "tokens": "--seq-len",
     "folder": "--out",
@@ -233,7 +228,7 @@ def check_parameters(trainer: Trainer, batch: Any) -> None:
     try:
         trainer.check_finite()
     except FloatingPointError:
-        end_unsaved(trainer, "parameters that are not finite, want finite ones")
+        end_unsaved(trainer, "parameters that are not finite, or too large to be squared, want finite ones")
     loss = trainer.evaluate(batch)
     if not math.isfinite(loss):
         end_unsaved(trainer, f"parameters whose loss is {loss}, want a finite one")

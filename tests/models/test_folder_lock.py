@@ -102,6 +102,9 @@ def test_of_several_processes_the_first_locks_for_all(tmp_path, monkeypatch, pro
     lock.take()  # no collective of its own
     assert told == ["{}"]
     lock.release()
+    lock.check_free()
+    assert told == ["{}", "{}"]
+    assert not (tmp_path / ".lock.json").exists()
     monkeypatch.setattr(folder_lock, "gathered", lambda text: ['{"in_use": true, "text": "folder: taken"}', "{}"])
     with pytest.raises(FolderInUse, match="folder: taken"):
         FolderLock(tmp_path).take()
@@ -192,13 +195,13 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
         again.save()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
 def test_parameters_that_are_not_finite_are_not_saved(tmp_path, bad):
     one = trainer(tmp_path)
     one.fit([BATCH], 1, save_every=1)
     one.train(BATCH)
     one.state["params"]["final_norm"]["scale"][...] = one.state["params"]["final_norm"]["scale"][...].at[3].set(bad)
-    message = r"step 2: got parameters that are not finite \(final_norm.scale\), want finite ones, as of a smaller "
+    message = r"step 2: got parameters that are not finite, .+ \(final_norm.scale\), want finite ones, as of a smaller "
     for end in (one.save, one.check_finite):
         with pytest.raises(FloatingPointError, match=message + "learning rate; the newest checkpoint is of step 1"):
             end()
@@ -208,7 +211,9 @@ def test_parameters_that_are_not_finite_are_not_saved(tmp_path, bad):
 
 def test_the_last_step_s_parameters_are_checked():
     one = trainer(None, optax.sgd(np.inf))
-    with pytest.raises(FloatingPointError, match=r"step 1: got parameters that are not finite \(embed and 10 more\)"):
+    with pytest.raises(
+        FloatingPointError, match=r"step 1: got parameters that are not finite, .+ \(embed and 10 more\)"
+    ):
         one.fit([BATCH], 1)
     one = trainer(None)
     one.fit([BATCH], 1)
