@@ -32,7 +32,7 @@ def read_text(paths: str | Path | Iterable[str | Path]) -> np.ndarray:
         come in the order of their names.
 
     Raises:
-      FileNotFoundError: a path is neither a file nor a folder. ValueError: there are no bytes. TypeError: paths are none.
+      FileNotFoundError: a path is neither a file nor a folder. ValueError: there are no bytes. TypeError: no path.
     """
     return _text(_files(paths))
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels.masks import Mask
 from jax_kernels.ops.ring.layouts import Layout
@@ -153,7 +153,7 @@ def check_mesh(
 
 def check_kinds(mesh: Any, rules: Any) -> None:
     """Raises TypeError unless these are a mesh, and ShardingRules or None."""
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh: got {mesh!r}, want a jax.sharding.Mesh, as make_mesh gives it")
     if not isinstance(rules, ShardingRules | None):
         raise TypeError(f"rules: got {rules!r}, want ShardingRules or None")

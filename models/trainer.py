@@ -298,7 +298,7 @@ class Trainer:
             self.check_finite()
 
     def check_finite(self) -> None:
-        """Raises FloatingPointError, which names the newest checkpoint, unless parameters and their squares are finite."""
+        """Raises FloatingPointError, with the newest checkpoint, unless parameters and their squares are finite."""
         names = checkpoints.nonfinite(self.state["params"], self.mesh)
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

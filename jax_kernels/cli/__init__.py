@@ -81,6 +81,17 @@ def _fail(message: str, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+def _given(parameter: Any, arguments: list[str]) -> str | None:
+    """The value that the command line has for an option which typer refuses; typer's own errors may lack it."""
+    for option in getattr(parameter, "opts", ()):
+        for name, value in zip(arguments, [*arguments[1:], None], strict=True):
+            if name == option:
+                return value
+            if name.startswith(f"{option}="):
+                return name.removeprefix(f"{option}=")
+    return None
+
+
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Runs the command line and exits.
 
@@ -101,4 +112,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not typer's own but a bug: its traceback is wanted
             raise
-        _fail(error.format_message())
+        message = error.format_message()
+        value = _given(getattr(error, "param", None), sys.argv[1:] if arguments is None else arguments)
+        _fail(message if value is None or value in message else f"{message}, got {value!r}")

@@ -200,7 +200,7 @@ def test_options_that_cannot_be_are_named(words, message, text, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--seed 4294967296", "Invalid value for '--seed': 4294967296 is not in the range 0<=x<=4294967295."),
+        ("--seed 4294967296", "Invalid value for '--seed': "),
         ("--mesh data=64 --text TEXT", "--mesh: got {'data': 64} for "),
         ("--text TEXT/none", "--text: TEXT/none is neither a file nor a folder"),
         ("--text TEXT --seq-len 99999", "--text: got "),
