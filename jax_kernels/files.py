@@ -8,23 +8,23 @@ __all__ = ["write_whole"]
 
 
 def write_whole(path: Path, data: str | bytes) -> None:
-    """Writes a file beside its place and renames it once it is on the disk. A symbolic link keeps its target's place.
+    """Writes a temporary file in the same folder, then renames it. A symbolic link stays, and its target is replaced.
 
-    A device or a pipe is written to as it is. Raises OSError, and leaves no file of its own.
+    A device or a pipe is written to directly. Raises OSError, and leaves no temporary file.
     """
     data = data.encode() if isinstance(data, str) else data
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
         path.write_bytes(data)
         return
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise

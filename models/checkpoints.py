@@ -79,7 +79,7 @@ def _raised_again(record: logging.LogRecord) -> bool:
 def writing(checkpoints: Any, step: int | None = None) -> Iterator[None]:
     """Raises NotWritten, which names the newest whole checkpoint, where orbax fails to write one inside.
 
-    step: of the checkpoint; None for one that was begun before. What was written of it is removed.
+    step: of the checkpoint; None for one that was begun before. The files of the partial checkpoint are removed.
     """
     logging.getLogger("absl").addFilter(_raised_again)
     try:

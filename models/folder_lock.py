@@ -20,7 +20,7 @@ from jax_kernels.models.distributed import gathered
 __all__ = ["FolderInUse", "FolderLock"]
 
 _LOCK, _HOLDER = ".lock", ".lock.json"
-# What file systems without locks answer.
+# The errors of file systems without locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
@@ -51,12 +51,12 @@ class FolderLock:
             self.is_held = True
 
     def check_free(self) -> None:
-        """Raises what take would, but does not keep the lock, nor make the folder. All processes call it."""
-        told: dict[str, Any] = {}
+        """Raises the errors of take. Keeps no lock, and makes no folder. All processes call it."""
+        failure: dict[str, Any] = {}
         if jax.process_index() == 0 and self.folder.is_dir():
-            told = self._taken()
+            failure = self._taken()
             self.release()
-        _raise_for_all(told)
+        _raise_for_all(failure)
 
     def release(self) -> None:
         """Gives the lock back; nothing where this object has none."""
@@ -113,12 +113,12 @@ class FolderLock:
         return f"which process {pid} on {host} writes since {since}, want another folder, or that run's end"
 
 
-def _raise_for_all(told: dict[str, Any]) -> None:
-    """Raises the error of process 0 on each process. told: as FolderLock._taken gives it, on process 0."""
+def _raise_for_all(failure: dict[str, Any]) -> None:
+    """Raises the error of process 0 on each process. failure: of FolderLock._taken in process 0, {} in the others."""
     if jax.process_count() > 1:
-        told = json.loads(gathered(json.dumps(told))[0])
-    if told:
-        raise (FolderInUse if told["in_use"] else NotWritten)(told["text"])
+        failure = json.loads(gathered(json.dumps(failure))[0])
+    if failure:
+        raise (FolderInUse if failure["in_use"] else NotWritten)(failure["text"])
 
 
 def _this_process() -> dict[str, Any]:

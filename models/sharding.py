@@ -213,7 +213,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
         sizes[rest[0]] = len(devices) // count
     total = math.prod(sizes.values())
     if total > len(devices) or total == 0 or (rest and total != len(devices)):
-        want = f"want a divisor of {len(devices)} beside the -1" if rest else f"want at most {len(devices)} in all"
+        want = f"want the others to divide {len(devices)}" if rest else f"want at most {len(devices)} in all"
         raise ValueError(f"axes: got {dict(axes)} for {len(devices)} device{'s' * (len(devices) != 1)}, {want}")
     kinds = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), kinds, devices=devices[:total])

@@ -48,7 +48,7 @@ def check_targets(targets: Any, vocabulary: int) -> None:
 
 
 def usable_ids(ids: Any, vocabulary: int, *, segment_ids: Any = None, targets: Any = None) -> jax.Array:
-    """The ids as int32 of 0 to `vocabulary`, which stands for no token: its embedding is NaN. Padding becomes 0.
+    """The ids as int32. Ids outside the vocabulary become `vocabulary`, whose embedding is NaN; padding becomes 0.
 
     segment_ids, targets: as in checked_tokens.
     """

@@ -194,10 +194,7 @@ class Trainer:
         Raises TypeError or ValueError for a batch that next_token_loss, if it is the loss, does not take: other arrays
         than (tokens, targets) or (tokens, targets, segment_ids), or NumPy arrays of ids outside the vocabulary.
         """
-        return self._trained(self._checked_batch(batch))
-
-    def _trained(self, batch: Any) -> dict[str, jax.Array]:
-        batch = self._on_auto_axes(batch)
+        batch = self._on_auto_axes(self._checked_batch(batch))
         with jax.set_mesh(self.mesh):
             if not self._is_compiled:
                 with paused_collections():
@@ -282,7 +279,7 @@ class Trainer:
         begun = self.step
         with stop_asked() as asked:
             while self.step < steps:
-                found = self._trained(self._checked_batch(batches[self.step], f"batches[{self.step}]"))
+                found = self.train(self._checked_batch(batches[self.step], f"batches[{self.step}]"))
                 if on_step is not None:
                     on_step(self.step, found)
                 is_stopped = asked(self.step)
@@ -407,10 +404,10 @@ class Trainer:
             self._checkpoints.reload()  # another run may have written since the folder was read
         steps = self._checkpoints.all_steps()
         if not steps or (step is not None and step not in steps):
-            what = "no checkpoint" if step is None or not steps else f"no checkpoint of step {step}"
-            has = f"; it has those of steps {', '.join(map(str, sorted(steps)))}" if steps else ""
+            got = "no checkpoint" if step is None or not steps else f"no checkpoint of step {step}"
+            has = f"; it has steps {', '.join(map(str, sorted(steps)))}" if steps else ""
             raise FileNotFoundError(
-                f"folder: got {self._checkpoints.directory} with {what}, want one that save wrote there{has}"
+                f"folder: got {self._checkpoints.directory} with {got}, want one that save wrote there{has}"
             )
         if remove_later and step is not None and max(steps) > step:
             self.lock_folder()

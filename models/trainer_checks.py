@@ -57,7 +57,7 @@ def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: 
 
 
 def check_fit(batches: Any, steps: Any, save_every: Any, on_step: Any) -> None:
-    """Raises TypeError or ValueError, naming the argument, for what fit does not take."""
+    """Raises TypeError or ValueError, naming the argument, for arguments that fit does not take."""
     if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
         raise TypeError(f"steps: got {steps!r}, want an int: the steps in all")
     if steps < 0:

@@ -112,7 +112,7 @@ def _with_option(text: str) -> str:
     return f"--{name[0].replace('_', '-')}{text[name.end() :]}" if name[0] in _ARGUMENTS else text
 
 
-# The ops' arguments whose names are those of options.
+# The ops' arguments that have an option of the same name.
 _ARGUMENTS = (
     "activation",
     "bias",

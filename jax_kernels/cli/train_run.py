@@ -34,7 +34,7 @@ def as_user_error(error: Exception) -> Exception:
 
 
 def in_options(text: str) -> str:
-    """An error's text with the options that a user gave in place of the arguments which they became."""
+    """An error's text, with the command's options in place of the library's arguments."""
     text = re.sub(r"\b(TransformerConfig|LongNetConfig)\.", "", text)
     name = re.match(r"\w+(?=: )", text)
     if name is not None and name[0] in _ARGUMENTS:

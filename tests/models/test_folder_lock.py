@@ -71,7 +71,7 @@ def test_trainers_of_one_process_write_one_after_the_other(tmp_path):
     first.train(BATCH)
     first.save()
     first.close()
-    # What the first wrote since the second was made counts.
+    # Steps that the first wrote since the second was made count.
     with pytest.raises(ValueError, match="folder: got a checkpoint of step 2 beside a state of step 2"):
         second.save()
     second.restore(1, remove_later=True)

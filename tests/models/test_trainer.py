@@ -181,7 +181,7 @@ def test_bad_arguments_and_checkpoints_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"folder: got {tmp_path} with no checkpoint, want one that save wrote"):
         trainer.restore()
     trainer.save({"text": "a"})
-    with pytest.raises(FileNotFoundError, match=r"with no checkpoint of step 3, .+; it has those of steps 0$"):
+    with pytest.raises(FileNotFoundError, match=r"with no checkpoint of step 3, .+; it has steps 0$"):
         trainer.restore(3)
     with pytest.raises(TypeError, match="step: got '0', want an int, or None for the newest"):
         trainer.restore("0")
