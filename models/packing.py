@@ -45,6 +45,8 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
 
     segment_ids: integers [B, T]. Returns int32 [B, T].
     """
+    if jnp.ndim(segment_ids) != 2:
+        raise ValueError(f"segment_ids: got shape {jnp.shape(segment_ids)}, want [batch, length]")
     place = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return place - lax.cummax(jnp.where(starts, place, 0), axis=1)
@@ -55,6 +57,9 @@ def within_documents(targets: jax.Array, segment_ids: jax.Array) -> jax.Array:
 
     Nothing is known of the token after the last one: its target stays.
     """
+    if jnp.ndim(targets) != 2 or jnp.shape(segment_ids) != jnp.shape(targets):
+        shapes = f"{jnp.shape(targets)} and {jnp.shape(segment_ids)}"
+        raise ValueError(f"targets, segment_ids: got shapes {shapes}, want [batch, length] for both")
     goes_on = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (0, 1)), constant_values=True)
     return jnp.where(goes_on & (segment_ids >= 0), targets, -1)
 

@@ -240,6 +240,8 @@ def state_shardings(state: Any, mesh: Mesh, rules: ShardingRules | None = None) 
 
 def shard_model(model: nnx.Module, mesh: Mesh, rules: ShardingRules | None = None) -> None:
     """Places the parameters of a model on a mesh, in the model itself."""
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model: got {type(model).__name__}, want an nnx.Module")
     state = nnx.state(model)
     nnx.update(model, place(state, state_shardings(state, mesh, rules)))
 

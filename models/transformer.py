@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax_kernels import dispatch
 from jax_kernels.defaults import under_defaults
 from jax_kernels.models.attention import KVCache, MultiHeadAttention
-from jax_kernels.models.config import TransformerConfig
+from jax_kernels.models.config import TransformerConfig, check_kind
 from jax_kernels.models.delayed_scaling import AmaxHistory
 from jax_kernels.models.generate import check_generation, generate
 from jax_kernels.models.linear import GatedMLP
@@ -174,8 +174,12 @@ class Transformer(nnx.Module):
     """
 
     block_type = Block
+    config_type = TransformerConfig
 
     def __init__(self, config: TransformerConfig, *, rules: ShardingRules | None = None, rngs: nnx.Rngs) -> None:
+        check_kind("config", config, self.config_type, f"a {self.config_type.__name__}")
+        check_kind("rules", rules, ShardingRules | None, "ShardingRules or None")
+        check_kind("rngs", rngs, nnx.Rngs, "nnx.Rngs")
         self.config = config
         self.rules = ShardingRules() if rules is None else rules
         initialize = nnx.initializers.normal(config.model_dim**-0.5)
@@ -241,6 +245,8 @@ class Transformer(nnx.Module):
             room (under jit that gives NaN: see MultiHeadAttention).
           TypeError: the cache's length, or segment_ids, are no integers.
         """
+        if cache is not None and not isinstance(cache, tuple | list):
+            raise TypeError(f"cache: got {type(cache).__name__}, want the tuple that init_cache or a call gives")
         if cache is not None and len(cache) != len(self.layers):
             raise ValueError(f"cache: got {len(cache)} entries, want one for each of the {len(self.layers)} layers")
         if (tokens is None) == (embeddings is None):
@@ -470,6 +476,7 @@ def flat_parameters(model: nnx.Module) -> dict[str, np.ndarray]:
 
     Raises ValueError for a model with weights of few bits, which are no nnx.Params.
     """
+    check_kind("model", model, nnx.Module, "an nnx.Module")
     if jax.tree.leaves(nnx.state(model, QuantizedWeight)):
         raise ValueError("model: got one with weights of few bits, want the model before quantize_weights")
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))

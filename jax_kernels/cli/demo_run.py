@@ -17,6 +17,7 @@ from jax_kernels.cli.demo_data import Corpus, CorpusError, read_corpus, unigram_
 from jax_kernels.cli.demo_training import Checkpoints, Settings, Trainer, bits_per_byte, sample
 from jax_kernels.models import LongNetConfig, TransformerConfig, make_mesh
 from jax_kernels.models.checkpoints import NotWritten, file_in_the_way, nonfinite, reason
+from jax_kernels.spelling import did_you_mean
 
 __all__ = ["OptionError", "run"]
 
@@ -173,7 +174,8 @@ def model_of(config: TransformerConfig, seq_len: int, given: dict[str, Any]) -> 
     if given["attention"] in (None, "dense"):
         return config
     if given["attention"] != "dilated":
-        raise OptionError("--attention", f"got {given['attention']!r}, want dense or dilated")
+        hint = did_you_mean(given["attention"], ("dense", "dilated"))
+        raise OptionError("--attention", f"got {given['attention']!r}, want dense or dilated{hint}")
     # Each segment has a quarter of the context's tokens; a very short context has room for rate 1 alone.
     branches = [(max(1, seq_len * rate // 4), rate) for rate in (1, 2, 4)]
     lengths, rates = zip(*((length, rate) for length, rate in branches if rate <= length), strict=True)

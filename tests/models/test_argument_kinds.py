@@ -3,10 +3,31 @@
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
-from jax_kernels.models import TokenBatches, document_starts, make_mesh, read_text, shard_batch, state_shardings
+from jax_kernels.models import (
+    GatedMLP,
+    LayerNorm,
+    Linear,
+    LongNet,
+    RMSNorm,
+    TokenBatches,
+    Transformer,
+    TransformerConfig,
+    document_positions,
+    document_starts,
+    flat_parameters,
+    make_mesh,
+    read_text,
+    shard_batch,
+    shard_model,
+    state_shardings,
+    within_documents,
+)
 from jax_kernels.models.distributed import initialize_distributed
 
+RNGS = nnx.Rngs(0)
+CONFIG = TransformerConfig(vocab_size=8, model_dim=4, num_layers=1, num_heads=1)
 TOKENS = np.zeros(99, np.int32)
 COUNT = jax.device_count()
 CASES = {
@@ -29,6 +50,31 @@ CASES = {
         lambda: state_shardings({"x": TOKENS}, make_mesh({"data": 1}), {}),
         TypeError,
         r"rules: got \{\}, want ShardingRules or None",
+    ),
+    "config": (
+        lambda: Transformer({"vocab_size": 1}, rngs=RNGS),
+        TypeError,
+        "config: got dict, want a TransformerConfig",
+    ),
+    "longnet": (lambda: LongNet(CONFIG, rngs=RNGS), TypeError, "config: got TransformerConfig, want a LongNetConfig"),
+    "rngs": (lambda: Transformer(CONFIG, rngs=0), TypeError, "rngs: got int, want nnx.Rngs"),
+    "model rules": (lambda: Transformer(CONFIG, rules={}, rngs=RNGS), TypeError, "rules: got dict, want ShardingRules"),
+    "flat": (lambda: flat_parameters(3), TypeError, "model: got int, want an nnx.Module"),
+    "shard model": (lambda: shard_model("x", make_mesh({"data": 1})), TypeError, "model: got str, want an nnx.Module"),
+    "linear": (lambda: Linear("8", 4, rngs=RNGS), TypeError, "in_features: got '8', want an int"),
+    "negative": (lambda: GatedMLP(4, -1, rngs=RNGS), ValueError, "hidden_features: got -1, want 0 or more"),
+    "norm": (lambda: RMSNorm("4", rngs=RNGS), TypeError, "num_features: got '4', want an int"),
+    "offset": (lambda: LayerNorm(4, scale_offset="a", rngs=RNGS), TypeError, "scale_offset: got 'a', want a number"),
+    "name": (
+        lambda: RMSNorm(4, implementation=3, rngs=RNGS),
+        TypeError,
+        "implementation: got int, want a name or None",
+    ),
+    "documents": (lambda: document_positions(TOKENS), ValueError, r"segment_ids: got shape \(99,\), want \[batch"),
+    "targets": (
+        lambda: within_documents(TOKENS[None], TOKENS[None, :3]),
+        ValueError,
+        r"targets, segment_ids: got shapes \(1, 99\) and \(1, 3\), want",
     ),
     "seed": (lambda: TokenBatches(TOKENS, 4, 2, seed=2**32), ValueError, "seed: got 4294967296, want 0 to 4294967295"),
     "step": (lambda: TokenBatches(TOKENS, 4, 2)["a"], TypeError, "step: got 'a', want an int"),
