@@ -27,7 +27,8 @@ def checked_tokens(
         return tokens
     values = np.asarray(tokens)
     counts = np.ones(values.shape, bool)
-    for beside, is_padding in ((segment_ids, True), (targets, values < 0)):
+    of_padding: tuple[tuple[Any, Any], ...] = ((segment_ids, True), (targets, values < 0))
+    for beside, is_padding in of_padding:
         if beside is not None and np.shape(beside) == values.shape:  # another shape is an error of its own
             counts &= ~((np.asarray(beside) < 0) & is_padding)
     if (bad := counts & ((values < 0) | (values >= vocabulary))).any():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_kernels.models.config import TransformerConfig, positive
+from jax_kernels.models.config import TransformerConfig, check_kind, positive
 from jax_kernels.models.sharding import ShardingRules
 from jax_kernels.models.token_ids import check_targets, checked_tokens
 
@@ -37,14 +37,14 @@ def check_batch(batch: Any, vocabulary: int, name: str) -> None:
 
 def checked_arguments(config: Any, optimizer: Any, mesh: Any, rules: Any, seed: Any, loss: Any, folder: Any) -> int:
     """The seed as an int. Raises TypeError or ValueError for an argument of Trainer that is none of its kind."""
-    for name, x, kinds, want in (
+    wanted: tuple[tuple[str, Any, Any, str], ...] = (
         ("config", config, TransformerConfig, "a TransformerConfig or a LongNetConfig"),
         ("mesh", mesh, Mesh | None, "a jax.sharding.Mesh, as make_mesh gives it, or None"),
         ("rules", rules, ShardingRules | None, "ShardingRules or None"),
         ("folder", folder, str | os.PathLike | None, "a path or None"),
-    ):
-        if not isinstance(x, kinds):
-            raise TypeError(f"{name}: got {type(x).__name__}, want {want}")
+    )
+    for name, x, kinds, want in wanted:
+        check_kind(name, x, kinds, want)
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise TypeError(f"optimizer: got {optimizer!r}, want one of optax, such as optax.adamw(1e-3)")
     if not callable(loss):
